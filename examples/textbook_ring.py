@@ -1,9 +1,10 @@
-"""Ring attention on one page: exact attention, dense or causal, of a sequence whose rows are sharded over ranks.
+"""Ring attention on one page: exact, dense or causal, of a sequence sharded over ranks.
 
     torchrun --nproc-per-node 4 examples/textbook_ring.py
 
-Every rank holds n rows of the sequence in order. Blocks of keys and values travel around the ring. Each rank attends to
-the block that it has, and merges the result into what it has seen so far. ringattn itself does not use this file.
+Every rank holds n rows of the sequence in order. Blocks of keys and values travel around the ring.
+Each rank attends to the block that it has, and merges the result into what it has seen so far.
+ringattn itself does not use this file.
 """
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 
 def rotate(*tensors):
-    """Start to send tensors to the next rank; a function that waits for those of the previous rank."""
+    """Start to send tensors to the next rank; a function that waits for the previous rank's."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     arriving = [torch.empty_like(x) for x in tensors]
     sends = [dist.P2POp(dist.isend, x.contiguous(), (rank + 1) % ranks) for x in tensors]
@@ -27,9 +28,10 @@ def rotate(*tensors):
 
 
 def logits(q, k, owner, causal):
-    """Scaled logits of this rank's rows and the keys of `owner`, with -inf where a key lies in a row's future."""
+    """Scaled logits of this rank's rows and the keys of `owner`; -inf where a key is in the future."""
     scores = q @ k.mT * q.shape[-1] ** -0.5
-    rows, keys = (r * q.shape[-2] + torch.arange(q.shape[-2], device=q.device) for r in (dist.get_rank(), owner))
+    n = torch.arange(q.shape[-2], device=q.device)
+    rows, keys = dist.get_rank() * len(n) + n, owner * len(n) + n
     return scores.masked_fill(keys > rows[:, None], -torch.inf) if causal else scores
 
 
@@ -38,7 +40,7 @@ class RingAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, causal):
         rank, ranks, own = dist.get_rank(), dist.get_world_size(), (k, v)
         for step in range(ranks):
-            owner, wait = (rank - step) % ranks, rotate(k, v)  # the next block travels while this one is computed
+            owner, wait = (rank - step) % ranks, rotate(k, v)  # the next block travels
             if not (causal and owner > rank):  # a block of the future is passed on unread
                 scores = logits(q, k, owner, causal)
                 part_lse = scores.logsumexp(-1, keepdim=True)
@@ -60,10 +62,10 @@ class RingAttention(torch.autograd.Function):
         rank, ranks, scale = dist.get_rank(), dist.get_world_size(), q.shape[-1] ** -0.5
         dq, dk, dv = map(torch.zeros_like, (q, k, v))
         delta = (grad * out).sum(-1, keepdim=True)
-        for step in range(ranks):  # gradients travel with their block, and are home after a whole turn
+        for step in range(ranks):  # gradients travel with their block, and come home
             owner = (rank - step) % ranks
             if not (ctx.causal and owner > rank):
-                weights = (logits(q, k, owner, ctx.causal) - lse).exp()  # lse of the whole row, not of this block
+                weights = (logits(q, k, owner, ctx.causal) - lse).exp()  # of the whole row
                 slope = weights * (grad @ v.mT - delta) * scale
                 dq, dk, dv = dq + slope @ k, dk + slope.mT @ q, dv + weights.mT @ grad
             k, v, dk, dv = rotate(k, v, dk, dv)()
@@ -74,4 +76,4 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     q, k, v = (torch.randn(1, 4, 256, 64, requires_grad=True) for _ in "qkv")
     RingAttention.apply(q, k, v, True).sum().backward()
-    print(f"rank {dist.get_rank()}: {256 * dist.get_world_size()} tokens, |dk| = {k.grad.norm():.3f}")
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: |dk| = {k.grad.norm():.3f}")

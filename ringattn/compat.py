@@ -35,7 +35,7 @@ from .pattern import (
     parse_pattern,
     strided_blocks,
 )
-from .runtime.options import check_option_names
+from .runtime.call import check_option_names
 from .text import did_you_mean
 
 #: Block-sparse patterns by name, each called with block and density.

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 import re
 import secrets
+import shutil
 import stat
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -44,14 +44,12 @@ NAME_BYTES = 150
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`, renamed to `path` when the block ends; on an error `path` stays untouched.
 
-    An existing output keeps its mode. Temporary files of killed processes are removed first. Raises InvalidInput if
-    `path` cannot be replaced.
+    An existing output keeps its mode. Raises InvalidInput if `path` cannot be replaced.
     """
     target = _checked_target(path)
-    with _temporary(target) as (temporary, mode):
+    with _temporary(target) as temporary:
         yield temporary
         try:
-            temporary.chmod(mode)
             temporary.replace(target)
         except OSError as error:
             raise InvalidInput(
@@ -107,7 +105,7 @@ def _replace_nonfinite(data: object) -> object:
 
 
 def check_writable(path: Path) -> None:
-    """Raise InvalidInput if the file `path` cannot be written. Temporary files of killed processes are removed."""
+    """Raise InvalidInput if the file `path` cannot be written."""
     with _temporary(_checked_target(path)):  # only creating a file shows that the file system accepts files
         pass
 
@@ -252,7 +250,7 @@ def make_folder(path: Path) -> None:
     Raises InvalidInput if the folder cannot be created, or if this user cannot write to it.
     """
     if not stat.S_ISDIR(_file_type(path)):
-        _check_parent(path, path)
+        _check_parent(path)
     try:
         path.mkdir(exist_ok=True)
     except OSError as error:
@@ -269,13 +267,13 @@ def _checked_target(path: Path) -> Path:
         raise InvalidInput(f"output {path}: is a folder; give the path of a file")
     if file_type and not stat.S_ISREG(file_type):
         raise InvalidInput(f"output {path}: is not an ordinary file, so it cannot be replaced; give another path")
-    _check_parent(path, target)
+    _check_parent(path)
     if file_type and not os.access(target, os.W_OK):
         raise InvalidInput(f"output {path}: not writable by this user; choose another path")
     return target
 
 
-def _check_parent(path: Path, target: Path) -> None:
+def _check_parent(path: Path) -> None:
     """Raise InvalidInput if the parent folder of `path` does not exist; parents in `OUTPUTS` are created."""
     if path.parts[:1] == (OUTPUTS,):
         try:
@@ -284,13 +282,12 @@ def _check_parent(path: Path, target: Path) -> None:
             raise InvalidInput(
                 f"output {path}: {path.parent} cannot be made ({error.strerror}); choose another path"
             ) from error
-    link = "" if not path.is_symlink() else f" (the link points to {target})"
-    parent = path.parent if not link else target.parent
+    parent = path.resolve().parent if path.is_symlink() else path.parent
     file_type = _file_type(parent)
-    if file_type and not stat.S_ISDIR(file_type):
-        raise InvalidInput(f"output {path}: {parent} is not a folder; choose another path{link}")
     if not file_type:
-        raise InvalidInput(f"output {path}: the folder {parent} does not exist; make it first{link}")
+        raise InvalidInput(f"output {path}: the folder {parent} does not exist; make it first")
+    if not stat.S_ISDIR(file_type):
+        raise InvalidInput(f"output {path}: {parent} is not a folder; choose another path")
 
 
 def _file_type(path: Path) -> int:
@@ -306,63 +303,20 @@ def _file_type(path: Path) -> int:
 
 
 @contextmanager
-def _temporary(path: Path) -> Iterator[tuple[Path, int]]:
-    """A new empty file beside `path`, and the mode that `path` shall get; the file is removed if it is still there.
-
-    The writer holds a lock on the file, which the system releases when the process ends for any reason. A process
-    number could not show that the writer is alive: other machines and containers that share the folder reuse numbers.
-    """
+def _temporary(target: Path) -> Iterator[Path]:
+    """A new empty file beside `target`, with the mode of `target`; the file is removed if it is still there."""
     # Choose the name first, so that a signal between creation and assignment leaves no file behind.
-    temporary, descriptor = path.with_name(_prefix(path) + secrets.token_hex(4)), -1
+    name = target.name.encode()[:NAME_BYTES].decode(errors="ignore")
+    temporary = target.with_name(f".{name}{MARK}{secrets.token_hex(4)}")
     try:
         try:
-            _remove_abandoned(path)
-            old_mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
-            mode = 0o600 if old_mode is not None else 0o666  # for a new file the system applies the umask
-            while descriptor < 0:
-                descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
-                # Between creation and lock another process may have taken the file for an abandoned one.
-                if _lock(descriptor) is False or not temporary.exists():
-                    os.close(descriptor)
-                    descriptor = -1
+            temporary.touch(0o600 if target.exists() else 0o666, exist_ok=False)  # the system applies the umask
+            if target.exists():
+                shutil.copymode(target, temporary)
         except OSError as error:
             raise InvalidInput(
-                f"output {path}: no file can be made in {path.parent} ({error.strerror}); choose another path"
+                f"output {target}: no file can be made in {target.parent} ({error.strerror}); choose another path"
             ) from None
-        yield temporary, stat.S_IMODE(os.fstat(descriptor).st_mode) if old_mode is None else old_mode
+        yield temporary
     finally:
         temporary.unlink(missing_ok=True)
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool | None:
-    """Lock an open file: True if this process holds the lock now, False if another does, None without lock support."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Remove temporary files of `path` whose processes ended without removing them, for example after SIGKILL."""
-    prefix = _prefix(path)
-    with os.scandir(path.parent) as entries:
-        candidates = [
-            entry.path for entry in entries if entry.name.startswith(prefix) and entry.is_file(follow_symlinks=False)
-        ]
-    for candidate in candidates:
-        with suppress(FileNotFoundError, PermissionError):
-            descriptor = os.open(candidate, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                if _lock(descriptor):
-                    Path(candidate).unlink()
-            finally:
-                os.close(descriptor)
-
-
-def _prefix(path: Path) -> str:
-    return f".{path.name.encode()[:NAME_BYTES].decode(errors='ignore')}{MARK}"

@@ -2,71 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from .errors import InvalidInput, RingAttentionError
 from .kernels.base import positive
-from .kernels.pad import check_padding, hide_keys
 from .layout.regular import DEFAULT_LAYOUT, Layout
-from .pattern import Pattern, as_pattern
-from .runtime.autocast import cast_inputs
-from .runtime.autograd import AllRanks, Attention, OneRank, Runner, compilable
+from .pattern import Pattern
+from .runtime.autograd import AllRanks, Attention, Runner, compilable
+from .runtime.call import Call, cast_inputs, read_call
 from .runtime.executor import Job
-from .runtime.handshake import Call, agree, check_sinks
-from .runtime.options import OPTION_NAMES, check_option_names
-from .transport.records import Exchange, Telling
-from .transport.torchdist import TorchDist
+from .transport.records import ErrorReport
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
     from .kernels.dropout import Dropout
     from .plan.plan import Plan
-    from .runtime.options import AttentionKeywords, RankKeywords, RingKeywords, StreamKeywords, VirtualKeywords
+    from .runtime.call import AttentionKeywords
     from .transport.base import Transport
-
-
-@overload
-def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[RingKeywords],
-) -> Tensor: ...
-
-
-@overload
-def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[RingKeywords],
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
-    *,
-    return_lse: bool,
-    **options: Unpack[RingKeywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    from .transport.torchdist import TorchDist
 
 
 @compilable
@@ -84,7 +45,7 @@ def ring_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionKeywords],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Exact attention over a sequence whose tokens are sharded over ranks. Differentiable; collective.
 
     q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv] are the shards of this rank: its rows by `layout`, in local
@@ -104,7 +65,7 @@ def ring_attention(
         checked: -inf is a key without weight, inf takes all weight (out 0, lse 1e30), and NaN makes out NaN.
     return_lse: also return the log-sum-exp of the scaled logits, of the sink's among them.
     options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate`, `softcap` and
-        `dropout`, see `runtime.options.AttentionOptions`.
+        `dropout`, see `runtime.call.AttentionOptions`.
 
     All ranks call with equal arguments and matching shapes. Every call compares a digest of the arguments before the
     first message; new shapes or arguments are compared in full. A rank waits for the others as long as the timeout of
@@ -115,21 +76,19 @@ def ring_attention(
     Raises InvalidInput, Unsupported or Mismatch on every rank before the first message. Any other exception on one rank
     before the first message is a Mismatch on the other ranks. Raises CommFailure if a rank is missing.
     """
-    ring = _get_transport(group, mesh, transport)
-    with Telling(ring, "call"):
+    from .runtime.handshake import OneRank, agree  # virtual ranks shake no hands
+
+    ring = get_transport(group, mesh, transport)
+    with ErrorReport(ring, "call"):
         q, k, v = cast_inputs(q, k, v)
-        call = _make_call(q, pattern, layout, options, key_padding_mask, sinks, return_lse)
-    scale, floor = 1.0, None
-
-    def prepare() -> tuple[Tensor, Tensor, Tensor]:
-        nonlocal q, k, v, scale, floor
-        q, k, v, scale, floor = _prepare(q, k, v, key_padding_mask, sinks, call)
-        return q, k, v
-
-    plan, kernel, number = agree(ring, call, prepare)
-    runner = OneRank(Job(plan, ring.rank, kernel, scale, return_lse, sinks=sinks), ring, number)
-    out, lse = _apply(q, k, v, sinks, runner, plan, floor)
-    return (out, lse) if return_lse else out
+        call = read_call(
+            q, k, v, pattern, layout, options, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse
+        )
+        ring.check(call.device)
+        q, k, v = call.prepare(q, k, v, key_padding_mask)
+    plan, kernel, number = agree(ring, call)
+    job = Job(plan, ring.rank, kernel, positive(call.scale)[1], return_lse, sinks=sinks)
+    return _apply(call, OneRank(job, ring, number), plan, q, k, v, sinks)
 
 
 def positions(
@@ -151,70 +110,17 @@ def positions(
     Takes the arguments of `ring_attention`, does its handshake, and raises its errors. `error` is an error that the
     caller has already found: this rank raises `error`, and all other ranks raise a Mismatch.
     """
-    ring = _get_transport(group, mesh, transport)
-    with Telling(ring, "positions"):
-        q, k, v = cast_inputs(q, k, v)
-        call = _make_call(q, pattern, layout, options, key_padding_mask)
+    from .runtime.handshake import agree
 
-    def prepare() -> tuple[Tensor, Tensor, Tensor]:
+    ring = get_transport(group, mesh, transport)
+    with ErrorReport(ring, "positions"):
         if error is not None:
             raise error
-        call.check(q, k, v)
-        check_padding(key_padding_mask, k)
-        return q, k, v
-
-    plan, *_ = agree(ring, call, prepare, "positions")
+        q, k, v = cast_inputs(q, k, v)
+        call = read_call(q, k, v, pattern, layout, options, key_padding_mask=key_padding_mask)
+        ring.check(call.device)
+    plan, *_ = agree(ring, call, "positions")
     return plan.layout.base.positions(ring.rank)
-
-
-def telling(stage: str = "call", **ranks: Unpack[RankKeywords]) -> Telling:
-    """A context that reports an exception of its block to all ranks, in their next exchange.
-
-    The context belongs around the local work between two collective calls that all ranks make; `stage` names the first
-    exchange of the second call.
-    """
-    return Telling(_get_transport(**ranks), stage)
-
-
-def exchange(stage: str, **ranks: Unpack[RankKeywords]) -> Exchange:
-    """A context in whose block every rank makes one record, and after which every rank has all records. Collective."""
-    return Exchange(_get_transport(**ranks), stage)
-
-
-@overload
-def virtual_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[VirtualKeywords],
-) -> Tensor: ...
-
-
-@overload
-def virtual_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[VirtualKeywords],
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def virtual_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
-    *,
-    return_lse: bool,
-    **options: Unpack[VirtualKeywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @compilable
@@ -230,7 +136,7 @@ def virtual_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionKeywords],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """`ring_attention` of whole tensors, with all `ranks` computed in this process. Differentiable.
 
     q [B, H, N, D], k [B, K, N, D] and v [B, K, N, Dv] hold the whole sequence in natural order, and so do the results:
@@ -242,49 +148,14 @@ def virtual_attention(
     if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer):
         raise InvalidInput(f"ranks must be an integer >= 1, got {ranks!r}")
     q, k, v = cast_inputs(q, k, v)
-    local = DEFAULT_LAYOUT if layout == "auto" else layout
-    call = _make_call(q, pattern, local, options, key_padding_mask, sinks, return_lse)
-    q, k, v, scale, floor = _prepare(q, k, v, key_padding_mask, sinks, call)
-    kernel = call.check(q, k, v).seeded()
-    plan = call.plan(q, k, v, q.shape[2], int(ranks), layout)
-    out, lse = _apply(q, k, v, sinks, AllRanks(plan, kernel, scale, return_lse, sinks), plan, floor)
-    return (out, lse) if return_lse else out
-
-
-@overload
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[StreamKeywords],
-) -> Tensor: ...
-
-
-@overload
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[StreamKeywords],
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
-    *,
-    return_lse: bool,
-    **options: Unpack[StreamKeywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    cut = DEFAULT_LAYOUT if layout == "auto" else layout
+    call = read_call(
+        q, k, v, pattern, cut, options, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse
+    )
+    q, k, v = call.prepare(q, k, v, key_padding_mask)
+    plan = call.plan(call.rows, int(ranks), layout)
+    runner = AllRanks(plan, call.kernel.seeded(), positive(call.scale)[1], return_lse, sinks)
+    return _apply(call, runner, plan, q, k, v, sinks)
 
 
 @compilable
@@ -305,7 +176,7 @@ def attention(
     stream: str | None = None,
     chunk: int | None = None,
     device: torch.device | str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """`virtual_attention` with one rank: attention of the whole sequence on one device. Differentiable.
 
     Shapes, dtypes and errors are those of `virtual_attention`.
@@ -340,36 +211,25 @@ def attention(
             f"stream={stream!r}: expected 'host'. Tensors that are mapped from a file are host tensors, too; "
             "`ringattn run stream=disk` reads and writes files"
         )
-    q, k, v = cast_inputs(q, k, v)
-    options["schedule"] = "direct"
-    call = _make_call(q, pattern, "contiguous", options, key_padding_mask, sinks, return_lse)
-    out, lse = _stream_from_host(q, k, v, key_padding_mask, sinks, call, chunk, device)
-    return (out, lse) if return_lse else out
-
-
-def _stream_from_host(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, call: Call, chunk: int | None,
-    device: torch.device | str | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) of host tensors, computed in chunks on `device`."""
     from .runtime.offload import check_chunk, get_device, make_stream  # few programs stream
 
-    check_sinks(sinks, q)
     check_chunk(chunk)
-    device = get_device(device)
+    where = get_device(device)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, Tensor) and x.device.type != "cpu":
             raise InvalidInput(
                 f"stream='host' copies from host memory, but {name} is on {x.device}; pass {name}.cpu(), or leave out "
                 "stream="
             )
-    backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
-    runner, floor = make_stream(call, q, k, v, chunk=chunk, device=device, backward=backward), None
-    if mask is not None:  # make_stream has checked q, k and v; the mask makes them wider
-        check_padding(mask, k)
-        q, k, v, floor = hide_keys(q, k, v, mask, call.scale)
-        runner = make_stream(call, q, k, v, chunk=chunk, device=device, backward=backward)
-    return _apply(q, k, v, sinks, runner.of_call(sinks), runner.plan, floor)
+    q, k, v = cast_inputs(q, k, v)
+    options["schedule"] = "direct"
+    call = read_call(
+        q, k, v, pattern, "contiguous", options,
+        key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse, device=where,
+    )  # fmt: skip
+    streamed = make_stream(call, chunk=chunk, backward=call.requires_grad)
+    q, k, v = call.hide(q, k, v, key_padding_mask)
+    return _apply(call, streamed.of_call(sinks), streamed.plan, q, k, v, sinks)
 
 
 def check_arguments(
@@ -384,61 +244,26 @@ def check_arguments(
 ) -> None:
     """Raise InvalidInput or Unsupported if `virtual_attention` could not use these arguments."""
     q, k, v = cast_inputs(q, k, v)
-    _make_call(q, pattern, layout, options, key_padding_mask).check(q, k, v)
-    check_padding(key_padding_mask, k)
-
-
-def _make_call(
-    q: Tensor,
-    pattern: Pattern | str,
-    layout: str | Layout,
-    options: AttentionKeywords,
-    mask: Tensor | None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-) -> Call:
-    """The arguments of a call. Raises InvalidInput for a wrong name or type; `Call.check` checks the rest."""
-    check_option_names(options, OPTION_NAMES)
-    given: dict[str, Any] = {**options, "return_lse": return_lse}
-    given |= {"key_padding_mask": mask is not None, "sinks": sinks is not None}
-    if given.get("scale") is None:
-        head_dim = q.shape[-1] if isinstance(q, Tensor) and q.ndim == 4 else 1  # `Call.check` reports a wrong q
-        given["scale"] = float(max(head_dim, 1) ** -0.5)
-    return Call(pattern=as_pattern(pattern), layout=layout, **given)
-
-
-def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor, Tensor, float, float | None]:
-    """(q, k, v, scale > 0, floor) with the logits of the call, and padded keys hidden; see `hide_keys` for `floor`."""
-    floor = None
-    check_sinks(sinks, q)
-    if mask is not None or not call.scale > 0:
-        call.check(q, k, v)
-    if mask is not None:
-        check_padding(mask, k)
-        q, k, v, floor = hide_keys(q, k, v, mask, call.scale)
-    sign, scale = positive(call.scale)
-    return (q if sign == 1 else q * sign), k, v, scale, floor
+    read_call(q, k, v, pattern, layout, options, key_padding_mask=key_padding_mask)
 
 
 def _apply(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, runner: Runner, plan: Plan, floor: float | None
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a runner of `plan`; rows with lse < floor have seen padded keys only."""
+    call: Call, runner: Runner, plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out, or (out, lse), of a runner of `plan`."""
     layout, scale = plan.layout, plan.pattern.output_scale
-    out, lse = Attention.apply(layout.stack(q), layout.stack(k), layout.stack(v), sinks, runner, floor)
+    out, lse = Attention.apply(layout.stack(q), layout.stack(k), layout.stack(v), sinks, runner, call.floor)
     if scale != 1.0:
         # The graph may still need the unscaled output.
         out = out * scale if out.requires_grad else out.mul_(scale)
-    return layout.unstack(out), layout.unstack(lse)
+    return (layout.unstack(out), layout.unstack(lse)) if call.return_lse else layout.unstack(out)
 
 
 #: One transport per process group, so that its handshakes are remembered. An entry ends with its group.
 _transports: WeakKeyDictionary[ProcessGroup, TorchDist] = WeakKeyDictionary()
 
 
-def _get_transport(
+def get_transport(
     group: ProcessGroup | DeviceMesh | None = None, mesh: DeviceMesh | None = None, transport: Transport | None = None
 ) -> Transport:
     """The given transport, or the transport of a process group."""
@@ -446,6 +271,8 @@ def _get_transport(
         if group is not None or mesh is not None:
             raise InvalidInput("transport= already says who the ranks are; leave out group= and mesh=")
         return transport
+    from .transport.torchdist import TorchDist  # virtual ranks have no process group
+
     new = TorchDist(group, mesh=mesh)
     return _transports.setdefault(new.group, new)
 

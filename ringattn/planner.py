@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from .cache import Cache
 from .layout.regular import DEFAULT_LAYOUT, Layout, make_layout
-from .machine.machine import Machine
-from .machine.presets import get_machine
 from .pattern import Pattern, as_pattern
-from .plan.message_sizes import PlanSizes
 from .plan.plan import Plan, arrange
 from .plan.schedules import resolve
+from .plan.steps import PlanSizes
 
 if TYPE_CHECKING:
     import torch
+
+    from .machine.machine import Machine
 
 #: Bytes of the plans that `make_plan` remembers.
 PLANS = 1 << 25
@@ -65,7 +65,12 @@ def make_plan(
         names = list_layouts(ranks)
     layouts = [make_layout(name, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads) for name in names]
     schedule = resolve(schedule, ranks, heads, sizes.kv_heads)
-    bound, on_machine = pattern.bind(heads, tokens), get_machine(machine)
+    bound, choosing = pattern.bind(heads, tokens), choose_layout or schedule == "auto"
+    on_machine = None
+    if choosing or machine is not None:
+        from .machine.presets import get_machine  # as above
+
+        on_machine = get_machine(machine)
 
     def make(layout: Layout, schedule: str) -> Plan:
         return arrange(bound, layout, schedule, sizes)
@@ -76,9 +81,9 @@ def make_plan(
     def make_chosen() -> Plan:
         from .simulator.timing.auto import choose
 
+        assert on_machine is not None
         return choose(make, layouts, None if schedule == "auto" else (schedule,), on_machine)
 
-    choosing = choose_layout or schedule == "auto"
     make_it = make_chosen if choosing else make_named
     key = tuple(layouts), schedule, on_machine if choosing else None, bound, sizes
     return make_it() if pattern.transient else _plans.answer(key, make_it)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing.spawn
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -35,7 +35,7 @@ SLOW_FILES = (
     "integrations/test_transformers.py",
     "transport/test_mpi.py",
     "transport/test_gloo.py",
-    "seeds/test_seed_ranks.py",
+    "seeds/test_seeds.py",
     "simulator/numerics/test_faults.py",
     "simulator/timing/test_folding.py",
     "simulator/calibrate/test_calibrate_ranks.py",
@@ -67,13 +67,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_ranks() -> Iterator[None]:
-    """Local ranks are forks of a process that has imported torch."""
-    from warm_python import ENDS, get_context
-
+    """Local ranks are forks of a process that has imported torch: the import takes longer than most tests."""
     from ringattn.transport import launcher
 
-    with ENDS, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "get_context", get_context)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["pytest", "hydra", "torch.distributed.device_mesh", "torch._dynamo", "ringattn.nn", "ringattn.cli.run"]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "get_context", lambda method: context)
         yield
 
 
@@ -82,7 +84,6 @@ def cold_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Local ranks are new processes of Python, as they are for users."""
     from ringattn.transport import launcher
 
-    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(sys.executable))
     monkeypatch.setattr(launcher, "get_context", multiprocessing.get_context)
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from loaded_modules import modules_after
+from command_line import modules_after
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ringattn"
@@ -26,7 +26,7 @@ NO_TORCH = (
     *("errors", "registry", "text", "dtypes", "cache", "files", "pattern", "layout", "machine", "plan", "planner"),
     *("simulator.timing", "simulator.models", "simulator.advise", "simulator.reporting", "simulator.progress"),
     *("cli.config", "cli.study", "cli.main", "cli.advise", "cli.plan", "cli.simulate", "cli.simulate_model"),
-    *("cli.simulate_study", "transport.launcher"),
+    *("transport.launcher"),
 )
 FILES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").removesuffix("."): path
@@ -193,3 +193,53 @@ def test_one_call_can_be_followed() -> None:
     on_trust = set(re.findall(r"`([\w/]+\.py)`", story[story.index("### Taken on trust") :]))
     assert set(to_read) <= executed, "every file to read takes part in the call"
     assert executed <= {*to_read, *on_trust}, "the page names every file that takes part in the call"
+
+
+#: What makes a table at the level of a module that outlives a call.
+TABLES = {
+    "Cache",
+    "WeakValueDictionary",
+    "WeakKeyDictionary",
+    "WeakIdKeyDictionary",
+    "OrderedDict",
+    "ContextVar",
+    "count",
+}
+
+
+def state_of(path: Path) -> set[str]:
+    """Names of a module that hold something between calls: tables, cached functions, and what `global` changes."""
+    tree, names = ast.parse(path.read_text()), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            names |= {*node.names}
+        if isinstance(node, ast.FunctionDef):
+            marks = {ast.unparse(mark).partition("(")[0] for mark in node.decorator_list}
+            names |= {node.name} if marks & {"lru_cache", "cache"} else set()
+    for node in tree.body:
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        value = getattr(node, "value", None)
+        if (isinstance(value, ast.Call) and ast.unparse(value.func) in TABLES) or (
+            isinstance(value, ast.Dict) and not value.keys
+        ):
+            names |= {ast.unparse(target) for target in targets}
+    return names
+
+
+def test_state_between_calls_is_listed() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = page[page.index("## State between calls") : page.index("## Add a part")].splitlines()
+    listed = {
+        (file, name)
+        for row in rows
+        for file in re.findall(r"`([\w/]+\.py)`", row)
+        for name in re.findall(r"`(\w+)`", row)
+    }
+    found = {
+        (str(path.relative_to(PACKAGE)), name)
+        for path in FILES.values()
+        if path.relative_to(PACKAGE).parts[0] not in ("simulator", "bench", "cli")
+        for name in state_of(path)
+    }
+    assert found - listed == set()
+    assert {name for _, name in listed} == {name for _, name in found}

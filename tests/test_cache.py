@@ -7,22 +7,16 @@ import pickle
 import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 import ringattn as ra
-from ringattn import planner as plans
 from ringattn.cache import ENTRY, Cache, estimate_bytes
-from ringattn.layout.regular import Layout, make_layout
+from ringattn.layout.regular import make_layout
 from ringattn.machine.presets import get_machine
 from ringattn.pattern import Pattern
-from ringattn.pattern.base import Side
-from ringattn.plan.demand import BlockDemand, KeyDemand, QueryDemand
-from ringattn.plan.schedules.relay import Way, choose_ways, row_counts, rows_along, sampled
-
-RANKS = 12
 
 
 def packing(seed: int, tokens: int, count: int) -> ra.Documents:
@@ -82,24 +76,6 @@ def test_weights_are_near_the_truth_and_long_lists_are_sampled() -> None:
     assert 0.5 * truth < estimate_bytes(value) < 2 * truth
 
 
-@pytest.mark.parametrize("schedule", ["ring", "auto"])
-def test_fresh_packings_do_not_add_up(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = plans._plans
-    cache.clear()
-    monkeypatch.setattr(cache, "limit", 1 << 19)
-    seen = []
-    for seed in range(60 if schedule == "ring" else 20):
-        plan = ra.make_plan(
-            ra.Causal() & packing(seed, 4096, 12), tokens=4096, ranks=8, layout="zigzag", schedule=schedule, heads=4
-        )
-        plan.for_rank(seed % 8)
-        seen.append(cache.bytes)
-        assert plan.kept_bytes > 1000
-    assert max(seen) <= cache.limit and len(cache) < len(seen)
-    assert seen[-1] > cache.limit // 2  # it keeps what the limit allows
-    cache.clear()
-
-
 USED: dict[str, Pattern] = {
     "causal": ra.Causal(),
     "documents": ra.Causal() & packing(1, 256, 5),
@@ -152,71 +128,6 @@ def test_patterns_layouts_machines_and_steps_are_pickled_too(duplicate: object) 
     table = duplicate(bound[2])
     with pytest.raises(ValueError, match="read-only"):
         table.table[0, 0, 0] = False
-
-
-# -- runs of keys that are known without tiles ---------------------------------------------------------------------
-
-RUNS: dict[str, Pattern] = {
-    "full": ra.Full(),
-    "causal": ra.Causal(),
-    "window": ra.Window(9, 4),
-    "documents": packing(2, 96, 9),
-    "causal documents": ra.Causal() & packing(3, 96, 6),
-    "window documents": ra.Window(11, 2) & packing(4, 96, 4),
-    "union": ra.Window(3) | packing(5, 96, 7),
-    "mix": ra.mix(ra.Window(3), ra.Causal() & packing(6, 96, 7)),
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_runs_of_keys_and_of_queries_are_those_of_the_mask(name: str) -> None:
-    pattern, tokens = RUNS[name], 96
-    mask = pattern.mask(tokens)[0] > 0
-    sides: tuple[tuple[Side, np.ndarray], ...] = (("keys", mask), ("queries", mask.T))
-    for side, seen in sides:
-        every = np.arange(tokens)
-        lows, highs = (np.broadcast_to(x, every.shape) for x in pattern.run(side, every, every) or ())
-        for first in range(0, tokens, 5):
-            for last in range(first, tokens, 7):
-                run = pattern.run(side, first, last)
-                assert run is not None
-                rows = np.flatnonzero(seen[first : last + 1].any(0))
-                assert rows.tolist() == list(range(max(run[0], 0), min(run[1], tokens - 1) + 1))
-            assert (lows[first], highs[first]) == pattern.run(side, first, first), "arrays hold the same answers"
-
-
-@pytest.mark.parametrize(
-    "pattern", [ra.Strided(3), ra.Causal() & ra.Sinks(4), ra.Causal() & ra.Strided(2), ra.Dilated([8], [2])]
-)
-def test_patterns_with_holes_have_no_runs(pattern: Pattern) -> None:
-    bound = pattern.bind(1, 96)
-    assert bound.run("keys", 3, 7) is None and bound.run("queries", 3, 7) is None
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped(4)", "balanced(4)"])
-@pytest.mark.parametrize("name", RUNS)
-def test_rows_along_a_ring_counted_at_once_are_those_of_the_search(name: str, layout: str) -> None:
-    made: Layout = make_layout(layout, tokens=96, ranks=RANKS, pattern=RUNS[name], heads=2)
-    demand = KeyDemand(RUNS[name], made, 2, 1)
-    sides: tuple[BlockDemand, ...] = (demand, QueryDemand(demand))
-    for wanted in sides:
-        for way in {Way(+1, 5), Way(-1, RANKS - 1), Way(+1, RANKS - 1), *choose_ways(wanted)}:
-            for owner in sampled(RANKS):
-                searched = row_counts(wanted, owner, way)
-                hops = [b - a for a, b in zip([0, *[d for d, _ in searched]], [d for d, _ in searched], strict=False)]
-                searched_rows = sum(hop * rows for hop, (_, rows) in zip(hops, searched, strict=True))
-                assert rows_along(wanted, [owner], way) == searched_rows == brute(demand, wanted, owner, way)
-
-
-def brute(demand: KeyDemand, wanted: BlockDemand, owner: int, way: Way) -> int:
-    """From the mask: a hop carries the rows that its target, or a rank beyond it, needs."""
-    mask = demand.pattern.mask(96)[0] > 0
-    seen = mask if wanted is demand else mask.T
-    own = demand.layout.positions(owner)
-    ranks = [(owner + way.sign * d) % RANKS for d in range(way.limit, 0, -1)]
-    needed = [seen[np.ix_(demand.layout.positions(rank), own)].any(0) for rank in ranks]
-    passed = accumulate(needed, np.logical_or)
-    return wanted.block_heads * sum(int(rows.sum()) for rows in passed)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])

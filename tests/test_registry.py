@@ -8,10 +8,10 @@ import json
 import os
 import pkgutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from warm_python import executable
 
 import ringattn.pattern
 from ringattn.pattern import PATTERNS, Pattern
@@ -70,13 +70,17 @@ class Counting(Kernel):
 class Chosen(Counting):
     """Counting with two choices."""
 
-    choices = ("fast", "exact")
+    choices, split_for = ("fast", "exact"), set()
 
     @classmethod
     def create(cls, choice, dtype, *, deterministic):
         kernel = cls()
         kernel.name, kernel.given = "chosen", (choice, str(dtype), deterministic)
         return kernel
+
+    def split(self, work):
+        self.split_for.add(self.given)
+        return super().split(work)
 
     @classmethod
     def missing(cls):
@@ -141,16 +145,51 @@ else:
 chosen = get_kernel("chosen:exact", q, k, v, deterministic=True)
 assert type(chosen) is outside.Chosen and chosen.given == ("exact", "torch.float64", True)
 assert get_kernel("chosen", q, k, v).given == (None, "torch.float64", False)
+for deterministic in (False, True):
+    run(kernel="chosen:fast", deterministic=deterministic)
+assert {given[2] for given in outside.Chosen.split_for} == {False, True}, "each is asked, and no other's calls are made"
 states = available()
 assert states["counting"] == "ok" and states["chosen:fast"] == states["chosen"] == "no such device"
 assert "the package outside offers kernels 'broken', which cannot be imported" in states["broken"]
 """
+SOLVER = '''
+from ringattn.simulator.timing.solvers.base import RingSolver, RingTimes
+from ringattn.simulator.timing.solvers.stencil import solve_stencil
 
 
-def offered(folder: Path, points: str) -> dict[str, str]:
+class Twice(RingSolver):
+    """The stencil's times, for rings of two ranks."""
+
+    name = "twice"
+    needs = "two ranks"
+
+    def solve_ring(self, problem):
+        ring = problem.ring
+        return solve_stencil(ring) if ring.ranks == 2 else None
+'''
+USE_SOLVER = """
+import ringattn as ra
+two, four = (ra.make_plan(ra.Full(), tokens=64, ranks=ranks, schedule="ring") for ranks in (2, 4))
+found = ra.simulate(two, "cpu", solver="twice")
+assert found.solver == "twice" and found.seconds == ra.simulate(two, "cpu", solver="stencil").seconds
+assert ra.simulate(two, "cpu").solver != "twice"
+for call, words in (
+    (lambda: ra.simulate(four, "cpu", solver="twice"), "solver=twice needs two ranks, which this plan"),
+    (lambda: ra.simulate(two, "cpu", solver="twic"), "did you mean 'twice'"),
+):
+    try:
+        call()
+    except ra.RingAttentionError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(words)
+"""
+
+
+def offered(folder: Path, points: str, parts: str = PARTS) -> dict[str, str]:
     """The environment in which a package offers these entry points."""
     folder.mkdir()
-    (folder / "outside.py").write_text(PARTS)
+    (folder / "outside.py").write_text(parts)
     info = folder / "outside-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
@@ -158,11 +197,22 @@ def offered(folder: Path, points: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def test_an_installed_package_adds_a_pattern_and_a_schedule(tmp_path: Path) -> None:
-    points = "[ringattn.patterns]\nRecent = outside:Recent\n[ringattn.schedules]\nstar = outside:Star\n"
-    done = subprocess.run(
-        [executable(), "-c", USE], env=offered(tmp_path / "site", points), capture_output=True, text=True, timeout=120
-    )
+@pytest.mark.parametrize(
+    ("points", "parts", "use"),
+    [
+        ("[ringattn.patterns]\nRecent = outside:Recent\n[ringattn.schedules]\nstar = outside:Star\n", PARTS, USE),
+        (
+            "[ringattn.kernels]\ncounting = outside:Counting\nchosen = outside:Chosen\nbroken = outside:Missing\n",
+            PARTS,
+            USE_KERNEL,
+        ),
+        ("[ringattn.solvers]\ntwice = outside:Twice\n", SOLVER, USE_SOLVER),
+    ],
+    ids=["pattern and schedule", "kernel", "solver"],
+)
+def test_an_installed_package_adds_parts(tmp_path: Path, points: str, parts: str, use: str) -> None:
+    env = offered(tmp_path / "site", points, parts)
+    done = subprocess.run([sys.executable, "-c", use], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -182,22 +232,10 @@ def test_the_command_line_takes_names_of_an_installed_package(
 ) -> None:
     parts = ("patterns", "Recent"), ("schedules", "star"), ("kernels", "counting")
     points = "".join(f"[ringattn.{kind}]\n{name} = outside:{name.capitalize()}\n" for kind, name in parts)
-    command = [executable(), "-m", "ringattn", *words, "ranks=4", "tokens=40"]
+    command = [sys.executable, "-m", "ringattn", *words, "ranks=4", "tokens=40"]
     env = offered(tmp_path / "site", points)
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == status and shown in done.stdout + done.stderr, (done.stdout, done.stderr)
-
-
-def test_an_installed_package_adds_a_kernel(tmp_path: Path) -> None:
-    points = "[ringattn.kernels]\ncounting = outside:Counting\nchosen = outside:Chosen\nbroken = outside:Missing\n"
-    done = subprocess.run(
-        [executable(), "-c", USE_KERNEL],
-        env=offered(tmp_path / "site", points),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.multi
@@ -206,7 +244,7 @@ def test_an_installed_package_adds_a_bench_suite(tmp_path: Path) -> None:
     env = offered(tmp_path / "site", "[ringattn.bench_suites]\nidle = outside:SUITE\n")
     root = Path(__file__).resolve().parents[1]
     env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(root)])
-    bench = [executable(), "-m", "ringattn", "bench"]
+    bench = [sys.executable, "-m", "ringattn", "bench"]
     done = subprocess.run(
         [*bench, "suite=idle", "repeat=2", "output.path=out"],
         cwd=tmp_path,
@@ -235,7 +273,7 @@ def test_an_installed_package_adds_a_bench_suite(tmp_path: Path) -> None:
 def test_packages_that_cannot_be_used_are_named(tmp_path: Path, points: str, words: str) -> None:
     code = "import ringattn as ra; ra.parse_pattern('Recent()')"
     env = offered(tmp_path / "site", f"[ringattn.patterns]\n{points}\n")
-    done = subprocess.run([executable(), "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0 and words in done.stderr.splitlines()[-1], done.stderr
 
 
@@ -248,7 +286,7 @@ from pathlib import Path
 import torch
 
 from ringattn.transport.base import Counters
-from ringattn.transport.records import Agreed
+from ringattn.transport.records import Handshakes
 
 
 class Folder:
@@ -257,7 +295,7 @@ class Folder:
     def __init__(self, *, timeout):
         self.folder, self.timeout = Path(os.environ["FOLDER"]), timeout
         self.rank, self.size = int(os.environ["FOLDER_RANK"]), int(os.environ["FOLDER_SIZE"])
-        self.counters, self.calls, self.agreed = Counters(), count(), Agreed()
+        self.counters, self.calls, self.handshakes = Counters(), count(), Handshakes()
         self.gathered, self.posted = count(), {}
 
     def check(self, device):
@@ -299,14 +337,13 @@ class Folder:
 
 def test_an_installed_package_adds_a_transport(tmp_path: Path) -> None:
     """`ringattn run` compares its output with an oracle, and the bytes of the transport with the plan's."""
-    env = offered(tmp_path / "site", "[ringattn.transports]\nfolder = outside:Folder\n")
-    (tmp_path / "site" / "outside.py").write_text(TRANSPORT)
+    env = offered(tmp_path / "site", "[ringattn.transports]\nfolder = outside:Folder\n", TRANSPORT)
     (tmp_path / "messages").mkdir()
     env |= {"FOLDER": str(tmp_path / "messages"), "FOLDER_SIZE": "2", "OMP_NUM_THREADS": "1"}
     words = ["run", "transport.spec=folder", "ranks=2", "input=random", "tokens=256", "repeat=1", "timeout=100"]
     ranks = [
         subprocess.Popen(
-            [executable(), "-m", "ringattn", *words],
+            [sys.executable, "-m", "ringattn", *words],
             cwd=tmp_path,
             env={**env, "FOLDER_RANK": str(rank)},
             stdout=subprocess.PIPE,
@@ -323,49 +360,8 @@ def test_an_installed_package_adds_a_transport(tmp_path: Path) -> None:
 
 def test_text_can_spell_every_pattern_of_the_package() -> None:
     """A new file in pattern/ needs its line in PATTERNS. Operators, bases and views of plans have no name."""
-    unnamed = {"And", "Or", "Mix", "HeadSlice", "_Branch", "BlockWindows", "RowByRow"}
+    unnamed = {"And", "Or", "Mix", "HeadSlice", "_Branch", "RowByRow"}
     for module in pkgutil.iter_modules(ringattn.pattern.__path__):
         for kind in vars(importlib.import_module(f"ringattn.pattern.{module.name}")).values():
             if isinstance(kind, type) and issubclass(kind, Pattern) and not inspect.isabstract(kind):
                 assert kind.__name__ in unnamed or kind in PATTERNS.values()
-
-
-SOLVER = '''
-from ringattn.simulator.timing.solvers.base import RingSolver, RingTimes
-from ringattn.simulator.timing.solvers.stencil import solve_stencil
-
-
-class Twice(RingSolver):
-    """The stencil's times, for rings of two ranks."""
-
-    name = "twice"
-    needs = "two ranks"
-
-    def solve_ring(self, problem):
-        ring = problem.ring
-        return solve_stencil(ring) if ring.ranks == 2 else None
-'''
-USE_SOLVER = """
-import ringattn as ra
-two, four = (ra.make_plan(ra.Full(), tokens=64, ranks=ranks, schedule="ring") for ranks in (2, 4))
-found = ra.simulate(two, "cpu", solver="twice")
-assert found.solver == "twice" and found.seconds == ra.simulate(two, "cpu", solver="stencil").seconds
-assert ra.simulate(two, "cpu").solver != "twice"
-for call, words in (
-    (lambda: ra.simulate(four, "cpu", solver="twice"), "solver=twice needs two ranks, which this plan"),
-    (lambda: ra.simulate(two, "cpu", solver="twic"), "did you mean 'twice'"),
-):
-    try:
-        call()
-    except ra.RingAttentionError as error:
-        assert words in str(error), error
-    else:
-        raise AssertionError(words)
-"""
-
-
-def test_an_installed_package_adds_a_solver(tmp_path: Path) -> None:
-    env = offered(tmp_path / "site", "[ringattn.solvers]\ntwice = outside:Twice\n")
-    (tmp_path / "site" / "outside.py").write_text(SOLVER)
-    done = subprocess.run([executable(), "-c", USE_SOLVER], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr

@@ -1,24 +1,21 @@
-"""Benchmarks: a runner of alternating measurements, and suites that say what is measured.
-
-A new suite is one file: a module in `suites`, or an entry point of the group "ringattn.bench_suites" in any installed
-package. Either names a BenchSuite.
-"""
+"""Benchmarks: a runner of alternating measurements, and suites that say what is measured."""
 
 from __future__ import annotations
-
-from pkgutil import iter_modules
 
 from ..errors import InvalidInput
 from ..registry import Registry
 from ..text import did_you_mean
-from . import suites
 from .case import BenchCase, BenchSuite
 
-#: The suites by name. A suite is imported when it is looked up.
-SUITES: Registry[BenchSuite] = Registry(
-    "bench_suites",
-    {module.name: f"bench.suites.{module.name}:SUITE" for module in iter_modules(suites.__path__)},
-)
+_OF_SEEDS = ("blocksparse", "comprehensive", "extreme", "long", "memory", "standard")
+_OTHERS = ("auto", "gpu", "host", "loss", "patterns", "peers", "ring", "schedules", "simulate")
+_SUITES = {
+    **{name: f"bench.suites.seeds:{name.upper()}" for name in _OF_SEEDS},
+    **{name: f"bench.suites.{name}:SUITE" for name in _OTHERS},
+    "gpu_quick": "bench.suites.gpu:QUICK",
+}
+#: The suites by name; those of installed packages are of the group "ringattn.bench_suites".
+SUITES: Registry[BenchSuite] = Registry("bench_suites", dict(sorted(_SUITES.items())))
 
 
 def get_suite(name: str) -> BenchSuite:

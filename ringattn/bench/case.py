@@ -117,7 +117,7 @@ class BenchSuite:
 
     The conclusion has the keys "summary" (a sentence), "value", "target" and "met". `check` receives the folder of the
     results before anything is measured, and raises InvalidInput or Unsupported where the suite cannot run. `title`,
-    `about` and `claims` are for readers of the report.
+    `about` and `claim` are for readers of the report.
     """
 
     cases: Callable[[], list[BenchCase]]
@@ -125,7 +125,7 @@ class BenchSuite:
     check: Callable[[Path], None] | None = None
     title: str = ""
     about: tuple[str, ...] = ()
-    claims: tuple[Claim, ...] = ()
+    claim: Claim | None = None
 
 
 def make_settings(heads: int, head_dim: int, tokens: int, dtype: str = "float32", **more: Any) -> dict[str, Any]:
@@ -165,11 +165,7 @@ def make_shards(context: Context, tensors: Sequence[torch.Tensor]) -> list[torch
     return [layout.shard_tensor(x, context.rank).clone() for x in tensors]
 
 
-def make_pass(
-    attend: Callable[..., torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    grad: torch.Tensor | None,
-) -> Run:
+def make_pass(attend: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], grad: torch.Tensor | None) -> Run:
     """A run of attend(q, k, v), which returns the output and, with `grad`, the gradients of the inputs."""
     inputs = [x.requires_grad_(grad is not None) for x in inputs]
 

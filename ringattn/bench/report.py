@@ -7,21 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..errors import InvalidInput, RingAttentionError
+from ..errors import InvalidInput
 from ..files import write_text
-from ..machine.presets import get_machine
-from ..pattern import parse_pattern
-from ..planner import make_plan
-from ..simulator.reporting.pages import Cell, render_page
-from ..simulator.timing.window import window
+from ..simulator.reporting.pages import Cell, ReportTable, draw_lines, drawing, render_page, to_svg
 from ..text import duration, shorten, size
 from . import SUITES
 from .case import BenchSuite, CaseRecord, iqr
-from .figures import draw_lines, draw_timeline
 from .records import read_results
 
 #: Settings that get a column where cases differ, and a place in the sentence below the table where they do not.
@@ -51,17 +47,6 @@ INDEX = (
 )
 #: Most characters of a setting and of a remark in a table.
 MOST_SETTING, MOST_REMARK = 40, 160
-#: Ranks of the drawn plan, where all cases ran on one.
-DRAWN_RANKS = 4
-
-
-@dataclass(frozen=True)
-class BenchTable:
-    """Cells as text, `Cell` where a number is behind the text."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -74,8 +59,7 @@ class BenchReport:
     @property
     def suite(self) -> BenchSuite | None:
         """The suite; None where the package that has it is not installed."""
-        name = self.record["suite"]
-        return SUITES.get(name)
+        return SUITES.get(self.record["suite"])
 
     @property
     def warnings(self) -> list[str]:
@@ -96,24 +80,18 @@ class BenchReport:
         return f"{found['summary']}; target >= {found['target']}: {_yes_or_no(found['met'])}"
 
     @property
-    def claims(self) -> list[tuple[str, str]]:
-        """The figures of earlier reports as (label, sentence)."""
-        cases = self.record["cases"]
-        claims = self.suite.claims if self.suite and cases else ()
-        return [
-            row
-            for claim in claims
-            for row in (
-                ("The earlier figure", claim.figure),
-                ("What it was", claim.really),
-                ("Ours", claim.ours(cases)),
-            )
+    def tables(self) -> list[ReportTable]:
+        """The tables that have rows: by length, every column, ratios, memory against a formula, what cases conclude."""
+        cases, kind = self.record["cases"], self.record["kind"]
+        tables = [
+            _by_tokens(f"median time by tokens [{kind}]", cases, _median, duration),
+            _by_tokens(f"peak of tensors per token [{kind}]", cases, _tensors_per_token, size),
+            _columns(f"every column [{kind}]", cases),
+            _ratios(f"ratios of times, round by round [{kind}]", cases),
+            _formulas("peak memory per rank [measured] and its formula [counted]", cases),
+            _summaries("what the cases conclude", cases),
         ]
-
-    @property
-    def tables(self) -> list[BenchTable]:
-        """All tables that have rows."""
-        return list_tables(self.record)
+        return [table for table in tables if table.rows]
 
     @property
     def shared(self) -> str:
@@ -133,19 +111,19 @@ class BenchReport:
         return list(dict.fromkeys([*(note for case in cases for note in case["notes"]), *patterns]))
 
     @property
-    def plan(self) -> tuple[str, str, Any] | None:
-        """(what is drawn, picture, timeline as an <svg> element) of a case; None where no case has a plan."""
-        return draw_plan(self.record["cases"])
-
-    @property
     def figures(self) -> list[tuple[str, Any]]:
         """(title, <svg> element) of the plots over tokens; empty without several lengths, or without matplotlib."""
-        time, memory = (_series(self.record["cases"], value) for value in (_median, _tensors))
-        drawn = (
-            ("median time", draw_lines(time, "tokens", "seconds, measured")),
-            ("peak of tensors", draw_lines(memory, "tokens", "bytes, measured")),
-        )
-        return [(title, svg) for title, svg in drawn if svg is not None]
+        drawn = []
+        for title, value, unit in (("median time", _median, "seconds"), ("peak of tensors", _tensors, "bytes")):
+            series = _series(self.record["cases"], value)
+            if series and find_spec("matplotlib"):
+                with drawing(3.2 + 0.16 * len(series)) as figure:
+                    axes = draw_lines(figure, series, "tokens", f"{unit}, measured", log=True)
+                    axes.set_yscale("log")
+                    axes.xaxis.set_major_formatter(lambda count, place: size(count).rstrip("iB").replace(".0 ", ""))
+                    axes.grid(alpha=0.25)
+                    drawn.append((title, to_svg(figure, title)))
+        return drawn
 
 
 def render(report: BenchReport, kind: str) -> str:
@@ -153,30 +131,16 @@ def render(report: BenchReport, kind: str) -> str:
     return render_page(__package__ or "", "bench.j2", kind, {"report": report})
 
 
-def list_tables(record: dict[str, Any]) -> list[BenchTable]:
-    """The tables of results: by length, every column, ratios, memory against a formula, and what cases conclude."""
-    cases, kind = record["cases"], record["kind"]
-    tables = [
-        _by_tokens(f"median time by tokens [{kind}]", cases, _median, duration),
-        _by_tokens(f"peak of tensors per token [{kind}]", cases, _tensors_per_token, size),
-        _columns(f"every column [{kind}]", cases),
-        _ratios(f"ratios of times, round by round [{kind}]", cases),
-        _formulas("peak memory per rank [measured] and its formula [counted]", cases),
-        _summaries("what the cases conclude", cases),
-    ]
-    return [table for table in tables if table.rows]
-
-
-def narrow(table: BenchTable) -> BenchTable:
+def narrow(table: ReportTable) -> ReportTable:
     """A table for a console: of a row for each case no columns of settings and details, and short remarks."""
     is_of_cases = {"IQR", "remark"} & set(table.header)
     left_out = (*SETTINGS, "threads", "min", "max", "tokens/s") if is_of_cases else ()
     kept = [i for i, name in enumerate(table.header) if name not in left_out]
     rows = [[shorten(row[i], MOST_SETTING) for i in kept] for row in table.rows]
-    return BenchTable(table.title, [table.header[i] for i in kept], rows)
+    return ReportTable([table.header[i] for i in kept], rows, table.title)
 
 
-def _columns(title: str, cases: list[CaseRecord]) -> BenchTable:
+def _columns(title: str, cases: list[CaseRecord]) -> ReportTable:
     """A row for each column of each case, and for each case that failed. Columns that nothing fills are left out."""
     varied = _settings(cases)[0]
     if "system" in varied:  # the case and the notes say both
@@ -188,7 +152,8 @@ def _columns(title: str, cases: list[CaseRecord]) -> BenchTable:
         start = [case["case"], *(_setting(case, name) for name in varied), _count(case["ranks"])]
         blank = [""] * (len(header) - len(start) - 1)
         if "failed" in case:
-            rows.append([*start, *blank, describe_failure(case["failed"])])
+            last_line = case["failed"]["message"].splitlines()[-1].strip()
+            rows.append([*start, *blank, shorten(f"{case['failed']['class']}: {last_line}", MOST_REMARK)])
         for name, column in case.get("columns", {}).items():
             rows.append([*start, *_column_cells(case, name, column), ""])
         for name, reason in case.get("details", {}).get("missing", {}).items():
@@ -211,12 +176,7 @@ def _column_cells(case: CaseRecord, name: str, column: dict[str, Any]) -> list[s
     ]
 
 
-def describe_failure(failure: dict[str, str]) -> str:
-    """The class of a failure and the last line of its message."""
-    return shorten(f"{failure['class']}: {failure['message'].splitlines()[-1].strip()}", MOST_REMARK)
-
-
-def _ratios(title: str, cases: list[CaseRecord]) -> BenchTable:
+def _ratios(title: str, cases: list[CaseRecord]) -> ReportTable:
     rows = [
         [
             case["case"],
@@ -231,7 +191,7 @@ def _ratios(title: str, cases: list[CaseRecord]) -> BenchTable:
     return _without_empty(title, ["case", "ratio", "median", "min", "max", "target", "met"], rows)
 
 
-def _formulas(title: str, cases: list[CaseRecord]) -> BenchTable:
+def _formulas(title: str, cases: list[CaseRecord]) -> ReportTable:
     rows = []
     for case in cases:
         if memory := case.get("memory"):
@@ -243,7 +203,7 @@ def _formulas(title: str, cases: list[CaseRecord]) -> BenchTable:
     return _without_empty(title, ["case", "peak", "formula", "ratio", "limit", "met"], rows)
 
 
-def _summaries(title: str, cases: list[CaseRecord]) -> BenchTable:
+def _summaries(title: str, cases: list[CaseRecord]) -> ReportTable:
     """The conclusions of cases: a dict, or a list of dicts, with equal keys in all cases."""
     lists = [(case["case"], x if isinstance(x, list) else [x]) for case in cases if (x := case.get("summary"))]
     header = list(lists[0][1][0]) if lists else []
@@ -257,7 +217,7 @@ def _value(value: Any) -> str:
 
 def _by_tokens(
     title: str, cases: list[CaseRecord], value: Callable[[CaseRecord], float | None], show: Callable[[float], str]
-) -> BenchTable:
+) -> ReportTable:
     """A row for each system and number of ranks, a column for each length; failures by their class."""
     cases = [case for case in cases if "system" in case["settings"]]
     lengths = sorted({case["settings"]["tokens"] for case in cases})
@@ -267,7 +227,7 @@ def _by_tokens(
         text = case["failed"]["class"] if "failed" in case else "" if number is None else Cell(show(number), number)
         rows.setdefault(line_name(case), {})[case["settings"]["tokens"]] = text
     cells = [[name, *(by_length.get(length, "") for length in lengths)] for name, by_length in rows.items()]
-    return BenchTable(title, ["system", *(f"{length:,}" for length in lengths)], cells if len(lengths) > 1 else [])
+    return ReportTable(["system", *(f"{length:,}" for length in lengths)], cells if len(lengths) > 1 else [], title)
 
 
 def line_name(case: CaseRecord) -> str:
@@ -294,32 +254,10 @@ def _series(cases: list[CaseRecord], value: Callable[[CaseRecord], float | None]
     for case in cases:
         if "system" in case["settings"] and (number := value(case)) is not None:
             series.setdefault(line_name(case), []).append((case["settings"]["tokens"], number))
-    return {name: points for name, points in series.items() if len(points) > 2}
+    return {name: sorted(points) for name, points in series.items() if len(points) > 2}
 
 
-def draw_plan(cases: list[CaseRecord]) -> tuple[str, str, Any] | None:
-    """(what is drawn, picture, timeline) of the case with the most ranks; None where no case has a plan.
-
-    A case of one rank is drawn for `DRAWN_RANKS`. The timeline is that of the timing model on preset cpu.
-    """
-    planned = [case for case in cases if {"pattern", "layout"} <= case["settings"].keys()]
-    for case in sorted(planned, key=lambda case: -case["ranks"]):
-        ranks = case["ranks"] if case["ranks"] > 1 else DRAWN_RANKS
-        names = ("tokens", "layout", "schedule", "heads", "head_dim")
-        sizes = {name: case["settings"][name] for name in names if name in case["settings"]}
-        try:
-            plan = make_plan(parse_pattern(case["settings"]["pattern"]), ranks=ranks, **sizes)
-            steps = range(max(len(plan.for_rank(rank).forward) for rank in range(ranks)))
-            timeline = draw_timeline(window(plan, get_machine("cpu"), ranks=range(ranks), steps=steps))
-        except RingAttentionError:  # stored by another version, whose patterns may have other names
-            continue
-        unmeasured = "" if case["ranks"] > 1 else ", which were not measured"
-        words = f"{case['case']}: {plan.pattern!r}, {plan.layout.name} on {ranks} ranks{unmeasured}"
-        return words, plan.picture(width=80), timeline
-    return None
-
-
-def compare(old: dict[str, Any], new: dict[str, Any], noise: float) -> BenchTable:
+def compare(old: dict[str, Any], new: dict[str, Any], noise: float) -> ReportTable:
     """The columns of two results side by side: a ratio of medians above 1 + noise is slower, below 1 / that faster."""
     before, after = (_columns_by_name(record) for record in (old, new))
     rows = []
@@ -334,7 +272,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], noise: float) -> BenchTabl
             cells = [*texts, "", "FAILS" if isinstance(a, float) and b is not None else ""]
         rows.append([*key, *cells])
     title = f"ratio of medians, new over old; noise band {noise:.0%} either way"
-    return BenchTable(title, ["case", "column", "old", "new", "ratio", "mark"], rows)
+    return ReportTable(["case", "column", "old", "new", "ratio", "mark"], rows, title)
 
 
 def _columns_by_name(record: dict[str, Any]) -> dict[tuple[str, str], float | str]:
@@ -369,10 +307,10 @@ def _count(value: int) -> Cell:
     return Cell(f"{value:,}", value)
 
 
-def _without_empty(title: str, header: Sequence[str], rows: list[list[str]]) -> BenchTable:
+def _without_empty(title: str, header: Sequence[str], rows: list[list[str]]) -> ReportTable:
     """A table without the columns that are empty in all rows."""
     kept = [i for i in range(len(header)) if any(row[i] for row in rows)]
-    return BenchTable(title, [header[i] for i in kept], [[row[i] for i in kept] for row in rows])
+    return ReportTable([header[i] for i in kept], [[row[i] for i in kept] for row in rows], title)
 
 
 def _yes_or_no(met: bool | None) -> str:

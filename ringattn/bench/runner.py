@@ -12,6 +12,7 @@ import platform
 import re
 import resource
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from math import log
@@ -21,11 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .. import __version__
 from ..errors import LaunchFailure, RingAttentionError
 from ..runtime import peak_memory
-from ..simulator.reporting.provenance import git, source
+from ..simulator.reporting.journal import git, source
 from ..text import duration
 from ..transport.base import Transport
 from ..transport.launcher import run_local
@@ -33,7 +36,6 @@ from . import get_cases
 from .case import BenchCase, BenchColumn, CaseRecord, Context, Run, iqr
 from .links import NETWORK, run_nodes
 from .records import FORMAT, open_results
-from .tensor_bytes import TensorBytes
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,48 @@ def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat
     return {"times": times, "errors": errors, "peaks": {x.name: weigh(x, context) for x in case.columns}}
 
 
+class TensorBytes(TorchDispatchMode):
+    """Counts the storages that ops return inside the block: `live` bytes now, `peak` bytes since `restart`.
+
+    A storage counts once, from the op that returns it until nothing refers to it. Scratch space inside one op is not
+    seen; the peak of the process has it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, which takes seconds, only to leave this mode out of graphs
+
+    def restart(self) -> None:
+        """Begin a new peak with what is alive now."""
+        self.peak = self.live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self._add(x.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        # The key of torch's own storage, which no other storage has while this one is alive.
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
 def weigh(column: BenchColumn, context: Context) -> dict[str, int]:
     """Bytes of one more run, which is not timed: of its tensors, its inputs among them, and of the process.
 
@@ -314,7 +358,10 @@ def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
     # The barriers make a run last equally long on all ranks: the times of rank 0 are those of all ranks.
     times = raw[0]["times"]
     record |= {name: raw[0][name] for name in ("details",) if name in raw[0]}
-    peaks = {name: _most([rank["peaks"][name] for rank in raw]) for name in raw[0].get("peaks", {})}
+    peaks = {  # of all ranks
+        name: {kind: max(rank["peaks"][name][kind] for rank in raw) for kind in of_rank}
+        for name, of_rank in raw[0].get("peaks", {}).items()
+    }
     record["columns"] = {
         column.name: {
             "threads": column.threads,
@@ -340,11 +387,6 @@ def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
 def _spread(values: list[float]) -> dict[str, float]:
     middle, least, most = median(values), min(values), max(values)
     return {"median": middle, "min": least, "max": most, "spread": (most - least) / middle, "iqr": iqr(values)}
-
-
-def _most(peaks: list[dict[str, int]]) -> dict[str, int]:
-    """The largest number of all ranks, name by name."""
-    return {name: max(rank[name] for rank in peaks) for name in peaks[0]}
 
 
 def describe_host() -> dict[str, Any]:

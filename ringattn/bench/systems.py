@@ -19,7 +19,7 @@ from .. import compat
 from ..layout.regular import make_layout
 from ..nn import AdaptiveAttention, MultiheadAttention, RingAttention
 from ..pattern import Dilated
-from ..simulator.numerics.row_oracle import oracle_rows, places, sampled_rows
+from ..simulator.numerics.oracle import oracle_rows, places, sampled_rows
 from ..text import duration, size
 from .case import (
     BenchCase,
@@ -65,20 +65,16 @@ class System:
 
 
 def _dilated(name: str) -> System:
+    single = name.replace("Multihead", "")
+
     def make(settings: dict[str, Any], place: dict[str, Any]) -> Module:
-        ours = "distributed" if place and name in compat.ONE_DEVICE else name
+        ours = "distributed" if place and single in compat.ONE_DEVICE else single
+        if single != name:
+            return compat.create_multihead_dilated_attention(ours, **SIZES, **_branches(settings), **place)
         ring_size = settings.get("ring_size")
         return compat.create_dilated_attention(ours, **_branches(settings), ring_size=ring_size, **place)
 
-    return System(make, BRANCHES)
-
-
-def _multihead(name: str) -> System:
-    def make(settings: dict[str, Any], place: dict[str, Any]) -> Module:
-        ours = "distributed" if place and name in compat.ONE_DEVICE else name
-        return compat.create_multihead_dilated_attention(ours, **SIZES, **_branches(settings), **place)
-
-    return System(make, BRANCHES, multihead=True)
+    return System(make, BRANCHES, multihead=single != name)
 
 
 def _block_sparse(variant: str, settings: dict[str, Any], **options: Any) -> System:
@@ -97,20 +93,17 @@ def _branches(settings: dict[str, Any]) -> dict[str, Any]:
 #: The systems by their names in the earlier reports. Of each kind there was one implementation per name; here all
 #: names of a kind make the same module, and a row for each name shows that they do.
 SYSTEMS: dict[str, System] = {
-    "DilatedAttention": _dilated("DilatedAttention"),
-    "ImprovedDilatedAttention": _dilated("ImprovedDilatedAttention"),
-    "MultiheadDilatedAttention": _multihead("DilatedAttention"),
-    "ImprovedMultiheadDilatedAttention": _multihead("ImprovedDilatedAttention"),
-    "RingDilatedAttention": _dilated("RingDilatedAttention"),
-    "RingDilatedAttentionV2": _dilated("RingDilatedAttentionV2"),
-    "RingDilatedAttentionProduction": _dilated("RingDilatedAttentionProduction"),
-    "RingMultiheadDilatedAttention": _multihead("RingDilatedAttention"),
+    **{
+        f"{name}DilatedAttention{version}": _dilated(f"{name}DilatedAttention{version}")
+        for name, version in (
+            *(("", ""), ("Improved", ""), ("Multihead", ""), ("ImprovedMultihead", "")),
+            *(("Ring", ""), ("Ring", "V2"), ("Ring", "Production"), ("RingMultihead", "")),
+        )
+    },
     "BlockSparseRingDilatedAttention": _block_sparse("base", LOCAL),
     "BlockSparseHierarchical": _block_sparse("hierarchical", {"block": 128, "density": 0.1}),
     "BlockSparseAdaptive": _block_sparse("adaptive", {"block": 64, "k": 9}, num_heads=HEADS, head_dim=HEAD_DIM),
-    "BlockSparseRingMultiheadDilatedAttention": _block_sparse(
-        "multihead", LOCAL, embed_dim=HEADS * HEAD_DIM, num_heads=HEADS
-    ),
+    "BlockSparseRingMultiheadDilatedAttention": _block_sparse("multihead", LOCAL, **SIZES),
 }
 
 
@@ -134,10 +127,11 @@ def list_system_cases(
     """
     cases = []
     for name in names:
+        taken = SYSTEMS[name.partition("_r")[0]].settings
+        own = {key: value for key, value in (settings or {}).items() if key in taken}
         for count in ranks:
             after = None
             for tokens in (x for x in lengths if x <= (most or {}).get(name, x)):
-                own = {key: value for key, value in (settings or {}).items() if key in SYSTEMS[_kind(name)].settings}
                 case = make_system_case(
                     name, tokens, count, dtype, timeout, label=label, may_fail=until_failure, after=after, settings=own
                 )
@@ -166,7 +160,7 @@ def make_system_case(
 
     `label` is the system's name in the report.
     """
-    kind, ring_size = _kind(name), name.partition("_r")[2]
+    kind, _, ring_size = name.partition("_r")
     system = SYSTEMS[kind]
     chosen = make_settings(HEADS, HEAD_DIM, tokens, dtype, system=label or name, kind_of_system=kind)
     chosen |= {"ring_size": int(ring_size)} if ring_size else {}
@@ -201,11 +195,6 @@ def make_system(context: Context) -> tuple[Module, list[torch.Tensor]]:
         tensors = make_shards(context, tensors)
     tensors = [x.transpose(1, 2) for x in tensors]
     return module, [x.flatten(2) for x in tensors] if system.multihead else tensors
-
-
-def _kind(name: str) -> str:
-    """The key in `SYSTEMS` of a name that may end in "_r4"."""
-    return name.partition("_r")[0]
 
 
 def _make_forward(context: Context) -> Run:

@@ -13,9 +13,8 @@ from ..machine.presets import MACHINES, get_machine
 from ..simulator.advise.advice import Advice, advise, describe_counts, explain, record, tabulate
 from ..simulator.advise.search import Offer, Question
 from ..simulator.models.config import load_model
-from ..simulator.reporting.console import print_grid, print_paragraph
-from ..simulator.reporting.figures import check_matplotlib
-from ..simulator.reporting.progress_bar import show_progress
+from ..simulator.reporting.console import print_grid, print_paragraph, show_progress
+from ..simulator.reporting.pages import check_matplotlib
 from ..text import did_you_mean
 from .config.schema import AdviseConfig, parse_size
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,8 +14,9 @@ import torch
 from ..errors import InvalidInput
 from ..files import check_readable
 from ..layout.regular import Layout
-from ..nn import rotary
+from ..nn import rotate
 from ..simulator.numerics.source import counter_normal
+from .config.groups import check_file
 from .config.schema import RunConfig
 from .tensor_files import DTYPES, StoredTensor, read_npz, read_safetensors
 
@@ -42,26 +42,17 @@ class InputShape:
     dtype: torch.dtype
 
 
-class InputSource(Protocol):
-    """An input that can be read by rows."""
-
-    @property
-    def shape(self) -> InputShape:
-        """The sizes of the whole input."""
-
-    def rows(self, name: str, r: range) -> torch.Tensor:
-        """Rows `r` of q, k or v: [batch, heads, len(r), dim]."""
-
-
 def open_source(config: RunConfig) -> InputSource:
     """The input of a configuration, checked as far as its numbers need not be read. Raises InvalidInput."""
     if config.input.name == "file":
-        if config.input.path is None:
-            raise InvalidInput(
-                "input=file needs input.path=..., a .safetensors or .npz file with q, k and v; try input.path=qkv.npz"
-            )
-        return _open_file(Path(config.input.path))
-    shape = _configured_shape(config)
+        check_file("input", "file", config.input.path, "a .safetensors or .npz file with q, k and v")
+        return _open_file(Path(str(config.input.path)))
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    if config.dtype not in dtypes:
+        raise InvalidInput(f"dtype={config.dtype}: not supported; expected one of {', '.join(dtypes)}")
+    kv_heads = config.heads if config.kv_heads is None else config.kv_heads
+    width = config.head_dim
+    shape = InputShape(config.batch, config.heads, kv_heads, config.size(), width, width, dtypes[config.dtype])
     if config.input.name == "text":
         return TextSource(shape, _read_text(config.input.path, shape.tokens), config.input.seed)
     return RandomSource(shape, config.input.seed)
@@ -74,22 +65,6 @@ def read_shard(source: InputSource, layout: Layout, rank: int) -> tuple[torch.Te
         parts = [source.rows(name, r) for r in layout.shard(rank)]
         tensors.append(torch.cat(parts, 2) if parts else source.rows(name, range(0)))
     return tuple(tensors)
-
-
-def _configured_shape(config: RunConfig) -> InputShape:
-    """The sizes of an input that is made here. Raises InvalidInput for a dtype that is not supported."""
-    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-    if config.dtype not in dtypes:
-        raise InvalidInput(f"dtype={config.dtype}: not supported; expected one of {', '.join(dtypes)}")
-    return InputShape(
-        config.batch,
-        config.heads,
-        config.heads if config.kv_heads is None else config.kv_heads,
-        config.size(),
-        config.head_dim,
-        config.head_dim,
-        dtypes[config.dtype],
-    )
 
 
 def _chunks(r: range) -> Iterator[range]:
@@ -132,14 +107,12 @@ class TextSource:
         weights = torch.randn(EMBEDDING, heads * dim, generator=generator, device="cpu") / math.sqrt(EMBEDDING)
         projected = (table.double() @ weights.double()).float()
         out = torch.empty(self.shape.batch, heads, len(r), dim, dtype=self.shape.dtype, device="cpu")
-        first = 0
-        for part in _chunks(r):
+        for part, rows in zip(_chunks(r), out.split(CHUNK_ROWS, 2), strict=False):
             index = torch.from_numpy(self.data[part.start : part.stop : part.step].astype(np.int64))
             x = projected[index].view(len(part), heads, dim).transpose(0, 1)
             if name != "v":
                 x = rotate_pairs(x, torch.arange(part.start, part.stop, part.step, device="cpu"))
-            out[:, :, first : first + len(part)] = x
-            first += len(part)
+            rows[:] = x
         return out
 
 
@@ -148,7 +121,7 @@ def rotate_pairs(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     paired = x.shape[-1] // 2 * 2
     if not paired:
         return x
-    return torch.cat((rotary.rotate(x[..., :paired], positions), x[..., paired:]), -1)
+    return torch.cat((rotate(x[..., :paired], positions), x[..., paired:]), -1)
 
 
 @dataclass(frozen=True)
@@ -164,14 +137,12 @@ class RandomSource:
         heads, width = (s.heads if name == "q" else s.kv_heads), (s.value_dim if name == "v" else s.head_dim)
         out = torch.empty(s.batch, heads, len(r), width, dtype=s.dtype, device="cpu")
         column = torch.arange(width, device="cpu")
-        first = 0
-        for part in _chunks(r):
+        for part, rows in zip(_chunks(r), out.split(CHUNK_ROWS, 2), strict=False):
             position = torch.arange(part.start, part.stop, part.step, device="cpu")[:, None] * width + column
             for b in range(s.batch):
                 for h in range(heads):
                     stream = ((self.seed * 3 + NAMES.index(name)) * s.batch + b) * heads + h
-                    out[b, h, first : first + len(part)] = counter_normal(stream, position)
-            first += len(part)
+                    rows[b, h] = counter_normal(stream, position)
         return out
 
 
@@ -180,49 +151,42 @@ class FileSource:
     """q, k and v of a file, and dout where the file has it."""
 
     shape: InputShape
-    tensors: dict[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor | torch.Tensor]
 
     def rows(self, name: str, r: range) -> torch.Tensor:
         """A copy of rows `r` of q, k, v or dout: [batch, heads, len(r), dim]."""
         return self.view(name, r).clone()
 
     def view(self, name: str, r: range) -> torch.Tensor:
-        """Rows `r` of q, k, v or dout, mapped: only the rows that are read come into memory."""
-        return self.tensors[name].rows(r)
+        """Rows `r` of q, k, v or dout; of a safetensors file mapped: only rows that are read come into memory."""
+        x = self.tensors[name]
+        return x[:, :, r.start : r.stop : r.step] if isinstance(x, torch.Tensor) else x.rows(r)
+
+
+#: An input that can be read by rows.
+InputSource = TextSource | RandomSource | FileSource
 
 
 def _open_file(path: Path) -> FileSource:
     """The tensors of a file. Raises InvalidInput where q, k or v is missing, or where they do not fit each other."""
     check_readable(path, "input.path")
-    if path.suffix == ".safetensors":
-        tensors = read_safetensors(path, FILE_NAMES)
-    elif path.suffix == ".npz":
-        tensors = read_npz(path, FILE_NAMES)
-    else:
+    if path.suffix not in (".safetensors", ".npz"):
         raise InvalidInput(
             f"input.path={path}: expected a .safetensors or .npz file with q, k and v; write it with numpy.savez"
         )
+    tensors = read_npz(path, FILE_NAMES) if path.suffix == ".npz" else read_safetensors(path, FILE_NAMES)
     for name in NAMES:
         if name not in tensors:
             names = ", ".join(sorted(tensors)) or "none of q, k, v and dout"
             raise InvalidInput(f"input.path={path}: has no tensor {name!r}, only {names}; add it")
-        if len(tensors[name].shape) != 4:
-            raise InvalidInput(
-                f"input.path={path}: {name} must be [B, H, N, D], has shape {tensors[name].shape}; give all four"
-            )
     q, k, v = (tensors[name] for name in NAMES)
-    if not (q.dtype == k.dtype == v.dtype):
-        raise InvalidInput(
-            f"input.path={path}: q, k and v must have one dtype, have {q.dtype}, {k.dtype}, {v.dtype}; convert them to "
-            "one"
-        )
-    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
-    if k.shape[:3] != v.shape[:3] or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
+    shapes = ", ".join(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}" for name in NAMES)
+    fits = {len(x.shape) for x in (q, k, v)} == {4} and all((*q.shape, *k.shape, *v.shape))
+    fits = fits and k.shape[:3] == v.shape[:3] and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
+    if not fits or not q.dtype == k.dtype == v.dtype:
         raise InvalidInput(
             f"input.path={path}: q, k and v do not fit each other: {shapes}; expected q [B, H, N, D], k [B, K, N, D] "
-            "and v [B, K, N, any]"
+            "and v [B, K, N, any] of one dtype, with a token or more"
         )
-    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
-        raise InvalidInput(f"input.path={path}: an empty tensor: {shapes}; give tensors with at least one token")
     shape = InputShape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3], v.shape[3], q.dtype)
     return FileSource(shape, tensors)

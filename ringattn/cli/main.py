@@ -13,16 +13,24 @@ from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import fields
 from importlib import import_module
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from ..errors import InvalidInput, RingAttentionError
-from ..files import STDOUT
 from ..text import did_you_mean
-from ..transport.launcher import UNREAD, detect, drop_output
-from .config.folders import user_folders
-from .config.overrides import JSON_KEYS, check_parameters, explain, parse_arguments, prepare, quote, store_schemas
+from ..transport.launcher import UNREAD, detect, drop_output, refuse_windows
+from .config.folders import user_folders, verb_help
+from .config.overrides import (
+    JSON_KEYS,
+    as_study,
+    check_jobs,
+    check_parameters,
+    explain,
+    parse_arguments,
+    prepare,
+    quote,
+    store_schemas,
+)
 from .config.schema import SCHEMAS, conf_dir
 from .signals import ending_at_once, ending_tidily
 
@@ -31,8 +39,8 @@ VERBS = {
     "plan": "who computes what and who sends what to whom, counted, without torch",
     "simulate": "the time of a plan on a machine, by models: exposed time, memory, links, failures, energy, cost",
     "advise": "the best ways to train a model on a cluster: parallelism, plan, memory, time, cost, what changes them",
-    "bench": "a suite of alternating measurements, written to outputs/bench/",
-    "report": "a suite by name as a page: report standard; or two results compared: report 'compare=[OLD,NEW]'",
+    "report": "a suite of measurements as a page: report standard; or two results compared: report --compare OLD NEW",
+    "bench": "report under its older name: bench suite=ring",
     "calibrate": "measures kernels, merging, links, overlap and noise here, and writes a machine file",
     "doctor": "what this machine and installation can run, and what to install for the rest",
 }
@@ -48,6 +56,8 @@ MAX_LINE, LINE_END = 1200, 200
 
 def main() -> None:
     """Run the command line of `ringattn` and `python -m ringattn`."""
+    if sys.platform == "win32" and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # a pipe has another encoding there, without the signs of pictures
     try:
         with ending_at_once():
             _dispatch(sys.argv[1:])
@@ -62,6 +72,8 @@ def main() -> None:
 def _dispatch(arguments: list[str]) -> None:
     """Print help or the version, answer completion, or run a verb."""
     given = parse_arguments(arguments)
+    if given.words[:1] == ["help"]:
+        given.words, given.help = given.words[1:], True
     if given.shell_completion is not None:
         _complete(given.words, given.shell_completion)
     elif given.version:
@@ -83,7 +95,7 @@ def _usage() -> str:
             "",
             *lines,
             "",
-            "ringattn <verb> --help                     groups and keys of a verb",
+            "ringattn <verb> --help                     examples, keys and groups of a verb; --help GROUP: its options",
             "ringattn <verb> --cfg job --resolve        the configuration that would run",
             "ringattn <verb> -m ranks=2,4               one job per value; simulate: one study",
             'eval "$(ringattn -sc install=bash)"         completion in this shell (also zsh, fish)',
@@ -104,13 +116,18 @@ def _complete(words: list[str], request: str) -> None:
     if len(words) < 2 or (len(words) == 2 and not line.endswith(" ")):
         print("\n".join(VERBS))  # noqa: T201
     elif words[1] in VERBS:
+        verb = _full_name(words[1])
         os.environ["COMP_LINE"] = " ".join(["ringattn", *words[2:]]) + " " * line.endswith(" ")
         with redirect_stdout(io.StringIO()) as answer:
-            _run_hydra(words[1], ["-sc", request], program="ringattn")
+            _run_hydra(verb, ["-sc", request], program="ringattn")
         # Hydra offers all config groups, also those that the verb does not have.
-        keys = {"hydra", *(field.name for field in fields(SCHEMAS[words[1]]))}
+        keys = {"hydra", *(field.name for field in fields(SCHEMAS[verb]))}
         offered = [word for word in answer.getvalue().split() if re.split(r"[.=/]", word)[0] in keys]
         print(("\n" if request == "query=fish" else " ").join(offered))  # noqa: T201
+
+
+def _full_name(verb: str) -> str:
+    return "report" if verb == "bench" else verb
 
 
 def _run_verb(verb: str, given: Namespace) -> None:
@@ -118,24 +135,22 @@ def _run_verb(verb: str, given: Namespace) -> None:
     if verb not in VERBS:
         hint = did_you_mean(verb, VERBS)
         raise InvalidInput(f"unknown verb {verb!r}; {hint}expected one of {', '.join(VERBS)}")
-    jobs: list[str] = []
-    options, folders = given.options, user_folders(given.options, given.words[1:])
+    folders = user_folders(given.config_dir, given.words[1:])
+    verb = _full_name(verb)
     if given.help:
-        measures = verb in ("bench", "report")
-        suites = {"suites": import_module("..bench", __package__).SUITES} if measures else {}
-        print(import_module(".config.verb_help", __package__).verb_help(verb, folders, suites))  # noqa: T201
+        suites = import_module("..bench", __package__).SUITES if verb == "report" else ()
+        print(verb_help(verb, given.words[1:], folders, suites))  # noqa: T201
         return
+    if verb in (*RANK_VERBS, "report"):
+        refuse_windows(f"ringattn {verb}")
     verb, overrides = _own_overrides(verb, given)
-    if verb == "simulate":
-        sweep = import_module(".config.sweep", __package__)
-        overrides, jobs = sweep.split_jobs(overrides)
-        other_mode = any(each.startswith("mode=") and each != "mode=timing" for each in overrides)
-        if given.multirun and not other_mode:
-            overrides, given.multirun = sweep.as_study(overrides), False  # its points are one study, in one folder
+    other_mode = any(each.startswith("mode=") and each != "mode=timing" for each in overrides)
+    if verb == "simulate" and given.multirun and not other_mode:
+        overrides, given.multirun = as_study(overrides), False  # its points are one study, in one folder
     launch = detect()
     if verb not in RANK_VERBS and (launch.local_rank if verb == "doctor" else launch.rank):
         return  # rank 0 speaks for all ranks; for doctor, which describes a machine, one rank of every node
-    arguments = [*options, *(["--multirun"] if given.multirun else []), *prepare(verb, overrides)]
+    arguments = [*given.options, *(["--multirun"] if given.multirun else []), *prepare(verb, overrides)]
     if launch.rank > 0:  # one run directory, one log and one .hydra per job
         arguments += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
     with ExitStack() as stack:
@@ -144,8 +159,6 @@ def _run_verb(verb: str, given: Namespace) -> None:
             # the job. Hydra writes into the folder of a sweep.
             scratch = stack.enter_context(TemporaryDirectory(prefix="ringattn-")) if given.multirun else "."
             arguments += ["hydra.run.dir=.", f"hydra.sweep.dir={scratch}"]
-        if jobs:
-            _run_hydra(verb, [*jobs, *arguments])
         _run_hydra(verb, arguments)
 
 
@@ -178,6 +191,8 @@ def _run_hydra(verb: str, prepared: list[str], program: str | None = None) -> No
     # Hydra raises its errors, instead of printing them and ending the process.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
+        if "--multirun" in prepared and not any(each.startswith("hydra/") for each in prepared):
+            check_jobs(verb, prepared)
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=verb)(task)()
     except (
         import_module("hydra.errors").HydraException,
@@ -206,8 +221,13 @@ class _Task:
         self.running = False
 
     def __call__(self, composed: Any) -> None:
+        omegaconf = import_module("omegaconf")
         try:
-            config = self._read(composed)
+            check_parameters(composed)
+            try:
+                config = omegaconf.OmegaConf.to_object(composed)
+            except omegaconf.errors.OmegaConfBaseException as error:
+                raise explain(self.verb, error) from error
             self.running = True
             run: Callable[[Any], object] = import_module(f".{self.verb}", __package__).main
             with ending_tidily(launched=self.verb in RANK_VERBS and detect().kind != "none"):
@@ -224,32 +244,6 @@ class _Task:
                 raise
             drop_output()
             _fail(InvalidInput(f"standard output: could not be written ({error.strerror}); make room where it goes"))
-
-    def _read(self, composed: Any) -> object:
-        """The configuration as an object of the verb's schema. Raises InvalidInput."""
-        from hydra.core.hydra_config import HydraConfig
-        from hydra.types import RunMode
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-
-        check_parameters(composed)
-        if HydraConfig.get().mode == RunMode.MULTIRUN and OmegaConf.select(composed, "study.share") is None:
-            raw: Any = OmegaConf.to_container(composed)
-            self._check_outputs(raw.get("output", {}))
-        try:
-            return OmegaConf.to_object(composed)
-        except OmegaConfBaseException as error:
-            raise explain(self.verb, error) from error
-
-    def _check_outputs(self, outputs: dict[str, str | None]) -> None:
-        """Refuse one output file for many jobs. A suite names the files of its records itself."""
-        for key, path in outputs.items() if self.verb not in ("bench", "report") else ():
-            if path not in (None, STDOUT) and "${hydra:" not in path:
-                numbered = Path(path).with_name(f"{Path(path).stem}_${{hydra:job.num}}{Path(path).suffix}")
-                raise InvalidInput(
-                    f"output.{key}={path} with -m: every job would replace the output of the one before; let the path "
-                    f"name the job, such as 'output.{key}={numbered}'"
-                )
 
 
 def _fail(error: RingAttentionError) -> NoReturn:

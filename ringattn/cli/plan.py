@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from ..files import STDOUT, check_json, write_json
@@ -17,7 +17,7 @@ from ..simulator.reporting.console import (
     print_numbers,
     print_plain,
 )
-from ..simulator.timing.metered import count_lookups
+from ..simulator.timing.auto import count_lookups
 from ..text import plural, size
 from .config.build import plan_from_config
 from .config.schema import PlanConfig
@@ -38,84 +38,46 @@ def main(config: PlanConfig) -> None:
     check_json(path)
     plan = plan_from_config(config)
     lookups = count_lookups(plan, plan.ranks // 2) if plan.ranks > SMALL_RANKS else 0
-    if lookups is None:
-        counts = PlanCounts(plan, can_count_rank=False, can_count_all=False)
-    else:
-        counts = PlanCounts(plan, can_count_rank=True, can_count_all=lookups * plan.ranks <= MAX_LOOKUPS)
+    count = min(plan.ranks, TABLE_RANKS)
+    # None: the steps of a single rank would take too long.
+    ranks = [] if lookups is None else [plan.ranks * i // count for i in range(count)]
+    counts_all = lookups is not None and lookups * plan.ranks <= MAX_LOOKUPS
+    totals = _count_totals(plan, counts_all)
     if path != STDOUT:
-        _print(counts, ascii=config.ascii)
+        _print(plan, ranks, totals, ascii=config.ascii)
     if path is not None:
-        record = {
-            **json.loads(plan.to_json()),
-            "counted": counts.record(),
-            "choice": choice_record(plan.choice),
-        }
-        write_json(path, record)
-
-
-@dataclass(frozen=True)
-class PlanCounts:
-    """A plan, and whether the steps of one rank, and of all ranks, can be counted within seconds."""
-
-    plan: Plan
-    can_count_rank: bool
-    can_count_all: bool
-
-    @property
-    def table_ranks(self) -> list[int]:
-        """The ranks of the table."""
-        count = min(self.plan.ranks, TABLE_RANKS)
-        return [self.plan.ranks * i // count for i in range(count)] if self.can_count_rank else []
-
-    def record(self) -> dict[str, Any]:
-        """The counts as plain data: of all ranks where they can be counted, else of the ranks of the table."""
-        plan = self.plan
-        totals: dict[str, Any] = {"pairs": plan.pairs(), "dense_pairs": plan.heads * plan.tokens**2}
-        if self.can_count_all:
-            totals["imbalance"] = plan.imbalance
-            for name, backward in DIRECTIONS.items():
-                sent = _count_sent(plan, None, backward)
-                totals[name] = {**sent, "full_ring_bytes": plan.full_ring_bytes(backward=backward)}
-        mean_pairs = totals["pairs"] / plan.ranks
-        return {
+        counted = {
             "rotates": plan.rotates,
             "totals": totals,
-            "totals_left_out": None if self.can_count_all else TOTALS_LEFT_OUT,
-            "ranks": [
-                {
-                    "rank": rank,
-                    "tokens": plan.layout.rows(rank),
-                    "pairs": (pairs := plan.pairs(rank)),
-                    "imbalance": pairs / mean_pairs if mean_pairs else 1.0,
-                    **{name: _count_sent(plan, rank, backward) for name, backward in DIRECTIONS.items()},
-                }
-                for rank in (range(plan.ranks) if self.can_count_all else self.table_ranks)
-            ],
+            "totals_left_out": None if counts_all else TOTALS_LEFT_OUT,
+            "ranks": _count_ranks(plan, range(plan.ranks) if counts_all else ranks),
         }
+        write_json(path, {**json.loads(plan.to_json()), "counted": counted, "choice": choice_record(plan.choice)})
 
-    def row(self, rank: int) -> tuple[str, ...]:
-        """The row of a rank in the table."""
-        plan = self.plan
-        sent = (size(plan.bytes_sent(rank, backward=backward)) for backward in DIRECTIONS.values())
-        return f"rank {rank}", f"{plan.layout.rows(rank):,}", f"{plan.pairs(rank):,}", *sent
 
-    def totals(self) -> list[Number]:
-        """The numbers of the whole plan."""
-        plan = self.plan
-        pairs, dense_pairs = plan.pairs(), plan.heads * plan.tokens**2
-        numbers = [
-            Number("schedule", f"{plan.schedule}, {plan.rotates} rotate in the backward"),
-            Number("pairs", f"{pairs:,} = {pairs / dense_pairs:.4f} of dense" if dense_pairs else "0", "counted"),
-        ]
-        if self.can_count_all:
-            numbers.append(Number("imbalance", f"{plan.imbalance:.4f} (busiest rank / mean)", "counted"))
-            for name, backward in DIRECTIONS.items():
-                sent, full_ring = plan.bytes_sent(backward=backward), plan.full_ring_bytes(backward=backward)
-                share = f" = {sent / full_ring:.4f} of a full ring" if full_ring else ""
-                messages = plural(plan.messages(backward=backward), "message")
-                numbers.append(Number(f"{name} sends", f"{size(sent)}{share}, {messages}", "counted"))
-        numbers.append(Number("plan hash", plan.hash))
-        return numbers if self.can_count_all else [*numbers, Number("totals", TOTALS_LEFT_OUT)]
+def _count_totals(plan: Plan, counts_all: bool) -> dict[str, Any]:
+    """The pairs of a plan, and where the steps of all ranks can be counted, its imbalance and what passes send."""
+    totals: dict[str, Any] = {"pairs": plan.pairs(), "dense_pairs": plan.heads * plan.tokens**2}
+    if counts_all:
+        totals["imbalance"] = plan.imbalance
+        for name, backward in DIRECTIONS.items():
+            sent = _count_sent(plan, None, backward)
+            totals[name] = {**sent, "full_ring_bytes": plan.full_ring_bytes(backward=backward)}
+    return totals
+
+
+def _count_ranks(plan: Plan, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    mean = plan.pairs() / plan.ranks
+    return [
+        {
+            "rank": rank,
+            "tokens": plan.layout.rows(rank),
+            "pairs": (pairs := plan.pairs(rank)),
+            "imbalance": pairs / mean if mean else 1.0,
+            **{name: _count_sent(plan, rank, backward) for name, backward in DIRECTIONS.items()},
+        }
+        for rank in ranks
+    ]
 
 
 def _count_sent(plan: Plan, rank: int | None, backward: bool) -> dict[str, int]:
@@ -123,23 +85,36 @@ def _count_sent(plan: Plan, rank: int | None, backward: bool) -> dict[str, int]:
     return {"bytes": plan.bytes_sent(rank, backward=backward), "messages": plan.messages(rank, backward=backward)}
 
 
-def _print(counts: PlanCounts, *, ascii: bool) -> None:
+def _print(plan: Plan, ranks: list[int], totals: dict[str, Any], *, ascii: bool) -> None:
     """Print the picture, the table of ranks and the totals of a plan."""
-    plan, console = counts.plan, get_console()
-    console.print(
-        f"{plan.pattern!r} over {plural(plan.tokens, 'token')}, {plan.layout.name} on {plural(plan.ranks, 'rank')}",
-        highlight=False,
+    print_plain(
+        f"{plan.pattern!r} over {plural(plan.tokens, 'token')}, {plan.layout.name} on {plural(plan.ranks, 'rank')}"
     )
-    if counts.can_count_rank:
-        print_plain(plan.picture(ascii=ascii), console)
-        header = ("[counted]", "tokens", "pairs", "sends forward", "sends backward")
-        print_grid("", header, map(counts.row, counts.table_ranks))
+    if ranks:
+        print_plain(plan.picture(ascii=ascii))
+        rows = []
+        for rank in ranks:
+            sent = (size(plan.bytes_sent(rank, backward=backward)) for backward in DIRECTIONS.values())
+            rows.append((f"rank {rank}", f"{plan.layout.rows(rank):,}", f"{plan.pairs(rank):,}", *sent))
+        print_grid("", ("[counted]", "tokens", "pairs", "sends forward", "sends backward"), rows)
     else:
-        console.print(
+        get_console().print(
             f"Each of these {plan.ranks:,} ranks has so many steps that they are neither drawn nor counted; try a "
             "pattern that reaches less far, or fewer ranks.",
             highlight=False,
         )
-    print_numbers("", counts.totals())
+    pairs, dense_pairs = totals["pairs"], totals["dense_pairs"]
+    numbers = [
+        Number("schedule", f"{plan.schedule}, {plan.rotates} rotate in the backward"),
+        Number("pairs", f"{pairs:,} = {pairs / dense_pairs:.4f} of dense" if dense_pairs else "0", "counted"),
+    ]
+    if "imbalance" in totals:
+        numbers.append(Number("imbalance", f"{totals['imbalance']:.4f} (busiest rank / mean)", "counted"))
+        for name in DIRECTIONS:
+            sent, full_ring, messages = (totals[name][key] for key in ("bytes", "full_ring_bytes", "messages"))
+            share = f" = {sent / full_ring:.4f} of a full ring" if full_ring else ""
+            numbers.append(Number(f"{name} sends", f"{size(sent)}{share}, {plural(messages, 'message')}", "counted"))
+    numbers.append(Number("plan hash", plan.hash))
+    print_numbers("", numbers if "imbalance" in totals else [*numbers, Number("totals", TOTALS_LEFT_OUT)])
     if plan.choice is not None:
         print_choice(plan.choice)

@@ -5,22 +5,19 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..errors import InvalidInput, LaunchFailure, RingAttentionError
-from ..plan.plan import Plan
-from ..simulator.timing.metered import count_lookups
-from ..text import duration, plural
 from ..transport import TRANSPORTS as REGISTERED_TRANSPORTS
 from ..transport.base import Transport
 from ..transport.launcher import UNREAD, Launch, detect, drop_output, init_process_group, run_local
 from ..transport.mpi import INSTALL, AbortOnError, Mpi, load
 from ..transport.torchdist import TorchDist
-from .config.groups import TransportGroup
+from .config.schema import CalibrateConfig, RunConfig
 
 #: Transports whose ranks a launcher may have started.
 LAUNCHED = ("gloo", "nccl", "mpi")
@@ -28,23 +25,13 @@ LAUNCHED = ("gloo", "nccl", "mpi")
 MAX_PER_CORE = 32
 #: The longest timeout in seconds: a year.
 MAX_TIMEOUT = 31_536_000
-#: Rough seconds of a CPU core for each message or visit of a virtual rank, beside arithmetic. A rank of a sampled row
-#: takes less, as only some of its rows are computed.
-SECONDS_PER_PART, SAMPLED_SECONDS_PER_PART = 3e-4, 5e-5
-#: The most seconds that are begun: people wait for the table of `run`, and a study of numerics may take a night.
-MAX_WAIT, MAX_NIGHT = 1800, 86_400
+#: The most virtual ranks, which take turns in this process.
+MAX_VIRTUAL = 1 << 14
 
 
-class RankConfig(Protocol):
-    """The settings of a verb that runs on ranks."""
-
-    ranks: int
-    transport: TransportGroup
-    threads: int | None
-    timeout: float
-
-
-C = TypeVar("C", bound=RankConfig)
+#: The settings of a verb that runs on ranks.
+RankConfig = RunConfig | CalibrateConfig
+C = TypeVar("C", RunConfig, CalibrateConfig)
 #: What a rank does. New processes import it by name: it is a function of a module.
 Worker = Callable[[C, Transport], None]
 
@@ -71,6 +58,11 @@ def check_ranks(config: RankConfig, alone: str) -> None:
             f"ranks={config.ranks:,}: each would be a process of this machine, which starts at most {max_ranks} of "
             "them; start the ranks with torchrun, or try ringattn run transport=virtual, or ringattn simulate"
         )
+    if config.ranks > MAX_VIRTUAL and transport == "virtual":
+        raise InvalidInput(
+            f"ranks={config.ranks:,}: at most {MAX_VIRTUAL:,} virtual ranks take turns in one process; try fewer, or "
+            "ringattn simulate mode=numerics, which executes some rows of any number of ranks"
+        )
     check_threads("threads", config.threads)
     if not 0 < config.timeout <= MAX_TIMEOUT:
         raise InvalidInput(
@@ -88,38 +80,6 @@ def check_threads(name: str, threads: int | None) -> None:
             f"{name}={threads:,}: must be 1 .. {max_threads}, {MAX_PER_CORE} for each core; leave it out to share the "
             "cores evenly"
         )
-
-
-def check_effort(
-    plan: Plan,
-    samples: Iterable[int],
-    count: int,
-    *,
-    part_seconds: float,
-    max_seconds: float,
-    advice: str,
-    passes: int = 1,
-) -> None:
-    """Raise InvalidInput where executing virtual ranks of a plan would take longer than `max_seconds`.
-
-    The estimate takes every one of `count` ranks as busy as the busiest rank of `samples`. It counts the messages and
-    visits of a forward, `part_seconds` each, in every one of `passes`.
-    """
-    parts = max(_count_parts(plan, rank) for rank in samples)
-    seconds = float(parts) * count * passes * part_seconds
-    if seconds > max_seconds:
-        raise InvalidInput(
-            f"{plural(count, 'virtual rank')} of this plan have about {parts:,} messages and visits each, which take "
-            f"at least {duration(seconds)} at {part_seconds * 1e6:g} µs; the limit is {duration(max_seconds)}; {advice}"
-        )
-
-
-def _count_parts(plan: Plan, rank: int) -> int:
-    """Messages and visits of a rank in the forward; the number of ranks where counting them would take too long."""
-    if count_lookups(plan, rank) is None:
-        return plan.ranks
-    steps = plan.for_rank(rank).forward
-    return sum(len(step.sends) + len(step.recvs) + len(step.visits) for step in steps)
 
 
 def rank_device(config: RankConfig) -> torch.device:
@@ -165,7 +125,7 @@ def _run_locally(config: C, work: Worker[C]) -> None:
             timeout=math.inf,
             group_timeout=config.timeout,
             threads=threads,
-            passthrough=(0,),
+            show=True,
         )
     except LaunchFailure as error:
         if error.status == UNREAD:

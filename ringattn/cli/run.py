@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..errors import InvalidInput
 from ..files import STDOUT
 from ..functional import ring_attention, virtual_attention
-from ..simulator.reporting.console import get_console
-from ..simulator.reporting.progress_bar import show_progress
 from ..transport.base import Message, Post, Transport
 from ..transport.launcher import detect
 from ..transport.records import Exchange
+from .config.groups import check_least
 from .config.schema import RunConfig
 from .inputs import InputSource, open_source, read_shard
-from .ranks import MAX_WAIT, SECONDS_PER_PART, check_effort, check_ranks, rank_device, start_ranks
+from .ranks import check_ranks, rank_device, start_ranks
 from .run_job import RankMeasurements, Run, check_memory, check_outputs, plan_run, save_output
 from .run_streamed import StreamedRun
 
@@ -31,9 +26,7 @@ def main(config: RunConfig) -> None:
     """Run on virtual ranks, chunk by chunk, as one rank of a launched job, or on local ranks started here."""
     config.check()
     check_ranks(config, "virtual")
-    for name, value, least in (("repeat", config.repeat, 1), ("sample", config.sample, 0)):
-        if value < least:
-            raise InvalidInput(f"{name}={value}: must be at least {least}")
+    check_least(config, repeat=1, sample=0)
     _check_paths(config)
     is_virtual = config.transport.spec == "virtual"
     launcher = detect().kind
@@ -80,20 +73,6 @@ class VirtualRun(Run):
         super().__init__(config)
         self.ranks = config.ranks
 
-    def check_plan(self) -> None:
-        super().check_plan()
-        if self.plan.tokens:
-            passes = (self.config.repeat + 1) * (3 if self.config.backward else 1)
-            check_effort(
-                self.plan,
-                {0, self.ranks // 2, self.plan.layout.owner(self.plan.tokens // 2)},
-                self.ranks,
-                part_seconds=SECONDS_PER_PART,
-                max_seconds=MAX_WAIT,
-                advice="try fewer ranks, or ringattn simulate mode=numerics, which executes some rows",
-                passes=passes,
-            )
-
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = self.inputs
         out, lse = virtual_attention(q, k, v, self.plan.pattern, ranks=self.ranks, **self.options())
@@ -111,13 +90,15 @@ class RankRun(Run):
     def __init__(self, config: RunConfig, transport: Transport) -> None:
         super().__init__(config)
         self.rank, self.ranks = transport.rank, transport.size
-        #: The transport of attention may be a wrapper of `transport`, which moves the progress bar.
-        self.transport = self.attention_transport = transport
+        self.transport = transport
         self.device = rank_device(config)
 
     def open(self) -> None:
         with Exchange(self.transport, "input"):
             super().open()
+
+    def executed_ranks(self) -> range:
+        return range(self.rank, self.rank + 1)
 
     def check_plan(self) -> None:
         check_memory(self.plan, self.plan.layout.rows(self.rank))
@@ -125,26 +106,9 @@ class RankRun(Run):
     def load(self, source: InputSource) -> tuple[torch.Tensor, ...]:
         return read_shard(source, self.plan.layout, self.rank)
 
-    def measure(self) -> tuple[torch.Tensor, torch.Tensor, RankMeasurements]:
-        with self._showing_progress():
-            return super().measure()
-
-    @contextmanager
-    def _showing_progress(self) -> Iterator[None]:
-        """Rank 0 shows how many steps are done while the block runs."""
-        if self.rank or self.config.progress is False:
-            yield
-            return
-        plan = self.plan.for_rank(0)
-        steps = [*plan.forward, *(plan.backward if self.config.backward else ())]
-        total, waits = sum(len(step.posts) for step in steps) * (self.config.repeat + 1), count(1)
-        with show_progress(get_console(), tenths=self.config.progress is True) as tell:
-            self.attention_transport = _ProgressTransport(self.transport, lambda: tell(next(waits), total, "steps"))
-            yield
-
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = self.inputs
-        out, lse = ring_attention(q, k, v, self.plan.pattern, transport=self.attention_transport, **self.options())
+        out, lse = ring_attention(q, k, v, self.plan.pattern, transport=self.transport, **self.options())
         return out, lse
 
     def barrier(self) -> None:
@@ -201,17 +165,3 @@ class RankRun(Run):
             messages = (Message(peer, 0, x.view(-1).view(torch.uint8)),)
             post = Post(messages, (), "output") if send else Post((), messages, "output")
             self.transport.wait(self.transport.post(post))
-
-
-class _ProgressTransport:
-    """A transport that calls `advance` after every wait."""
-
-    def __init__(self, transport: Transport, advance: Callable[[], None]) -> None:
-        self._transport, self._advance = transport, advance
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def wait(self, ticket: Any) -> None:
-        self._transport.wait(ticket)
-        self._advance()

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -22,14 +24,25 @@ from ..errors import InvalidInput
 from ..files import STDOUT, check_json, check_writable, write_json, writing
 from ..plan.plan import Plan
 from ..runtime import peak_memory as memory
-from ..simulator.numerics.row_oracle import oracle_rows, places, sampled_rows
-from ..simulator.reporting.console import Number, choice_record, describe_sizes, print_choice, print_numbers
+from ..simulator.numerics.oracle import oracle_rows, places, sampled_rows
+from ..simulator.reporting.console import (
+    Number,
+    choice_record,
+    describe_sizes,
+    print_choice,
+    print_numbers,
+    show_progress,
+)
+from ..simulator.reporting.trace import write_trace
 from ..text import duration, plural, rate, size
+from ..transport.trace import Span, Trace
 from .config.build import plan_from_config
 from .config.schema import RunConfig
 from .inputs import NAMES, InputSource, open_source
 
 T = TypeVar("T")
+#: Ranks whose steps are counted to tell how far a run is.
+SAMPLED_RANKS = 16
 
 
 def plan_run(config: RunConfig, source: InputSource, ranks: int) -> Plan:
@@ -39,14 +52,8 @@ def plan_run(config: RunConfig, source: InputSource, ranks: int) -> Plan:
     plan = plan_from_config(
         config,
         config.machine.made(device, ranks),
-        tokens=shape.tokens,
         ranks=ranks,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        value_dim=shape.value_dim,
-        dtype=shape.dtype,
-        batch=shape.batch,
+        **vars(shape),
     )
     if plan.layout.stacked > 1:
         raise InvalidInput(
@@ -84,6 +91,8 @@ class RankMeasurements:
     before: int = 0
     device_peak: int | None = None
     device_before: int | None = None
+    #: The spans of the last run where a trace is asked for, in seconds from its begin.
+    spans: list[Span] = field(default_factory=list)
 
 
 class Run:
@@ -186,8 +195,29 @@ class Run:
 
         The peak of memory is the peak of the first timed run.
         """
+        steps, total = count(1), self._count_posts() * (self.config.repeat + 1)
+        with (
+            show_progress(Console(stderr=True), shown=self.rank == 0) as tell,
+            Trace(lambda rank: tell(min(next(steps), total), total, "steps")) as trace,
+        ):
+            return self._measure(trace)
+
+    def _count_posts(self) -> int:
+        """About how many steps with messages this process runs in a forward, and in a backward where one is timed."""
+        ranks = self.executed_ranks()
+        sample = ranks[:: -(-len(ranks) // SAMPLED_RANKS)]
+        plans = [self.plan.for_rank(rank) for rank in sample]
+        steps = [s for p in plans for s in (*p.forward, *(p.backward if self.config.backward else ()))]
+        return max(1, sum(len(step.posts) for step in steps) * len(ranks) // len(sample))
+
+    def executed_ranks(self) -> range:
+        """The ranks that this process executes."""
+        return range(self.plan.ranks)
+
+    def _measure(self, trace: Trace) -> tuple[torch.Tensor, torch.Tensor, RankMeasurements]:
         measurements = RankMeasurements()
         for run in range(self.config.repeat + 1):
+            trace.spans.clear()
             if run == 1:
                 measurements.before = memory.resident()
                 memory.reset_peak()
@@ -196,6 +226,7 @@ class Run:
                     measurements.device_before = torch.cuda.memory_allocated(self.device)
             (out, lse), seconds = self._time(self.attend)
             measurements.forward.append(seconds)
+            begun = self._begun
             measurements.sent["forward"] = self.count_bytes()
             if self.config.backward:
                 _, seconds = self._time(partial(self.backward, out))
@@ -205,13 +236,15 @@ class Run:
                 measurements.peak = memory.peak()
                 if self.device.type == "cuda":
                     measurements.device_peak = torch.cuda.max_memory_allocated(self.device)
+        if self.config.trace is not None:
+            measurements.spans = [span._replace(start=span.start - begun, end=span.end - begun) for span in trace.spans]
         del measurements.forward[0], measurements.backward[:1]
         return out.detach(), lse.detach(), measurements
 
     def _time(self, call: Callable[[], T]) -> tuple[T, float]:
         """The result of a call and its seconds, from when every process starts to when every process has ended."""
         self.barrier()
-        start = time.perf_counter()
+        self._begun = start = time.perf_counter()
         result = call()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -248,6 +281,8 @@ class Run:
 
     def report(self, processes: list[RankMeasurements], error: float | None) -> None:
         """Print the measurements of all processes, and write them as JSON where a path is given."""
+        if self.config.trace is not None:
+            write_trace(self.config.trace, "measured", [span for process in processes for span in process.spans])
         record = self.record(processes, error)
         path = self.config.output.report
         if path != STDOUT:
@@ -351,6 +386,7 @@ def check_outputs(config: RunConfig) -> None:
     if config.output.path is not None:
         check_writable(Path(config.output.path))
     check_json(config.output.report)
+    check_json(config.trace)
 
 
 def save_output(path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from ..errors import InvalidInput
 from ..files import replacing
 from ..kernels.base import wide
 from ..pattern import parse_pattern
-from ..runtime.handshake import Call
+from ..runtime.call import read_call
 from ..runtime.host import Storage
 from ..runtime.offload import HostTensors, check_chunk, get_device, make_stream
 from ..text import plural
@@ -64,16 +64,18 @@ class StreamedRun(Run):
         self.device = get_device(config.device)
         source = open_source(config)
         q, k, v = _unallocated_inputs(source)
-        call = Call(
-            pattern=parse_pattern(config.pattern.spec),
-            layout="contiguous",
-            schedule="direct",
-            kernel=config.kernel.spec,
-            scale=source.shape.head_dim**-0.5 if config.scale is None else config.scale,
-            deterministic=config.deterministic,
+        options = {"schedule": "direct", "kernel": config.kernel.spec, "deterministic": config.deterministic}
+        call = read_call(
+            q,
+            k,
+            v,
+            parse_pattern(config.pattern.spec),
+            "contiguous",
+            {**options, "scale": config.scale},
             return_lse=True,
+            device=self.device,
         )
-        self.stream = make_stream(call, q, k, v, chunk=chunk, device=self.device, backward=config.backward)
+        self.stream = make_stream(call, chunk=chunk, backward=config.backward)
         self.plan, self.ranks = self.stream.plan, self.stream.plan.ranks
         check_outputs(config)
         results: Shapes = {
@@ -115,9 +117,10 @@ class StreamedRun(Run):
                     "output; add it, or try stream=host, which makes a random one"
                 )
             (shape, dtype), dout = results["out"], source.tensors["dout"]
-            if (dout.shape, dout.dtype) != (shape, dtype):
+            found = tuple(dout.shape)
+            if (found, dout.dtype) != (shape, dtype):
                 raise InvalidInput(
-                    f"{config.input.path}: dout must be {dtype} {shape} as out is, but is {dout.dtype} {dout.shape}"
+                    f"{config.input.path}: dout must be {dtype} {shape} as out is, but is {dout.dtype} {found}"
                 )
         temporary = self.stack.enter_context(replacing(Path(config.output.path)))
         self.storage = _FileStorage(source, create_safetensors(temporary, results), self.plan.pattern.output_scale)

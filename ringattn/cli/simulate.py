@@ -21,16 +21,25 @@ from ..simulator.reporting.console import (
     print_choice,
     print_numbers,
     print_paragraph,
+    show_progress,
 )
-from ..simulator.reporting.progress_bar import show_progress
+from ..simulator.reporting.trace import Row, modelled_spans, write_trace
 from ..simulator.timing.costs import JOULES_PER_KWH
 from ..simulator.timing.simulation import simulate_passes
 from ..simulator.timing.timeline import CAUSES, Timeline
+from ..simulator.timing.window import window
 from ..text import did_you_mean, digits, duration, plural, size
-from .config.build import machine_from_config, plan_from_config, simulate_options
+from .config.build import plan_from_config, simulate_options
 from .config.schema import SimulateConfig
 
 MODES = ("timing", "validate", "numerics", "published")
+#: The most ranks and steps of a trace.
+TRACED_RANKS, TRACED_STEPS = 64, 256
+#: What of a timeline is written as it is.
+RECORDED = (
+    *("solver", "why", "compared", "kind", "seconds", "compute", "exposed", "interval", "memory", "total"),
+    *("joules", "price"),
+)
 
 
 def main(config: SimulateConfig) -> None:
@@ -42,7 +51,7 @@ def main(config: SimulateConfig) -> None:
         )
     is_study = config.mode == "timing" and config.model.spec is None and (config.study.axes or config.study.together)
     if is_study:  # its points are checked
-        import_module(".simulate_study", __package__).main(config)
+        import_module(".study.runner", __package__).main(config)
         return
     config.check()
     if config.model.spec is not None or config.mode != "timing":
@@ -51,15 +60,38 @@ def main(config: SimulateConfig) -> None:
         import_module(f".simulate_{name}", __package__).main(config)
         return
     check_json(config.output.path)
-    machine = machine_from_config(config)
+    check_json(config.trace)
+    machine = config.machine.made(ranks=config.ranks)
     plan, options = plan_from_config(config, machine), simulate_options(config)
     with show_progress(Console(stderr=True)) as tell, listening(tell):
         timelines = simulate_passes(plan, machine, config.backward, options)
+        if config.trace is not None:
+            _write_trace(config, plan, machine, timelines)
     tables = {timeline.direction: _timeline_numbers(timeline) for timeline in timelines}
     if config.output.path is not None:
         write_json(config.output.path, _record(plan, machine, timelines, tables))
     if config.output.path != STDOUT:
         _print(plan, machine, timelines, tables)
+
+
+def _write_trace(config: SimulateConfig, plan: Plan, machine: Machine, timelines: list[Timeline]) -> None:
+    """Write when the first ranks begin their first steps, and when their messages travel, one pass after the other."""
+    assert config.trace is not None
+    options, since = simulate_options(config), 0.0
+    faults = {name: options[name] for name in ("slow", "slow_links", "stalls")}
+    spans: list[Row] = []
+    for timeline in timelines:
+        shown = window(
+            plan,
+            machine,
+            ranks=range(min(plan.ranks, TRACED_RANKS)),
+            steps=range(TRACED_STEPS),
+            backward=timeline.direction == "backward",
+            **faults,
+        )
+        spans += modelled_spans(shown, timeline.direction, since)
+        since += timeline.seconds
+    write_trace(config.trace, "modelled", spans)
 
 
 def _print(plan: Plan, machine: Machine, timelines: list[Timeline], tables: dict[str, list[Number]]) -> None:
@@ -98,26 +130,31 @@ def _machine_numbers(machine: Machine) -> list[Number]:
 
 def _timeline_numbers(timeline: Timeline) -> list[Number]:
     """The numbers of a pass, each with its kind."""
-    numbers = [
-        Number("solver", f"{timeline.solver}: {timeline.why}"),
-        *([Number("compared", timeline.compared, "counted")] if timeline.compared else []),
-        Number("time", duration(timeline.seconds), timeline.kind),
-        Number("  compute, mean", _format_share(timeline.compute, timeline), "modelled"),
-        *(_cause_number(cause, timeline) for cause in timeline.exposed),
-    ]
+
+    def share(seconds: float) -> str:
+        return f"{duration(seconds)} = {seconds / timeline.seconds:.2%}" if timeline.seconds else "0"
+
+    machine, traffic, kind = timeline.machine, timeline.traffic, timeline.kind
+    numbers = [Number("solver", f"{timeline.solver}: {timeline.why}")]
+    if timeline.compared:
+        numbers.append(Number("compared", timeline.compared, "counted"))
+    numbers.append(Number("time", duration(timeline.seconds), kind))
+    numbers.append(Number("  compute, mean", share(timeline.compute), "modelled"))
+    for cause, seconds in timeline.exposed.items():
+        if cause in CAUSES and getattr(machine, CAUSES[cause]) is None:
+            numbers.append(Number(f"  {cause}", "not modelled"))
+        else:
+            numbers.append(Number(f"  {cause}", share(seconds), kind if cause == "jitter" else "modelled"))
     if timeline.interval is not None:
-        low, high = timeline.interval
-        text = f"{duration(low)} .. {duration(high)}, of the mean of sampled runs"
-        numbers.append(Number("  95 % interval", text, timeline.kind))
-    measured = timeline.machine.interval(timeline.seconds)
+        text = f"{' .. '.join(map(duration, timeline.interval))}, of the mean of sampled runs"
+        numbers.append(Number("  95 % interval", text, kind))
+    measured = machine.interval(timeline.seconds)
     if measured is not None:
-        count = plural(len(timeline.machine.residuals), "pass")
-        text = f"{duration(measured[0])} .. {duration(measured[1])}, by {count} of the calibration"
-        numbers.append(Number("  90 % of measured passes", text, timeline.kind))
+        text = f"{' .. '.join(map(duration, measured))}, by {plural(len(machine.residuals), 'pass')} of the calibration"
+        numbers.append(Number("  90 % of measured passes", text, kind))
     if timeline.ranks > 1:
         without = "" if timeline.interval is None else ", without jitter"
         numbers.append(Number("first rank done", duration(float(timeline.finish.min())) + without, "modelled"))
-    traffic = timeline.traffic
     messages = f"{plural(traffic.messages, 'message')} on {plural(traffic.links, 'link')}"
     numbers.append(Number("messages", messages, "counted"))
     numbers.append(Number("bytes", f"{size(traffic.total)}, {size(traffic.busiest)} on the busiest link", "counted"))
@@ -127,68 +164,44 @@ def _timeline_numbers(timeline: Timeline) -> list[Number]:
     return [*numbers, *_job_numbers(timeline)]
 
 
-def _format_share(seconds: float, timeline: Timeline) -> str:
-    """Seconds, and their share of the pass."""
-    return f"{duration(seconds)} = {seconds / timeline.seconds:.2%}" if timeline.seconds else "0"
-
-
-def _cause_number(cause: str, timeline: Timeline) -> Number:
-    """The time that a cause exposes; "not modelled" where the machine has no number for it."""
-    field = CAUSES.get(cause)
-    if field is not None and getattr(timeline.machine, field) is None:
-        return Number(f"  {cause}", "not modelled")
-    kind = timeline.kind if cause == "jitter" else "modelled"
-    return Number(f"  {cause}", _format_share(timeline.exposed[cause], timeline), kind)
-
-
 def _job_numbers(timeline: Timeline) -> list[Number]:
     """Failures, checkpoints, energy and cost, of the job or of one pass."""
-    numbers = []
+    numbers, unit, included, kind = [], "pass", "", timeline.kind
     if timeline.machine.mtbf is not None:
         numbers.append(Number("a failure every", duration(timeline.machine.mtbf / timeline.ranks), "modelled"))
+    if timeline.failures is not None:
+        text = f"{duration(timeline.failures.write)} after every {duration(timeline.failures.interval)} of work"
+        text = text if timeline.failures.checkpoints else "none: the job is too short"
+        numbers.append(Number("checkpoint", text, "modelled"))
+        included = ", with failures and checkpoints"
     if timeline.passes is not None:
-        failures, included = timeline.failures, ""
-        if failures is not None:
-            text = f"{duration(failures.write)} after every {duration(failures.interval)} of work"
-            text = text if failures.checkpoints else "none: the job is too short"
-            numbers.append(Number("checkpoint", text, "modelled"))
-            included = ", with failures and checkpoints"
+        unit = "job"
         text = f"{plural(timeline.passes, 'pass')} in {duration(timeline.total)}{included}"
-        numbers.append(Number("job", text, timeline.kind))
-    unit = "pass" if timeline.passes is None else "job"
+        numbers.append(Number("job", text, kind))
     if timeline.joules is not None:
-        text = f"{digits(timeline.joules / JOULES_PER_KWH)} kWh"
-        numbers.append(Number(f"energy of the {unit}", text, timeline.kind))
+        numbers.append(Number(f"energy of the {unit}", f"{digits(timeline.joules / JOULES_PER_KWH)} kWh", kind))
     if timeline.price is not None:
         text = f"{digits(timeline.price)} in the currency of machine.price"
-        numbers.append(Number(f"cost of the {unit}", text, timeline.kind))
+        numbers.append(Number(f"cost of the {unit}", text, kind))
     return numbers
+
+
+def machine_record(machine: Machine) -> dict[str, Any]:
+    """The numbers of a machine with their sources, as plain data."""
+    return {name: {"value": getattr(machine, name), "source": machine.source(name)} for name in MACHINE_NUMBERS}
 
 
 def _record(plan: Plan, machine: Machine, timelines: list[Timeline], tables: dict[str, list[Number]]) -> dict[str, Any]:
     """The numbers as plain data: seconds, bytes and joules, with the kinds that are printed."""
     return {
         "plan": json.loads(plan.to_json()),
-        "machine": {
-            name: {"value": getattr(machine, name), "source": machine.source(name)} for name in MACHINE_NUMBERS
-        },
+        "machine": machine_record(machine),
         "passes": {
             timeline.direction: {
-                "solver": timeline.solver,
-                "why": timeline.why,
-                "compared": timeline.compared,
-                "kind": timeline.kind,
-                "seconds": timeline.seconds,
-                "compute": timeline.compute,
-                "exposed": timeline.exposed,
-                "interval": timeline.interval,
+                **{name: getattr(timeline, name) for name in RECORDED},
                 "traffic": vars(timeline.traffic),
-                "memory": timeline.memory,
                 "job": timeline.passes,
                 "failures": None if timeline.failures is None else vars(timeline.failures),
-                "total": timeline.total,
-                "joules": timeline.joules,
-                "price": timeline.price,
                 "words": {number.name.strip(): number.kind for number in tables[timeline.direction] if number.kind},
             }
             for timeline in timelines

@@ -10,7 +10,6 @@ from rich.console import Console
 from ..errors import InvalidInput
 from ..files import STDOUT, check_json, write_json
 from ..machine.bands import describe_band
-from ..machine.machine import MACHINE_NUMBERS, Machine
 from ..machine.presets import CURRENCY
 from ..simulator.models.config import ModelConfig, load_model
 from ..simulator.models.inference import InferenceEstimate, decode, prefill
@@ -18,11 +17,12 @@ from ..simulator.models.parallel import Parallel
 from ..simulator.models.pipeline import Pipeline, pipelined_step
 from ..simulator.models.training import PUBLISHED_STEPS, StepEstimate
 from ..simulator.progress import listening
-from ..simulator.reporting.console import Number, print_grid, print_numbers, print_paragraph
-from ..simulator.reporting.progress_bar import show_progress
+from ..simulator.reporting.console import Number, print_grid, print_numbers, print_paragraph, show_progress
 from ..simulator.timing.costs import JOULES_PER_KWH, SECONDS_PER_HOUR
 from ..text import did_you_mean, digits, duration, plural, rate, size
+from .config.groups import check_file
 from .config.schema import SimulateConfig
+from .simulate import machine_record
 
 PHASES = ("training", "prefill", "decode")
 #: What no formula of models/ covers.
@@ -39,11 +39,7 @@ def main(config: SimulateConfig) -> None:
             f"phase={config.phase}: {did_you_mean(config.phase, PHASES)}expected one of {', '.join(PHASES)}"
         )
     check_json(config.output.path)
-    if (config.model.spec == "file") != (config.model.path is not None):
-        raise InvalidInput(
-            f"model={config.model.spec} and model.path={config.model.path}: a config.json needs both; try model=file "
-            "model.path=config.json"
-        )
+    check_file("model", config.model.spec, config.model.path, "the config.json of a Hugging Face model")
     model = load_model(config.model.path or str(config.model.spec))
     parallel = Parallel(
         cp=config.cp,
@@ -58,26 +54,30 @@ def main(config: SimulateConfig) -> None:
     pipeline = Pipeline(config.pp, config.micro_batches, config.interleaved)
     machine = config.machine.made(ranks=parallel.gpus * pipeline.stages)
     with show_progress(Console(stderr=True)) as tell, listening(tell):
-        estimate = _estimate(config, model, machine, parallel, pipeline)
+        estimate: StepEstimate | InferenceEstimate
+        if config.phase == "training":
+            estimate = pipelined_step(model, machine, config.size(), parallel, pipeline, config.dtype)
+        elif config.phase == "prefill":
+            estimate = prefill(model, machine, config.size(), parallel, config.dtype)
+        else:
+            estimate = decode(model, machine, config.size(), config.batch, parallel, config.dtype)
     if isinstance(estimate, StepEstimate):
         numbers = [*_step_numbers(estimate), *_cost_numbers(estimate)]
     else:
-        numbers = _inference_numbers(estimate, config.phase)
+        numbers = [
+            Number(
+                {"prefill": "time to first token"}.get(config.phase, "time per token"),
+                duration(estimate.seconds),
+                "modelled",
+            ),
+            Number("tokens of a GPU", rate(estimate.tokens_per_second, "tokens/s"), "modelled"),
+            Number("keys and values of a GPU", size(estimate.kv_bytes), "modelled"),
+            *_fits(estimate),
+        ]
     if config.output.path is not None:
         write_json(config.output.path, _record(config, model, parallel, estimate))
     if config.output.path != STDOUT:
         _print(config, model, parallel, estimate, numbers)
-
-
-def _estimate(
-    config: SimulateConfig, model: ModelConfig, machine: Machine, parallel: Parallel, pipeline: Pipeline
-) -> StepEstimate | InferenceEstimate:
-    """What the phase takes."""
-    if config.phase == "training":
-        return pipelined_step(model, machine, config.size(), parallel, pipeline, config.dtype)
-    if config.phase == "prefill":
-        return prefill(model, machine, config.size(), parallel, config.dtype)
-    return decode(model, machine, config.size(), config.batch, parallel, config.dtype)
 
 
 def _print(
@@ -88,9 +88,10 @@ def _print(
     numbers: list[Number],
 ) -> None:
     """Print the question, the tables of time and memory, and what follows from them."""
+    name = config.machine.path or config.machine.spec
     print_paragraph(
         f"{config.phase} of {model.name}: {plural(parallel.rows * parallel.dp, 'sequence')} of "
-        f"{plural(config.size(), 'token')} on {plural(estimate.gpus, 'GPU')} of {_name(config)}, cp={parallel.cp} "
+        f"{plural(config.size(), 'token')} on {plural(estimate.gpus, 'GPU')} of {name}, cp={parallel.cp} "
         f"dp={parallel.dp} tp={parallel.tp} pp={config.pp}, {config.dtype}"
         + (f", sharding={parallel.shard} checkpointing={parallel.checkpointing}" if config.phase == "training" else "")
     )
@@ -113,10 +114,6 @@ def _print(
         print_paragraph(f"note: attention on {band}")
     print_paragraph(f"note: {PUBLISHED_STEPS if training else f'a {config.phase} has no published measurement here'}")
     print_paragraph(f"not modelled: {NOT_MODELLED}")
-
-
-def _name(config: SimulateConfig) -> str:
-    return config.machine.path or config.machine.spec
 
 
 def _fits(estimate: StepEstimate | InferenceEstimate) -> list[Number]:
@@ -170,17 +167,6 @@ def _effective_seconds(step: StepEstimate) -> float | None:
     return step.effective_seconds(hours, step.checkpoint_bytes / machine.checkpoint, machine.restart)
 
 
-def _inference_numbers(estimate: InferenceEstimate, phase: str) -> list[Number]:
-    """Time, rate and memory of a prefill or a decode."""
-    name = "time to first token" if phase == "prefill" else "time per token"
-    return [
-        Number(name, duration(estimate.seconds), "modelled"),
-        Number("tokens of a GPU", rate(estimate.tokens_per_second, "tokens/s"), "modelled"),
-        Number("keys and values of a GPU", size(estimate.kv_bytes), "modelled"),
-        *_fits(estimate),
-    ]
-
-
 def _record(
     config: SimulateConfig, model: ModelConfig, parallel: Parallel, estimate: StepEstimate | InferenceEstimate
 ) -> dict[str, Any]:
@@ -194,15 +180,8 @@ def _record(
             **{name: getattr(config, name) for name in ("pp", "micro_batches", "interleaved")},
             "gpus": estimate.gpus,
         },
-        "machine": {
-            name: {"value": getattr(estimate.machine, name), "source": estimate.machine.source(name)}
-            for name in MACHINE_NUMBERS
-        },
-        "plan": estimate.plan,
-        "seconds": estimate.seconds,
-        "parts": estimate.parts,
-        "memory": estimate.memory,
-        "fits": estimate.fits,
+        "machine": machine_record(estimate.machine),
+        **{name: getattr(estimate, name) for name in ("plan", "seconds", "parts", "memory", "fits")},
         "tokens per second and GPU": estimate.tokens_per_second,
         "kinds": {"parameters": "counted", "flops": "counted", "all else": "modelled"},
         "not modelled": NOT_MODELLED,
@@ -211,9 +190,7 @@ def _record(
         price, watts = estimate.machine.price, estimate.machine.watts
         record |= {
             "seconds, band": estimate.seconds_band,
-            "flops": estimate.flops,
-            "mfu": estimate.mfu,
-            "tflops": estimate.tflops,
+            **{name: getattr(estimate, name) for name in ("flops", "mfu", "tflops")},
             "cost per 1e9 tokens": None if price is None else estimate.cost_per_billion_tokens(price),
             "kWh per 1e9 tokens": None if watts is None else estimate.energy_per_billion_tokens(watts),
             "seconds with failures": _effective_seconds(estimate),

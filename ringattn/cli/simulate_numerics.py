@@ -12,15 +12,18 @@ from ..errors import InvalidInput, NumericsFailure
 from ..files import STDOUT, check_json, write_json
 from ..plan.plan import Plan
 from ..runtime.peak_memory import peak
-from ..simulator.numerics import GRADIENT_FAULTS, MODES, Fault, NumericsReport, chosen_rows, numerics
+from ..simulator.numerics import MODES, numerics
+from ..simulator.numerics.faults import GRADIENT_FAULTS, Fault
+from ..simulator.numerics.result import NumericsReport
+from ..simulator.numerics.sampled import chosen_rows
 from ..simulator.progress import listening
-from ..simulator.reporting.console import Number, describe_plan, get_console, print_numbers
-from ..simulator.reporting.progress_bar import show_progress
+from ..simulator.reporting.console import Number, describe_plan, get_console, print_numbers, show_progress
 from ..text import did_you_mean, plural, size
+from ..transport.launcher import refuse_windows
 from .config.build import plan_from_config
-from .config.groups import NumericsGroup
+from .config.groups import NumericsGroup, check_least
 from .config.schema import SimulateConfig, parse_size
-from .ranks import MAX_NIGHT, SAMPLED_SECONDS_PER_PART, SECONDS_PER_PART, check_effort, check_threads
+from .ranks import check_threads
 
 #: The most ranks of a plan: the simulator follows each block along all ranks, however few ranks have sampled rows.
 MAX_RANKS = 1 << 24
@@ -32,13 +35,27 @@ def main(config: SimulateConfig) -> NumericsReport:
     Raises NumericsFailure where the numbers or the ledger of a plan are wrong, or where a requested fault stays
     unnoticed.
     """
+    refuse_windows("mode=numerics")
     options = config.numerics
-    _check_options(options)
+    if options.way not in MODES:
+        raise InvalidInput(
+            f"numerics.way={options.way}: {did_you_mean(options.way, MODES)}expected {' or '.join(MODES)}"
+        )
+    check_threads("numerics.threads", options.threads)
+    if options.spread is not None:
+        check_least(options, "numerics.", spread=1)
     check_json(config.output.path)
     torch.set_num_threads(options.threads)
-    plan = _make_plan(config)
+    if config.ranks > MAX_RANKS:
+        raise InvalidInput(
+            f"ranks={config.ranks:,}: mode=numerics walks along all ranks, at most {MAX_RANKS:,}; try fewer ranks"
+        )
+    plan = plan_from_config(config)
+    if plan.ulysses_size > 1 and config.schedule.spec == "auto":  # the simulator does not execute Ulysses groups
+        assert plan.choice is not None, "schedule=auto makes a choice"
+        candidate = plan.choice.fastest_without_ulysses()
+        plan = plan_from_config(config, layout=candidate.layout, schedule=candidate.schedule)
     rows, ranks = _sample_rows(plan, config), _executed_ranks(plan, options)
-    _check_size(plan, rows, ranks)
     fault = _make_fault(plan, options, rows, ranks)
     with show_progress(get_console()) as tell, listening(tell):
         report = numerics(
@@ -67,32 +84,6 @@ def main(config: SimulateConfig) -> NumericsReport:
     if fault is not None and report.passed:
         raise NumericsFailure(f"the fault {fault} was not noticed by the ledger nor by the numbers")
     return report
-
-
-def _make_plan(config: SimulateConfig) -> Plan:
-    """The plan of a configuration; with schedule=auto, of the fastest schedule without Ulysses groups.
-
-    The simulator does not execute Ulysses groups.
-    """
-    plan = plan_from_config(config)
-    if plan.ulysses_size == 1 or config.schedule.spec != "auto":
-        return plan
-    assert plan.choice is not None, "schedule=auto makes a choice"
-    candidate = plan.choice.fastest_without_ulysses()
-    return plan_from_config(config, layout=candidate.layout, schedule=candidate.schedule)
-
-
-def _check_options(options: NumericsGroup) -> None:
-    """Raise InvalidInput for settings that cannot be used."""
-    if options.way not in MODES:
-        raise InvalidInput(
-            f"numerics.way={options.way}: {did_you_mean(options.way, MODES)}expected {' or '.join(MODES)}"
-        )
-    check_threads("numerics.threads", options.threads)
-    if options.spread is not None and options.spread < 1:
-        raise InvalidInput(
-            f"numerics.spread={options.spread}: sampled rows are on at least 1 rank; leave it out for any number"
-        )
 
 
 def _sample_rows(plan: Plan, config: SimulateConfig) -> list[int]:
@@ -126,25 +117,6 @@ def _executed_ranks(plan: Plan, options: NumericsGroup) -> range | None:
     return None if (options.first, stop) == (0, plan.ranks) else range(options.first, stop)
 
 
-def _check_size(plan: Plan, rows: Sequence[int], ranks: range | None) -> None:
-    """Raise InvalidInput where a plan has too many ranks, or its execution would take more than a night."""
-    if plan.ranks > MAX_RANKS:
-        raise InvalidInput(
-            f"ranks={plan.ranks:,}: mode=numerics walks along all ranks, at most {MAX_RANKS:,} of them; try fewer ranks"
-        )
-    if rows:
-        samples = {plan.layout.owner(row) for row in rows}
-        count, part_seconds, advice = len(samples), SAMPLED_SECONDS_PER_PART, "or numerics.spread=1"
-    elif plan.tokens:
-        executed = range(plan.ranks) if ranks is None else ranks
-        samples = {executed[0], executed[len(executed) // 2]}
-        count, part_seconds, advice = len(executed), SECONDS_PER_PART, "numerics.count=, or numerics.way=sample"
-    else:
-        return
-    advice = f"try fewer ranks, {advice}"
-    check_effort(plan, samples, count, part_seconds=part_seconds, max_seconds=MAX_NIGHT, advice=advice)
-
-
 def _make_fault(plan: Plan, options: NumericsGroup, rows: Sequence[int], ranks: range | None) -> Fault | None:
     """The fault of a configuration, at an executed rank; None without a fault. Raises InvalidInput."""
     if options.fault is None:
@@ -152,9 +124,7 @@ def _make_fault(plan: Plan, options: NumericsGroup, rows: Sequence[int], ranks: 
     executed = sorted({plan.layout.owner(row) for row in rows} if rows else set(ranks or range(plan.ranks)))
     rank = options.fault_rank
     if rank is None and rows:
-        # Keys travel from earlier rows to later rows, gradients the other way: the last row reads most keys, and the
-        # first row receives most gradients.
-        rank = plan.layout.owner(rows[0] if options.fault in GRADIENT_FAULTS else rows[-1])
+        rank = plan.layout.owner(rows[-1])  # under a causal mask the last row reads most keys
     elif rank is None:
         rank = executed[len(executed) // 2]
     if rank not in executed:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 from ..errors import InvalidInput
-from ..files import STDOUT, writing
+from ..files import STDOUT, write_json, writing
 from ..machine.bands import BANDS, SIZES, describe_band
 from ..simulator.published.errors import (
     ErrorStatistics,
     GroupErrors,
-    all_errors,
     cause_of,
+    draw_scatter,
+    errors_of,
     group_errors,
     preset_bands,
 )
-from ..simulator.published.measurements import SOURCES, read_measurements
-from ..simulator.published.predictions import CAUSES, PredictedRow, predict_measurements
-from ..simulator.published.scatter import draw_scatter
+from ..simulator.published.predictions import CAUSES, SOURCES, PredictedRow, predict_measurements, read_measurements
 from ..simulator.reporting.console import get_console, print_grid, print_paragraph
-from ..simulator.reporting.figures import check_matplotlib
+from ..simulator.reporting.pages import check_matplotlib
 from .config.schema import SimulateConfig
 
 
@@ -42,7 +40,7 @@ def main(config: SimulateConfig) -> None:
         "source itself gives. A floor is what no model of these inputs can avoid, as the source's methods differ in "
         "what no plan states."
     )
-    _print_errors("errors by family", [all_errors(predictions), *families])
+    _print_errors("errors by family", [errors_of("all", predictions), *families])
     _print_errors("errors by what takes longest beside the kernel", causes)
     header = ("part of the modelled time", *CAUSES)
     print_grid("", header, [(group.name, *(f"{group.shares[cause]:.1%}" for cause in CAUSES)) for group in families])
@@ -88,7 +86,7 @@ def _write(
             table.writerow([row.id, row.machine, row.kernel, row.method, *numbers, *parts])
     record = {
         "kind": "modelled against published measurements",
-        "all": asdict(all_errors(predictions)),
+        "all": asdict(errors_of("all", predictions)),
         "families": [asdict(group) for group in families],
         "causes": [asdict(group) for group in causes],
         "bands": {
@@ -96,6 +94,5 @@ def _write(
             for name, bands in preset_bands(predictions).items()
         },
     }
-    with writing(folder / "summary.json") as temporary:
-        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_json(str(folder / "summary.json"), record)
     draw_scatter(predictions, folder)

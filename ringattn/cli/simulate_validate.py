@@ -22,12 +22,16 @@ from ..machine.kernel_times import BEYOND
 from ..machine.machine import Machine
 from ..simulator.calibrate.kernels import find_kernel, make_reference
 from ..simulator.calibrate.measuring_ranks import MeasuringRanks, Settings
-from ..simulator.calibrate.passes import Pass, Runs, model_passes, sizes_between, time_passes
-from ..simulator.calibrate.validate import (
+from ..simulator.calibrate.passes import (
     LEVEL,
     Errors,
+    Pass,
+    Runs,
     held_out,
+    model_passes,
+    sizes_between,
     summarise_groups,
+    time_passes,
     validation_cases,
 )
 from ..simulator.reporting.console import get_console, print_grid
@@ -35,9 +39,9 @@ from ..text import duration, plural
 from ..transport.launcher import detect, run_local
 from ..transport.torchdist import TorchDist
 from . import calibrate
-from .config.groups import ConfigGroup, OutputGroup, TransportGroup
+from .config.groups import ConfigGroup, OutputGroup, TransportGroup, check_least
 from .config.schema import CalibrateConfig, SimulateConfig, parse_size
-from .ranks import check_threads
+from .ranks import check_ranks, check_threads
 
 
 def main(config: SimulateConfig) -> None:
@@ -50,6 +54,7 @@ def main(config: SimulateConfig) -> None:
             # Wrong held-out rows raise before minutes are spent on the calibration.
             rows = _held_out_rows(config, [parse_size(n, "validate.rows") for n in config.validate.rows])
             calibration = _calibration_config(config, path)
+            check_ranks(calibration, "none")
             calibrate.check(calibration)
         else:
             machine, made = _read(path)
@@ -104,9 +109,7 @@ def _check(config: SimulateConfig) -> None:
     if not options.ranks or min(options.ranks) < 2:
         raise InvalidInput(f"validate.ranks={options.ranks}: expected numbers of ranks >= 2, such as [2,4]")
     check_threads("validate.threads", options.threads)
-    if options.repeat < 1:
-        raise InvalidInput(f"validate.repeat={options.repeat}: must be at least 1")
-    calibrate.check_seconds("validate.seconds", options.seconds)
+    check_least(options, "validate.", repeat=1, seconds=0)
     if config.output.path == STDOUT:
         raise InvalidInput(
             "output.path=-: mode=validate prints tables while it measures; give a file, such as output.path=errors.json"
@@ -136,23 +139,14 @@ def _held_out_rows(config: SimulateConfig, calibrated: Sequence[int]) -> list[in
 
 def _calibration_config(config: SimulateConfig, path: Path) -> CalibrateConfig:
     """A calibration on the first of the numbers of ranks, written to `path`."""
-    options = config.validate
+    options = vars(config.validate)
     return CalibrateConfig(
         transport=TransportGroup("gloo"),
         kernel=ConfigGroup("auto"),
-        machine=config.machine,
         output=OutputGroup(str(path)),
-        ranks=options.ranks[0],
-        heads=config.heads,
-        head_dim=config.head_dim,
-        dtype=config.dtype,
-        rows=options.rows,
-        widths=options.widths,
-        messages=options.messages,
-        repeat=options.repeat,
-        seconds=options.seconds,
-        threads=options.threads,
-        timeout=options.timeout,
+        ranks=config.validate.ranks[0],
+        **{name: getattr(config, name) for name in ("machine", "heads", "head_dim", "dtype")},
+        **{name: options[name] for name in ("rows", "widths", "messages", "repeat", "seconds", "threads", "timeout")},
     )
 
 
@@ -181,7 +175,7 @@ def _measure(
         timeout=math.inf,
         group_timeout=options.timeout,
         threads=threads,
-        passthrough=(0,),
+        show=True,
     )
     return runs[0]
 
@@ -264,18 +258,11 @@ def _print(ranks: int, passes: list[Pass], machine: Machine, groups: dict[str, E
     header = ("pass", "measured", "modelled", "error", "clock", f"{LEVEL:.0%} interval")
     print_grid(f"{ranks} Gloo ranks; clock: the error by times not corrected for the machine's pace", header, rows)
     get_console().print()
+    table = []
+    for name, e in groups.items():
+        unknown = "not known: too few residuals"
+        coverage = unknown if e.coverage is None else f"{e.coverage:.1%} of {plural(e.runs, 'run')}"
+        numbers = (f"{e.bias:+.1%}", f"{e.median:.1%}", f"{e.p90:.1%}", f"{e.worst:.1%}")
+        table.append((name, str(e.passes), *numbers, coverage))
     columns = ("passes", "number", "signed bias", "median error", "P90 error", "largest", f"in {LEVEL:.0%} interval")
-    print_grid(
-        f"modelled against measured, {ranks} ranks, held-out passes [measured]",
-        columns,
-        [
-            (name, str(e.passes), f"{e.bias:+.1%}", f"{e.median:.1%}", f"{e.p90:.1%}", f"{e.worst:.1%}", _coverage(e))
-            for name, e in groups.items()
-        ],
-    )
-
-
-def _coverage(errors: Errors) -> str:
-    if errors.coverage is None:
-        return "not known: too few residuals"
-    return f"{errors.coverage:.1%} of {plural(errors.runs, 'run')}"
+    print_grid(f"modelled against measured, {ranks} ranks, held-out passes [measured]", columns, table)

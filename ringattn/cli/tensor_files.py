@@ -1,4 +1,4 @@
-"""Tensors in files, read and written by rows: no file is ever in memory as a whole."""
+"""Tensors in files, read and written by rows; only of an npz file the arrays are in memory as a whole."""
 
 from __future__ import annotations
 
@@ -10,29 +10,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from tokenize import TokenError
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import InvalidInput
-from ..text import shorten
 
 #: The dtypes that are read and written, by their names in safetensors files.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-#: What zipfile and numpy raise for a broken file.
-BROKEN_FILE_ERRORS = (
-    zipfile.BadZipFile,
-    ValueError,
-    OSError,
-    EOFError,
-    RuntimeError,
-    SyntaxError,
-    TokenError,
-    TypeError,
-)
 
 
 @dataclass(frozen=True)
@@ -109,37 +96,14 @@ def read_safetensors(path: Path, names: Collection[str]) -> dict[str, StoredTens
     return tensors
 
 
-def read_npz(path: Path, names: Collection[str]) -> dict[str, StoredTensor]:
-    """The arrays that an uncompressed npz file has under these names. Raises InvalidInput.
-
-    Only the headers are read, so that a large file opens at once, as a safetensors file does.
-    """
+def read_npz(path: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """The arrays that an npz file has under these names. Raises InvalidInput."""
     try:
-        with zipfile.ZipFile(path) as archive, path.open("rb") as raw:
-            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-            return {name: _read_member(archive, members[name], raw) for name in names if name in members}
-    except BROKEN_FILE_ERRORS as error:
-        problem = shorten(str(error).partition("\n")[0], 200)
-        raise InvalidInput(
-            f"input.path={path}: cannot be read by rows ({problem}); write it again with numpy.savez"
-        ) from None
-
-
-def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, raw: BinaryIO) -> StoredTensor:
-    """An array of an npz file. Raises `BROKEN_FILE_ERRORS`."""
-    if info.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"{info.filename} is compressed")
-    with archive.open(info) as member:
-        if np.lib.format.read_magic(member) == (1, 0):
-            shape, fortran, dtype = np.lib.format.read_array_header_1_0(member)
-        else:  # later versions differ in field names only, which plain numbers do not have
-            shape, fortran, dtype = np.lib.format.read_array_header_2_0(member)
-        header_bytes = member.tell()
-    if fortran or dtype not in (np.float64, np.float32, np.float16) or not dtype.isnative:
-        raise ValueError(f"{info.filename} must be a C-ordered array of native float64, float32 or float16")
-    if min(shape, default=0) < 0 or prod(shape) * dtype.itemsize != info.file_size - header_bytes:
-        raise ValueError(f"{info.filename} has {info.file_size - header_bytes:,} bytes, and not the shape {shape}")
-    raw.seek(info.header_offset + 26)
-    name_length, extra_length = struct.unpack("<HH", raw.read(4))
-    offset = info.header_offset + 30 + name_length + extra_length + header_bytes
-    return StoredTensor(Path(raw.name), offset, shape, getattr(torch, dtype.name))
+        with np.load(path, allow_pickle=False) as arrays:
+            tensors = {name: torch.from_numpy(arrays[name]) for name in names if name in arrays}
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise InvalidInput(f"input.path={path}: {error}; write the file again with numpy.savez") from None
+    for name, x in tensors.items():
+        if x.dtype not in DTYPES.values():
+            raise InvalidInput(f"input.path={path}: {name} has dtype {x.dtype}; convert it to float32 or float64")
+    return tensors

@@ -1,1 +1,1 @@
-"""Models of other libraries over sharded sequences. `borders` and `comparison` need none of these libraries."""
+"""Models of other libraries over sharded sequences. `borders` needs none of these libraries."""

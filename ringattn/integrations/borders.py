@@ -12,12 +12,13 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InvalidInput, Mismatch
-from ..functional import exchange
+from ..functional import get_transport
 from ..kernels.dropout import finalize, key_steps
 from ..layout.regular import Layout
 from ..pattern import Documents
 from ..runtime.handshake import compare_records
 from ..train import NO_LABEL
+from ..transport.records import Exchange
 
 #: Cumulative lengths [0, ..., N] for all rows, or one such list for each row.
 Borders = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
@@ -143,7 +144,7 @@ def gather_rows(logits: torch.Tensor, group: Any) -> list[int]:
     Raises InvalidInput for logits of another shape, and Mismatch on all ranks where only the ranks' batches or classes
     differ.
     """
-    with exchange("logits", group=group) as ranks:
+    with Exchange(get_transport(group), "logits") as ranks:
         if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
             got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
             raise InvalidInput(f"logits must be [batch, tokens, classes], got {got}; pass model(**batch).logits")

@@ -27,17 +27,18 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaske
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..errors import InvalidInput, Mismatch, Unsupported
-from ..functional import exchange, ring_attention, telling
+from ..functional import get_transport, ring_attention
 from ..kernels import split_kernel
 from ..layout.regular import make_layout
 from ..machine.presets import get_machine
 from ..pattern import Causal, Full, Pattern, Window
-from ..plan.message_sizes import check_rotate
 from ..plan.schedules import resolve
+from ..plan.steps import check_rotate
 from ..runtime.autograd import compilable
+from ..runtime.call import AttentionOptions, check_option_names
 from ..runtime.handshake import compare_records
-from ..runtime.options import AttentionOptions, check_option_names
 from ..train import NO_LABEL
+from ..transport.records import ErrorReport, Exchange
 from ..transport.torchdist import WeakGroup, check_group
 from .borders import (
     COUNT,
@@ -55,7 +56,6 @@ from .borders import (
     read_borders,
     write_borders,
 )
-from .comparison import Agreement, difference, evaluating, gradients_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from typing_extensions import Unpack
 
-    from ..runtime.options import AttentionKeywords
+    from ..runtime.call import AttentionKeywords
     from .borders import Borders
 
     Batch = Mapping[str, torch.Tensor]
@@ -81,6 +81,19 @@ MASKS = {
     "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "and_masks",
     "sliding_window_bidirectional_overlay", "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far a parallelized model is from its eager self: the largest differences of logits and of gradients.
+
+    `logits` and `gradients` are relative to the largest value of the eager model; `bound` is what rounding explains.
+    """
+
+    logits: float
+    gradients: float
+    bound: float
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -128,7 +141,7 @@ def parallelize(
     group: a ProcessGroup, or one axis of a DeviceMesh; None: all processes.
     layout: the name of the layout by which `shard_batch` or `Collator` cuts sequences, such as "zigzag".
     options: `schedule`, `kernel`, `machine`, `deterministic`, `comm_dtype` and `rotate`, see
-        `runtime.options.AttentionOptions`. Scale, softcap and dropout are those of the model.
+        `runtime.call.AttentionOptions`. Scale, softcap and dropout are those of the model.
 
     Causal and masked language models, token classification, and models without a head are taken. The loss of the model
     is the sum over the labels of this rank's rows, divided by `num_items_in_batch`; without this argument by the labels
@@ -202,7 +215,7 @@ def shard_batch(
     token). position_ids count from the first token that is not padding, and in each document from 0.
     """
     place = _place(group)
-    with telling(POSITIONS, group=place.group):
+    with ErrorReport(get_transport(place.group), POSITIONS):
         batch, borders = read_batch(batch)
         tokens = batch["input_ids"]
         rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
@@ -272,9 +285,11 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     fewer `tokens`. Raises Mismatch on every rank if logits or gradients differ by more than rounding, or if the ranks
     differ in `tokens` or `seed`.
     """
-    ring, long = _get_ring(model), _longest_window(model)
+    ring, long = cast("_Ring | None", getattr(model, _STATE, None)), _longest_window(model)
+    if ring is None:
+        raise InvalidInput("this model is not parallelized; call parallelize(model, group, layout=...) first")
     group, first = ring.place.group, max(tokens * 2 // 3, 1)
-    with exchange("check", group=group) as given:
+    with Exchange(get_transport(group), "check") as given:
         if tokens < 3:
             raise InvalidInput(f"check: {tokens} tokens are too few for two documents; try tokens=64")
         if first <= long:
@@ -288,28 +303,29 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (1, tokens), generator=generator, device="cpu").to(device)
     ids[ids == config.pad_token_id] = config.vocab_size // 2  # some models give no position to this token
-    starts = [0, first, tokens]
-    batch = shard_batch({"input_ids": ids}, group, layout=ring.layout, cu_seqlens=starts)
+    batch = shard_batch({"input_ids": ids}, group, layout=ring.layout, cu_seqlens=[0, first, tokens])
     cut = make_layout(ring.layout, tokens=tokens, ranks=dist.get_world_size(group))
-    with evaluating(model):
+    training = model.training
+    model.eval()
+    try:
         local = _rows_of(model(**batch, use_cache=False))
         weights = torch.randn((1, tokens, local.shape[-1]), generator=generator, device="cpu").to(device)
         mine = cut.shard_tensor(weights, dist.get_rank(group), dim=1)
-        gradients = gradients_of(model, (local.float() * mine).sum() / tokens)
+        gradients = _gradients(model, (local.float() * mine).sum() / tokens)
         for gradient in gradients:
             dist.all_reduce(gradient, group=group)
         logits = gather_logits(local, group, layout=ring.layout)
         model.set_attn_implementation("eager")
         setattr(model, _STATE, None)  # the modules keep theirs: rope takes the length of the batch
-        try:
-            parts = [_rows_of(model(ids[:, a:b], use_cache=False)) for a, b in ((0, first), (first, tokens))]
-            whole = torch.cat(parts, 1)
-            expected = gradients_of(model, (whole.float() * weights).sum() / tokens)
-        finally:
-            setattr(model, _STATE, ring)
-            model.set_attn_implementation(NAME)
+        parts = [_rows_of(model(ids[:, a:b], use_cache=False)) for a, b in ((0, first), (first, tokens))]
+        whole = torch.cat(parts, 1)
+        expected = _gradients(model, (whole.float() * weights).sum() / tokens)
+    finally:
+        setattr(model, _STATE, ring)
+        model.set_attn_implementation(NAME)
+        model.train(training)
     bound = 256 * max(torch.finfo(whole.dtype).eps, 2**-23)  # models of fp64, too, have their softmax in fp32
-    result = Agreement(difference([logits], [whole.detach()]), difference(gradients, expected), bound, tokens)
+    result = Agreement(_difference([logits], [whole.detach()]), _difference(gradients, expected), bound, tokens)
     worst: list[float] = [0.0] * dist.get_world_size(group)
     dist.all_gather_object(worst, max(result.logits, result.gradients), group=group)
     if not max(worst) <= bound:
@@ -382,7 +398,7 @@ def _attend_ring(
 ) -> torch.Tensor:
     """out [B, H, n, Dv] of a layer of class `name`. The borders of documents are a tensor, which may change."""
     group = ring.place.group
-    with telling("call", group=group):
+    with ErrorReport(get_transport(group), "call"):
         if position_bias is not None:
             raise Unsupported(f"{name} adds a position bias to its logits, which ringattn does not")
         if q.shape[2] != k.shape[2]:
@@ -496,7 +512,7 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
 
     Raises Mismatch on every rank where digests of whole batches differ, and all errors of `_check_call`. Collective.
     """
-    with exchange(POSITIONS, group=ring.place.group) as rows:
+    with Exchange(get_transport(ring.place.group), POSITIONS) as rows:
         _check_call(model, ring, kwargs, given)
         positions, digest = kwargs["position_ids"], given.get(DIGEST)
         kind = positions.shape, kwargs.get("attention_mask") is not None
@@ -507,7 +523,7 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
     ring.checked[:] = [kind]
     if known or positions.ndim != 2 or kind[1]:
         return  # where padding is, only the whole mask tells positions
-    with telling("call", group=ring.place.group):
+    with ErrorReport(get_transport(ring.place.group), "call"):
         rank, borders = dist.get_rank(ring.place.group), kwargs.get("cu_seq_lens_q")
         tokens = sum(lengths)
         place = make_layout(ring.layout, tokens=tokens, ranks=len(lengths)).positions(rank)
@@ -605,12 +621,17 @@ def _place(group: ProcessGroup | DeviceMesh | None) -> WeakGroup:
     return WeakGroup(dist.group.WORLD if group is None else group)
 
 
-def _get_ring(model: nn.Module) -> _Ring:
-    """The state of a parallelized model."""
-    ring = getattr(model, _STATE, None)
-    if ring is None:
-        raise InvalidInput("this model is not parallelized; call parallelize(model, group, layout=...) first")
-    return cast(_Ring, ring)
+def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    """d loss / d parameter of every parameter that the loss reaches or could reach."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+
+def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """The largest difference, as a fraction of the largest value of all of `theirs`."""
+    largest = max(float(x.abs().max()) for x in theirs)
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) / max(largest, 1e-30)
 
 
 def _rows_of(result: Any) -> torch.Tensor:

@@ -62,7 +62,7 @@ def get_kernel(
             raise Unsupported(f"kernel {name} has no {feature} ({feature}={value}); try kernel='reference' or 'auto'")
     kernel = KERNELS[base].create(choice or None, q.dtype, deterministic=deterministic)
     kernel.check(q, k, v)
-    return kernel.derive(**asked) if asked else kernel
+    return kernel.derive(asked=(choice, deterministic), **asked)
 
 
 def split_kernel(name: str) -> tuple[str, str]:

@@ -9,8 +9,7 @@ import torch
 
 from ..errors import Unsupported
 from ..plan.work import Work, join_repetitions
-from .bands import STRIP_ROWS, Strips, halve, is_causal
-from .base import Kernel, band
+from .base import STRIP_ROWS, Kernel, Strips, band, halve, is_causal
 from .pad import crop_to, pad_to
 
 #: A banded work of at most this many pairs is one masked call: splitting would cost more time than it saves.
@@ -56,7 +55,7 @@ class AtenCpu(Kernel):
                 for first in range(0, rows, step):
                     yield single.narrow((first, min(first + step, rows)), (0, keys))
         elif work.dense or rows * keys <= SMALL:
-            yield from work.batches(max_repeat)
+            yield from work.repetitions(max_repeat)
         elif work.hi is None:
             # First the keys that every row sees, then the triangle, then the rows that see all keys.
             assert work.lo is not None and work.lo <= 0, "the first row of a work sees its first key"
@@ -72,7 +71,7 @@ class AtenCpu(Kernel):
         else:
             for single in work.singles():
                 for x in join_repetitions(self.strips.cut(single)):
-                    yield from x.batches(min(CALL_ROWS // len(x.q), self.strip_keys // x.keys) // len(x.heads))
+                    yield from x.repetitions(min(CALL_ROWS // len(x.q), self.strip_keys // x.keys) // len(x.heads))
 
     def op_of(self, call: Work, head_dim: int) -> str:
         kind = "dense" if call.dense else "causal" if is_causal(call) else "masked"
@@ -81,15 +80,14 @@ class AtenCpu(Kernel):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        width = max(q.shape[-1], v.shape[-1])
-        padded = [pad_to(_ready(x), width) for x in (q, k, v)]
+        padded = _ready(max(q.shape[-1], v.shape[-1]), q, k, v)
         causal, mask = _mask_of(work, padded[0].dtype)
         out, lse = _forward(*padded, 0.0, causal, attn_mask=mask, scale=scale)
         if work.keys < LANES and not lse.all():
             bad_q, bad_k = (0 * x.abs().amax(dims) for x, dims in ((padded[0], -1), (padded[1], (-2, -1))))
             lse += bad_q + bad_k.repeat_interleave(q.shape[1] // k.shape[1], 1).unsqueeze(-1)
             out.masked_fill_(lse.isnan().unsqueeze(-1), torch.nan)
-        return crop_to(out, v.shape[-1]), lse
+        return out if out.shape[-1] == v.shape[-1] else crop_to(out, v.shape[-1]), lse
 
     def backward(
         self,
@@ -102,18 +100,27 @@ class AtenCpu(Kernel):
         work: Work,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        width = max(q.shape[-1], v.shape[-1])
-        padded = [pad_to(_ready(x), width) for x in (grad, q, k, v, out)]
+        padded = _ready(max(q.shape[-1], v.shape[-1]), grad, q, k, v, out)
         causal, mask = _mask_of(work, padded[1].dtype)
         dq, dk, dv = _backward(*padded, lse, 0.0, causal, attn_mask=mask, scale=scale)
+        if q.shape[-1] == v.shape[-1]:
+            return dq, dk, dv
         return crop_to(dq, q.shape[-1]), crop_to(dk, q.shape[-1]), crop_to(dv, v.shape[-1])
 
 
-def _ready(x: torch.Tensor) -> torch.Tensor:
-    """x in a dtype that the op computes, with last stride 1: for other strides the op silently reads wrong numbers."""
-    if x.dtype in (torch.float16, torch.bfloat16):
-        return x.to(torch.float32, memory_format=torch.contiguous_format)
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _ready(width: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with `width` columns, in a dtype that the op computes.
+
+    The last stride is 1: for other strides the op silently reads wrong numbers.
+    """
+    ready = []
+    for x in tensors:
+        if x.dtype in (torch.float16, torch.bfloat16):
+            x = x.to(torch.float32, memory_format=torch.contiguous_format)
+        elif x.stride(-1) != 1:
+            x = x.contiguous()
+        ready.append(x if x.shape[-1] == width else pad_to(x, width))
+    return ready
 
 
 def _mask_of(work: Work, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]:

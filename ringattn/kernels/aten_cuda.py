@@ -14,9 +14,8 @@ import torch
 
 from ..errors import LaunchLimit, Unsupported
 from ..plan.work import Work
-from .bands import cut, efficient_mask, efficient_reads, flash_reads, flash_window
-from .base import Kernel, OpChoice
-from .cuda_device import HALF_DTYPES, OPS, CudaDevice
+from .base import Kernel, OpChoice, cut
+from .cuda_device import HALF_DTYPES, OPS, CudaDevice, efficient_mask, efficient_reads, flash_reads, flash_window
 from .packing import cumulative, pack
 from .pad import crop_to, pad_to
 
@@ -110,14 +109,14 @@ class AtenCuda(Kernel):
             self.name += " (efficient)"
 
     def split(self, work: Work) -> Iterator[Work]:
-        for batch in work.batches(GRID // len(work.heads)):
+        for batch in work.repetitions(GRID // len(work.heads)):
             yield from cut(batch, flash_reads if self.band_op == "flash" else efficient_reads)
 
     def pack(self, calls: list[Work]) -> list[Work]:
         if self.band_op != "flash" or self.choice == "cudnn":
             return calls
         packed = pack(calls, repeats_keys=not self.deterministic)
-        return [part for work in packed for part in work.batches(GRID // len(work.heads))]
+        return [part for work in packed for part in work.repetitions(GRID // len(work.heads))]
 
     def op_of(self, call: Work, head_dim: int) -> str:
         if call.sequences:

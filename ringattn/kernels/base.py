@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -23,6 +24,12 @@ from ..plan.work import Work
 
 if TYPE_CHECKING:
     from .dropout import Dropout
+
+
+#: Most query rows of a strip of a band.
+STRIP_ROWS = 256
+#: Squares below the diagonal of a triangle have a multiple of so many keys: ops are slower with other numbers.
+SQUARE_KEYS = 32
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,8 @@ class Kernel(ABC):
     max_head_dim: int | None = None
     #: Which of the options below the kernel computes, by name. A call that asks for another option is refused.
     features: ClassVar[tuple[str, ...]] = ()
+    #: (choice, deterministic) that the kernel was made for.
+    asked: tuple[str | None, bool] = (None, False)
     #: The softcap of the logits; None: no softcap.
     softcap: float | None = None
     #: Whether the first columns of q and k hide padded keys, see `pad.hide_keys`: a softcap does not cap their share.
@@ -66,6 +75,11 @@ class Kernel(ABC):
     def create(cls, choice: str | None, dtype: torch.dtype, *, deterministic: bool) -> Kernel:
         """The kernel for inputs of `dtype`. `choice` is one of `choices`, or None."""
         return cls()
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for kernels that make the same calls of a work."""
+        return type(self), *self.asked
 
     def derive(self, **options: Any) -> Kernel:
         """This kernel with other options."""
@@ -167,3 +181,63 @@ def positive(scale: float) -> tuple[float, float]:
     if scale > 0:
         return 1.0, scale
     return (-1.0, -scale) if scale < 0 else (0.0, 1.0)
+
+
+def cut(work: Work, reads: Callable[[Work], bool]) -> Iterator[Work]:
+    """The calls that compute a work, each with a band that `reads` accepts: the work, or two or three runs of rows.
+
+    Each run is bounded by `lo` alone, by `hi` alone, by both or by neither, and has only the keys that its rows see:
+    where `lo` binds, the last row sees the last key and no key behind; where `hi` binds, the first row sees the first
+    key and no key before.
+    """
+    if reads(work):
+        yield work
+        return
+    rows, keys = len(work.q), work.keys
+    # Rows from `unbounded` on are not bounded by `lo`; rows from `bounded` on are bounded by `hi`.
+    unbounded = 0 if work.lo is None else min(max(keys + work.lo, 0), rows)
+    bounded = rows if work.hi is None else min(max(work.hi, 0), rows)
+    for first, last in pairwise(sorted({0, unbounded, bounded, rows})):
+        part = work.narrow_rows(first, last)
+        assert reads(part), "the op reads the band of every run of rows correctly"
+        yield part
+
+
+def halve(triangle: Work, least: int) -> Iterator[Work]:
+    """The calls that compute a triangle: squares, and triangles of at most `least` rows.
+
+    `least` is SQUARE_KEYS or more, so that no half of a triangle is empty. Ops compute hidden pairs of a triangle, the
+    flash op for CPUs up to 512 keys of each row.
+    """
+    rows = len(triangle.q)
+    if rows <= least:
+        yield triangle
+        return
+    half = -(-rows // (2 * SQUARE_KEYS)) * SQUARE_KEYS
+    yield from halve(triangle.narrow((0, half), (0, half)), least)
+    yield from halve(triangle.narrow((half, rows), (half, rows)), least)
+    yield triangle.narrow((half, rows), (0, half))
+
+
+@dataclass(frozen=True)
+class Strips:
+    """Cuts of bands into strips of rows: the width of the band over `share`, in multiples of `least`.
+
+    Low strips compute fewer hidden pairs, high strips make faster matrix products.
+    """
+
+    share: int
+    least: int
+
+    def cut(self, work: Work) -> Iterator[Work]:
+        """The strips of a band that is bounded above, each with the keys that its rows see."""
+        assert work.hi is not None
+        rows, width = len(work.q), work.keys if work.lo is None else work.hi - work.lo + 1
+        height = min(max(-(-width // (self.share * self.least)), 1) * self.least, STRIP_ROWS)
+        for first in range(0, rows, height):
+            yield work.narrow_rows(first, min(first + height, rows))
+
+
+def is_causal(work: Work) -> bool:
+    """Whether row i sees key j iff j <= i, counted from the first row and the first key."""
+    return work.lo == 0 and work.hi is None

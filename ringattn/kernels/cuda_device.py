@@ -1,4 +1,4 @@
-"""Which of PyTorch's attention ops for CUDA a device, its libraries and torch's switches allow, and why not the others.
+"""Which of PyTorch's attention ops for CUDA a device, its libraries and torch's switches allow, and what the ops read.
 
 The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (PyTorch 2.13), by which torch's own
 scaled_dot_product_attention chooses, and the reports that are named beside them.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..plan.work import Work
-from .bands import is_causal
+from .base import is_causal
 
 OPS = ("flash", "cudnn", "efficient")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -114,3 +114,72 @@ def _name(dtype: torch.dtype) -> str:
 
 def _version(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
+
+
+def flash_window(work: Work) -> tuple[int, int]:
+    """(window_size_left, window_size_right) of the flash op, in which -1 is unbounded."""
+    left, right = (-1 if bound is None else bound for bound in window_bounds(work))
+    return left, right
+
+
+def flash_reads(work: Work) -> bool:
+    """Whether flash hides the pairs that the band of a work hides, and no others.
+
+    FlashAttention 2 reads a bound below 0, or of as many keys as there are, as unbounded. Beside a bounded side it
+    reads an unbounded side as a bound of as many keys as there are (flash_api.cpp; flash-attention issue 895).
+    """
+    rows, keys = len(work.q), work.keys
+    left, right = window_bounds(work)
+    read_left = left if left is not None and 0 <= left < keys else None
+    read_right = right if right is not None and 0 <= right < keys else None
+    if read_left is None and read_right is not None:
+        read_left = keys
+    elif read_right is None and read_left is not None:
+        read_right = keys
+    return _same_bound(read_left, left, keys - 1) and _same_bound(read_right, right, rows - 1)
+
+
+@dataclass(frozen=True)
+class EfficientMask:
+    """The band of a work as the memory-efficient op takes it.
+
+    `mask_type` 2 hides keys behind the diagonal that ends at the last row and the last key; `window` counts the keys
+    up to that diagonal that a row sees, None is all. `flip`: rows and keys are given in reverse order, which turns a
+    bound on the left into a bound on the right, the only one that the op has without the other.
+    """
+
+    flip: bool = False
+    mask_type: int = 0
+    window: int | None = None
+
+
+def efficient_mask(work: Work) -> EfficientMask | None:
+    """The mask of the memory-efficient op for a band; None if the op has none."""
+    shift = len(work.q) - work.keys
+    if work.dense:
+        return EfficientMask()
+    if work.lo is None:
+        return EfficientMask(flip=True, mask_type=2) if work.hi == 0 else None
+    if work.lo != shift:
+        return None
+    return EfficientMask(mask_type=2, window=None if work.hi is None else work.hi - work.lo + 1)
+
+
+def efficient_reads(work: Work) -> bool:
+    """Whether the memory-efficient op has a mask for the band of a work."""
+    return efficient_mask(work) is not None
+
+
+def _same_bound(read: int | None, needed: int | None, nothing_hidden: int) -> bool:
+    """Whether two bounds of a window hide the same keys; a bound of at least `nothing_hidden` hides no key."""
+    hides_nothing = [bound is None or bound >= nothing_hidden for bound in (read, needed)]
+    return all(hides_nothing) or (not any(hides_nothing) and read == needed)
+
+
+def window_bounds(work: Work) -> tuple[int | None, int | None]:
+    """(left, right) of the band as a window that is anchored at the last row and the last key; None is unbounded.
+
+    Row i sees key j iff i + keys - rows - left <= j <= i + keys - rows + right.
+    """
+    shift = 0 if work.sequences else work.keys - len(work.q)
+    return None if work.hi is None else work.hi + shift, None if work.lo is None else -work.lo - shift

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..plan.work import Work, join_keys, join_repetitions
-from .bands import window_bounds
+from .cuda_device import window_bounds
 
 #: Works of more rows times heads stay calls of their own, for the fastest op; and a call that replaces others copies at
 #: most so many for each of them. About where attention, or a copy, on an H100 takes as long as a launch. An estimate
@@ -56,7 +56,7 @@ class _Window:
         """The window that hides the same pairs of all works; None if there is none, or flash misreads it.
 
         A bound of one less than the keys, or rows, of a work hides nothing of the work. Flash compares the bounds with
-        the most keys of a sequence (see `bands.flash_reads`), which hides no other pairs if no sequence has more rows.
+        the most keys of a sequence (see `flash_reads`), which hides no other pairs if no sequence has more rows.
         """
         if None not in (self.left, other.left) and self.left != other.left:
             return None
@@ -309,7 +309,7 @@ def scatter_add(x: torch.Tensor, work: Work, part: torch.Tensor, *, by_key: bool
 
 def _keep(work: Work, key: object, make: Callable[[], Any]) -> Any:
     """What `make` returns, made once for a work. Tensors outlive the inference mode of the caller."""
-    if key not in work.kept:
+    if key not in work.memo:
         with torch.inference_mode(False):
-            work.kept[key] = make()
-    return work.kept[key]
+            work.memo[key] = make()
+    return work.memo[key]

@@ -103,27 +103,32 @@ def check_padding(mask: torch.Tensor | None, k: torch.Tensor) -> None:
         raise InvalidInput(f"key_padding_mask is on {mask.device}, the keys are on {k.device}; move the mask there")
 
 
-def hide_keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-    """(q', k', v', floor), whose attention is that of q, k, v without the keys that `mask` [B, n] flags.
+def hidden_column(scale: float, dtype: torch.dtype) -> float:
+    """c > 0 of `hide_keys`, with |scale| * EXTRA * c * c = HIDDEN, or as near to HIDDEN as the dtype allows.
 
-    q' = [c, c ..., q] and k' = [-c or 0, the same ..., k] with EXTRA columns each and scale * EXTRA * c * c = HIDDEN,
-    or as near to HIDDEN as the dtype allows. So the weight of a flagged key is exactly 0, and rows that see flagged
-    keys only have lse < floor. Flagged rows of k and v are zeroed, so that a NaN in padding stays there. Raises
-    Unsupported if no finite c hides a key at this scale and dtype.
+    Raises Unsupported if no finite c hides a key at this scale and dtype.
     """
     factor = EXTRA * abs(scale)
-    column = min((HIDDEN / factor) ** 0.5 if factor else float("inf"), torch.finfo(q.dtype).max)
+    column = min((HIDDEN / factor) ** 0.5 if factor else float("inf"), torch.finfo(dtype).max)
     column = 2.0 ** (frexp(column)[1] - 1)  # no rounding: by way of bf16 the 65504 of fp16 becomes infinite
-    size = factor * column * column
-    if not LEAST <= size < float("inf"):
+    if not LEAST <= factor * column * column < float("inf"):
         raise Unsupported(
-            f"key_padding_mask cannot be honoured with scale={scale} in {q.dtype}: no finite column hides a key; "
+            f"key_padding_mask cannot be honoured with scale={scale} in {dtype}: no finite column hides a key; "
             "try a scale near 1 / sqrt(head_dim)"
         )
+    return column
+
+
+def hide_keys(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, column: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(q', k', v'), whose attention is that of q, k, v without the keys that `mask` [B, n] flags.
+
+    q' = [c, c ..., q] and k' = [-|c| or 0, the same ..., k] with EXTRA columns each and c = `column`, whose sign is
+    that of the scale. So the weight of a flagged key is exactly 0. Flagged rows of k and v are zeroed, so that a NaN in
+    padding stays there.
+    """
     flagged = mask[:, None, :, None]
-    wide_q = pad(q, (EXTRA, 0), value=column if scale > 0 else -column)
     wide_k = pad(k.masked_fill(flagged, 0), (EXTRA, 0))
-    wide_k[..., :EXTRA].masked_fill_(flagged, -column)
-    return wide_q, wide_k, v.masked_fill(flagged, 0), -size / 2
+    wide_k[..., :EXTRA].masked_fill_(flagged, -abs(column))
+    return pad(q, (EXTRA, 0), value=column), wide_k, v.masked_fill(flagged, 0)

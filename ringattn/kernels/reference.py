@@ -27,7 +27,7 @@ class Reference(Kernel):
         pass
 
     def split(self, work: Work) -> Iterator[Work]:
-        for batch in work.batches(ROWS // len(work.q)):
+        for batch in work.repetitions(ROWS // len(work.q)):
             for first in range(0, len(batch.q), ROWS):
                 yield batch.narrow((first, min(first + ROWS, len(batch.q))), (0, batch.keys))
 

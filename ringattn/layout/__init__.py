@@ -1,1 +1,230 @@
-"""Layouts: which positions of the sequence each rank owns."""
+"""The interface of a layout: a partition of the sequence over the ranks, and how tensors are sharded by it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..cache import Value
+from ..errors import InvalidInput
+from ..pattern.tile import merge_runs
+
+if TYPE_CHECKING:
+    import torch
+
+#: `Layout.span` returns at most this many ranges for several ranks; a longer answer is replaced by a superset.
+MAX_RANGES = 16
+#: The largest number of tokens or ranks: sums and differences of positions must fit into 64-bit integers.
+MOST = 1 << 61
+
+
+@dataclass(frozen=True)
+class Layout(Value, ABC):
+    """A partition of the positions 0 .. tokens-1 over `ranks` ranks: each rank owns a shard of the sequence.
+
+    Any tokens >= 0 and ranks >= 1 work; shards may differ in length and may be empty. A shard is a tuple of ranges, and
+    its local order is the order of these ranges, each from start to stop. Layouts are immutable values; `make_layout`
+    makes them from a name. Raises InvalidInput for other numbers.
+    """
+
+    tokens: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokens, int | np.integer) or not isinstance(self.ranks, int | np.integer):
+            raise InvalidInput(f"a layout needs whole numbers, got tokens={self.tokens!r}, ranks={self.ranks!r}")
+        if self.tokens < 0 or self.ranks < 1:
+            raise InvalidInput(
+                f"a layout needs tokens >= 0 and ranks >= 1, got tokens={self.tokens} and ranks={self.ranks}"
+            )
+        if max(self.tokens, self.ranks) > MOST:
+            raise InvalidInput(f"{self.tokens:.3g} tokens on {self.ranks:.3g} ranks: the largest number is {MOST:.3g}")
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The name that `make_layout` reads back, such as "striped(64)"."""
+
+    @property
+    def digest(self) -> str:
+        """Text that differs for partitions of equal `name`, `tokens` and `ranks`; "" if these determine the layout."""
+        return ""
+
+    @property
+    def base(self) -> Layout:
+        """How one row of a batch is cut: `self`, but where rows lie one after another (`layout.stacked`)."""
+        return self
+
+    @property
+    def stacked(self) -> int:
+        """How many rows of a batch lie one after another; 1: the layout is that of one sequence."""
+        return 1
+
+    @property
+    def regular(self) -> bool:
+        """True if every range of every `span` is known to hold a row of each of its ranks; False means unknown."""
+        return False
+
+    def shard(self, rank: int) -> tuple[range, ...]:
+        """The positions that `rank` owns, as few disjoint, non-empty ranges in local order.
+
+        Raises InvalidInput for a rank that the layout does not have.
+        """
+        if not 0 <= rank < self.ranks:
+            raise InvalidInput(
+                f"rank={rank}: the layout {self.name} has the ranks 0 .. {self.ranks - 1}; in a subgroup pass the rank "
+                "within it, torch.distributed.get_rank(group) or mesh['cp'].get_local_rank()"
+            )
+        return self.span(range(rank, rank + 1))[0]
+
+    @abstractmethod
+    def owner(self, position: int) -> int:
+        """The rank that owns `position`."""
+
+    @abstractmethod
+    def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
+        """(ranges, exact): ranges that cover the shards of adjacent `ranks`; exact if they hold no other position."""
+
+    @abstractmethod
+    def grouped(self, size: int) -> Layout:
+        """The layout of ranks / size ranks, each of which owns the shards of `size` adjacent ranks of this layout."""
+
+    def rows(self, rank: int) -> int:
+        """The number of positions that `rank` owns."""
+        return sum(map(len, self.shard(rank)))
+
+    def positions(self, rank: int) -> np.ndarray:
+        """The global positions of a shard in local order, int64 [rows]; rotary embeddings need them."""
+        parts = [np.arange(r.start, r.stop, r.step, dtype=np.int64) for r in self.shard(rank)]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def shard_tensor(self, x: torch.Tensor, rank: int, dim: int = -2) -> torch.Tensor:
+        """The rows of `x` that `rank` owns, in local order along `dim`; a view of `x` if the shard is one range.
+
+        Raises InvalidInput unless `x` has `tokens` rows along `dim`, and for a rank that the layout does not have.
+        """
+        if x.shape[dim] != self.tokens:
+            raise self._wrong_rows(x.shape[dim], self.tokens, "shard_tensor", dim)
+        by_rows, parts = x.transpose(0, dim), []
+        for r in self.shard(rank):
+            parts.append(by_rows[r.start : r.stop : r.step].transpose(0, dim))
+        if len(parts) == 1:
+            return parts[0]
+        import torch
+
+        return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor x [B, H, n, ...] of a call as this layout cuts it: [1, H, B * n, ...] where rows are stacked."""
+        return x
+
+    def unstack(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `stack`."""
+        return x
+
+    def unshard_tensor(self, shards: Sequence[torch.Tensor], dim: int = -2) -> torch.Tensor:
+        """The tensor of the whole sequence from the shards of all ranks in rank order: the inverse of `shard_tensor`.
+
+        Raises InvalidInput for another number of shards, or of rows in a shard.
+        """
+        if len(shards) != self.ranks:
+            raise InvalidInput(
+                f"unshard_tensor: give the shards of {self.ranks} ranks in rank order, got {len(shards)}"
+            )
+        shape = list(shards[0].shape)
+        shape[dim] = self.tokens
+        # Keep the memory order of the shards, because kernels may store tokens before heads.
+        order = sorted(range(len(shape)), key=shards[0].stride, reverse=True)
+        sequence = shards[0].new_empty([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
+        for rank, shard in enumerate(shards):
+            if shard.shape[dim] != self.rows(rank):
+                raise self._wrong_rows(shard.shape[dim], self.rows(rank), f"unshard_tensor, rank {rank}", dim)
+            first, by_rows = 0, sequence.transpose(0, dim)
+            for r in self.shard(rank):
+                by_rows[r.start : r.stop : r.step].copy_(shard.narrow(dim, first, len(r)).transpose(0, dim))
+                first += len(r)
+        return sequence
+
+    def shift(self, labels: torch.Tensor, rank: int, *, dim: int = -1, fill: int = -100) -> torch.Tensor:
+        """The next-token labels of `rank`: at position p the label of p + 1, and `fill` at the last position.
+
+        `labels` are those of the whole sequence along `dim`. Shifting a shard by itself would lose the label at every
+        border between shards. Raises InvalidInput unless `labels` has `tokens` rows.
+        """
+        if labels.shape[dim] != self.tokens:
+            raise self._wrong_rows(labels.shape[dim], self.tokens, "shift", dim)
+        next_labels = labels.roll(-1, dim)
+        if self.tokens:
+            next_labels.narrow(dim, self.tokens - 1, 1).fill_(fill)
+        return self.shard_tensor(next_labels, rank, dim)
+
+    def _wrong_rows(self, rows: int, expected: int, where: str, dim: int) -> InvalidInput:
+        return InvalidInput(
+            f"{where}: dim {dim} has {rows:,} rows, the layout {self.name} of {self.tokens:,} tokens over "
+            f"{self.ranks} ranks needs {expected:,}; try another dim=, or a layout made with these sizes"
+        )
+
+
+def nonempty(*ranges: range) -> tuple[range, ...]:
+    """The `ranges` without the empty ones."""
+    return tuple(r for r in ranges if r)
+
+
+@dataclass(frozen=True)
+class Stacked(Layout):
+    """The positions of `row_layout` in each of `count` rows, row after row; `tokens` are those of all rows.
+
+    The shards of a tensor [1, H, count * N, D] are those of [count, H, N, D] by `row_layout`.
+    """
+
+    row_layout: Layout
+    count: int
+
+    @property
+    def base(self) -> Layout:
+        return self.row_layout
+
+    @property
+    def stacked(self) -> int:
+        return self.count
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    @property
+    def digest(self) -> str:
+        return self.base.digest
+
+    @property
+    def regular(self) -> bool:
+        return self.base.regular
+
+    def owner(self, position: int) -> int:
+        return self.base.owner(position % self.base.tokens)
+
+    def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
+        ranges, exact = self.base.span(ranks)
+        firsts = range(0, self.tokens, self.base.tokens) if ranges else range(0)
+        parts = tuple(range(r.start + first, r.stop + first, r.step) for first in firsts for r in ranges)
+        if len(ranks) == self.ranks and all(r.step == 1 for r in parts):
+            parts = merge_runs(parts)
+        return parts, exact
+
+    def grouped(self, size: int) -> Layout:
+        return stack_rows(self.base.grouped(size), self.count)
+
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, 1).reshape(1, x.shape[1], x.shape[0] * x.shape[2], *x.shape[3:])
+
+    def unstack(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(x.shape[1], self.count, x.shape[2] // self.count, *x.shape[3:]).transpose(0, 1)
+
+
+def stack_rows(base: Layout, rows: int) -> Stacked:
+    """The layout of `rows` rows that are cut by `base`."""
+    return Stacked(base.tokens * rows, base.ranks, base, rows)

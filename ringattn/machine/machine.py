@@ -54,6 +54,10 @@ class MachineNumber:
     #: The calibrations that measure the number; None: the number is not measured.
     measured_by: MeasuredBy | None = None
 
+    def required(self) -> Any:
+        """The field of a dataclass that holds the number, which has no default."""
+        return field(metadata={"number": self})
+
     def with_default(self, default: T) -> T:
         """The field of a dataclass that holds the number, and this declaration as its metadata `number`."""
         declared: Any = field(default=default, metadata={"number": self})
@@ -116,37 +120,25 @@ class Machine:
     number is None, its effect is not modelled, and the output says so. Raises InvalidInput for values out of range.
     """
 
-    flops: float = field(
-        metadata={
-            "number": MachineNumber(
-                unit="flop/s",
-                meaning="the useful floating-point operations per second of one rank's attention kernel",
-                example=5e10,
-                measured_by="every",
-            )
-        }
-    )
-    latency: float = field(
-        metadata={
-            "number": MachineNumber(
-                unit="s",
-                meaning="the seconds that a message takes beside the time of its bytes",
-                example=1e-4,
-                may_be_zero=True,
-                measured_by="ranks",
-            )
-        }
-    )
-    bandwidth: float = field(
-        metadata={
-            "number": MachineNumber(
-                unit="bytes/s",
-                meaning="the rate at which one rank sends, and receives at the same time, while all other ranks do too",
-                example=1.5e9,
-                measured_by="ranks",
-            )
-        }
-    )
+    flops: float = MachineNumber(
+        unit="flop/s",
+        meaning="the useful floating-point operations per second of one rank's attention kernel",
+        example=5e10,
+        measured_by="every",
+    ).required()
+    latency: float = MachineNumber(
+        unit="s",
+        meaning="the seconds that a message takes beside the time of its bytes",
+        example=1e-4,
+        may_be_zero=True,
+        measured_by="ranks",
+    ).required()
+    bandwidth: float = MachineNumber(
+        unit="bytes/s",
+        meaning="the rate at which one rank sends, and receives at the same time, while all other ranks do too",
+        example=1.5e9,
+        measured_by="ranks",
+    ).required()
     ranks_per_node: int = MachineNumber(
         unit="ranks per node",
         meaning="the number of ranks of one node (1: every rank is a node, and all links are alike)",

@@ -27,13 +27,14 @@ class Fact(Struct, frozen=True):
 
 
 class Preset(Struct, frozen=True, forbid_unknown_fields=True):
-    """The numbers of a machine, the dtype that `flops` belong to, and the rates of the kernels of several libraries.
+    """The numbers of a machine, what it is, the dtype of `flops`, and the rates of the kernels of several libraries.
 
     A plan in another dtype of the same size takes the same `flops`. The first library is the default; without any,
     every call has the rate `flops`.
     """
 
     values: dict[str, Fact]
+    about: str = ""
     flops_dtype: str = "bfloat16"
     kernels: dict[str, dict[str, Fact]] = {}
 

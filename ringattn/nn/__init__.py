@@ -8,8 +8,8 @@ from .multihead import (
     MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
     MultiheadRingAttention,
+    rotate,
 )
-from .rotary import rotate
 
 __all__ = [
     "AdaptiveAttention",

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInput, Mismatch
-from ..functional import exchange
+from ..functional import get_transport
 from ..kernels.base import wide
 from ..pattern import BlockSparse, Causal, Full, local_window, top_k
-from ..runtime.autocast import cast_inputs
 from ..runtime.autograd import compilable
+from ..runtime.call import cast_inputs
 from ..runtime.softmax import merge
+from ..transport.records import Exchange
 from .core import CoreKeywords, RingAttention
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class AdaptiveAttention(RingAttention):
         query_block = -(-positions // self.block) if causal else key_block
         number = 0 if seed is None else int(seed)
         queries, keys, number = self._block_means(q, k, query_block, key_block, key_padding_mask, number)
-        with self.telling():
+        with self.report_errors():
             a = torch.einsum("bhnd,hdr->bhnr", queries.to(query.dtype), query)
             b = torch.einsum("bhnd,hdr->bhnr", keys.to(key.dtype), key)
             b_of_query_heads = b.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -189,12 +190,12 @@ class AdaptiveAttention(RingAttention):
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Mean queries [B, H, blocks, D] and mean keys [B, K, blocks, D] of all blocks, and a seed; all ranks agree."""
         if self.sharded:
-            with exchange("block sums", **self._place.keywords) as records:
+            with Exchange(get_transport(**self._place.keywords), "block sums") as records:
                 sums, total = self._local_sums(q, k, query_block, key_block, mask)
                 records.mine = _pack_sums(sums, self.block, total, seed)
         else:
             sums, total = self._local_sums(q, k, query_block, key_block, mask)
-        with self.telling():
+        with self.report_errors():
             if self.sharded:
                 sums, seed = _add_all_sums(sums, self.block, records.records)
                 total = sums[1].shape[2] - 1

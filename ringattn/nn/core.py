@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInput, RingAttentionError
-from ..functional import check_arguments, positions, ring_attention, telling, virtual_attention
+from ..functional import check_arguments, get_transport, positions, ring_attention, virtual_attention
 from ..layout.regular import DEFAULT_LAYOUT, Layout
 from ..pattern import Causal, Dilated, Pattern, as_pattern
 from ..planner import make_plan
 from ..runtime.autograd import compilable
-from ..runtime.options import AttentionKeywords, AttentionOptions, RankKeywords, check_option_names
+from ..runtime.call import AttentionKeywords, AttentionOptions, check_option_names
 from ..text import did_you_mean
+from ..transport.records import ErrorReport
 from ..transport.torchdist import WeakGroup
 
 if TYPE_CHECKING:
@@ -34,9 +35,12 @@ ORDERS = ("BHND", "BNHD")
 SHARING = ("schedule", "machine", "comm_dtype", "rotate")
 
 
-class CoreKeywords(AttentionKeywords, RankKeywords, total=False):
+class CoreKeywords(AttentionKeywords, total=False):
     """Keyword arguments of `RingAttention`, which all cores take."""
 
+    group: ProcessGroup | DeviceMesh | None
+    mesh: DeviceMesh | None
+    transport: Transport | None
     ranks: int | None
     layout: str | Layout | None
     order: str
@@ -69,7 +73,7 @@ class _Place:
         return self
 
     @property
-    def keywords(self) -> RankKeywords:
+    def keywords(self) -> dict[str, Any]:
         """Who the ranks of a call are. Raises InvalidInput if the group was destroyed."""
         return {"transport": self._transport} if self._group is None else {"group": self._group.group}
 
@@ -84,7 +88,7 @@ class RingAttention(nn.Module):
     order: the order of dimensions of q, k, v and out: "BHND" is [B, H, N, D], "BNHD" is [B, N, H, D]. lse is always
         [B, H, N].
     options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate`, `softcap` and `dropout`,
-        see `runtime.options.AttentionOptions`. Dropout is active in training mode. The module holds no seed of its own
+        see `runtime.call.AttentionOptions`. Dropout is active in training mode. The module holds no seed of its own
         but one that it is given, `Dropout(p, seed)`, which drops the same weights in every call.
 
     Raises InvalidInput for arguments that contradict each other, also for a layout or a schedule on one device, which
@@ -227,9 +231,9 @@ class RingAttention(nn.Module):
         check_arguments(q, k, v, **arguments)
         return torch.arange(q.shape[2], device=q.device)
 
-    def telling(self) -> AbstractContextManager[object]:
+    def report_errors(self) -> AbstractContextManager[object]:
         """A context for local work between two collective calls: reports an exception of the work to all ranks."""
-        return telling(**self._place.keywords) if self.sharded else nullcontext()
+        return ErrorReport(get_transport(**self._place.keywords), "call") if self.sharded else nullcontext()
 
     def _call_options(self) -> AttentionOptions:
         """The options of a call: those of the module, without dropout unless it is in training mode."""

@@ -1,6 +1,6 @@
-"""Patterns: which query position attends which key position. One pattern per file; each pattern is a set of tiles.
+"""Patterns: which query position attends which key position. Each pattern is a set of tiles.
 
-A new pattern is one file: a frozen dataclass with `tiles` and `visible` (see `Pattern`). A file of this package adds
+A new pattern is a frozen dataclass with `tiles` and `visible` (see `Pattern`). A module of this package adds
 its line to PATTERNS; another package offers it through an entry point (see `ringattn.registry.Registry`). Text such as
 `pattern="Mine(3) & Causal()"` then works everywhere a pattern is accepted, on the command line too.
 
@@ -18,56 +18,55 @@ from ..registry import Registry
 from .base import Mix as Mix
 from .base import Pattern as Pattern
 from .base import mix as mix
-from .parse import parse
 from .tile import Tile as Tile
 from .tile import make_tile as make_tile
 
 if TYPE_CHECKING:
-    from .block_mask import from_block_mask as from_block_mask
     from .block_table import BlockSparse as BlockSparse
-    from .causal import Causal as Causal
     from .dilated import Dilated as Dilated
     from .documents import Documents as Documents
+    from .families import dilated_blocks as dilated_blocks
     from .families import global_local as global_local
+    from .families import hierarchical as hierarchical
     from .families import local_window as local_window
     from .families import strided_blocks as strided_blocks
-    from .full import Full as Full
-    from .levels import dilated_blocks as dilated_blocks
-    from .levels import hierarchical as hierarchical
-    from .selection import top_k as top_k
-    from .sinks import Sinks as Sinks
-    from .strided import Strided as Strided
-    from .window import Window as Window
+    from .from_arrays import from_block_mask as from_block_mask
+    from .from_arrays import top_k as top_k
+    from .simple import Causal as Causal
+    from .simple import Full as Full
+    from .simple import Sinks as Sinks
+    from .simple import Strided as Strided
+    from .simple import Window as Window
 
 #: The functions and classes that the text of a pattern may call.
 PATTERNS: Registry[Callable[..., Pattern]] = Registry(
     "patterns",
     {
         "BlockSparse": "pattern.block_table:BlockSparse",
-        "Causal": "pattern.causal:Causal",
+        "Causal": "pattern.simple:Causal",
         "Dilated": "pattern.dilated:Dilated",
         "Documents": "pattern.documents:Documents",
-        "Full": "pattern.full:Full",
-        "Sinks": "pattern.sinks:Sinks",
-        "Strided": "pattern.strided:Strided",
-        "Window": "pattern.window:Window",
-        "dilated_blocks": "pattern.levels:dilated_blocks",
+        "Full": "pattern.simple:Full",
+        "Sinks": "pattern.simple:Sinks",
+        "Strided": "pattern.simple:Strided",
+        "Window": "pattern.simple:Window",
+        "dilated_blocks": "pattern.families:dilated_blocks",
         "global_local": "pattern.families:global_local",
-        "hierarchical": "pattern.levels:hierarchical",
+        "hierarchical": "pattern.families:hierarchical",
         "local_window": "pattern.families:local_window",
         "mix": "pattern.base:mix",
         "strided_blocks": "pattern.families:strided_blocks",
     },
 )
-#: Modules of the functions that make patterns from arrays; text cannot spell their arguments.
-_FROM_ARRAYS = {"from_block_mask": "block_mask", "top_k": "selection"}
+#: The functions that make patterns from arrays; text cannot spell their arguments.
+_FROM_ARRAYS = ("from_block_mask", "top_k")
 
 
 def __getattr__(name: str) -> Any:
     if name in PATTERNS.builtin:
         return PATTERNS[name]
     if name in _FROM_ARRAYS:
-        return getattr(import_module(f".{_FROM_ARRAYS[name]}", __name__), name)
+        return getattr(import_module(".from_arrays", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -76,6 +75,8 @@ def parse_pattern(text: str) -> Pattern:
 
     Raises InvalidInput, with a hint for a misspelled name, if `text` does not spell a pattern.
     """
+    from .parse import parse  # few calls spell their pattern
+
     return parse(text, PATTERNS)
 
 

@@ -177,10 +177,15 @@ class Pattern(Value, ABC):
         """
         heads = head + 1 if heads is None else heads
         self.check(tokens, heads)
-        bound, drawn = self.bind(heads, tokens), range(head, head + 1)
-        from .drawing import draw  # a pattern that is not drawn does not load it
+        bound, cells = self.bind(heads, tokens), min(cells, tokens)
+        blocks = [range(tokens * i // cells, tokens * (i + 1) // cells) for i in range(cells)]
 
-        return draw(lambda q, k: bound.count(q, k, drawn), tokens, cells=cells, ascii=ascii)
+        def mark(q: range, k: range) -> str:
+            pairs, area = bound.count(q, k, range(head, head + 1)), len(q) * len(k)
+            # Branches may count pairs twice.
+            return (".-+#" if ascii else "·░▓█")[0 if not pairs else 3 if pairs >= area else 1 + (2 * pairs >= area)]
+
+        return "\n".join("".join(mark(q, k) for k in blocks) for q in blocks)
 
     def __and__(self, other: Pattern) -> Pattern:
         return And(self, _check_pattern(other, "&"))

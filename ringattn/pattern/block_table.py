@@ -17,8 +17,7 @@ from numpy.typing import ArrayLike
 
 from ..errors import InvalidInput
 from .base import ONE_HEAD, Pattern, Side, check_integer
-from .ranges import ceil_div, clip, intersect, join_runs
-from .tile import Tile, make_tile
+from .tile import Tile, ceil_div, clip, find_runs, intersect, join_runs, make_tile
 
 
 class BlockTable(Pattern):
@@ -27,7 +26,7 @@ class BlockTable(Pattern):
     block: int
 
     @abstractmethod
-    def key_runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
+    def key_runs(self, head: int, row: int, first: int, last: int) -> Iterable[range]:
         """The key blocks in [first, last] that query block `row` attends, as maximal runs in ascending order."""
 
     @abstractmethod
@@ -58,7 +57,7 @@ class BlockTable(Pattern):
             rows = k if side == "keys" else q
             yield from ((group, inside) for blocks in found if (inside := self._clip(rows, blocks)))
 
-    def _paired_keys(self, q: range, k: range, heads: range) -> Iterator[range]:
+    def _paired_keys(self, q: range, k: range, heads: range) -> Iterable[range]:
         """The key blocks that a query of `q` attends, as runs."""
         first = k[0] // self.block
         seen = np.zeros(k[-1] // self.block + 1 - first, dtype=bool)
@@ -67,9 +66,9 @@ class BlockTable(Pattern):
                 seen[run.start - first : run.stop - first] = True
             if seen.all():
                 break  # many query blocks together often attend every key block
-        return (range(first + start, first + stop) for start, stop in _runs_of_true(seen))
+        return find_runs(seen, first)
 
-    def _paired_queries(self, q: range, k: range, heads: range) -> Iterator[range]:
+    def _paired_queries(self, q: range, k: range, heads: range) -> Iterable[range]:
         """The query blocks that attend a key of `k`, as runs."""
         rows = (row for row, _ in self._query_rows(q, k))
         attending = (row for row in rows if any(self._clip(k, run) for run in self._key_runs(heads, row, k)))
@@ -110,7 +109,7 @@ class BlockTable(Pattern):
         else:  # a wide step of q skips most blocks
             yield from (position // self.block for position in inside if position // self.block in blocks)
 
-    def _key_runs(self, heads: range, row: int, k: range) -> Iterator[range]:
+    def _key_runs(self, heads: range, row: int, k: range) -> Iterable[range]:
         return self.key_runs(heads[0], row, k[0] // self.block, k[-1] // self.block)
 
     def _clip(self, rows: range, blocks: range) -> range:
@@ -160,13 +159,10 @@ class BlockSparse(BlockTable):
             yield from (range(head, head + 1) for head in intersect(heads, range(len(self.table))))
 
     def query_blocks(self, low: int, high: int, first: int, last: int) -> Iterable[range]:
-        attending = np.asarray(self.table[:, low : high + 1, first : last + 1].any(axis=(0, 2)))
-        return [range(low + start, low + stop) for start, stop in _runs_of_true(attending)]
+        return find_runs(np.asarray(self.table[:, low : high + 1, first : last + 1].any(axis=(0, 2))), low)
 
-    def key_runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
-        seen = self.table[head if len(self.table) > 1 else 0, row, first : last + 1]
-        for start, stop in _runs_of_true(seen):
-            yield range(first + start, first + stop)
+    def key_runs(self, head: int, row: int, first: int, last: int) -> Iterable[range]:
+        return find_runs(self.table[head if len(self.table) > 1 else 0, row, first : last + 1], first)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         table = self.table[head] if len(self.table) > 1 else self.table[0]
@@ -196,12 +192,6 @@ class BlockSparse(BlockTable):
 
     def __repr__(self) -> str:
         return f"BlockSparse({self.block}, {self._text!r})"
-
-
-def _runs_of_true(flags: np.ndarray) -> list[tuple[int, int]]:
-    """[start, stop) of each run of True in a one-dimensional bool array, ascending."""
-    changes = np.flatnonzero(np.diff(flags, prepend=False, append=False))
-    return [(int(start), int(stop)) for start, stop in changes.reshape(-1, 2)]
 
 
 def _read_array(source: ArrayLike) -> np.ndarray:

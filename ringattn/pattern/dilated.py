@@ -12,8 +12,7 @@ import numpy as np
 from ..errors import InvalidInput
 from ..text import did_you_mean
 from .base import ONE_HEAD, Or, Pattern
-from .ranges import intersect
-from .tile import Tile, make_tile
+from .tile import Tile, intersect, make_tile
 
 #: The branches of LongNet (Ding et al. 2023, arXiv:2307.02486). A rate need not divide its segment, as 6 and 16384.
 SEGMENTS = (2048, 4096, 8192, 16384, 32768)

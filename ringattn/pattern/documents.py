@@ -14,8 +14,7 @@ import numpy as np
 from ..errors import InvalidInput
 from ..text import shorten
 from .base import ONE_HEAD, Pattern, Position, Run, Side, check_integer
-from .ranges import clip
-from .tile import Tile, make_tile
+from .tile import Tile, clip, make_tile
 
 if TYPE_CHECKING:
     import torch

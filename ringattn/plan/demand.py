@@ -13,8 +13,7 @@ import numpy as np
 from ..cache import Cache, cached
 from ..layout.regular import Layout
 from ..pattern.base import Pattern, Side
-from ..pattern.ranges import locate
-from .lowering import is_dense, join_tiles, local_tiles, lower, restrict_keys, restrict_queries, split_heads
+from ..pattern.tile import locate
 from .row_sets import (
     ALL_ROWS,
     WHOLE_BLOCK,
@@ -27,7 +26,18 @@ from .row_sets import (
     to_ranges,
     union,
 )
-from .work import Work, join_keys, join_repetitions
+from .work import (
+    Work,
+    is_dense,
+    join_keys,
+    join_repetitions,
+    join_tiles,
+    local_tiles,
+    lower,
+    restrict_keys,
+    restrict_queries,
+    split_heads,
+)
 
 if TYPE_CHECKING:
     from .row_reach import RowReach
@@ -256,7 +266,7 @@ class KeyDemand(BlockDemand):
         return sum(self.pattern.count(q, k, range(self.heads)) for q in rows for k in keys)
 
     @cached
-    def batched(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
+    def joined_works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
         """The pairs of `works` as few works: short runs of keys are joined, and equal works repeated."""
         return tuple(join_repetitions(join_keys(self.works(rank, owner, row_set))))
 
@@ -277,13 +287,13 @@ class KeyDemand(BlockDemand):
 
     @cached
     def first_works(self, rank: int, owner: int, most: int | None) -> tuple[tuple[Work, ...], bool]:
-        """(`batched` works of the first `most` tiles of a visit, or of all tiles; whether these are all tiles)."""
+        """(`joined_works` works of the first `most` tiles of a visit, or of all tiles; whether these are all tiles)."""
         if most is None:
-            return self.batched(rank, owner), True
+            return self.joined_works(rank, owner), True
         tiles = local_tiles(self.pattern, self.layout.shard(rank), self.layout.shard(owner), self.heads)
         first = list(islice(tiles, most + 1))
         if len(first) <= most:
-            return self.batched(rank, owner), True
+            return self.joined_works(rank, owner), True
         return tuple(join_repetitions(join_keys(lower(first[:most], self.group)))), False
 
     @cached
@@ -313,7 +323,7 @@ class QueryDemand(BlockDemand):
         return self.keys.visits(owner, rank)
 
     @cached
-    def batched(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
+    def joined_works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
         """What `rank` computes with its keys for query rows of `owner`, as few works.
 
         Works of a `RowSet` index its tensor by their query heads and rows.

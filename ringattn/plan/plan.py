@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,20 +13,66 @@ from ..cache import Cache, cached, estimate_bytes
 from ..errors import InvalidInput
 from ..layout.regular import DEFAULT_LAYOUT, Balanced, Layout, make_layout
 from ..pattern import Pattern, parse_pattern
-from ..pattern.head_slice import HeadSlice
 from .demand import ANSWERS, KeyDemand, QueryDemand
-from .message_sizes import PlanSizes
-from .rotation import Rotation
-from .row_sets import RowSet
+from .row_sets import ONE_ROW, RowSet
 from .schedules import make_schedule, resolve, split_ulysses
-from .schedules.ulysses import wrap_in_exchanges
-from .steps import BLOCKS, SUMS, Kind, Part, RankPlan, Step
+from .schedules.base import Schedule, representatives
+from .steps import BLOCKS, SUMS, Kind, Part, PlanSizes, RankPlan, Step
 
 if TYPE_CHECKING:
     from .choice import Choice
 
 #: Rises whenever the same inputs give other steps, so that ranks of different versions refuse to run together.
 FORMAT = 4
+
+
+class Rotation:
+    """The steps of ranks by a schedule without Ulysses groups, in one of the two forms of the backward.
+
+    `keys` is the schedule of blocks of keys, `queries` the schedule of blocks of queries, and `size` gives the bytes of
+    a part of a message. `rotate="auto"` takes the form that sends fewer bytes, and keys where both send as many; for a
+    double ring, which is there to spare the links between nodes, it compares the bytes on these links first.
+    """
+
+    def __init__(self, keys: Schedule, queries: Schedule, rotate: str, size: Callable[[Part], int]) -> None:
+        self.keys, self.queries, self.rotate, self.size = keys, queries, rotate, size
+
+    @cached_property
+    def chosen(self) -> str:
+        """What travels: "keys" or "queries"."""
+        if self.rotate != "auto":
+            return self.rotate
+        if self.keys.demand.layout.ranks == 1:
+            return "keys"
+        keys, queries = self.count_bytes()
+        return "queries" if queries < keys else "keys"
+
+    def count_bytes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(between nodes, all) bytes of a backward in which keys travel, and of a backward in which queries travel.
+
+        Up to `schedules.base.EXACT` ranks, the bytes of all blocks; above, the bytes of the same few blocks in both
+        forms, which tell the form that sends fewer.
+        """
+        kv, grad, q, row, dq = (self.size(Part(kind, 0, ONE_ROW)) for kind in ("kv", "grad", "q", "row", "dq"))
+        keys = self.keys.count_backward_bytes(kv, grad, queries=False)
+        queries = self.queries.count_backward_bytes(q + row, dq, queries=True)
+        if keys is None or queries is None:
+            return self._count_steps(self.keys.backward), self._count_steps(self.queries.backward_of_queries)
+        return keys, queries
+
+    def steps(self, rank: int) -> RankPlan:
+        """The steps of a rank."""
+        if self.chosen == "keys":
+            backward, kept = self.keys.backward(rank), self.keys.kept_parts(rank)
+        else:
+            backward, kept = self.queries.backward_of_queries(rank), ()
+        return RankPlan(rank, self.keys.forward(rank), backward, kept)
+
+    def _count_steps(self, steps: Callable[[int], tuple[Step, ...]]) -> tuple[int, int]:
+        """The bytes that some ranks send in their steps."""
+        ranks = representatives(self.keys.demand)
+        sent = sum(self.size(part) for r in ranks for step in steps(r) for hop in step.sends for part in hop.parts)
+        return sent, sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +114,8 @@ class Plan(PlanSizes):
     def with_choice(self, choice: Choice) -> Plan:
         """The same plan with the choice that led to it. Both plans share the answers of their demands."""
         plan, asked, size = replace(self, choice=choice), self.ring_plan(0)[0].demand, self.ulysses_size
-        alike = asked.pattern.run("keys", 0, 0) is not None  # where each query attends one run, all heads are alike
+        # Where each query attends one run, all heads are alike.
+        alike = bool(self.tokens) and asked.pattern.run("keys", 0, 0) is not None
         for member in range(size if alike else 1):
             plan.ring_plan(member)[0].demand.share_answers(asked)
         return plan
@@ -88,8 +136,7 @@ class Plan(PlanSizes):
         if self.ulysses_size == 1:
             return self._rotation.keys.forward(rank)
         ring_plan, place = self.ring_plan(rank)
-        steps = RankPlan(place, ring_plan.forward_steps(place), ())
-        return wrap_in_exchanges(steps, rank, self.ulysses_size, self.layout).forward
+        return self._with_exchanges(RankPlan(rank, ring_plan.forward_steps(place), ())).forward
 
     @cached
     def plan_rank(self, rank: int) -> RankPlan:
@@ -97,7 +144,12 @@ class Plan(PlanSizes):
         if self.ulysses_size == 1:
             return self._rotation.steps(rank)
         ring_plan, place = self.ring_plan(rank)
-        return wrap_in_exchanges(ring_plan.for_rank(place), rank, self.ulysses_size, self.layout)
+        return self._with_exchanges(replace(ring_plan.for_rank(place), rank=rank))
+
+    def _with_exchanges(self, between: RankPlan) -> RankPlan:
+        from .schedules.ulysses import wrap_in_exchanges  # few plans have Ulysses groups
+
+        return wrap_in_exchanges(between, self.ulysses_size, self.layout)
 
     @cached_property
     def _rotation(self) -> Rotation:
@@ -130,6 +182,8 @@ class Plan(PlanSizes):
     @cached_property
     def _ring_plans(self) -> list[Plan]:
         """By place in a group, the plan between the members of all groups at this place."""
+        from ..pattern.views import HeadSlice  # as above
+
         size, schedule = split_ulysses(self.schedule)
         (heads, kv_heads), layout = self.member_heads(size), self.layout.grouped(size)
         members = (HeadSlice(self.pattern, i * heads) for i in range(size))
@@ -281,8 +335,8 @@ def arrange(bound: Pattern, layout: Layout, schedule: str, sizes: PlanSizes) -> 
     if rows is not None:
         if rows != sizes.batch:
             raise InvalidInput(f"the pattern has {rows} rows of documents, and the batch has {sizes.batch} rows")
-        from ..layout.stacked import stack_rows  # few batches have rows with patterns of their own
-        from ..pattern.stacked import RowByRow
+        from ..layout import stack_rows  # few batches have rows with patterns of their own
+        from ..pattern.views import RowByRow
 
         bound, layout, sizes = RowByRow(bound, layout.tokens), stack_rows(layout, rows), replace(sizes, batch=1)
     return Plan(pattern=bound, layout=layout, schedule=schedule, **sizes.sizes)

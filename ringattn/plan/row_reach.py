@@ -15,7 +15,7 @@ import numpy as np
 from ..cache import Cache
 from ..layout.regular import Layout, Striped
 from ..pattern.base import Pattern, Run, Side
-from ..pattern.ranges import join_runs
+from ..pattern.tile import find_runs, join_runs
 from .row_sets import NO_ROWS, WHOLE_BLOCK, Ranges, RowSet, RowSets, to_numbers, to_ranges
 
 #: More tokens or ranks of a striped layout are planned by ranges: a `StripedReach` holds a few numbers for each token.
@@ -242,7 +242,7 @@ class StripedReach(RowReach):
         mask = self._mask(ranks, owner)
         for other in others:
             mask &= ~self._mask(other, owner)
-        ranges = _find_runs(mask) if self._rows[owner][1] <= most else to_ranges(mask.nonzero()[0])
+        ranges = find_runs(mask) if self._rows[owner][1] <= most else to_ranges(mask.nonzero()[0])
         return self._row_sets(ranges, len(mask))
 
     def count(self, ranks: Ranks, owner: int) -> int:
@@ -283,15 +283,6 @@ def _deal(layout: Striped) -> tuple[np.ndarray, np.ndarray]:
 def _parts(tokens: int) -> Iterator[slice]:
     """The positions in parts whose arrays stay in the processor's cache."""
     return (slice(start, min(start + PART, tokens)) for start in range(0, tokens, PART))
-
-
-def _find_runs(mask: np.ndarray) -> Ranges:
-    """The runs of adjacent members of a mask."""
-    if not len(mask):
-        return ()
-    edges = ((mask[1:] != mask[:-1]).nonzero()[0] + 1).tolist()
-    edges = [*([0] if mask[0] else []), *edges, *([len(mask)] if mask[-1] else [])]
-    return tuple(map(range, edges[::2], edges[1::2]))
 
 
 def find_row_reach(pattern: Pattern, side: Side, layout: Layout, owners: Sequence[int], heads: int) -> RowReach | None:

@@ -11,7 +11,7 @@ from typing import Final, final
 import numpy as np
 
 from ..cache import Value
-from ..pattern.ranges import merge_runs
+from ..pattern.tile import merge_runs
 
 #: A copy of rows is written as slices up to this many, as an index list above.
 MAX_SLICES = 16

@@ -1,4 +1,4 @@
-"""The work of one visit, lowered to local rows: what one kernel call computes, or several calls of the same shape."""
+"""The work of one visit, lowered from tiles to local rows: what one kernel call computes, or several of one shape."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from ..cache import Value
-from ..pattern.ranges import shift_range
+from ..pattern.base import Pattern
+from ..pattern.tile import Tile, ceil_div, locate, make_tile, shift_range
+from .row_sets import Ranges, RowSet, as_range, to_numbers, to_ranges
 
 #: Dense works of the same query rows are joined into one work up to this many query rows.
 GATHER_ROWS = 1024
@@ -48,14 +52,14 @@ class Work(Value):
     def __hash__(self) -> int:  # kept, as works are keys of many tables
         return self._hash
 
-    @property
+    @cached_property
     def dense(self) -> bool:
         """Whether every query row sees every key row, or every key row of its sequence."""
         return self.lo is None and self.hi is None
 
     @cached_property
-    def kept(self) -> dict[object, Any]:
-        """What kernels keep for the work as long as it lives, such as index tensors on a device."""
+    def memo(self) -> dict[object, Any]:
+        """What kernels remember for the work as long as it lives, such as index tensors on a device."""
         return {}
 
     @cached_property
@@ -75,7 +79,7 @@ class Work(Value):
         parts = self.sequences if self.gathered else ()
         return sum(len(work.q) * len(work.heads) + 2 * work.keys * len(work.kv) for work in parts)
 
-    @property
+    @cached_property
     def keys(self) -> int:
         """The number of key rows of one repetition."""
         return sum(map(len, self.k))
@@ -107,14 +111,14 @@ class Work(Value):
     def singles(self) -> Iterator[Work]:
         """The repetitions of the work, one by one."""
         for turn in range(self.repeat):
-            yield self.part(turn, 1)
+            yield self._take(turn, 1)
 
-    def batches(self, most: int) -> Iterator[Work]:
+    def repetitions(self, most: int) -> Iterator[Work]:
         """The repetitions of the work, at most `most` at a time."""
         for first in range(0, self.repeat, max(most, 1)):
-            yield self.part(first, min(max(most, 1), self.repeat - first))
+            yield self._take(first, min(max(most, 1), self.repeat - first))
 
-    def part(self, first: int, repeat: int) -> Work:
+    def _take(self, first: int, repeat: int) -> Work:
         """`repeat` repetitions of the work, from number `first` on."""
         if repeat == self.repeat:
             return self
@@ -192,3 +196,228 @@ def _join_chain(chain: list[Work]) -> Work:
         return chain[0]
     q_shift, k_shift = _shift(chain[0], chain[1])
     return replace(chain[0], repeat=len(chain), q_shift=q_shift, k_shift=k_shift)
+
+
+#: Tiles of one visit are joined pairwise only up to this many: the search is quadratic.
+MAX_JOINED = 32
+#: (query head in the row set, key/value head)
+HeadPairs = list[tuple[int, int]]
+
+
+def is_dense(pattern: Pattern, q_rows: tuple[range, ...], k_rows: tuple[range, ...], heads: int) -> bool:
+    """Whether all heads see all pairs of these positions exactly once, with one tile for each two ranges."""
+    for q in q_rows:
+        for k in k_rows:
+            tiles = pattern.tiles(q, k, range(heads))
+            first = next(tiles, None)
+            if first is None or not first.dense or (first.q, first.k, first.heads) != (q, k, range(heads)):
+                return False
+            if next(tiles, None) is not None:
+                return False
+    return True
+
+
+def local_tiles(pattern: Pattern, q_shard: tuple[range, ...], k_shard: tuple[range, ...], heads: int) -> Iterator[Tile]:
+    """Tiles and their bands in local row indices; a tile with a band has equal q and k steps."""
+    first_q = 0
+    for q_rows in q_shard:
+        first_k = 0
+        for k_rows in k_shard:
+            for tile in pattern.tiles(q_rows, k_rows, range(heads)):
+                for part in tile.refine():
+                    yield _localize(part, q_rows, k_rows, first_q, first_k)
+            first_k += len(k_rows)
+        first_q += len(q_rows)
+
+
+def _localize(tile: Tile, q_rows: range, k_rows: range, first_q: int, first_k: int) -> Tile:
+    """A tile of positions in `q_rows` x `k_rows` in local indices, which begin at `first_q` and `first_k`."""
+    q, k = locate(tile.q, q_rows), locate(tile.k, k_rows)
+    q = range(q.start + first_q, q.stop + first_q, q.step)
+    k = range(k.start + first_k, k.stop + first_k, k.step)
+    if tile.dense:
+        return Tile(tile.heads, q, k, branch=tile.branch)
+    # The distance i - j counts rows of the tile, and is the same whether rows are positions or local indices.
+    base = tile.q.start - tile.k.start
+    lo = None if tile.lo is None else ceil_div(tile.lo - base, tile.q.step)
+    hi = None if tile.hi is None else (tile.hi - base) // tile.q.step
+    assert q.step == k.step, "shards of one layout share their steps"
+    offset, step = q.start - k.start, q.step
+    lo = None if lo is None else lo * step + offset
+    hi = None if hi is None else hi * step + offset
+    return Tile(tile.heads, q, k, lo, hi, tile.branch)
+
+
+def join_tiles(tiles: list[Tile]) -> list[Tile]:
+    """Fewer, larger tiles with the same pairs: two tiles are joined where their hull holds exactly their pairs.
+
+    The joining turns the cells of a zigzag shard into one causal triangle, and neighbouring dense cells into one cell.
+    """
+    if len(tiles) > MAX_JOINED:
+        return tiles
+    joined: list[Tile] = []
+    for tile in tiles:
+        again = True
+        while again:
+            again = False
+            for i, other in enumerate(joined):
+                hull = _hull(other, tile)
+                if hull is not None and hull.pairs == other.pairs + tile.pairs:
+                    joined.pop(i)
+                    tile, again = hull, True
+                    break
+        joined.append(tile)
+    return joined
+
+
+def _hull(a: Tile, b: Tile) -> Tile | None:
+    """The least tile that holds both; None where their heads, branches or steps differ."""
+    if (a.heads, a.branch, a.q.step, a.k.step) != (b.heads, b.branch, b.q.step, b.k.step) or a.q.step != a.k.step:
+        return None
+    if (a.q.start - b.q.start) % a.q.step or (a.k.start - b.k.start) % a.k.step:
+        return None
+    q = range(min(a.q.start, b.q.start), max(a.q.stop, b.q.stop), a.q.step)
+    k = range(min(a.k.start, b.k.start), max(a.k.stop, b.k.stop), a.k.step)
+    los = [t.q[0] - t.k[-1] if t.lo is None else t.lo for t in (a, b)]
+    his = [t.q[-1] - t.k[0] if t.hi is None else t.hi for t in (a, b)]
+    return make_tile(a.heads, q, k, min(los), max(his), a.branch)
+
+
+def lower(tiles: Iterable[Tile], group: int) -> Iterator[Work]:
+    """The works of tiles in local row indices; `group` query heads share one key/value head."""
+    for tile in tiles:
+        for heads, kv in split_heads(tile.heads, group):
+            base = 0 if tile.dense else tile.q.start - tile.k.start
+            step = tile.q.step
+            lo = None if tile.lo is None else ceil_div(tile.lo - base, step)
+            hi = None if tile.hi is None else (tile.hi - base) // step
+            yield Work(heads, kv, tile.q, (tile.k,), lo, hi)
+
+
+def split_heads(heads: range, group: int) -> Iterator[tuple[range, range]]:
+    """(query heads, key/value heads that they use), in parts that one kernel call can take.
+
+    `group` query heads share one key/value head; a part is whole groups, or a single query head.
+    """
+    if group == 1:
+        yield heads, heads
+    elif heads.step == 1 and heads.start % group == 0 and heads.stop % group == 0:
+        yield heads, range(heads.start // group, heads.stop // group)
+    else:
+        for head in heads:
+            yield range(head, head + 1), range(head // group, head // group + 1)
+
+
+class _RowPlaces:
+    """Where rows of a block are in the tensor of a row set, kept from work to work."""
+
+    def __init__(self, row_set: RowSet) -> None:
+        self.index = row_set.index
+        self._numbers = tuple(map(to_numbers, row_set.rows))
+        self._located: dict[tuple[int, Ranges], Ranges] = {}
+
+    def locate(self, head: int, runs: Ranges) -> Ranges:
+        """The indices among the rows of a head of the members of `runs`, as ranges in the same order."""
+        key = 0 if len(self._numbers) == 1 else self.index[head], runs
+        if key not in self._located:
+            numbers = self._numbers[key[0]]
+            self._located[key] = tuple(part for run in runs for part in _locate_run(numbers, run))
+        return self._located[key]
+
+
+def _locate_run(numbers: np.ndarray, run: range) -> Ranges:
+    """The indices among ascending `numbers` of the members of `run`."""
+    first, last = np.searchsorted(numbers, (run[0], run[-1])).tolist()
+    assert last < len(numbers) and numbers[last] == run[-1], "a work needs rows that the row set does not hold"
+    if last - first == len(run) - 1:
+        return (range(first, last + 1),)
+    return to_ranges(np.searchsorted(numbers, np.arange(run.start, run.stop, run.step)))
+
+
+def restrict_keys(works: Iterable[Work], row_set: RowSet, group: int) -> Iterator[Work]:
+    """Works on a whole block as works on the tensor of `row_set`, which must hold the key rows that they need.
+
+    `group` query heads share a key/value head. Heads whose rows have different places in the tensor become works of
+    their own.
+    """
+    places = _RowPlaces(row_set)
+    for work in works:
+        whole_groups = len(work.heads) != len(work.kv)  # else one query head for each key/value head
+        chain: list[tuple[int, int, Ranges]] = []
+        for place, head in enumerate(work.kv):
+            if head not in row_set.index:
+                continue
+            link = (place, row_set.index[head], places.locate(head, work.k))
+            if chain and not _extends(chain, link, whole_groups):
+                yield _restrict(work, chain, group if whole_groups else 0)
+                chain = []
+            chain.append(link)
+        if chain:
+            yield _restrict(work, chain, group if whole_groups else 0)
+
+
+def _extends(chain: list[tuple[int, int, Ranges]], link: tuple[int, int, Ranges], consecutive: bool) -> bool:
+    """Whether a head has the rows of the chain, and equal distances in the work and in the row set.
+
+    A link is (index of the head in the work, index of the head in the row set, rows).
+    """
+    step = link[0] - chain[-1][0], link[1] - chain[-1][1]
+    if link[2] != chain[-1][2] or step[1] < 1 or (consecutive and step[0] != 1):
+        return False
+    return len(chain) == 1 or step == (chain[1][0] - chain[0][0], chain[1][1] - chain[0][1])
+
+
+def _restrict(work: Work, chain: list[tuple[int, int, Ranges]], group: int) -> Work:
+    """The work for the key/value heads of a chain; `group` = 0: one query head for each key/value head."""
+    (first, place, runs), (last, end, _) = chain[0], chain[-1]
+    kv = range(place, end + 1, (end - place) // max(len(chain) - 1, 1) or 1)
+    step = (last - first) // max(len(chain) - 1, 1) or 1
+    heads = work.heads[first * group : (last + 1) * group] if group else work.heads[first : last + 1 : step]
+    return replace(work, heads=heads, kv=kv, k=runs)
+
+
+def restrict_queries(works: Iterable[Work], row_set: RowSet) -> Iterator[Work]:
+    """Works on whole blocks as works on the tensor of a set of their query rows.
+
+    Heads whose rows have different places in the tensor become works of their own, and so do runs of rows that are not
+    adjacent in it.
+    """
+    places = _RowPlaces(row_set)
+    for work in works:
+        group = len(work.heads) // len(work.kv)
+        pairs_by_rows: dict[Ranges, HeadPairs] = {}
+        for place, head in enumerate(work.heads):
+            if head in places.index:
+                pair = places.index[head], work.kv[place // group]
+                pairs_by_rows.setdefault(places.locate(head, (work.q,)), []).append(pair)
+        for rows, pairs in pairs_by_rows.items():
+            parts = list(_split_rows(work, rows))
+            yield from (replace(part, heads=heads, kv=kv) for heads, kv in _join_heads(pairs) for part in parts)
+
+
+def _split_rows(work: Work, rows: Ranges) -> Iterator[Work]:
+    """The work in parts whose query rows are one range of `rows` each, with the keys that these rows see."""
+    first = 0
+    for run in rows:
+        last = first + len(run)
+        part = work if len(run) == len(work.q) else work.narrow_rows(first, last)
+        yield replace(part, q=run)
+        first = last
+
+
+def _join_heads(pairs: HeadPairs) -> Iterator[tuple[range, range]]:
+    """(query heads in the row set, key/value heads that they use), in parts that one kernel call can take."""
+    heads, kv_heads = [head for head, _ in pairs], sorted({kv for _, kv in pairs})
+    group = len(heads) // len(kv_heads)
+    shared = [kv_heads[i // group] for i in range(len(heads))] if group * len(kv_heads) == len(heads) else []
+    head_range, kv_range = as_range(heads), as_range(kv_heads)
+    if head_range is not None and kv_range is not None and shared == [kv for _, kv in pairs]:
+        yield head_range, kv_range
+        return
+    for kv_head in kv_heads:
+        users = [head for head, kv in pairs if kv == kv_head]
+        users_range = as_range(users)
+        if users_range is not None:
+            yield users_range, range(kv_head, kv_head + 1)
+        else:
+            yield from ((range(head, head + 1), range(kv_head, kv_head + 1)) for head in users)

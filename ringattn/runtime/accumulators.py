@@ -11,7 +11,7 @@ import torch
 
 from ..kernels.base import as_dtype, wide
 from ..kernels.pad import crop_to
-from ..pattern.ranges import shift_range
+from ..pattern.tile import shift_range
 from ..plan.work import Work
 from .memory import MergeSpace, empty
 from .merge_plan import KernelCall, Section

@@ -18,12 +18,9 @@ from ..kernels.base import Kernel
 from ..kernels.pad import HIDDEN
 from ..pattern import base as pattern_base
 from ..plan.plan import Plan
-from ..transport.base import Tags, Transport, drive
 from ..transport.virtual import Virtual
-from .autocast import autocast_off
+from .call import autocast_off
 from .executor import Forward, Job, backward, count_kept, forward
-from .graph_calls import COMPILABLE
-from .handshake import agree_backward
 from .memory import empty, typed_errors
 from .softmax import sinks_gradient
 
@@ -45,26 +42,6 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True)
-class OneRank:
-    """Runs one rank of a transport. `number` counts the calls of the ring, equally on all ranks."""
-
-    job: Job
-    transport: Transport
-    number: int
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
-        tags = Tags.of_call(self.number, backward=False)
-        return drive(forward(self.job, q, k, v, keep=keep, tags=tags), self.transport)
-
-    def backward(
-        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
-    ) -> Tensors:
-        agree_backward(self.transport, self.number)
-        tags = Tags.of_call(self.number, backward=True)
-        return drive(backward(self.job, grad, grad_lse, q, k, v, result, tags=tags), self.transport)
-
-
-@dataclass(frozen=True)
 class AllRanks:
     """Runs all ranks in this process. Takes and returns the tensors of the whole sequence."""
 
@@ -75,16 +52,15 @@ class AllRanks:
     sinks: Tensor | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
-        layout = self.plan.layout
-        whole_out = None
+        layout, shard, whole_out = self.plan.layout, self.plan.layout.shard_tensor, None
         if self.plan.ranks > 1 and all(len(layout.shard(rank)) <= 1 for rank in self._ranks):
             # A shard of one range is a view of the whole output, which the rank writes to.
             whole_out = empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), q.dtype, q.device).transpose(1, 2)
         programs = []
         for rank in self._ranks:
-            out = None if whole_out is None else self._shard(whole_out, rank)
-            x, y, z = (self._shard(t, rank) for t in (q, k, v))
-            programs.append(forward(self._job(rank), x, y, z, keep=keep, out=out))
+            out = None if whole_out is None else shard(whole_out, rank)
+            local = shard(q, rank), shard(k, rank), shard(v, rank)
+            programs.append(forward(self._job(rank), *local, keep=keep, out=out))
         results = Virtual(self.plan.ranks).run(programs)
         kept = tuple(x for result in results for x in result.kept)
         if self.plan.ranks == 1:
@@ -96,14 +72,14 @@ class AllRanks:
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
     ) -> Tensors:
-        kept = iter(result.kept)
+        shard, kept = self.plan.layout.shard_tensor, iter(result.kept)
         programs = []
         for rank in self._ranks:
             local_kept = tuple(next(kept) for _ in range(count_kept(self.plan, rank)))
-            local = Forward(self._shard(result.out, rank), self._shard(result.lse, rank, -1), local_kept)
-            x, y, z = (self._shard(t, rank) for t in (q, k, v))
-            dlse = None if grad_lse is None else self._shard(grad_lse, rank, -1)
-            programs.append(backward(self._job(rank), self._shard(grad, rank), dlse, x, y, z, local))
+            local = Forward(shard(result.out, rank), shard(result.lse, rank, -1), local_kept)
+            dlse = None if grad_lse is None else shard(grad_lse, rank, -1)
+            inputs = shard(q, rank), shard(k, rank), shard(v, rank)
+            programs.append(backward(self._job(rank), shard(grad, rank), dlse, *inputs, local))
         results = Virtual(self.plan.ranks).run(programs)
         return tuple(self.plan.layout.unshard_tensor(parts) for parts in zip(*results, strict=True))
 
@@ -113,9 +89,6 @@ class AllRanks:
 
     def _job(self, rank: int) -> Job:
         return Job(self.plan, rank, self.kernel, self.scale, self.lse, sinks=self.sinks)
-
-    def _shard(self, x: Tensor, rank: int, dim: int = -2) -> Tensor:
-        return self.plan.layout.shard_tensor(x, rank, dim)
 
 
 class Attention(torch.autograd.Function):
@@ -160,9 +133,8 @@ pattern_base.is_tracing = torch.compiler.is_compiling
 
 def compilable(function: Callable[P, R]) -> Callable[P, R]:
     """The function, which is one operator for torch.compile and for selective checkpointing, see `graph_op`."""
-    name = f"{function.__module__}.{function.__qualname__}"
+    name = f"{function.__module__}:{function.__qualname__}"
     names = tuple(signature(function).parameters)
-    COMPILABLE[name] = function
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -17,6 +17,7 @@ from ..kernels.base import Kernel, as_dtype
 from ..kernels.pad import delta, delta_factor, times_unit, with_column, with_delta
 from ..plan.plan import Plan
 from ..transport.base import PLAN_TAGS, Program, Tags
+from ..transport.trace import named_range
 from .accumulators import (
     KernelInputs,
     OutputAccumulator,
@@ -141,9 +142,7 @@ def _exchange(run: PassTensors, exchange: ExchangeStep, tensors: Tensors, label:
     """The tensors that this rank has after an exchange of tokens for heads, or back. `label` names it in errors."""
     run.give(exchange.given, tensors)
     run.give(exchange.received, [empty(shape, dtype, tensors[0].device) for shape, dtype in exchange.specs])
-    yield from run.start(exchange.posts, label)
-    run.copy(exchange.copies)
-    yield from run.finish(exchange.waits)
+    yield from run.perform(exchange.actions, label)
     return run.get(exchange.received)
 
 
@@ -156,22 +155,23 @@ def _forward_ring(
     output, inputs, count = OutputAccumulator(q, v.shape[-1], out), KernelInputs(), q.size(0)
     own = RowViews(q)
     for index, step in enumerate(program.steps, program.first):
-        yield from run.start(step.posts, f"forward step {index}")
+        yield from run.perform(step.posts, f"forward step {index}")
         for visit in step.visits:
-            run.copy(visit.copies)
-            block = RowViews(*run.get(visit.block))
-            dropping = _dropping(job, visit, q)
-            for part in visit.parts:
-                for call in part.calls:
-                    for batch in batches(call.work, count):
-                        (x,), (keys, values) = inputs.select(call.work, batch, own, block)
-                        kernel = job.kernel if dropping is None else dropping.select(call.work, batch)
-                        partial = kernel.forward(x, keys, values, call.work, job.scale)
-                        output.add(part.section, call, *partial, batch)
-                        del partial  # free it before the next call allocates its own
-                if part.last:
-                    output.close(part.section)
-        yield from run.finish(step.waits)
+            with named_range(job.rank, f"forward step {index}, block of rank {visit.part.owner}"):
+                yield from run.perform(visit.copies)
+                block = RowViews(*run.get(visit.block))
+                dropping = _dropping(job, visit, q)
+                for part in visit.parts:
+                    for call in part.calls:
+                        for batch in batches(call.work, count):
+                            (x,), (keys, values) = inputs.select(call.work, batch, own, block)
+                            kernel = job.kernel if dropping is None else dropping.select(call.work, batch)
+                            partial = kernel.forward(x, keys, values, call.work, job.scale)
+                            output.add(part.section, call, *partial, batch)
+                            del partial  # free it before the next call allocates its own
+                    if part.last:
+                        output.close(part.section)
+        yield from run.perform(step.waits)
     return Forward(*output.finish(program.empty, job.sinks), run.get(program.kept))
 
 
@@ -202,15 +202,16 @@ def _backward_by_keys(
             column = 0.0
     rows, sums_of_rows = RowViews(grad, query, out, result.lse), RowViews(dq)
     for index, step in enumerate(program.steps, program.first):
-        yield from run.start(step.posts, f"backward step {index}")
+        yield from run.perform(step.posts, f"backward step {index}")
         for visit in step.visits:
-            run.copy(visit.copies)
-            block = run.get(visit.block)
-            if grad_lse is not None:
-                block = with_column(block[0], 0.0), with_column(block[1], column)
-            sums = sums_of_rows, RowViews(*run.get(visit.sums))
-            _differentiate(job, visit, inputs, rows, RowViews(*block), sums, (False, visit.is_new))
-        yield from run.finish(step.waits)
+            with named_range(job.rank, f"backward step {index}, block of rank {visit.part.owner}"):
+                yield from run.perform(visit.copies)
+                block = run.get(visit.block)
+                if grad_lse is not None:
+                    block = with_column(block[0], 0.0), with_column(block[1], column)
+                sums = sums_of_rows, RowViews(*run.get(visit.sums))
+                _differentiate(job, visit, inputs, rows, RowViews(*block), sums, (False, visit.is_new))
+        yield from run.perform(step.waits)
     return job.gradients((dq, dk, dv), (q, k, v))
 
 
@@ -236,13 +237,14 @@ def _backward_by_queries(
     inputs, sums_of_keys = KernelInputs(), RowViews(dk, dv)
     keys = RowViews(with_column(k, 0.0), with_column(v, 0.0)) if job.lse else RowViews(k, v)
     for index, step in enumerate(program.steps, program.first):
-        yield from run.start(step.posts, f"backward step {index}")
+        yield from run.perform(step.posts, f"backward step {index}")
         for visit in step.visits:
-            run.copy(visit.copies)
-            rows = RowViews(*_query_inputs(job, run.get(visit.block), run.get(visit.rows)))
-            sums = RowViews(*run.get(visit.sums)), sums_of_keys
-            _differentiate(job, visit, inputs, rows, keys, sums, (visit.is_new, False))
-        yield from run.finish(step.waits)
+            with named_range(job.rank, f"backward step {index}, block of rank {visit.part.owner}"):
+                yield from run.perform(visit.copies)
+                rows = RowViews(*_query_inputs(job, run.get(visit.block), run.get(visit.rows)))
+                sums = RowViews(*run.get(visit.sums)), sums_of_keys
+                _differentiate(job, visit, inputs, rows, keys, sums, (visit.is_new, False))
+        yield from run.perform(step.waits)
     return job.gradients((dq, dk, dv), (q, k, v))
 
 

@@ -20,7 +20,9 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
+from inspect import unwrap
 from itertools import count
+from pkgutil import resolve_name
 from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -34,8 +36,7 @@ from ..cache import Cache
 from ..errors import InvalidInput, Unsupported
 from ..pattern import Pattern, parse_pattern
 from ..pattern.base import NUMBERED
-from .autocast import cast_inputs
-from .graph_calls import COMPILABLE
+from .call import cast_inputs
 from .handshake import place
 
 P = ParamSpec("P")
@@ -82,7 +83,7 @@ def _constant(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def call_in_graph(name: str, arguments: dict[str, Any]) -> Any:
-    """The result of the function `name` of COMPILABLE, by one operator."""
+    """The result of the `compilable` function `name`, "module:function", by one operator."""
     q, k, v = cast_inputs(arguments["q"], arguments["k"], arguments["v"])
     arguments = {**arguments, "q": q, "k": k, "v": v}
     names, tensors, number, constants = [], [], 0, {}
@@ -187,6 +188,12 @@ def _read(text: str) -> tuple[str, list[str], dict[str, Any], int]:
     return name, names, constants, index
 
 
+@lru_cache(64)
+def _eager(name: str) -> Callable[..., Any]:
+    """The function itself, which runs without a graph."""
+    return unwrap(resolve_name(name))
+
+
 def _run(tensors: list[Tensor], number: int, text: str) -> Any:
     """The result of the function that `text` names."""
     name, names, constants, index = _read(text)
@@ -198,7 +205,7 @@ def _run(tensors: list[Tensor], number: int, text: str) -> Any:
     token = place.set(index)
     try:
         with _drawing(arguments.pop(DRAWN, None)):
-            return COMPILABLE[name](**arguments)
+            return _eager(name)(**arguments)
     finally:
         place.reset(token)
 

@@ -22,34 +22,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from math import inf, isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
+from torch import Tensor
 
-from ..dtypes import ITEM_BYTES, dtype_name
-from ..errors import InvalidInput, Mismatch, Unsupported
-from ..kernels import get_kernel
+from ..errors import Mismatch
 from ..kernels.base import Kernel
-from ..kernels.pad import EXTRA
-from ..layout.regular import Layout, check_layout, layout_name
-from ..machine.presets import get_machine
-from ..pattern import Pattern
-from ..plan.message_sizes import check_rotate
+from ..layout.regular import Layout
 from ..plan.plan import Plan
-from ..plan.schedules import resolve
-from ..planner import make_plan
 from ..text import plural
-from ..transport.base import Transport
+from ..transport.base import Tags, Transport, drive
 from ..transport.records import MARK, Exchange, digest
-from .options import AttentionOptions, read_dropout
-
-if TYPE_CHECKING:
-    from ..kernels.dropout import Dropout
+from .call import Call
+from .executor import Forward, Job, backward, forward
 
 #: The most bytes of a record of arguments. Long fields are shortened to digests.
 LIMIT = 1 << 14
@@ -59,158 +46,20 @@ NUMBER = 8
 FIXED = 2 * MARK + 2 * NUMBER
 #: The place of a call among those of its compiled graph, from 1 on; 0 outside of such graphs.
 place: ContextVar[int] = ContextVar("ringattn_place", default=0)
-#: Returns the q, k and v of a call, or raises.
-Prepare = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-#: No model has more heads. A tensor with more heads and few tokens has probably not been transposed.
-MANY_HEADS = 256
-SWAPPED = (
-    "; if the tensors are [batch, tokens, heads, head_dim], pass x.transpose(1, 2) (the modules of ringattn.nn take "
-    "order='BNHD')"
-)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call(AttentionOptions):
-    """The arguments of a call except its tensors. See `ring_attention`."""
+def agree(transport: Transport, call: Call, stage: str = "call") -> tuple[Plan, Kernel, int]:
+    """The plan that all ranks of the transport run, this rank's kernel, and the number of the call. Collective.
 
-    pattern: Pattern
-    layout: str | Layout
-    scale: float
-    return_lse: bool = False
-    #: Whether every head has one more key with a learned logit.
-    sinks: bool = False
-    #: Whether padded keys are hidden, which makes q and k wider.
-    key_padding_mask: bool = False
-
-    def __post_init__(self) -> None:
-        if self.layout is None:
-            raise InvalidInput(
-                "layout=None: the rows of a shard do not tell how the sequence was cut; give the Layout that cut the "
-                "sequence, or its name, such as layout='zigzag'"
-            )
-        super().__post_init__()
-
-    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
-        """The kernel to use. Raises an error that says what is wrong with this rank's arguments."""
-        _check_tensors(q, k, v)
-        if not isfinite(self.scale):
-            raise InvalidInput(f"scale must be a finite number, got {self.scale}; leave it out for 1 / sqrt(head_dim)")
-        if self.softcap is not None and not 0 < self.softcap < inf:
-            raise InvalidInput(f"softcap must be a finite number > 0, such as 50.0, got {self.softcap}; None: no cap")
-        get_machine(self.machine)
-        resolve(self.schedule)
-        check_rotate(self.rotate)
-        check_layout(self.layout if isinstance(self.layout, str) else self.layout.name)
-        softcap, dropout = self.softcap, read_dropout(self.dropout)
-        kernel = get_kernel(self.kernel, q, k, v, deterministic=self.deterministic, softcap=softcap, dropout=dropout)
-        if self.key_padding_mask:
-            kernel = kernel.derive(padded=True)
-        width, differentiable = max(q.shape[-1], v.shape[-1]), any(x.requires_grad for x in (q, k, v))
-        most = kernel.max_head_dim
-        if self.return_lse and differentiable and most is not None and width + EXTRA > most:
-            raise Unsupported(
-                f"a head dim of {width} with return_lse, and gradients: the gradient of lse takes {EXTRA} columns, "
-                f"and kernel {kernel.name} computes {most} at most; leave return_lse out, or try kernel=reference"
-            )
-        return kernel
-
-    def plan(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: int, ranks: int, layout: str | Layout
-    ) -> Plan:
-        """The plan of the call for `tokens` rows of tensors like q, k and v."""
-        return make_plan(
-            self.pattern,
-            tokens=tokens,
-            ranks=ranks,
-            layout=layout,
-            schedule=self.schedule,
-            machine=get_machine(self.machine, q.device.type),
-            comm_dtype=self.comm_dtype,
-            rotate=self.rotate,
-            **describe(q, k, v),
-        )
-
-
-def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise InvalidInput where q, k and v do not fit each other. Warns if heads and tokens seem exchanged."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor) or x.ndim != 4:
-            actual = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-            raise InvalidInput(f"{name} must be a tensor [batch, heads, tokens, head_dim], got {actual}")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
-        kinds = ", ".join(f"{n} {x.dtype} on {x.device}" for n, x in (("q", q), ("k", k), ("v", v)))
-        raise InvalidInput(f"q, k and v must have one dtype and one device, got {kinds}")
-    if dtype_name(q.dtype) not in ITEM_BYTES:
-        raise InvalidInput(f"dtype {q.dtype} is not supported; expected one of {', '.join(ITEM_BYTES)}")
-    if not (q.shape[0] == k.shape[0] == v.shape[0]) or not (q.shape[2] == k.shape[2] == v.shape[2]):
-        raise InvalidInput(f"q, k and v must have the same batch and the same tokens, got {shapes}{_hint(q, k, v)}")
-    sizes = q.shape[1], q.shape[3], v.shape[3], k.shape[1]
-    if k.shape[1] != v.shape[1] or q.shape[-1] != k.shape[-1] or 0 in sizes:
-        raise InvalidInput(
-            f"k and v must have the same heads, q and k the same head dim, and none may be 0, got {shapes}"
-        )
-    if q.shape[1] % k.shape[1]:
-        raise InvalidInput(
-            f"{q.shape[1]} query heads cannot share {k.shape[1]} key/value heads evenly ({shapes}); "
-            f"the query heads must be a multiple of the key/value heads{_hint(q, k, v)}"
-        )
-    if q.shape[1] > MANY_HEADS and q.shape[1] >= 8 * q.shape[2] > 0:
-        warnings.warn(
-            f"q {tuple(q.shape)} is read as [batch, heads, tokens, head_dim], {q.shape[1]:,} heads of "
-            f"{plural(q.shape[2], 'token')}{SWAPPED}",
-            stacklevel=3,
-        )
-
-
-def check_sinks(sinks: Any, q: torch.Tensor) -> None:
-    """Raise InvalidInput unless `sinks` is None, or floats [H] on the device of q [B, H, n, D]."""
-    if sinks is None or not isinstance(q, torch.Tensor) or q.ndim != 4:  # a wrong q is reported by `Call.check`
-        return
-    if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[1:2]:
-        kind = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, torch.Tensor) else repr(sinks)
-        raise InvalidInput(
-            f"sinks must be a float tensor [heads] = ({q.shape[1]},), one logit per query head, got {kind}; for first "
-            "tokens that all rows see use the pattern Sinks"
-        )
-    if sinks.device != q.device:
-        raise InvalidInput(f"sinks are on {sinks.device}, the queries are on {q.device}; move the sinks there")
-
-
-def _hint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-    """Advice to transpose if the shapes would fit with heads and tokens exchanged; else no text."""
-    tokens, heads = q.shape[1], q.shape[2]
-    would_fit = tokens == k.shape[1] == v.shape[1] and k.shape[2] == v.shape[2] > 0 and heads % k.shape[2] == 0
-    return SWAPPED if would_fit and tokens > heads else ""
-
-
-def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
-    """The sizes and the dtype of the tensors, as keyword arguments of `make_plan`."""
-    return {
-        "heads": q.shape[1],
-        "kv_heads": k.shape[1],
-        "head_dim": q.shape[3],
-        "value_dim": v.shape[3],
-        "dtype": dtype_name(q.dtype),
-        "batch": q.shape[0],
-    }
-
-
-def agree(transport: Transport, call: Call, prepare: Prepare, stage: str = "call") -> tuple[Plan, Kernel, int]:
-    """The plan that all ranks of the transport run, this rank's kernel for (q, k, v) = `prepare()`, and the number of
-    the call: the largest of the ranks' own, so that ranks that have left calls early agree, too. Collective.
-
-    Every exception of `prepare`, and of the work between the exchanges, reaches all ranks. `stage` names the first
-    exchange: ranks that make a handshake for different purposes raise Mismatch.
+    The number is the largest of the ranks' own, so that ranks that have left calls early agree, too. Every exception
+    between the exchanges reaches all ranks. `stage` names the first exchange: ranks that make a handshake for different
+    purposes raise Mismatch.
     """
-    agreed = transport.agreed
+    remembered, kernel = transport.handshakes, call.kernel
     with Exchange(transport, stage, limit=FIXED + NUMBER) as exchange:
-        q, k, v = prepare()
-        kernel = call.check(q, k, v)
-        transport.check(q.device)
-        record = json.dumps(_record(q, k, v, call)).encode()
+        record = json.dumps(_record(call)).encode()
         numbers = place.get(), next(transport.calls)
-        exchange.mine = digest(record) + agreed.history + b"".join(x.to_bytes(NUMBER, "little") for x in numbers)
+        exchange.mine = digest(record) + remembered.history + b"".join(x.to_bytes(NUMBER, "little") for x in numbers)
         if kernel.dropout is not None and stage == "call":
             exchange.mine += (kernel.dropout.seeded().seed or 0).to_bytes(NUMBER, "little")
     for rank, raw in enumerate(exchange.records):
@@ -218,10 +67,10 @@ def agree(transport: Transport, call: Call, prepare: Prepare, stage: str = "call
             raise _undecoded(rank, raw)
     _compare_places(_read_numbers(exchange.records, 2 * MARK))
     marks = tuple(raw[:MARK] for raw in exchange.records)
-    plan: Plan | None = agreed.begin(marks, tuple(raw[MARK : 2 * MARK] for raw in exchange.records))
+    plan: Plan | None = remembered.begin(marks, tuple(raw[MARK : 2 * MARK] for raw in exchange.records))
     if plan is None:
-        plan = _agree_in_full(transport, q, k, v, call, record)
-    agreed.end(marks, None if call.pattern.transient else plan)
+        plan = _agree_in_full(transport, call, record)
+    remembered.end(marks, None if call.pattern.transient else plan)
     kernel = kernel if kernel.dropout is None else _share_seed(kernel, exchange.records)
     return plan, kernel, max(_read_numbers(exchange.records, 2 * MARK + NUMBER))
 
@@ -250,9 +99,7 @@ def _compare_places(places: list[int]) -> None:
         )
 
 
-def _agree_in_full(
-    transport: Transport, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, record: bytes
-) -> Plan:
+def _agree_in_full(transport: Transport, call: Call, record: bytes) -> Plan:
     """The plan after the exchanges "arguments" and "plan". Every rank raises Mismatch if arguments or plans differ."""
     with Exchange(transport, "arguments", LIMIT) as arguments:
         arguments.mine = record
@@ -260,7 +107,7 @@ def _agree_in_full(
         records = _decode(arguments.records)
         _compare(records)
         rows = [fields["rows"] for fields in records]
-        plan = call.plan(q, k, v, sum(rows), transport.size, call.layout)
+        plan = call.plan(sum(rows), transport.size, call.layout)
         _check_rows(plan, rows)
         plans.mine = json.dumps({"layout": _spell_layout(plan.layout), "plan": plan.hash}).encode()
     _compare(_decode(plans.records))
@@ -284,29 +131,28 @@ def agree_backward(transport: Transport, number: int) -> None:
         )
 
 
-def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> dict[str, Any]:
-    """What this rank is about to do, in one spelling for all forms of equal arguments.
+def _record(call: Call) -> dict[str, Any]:
+    """What this rank is about to do. Options of every name are in it, each in one spelling for equal arguments.
 
     `rows`, and `layout_tokens` (the tokens that a Layout was made for), may differ between ranks and are not compared.
     """
-    layout, comm_dtype = call.layout, call.comm_dtype
-    pattern = repr(call.pattern)
+    layout, pattern = call.layout, repr(call.pattern)
     if call.pattern.transient:
         pattern = f"{_SELECTED} {_short_digest(pattern)}"
     return {
-        "rows": q.shape[2],
-        "layout_tokens": layout.tokens if isinstance(layout, Layout) else None,
-        **{entry.name: getattr(call, entry.name) for entry in fields(call)},
-        **describe(q, k, v),
-        "device": q.device.type,
-        # Fields with several spellings.
+        **{entry.name: getattr(call.options, entry.name) for entry in fields(call.options)},
+        "machine": _shorten(repr(call.machine())) if call.options.schedule == "auto" else None,
+        "dropout": _spell_dropout(call.kernel),
         "pattern": _shorten(pattern),
-        "layout": layout_name(layout) if isinstance(layout, str) else _spell_layout(layout),
-        "schedule": resolve(call.schedule),
-        "machine": _shorten(repr(get_machine(call.machine, q.device.type))),
-        "comm_dtype": None if comm_dtype is None else dtype_name(comm_dtype),
-        "dropout": _spell_dropout(call.dropout),
-        "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+        "layout": layout if isinstance(layout, str) else _spell_layout(layout),
+        "layout_tokens": layout.tokens if isinstance(layout, Layout) else None,
+        "return_lse": call.return_lse,
+        "sinks": call.sinks,
+        "key_padding_mask": call.key_padding_mask,
+        "rows": call.rows,
+        **call.sizes,
+        "device": call.device.type,
+        "requires_grad": call.requires_grad,
     }
 
 
@@ -315,10 +161,10 @@ def _spell_layout(layout: Layout) -> str:
     return f"{layout.name} (partition {layout.digest})" if layout.digest else layout.name
 
 
-def _spell_dropout(dropout: float | Dropout) -> str | None:
+def _spell_dropout(kernel: Kernel) -> str | None:
     """The probability, and whether the seed is given, as text; None where no weight is dropped."""
-    read = read_dropout(dropout)
-    return None if read is None else f"{float(read.p)} by a {'drawn' if read.seed is None else 'given'} seed"
+    drop = kernel.dropout
+    return None if drop is None else f"{float(drop.p)} by a {'drawn' if drop.seed is None else 'given'} seed"
 
 
 #: Stands for a pattern that a scorer selects in every call.
@@ -367,7 +213,8 @@ def _compare(records: list[dict[str, Any]]) -> None:
     """Raise a Mismatch that names the ranks and their values if a compared field differs between ranks."""
     for name in records[0]:
         values = [record[name] for record in records]
-        if name in _NOT_COMPARED or all(value == values[0] for value in values):
+        first = values[0]
+        if name in _NOT_COMPARED or all(value == first or (value != value and first != first) for value in values):
             continue
         if name == "layout" and _are_undecided(values):
             continue
@@ -406,3 +253,24 @@ def _check_rows(plan: Plan, rows: list[int]) -> None:
             f"cut the sequence; shard with ringattn.make_layout({layout.name!r}, tokens=..., ranks={plan.ranks}{more})"
             ".shard_tensor(x, rank), tokens being those of the whole sequence"
         )
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """Runs one rank of a transport. `number` counts the calls of the ring, equally on all ranks."""
+
+    job: Job
+    transport: Transport
+    number: int
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
+        tags = Tags.of_call(self.number, backward=False)
+        return drive(forward(self.job, q, k, v, keep=keep, tags=tags), self.transport, self.job.rank)
+
+    def backward(
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
+    ) -> tuple[Tensor, ...]:
+        """(dq, dk, dv), once the ranks have agreed on the call whose backward they run."""
+        agree_backward(self.transport, self.number)
+        tags = Tags.of_call(self.number, backward=True)
+        return drive(backward(self.job, grad, grad_lse, q, k, v, result, tags=tags), self.transport, self.job.rank)

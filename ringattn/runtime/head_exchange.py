@@ -11,7 +11,7 @@ from ..plan.plan import Plan
 from ..plan.row_sets import RowCopy, as_range
 from ..plan.steps import Hop, Kind, Part, Step
 from .message_buffers import Buffer, Recorder, StepMessages, TensorSpec, tensor_specs
-from .rank_run import BatchPost, BatchWait, Copy, Numbers
+from .rank_run import Actions, Numbers
 
 #: Heads and rows of a tensor [B, heads, rows, D].
 Side = tuple[range, range | np.ndarray]
@@ -25,9 +25,7 @@ class ExchangeStep:
     given: Numbers
     received: Numbers
     specs: tuple[TensorSpec, ...]
-    posts: tuple[BatchPost, ...]
-    copies: tuple[Copy, ...]
-    waits: tuple[BatchWait, ...]
+    actions: Actions
 
 
 class HeadExchange(StepMessages):
@@ -62,11 +60,11 @@ class HeadExchange(StepMessages):
         self.given = self.recorder.given(*(shape for shape, _ in before))
         self.received = self.recorder.given(*(shape for shape, _ in after))
         index = 0 if self.to_heads else len(self.steps) - 1
-        posts = self.start(index)
+        self.start(index)
         for i, (source, target) in enumerate(zip(self.given, self.received, strict=True)):
             self.recorder.copy((target,), (source,), RowCopy(*self._to(member, i), *self._from(member, i)))
-        copies = self.recorder.collect()
-        return ExchangeStep(index, self.given, self.received, tuple(after), posts, copies, tuple(self.wait(index)))
+        self.wait(index)
+        return ExchangeStep(index, self.given, self.received, tuple(after), self.recorder.collect())
 
     def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
         (part,) = hop.parts

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..kernels.base import Kernel
-from ..pattern.ranges import shift_range
+from ..pattern.tile import shift_range
 from ..plan.plan import Plan
 from ..plan.work import Work, join_keys, join_repetitions
 
@@ -61,7 +61,7 @@ class MergePlan:
 
 def make_merge_plan(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
     """The merge plan of one rank with the calls that `kernel` makes. Cached by the plan."""
-    return plan.cache.answer((make_merge_plan, rank, kernel.name), lambda: _plan_merges(plan, rank, kernel))
+    return plan.cache.answer((make_merge_plan, rank, kernel.key), lambda: _plan_merges(plan, rank, kernel))
 
 
 def _plan_merges(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:

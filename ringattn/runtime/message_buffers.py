@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import count
 from math import prod
+from typing import NamedTuple
 
 import torch
 
 from ..plan.plan import Plan
 from ..plan.row_sets import RowCopy, RowSet
 from ..plan.steps import BLOCKS, SUMS, Hop, Part, Step
-from .rank_run import ALL, BatchPost, BatchWait, Copy, Memory, Numbers, RowIndex, Tensors, View
+from ..transport.base import Wait
+from .rank_run import ALL, Actions, Copy, Memory, NumberedPost, Numbers, RowIndex, Tensors, View
 
 #: Shape and dtype of one tensor of a part.
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
@@ -42,7 +44,7 @@ class Buffer:
 
 
 class Recorder:
-    """Writes down the copies of a pass, gives tensors their numbers, and hands out message buffers for reuse.
+    """Writes down what a pass does, gives tensors their numbers, and hands out message buffers for reuse.
 
     Sizes of buffers are multiples of an eighth of the largest message (`largest_message`, bytes), so that messages of
     nearly equal sizes share buffers.
@@ -50,8 +52,9 @@ class Recorder:
 
     def __init__(self, plan: Plan, largest_message: int, device: torch.device) -> None:
         self.plan, self.device, self.unit = plan, device, max(1, -(-largest_message // 8))
-        self.tickets = 0
-        self._copies: list[Copy] = []
+        self.tickets = count()
+        #: What was written down since the last `collect`.
+        self.actions: list[Copy | NumberedPost | Wait] = []
         self._stores = [0]
         self._free: list[tuple[int, int]] = []  # (first byte, bytes) in store 0
         self._views: list[View | None] = []
@@ -101,16 +104,16 @@ class Recorder:
             index = ALL
             if rows is not None:
                 index = RowIndex.of(rows, self._shapes[target], self._shapes[source], self.device)
-            self._copies.append(Copy(target, source, index, add))
+            self.actions.append(Copy(target, source, index, add))
 
     def zero(self, targets: Numbers) -> None:
         """Write down that tensors are set to 0."""
-        self._copies += [Copy(target, None, ALL, False) for target in targets]
+        self.actions += [Copy(target, None, ALL, False) for target in targets]
 
-    def collect(self) -> tuple[Copy, ...]:
-        """The copies written down since the last call."""
-        copies, self._copies = tuple(self._copies), []
-        return copies
+    def collect(self) -> Actions:
+        """What was written down since the last call."""
+        actions, self.actions = tuple(self.actions), []
+        return actions
 
     @property
     def memory(self) -> Memory:
@@ -132,24 +135,25 @@ class StepMessages(ABC):
         self.recorder, self.steps = recorder, steps
         #: Buffers that are being sent and must not change.
         self.sending: list[Buffer] = []
-        self._open: list[_OpenBatch] = []
+        self._open: list[_InFlight] = []
 
-    def start(self, index: int) -> tuple[BatchPost, ...]:
-        """The messages that step `index` posts."""
-        return tuple([self._post(*due) for due in self.steps[index].posts])
+    def start(self, index: int) -> None:
+        """Write down the messages that step `index` posts."""
+        for due in self.steps[index].posts:
+            self._post(*due)
 
-    def wait(self, index: int) -> Iterator[BatchWait]:
-        """The waits for messages that are due at the end of step `index`."""
-        due = [batch for batch in self._open if batch.until <= index]
-        self._open = [batch for batch in self._open if batch.until > index]
-        for batch in due:
-            for buffer, copies in batch.sent:
+    def wait(self, index: int) -> None:
+        """Write down the waits for messages that are due at the end of step `index`."""
+        due = [messages for messages in self._open if messages.until <= index]
+        self._open = [messages for messages in self._open if messages.until > index]
+        for messages in due:
+            self.recorder.actions.append(messages.wait)
+            for buffer, copies in messages.sent:
                 self.sending.remove(buffer)
                 for part in copies:
                     self.recorder.drop(buffer, part)
-            for hop, buffer in batch.received:
+            for hop, buffer in messages.received:
                 self.unpack(hop, buffer)
-            yield BatchWait(batch.ticket, self.recorder.collect())
 
     @abstractmethod
     def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
@@ -163,29 +167,27 @@ class StepMessages(ABC):
     def unpack(self, hop: Hop, buffer: Buffer) -> None:
         """Take in a message that has arrived."""
 
-    def _post(self, until: int, sends: Sequence[Hop], recvs: Sequence[Hop]) -> BatchPost:
+    def _post(self, until: int, sends: Sequence[Hop], recvs: Sequence[Hop]) -> None:
         sent: list[tuple[Buffer, list[Part]]] = []
         for hop in sends:  # before the receives: packing can free buffers for them
             sent.append(self.pack(hop))
             self.sending.append(sent[-1][0])
-        received = [self.make_room(hop) for hop in recvs]
-        ticket = self.recorder.tickets
-        self.recorder.tickets += 1
-        self._open.append(_OpenBatch(until, ticket, sent, list(zip(recvs, received, strict=True))))
+        received = [(hop, self.make_room(hop)) for hop in recvs]
+        ticket = next(self.recorder.tickets)
         numbered_sends = tuple((hop.peer, hop.tag, buffer.data) for hop, (buffer, _) in zip(sends, sent, strict=True))
-        numbered_recvs = tuple((hop.peer, hop.tag, buffer.data) for hop, buffer in zip(recvs, received, strict=True))
-        return BatchPost(self.recorder.collect(), numbered_sends, numbered_recvs, ticket)
+        numbered_recvs = tuple((hop.peer, hop.tag, buffer.data) for hop, buffer in received)
+        self.recorder.actions.append(NumberedPost(numbered_sends, numbered_recvs, ticket))
+        self._open.append(_InFlight(until, Wait(ticket), sent, received))
 
 
-@dataclass(frozen=True)
-class _OpenBatch:
+class _InFlight(NamedTuple):
     """Messages that are in flight until the end of step `until`.
 
     Each sent buffer is listed with those of its parts that are copies and can be dropped after the send.
     """
 
     until: int
-    ticket: int
+    wait: Wait
     sent: list[tuple[Buffer, list[Part]]]
     received: list[tuple[Hop, Buffer]]
 

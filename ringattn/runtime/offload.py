@@ -19,12 +19,12 @@ from ..errors import InvalidInput, OutOfMemory, Unsupported
 from ..kernels.base import Kernel, positive, wide
 from ..pattern import Pattern
 from ..plan.plan import Plan
-from ..plan.schedules.pull import PullSchedule
+from ..plan.schedules.direct import PullSchedule
 from ..plan.steps import Hop, RankPlan, Step
 from ..planner import PLANS, make_plan
 from ..transport.base import Counters
+from .call import Call
 from .executor import Forward, Job, backward, forward
-from .handshake import Call, describe
 from .host import Host, Storage
 from .memory import empty
 from .peak_memory import available
@@ -163,28 +163,26 @@ class HostStream:
         return Job(self.plan, rank, self.kernel, positive(self.scale)[1], cast_grads=False, sinks=self.sinks)
 
 
-def make_stream(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, *, chunk: int | None, device: torch.device, backward: bool
-) -> HostStream:
-    """The stream that computes `call` for tensors of these shapes and dtypes. The values of the tensors are not read.
+def make_stream(call: Call, *, chunk: int | None, backward: bool) -> HostStream:
+    """The stream that computes `call` on its device.
 
     `chunk` is the number of rows on the device at a time; None chooses it by the free memory, with room for the
-    backward if `backward`. Raises InvalidInput, Unsupported or OutOfMemory.
+    backward if `backward`. Raises Unsupported or OutOfMemory.
     """
-    kernel = call.check(*(stand_in(x, device) for x in (q, k, v)))
     if call.pattern.rows is not None:
         raise Unsupported(
             "stream='host' has one pattern for all rows of the batch; stream row by row, "
             "attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], pattern.row(i), stream='host')"
         )
-    sizes, tokens = describe(q, k, v), q.shape[2]
+    sizes, tokens, device = call.sizes, call.rows, call.device
     rows = chunk_rows(tokens, device=device, backward=backward, **sizes) if chunk is None else chunk
 
     def make() -> StreamedPlan:
         return _make_streamed_plan(call.pattern, tokens, rows, sizes)
 
     key = call.pattern, tokens, rows, *sizes.items()
-    return HostStream(make() if call.pattern.transient else _streams.answer(key, make), kernel, call.scale, device)
+    plan = make() if call.pattern.transient else _streams.answer(key, make)
+    return HostStream(plan, call.kernel, call.scale, device)
 
 
 def _make_streamed_plan(pattern: Pattern, tokens: int, chunk: int, sizes: dict[str, Any]) -> StreamedPlan:
@@ -203,11 +201,6 @@ def _make_streamed_plan(pattern: Pattern, tokens: int, chunk: int, sizes: dict[s
 
 #: The plans of recent streams.
 _streams = Cache(PLANS, lambda plan: int(plan.kept_bytes), grows=True)
-
-
-def stand_in(x: Any, device: torch.device) -> Any:
-    """A tensor on `device` with the shape and dtype of x that takes no memory. Returns x if x is not a tensor."""
-    return torch.empty((), dtype=x.dtype, device=device).expand(x.shape) if isinstance(x, Tensor) else x
 
 
 def check_chunk(chunk: object) -> None:
@@ -262,7 +255,7 @@ def row_bytes(
 def chunk_rows(tokens: int, *, device: torch.device, backward: bool, **sizes: Any) -> int:
     """The rows of a chunk that fits: half of the device's free memory over `row_bytes`, in multiples of 128.
 
-    `sizes` are those of `describe`. On the CPU the memory of the results in storage does not count as free. Patterns
+    `sizes` are those of `Call.sizes`. On the CPU the memory of the results in storage does not count as free. Patterns
     that give heads different numbers of rows need more buffers in the backward; a smaller chunk= makes room for them.
     Raises OutOfMemory if one row does not fit.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import resource
 import sys
 from pathlib import Path
 
@@ -29,8 +28,10 @@ def return_freed() -> bool:
     glibc starts so, but keeps ever larger blocks once it has seen large ones freed. A second run would then reuse the
     blocks of the first run, and its rise over `resident` would be nearly 0.
     """
+    if sys.platform != "linux":
+        return False
     libc = ctypes.CDLL(None)
-    if sys.platform != "linux" or not hasattr(libc, "mallopt"):
+    if not hasattr(libc, "mallopt"):
         return False
     libc.malloc_trim(0)  # what was freed before
     return all(libc.mallopt(option, _LARGE) for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD))
@@ -45,6 +46,8 @@ def peak() -> int:
     """The largest number of bytes resident since `reset_peak`, or since the start of the process."""
     if _STATUS.exists():
         return _status_bytes("VmHWM")
+    import resource  # not on Windows, where what calls this is refused
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -14,7 +14,7 @@ from ..plan.steps import Kind, Part, Step
 from ..plan.work import Work
 from .merge_plan import VisitPart, make_merge_plan
 from .message_buffers import Recorder, tensor_specs
-from .rank_run import BatchPost, BatchWait, Copy, Memory, Numbers
+from .rank_run import Actions, Memory, Numbers
 from .rank_state import RankState
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Visit:
     `rows`. With `is_new` its one call is the first of `sums` and writes all of them.
     """
 
-    copies: tuple[Copy, ...]
+    copies: Actions
     part: Part
     block: Numbers
     parts: tuple[VisitPart, ...] = ()
@@ -46,9 +46,9 @@ class Visit:
 class RingStep:
     """What a rank does in one step of the ring: it posts, computes its visits, and waits."""
 
-    posts: tuple[BatchPost, ...]
+    posts: Actions
     visits: tuple[Visit, ...]
-    waits: tuple[BatchWait, ...]
+    waits: Actions
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class RankProgram:
 def forward_program(plan: Plan, rank: int, kernel: Kernel, device: torch.device, *, keep: bool) -> RankProgram:
     """The forward of `rank` with the calls that `kernel` makes. Cached by the plan."""
     return plan.cache.answer(
-        (forward_program, rank, kernel.name, device, keep), lambda: _resolve_forward(plan, rank, kernel, device, keep)
+        (forward_program, rank, kernel.key, device, keep), lambda: _resolve_forward(plan, rank, kernel, device, keep)
     )
 
 
 def backward_program(plan: Plan, rank: int, kernel: Kernel, device: torch.device) -> RankProgram:
     """The backward of `rank` with the calls that `kernel` makes. Cached by the plan."""
     return plan.cache.answer(
-        (backward_program, rank, kernel.name, device), lambda: _resolve_backward(plan, rank, kernel, device)
+        (backward_program, rank, kernel.key, device), lambda: _resolve_backward(plan, rank, kernel, device)
     )
 
 
@@ -172,9 +172,10 @@ def _resolve(
         state = RankState(recorder, ring_plan, owner, steps, own, kept, given=given)
         written = []
         for index in ring_steps:
-            posts = state.start(index)
+            state.start(index)
+            posts = recorder.collect()
             visits = [visit(state, block) for block in steps[index].visits]
-            written.append(RingStep(posts, tuple(x for x in visits if x is not None), tuple(state.finish(index))))
+            written.append(RingStep(posts, tuple(x for x in visits if x is not None), state.finish(index)))
         if exchanges_heads(plan):
             leave = HeadExchange(recorder, plan, rank, steps, to_heads=False).record(exchanged[1])
     return RankProgram(
@@ -196,7 +197,7 @@ def _backward_works(plan: Plan, rank: int, kernel: Kernel) -> list[tuple[Work, .
     kernel = kernel.for_backward()
     demand = plan.query_demand if plan.rotates == "queries" else plan.demand
     blocks = [block for step in plan.for_rank(rank).backward for block in step.visits]
-    return [tuple(kernel.calls_of(demand.batched(rank, block.owner, block.row_set))) for block in blocks]
+    return [tuple(kernel.calls_of(demand.joined_works(rank, block.owner, block.row_set))) for block in blocks]
 
 
 def _covers(work: Work, part: Part, plan: Plan) -> bool:

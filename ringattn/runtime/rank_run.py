@@ -54,20 +54,16 @@ class Copy(NamedTuple):
     add: bool
 
 
-class BatchPost(NamedTuple):
-    """The copies that pack messages, and the messages: peer, tag and tensor of each. `ticket` numbers the batch."""
+class NumberedPost(NamedTuple):
+    """A `Post` to come: peer, tag and number of the tensor of each message. `Wait(ticket)` waits for the messages."""
 
-    copies: tuple[Copy, ...]
     sends: tuple[tuple[int, int, int], ...]
     recvs: tuple[tuple[int, int, int], ...]
     ticket: int
 
 
-class BatchWait(NamedTuple):
-    """A batch to wait for, and the copies that follow. A `ticket` of None waits for nothing."""
-
-    ticket: int | None
-    copies: tuple[Copy, ...]
+#: What a rank does in this order beside its kernel calls.
+Actions = tuple[Copy | NumberedPost | Wait, ...]
 
 
 class View(NamedTuple):
@@ -126,31 +122,22 @@ class PassTensors:
         tensors = self.tensors
         return tuple([tensors[number] for number in numbers])
 
-    def copy(self, copies: tuple[Copy, ...]) -> None:
-        """Make these copies."""
-        for target, source, rows, add in copies:
-            if source is None:
-                self.tensors[target].zero_()
+    def perform(self, actions: Actions, label: str = "") -> Program[None]:
+        """Make copies, post messages, and wait for messages. `label` names the step of the messages in errors."""
+        for action in actions:
+            if isinstance(action, NumberedPost):
+                post = Post(self._messages(action.sends), self._messages(action.recvs), label)
+                self._tickets[action.ticket] = yield post
+            elif isinstance(action, Wait):
+                yield Wait(self._tickets.pop(action.ticket))
+            elif action.source is None:
+                self.tensors[action.target].zero_()
             else:
-                copy_rows(self.tensors[target], self.tensors[source], rows, add=add)
-
-    def start(self, posts: tuple[BatchPost, ...], label: str) -> Program[None]:
-        """Pack and post the messages of a step. `label` names the step in errors."""
-        for post in posts:
-            self.copy(post.copies)
-            sends, recvs = self._messages(post.sends), self._messages(post.recvs)
-            self._tickets[post.ticket] = yield Post(sends, recvs, label)
+                copy_rows(self.tensors[action.target], self.tensors[action.source], action.rows, add=action.add)
 
     def _messages(self, numbered: tuple[tuple[int, int, int], ...]) -> tuple[Message, ...]:
         of, tensors = self._tags.of, self.tensors
         return tuple([Message(peer, of(tag), tensors[data]) for peer, tag, data in numbered])
-
-    def finish(self, waits: tuple[BatchWait, ...]) -> Program[None]:
-        """Wait for the messages that are due at the end of a step, and unpack them."""
-        for ticket, copies in waits:
-            if ticket is not None:
-                yield Wait(self._tickets.pop(ticket))
-            self.copy(copies)
 
 
 def copy_rows(target: torch.Tensor, source: torch.Tensor, rows: RowIndex, *, add: bool) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ..plan.plan import Plan
 from ..plan.row_sets import RowCopy, find_copies
 from ..plan.steps import BLOCKS, SUMS, Hop, Kind, Part, Step
 from .message_buffers import Buffer, Recorder, StepMessages, tensor_specs
-from .rank_run import BatchWait, Numbers
+from .rank_run import Actions, Numbers
 
 
 class RankState(StepMessages):
@@ -48,16 +48,15 @@ class RankState(StepMessages):
                 self.summed.setdefault(part.owner, []).append(Part("dq", part.owner, part.row_set))
         self.last_use = _last_uses(self.steps)
 
-    def finish(self, index: int) -> Iterator[BatchWait]:
-        """The waits at the end of step `index`. What no later step needs is free afterwards."""
-        yield from self.wait(index)
+    def finish(self, index: int) -> Actions:
+        """What ends step `index`. What no later step needs is free afterwards."""
+        self.wait(index)
         for part in self.kept:
             if self._is_done(part, index):
                 self.block(part)
-        if copies := self.recorder.collect():
-            yield BatchWait(None, copies)
         for part in [part for part in {**self.blocks, **self.home} if self._is_done(part, index)]:
             self._forget(part)
+        return self.recorder.collect()
 
     def block(self, part: Part) -> Numbers:
         """The tensors of a part of a block: as it arrived, or assembled from the parts that hold its rows."""

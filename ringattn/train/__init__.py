@@ -1,5 +1,204 @@
-"""Training on tokens that are sharded over ranks."""
+"""Training on tokens that are sharded over ranks: the loss of a language model."""
 
-from .loss import NO_LABEL, count_labels, linear_cross_entropy, mean_over_ranks
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import InvalidInput
+from ..functional import get_transport
+from ..kernels.base import wide
+from ..runtime.handshake import compare_records
+from ..transport.records import Exchange
+from ..transport.torchdist import WeakGroup, check_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["NO_LABEL", "count_labels", "linear_cross_entropy", "mean_over_ranks"]
+
+#: Label of a row without a loss, as in torch and transformers.
+NO_LABEL = -100
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+    ignore_index: int = NO_LABEL,
+    total: torch.Tensor | int | None = None,
+    chunk: int = 512,
+) -> torch.Tensor:
+    """Cross entropy of `hidden @ weight.T + bias` over the tokens of all ranks; a scalar. Collective, differentiable.
+
+    hidden [..., d] are the last hidden states of this rank's rows, weight [classes, d], bias [classes]; labels [...]
+    are int64, shifted before the sequence was cut (`Layout.shift`, `integrations.transformers.shard_batch`). Logits
+    exist for `chunk` rows at a time: the memory of forward and backward grows with chunk * classes, not with tokens.
+
+    Ranks hold different numbers of labels, so no rank can divide by its own number. The result is (sum of this rank's
+    losses) * ranks / (labels of all ranks). Therefore the mean over the ranks of the results is the loss, and the mean
+    over the ranks of their gradients, which DDP and FSDP2 compute, is its gradient. `group` has all ranks that the
+    wrapper averages over: of a dp x cp mesh all dp * cp ranks. None: the default group, or one process without one.
+    A program that sums gradients instead divides the result by the number of ranks.
+
+    total: the labels of all ranks to divide by, instead of those of this call: with gradient accumulation
+        `count_labels` of all micro-batches of the step. The results of the micro-batches then add up.
+
+    With FSDP2 call this function in the forward of a wrapped module, where its weight is whole.
+
+    Raises InvalidInput for shapes, dtypes and labels that do not fit, and Mismatch where that is so on another rank, or
+    where the ranks differ in ignore_index or in the number of classes. With `total` the ranks exchange nothing, and
+    only the rank of the error raises.
+    """
+    check = partial(_check, hidden, weight, labels, bias, ignore_index, chunk)
+    if total is None:
+        total = _sum_labels("loss", check, group)
+    else:
+        check()
+        _check_total(total)
+    losses = _sum_losses(hidden.flatten(0, -2), weight, labels.flatten(), bias, ignore_index, chunk)
+    total = torch.as_tensor(total, device=losses.device)
+    return losses * (_count_ranks(group) / total.clamp(min=1).to(losses.dtype))
+
+
+def count_labels(
+    labels: torch.Tensor, *, group: ProcessGroup | DeviceMesh | None = None, ignore_index: int = NO_LABEL
+) -> torch.Tensor:
+    """The number of labels other than `ignore_index` on all ranks, an int64 scalar. Collective.
+
+    Raises InvalidInput for labels that are not int64, and Mismatch where those of another rank are not.
+    """
+    total = _sum_labels("labels of a loss", partial(_count, labels, ignore_index), group)
+    return torch.tensor(total, device=labels.device)
+
+
+def _sum_labels(stage: str, describe: Callable[[], dict[str, int]], group: ProcessGroup | DeviceMesh | None) -> int:
+    """The sum over the ranks of their "labels", after one exchange. `describe` gives the fields of this rank.
+
+    Raises Mismatch if `describe` has raised on another rank, or if its other fields differ between ranks.
+    """
+    if _count_ranks(group) == 1:
+        return describe()["labels"]
+    with Exchange(get_transport(_get_group(group)), stage) as ranks:
+        ranks.mine = json.dumps(describe()).encode()
+    return sum(fields["labels"] for fields in compare_records(ranks.records))
+
+
+def mean_over_ranks(x: torch.Tensor, *, group: ProcessGroup | DeviceMesh | None = None) -> torch.Tensor:
+    """The mean of a detached scalar over the ranks: of results of `linear_cross_entropy` the loss. Collective."""
+    mean = x.detach().clone()
+    if _count_ranks(group) > 1:
+        dist.all_reduce(mean, group=_get_group(group))
+    return mean / _count_ranks(group)
+
+
+def _get_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
+    """The ProcessGroup of a group, of one axis of a DeviceMesh, or of a mesh of all ranks (None: the default group)."""
+    if group is not None:
+        check_group(group)
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        if group.ndim > 1 and group.size() == dist.get_world_size():
+            return None
+        found: ProcessGroup = WeakGroup(group).group
+        return found
+    return group
+
+
+def _count_ranks(group: ProcessGroup | DeviceMesh | None) -> int:
+    """The ranks of the group; 1 in a process without torch.distributed."""
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return 1
+    return dist.get_world_size(_get_group(group))
+
+
+def _check(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None,
+    ignore_index: int,
+    chunk: int,
+) -> dict[str, int]:
+    """The fields of this rank for `_sum_labels`. Raises InvalidInput for arguments that do not fit each other."""
+    fields = _count(labels, ignore_index)
+    if hidden.ndim < 2 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or labels.shape != hidden.shape[:-1]:
+        raise InvalidInput(
+            f"hidden must be [..., d], weight [classes, d] and labels [...], got {tuple(hidden.shape)}, "
+            f"{tuple(weight.shape)} and {tuple(labels.shape)}; pass hidden states, not logits"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InvalidInput(f"bias must be [classes] = ({weight.shape[0]},), got {tuple(bias.shape)}")
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise InvalidInput(f"chunk must be a number of rows >= 1, got {chunk!r}; try 512")
+    if hasattr(weight, "placements"):
+        raise InvalidInput("weight is a DTensor, a shard; call the loss in the forward of the module that FSDP2 wraps")
+    dtypes = [x.dtype for x in (hidden, weight, bias) if x is not None]
+    if len(set(dtypes)) > 1 and not torch.is_autocast_enabled(hidden.device.type):
+        raise InvalidInput(
+            f"hidden, weight and bias must have one dtype, got {', '.join(map(str, dtypes))}; use torch.autocast, or "
+            "hidden.to(weight.dtype)"
+        )
+    classes = weight.shape[0]
+    wrong = (labels != ignore_index) & ((labels < 0) | (labels >= classes))
+    if bool(wrong.any()):
+        raise InvalidInput(
+            f"label {int(labels[wrong][0])} is none of the {classes:,} classes of weight; use ignore_index "
+            f"({ignore_index}) for rows without a label"
+        )
+    return {**fields, "number of classes": classes}
+
+
+def _check_total(total: object) -> None:
+    """Raise InvalidInput unless `total` is one finite number >= 0, or a tensor of one element."""
+    number = isinstance(total, int | float | np.number) and not isinstance(total, bool) and 0 <= total < inf
+    if not number and not (isinstance(total, torch.Tensor) and total.numel() == 1 and not total.is_complex()):
+        shown = f"a tensor {tuple(total.shape)}" if isinstance(total, torch.Tensor) else repr(total)
+        raise InvalidInput(f"total must be the number of labels of all ranks, got {shown}; try count_labels(labels)")
+
+
+def _count(labels: torch.Tensor, ignore_index: int) -> dict[str, int]:
+    """The number of labels other than `ignore_index`, and this. Raises InvalidInput unless both are integers."""
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int | np.integer):
+        raise InvalidInput(
+            f"ignore_index must be an integer, a label of rows without a loss, got {ignore_index!r}; try -100"
+        )
+    if not isinstance(labels, torch.Tensor) or labels.dtype != torch.int64:
+        kind = str(labels.dtype) if isinstance(labels, torch.Tensor) else type(labels).__name__
+        raise InvalidInput(f"labels must be an int64 tensor of classes, got {kind}; try labels.long()")
+    return {"labels": int((labels != ignore_index).sum()), "ignore_index": int(ignore_index)}
+
+
+def _sum_losses(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None,
+    ignore_index: int,
+    chunk: int,
+) -> torch.Tensor:
+    """The sum of the losses of hidden [n, d]. Logits exist for `chunk` rows; the backward computes them anew."""
+
+    def part(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(rows, weight, bias)
+        logits = logits.to(wide(logits.dtype))
+        return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
+
+    pairs = zip(hidden.split(chunk), labels.split(chunk), strict=True)
+    sums = [checkpoint(part, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
+    return torch.stack(sums).sum() if sums else hidden.sum() * 0.0
+
+
+__all__ = ["count_labels", "linear_cross_entropy", "mean_over_ranks"]

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from ..errors import InvalidInput, Mismatch
-from .records import Agreed
+from .records import Handshakes
+from .trace import get_trace, named_range
 
 
 class Message(NamedTuple):
@@ -54,9 +55,11 @@ class Counters:
     def add(self, post: Post) -> None:
         """Count the messages of a request."""
         self.sent_messages += len(post.sends)
-        self.sent_bytes += sum(message.data.numel() for message in post.sends)
         self.received_messages += len(post.recvs)
-        self.received_bytes += sum(message.data.numel() for message in post.recvs)
+        for message in post.sends:
+            self.sent_bytes += message.data.numel()
+        for message in post.recvs:
+            self.received_bytes += message.data.numel()
 
     def reset(self) -> None:
         """Set all counters to 0."""
@@ -82,7 +85,7 @@ class Transport(Carrier, Protocol):
     #: The numbers of the ring's calls: 0, 1, 2 ... in the order in which all ranks call.
     calls: Iterator[int]
     #: The latest handshakes of these ranks; `runtime.handshake.agree` fills the table.
-    agreed: Agreed
+    handshakes: Handshakes
 
     def check(self, device: torch.device) -> None:
         """Raise InvalidInput if this transport does not carry tensors of `device`."""
@@ -131,13 +134,13 @@ def check_timeout(timeout: float | None) -> None:
         )
 
 
-def gather_in_rounds(exchange: Callable[[bytes], list[bytes]], record: bytes, short: int) -> list[bytes]:
-    """Every rank's record, in rank order, by an `exchange` that takes records of equal length on all ranks.
+def gather_in_rounds(gather_equal: Callable[[bytes], list[bytes]], record: bytes, short: int) -> list[bytes]:
+    """Every rank's record, in rank order, by a `gather_equal` that takes records of equal length on all ranks.
 
     The first round carries each record's length and its first `short` bytes. A second round follows if a record is
     longer than `short` bytes. Raises Mismatch if a length is implausible.
     """
-    first = exchange(len(record).to_bytes(HEAD, "little") + record[:short].ljust(short, b"\0"))
+    first = gather_equal(len(record).to_bytes(HEAD, "little") + record[:short].ljust(short, b"\0"))
     sizes = [int.from_bytes(raw[:HEAD], "little") for raw in first]
     for rank, size in enumerate(sizes):
         if size > LONGEST:  # all ranks see the same bytes, so that all ranks raise
@@ -146,23 +149,40 @@ def gather_in_rounds(exchange: Callable[[bytes], list[bytes]], record: bytes, sh
                 "messages than records were received; let nothing else use this transport meanwhile"
             )
     longest_rest = max(sizes) - short
-    rest = exchange(record[short:].ljust(longest_rest, b"\0")) if longest_rest > 0 else [b""] * len(sizes)
+    rest = gather_equal(record[short:].ljust(longest_rest, b"\0")) if longest_rest > 0 else [b""] * len(sizes)
     return [(a[HEAD:] + b)[:size] for a, b, size in zip(first, rest, sizes, strict=True)]
 
 
-def drive(program: Program[T], carrier: Carrier) -> T:
+def describe_loss(transport: Transport, messages: str, timeout: float, reason: str) -> str:
+    """The text of the CommFailure of a transport whose messages did not arrive."""
+    return (
+        f"rank {transport.rank} of {transport.size}: {messages}: not done within {timeout:g} s or the peer is gone "
+        f"({reason}). Look for the first error among the other ranks; ranks that call ring_attention with other "
+        "arguments than before, or in another order, also end here"
+    )
+
+
+def drive(program: Program[T], carrier: Carrier, rank: int = 0) -> T:
     """Run one rank's program and return its result."""
     reply: Any = None
+    label = ""
     while True:
         try:
             request = program.send(reply)
         except StopIteration as stop:
             return stop.value
+        trace = get_trace()
         if isinstance(request, Post):
-            reply = carrier.post(request)
+            label, reply = request.label, carrier.post(request)
+            if trace is not None:
+                sends = [(f"{label}: {x.data.numel():,} bytes to rank {x.peer}", x.peer) for x in request.sends]
+                trace.post(rank, sends, reply)
         else:
-            carrier.wait(request.ticket)
+            with named_range(rank, f"{label}, wait"):
+                carrier.wait(request.ticket)
             reply = None
+            if trace is not None:
+                trace.wait(request.ticket)
 
 
 def sort_by_tag(messages: tuple[Message, ...]) -> list[Message]:

@@ -15,16 +15,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, get_context
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing import connection, get_context, parent_process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from ..errors import InvalidInput, LaunchFailure
+from ..errors import InvalidInput, LaunchFailure, Unsupported
 
 #: Lines of a failed rank's stderr that the error repeats.
 TAIL = 30
@@ -32,6 +31,8 @@ TAIL = 30
 TERMINATED, UNREAD = 143, 141
 #: Seconds that new ranks have to find each other, even if the timeout of messages is shorter: they first import torch.
 MEETING = 60.0
+#: Seconds that ranks have to end by themselves after one has failed.
+GRACE = 3.0
 
 
 @dataclass(frozen=True)
@@ -95,18 +96,12 @@ def init_process_group(launch: Launch, *, backend: str, timeout: float) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=within)
 
 
-@dataclass
-class _LocalRank:
-    """A process that runs one rank, the pipe of its result, and what is known of its end."""
-
-    process: SpawnProcess
-    pipe: Connection
-    log: Path
-    result: Any = None
-    done: bool = False
-    ended_well: bool = False
-    #: The handles that become ready at the result (the pipe) and at the end of the process (its sentinel).
-    waits: list[Connection | int] = field(default_factory=list)
+def refuse_windows(what: str) -> None:
+    """Raise Unsupported on Windows, which has neither POSIX signals nor a shell and tells no peak of memory."""
+    if sys.platform == "win32":
+        raise Unsupported(
+            f"{what}: not on Windows, which has no POSIX signals; try WSL 2, or here ringattn plan, simulate and advise"
+        )
 
 
 def run_local(
@@ -116,58 +111,51 @@ def run_local(
     timeout: float = 120.0,
     group_timeout: float | None = None,
     threads: int | None = None,
-    log_dir: Path | None = None,
-    passthrough: Sequence[int] = (),
-    grace: float = 3.0,
+    show: bool = False,
 ) -> list[Any]:
     """The return values, in rank order, of fn(rank, *args) on `ranks` new processes joined in a Gloo group.
 
     `fn` is a function of an importable module; arguments and results are pickled. `timeout` (seconds) bounds the
     whole run, and `group_timeout` (default: the same) bounds every collective in the run. `threads` is torch's thread
-    count per rank. After one rank has failed, the other ranks get `grace` seconds to end by themselves. stderr and
-    stdout of a rank go to `log_dir`/rank_0001.log, except the stdout of the ranks in `passthrough`.
+    count per rank. After one rank has failed, the other ranks get `GRACE` seconds to end by themselves. Standard output
+    and standard error of the ranks are kept for errors; with `show` rank 0 has the standard output of this process.
 
     Raises LaunchFailure with the stderr of the rank that failed first. Neither a process nor a temporary file is left
     behind, even if this process is killed, or receives SIGTERM, which ends it with SystemExit.
     """
-    # torch.distributed.elastic.multiprocessing is not used: when their parent is killed, its ranks get only SIGINT,
-    # which a rank inside a collective does not act on. At the first failure it terminates all ranks, so that the rank
-    # to blame cannot be told from a rank that lost its peer.
+    # Neither torch.multiprocessing nor torch.distributed.elastic is used: when their parent is killed, their ranks get
+    # only SIGINT, which a rank inside a collective does not act on. At the first failure they terminate all ranks, so
+    # that the rank to blame cannot be told from a rank that lost its peer.
+    refuse_windows("ranks in processes of their own")
     if ranks < 1:
         raise InvalidInput(f"ranks={ranks}: at least one rank is needed")
-    context = get_context("spawn")
+    group = {"world": ranks, "timeout": group_timeout or timeout, "threads": threads, "show": show}
+    work, context = pickle.dumps((fn, args)), get_context("spawn")
     with terminable(), _scratch_folder() as scratch:
-        logs = scratch if log_dir is None else log_dir
-        logs.mkdir(parents=True, exist_ok=True)
-        group: dict[str, Any] = {
-            "world": ranks,
-            "store": str(scratch / "store"),
-            "timeout": group_timeout or timeout,
-            "threads": threads,
-        }
-        local_ranks: list[_LocalRank] = []
+        processes = [
+            context.Process(target=_run_rank, args=(scratch, group, rank, work), daemon=True) for rank in range(ranks)
+        ]
         try:
-            for rank in range(ranks):
-                ours, theirs = context.Pipe(duplex=False)
-                log = logs / f"rank_{rank:04d}.log"
-                shown = rank in passthrough
-                process = context.Process(
-                    target=_run_rank,
-                    args=(os.getpid(), theirs, str(log), shown, group, rank, pickle.dumps((fn, args))),
-                    daemon=True,
-                )
-                with _uninterrupted():
+            with _uninterrupted():
+                for process in processes:
                     process.start()
-                theirs.close()
-                local_ranks.append(_LocalRank(process, ours, log, waits=[ours, process.sentinel]))
-            _watch(local_ranks, timeout, grace)
-            return [local.result for local in local_ranks]
+            _wait(processes, scratch, timeout)
         finally:
-            for local in local_ranks:
-                if local.process.is_alive():
-                    local.process.kill()
-                local.process.join()
-                local.pipe.close()
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+        return [pickle.loads(_result(scratch, rank).read_bytes()) for rank in range(ranks)]
+
+
+def _log(scratch: Path, rank: int) -> Path:
+    """The file of the standard error of a rank."""
+    return scratch / f"rank_{rank:04d}.log"
+
+
+def _result(scratch: Path, rank: int) -> Path:
+    """The file that a rank writes its result to."""
+    return scratch / f"rank_{rank:04d}.pickle"
 
 
 @contextmanager
@@ -217,71 +205,30 @@ def drop_output() -> None:
     os.close(null)
 
 
-def _watch(local_ranks: list[_LocalRank], timeout: float, grace: float) -> None:
-    """Collect results until every rank has ended. Raises LaunchFailure if a rank fails or the time is over."""
-    failed: list[int] = []
+def _wait(processes: Sequence[BaseProcess], scratch: Path, timeout: float) -> None:
+    """Return when all ranks have given their results. Raises LaunchFailure if a rank fails or the time is over."""
+    running, failed = dict(enumerate(processes)), list[int]()
     deadline = time.monotonic() + timeout
-    while not all(local.done for local in local_ranks):
-        seconds = deadline - time.monotonic()
-        if seconds <= 0:
-            break
-        handles = [handle for local in local_ranks if not local.done for handle in local.waits]
-        ready = connection.wait(handles, min(seconds, 3600.0))
-        for rank, local in enumerate(local_ranks):
-            if not local.done and _update(local, ready):
+    while running and (seconds := deadline - time.monotonic()) > 0:
+        connection.wait([process.sentinel for process in running.values()], min(seconds, 3600.0))
+        for rank in [rank for rank, process in running.items() if process.exitcode is not None]:
+            if running.pop(rank).exitcode or not _result(scratch, rank).exists():
                 failed.append(rank)
-                deadline = min(deadline, time.monotonic() + grace)
+                deadline = min(deadline, time.monotonic() + GRACE)
     if failed:
-        first = _find_first_failure(local_ranks, failed)
-        raise LaunchFailure(_describe_failure(local_ranks, failed, first), local_ranks[first].process.exitcode)
-    late = [rank for rank, local in enumerate(local_ranks) if not local.done]
-    if late:
-        parts = [f"rank {rank} still ran{tail(local_ranks[rank].log)}" for rank in late[:4]]
+        # The rank to blame: first a killed rank, then a rank that does not itself complain of a lost peer.
+        codes = {rank: processes[rank].exitcode or 0 for rank in failed}
+        first = min(failed, key=lambda rank: (codes[rank] >= 0, "CommFailure" in tail(_log(scratch, rank))))
+        code = codes.pop(first)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        how = how if code else "ended before it gave a result"
+        also = f" (then also failed: {', '.join(map(str, codes))})" if codes else ""
+        raise LaunchFailure(f"rank {first} of {len(processes)} {how}{also}{tail(_log(scratch, first))}", code)
+    if running:
+        parts = [f"rank {rank} still ran{tail(_log(scratch, rank))}" for rank in [*running][:4]]
         raise LaunchFailure(
             f"the ranks did not end within {timeout:g} s (a longer timeout= allows more): " + "\n".join(parts)
         )
-
-
-def _update(local: _LocalRank, ready: Sequence[object]) -> bool:
-    """Take in what a rank has sent, and whether its process has ended. True if the rank has failed."""
-    if local.pipe in ready and local.pipe in local.waits:
-        local.waits.remove(local.pipe)
-        # A pipe that ends without a result belongs to a failed rank, whose exit code says more.
-        with suppress(EOFError):
-            local.result = pickle.loads(local.pipe.recv_bytes())
-            local.ended_well = True
-    if local.process.sentinel not in ready:
-        return False
-    local.process.join()
-    local.done = True
-    return bool(local.process.exitcode) or not local.ended_well
-
-
-def _find_first_failure(local_ranks: list[_LocalRank], failed: list[int]) -> int:
-    """The rank to blame: first a killed rank, then a rank that does not itself complain of a lost peer."""
-
-    def blame(rank: int) -> tuple[bool, bool]:
-        local = local_ranks[rank]
-        return _exit_code(local) >= 0, "CommFailure" in tail(local.log)
-
-    return min(failed, key=blame)
-
-
-def _exit_code(local: _LocalRank) -> int:
-    """The exit code of a process that has ended."""
-    assert local.process.exitcode is not None
-    return local.process.exitcode
-
-
-def _describe_failure(local_ranks: list[_LocalRank], failed: list[int], first: int) -> str:
-    """The text of a LaunchFailure: how rank `first` ended, the other failed ranks, and its last output."""
-    code = _exit_code(local_ranks[first])
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-    if code == 0:
-        how = "ended before it gave a result"
-    others = [rank for rank in failed if rank != first]
-    also = f" (then also failed: {', '.join(map(str, others))})" if others else ""
-    return f"rank {first} of {len(local_ranks)} {how}{also}{tail(local_ranks[first].log)}"
 
 
 def tail(log: Path) -> str:
@@ -292,19 +239,17 @@ def tail(log: Path) -> str:
     return "; its last output:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""
 
 
-def _run_rank(
-    parent: int, pipe: Connection, log: str, shown: bool, group: dict[str, Any], rank: int, work: bytes
-) -> None:
-    """The main function of a rank's process: join the group, run, send the result. The process dies with its parent."""
+def _run_rank(scratch: Path, group: dict[str, Any], rank: int, work: bytes) -> None:
+    """The main function of a rank's process: join the group, run, write the result. It dies with its parent."""
+    parent = parent_process()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(target, 2)
-    if not shown:
-        os.dup2(target, 1)
-    os.close(target)
+    if parent is None or not parent.is_alive():
+        os.kill(os.getpid(), signal.SIGKILL)
+    with _log(scratch, rank).open("wb") as log:
+        os.dup2(log.fileno(), 2)
+        if rank or not group["show"]:
+            os.dup2(log.fileno(), 1)
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if group["threads"]:
@@ -313,21 +258,22 @@ def _run_rank(
     dist = importlib.import_module("torch.distributed")
     if group["threads"]:
         torch.set_num_threads(group["threads"])
-    store = dist.FileStore(group["store"], group["world"])
+    store = dist.FileStore(str(scratch / "store"), group["world"])
     timeout = timedelta(seconds=max(group["timeout"], MEETING))
+    code: Any = 0
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=group["world"], timeout=timeout)
         fn, args = pickle.loads(work)
-        pipe.send_bytes(pickle.dumps(fn(rank, *args)))
-        pipe.close()
+        _result(scratch, rank).write_bytes(pickle.dumps(fn(rank, *args)))
+    except SystemExit as end:  # after a message of its own
+        code = end.code or 0
     finally:
-        failure = sys.exc_info()[1]
-        if failure is not None and not isinstance(failure, SystemExit):  # a SystemExit comes after its own message
+        if failure := sys.exc_info()[1]:
             traceback.print_exception(failure)
+            code = 1
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
         # Without the interpreter's shutdown, in which torch's Gloo threads sometimes abort the process.
-        code = failure.code if isinstance(failure, SystemExit) else failure and 1
-        os._exit(code if isinstance(code, int) else 0)
+        os._exit(code if isinstance(code, int) else 1)

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from ..errors import CommFailure, InvalidInput, RingAttentionError, Unsupported
-from .base import HEAD, RECORDS, Counters, Message, Post, check_timeout, gather_in_rounds, sort_by_tag
-from .records import Agreed
+from .base import HEAD, RECORDS, Counters, Message, Post, check_timeout, describe_loss, gather_in_rounds, sort_by_tag
+from .records import Handshakes
 
 INSTALL = "pip install 'ringattn[mpi]'"
 #: MPI moves most bytes while it is polled. The first BUSY polls therefore follow each other at once. Later polls sleep
@@ -74,7 +74,7 @@ class Mpi:
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self.timeout, self.gpu_aware, self.counters = timeout, gpu_aware, Counters()
         self.calls: Iterator[int] = count()
-        self.agreed = Agreed()
+        self.handshakes = Handshakes()
         # Requests hold their buffers. Open requests are kept, also after an error, so that memory that MPI may still
         # write to is not reused.
         self._open_requests: dict[int, list[Any]] = {}
@@ -125,9 +125,9 @@ class Mpi:
 
     def gather(self, record: bytes) -> list[bytes]:
         """Every rank's record, in rank order. Collective."""
-        return gather_in_rounds(self._exchange, record, SHORT)
+        return gather_in_rounds(self._gather_equal, record, SHORT)
 
-    def _exchange(self, record: bytes) -> list[bytes]:
+    def _gather_equal(self, record: bytes) -> list[bytes]:
         """Every rank's record, in rank order. All records are equally long."""
         self._check_usable()
         records = np.empty((self.size, len(record)), dtype=np.uint8)
@@ -180,11 +180,7 @@ class Mpi:
     def _failure(self, names: list[str], reason: str) -> CommFailure:
         self._lost = True
         names = names if len(names) <= NAMED else [*names[:NAMED], f"and {len(names) - NAMED} more"]
-        return CommFailure(
-            f"rank {self.rank} of {self.size}: {'; '.join(names)}: not done within {self.timeout:g} s or the peer is "
-            f"gone ({reason.splitlines()[0]}). Look for the first error among the other ranks; ranks that call "
-            "ring_attention with other arguments than before, or in another order, also end here"
-        )
+        return CommFailure(describe_loss(self, "; ".join(names), self.timeout, reason.splitlines()[0]))
 
     def _check_usable(self) -> None:
         """Raise CommFailure if a message was lost."""

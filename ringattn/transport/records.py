@@ -29,7 +29,7 @@ PREFIX = 5
 QUOTED = 1500
 #: Bytes of a digest: ranks compare digests of what they are about to do and of what they have done.
 MARK = 8
-#: Handshakes that a transport remembers, each with its plan. The number is equal on all ranks, see `Agreed`.
+#: Handshakes that a transport remembers, each with its plan. The number is equal on all ranks, see `Handshakes`.
 REMEMBERED = 64
 
 
@@ -45,8 +45,8 @@ def digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=MARK).digest()
 
 
-class Telling:
-    """`with Telling(transport, stage): ...` reports an exception of the block to the other ranks.
+class ErrorReport:
+    """`with ErrorReport(transport, stage): ...` reports an exception of the block to the other ranks.
 
     The other ranks receive the report in their exchange of that stage. The exception propagates on this rank, even if
     the report fails. If the block raises nothing, nothing is sent.
@@ -76,7 +76,7 @@ class Telling:
         """Called if the block has raised nothing."""
 
 
-class Exchange(Telling):
+class Exchange(ErrorReport):
     """`with Exchange(transport, stage) as exchange: exchange.mine = b"..."` exchanges one record per rank. Collective.
 
     After the block `exchange.records` holds the records of all ranks, in rank order. If the block of one rank raises,
@@ -137,7 +137,7 @@ def open_frame(raw: bytes, rank: int, stage: str, limit: int | None = None) -> b
     return body
 
 
-class Agreed:
+class Handshakes:
     """The latest handshakes of a transport, by the marks of all ranks: a table that is equal on every rank.
 
     The table changes only by `begin` and `end`, which depend only on what all ranks have seen. `history` is a digest of

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import CommFailure, InvalidInput, raised_below
-from .base import HEAD, RECORDS, Counters, Message, Post, check_timeout, gather_in_rounds, sort_by_tag
-from .records import Agreed
+from .base import HEAD, RECORDS, Counters, Message, Post, check_timeout, describe_loss, gather_in_rounds, sort_by_tag
+from .records import Handshakes
 
 #: Bytes of a record that the first round of `gather` carries: most records fit.
 SHORT = 1024 - HEAD
@@ -147,7 +147,7 @@ class TorchDist:
         self.calls = _calls.setdefault(group, count())
         check_timeout(timeout)
         self._timeout, self.counters = timeout, Counters()
-        self.agreed = Agreed()
+        self.handshakes = Handshakes()
 
     @property
     def timeout(self) -> float:
@@ -206,16 +206,16 @@ class TorchDist:
     def gather(self, record: bytes) -> list[bytes]:
         """Every rank's record, in rank order. Collective."""
         if "nccl" not in self._backends.values():
-            return gather_in_rounds(self._exchange, record, SHORT)
+            return gather_in_rounds(self._gather_equal, record, SHORT)
         state = NO_CUDA if self._device is None else CONNECTED if self._device == self._connected else UNCONNECTED
-        both = gather_in_rounds(self._exchange, state + record, SHORT)
+        both = gather_in_rounds(self._gather_equal, state + record, SHORT)
         states = {raw[:1] for raw in both}
         if UNCONNECTED in states and states <= {UNCONNECTED, CONNECTED}:
             self._connect()
             self._connected = self._device
         return [raw[1:] for raw in both]
 
-    def _exchange(self, record: bytes) -> list[bytes]:
+    def _gather_equal(self, record: bytes) -> list[bytes]:
         """Every rank's record, in rank order. All records are equally long."""
         carrier = self._record_carrier()
         # Straight from rank to rank, so that a failing wait names the missing rank. An all-gather goes around a ring,
@@ -272,11 +272,7 @@ class TorchDist:
 
     def _failure(self, name: str, error: RuntimeError) -> CommFailure:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return CommFailure(
-            f"rank {self.rank} of {self.size}: {name}: not done within {self.timeout:g} s or the peer is gone "
-            f"({reason}). Look for the first error among the other ranks; ranks that call ring_attention with other "
-            "arguments than before, or in another order, also end here"
-        )
+        return CommFailure(describe_loss(self, name, self.timeout, reason))
 
 
 def _group_timeout(group: Any) -> float:

@@ -9,7 +9,8 @@ from typing import Protocol, TypeVar
 import torch
 
 from ..errors import CommFailure
-from .base import Counters, Message, Post, Program
+from .base import Counters, Post, Program
+from .trace import get_trace
 
 #: A buffer in flight is checked, or poisoned, as a whole up to SMALL bytes; of a larger buffer the first WATCHED bytes
 #: of every PAGE are. This catches a block that is read too early or written too late, at 1 / 1024 of the cost of all
@@ -38,22 +39,18 @@ class _PostedMessage:
     source: torch.Tensor | None = None
     snapshot: torch.Tensor | None = None
     target: torch.Tensor | None = None
-    done: bool = False
-
-    @property
-    def matched(self) -> bool:
-        """Whether both sides are posted."""
-        return self.source is not None and self.target is not None
+    #: Whether both sides have been posted.
+    matched: bool = False
 
     def deliver(self, name: str) -> None:
         """Copy the message to its receiver, unless that is done. `name` names the message in errors."""
-        if self.done:
+        if self.target is None:
             return
-        assert self.source is not None and self.target is not None and self.snapshot is not None
+        assert self.source is not None and self.snapshot is not None
         assert torch.equal(_watched(self.source), self.snapshot), f"{name}: written to while in flight"
         assert self.source.numel() == self.target.numel(), f"{name}: sender and receiver disagree on the size"
         self.target.copy_(self.source)
-        self.done, self.source, self.target = True, None, None
+        self.source, self.target = None, None
 
 
 @dataclass
@@ -65,7 +62,10 @@ class _RankTicket:
     @property
     def ready(self) -> bool:
         """Whether both sides of every message are posted."""
-        return all(message.done or message.matched for _, message in self.messages)
+        for _, message in self.messages:  # noqa: SIM110  # no call of Python for each message
+            if not message.matched:
+                return False
+        return True
 
 
 def in_turns(
@@ -90,6 +90,8 @@ def in_turns(
             try:
                 request = programs[index].send(None)
                 while isinstance(request, Post):
+                    if (trace := get_trace()) is not None:
+                        trace.advance(index)
                     request = programs[index].send(post(index, request))
             except StopIteration as stop:
                 results[index] = stop.value
@@ -128,30 +130,28 @@ class Virtual:
         """Match every message of a request with its other side, where that is posted."""
         self.counters[rank].add(post)
         ticket = _RankTicket()
-        for message in post.recvs:
-            key = message.peer, rank, message.tag
-            posted = self._posted(key, message)
+        for peer, tag, data in post.recvs:
+            posted = self._match((peer, rank, tag), data)
             assert posted.target is None, f"rank {rank}, {post.label}: two receives share peer and tag"
-            _watched(message.data).fill_(255)
-            posted.target = message.data
-            ticket.messages.append((f"rank {rank}, {post.label}: receive from rank {message.peer}", posted))
-            self._close(key, posted)
-        for message in post.sends:
-            key = rank, message.peer, message.tag
-            posted = self._posted(key, message)
+            _watched(data).fill_(255)
+            posted.target = data
+            ticket.messages.append((f"rank {rank}, {post.label}: receive from rank {peer}", posted))
+        for peer, tag, data in post.sends:
+            posted = self._match((rank, peer, tag), data)
             assert posted.source is None, f"rank {rank}, {post.label}: two sends share peer and tag"
-            posted.source, posted.snapshot = message.data, _watched(message.data).clone()
-            ticket.messages.append((f"rank {rank}, {post.label}: send to rank {message.peer}", posted))
-            self._close(key, posted)
+            posted.source, posted.snapshot = data, _watched(data).clone()
+            ticket.messages.append((f"rank {rank}, {post.label}: send to rank {peer}", posted))
         return ticket
 
-    def _posted(self, key: tuple[int, int, int], message: Message) -> _PostedMessage:
-        assert message.data.numel() > 0 and message.data.is_contiguous()
-        return self._open.setdefault(key, _PostedMessage())
-
-    def _close(self, key: tuple[int, int, int], posted: _PostedMessage) -> None:
-        if posted.matched:
-            del self._open[key]
+    def _match(self, key: tuple[int, int, int], data: torch.Tensor) -> _PostedMessage:
+        """The message between sender and receiver with a tag, whose second side ends its being open."""
+        assert data.numel() > 0 and data.is_contiguous()
+        posted = self._open.pop(key, None)
+        if posted is None:
+            posted = self._open[key] = _PostedMessage()
+        else:
+            posted.matched = True
+        return posted
 
     def _deliver(self, ticket: _RankTicket) -> None:
         """Deliver the messages of one rank right before it resumes, so that the rank reads them from the cache."""
@@ -161,7 +161,7 @@ class Virtual:
     def _name_unmatched(self, waiting: Mapping[int, _RankTicket]) -> str:
         """The names of the messages whose other side is not posted."""
         messages = [named for ticket in waiting.values() for named in ticket.messages]
-        names = [name for name, message in messages if not message.done and not message.matched]
+        names = [name for name, message in messages if not message.matched]
         return "; ".join(names[:NAMED]) + (" ..." if len(names) > NAMED else "")
 
 

@@ -13,12 +13,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from ringattn.bench import SUITES, get_cases, records
 from ringattn.bench import runner as bench_runner
 from ringattn.bench.case import BenchCase, BenchColumn, Ratio, iqr
-from ringattn.bench.report import BenchReport, list_tables, render
+from ringattn.bench.report import BenchReport, render
 from ringattn.bench.suites import ring
-from ringattn.cli import bench as bench_command
-from ringattn.cli.bench import make_command
+from ringattn.cli import report as report_command
 from ringattn.cli.config.groups import OutputGroup
-from ringattn.cli.config.schema import BenchConfig
+from ringattn.cli.config.schema import ReportConfig
+from ringattn.cli.report import make_command
 from ringattn.errors import CommFailure, InvalidInput, LaunchFailure, OutOfMemory
 from ringattn.simulator.reporting.journal import write_line
 from ringattn.transport.launcher import run_local
@@ -115,7 +115,7 @@ def test_a_failure_has_a_class_and_ends_what_is_longer(monkeypatch: pytest.Monke
     assert failed["failed"] == {"class": "OutOfMemory", "message": "why"}
     longer = bench_runner.run_case(BenchCase("y", 1, {}, (), after="x"), options(tmp_path), {"x": failed})
     assert longer["failed"] == {"class": "NotTried", "message": "x failed: OutOfMemory"}
-    (table,) = list_tables({"kind": "measured", "cases": [failed]})
+    (table,) = BenchReport({"kind": "measured", "cases": [failed]}, "").tables
     assert table.rows[0][-1] == "OutOfMemory: why"
     for status, kind in ((None, "Timeout"), (-9, "Killed"), (1, "Crashed")):
 
@@ -143,9 +143,9 @@ def test_a_bad_output_is_refused_before_anything_is_measured(tmp_path: Path) -> 
     file.touch()
     for path in (file, file / "below"):
         with pytest.raises(InvalidInput, match=r"cannot be a folder|is not a folder"):
-            bench_command.main(BenchConfig(output=OutputGroup(str(path))))
+            report_command.main(ReportConfig(output=OutputGroup(str(path))))
     with pytest.raises(InvalidInput, match="suite=rong"):
-        bench_command.main(BenchConfig(suite="rong", output=OutputGroup(str(tmp_path / "new"))))
+        report_command.main(ReportConfig(suite="rong", output=OutputGroup(str(tmp_path / "new"))))
     assert not (tmp_path / "new").exists()
 
 
@@ -187,7 +187,7 @@ def test_every_round_sees_the_whole_peak(measured: list[dict[str, dict[str, Any]
 @pytest.mark.multi
 def test_tables_show_every_case(measured: list[dict[str, dict[str, Any]]]) -> None:
     cases = [bench_runner.summarise_case(case, [rank[case.name] for rank in measured]) for case in small()]
-    tables = {table.title: table for table in list_tables({"kind": "measured", "cases": cases})}
+    tables = {table.title: table for table in BenchReport({"kind": "measured", "cases": cases}, "").tables}
     columns, ratios, formulas = (
         tables[title]
         for title in (

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import ringattn as ra
 from ringattn.bench import get_cases, runner
 from ringattn.bench.case import TOLERANCE, BenchCase
 from ringattn.bench.links import Links, run_nodes
@@ -35,7 +36,7 @@ class Heard:
     def __init__(self, inner: Transport) -> None:
         self.inner, self.events = inner, []
         self.rank, self.size = inner.rank, inner.size
-        self.counters, self.calls, self.agreed = inner.counters, inner.calls, inner.agreed
+        self.counters, self.calls, self.handshakes = inner.counters, inner.calls, inner.handshakes
         self.check, self.wait = inner.check, inner.wait
 
     def post(self, post: Post) -> Any:
@@ -85,7 +86,7 @@ def test_plans_are_compared_and_links_opened_before_the_timing(
 class Counted(Run):
     """A run whose attention only notes that it was called."""
 
-    ranks, plan, inputs = 1, None, ()  # type: ignore[assignment]
+    ranks, plan, inputs = 1, ra.make_plan("Full()", tokens=4, ranks=1), ()
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)

@@ -15,9 +15,9 @@ from torch.nn.attention import varlen
 from ringattn.bench import get_cases, runner
 from ringattn.bench.records import read_results
 from ringattn.bench.suites import gpu
-from ringattn.cli.bench import main
 from ringattn.cli.config.groups import OutputGroup
-from ringattn.cli.config.schema import BenchConfig
+from ringattn.cli.config.schema import ReportConfig
+from ringattn.cli.report import main
 from ringattn.errors import BenchFailure, InvalidInput, LaunchFailure, Unsupported
 from ringattn.machine.file import read_machine
 from ringattn.simulator.calibrate import measuring_ranks
@@ -79,7 +79,7 @@ def test_the_suite_from_start_to_end(emulated: None, monkeypatch: pytest.MonkeyP
     try_length = gpu._try_length
     monkeypatch.setattr(gpu, "_try_length", lambda *args: (tries.append("long"), try_length(*args), tries.clear())[1])
     monkeypatch.setattr(gpu, "attention", attend)
-    main(BenchConfig("gpu_quick", repeat=1, output=OutputGroup("results")))
+    main(ReportConfig("gpu_quick", repeat=1, output=OutputGroup("results")))
     (data,) = (tmp_path / "results").glob("*.jsonl")
     record, text = read_results(data), data.with_suffix(".md").read_text()
     assert "emulated" in data.name and record["kind"] == "emulated" and "All numbers are emulated" in text
@@ -109,7 +109,7 @@ def test_what_fails_is_said_and_the_rest_goes_on(
 ) -> None:
     real = gpu.attention
     monkeypatch.setattr(gpu, "attention", lambda *args, **options: real(*args, **options) * 1.1)
-    config = BenchConfig(
+    config = ReportConfig(
         "gpu_quick", ["window_forward", "longest_forward", "dilated_tokens"], 1, OutputGroup("results")
     )
     with pytest.raises(BenchFailure, match="2 cases failed: window_forward, dilated_tokens"):
@@ -123,13 +123,13 @@ def test_what_fails_is_said_and_the_rest_goes_on(
 
 def test_results_of_emulation_are_never_laid_beside_measurements(emulated: None, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="emulated results are no measurements"):
-        main(BenchConfig("gpu_quick", output=OutputGroup("benchmarks")))
+        main(ReportConfig("gpu_quick", output=OutputGroup("benchmarks")))
     assert not (tmp_path / "benchmarks").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="suite=gpu: this process sees no CUDA device"):
-        main(BenchConfig("gpu", output=OutputGroup(str(tmp_path / "results"))))
+        main(ReportConfig("gpu", output=OutputGroup(str(tmp_path / "results"))))
     assert [case.name for case in get_cases("gpu")] == [case.name for case in get_cases("gpu_quick")]
     assert gpu.Sizes().long[0] == 1_073_741_824 and gpu.Sizes().cap == 8 << 30

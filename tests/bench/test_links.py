@@ -68,7 +68,7 @@ class Silent:
     rank, size = 0, 4
 
     def __init__(self) -> None:
-        self.counters, self.calls, self.agreed = Counters(), count(), {}
+        self.counters, self.calls, self.handshakes = Counters(), count(), {}
         self.waited: list[Any] = []
 
     def check(self, device: torch.device) -> None: ...

@@ -12,9 +12,8 @@ import torch
 from ringattn.bench import get_cases, runner
 from ringattn.bench.case import DRAWN, BenchCase, make_inputs, make_settings
 from ringattn.bench.report import compare
-from ringattn.bench.suites import blocksparse, comprehensive, extreme, long, memory, peers, standard
+from ringattn.bench.suites import peers, seeds
 from ringattn.bench.systems import SYSTEMS, find_cases, list_system_cases, make_system_case
-from ringattn.bench.tensor_bytes import TensorBytes
 from ringattn.transport.launcher import run_local
 
 TOKENS = 512
@@ -72,10 +71,10 @@ def test_every_system_is_right_on_one_device() -> None:
     for row in rows:
         bytes_of_inputs = TOKENS * 512 * 4 * (1 if "Multihead" in row["case"] else 3)
         assert row["errors"]["forward"] < 1e-5 and row["columns"]["forward"]["peaks"]["after"] >= bytes_of_inputs
-    for suite in (standard, long, extreme, comprehensive, memory, blocksparse):
-        for claim in suite.SUITE.claims:
-            sentence = claim.ours(rows)  # also of results that lack most of the suite's cases
-            assert sentence and "None" not in sentence
+    for suite in (seeds.STANDARD, seeds.LONG, seeds.EXTREME, seeds.COMPREHENSIVE, seeds.MEMORY, seeds.BLOCKSPARSE):
+        assert suite.claim is not None
+        sentence = suite.claim.ours(rows)  # also of results that lack most of the suite's cases
+        assert sentence and "None" not in sentence
 
 
 def test_a_wrong_result_is_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +144,7 @@ def test_comparison_marks_what_leaves_the_noise_band() -> None:
 
 
 def test_tensors_count_once_and_until_they_are_gone() -> None:
-    with TensorBytes() as tensors:
+    with runner.TensorBytes() as tensors:
         x = torch.zeros(1000, device="cpu")
         view, more = x.view(10, 100), x + 1
         assert tensors.live == tensors.peak == 8000

@@ -6,13 +6,10 @@ from __future__ import annotations
 import os
 import signal
 import stat
-import struct
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,84 +18,28 @@ from measured import measured_machine
 
 from ringattn.cli.tensor_files import read_npz
 from ringattn.errors import InvalidInput
-from ringattn.files import MARK, check_writable, replacing, write_text
+from ringattn.files import replacing, write_text
 from ringattn.machine.file import read_machine, write_machine
 
 NAMES = ("q", "k", "v")
 ROWS = 256
 NUMBERS = np.random.default_rng(0).standard_normal((1, 2, ROWS, 8)).astype(np.float32)
-#: Headers that end in other errors of numpy.
-HEADERS = (b"x" * 117, b"{'descr': '<f4', 'shape': ((((", b"{'descr': 3}", b"(1,", b"{[]: 1}", b"\\")
 VIRTUAL = ("run", "transport=virtual", "ranks=2", "tokens=64", "heads=2", "head_dim=8", "repeat=1", "threads=1")
 
 
-def npy(shape: Any = NUMBERS.shape, version: tuple[int, int] = (1, 0), body: bytes = NUMBERS.tobytes()) -> bytes:
-    text = repr({"descr": "<f4", "fortran_order": False, "shape": shape}).encode().ljust(117) + b"\n"
-    size = struct.pack("<H" if version[0] == 1 else "<I", len(text))
-    return b"\x93NUMPY" + bytes(version) + size + text + body
-
-
-def packed(path: Path, *members: tuple[str, bytes]) -> Path:
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in members or [(name, npy()) for name in NAMES]:
-            archive.writestr(name, data)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (npy((1, 2, 300, 8)), "16,384 bytes, and not the shape"),
-        (npy((1, 2, 200, 8)), "16,384 bytes, and not the shape"),
-        (npy((1, 2, 1 << 40, 8)), "16,384 bytes, and not the shape"),
-        (npy((-1, -2, ROWS, 8)), "not the shape"),
-        (npy(body=NUMBERS.tobytes()[:-4]), "16,380 bytes, and not the shape"),
-        (npy(body=NUMBERS.tobytes() + b"abcd"), "16,388 bytes, and not the shape"),
-        *((b"\x93NUMPY\x01\x00\x76\x00" + text.ljust(117) + b"\n", "cannot be read by rows") for text in HEADERS),
-        (b"no array", "cannot be read by rows"),
-    ],
-    ids=[
-        "more rows",
-        "fewer rows",
-        "past the end",
-        "negative",
-        "bytes missing",
-        "more bytes",
-        *map(repr, HEADERS),
-        "magic",
-    ],
-)
-def test_wrong_members_of_npz(tmp_path: Path, data: bytes, words: str) -> None:
-    path = packed(tmp_path / "x.npz", ("q.npy", data), ("k.npy", npy()), ("v.npy", npy()))
-    with pytest.raises(InvalidInput, match=words):
+@pytest.mark.parametrize("pack", [np.savez, np.savez_compressed])
+def test_npz_that_numpy_writes_is_read_and_a_broken_one_refused(tmp_path: Path, pack: Callable[..., None]) -> None:
+    path = tmp_path / "x.npz"
+    pack(path, **dict.fromkeys(NAMES, NUMBERS))
+    assert np.array_equal(read_npz(path, NAMES)["k"].numpy(), NUMBERS)
+    whole = path.read_bytes()
+    for broken in (whole[:-100], b"PK\x03\x04 not whole", b"no array"):
+        path.write_bytes(broken)
+        with pytest.raises(InvalidInput, match=r"x\.npz: .*; write the file again with numpy\.savez"):
+            read_npz(path, NAMES)
+    pack(path, q=NUMBERS.astype(np.int64))
+    with pytest.raises(InvalidInput, match=r"q has dtype torch\.int64; convert"):
         read_npz(path, NAMES)
-
-
-@pytest.mark.parametrize(
-    ("after", "far", "put"),  # after the first of such bytes, so far from them, these
-    [
-        (b"PK\x01\x02", 42, b"\7"),
-        (b"PK\x01\x02", 8, b"\1"),
-        (b"PK\x01\x02", 6, b"\xff"),
-        (b"PK\x03\x04", 30, b"z"),
-    ],
-    ids=["offset", "encrypted", "version", "name"],
-)
-def test_broken_npz(tmp_path: Path, after: bytes, far: int, put: bytes) -> None:
-    path = packed(tmp_path / "x.npz")
-    assert set(read_npz(path, NAMES)) == {*NAMES}
-    data = bytearray(path.read_bytes())
-    at = data.index(after) + far
-    data[at : at + len(put)] = put
-    path.write_bytes(data)
-    with pytest.raises(InvalidInput, match=r"cannot be read by rows .*; write it again with numpy\.savez"):
-        read_npz(path, NAMES)
-
-
-def test_npz_that_numpy_writes_is_read(tmp_path: Path) -> None:
-    for version in ((1, 0), (2, 0), (3, 0)):
-        path = packed(tmp_path / "x.npz", *((f"{name}.npy", npy(version=version)) for name in NAMES))
-        assert np.array_equal(read_npz(path, NAMES)["k"].rows(range(ROWS)).numpy(), NUMBERS)
 
 
 YAML: list[tuple[str, Callable[[str], str], str]] = [
@@ -138,33 +79,26 @@ def test_numbers_of_machine_files_as_people_write_them(tmp_path: Path) -> None:
     [
         (("plan", "pattern=null"), "Config group override must be"),
         (("plan", "-m", "pattern=causal,nul"), "Could not find 'pattern/nul'"),
-        (("plan", "hydra/job_logging=null"), "Config group override must be"),
         (("plan", "tokens=" + "9" * 400), "is larger than 2^63 - 1"),
         (("plan", "tokens=" + "9" * 5000), "4300 digits"),
-        (("plan", "ranks=" + "9" * 400), "is larger than 2^63 - 1"),
-        (("bench", "cases=[]"), "cases=[]: unknown; expected some of dense_4096"),
+        (("bench", "suite=ring", "cases=[]"), "cases=[]: unknown; expected some of dense_4096"),
         (("plan", "-m", "ranks=2,4", "hydra.launcher._target_=os.system"), "Invalid plugin 'os.system'"),
         (("simulate", "machine.flops=1e-300", "passes=10"), "flops=1e-300 must be a number from 1e-30"),
         (("plan", "tokens=64", "heads=1e5"), "heads=100,000: 4,096 is the most"),
         (("simulate", "head_dim=1e18"), "is the most that is planned for"),
-        (("simulate", "batch=1e30"), "is larger than 2^63 - 1"),
         (("plan", "tokens=64", "pattern=Window(1, **x)"), "** is not understood"),
         (("plan", "tokens=64", "pattern=Window(left=1, left=2)"), "gives left twice"),
         (("plan", "tokens=64", "pattern=" + "Window(1) & " * 5000 + "Full()"), "nested too deep"),
         (("plan", "tokens=64", f"output.path={'x' * 300}"), "File name too long"),
-        (("plan", "tokens=64", f"output.path={'x/' * 3000}"), "File name too long"),
         (("bench", f"output.path={'x' * 300}"), "File name too long"),
         (("plan", "machine=file", "machine.path=pipe"), "is a pipe or a device"),
         (("plan", "tokens=64", "output.path=link"), "the folder "),
         (("plan", "tokens=64", "output.path=circle"), "cannot be written"),
         ((*VIRTUAL, "input.path=pipe"), "is a pipe or a device"),
-        ((*VIRTUAL, "input.path=/dev/zero"), "is a pipe or a device"),
         ((*VIRTUAL, "threads=100000"), "threads=100,000: must be 1 .. "),
         ((*VIRTUAL, "timeout=1e30"), "at most 31,536,000"),
         ((*VIRTUAL, "tokens=1T", "input=random"), "and this machine has "),
-        ((*VIRTUAL, "tokens=1T"), "has only"),
-        ((*VIRTUAL, "ranks=1e9"), "1,000,000,000 virtual ranks of this plan have about"),
-        ((*VIRTUAL, "ranks=20000", "repeat=3"), "20,000 virtual ranks of this plan have about"),
+        ((*VIRTUAL, "ranks=20000"), "ranks=20,000: at most 16,384 virtual ranks take turns in one process"),
         (("run", "tokens=1T", "input=random", "ranks=2"), "and this machine has "),
         (("simulate", "mode=numerics", "ranks=1e9", "tokens=64"), "mode=numerics walks along all ranks"),
         (("simulate", "mode=numerics", "tokens=64", "numerics.spread=0"), "numerics.spread=0: "),
@@ -204,39 +138,10 @@ def test_the_mode_of_an_output_is_kept(tmp_path: Path) -> None:
     assert stat.S_IMODE(other.stat().st_mode) == 0o640
 
 
-KILLED = """
-import sys, time
-from pathlib import Path
-from ringattn.files import replacing
-with replacing(Path(sys.argv[1])) as temporary:
-    temporary.write_text("half")
-    print("begun", flush=True)
-    time.sleep(100)
-"""
-
-
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    """By the next that writes the same file, and not before the process has ended."""
-    path = tmp_path / "x.json"
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "begun\n"
-        check_writable(path)
-        (left,) = tmp_path.iterdir()
-        assert left.read_text() == "half" and left.name.startswith(f".{path.name}{MARK}")
-    finally:
-        process.kill()
-        process.communicate()
-    assert list(tmp_path.iterdir()) == [left]
-    write_text(path, "whole")
-    assert list(tmp_path.iterdir()) == [path]
-
-
 @pytest.mark.parametrize(
     ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
-@pytest.mark.parametrize("imported", ["omegaconf"])
-def test_signals_at_start_up(tmp_path: Path, number: int, status: int, word: str, imported: str) -> None:
+def test_signals_at_start_up(tmp_path: Path, number: int, status: int, word: str) -> None:
     """Sent while a package is imported, by the import itself: no wait, and the same moment every time."""
     code = (
         "import os, signal, sys\n"
@@ -244,8 +149,8 @@ def test_signals_at_start_up(tmp_path: Path, number: int, status: int, word: str
         "from ringattn.cli.main import main\n"
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name == {imported!r}: os.kill(os.getpid(), {int(number)})\n"
-        f"for name in [name for name in sys.modules if name.split('.')[0] == {imported!r}]: del sys.modules[name]\n"
+        f"        if name == 'omegaconf': os.kill(os.getpid(), {int(number)})\n"
+        "for name in [name for name in sys.modules if name.split('.')[0] == 'omegaconf']: del sys.modules[name]\n"
         "sys.meta_path.insert(0, Finder())\n"
         "sys.argv = ['ringattn', 'plan', 'tokens=64', 'ranks=2']\n"
         "main()\n"

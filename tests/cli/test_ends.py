@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from command_line import Inside
-from warm_python import executable
 
 from ringattn.errors import InvalidInput, LaunchFailure
 from ringattn.files import write_text, writing
@@ -108,10 +107,9 @@ def test_standard_output_on_a_full_disk(tmp_path: Path) -> None:
 def test_a_reader_that_is_gone(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     read, write = os.pipe()
     os.close(read)
-    python = executable() if "run" in arguments else sys.executable
     try:
         done = subprocess.run(
-            [python, *COMMAND[1:], *arguments],
+            [*COMMAND, *arguments],
             cwd=tmp_path,
             stdout=write,
             stderr=subprocess.PIPE,

@@ -14,7 +14,7 @@ from ringattn import Causal, Pattern, Sinks, Strided, Window, make_layout, mix
 from ringattn.cli.config.groups import InputGroup
 from ringattn.cli.config.schema import RunConfig
 from ringattn.cli.inputs import NAMES, open_source, read_shard, rotate_pairs
-from ringattn.simulator.numerics.row_oracle import oracle_rows, sampled_rows
+from ringattn.simulator.numerics.oracle import oracle_rows, sampled_rows
 from ringattn.simulator.numerics.source import counter_normal
 
 

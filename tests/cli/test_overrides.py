@@ -7,7 +7,7 @@ import pytest
 import ringattn as ra
 from ringattn.cli import ranks
 from ringattn.cli.config.groups import MachineGroup
-from ringattn.cli.config.overrides import check_parameters, compose, parse_arguments, prepare
+from ringattn.cli.config.overrides import as_study, check_parameters, compose, parse_arguments, prepare, split_commas
 from ringattn.cli.config.schema import RunConfig
 from ringattn.errors import InvalidInput
 from ringattn.transport.launcher import Launch
@@ -53,11 +53,12 @@ def test_an_empty_value_is_refused(value: str) -> None:
 def test_options_stand_anywhere() -> None:
     found = parse_arguments(["-cd", "a", "plan", "ranks=2", "-m", "--cfg", "job", "layout=zigzag", "--config-dir=b"])
     assert found.words == ["plan", "ranks=2", "layout=zigzag"] and found.multirun
-    assert found.options == ["--config-dir=a", "--cfg=job", "--config-dir=b"]
+    assert found.options == ["--cfg=job", "--config-dir=b"]
     for wrong, words in (
         (["run", "--jsn"], "--jsn: unknown option; did you mean '--json'?"),
         (["plan", "--experimental-rerun", "x"], "--experimental-rerun: unknown option"),
         (["report", "--compare", "a"], "argument --compare: expected 2 arguments"),
+        (["plan", "--cfg", "nope"], "argument --cfg/-c: invalid choice: 'nope' (choose from"),
     ):
         with pytest.raises(InvalidInput) as caught:
             parse_arguments(wrong)
@@ -122,3 +123,14 @@ def test_one_rank_or_one_head_makes_no_ulysses_group() -> None:
 def test_no_key_is_removed() -> None:
     with pytest.raises(InvalidInput, match="~ranks: a key of ringattn cannot be removed"):
         prepare("plan", ["~ranks"])
+
+
+def test_comma_lists_become_axes() -> None:
+    assert split_commas("a,(b,c),'d,e',{f: 1, g: 2}") == ["a", "(b,c)", "'d,e'", "{f: 1, g: 2}"]
+    assert as_study(["ranks=1,2", "heads=4", "pattern=Window(1, 2),Full()"]) == [
+        "heads=4", "+study.axes={ranks: ['1', '2'], pattern: ['Window(1, 2)', 'Full()']}"
+    ]  # fmt: skip
+    assert as_study(["ranks=range(1,4)"]) == ["+study.axes={ranks: ['1', '2', '3']}"]
+    assert as_study(["ranks=2,4", "output.path=a,b"]) == ["output.path=a,b", "+study.axes={ranks: ['2', '4']}"]
+    with pytest.raises(InvalidInput, match="no key has several values"):
+        as_study(["ranks=2"])

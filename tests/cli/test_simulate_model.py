@@ -47,23 +47,8 @@ def test_phases_and_configs_of_your_own(tmp_path: Path, capsys: pytest.CaptureFi
         assert name in printed and "keys and values of a GPU  512.0 KiB" in printed
     for wrong, message in (
         ({"phase": "train"}, "did you mean 'training'"),
-        ({"model": ModelGroup("file")}, "needs both"),
+        ({"model": ModelGroup("file")}, "model=file needs model.path=..., the config"),
         ({"study": StudyGroup(axes={"cp": [1, 2]})}, "study.axes=.* has no meaning with a model"),
     ):
         with pytest.raises(InvalidInput, match=message):
             main(replace(own, **wrong))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("model=llama3_8b", "ranks=4"), "ranks=4 has no meaning with a model"),
-        (("model=llama3_8b", "phase=decode", "pp=2"), "pp=2 has no meaning with phase=decode"),
-        (("model=llama3_8b", "-m", "cp=1,2"), "study.axes={'cp': ['1', '2']} has no meaning with a model"),
-        (("model=llama3_8",), "did you mean 'llama3_8b'"),
-        (("mode=numerics", "cp=2"), "cp=2 has no meaning without a model"),
-    ],
-)
-def test_settings_without_a_meaning(inside: Inside, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
-    done = inside("simulate", *words, cwd=tmp_path)
-    assert done.returncode == 2 and message in done.stderr, done.stderr

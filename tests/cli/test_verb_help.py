@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import ringattn
+from command_line import Inside, ringattn
 
 from ringattn.bench import SUITES
+from ringattn.cli.config.folders import EXAMPLES, verb_help
 from ringattn.cli.config.schema import SCHEMAS, conf_dir
-from ringattn.cli.config.verb_help import verb_help
 
 #: Files whose keys are explained elsewhere.
 PRESETS = ("experiment", "model", "study")
@@ -34,10 +34,12 @@ def test_every_key_of_a_config_file_has_a_comment(path: Path) -> None:
 
 @pytest.mark.parametrize("verb", SCHEMAS)
 def test_the_help_names_every_key_and_no_other(verb: str) -> None:
-    text = verb_help(verb, [], {})
-    shown = yaml.safe_load(text.partition("is section.key)\n")[2].partition("\n\noptions")[0])
+    text = verb_help(verb, [], [])
+    shown = yaml.safe_load(
+        text.partition("is section.key)\n")[2].partition("\n\ngroups")[0].partition("\n\noptions")[0]
+    )
     schema = dataclasses.asdict(SCHEMAS[verb]())
-    groups = {field for field in schema if f"\n{field}=" in text}
+    groups = {field for field in schema if f"\n  {field}=" in text.partition("\n\ngroups")[2]}
     # A group without options here, such as `output`, is a section of keys; a study is both.
     wanted = keys({key: value for key, value in schema.items() if key not in (*groups - {"study"}, "experiment")})
     assert keys(shown or {}) == wanted
@@ -47,14 +49,26 @@ def test_the_help_names_every_key_and_no_other(verb: str) -> None:
 def test_the_help_shows_parameters_experiments_and_folders(tmp_path: Path) -> None:
     (tmp_path / "pattern").mkdir()
     (tmp_path / "pattern" / "mine.yaml").write_text("# My pattern\nspec: Full()\n")
-    text = verb_help("plan", [tmp_path], {})
+    text = verb_help("plan", ["pattern", "experiment", "machine"], [tmp_path])
     assert "    left: 4095         # keys before the query" in text and "  mine                My pattern" in text
     assert "  window_64k          64k tokens under" in text and "machine.bandwidth=null  # " in text
     assert "custom" not in text
 
 
+@pytest.mark.parametrize(
+    ("verb", "example"), [(verb, example) for verb, given in EXAMPLES.items() for example in given]
+)
+def test_the_examples_of_the_help_can_be_composed(verb: str, example: str, inside: Inside, tmp_path: Path) -> None:
+    text = verb_help(verb, [], [])
+    assert text.index(f"ringattn {verb} {example}") < text.index("\n\nkeys")
+    if "-m" in example.split():  # a comma list is composed job by job
+        example = example.removeprefix("-m ").replace(",512,4096", "").replace(",allgather", "").replace(",direct", "")
+    done = inside(verb, *example.split(), "--cfg", "job", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_help_on_the_command_line(tmp_path: Path) -> None:
     done = ringattn("bench", "--help", cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr
-    assert done.stdout.startswith("ringattn bench: ") and f"suites: {', '.join(SUITES)}" in done.stdout
+    assert done.stdout.startswith("ringattn report NAME: ") and f"suites: {', '.join(SUITES)}" in done.stdout
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Pages in a real browser, as a phone shows them."""
+"""Pages in a real browser, as a phone shows them, or a screen."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from pathlib import Path
 from typing import Any
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+#: A window cannot be as narrow as a phone, a frame can; the page tells the window around it what it found.
+AROUND = """<!doctype html><title></title><script>onmessage = told => {{ document.title = told.data; }};</script>
+<iframe src="page.html" width="{width}" height="900" style="border: 0"></iframe>"""
 
 
-def probe(page: str, script: str, folder: Path, scheme: str = "light") -> dict[str, Any]:
+def probe(page: str, script: str, folder: Path, scheme: str = "light", width: int = 390) -> dict[str, Any]:
     """What `script`, run once the page is loaded, writes into the title as JSON; fails where the console has a line."""
     assert BROWSER is not None
-    target = folder / "page.html"
-    target.write_text(page.replace("</body>", f"<script>addEventListener('load', () => {{{script}}});</script></body>"))
+    told = f"<script>addEventListener('load', () => {{{script} parent.postMessage(document.title, '*');}});</script>"
+    (folder / "page.html").write_text(page.replace("</body>", f"{told}</body>"))
+    around = folder / "around.html"
+    around.write_text(AROUND.format(width=width))
     done = subprocess.run(
         [
-            *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=390,900"),
-            *("--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}"),
-            *(f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}", "--dump-dom", target.as_uri()),
+            *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width + 200},1000"),
+            *("--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=10000"),
+            *(f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}", "--dump-dom", around.as_uri()),
         ],
         capture_output=True,
         text=True,

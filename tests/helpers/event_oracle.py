@@ -67,7 +67,10 @@ class EventOracle:
             self.busy[stall.rank][stall.step] += stall.seconds
 
     def run(self, *, instant: bool = False) -> list[float]:
-        """When each rank has finished. `instant`: messages take no time."""
+        """When each rank has finished; `begun` is then when it began each step, [steps + 1, ranks].
+
+        `instant`: messages take no time.
+        """
         slots = self.machine.buffers or 1
         ranks = [Rank(list(busy), [set() for _ in range(self.count)]) for busy in self.busy]
         begins: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -125,6 +128,7 @@ class EventOracle:
                         waited.discard(which)
                     go_on(rank, now)
         assert all(one.step == self.count for one in ranks), "ranks are stuck"
+        self.begun = np.array([one.times for one in ranks]).T
         return [one.times[-1] for one in ranks]
 
     def _share_cores(self, cores: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
+from rank_pool import told_by
 from torch._dynamo.utils import counters
 
 import ringattn as ra
@@ -102,15 +102,6 @@ def agreements(rank: int, names: list[str], tokens: int) -> list[tuple[float, fl
         agreement = check(parallelize(make(name), layout="zigzag"), tokens)
         found.append((agreement.logits, agreement.gradients))
     return found
-
-
-def told(call: Callable[[], Any]) -> str:
-    """The error of a call."""
-    try:
-        call()
-    except ra.RingAttentionError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def batches(rank: int, name: str, checkpointing: bool, packed: bool) -> tuple[float, float]:
@@ -291,20 +282,20 @@ def refused_batches(rank: int) -> dict[str, str]:
         "unknown": {"input_ids": ids, "pixels": ids},
         "inside": {"input_ids": ids, "cu_seqlens": [0, 3, 8]},
     }
-    found = {name: told(lambda: shard_batch(batch, layout="zigzag")) for name, batch in wrong.items()}
+    found = {name: told_by(lambda: shard_batch(batch, layout="zigzag")) for name, batch in wrong.items()}
     ramp, once = torch.arange(8).unsqueeze(0), [0, 3, 8]
-    found["already"] = told(lambda: shard_batch({"input_ids": ramp, "labels": ramp + 1}, layout="zigzag"))
+    found["already"] = told_by(lambda: shard_batch({"input_ids": ramp, "labels": ramp + 1}, layout="zigzag"))
     by_index = {"input_ids": ramp, "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]], dtype=torch.int32)}
     same = [shard_batch(by_index, layout="zigzag"), shard_batch({"input_ids": ramp}, layout="zigzag", cu_seqlens=once)]
     found["seq_idx"] = str(all(torch.equal(same[0][name], same[1][name]) for name in same[1]))
     by_index["cu_seq_lens_q"] = torch.tensor([0, 4, 8], dtype=torch.int32)
-    found["seq_idx other"] = told(lambda: shard_batch(by_index, layout="zigzag"))
+    found["seq_idx other"] = told_by(lambda: shard_batch(by_index, layout="zigzag"))
     first = make("Llama")
     second = hf.LlamaForCausalLM(first.config)
     parallelize(first, layout="zigzag")
     found["config"] = second.config._attn_implementation
-    found["logits"] = told(lambda: second(ids))
-    found["shape"] = told(lambda: gather_logits(ids if rank else ids[..., None], layout="zigzag"))
+    found["logits"] = told_by(lambda: second(ids))
+    found["shape"] = told_by(lambda: gather_logits(ids if rank else ids[..., None], layout="zigzag"))
     text, borders = torch.arange(8).unsqueeze(0), [0, 4, 9 if rank else 8]
     others = {
         "input_ids": ({"input_ids": text + rank}, None),
@@ -313,9 +304,9 @@ def refused_batches(rank: int) -> dict[str, str]:
         "same": ({"input_ids": text, "labels": text}, [0, 5, 8]),
     }
     for name, (batch, starts) in others.items():
-        found[f"other {name}"] = told(lambda: first(**shard_batch(batch, layout="zigzag", cu_seqlens=starts)))
-    found["seed"] = told(lambda: check(first, seed=rank))
-    found["borders"] = told(lambda: first(**shard_batch({"input_ids": ids}, layout="zigzag", cu_seqlens=borders)))
+        found[f"other {name}"] = told_by(lambda: first(**shard_batch(batch, layout="zigzag", cu_seqlens=starts)))
+    found["seed"] = told_by(lambda: check(first, seed=rank))
+    found["borders"] = told_by(lambda: first(**shard_batch({"input_ids": ids}, layout="zigzag", cu_seqlens=borders)))
     return found
 
 
@@ -350,48 +341,48 @@ def refusals(rank: int) -> dict[str, str]:
     model = parallelize(make("Mistral, window"), layout="zigzag")
     with pytest.MonkeyPatch.context() as patch:  # as if a window of W keys meant W keys before the row's own
         patch.setattr(adapter, "Window", lambda left, right: ra.Window(left + 1, right))
-        found["off by one"] = told(lambda: check(model))
-    found["short"] = told(lambda: check(parallelize(make("Mistral, window"), layout="zigzag"), 12))
+        found["off by one"] = told_by(lambda: check(model))
+    found["short"] = told_by(lambda: check(parallelize(make("Mistral, window"), layout="zigzag"), 12))
     dropping = parallelize(make("Llama", attention_dropout=0.1), layout="zigzag", kernel="aten_cpu").train()
-    found["dropout"] = told(lambda: dropping(**batch))
+    found["dropout"] = told_by(lambda: dropping(**batch))
     llama = parallelize(make("Llama"), layout="zigzag")
-    found["positions"] = told(lambda: llama(batch["input_ids"]))
+    found["positions"] = told_by(lambda: llama(batch["input_ids"]))
     moved = {**batch, "position_ids": batch["position_ids"] + rank}
-    found["moved"] = told(lambda: llama(**moved))
-    found["on one rank"] = told(lambda: llama(batch["input_ids"]) if rank == 0 else llama(**batch))
-    found["generate"] = told(lambda: llama.generate(**batch, max_new_tokens=2))
-    found["group"] = told(lambda: parallelize(make("Llama"), 2, layout="zigzag"))  # type: ignore[arg-type]
+    found["moved"] = told_by(lambda: llama(**moved))
+    found["on one rank"] = told_by(lambda: llama(batch["input_ids"]) if rank == 0 else llama(**batch))
+    found["generate"] = told_by(lambda: llama.generate(**batch, max_new_tokens=2))
+    found["group"] = told_by(lambda: parallelize(make("Llama"), 2, layout="zigzag"))  # type: ignore[arg-type]
     chunked = make("Gemma 3, hybrid")
     chunked.config.layer_types = ["full_attention", "chunked_attention"]
-    found["layers"] = told(lambda: parallelize(chunked, layout="zigzag"))
-    found["router"] = told(lambda: parallelize(make("Mixtral", output_router_logits=True), layout="zigzag"))
-    found["option"] = told(lambda: parallelize(make("Llama"), layout="zigzag", softcap=3.0))  # type: ignore[call-arg]
-    found["weights"] = told(lambda: llama(**batch, output_attentions=True))
+    found["layers"] = told_by(lambda: parallelize(chunked, layout="zigzag"))
+    found["router"] = told_by(lambda: parallelize(make("Mixtral", output_router_logits=True), layout="zigzag"))
+    found["option"] = told_by(lambda: parallelize(make("Llama"), layout="zigzag", softcap=3.0))  # type: ignore[call-arg]
+    found["weights"] = told_by(lambda: llama(**batch, output_attentions=True))
     for name, options in TYPOS.items():
-        found[name] = told(lambda: parallelize(make("Llama"), **{"layout": "zigzag", **options}))
-    found["linear"] = told(lambda: parallelize(torch.nn.Linear(2, 2), layout="zigzag"))  # type: ignore[arg-type]
+        found[name] = told_by(lambda: parallelize(make("Llama"), **{"layout": "zigzag", **options}))
+    found["linear"] = told_by(lambda: parallelize(torch.nn.Linear(2, 2), layout="zigzag"))  # type: ignore[arg-type]
     pooling = parallelize(hf.BertModel(hf.BertConfig(**BASE)), layout="zigzag")
-    found["pooler"] = told(lambda: pooling(**batch))
-    found["keep"] = told(lambda: llama(**batch, logits_to_keep=8))
+    found["pooler"] = told_by(lambda: pooling(**batch))
+    found["keep"] = told_by(lambda: llama(**batch, logits_to_keep=8))
     ids = torch.zeros(1, 40, dtype=torch.long)
     labelled = shard_batch({"input_ids": ids, "labels": ids}, layout="zigzag")
-    found["by hand"] = told(lambda: llama(**{**batch, "labels": ids}))
-    found["aligned"] = told(
+    found["by hand"] = told_by(lambda: llama(**{**batch, "labels": ids}))
+    found["aligned"] = told_by(
         lambda: llama(**shard_batch({"input_ids": ids, "labels": ids}, layout="zigzag", shift=False))
     )
-    found["shifted"] = told(lambda: parallelize(make("RoBERTa, positions from 2"), layout="zigzag")(**labelled))
-    found["smoothed"] = told(lambda: llama(**{name: x for name, x in labelled.items() if name != "labels"}))
-    found["uncounted"] = told(lambda: llama(**{name: x for name, x in labelled.items() if name != "batch_digest"}))
+    found["shifted"] = told_by(lambda: parallelize(make("RoBERTa, positions from 2"), layout="zigzag")(**labelled))
+    found["smoothed"] = told_by(lambda: llama(**{name: x for name, x in labelled.items() if name != "labels"}))
+    found["uncounted"] = told_by(lambda: llama(**{name: x for name, x in labelled.items() if name != "batch_digest"}))
     by_hand = {name: x for name, x in batch.items() if name != "batch_digest"}
-    found["length"] = told(lambda: parallelize(make("longrope"), layout="zigzag")(**by_hand))
+    found["length"] = told_by(lambda: parallelize(make("longrope"), layout="zigzag")(**by_hand))
     llama.set_attn_implementation("sdpa")
-    found["sdpa"] = told(lambda: llama(**batch))
+    found["sdpa"] = told_by(lambda: llama(**batch))
     text = ids[:, :5]
     again = unparallelize(llama).generate(text, max_new_tokens=3, do_sample=False)
     found["again"] = str(torch.equal(again, make("Llama").generate(text, max_new_tokens=3, do_sample=False)))
     for name, (kind, config, settings) in REFUSED.items():
         model = getattr(hf, kind)(getattr(hf, config)(**settings))
-        found[name] = told(lambda: parallelize(model, layout="zigzag"))
+        found[name] = told_by(lambda: parallelize(model, layout="zigzag"))
     return found
 
 

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import byte_table
 import group_cases
 import pytest
 import rank_cases
@@ -29,10 +28,6 @@ def equals_virtual(transport: Mpi, dtype: str, heads: list[int]) -> int:
     return rank_cases.compare_with_virtual(transport, dtype, (heads[0], heads[1]), PATTERNS)
 
 
-def byte_counts(transport: Mpi) -> list[int]:
-    return byte_table.count(transport)
-
-
 def errors(transport: Mpi) -> list[str]:
     return rank_cases.errors_on_every_rank(transport.rank, transport)
 
@@ -44,12 +39,12 @@ def records(transport: Mpi) -> list[int]:
         assert transport.gather(mine[transport.rank]) == mine
     # The few bytes before every call of ring_attention take one collective, a long record two.
     rounds = []
-    exchange = transport._exchange
-    transport._exchange = lambda record: rounds.append(len(record)) or exchange(record)  # type: ignore[method-assign, func-returns-value]
+    gather = transport._gather_equal
+    transport._gather_equal = lambda record: rounds.append(len(record)) or gather(record)  # type: ignore[method-assign, func-returns-value]
     lengths = [len(x) for x in transport.gather(bytes(transport.rank))]
     transport.gather(bytes(SHORT))
     transport.gather(bytes(SHORT + 10 * (transport.rank == 0)))
-    transport._exchange = exchange  # type: ignore[method-assign]
+    transport._gather_equal = gather  # type: ignore[method-assign]
     assert rounds == [64, 64, 64, 10]
     return lengths
 

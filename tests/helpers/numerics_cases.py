@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import oracle
-import torch
 
 import ringattn as ra
 from ringattn.pattern import Pattern
 from ringattn.plan.plan import Plan
-from ringattn.simulator.numerics import make_source
+from ringattn.simulator.numerics.source import make_source
 
 PATTERNS = (
     ra.Full(),
@@ -35,5 +34,4 @@ def case_of(plan: Plan, period: int | None) -> oracle.Case:
 
 
 def truth_of(plan: Plan, period: int | None) -> oracle.Result:
-    mask = torch.from_numpy(plan.pattern.mask(plan.tokens, plan.heads))
-    return oracle.dense(case_of(plan, period), mask, plan.pattern.output_scale)
+    return oracle.truth_of(case_of(plan, period), plan.pattern)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from ringattn.pattern import Pattern
 from ringattn.plan.work import Work
 
 Tensor = torch.Tensor
@@ -58,21 +61,34 @@ def make_case(
     return Case(q, k, v, grad, grad_lse if lse else None)
 
 
-def dense(case: Case, mask: Tensor, output_scale: float = 1.0) -> Result:
-    """fp64 softmax with multiplicities `mask` [H, N, N]; rows that see no key are 0, their lse -inf."""
-    q, k, v = case.leaves(torch.float64)
+def dense(
+    case: Case, mask: Tensor, output_scale: float = 1.0, *, softcap: float | None = None, sinks: Tensor | None = None,
+    factors: Tensor | float = 1.0,
+) -> Result:  # fmt: skip
+    """fp64 softmax with multiplicities `mask` [H, N, N]; rows that see no key are 0, their lse -inf.
+
+    sinks [H]: logits of one more key each, whose gradient is then the last. factors: of the weights, by dropout.
+    """
+    leaves = [*case.leaves(torch.float64)]
+    q, k, v = leaves
     group = q.shape[1] // k.shape[1]
-    seen = mask.sum(-1) > 0
-    zero = torch.zeros((), dtype=torch.float64)
-    bias = mask.double().log().where(seen.unsqueeze(-1), zero)  # hidden rows: finite here, struck out below
-    scores = q @ k.repeat_interleave(group, 1).mT * case.factor + bias
+    scores = q @ k.repeat_interleave(group, 1).mT * case.factor
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores + mask.double().log()
+    if sinks is not None:
+        leaves.append(sinks.detach().double().requires_grad_())
+        scores = torch.cat([scores, leaves[-1][:, None, None].expand(*scores.shape[:3], 1)], -1)
+    empty = scores.isneginf().all(-1, keepdim=True)
+    scores = scores.masked_fill(empty, 0.0)  # finite here, struck out below
     lse = scores.logsumexp(-1)
-    out = (scores - lse.unsqueeze(-1)).exp() @ v.repeat_interleave(group, 1) * seen.unsqueeze(-1) * output_scale
+    weights = (scores - lse.unsqueeze(-1)).exp().masked_fill(empty, 0.0)[..., : k.shape[2]] * factors
+    out = weights @ v.repeat_interleave(group, 1) * output_scale
     loss = (out * case.grad.double()).sum()
     if case.grad_lse is not None:
-        loss = loss + (lse * seen * case.grad_lse).sum()
-    shown = lse.detach().masked_fill(~seen, -torch.inf)
-    return Result(out.detach(), shown, torch.autograd.grad(loss, (q, k, v)))
+        loss = loss + (lse * ~empty.squeeze(-1) * case.grad_lse).sum()
+    shown = lse.detach().masked_fill(empty.squeeze(-1), -torch.inf)
+    return Result(out.detach(), shown, torch.autograd.grad(loss, leaves))
 
 
 def single_device(case: Case, mask: Tensor, output_scale: float = 1.0) -> Result:
@@ -122,6 +138,42 @@ def errors(found: Result, truth: Result) -> list[float]:
     """Errors of out, dq, dk, dv."""
     pairs = zip((found.out, *found.grads), (truth.out, *truth.grads), strict=True)
     return [error(a, b) for a, b in pairs]
+
+
+def same_lse(found: Tensor, truth: Tensor, tolerance: float) -> None:
+    """Rows that see no key have lse -inf, the others the truth."""
+    assert torch.equal(found == -torch.inf, truth == -torch.inf)
+    some = truth != -torch.inf
+    assert error(found[some], truth[some]) <= tolerance
+
+
+def solve(attend: Callable[..., Any], case: Case, *arguments: Any, **options: Any) -> Result:
+    """The results and gradients of a function such as `ringattn.attention`."""
+    inputs = case.leaves()
+    out, lse = attend(*inputs, *arguments, return_lse=True, scale=case.scale, **options)
+    if case.grad_lse is None:
+        grads = torch.autograd.grad(out, inputs, case.grad)
+    else:
+        grads = torch.autograd.grad((out, lse), inputs, (case.grad, case.grad_lse.to(lse.dtype)))
+    return Result(out.detach(), lse.detach(), grads)
+
+
+def truth_of(case: Case, pattern: Pattern, oracle: Callable[..., Result] = dense) -> Result:
+    """The oracle under the dense mask of a pattern."""
+    heads, tokens = case.q.shape[1:3]
+    return oracle(case, torch.from_numpy(pattern.mask(tokens, heads)), pattern.bind(heads, tokens).output_scale)
+
+
+def trimmed(rows: int, keys: int, lo: int | None, hi: int | None) -> Work | None:
+    """A work whose every row sees a key, as the planner makes them."""
+    first = max(0, lo) if lo is not None else 0
+    last = min(rows, keys + hi) if hi is not None else rows
+    left = max(0, first - hi) if hi is not None else 0
+    right = min(keys, last - lo) if lo is not None else keys
+    if first >= last or left >= right:
+        return None
+    whole = Work(range(4), range(2), range(rows), (range(keys),), lo, hi)
+    return whole.narrow((first, last), (left, right))
 
 
 def mark_pairs(found: np.ndarray, whole: Work, kv_heads: int) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that stay from test to test: to start a process that imports torch takes longer than most tests."""
+"""Ranks that stay from test to test, as a process that imports torch starts slowly, and what calls of ranks raise."""
 
 from __future__ import annotations
 
@@ -6,22 +6,16 @@ import math
 import os
 import pickle
 import signal
-import socket
-import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, wait
-from pathlib import Path
+from multiprocessing.connection import Client, Connection, Listener, wait
 from threading import Thread
 from typing import Any
 
 import torch
 
-from ringattn.errors import LaunchFailure
+from ringattn.errors import LaunchFailure, RingAttentionError
 from ringattn.transport.launcher import run_local
-
-#: Seconds in which the ranks must have started.
-START = 120.0
 
 
 def serve(rank: int, address: str) -> None:
@@ -34,6 +28,15 @@ def serve(rank: int, address: str) -> None:
             pipe.send(fn(rank, *args))
 
 
+def told_by(call: Callable[[], Any]) -> str:
+    """What a call raised, or "fine"."""
+    try:
+        call()
+    except (RingAttentionError, MemoryError, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
 class Pool:
     """`size` Gloo ranks with one thread each."""
 
@@ -41,16 +44,12 @@ class Pool:
         self.failure: LaunchFailure | None = None
         self.pipes: dict[int, Connection] = {}
         self.processes: list[int] = []
-        with tempfile.TemporaryDirectory(prefix="ringattn-") as folder, socket.socket(socket.AF_UNIX) as server:
-            address = str(Path(folder, "pool"))
-            server.bind(address)
-            server.listen(size)
-            server.settimeout(START)
+        with Listener(family="AF_UNIX", backlog=size) as server:
             # In a thread that lives as long as they do: ranks die with what started them.
-            self.thread = Thread(target=self._start, args=(size, address), daemon=True)
+            self.thread = Thread(target=self._start, args=(size, server.address), daemon=True)
             self.thread.start()
             for _ in range(size):
-                pipe = Connection(server.accept()[0].detach())
+                pipe = server.accept()
                 rank, process = pipe.recv()
                 self.pipes[rank] = pipe
                 self.processes.append(process)

@@ -27,11 +27,11 @@ def config(**more: Any) -> SimulateConfig:
 
 
 def study(folder: Path, axes: dict[str, Any], **more: Any) -> Study:
-    options = {"plots": [], **more.pop("study", {})}
+    options = {"name": "test", "plots": [], **more.pop("study", {})}
     if "shard" in axes:
         more = {"tokens": SimulateConfig().tokens, **more}
     made = config(study=StudyGroup(axes=axes, **options), **more)
-    return Study("test", made, list_points(made), folder)
+    return Study(made, list_points(made), folder)
 
 
 def read(path: Path) -> list[dict[str, str]]:

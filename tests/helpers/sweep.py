@@ -3,7 +3,7 @@
     PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py [CLASS ...]    # without classes all of them
 
 Writes a line for each class: exact, refused (in words), not buildable, no text, WRONG or crash. The status is 1 if some
-are WRONG or crash. `test_model_sweep.py` runs a sample.
+are WRONG or crash. `test_transformers.py` runs a sample.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import inspect
 import logging
 import multiprocessing
 import sys
-import tempfile
 import warnings
 from collections import Counter
 from datetime import timedelta
@@ -23,11 +22,13 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from huggingface_hub.errors import StrictDataclassError
+from rank_pool import Pool
 from transformers.models.auto import configuration_auto, modeling_auto
 
 import ringattn as ra
 from ringattn.integrations.transformers import parallelize, shard_batch
 from ringattn.train import mean_over_ranks
+from ringattn.transport import launcher
 
 TOKENS, CLASSES = 41, 99
 #: The sequences of each kind of batch: (row, first token, end). Those of a padded batch stand at the ends of its rows.
@@ -273,38 +274,25 @@ def verdict(results: list[dict[str, str]]) -> str:
     return " | ".join(shown).replace(" []", "") or "exact"
 
 
-def serve(rank: int, folder: str, pipe: Any) -> None:
-    """Answer for one class after another."""
-    torch.set_num_threads(1)
-    limit, store = timedelta(seconds=LIMIT / 3), dist.FileStore(f"{folder}/store", 3)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=limit)
-    while True:
-        pipe.send(one(rank, pipe.recv()))
-
-
 def main(names: list[str]) -> int:
-    context = multiprocessing.get_context("fork")  # ranks have imported what this process has
+    launcher.get_context = lambda method: multiprocessing.get_context("fork")  # type: ignore[assignment]
     counts: Counter[str] = Counter()
-    names = names or sorted(classes())
+    names, pool = names or sorted(classes()), None
     for name in names:
-        getattr(hf, name, None)
-    while names:
-        pipes, ends = zip(*(context.Pipe() for _ in range(3)), strict=True)
-        with tempfile.TemporaryDirectory() as folder:
-            ranks = [context.Process(target=serve, args=(i, folder, ends[i]), daemon=True) for i in range(3)]
-            for process in ranks:
-                process.start()
-            text = "exact"
-            while names and not any(word in text for word in ("crash", "CommFailure", "Mismatch")):
-                name, *names = names
-                for pipe in pipes:
-                    pipe.send(name)
-                text = verdict([p.recv() if p.poll(LIMIT) else {"": "crash: no answer"} for p in pipes])
-                counts[text.split(":")[0].split(" {")[0].split(" [")[0]] += 1
-                print(name, text, sep="\t", flush=True)
-            for process in ranks:
-                process.kill()
-                process.join()
+        getattr(hf, name, None)  # ranks have imported what this process has
+    for name in names:
+        pool = pool or Pool(3)
+        try:
+            text = verdict(pool.run(one, name, timeout=LIMIT))
+        except ra.LaunchFailure as error:
+            text = f"crash: {str(error).splitlines()[0]}"
+        if any(word in text for word in ("crash", "CommFailure", "Mismatch")):
+            pool.close()
+            pool = None
+        counts[text.split(":")[0].split(" {")[0].split(" [")[0]] += 1
+        print(name, text, sep="\t", flush=True)
+    if pool is not None:
+        pool.close()
     print(*(f"{count} {word}" for word, count in counts.most_common()), sep=", ")
     return int(counts["WRONG"] + counts["crash"] > 0)
 

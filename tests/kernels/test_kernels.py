@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from emulated_device import DEVICE
-from oracle import error
-from works import trimmed
+from oracle import error, trimmed
 
 from ringattn import InvalidInput, Unsupported
 from ringattn.kernels import available, get_kernel
 from ringattn.kernels.base import Kernel, band
-from ringattn.kernels.pad import EXTRA, with_column
 from ringattn.plan.work import Work
 from ringattn.runtime.softmax import merge, merge_
 
@@ -179,12 +177,6 @@ def test_merging_many_partials_loses_nothing() -> None:
         merge_(out, lse, part.softmax(-1) @ values[first : first + 16], part.logsumexp(-1))
     assert error(out, scores.softmax(-1) @ values) <= 1e-12
     assert error(lse, scores.logsumexp(-1)) <= 1e-12
-
-
-def test_extra_columns() -> None:
-    x = with_column(torch.ones(2, 3), torch.tensor([5.0, 6.0]))
-    assert x.shape == (2, 3 + EXTRA)
-    assert x[:, 3].tolist() == [5, 6] and (x[:, 4:] == 0).all()
 
 
 def test_a_name_is_never_replaced() -> None:

@@ -105,7 +105,7 @@ def test_the_first_tiles_of_a_visit_stand_for_the_others(pattern: str) -> None:
     )
     demand = plan.ring_plan(0)[0].demand
     every, some = demand.first_works(0, 0, None), demand.first_works(0, 0, 32)
-    assert every == (demand.batched(0, 0), True) and not some[1]
+    assert every == (demand.joined_works(0, 0), True) and not some[1]
     assert sum(len(work.k) * work.repeat for work in some[0]) <= 32 < sum(len(w.k) * w.repeat for w in every[0])
     exact, near = (modelled_seconds_per_pair(plan, RATES, False, False, [0], enough) for enough in (None, 32))
     assert near == pytest.approx(exact, rel=0.02)

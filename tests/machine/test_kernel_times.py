@@ -14,7 +14,7 @@ from ringattn.errors import InvalidInput, Unsupported
 from ringattn.machine.kernel_times import KernelTimes, TimeGrid
 from ringattn.plan.work import Work
 from ringattn.simulator.calibrate import kernels
-from ringattn.simulator.calibrate.rounds import CalibrationSizes
+from ringattn.simulator.calibrate.measure import CalibrationSizes
 from ringattn.simulator.timing.kernel_seconds import lower_to_tiles
 
 

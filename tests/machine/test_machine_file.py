@@ -15,7 +15,6 @@ from measured import machine, measured_machine, times
 
 import ringattn as ra
 from ringattn.cli.config.groups import MachineGroup
-from ringattn.cli.config.schema import conf_dir
 from ringattn.errors import InvalidInput
 from ringattn.machine.file import read_machine, write_machine
 from ringattn.machine.machine import MACHINE_NUMBERS, SOURCES
@@ -118,16 +117,14 @@ def test_a_file_is_a_machine_of_the_command_line(tmp_path: Path) -> None:
     assert flagged.source("bandwidth") == "assumed" and flagged.source("latency") == "measured"
     assert MachineGroup("file", path=str(path), flops=1e9).made().kernel is None
     for wrong in (MachineGroup("file"), MachineGroup("cpu", path=str(path))):
-        with pytest.raises(InvalidInput, match="needs both machine=file and its path"):
+        with pytest.raises(InvalidInput, match=r"machine=file needs machine\.path=|has no meaning with machine=cpu"):
             wrong.made()
 
 
 def test_every_machine_by_name_says_where_its_numbers_come_from() -> None:
-    files = {path.stem for path in (conf_dir() / "machine").glob("*.yaml")}
-    assert files == {*PRESETS, "auto", "file"}
     for name, preset in PRESETS.items():
-        assert yaml.safe_load((conf_dir() / "machine" / f"{name}.yaml").read_text()) == {"spec": name}
         found = get_machine(name)
+        assert preset.about
         for field, fact in preset.values.items():
             assert getattr(found, field) == fact.value and found.source(field) == fact.source
             assert len(fact.reason) >= 8, f"{name}: {field}"

@@ -8,7 +8,7 @@ import torch
 
 from ringattn import Causal, Documents, InvalidInput, Sinks, Window, parse_pattern
 from ringattn.pattern.base import Side
-from ringattn.pattern.stacked import RowByRow
+from ringattn.pattern.views import RowByRow
 
 ROWS = Documents([[3, 5], [8], [1, 7]])
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from strategies import pairs, ranges, raw_tiles
 
 from ringattn.pattern import Tile
-from ringattn.pattern import ranges as algebra
+from ringattn.pattern import tile as algebra
 from ringattn.pattern.tile import intersect_tiles, make_tile, subtract_tile
 
 

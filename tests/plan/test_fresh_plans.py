@@ -9,9 +9,8 @@ import weakref
 import pytest
 
 from ringattn import Causal, Documents, Pattern, Window, make_plan, planner
-from ringattn.cache import Cache
 from ringattn.plan import row_reach
-from ringattn.plan.schedules import relay
+from ringattn.plan.schedules import ring
 
 
 def pack(source: random.Random, tokens: int) -> Documents:
@@ -32,8 +31,8 @@ def test_a_table_of_all_blocks_gives_the_steps_of_the_searches(layout: str, monk
         def steps() -> list[object]:
             planner._plans.clear()
             plan = make_plan(pattern, tokens=tokens, ranks=ranks, layout=layout, schedule="ring", rotate=rotate)
-            ways = relay.choose_ways(plan.demand)
-            counts = [relay.row_counts(plan.demand, rank, way) for rank in range(ranks) for way in ways]
+            ways = ring.choose_ways(plan.demand)
+            counts = [ring.row_counts(plan.demand, rank, way) for rank in range(ranks) for way in ways]
             return [plan.rotates, counts, [plan.for_rank(rank) for rank in range(ranks)]]
 
         by_table = steps()
@@ -44,8 +43,9 @@ def test_a_table_of_all_blocks_gives_the_steps_of_the_searches(layout: str, monk
 
 
 def test_plans_of_passed_steps_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = Cache(1 << 18, lambda plan: int(plan.kept_bytes), grows=True)
-    monkeypatch.setattr(planner, "_plans", plans)
+    plans = planner._plans
+    plans.clear()
+    monkeypatch.setattr(plans, "limit", 1 << 18)
     source, made, tables = random.Random(2), [], set()
     for _ in range(40):
         plan = make_plan(Causal() & pack(source, 500), tokens=500, ranks=8, layout="zigzag", schedule="ring")

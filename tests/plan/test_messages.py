@@ -5,42 +5,61 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-import byte_table
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import mark_pairs
 from strategies import head_counts, problems, schedules
 
-from ringattn import Causal, Dilated, InvalidInput, Pattern, Plan, Window, make_layout, make_plan  # fmt: skip
-from ringattn.kernels import get_kernel
+from ringattn import (
+    BlockSparse,
+    Causal,
+    Dilated,
+    Documents,
+    InvalidInput,
+    Pattern,
+    Plan,
+    Window,
+    make_layout,
+    make_plan,
+)
 from ringattn.plan.demand import KeyDemand
-from ringattn.plan.row_sets import ALL_ROWS, RowSet, count_rows, find_copies, subtract, to_numbers, to_ranges, union
+from ringattn.plan.row_sets import (
+    ALL_ROWS,
+    RowSet,
+    count_rows,
+    count_union,
+    find_copies,
+    subtract,
+    to_numbers,
+    to_ranges,
+    union,
+)
 from ringattn.plan.steps import Part
-from ringattn.runtime.executor import Job, forward
-from ringattn.transport.virtual import Virtual
 
 
 class Facts:
-    """Who needs which rows, from the dense mask alone."""
+    """Who needs which rows of the blocks that rotate, from the dense mask alone."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, rotate: str = "keys") -> None:
         self.plan, ranks = plan, range(plan.ranks)
-        mask = plan.pattern.mask(plan.tokens, plan.heads)
-        seen = (mask.reshape(plan.kv_heads, plan.heads // plan.kv_heads, plan.tokens, plan.tokens) > 0).any(1)
-        places = [plan.layout.positions(rank) for rank in ranks]
-        self.need = [[seen[:, places[r]][:, :, places[s]].any(1) for s in ranks] for r in ranks]
+        mask, at = plan.pattern.mask(plan.tokens, plan.heads) > 0, [plan.layout.positions(rank) for rank in ranks]
+        if rotate == "keys":
+            mask = mask.reshape(plan.kv_heads, plan.heads // plan.kv_heads, plan.tokens, plan.tokens).any(1).mT
+        #: Of a message, what arrives as it left, and what ranks add to.
+        self.blocks, self.sums = {"keys": (("kv",), "grad"), "queries": (("q", "row"), "dq")}[rotate]
+        #: [rank][owner of a block]: bool [heads of the block, rows]
+        self.need = [[mask[:, at[s]][:, :, at[r]].any(2) for s in ranks] for r in ranks]
 
     def rows(self, part: Part) -> np.ndarray:
-        """[K, rows]: what a part holds."""
-        found = np.zeros((self.plan.kv_heads, self.plan.layout.rows(part.owner)), dtype=bool)
+        """[heads of the block, rows]: what a part holds."""
+        found = np.zeros_like(self.need[0][part.owner])
         if part.row_set is ALL_ROWS:
             return ~found
         for head in part.row_set.heads:
             for run in part.row_set.rows_of(head):
-                assert not found[head, run.start : run.stop : run.step].any(), "rows of a cut are disjoint"
+                assert not found[head, run.start : run.stop : run.step].any(), "rows of a row set are disjoint"
                 found[head, run.start : run.stop : run.step] = True
         return found
 
@@ -48,69 +67,70 @@ class Facts:
         return rows * 2 * self.plan.head_dim * 4
 
 
-def plan_of(case: tuple[Pattern, int, int, str], counts: tuple[int, int], schedule: str) -> Plan:
+def plan_of(case: tuple[Pattern, int, int, str], counts: tuple[int, int], schedule: str, rotate: str = "keys") -> Plan:
     pattern, tokens, ranks, layout = case
     heads, kv_heads = counts
     return make_plan(
         pattern, tokens=tokens, ranks=ranks, layout=layout, schedule=schedule, heads=heads, kv_heads=kv_heads,
-        rotate="keys",
+        rotate=rotate,
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("rotate", ["keys", "queries"])
 @given(problems(), head_counts, st.data())
 def test_rows_are_held_before_they_are_used(
-    case: tuple[Pattern, int, int, str], counts: tuple[int, int], data: st.DataObject
+    rotate: str, case: tuple[Pattern, int, int, str], counts: tuple[int, int], data: st.DataObject
 ) -> None:
-    """Each rank computes all that it must on rows that it holds; messages pair up and are not empty; every gradient
-    comes home exactly once from every rank that it comes from."""
-    plan = plan_of(case, counts, data.draw(st.sampled_from(schedules(case[2]))))
-    facts, ranks = Facts(plan), range(plan.ranks)
-    plans = [plan.for_rank(rank) for rank in ranks]
-    shapes = [(plan.kv_heads, plan.layout.rows(owner)) for owner in ranks]
-    for backward in (False, True):
+    """Each rank computes all that it must on rows that it holds, queries with their lse and delta; messages pair up and
+    are not empty; every gradient comes home exactly once from every rank that it comes from."""
+    plan = plan_of(case, counts, data.draw(st.sampled_from(schedules(case[2]))), rotate)
+    ranks = range(plan.ranks)
+    for backward in (False, True) if rotate == "keys" else (True,):
+        facts = Facts(plan, rotate)
         sent: dict[tuple[int, int, int], tuple[tuple[Part, ...], list[np.ndarray]]] = {}
         expected: dict[tuple[int, int, int], tuple[Part, ...]] = {}
-        home: list[list[tuple[tuple[int, int, int], Part]]] = [[] for _ in ranks]
-        sums = [[np.zeros((plan.ranks, *shapes[s]), dtype=int) for s in ranks] for _ in ranks]
+        sums = [[np.zeros((plan.ranks, *facts.need[0][s].shape), dtype=int) for s in ranks] for _ in ranks]
         # Ranks run in an order in which every message was sent before it is waited for.
-        todo = {
-            rank: _run(plan, facts, plans[rank], backward, sums[rank], sent, expected, home[rank]) for rank in ranks
-        }
+        todo = {rank: _run(facts, plan.for_rank(rank), backward, sums[rank], sent, expected) for rank in ranks}
         while todo:
             before = {rank: next(todo[rank], None) for rank in list(todo)}
-            stuck = all(state == "waits" for state in before.values())
-            assert not stuck, "ranks wait for each other"
+            assert not all(state == "waits" for state in before.values()), "ranks wait for each other"
             todo = {rank: todo[rank] for rank, state in before.items() if state is not None}
         assert {key: parts for key, (parts, _) in sent.items()} == expected
-        if backward:
-            for owner in ranks:
-                for rank in ranks:
-                    assert (sums[owner][owner][rank] == facts.need[rank][owner]).all()
+        for owner in ranks if backward else ():
+            for rank in ranks:
+                assert (sums[owner][owner][rank] == facts.need[rank][owner]).all()
 
 
-def _run(plan, facts, rank_plan, backward, sums, sent, expected, home):  # type: ignore[no-untyped-def]
+def _run(facts, rank_plan, backward, sums, sent, expected):  # type: ignore[no-untyped-def]
     """A rank, step by step: yields "waits" as long as a message that it needs now has not been sent."""
-    rank, steps = rank_plan.rank, rank_plan.backward if backward else rank_plan.forward
-    held = [np.zeros((plan.kv_heads, plan.layout.rows(owner)), dtype=bool) for owner in range(plan.ranks)]
-    held[rank][:] = True
-    if backward:
-        for part in rank_plan.kept:
-            held[part.owner] |= facts.rows(part)
+    rank, ranks = rank_plan.rank, range(facts.plan.ranks)
+    held = {kind: [np.zeros_like(facts.need[0][s]) for s in ranks] for kind in facts.blocks}
+    gone = [np.zeros_like(facts.need[0][s]) for s in ranks]
+    for blocks in held.values():
+        blocks[rank][:] = True
+    assert not rank_plan.kept or facts.blocks == ("kv",)
+    for part in rank_plan.kept if backward else ():
+        held["kv"][part.owner] |= facts.rows(part)
     done, waiting = [], []
-    for index, step in enumerate(steps):
+    for index, step in enumerate(rank_plan.backward if backward else rank_plan.forward):
         for hop in step.sends:
             key = rank, hop.peer, hop.tag
-            assert hop.parts and hop.until >= index and key not in sent
+            assert hop.parts and hop.until >= index and key not in sent and hop.peer != rank
             carried = []
             for part in hop.parts:
                 rows = facts.rows(part)
                 assert rows.any()
-                if part.kind == "kv":
-                    assert (held[part.owner] >= rows).all(), "a rank sends rows that it does not hold"
-                    carried.append(rows)
-                else:
+                if part.kind == facts.sums:
+                    assert part.owner != rank and not (gone[part.owner] & rows).any(), "a sum goes one way"
+                    gone[part.owner] |= rows
                     carried.append(np.where(rows, sums[part.owner], 0))
                     sums[part.owner] *= ~rows
+                else:
+                    assert (held[part.kind][part.owner] >= rows).all(), "a rank sends rows that it does not hold"
+                    carried.append(rows)
+            order = [(facts.sums, "row", "q", "kv").index(part.kind) for part in hop.parts]
+            assert order == sorted(order), "wide dtypes first"
             sent[key] = hop.parts, carried
         for hop in step.recvs:
             key = hop.peer, rank, hop.tag
@@ -118,27 +138,26 @@ def _run(plan, facts, rank_plan, backward, sums, sent, expected, home):  # type:
             expected[key] = hop.parts
             waiting.append((hop.until, key))
         for owner in {part.owner for part in step.visits}:
+            assert all(part.kind == facts.blocks[0] for part in step.visits)
             rows = sum(facts.rows(part).astype(int) for part in step.visits if part.owner == owner)
             assert rows.max(initial=1) == 1 and (rows >= facts.need[rank][owner]).all()
-            assert (held[owner] >= rows).all(), "a rank computes with rows that it does not hold"
+            assert all((blocks[owner] >= rows).all() for blocks in held.values()), "rows that it does not hold"
             sums[owner][rank] += facts.need[rank][owner]
             done.append(owner)
         for until, key in [message for message in waiting if message[0] <= index]:
             while key not in sent:
                 yield "waits"
-            parts, carried = sent[key]
-            for part, rows in zip(parts, carried, strict=True):
-                if part.kind == "kv":
-                    held[part.owner] |= rows
-                else:
+            for part, rows in zip(*sent[key], strict=True):
+                if part.kind == facts.sums:
                     sums[part.owner] += rows
+                else:
+                    held[part.kind][part.owner] |= rows
             waiting.remove((until, key))
         yield "runs"
-    assert sorted(done) == [owner for owner in range(plan.ranks) if facts.need[rank][owner].any()]
+    assert sorted(done) == [owner for owner in ranks if facts.need[rank][owner].any()]
     assert not waiting
-    if not backward:
-        kept = [facts.rows(part) for part in rank_plan.kept]
-        assert all((held[part.owner] >= rows).all() for part, rows in zip(rank_plan.kept, kept, strict=True))
+    for part in () if backward else rank_plan.kept:
+        assert (held["kv"][part.owner] >= facts.rows(part)).all()
 
 
 @given(problems(), head_counts)
@@ -147,6 +166,14 @@ def test_direct_sends_the_information_minimum(case: tuple[Pattern, int, int, str
     facts, ranks = Facts(plan), range(plan.ranks)
     least = sum(int(facts.need[r][s].sum()) for r in ranks for s in ranks if r != s)
     assert plan.bytes_sent() == facts.bytes(least)
+
+
+def test_direct_sends_each_query_row_once_to_each_rank_that_needs_it() -> None:
+    for pattern in (Causal() & Window(40), Dilated((32, 64, 128), (1, 2, 4)), Documents([100, 412])):
+        plan = make_plan(pattern, tokens=512, ranks=8, layout="zigzag", schedule="direct", heads=4, rotate="queries")
+        facts = Facts(plan, "queries")
+        rows = sum(int(facts.need[r][s].sum()) for r in range(8) for s in range(8) if r != s)
+        assert plan.bytes_sent(backward=True) == rows * (3 * plan.head_dim + 2) * 4
 
 
 @given(problems(), head_counts)
@@ -188,7 +215,7 @@ def test_works_on_a_cut_hold_the_pairs_of_its_rows(
         whole = RowSet(tuple(range(kv_heads)), ((range(layout.rows(owner)),),))
         cut = whole if cut is ALL_ROWS else cut
         inside = np.zeros((heads, wanted.shape[1], cut.count), dtype=wanted.dtype)
-        for work in demand.batched(rank, owner, cut):
+        for work in demand.joined_works(rank, owner, cut):
             mark_pairs(inside, _renumbered(work, cut), kv_heads)
         for head in range(heads):
             kv = head * kv_heads // heads
@@ -218,11 +245,15 @@ ranges = st.builds(
     lambda start, length, step: range(start, start + length * step, step),
     st.integers(0, 20), st.integers(1, 8), st.integers(1, 4),
 ).filter(lambda r: r[-1] < 48)  # fmt: skip
-pieces = st.lists(st.tuples(st.sampled_from([range(3), range(1), range(0, 3, 2), range(2, 3)]), ranges), max_size=6)
+heads = st.sampled_from([range(3), range(1), range(0, 3, 2), range(2, 3)])
+#: Rows of any steps, or of step one, which are joined and taken away as intervals.
+pieces = st.lists(st.tuples(heads, ranges), max_size=6) | st.lists(
+    st.tuples(heads, ranges.map(lambda r: range(r[0], r[-1] + 1))), max_size=6
+)
 
 
 @given(pieces, pieces)
-def test_union_difference_and_shared_rows_of_cuts(
+def test_union_difference_and_shared_rows_of_row_sets(
     some: list[tuple[range, range]], more: list[tuple[range, range]]
 ) -> None:
     def dense(parts: list[tuple[range, range]]) -> np.ndarray:
@@ -239,7 +270,7 @@ def test_union_difference_and_shared_rows_of_cuts(
         return found
 
     a, b = union(some, 3, 48), union(more, 3, 48)
-    assert (mask(a) == dense(some)).all() and count_rows(a, 3, 48) == dense(some).sum()
+    assert (mask(a) == dense(some)).all() and count_rows(a, 3, 48) == dense(some).sum() == count_union(some, 3, 48)
     assert (mask(subtract(a, [b], 3, 48)) == (dense(some) & ~dense(more))).all()
     for x in a:
         for y in b:
@@ -256,21 +287,37 @@ def test_union_difference_and_shared_rows_of_cuts(
             assert (np.where(np.isin(to, of), to, -1) == moved).all()
 
 
-def test_byte_table() -> None:
-    """Planned, and counted on virtual ranks; for real ranks see tests/transport."""
-    counted: list[list[int]] = [[] for _ in range(byte_table.RANKS)]
-    for plan in byte_table.plans():
-        x = torch.zeros(1, plan.heads, plan.tokens, plan.head_dim)
-        kernel, transport = get_kernel("reference", x, x, x), Virtual(plan.ranks)
-        shards = [plan.layout.shard_tensor(x, rank) for rank in range(plan.ranks)]
-        transport.run(
-            [forward(Job(plan, r, kernel, 1.0), mine, mine, mine, keep=False) for r, mine in enumerate(shards)]
-        )
-        for rank, counters in enumerate(transport.counters):
-            counted[rank].append(counters.sent_bytes)
-    byte_table.check(counted)
-    relay, direct = (plan.bytes_sent() for plan in byte_table.plans()[-4:-2])
-    assert direct < 0.7 * relay  # the ring carries on what was asked for by ranks that are far apart
+def test_rows_of_long_blocks_are_counted_as_intervals() -> None:
+    assert count_union([(range(1), range(0, 1 << 40)), (range(1), range(1 << 39, 1 << 41))], 1, 1 << 42) == 1 << 41
+
+
+def test_fractions_of_a_full_ring() -> None:
+    """What the project set out to reach at 512 tokens on 8 ranks; that it is really sent: tests/transport."""
+    source = np.random.default_rng(0)
+    cuts = np.sort(source.choice(np.arange(1, 512), 15, replace=False))
+    blocks = BlockSparse(16, source.random((32, 32)) < 0.12)
+    documents, window = Causal() & Documents(np.diff([0, *cuts, 512]).tolist()), Causal() & Window(31)
+    sent = {}
+    for pattern, layout, schedule, heads, most in (
+        (Causal(), "contiguous", "ring", 1, 0.50),
+        (Causal(), "zigzag", "ring", 1, 0.75),
+        (window, "contiguous", "ring", 1, 0.061),
+        (window, "zigzag", "ring", 1, 0.48),
+        (window, "zigzag", "direct", 1, 0.122),
+        (documents, "contiguous", "ring", 1, 0.08),
+        (documents, "zigzag", "ring", 1, 0.31),
+        (documents, "zigzag", "direct", 1, 0.13),
+        (Dilated((32, 64, 128), (1, 2, 4)), "contiguous", "direct", 8, 0.15),
+        (blocks, "contiguous", "ring", 1, 0.7),
+        (blocks, "contiguous", "direct", 1, 0.4),
+        (blocks, "zigzag", "ring", 1, 0.7),
+        (blocks, "zigzag", "direct", 1, 0.4),
+    ):
+        plan = make_plan(pattern, tokens=512, ranks=8, layout=layout, schedule=schedule, heads=heads)
+        sent[layout, schedule] = plan.bytes_sent()
+        assert 0 < plan.bytes_sent() <= most * plan.full_ring_bytes(), plan
+    # The ring carries on what was asked for by ranks that are far apart.
+    assert sent["contiguous", "direct"] < 0.7 * sent["contiguous", "ring"]
 
 
 def test_long_sequences_on_64_ranks() -> None:

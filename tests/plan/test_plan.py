@@ -37,7 +37,11 @@ def test_works_hold_every_pair_once(case: tuple[Pattern, int, int, str], counts:
     for rank in range(ranks):
         for owner in range(ranks):
             wanted = mask[:, positions[rank]][:, :, positions[owner]]
-            for works in (demand.works(rank, owner), demand.batched(rank, owner), _calls(demand.batched(rank, owner))):
+            for works in (
+                demand.works(rank, owner),
+                demand.joined_works(rank, owner),
+                _calls(demand.joined_works(rank, owner)),
+            ):
                 found = np.zeros_like(wanted)
                 for work in works:
                     mark_pairs(found, work, kv_heads)
@@ -171,3 +175,8 @@ def test_arguments_of_other_types_are_refused() -> None:
     ):
         with pytest.raises(InvalidInput, match=words):
             make_plan(arguments[0], tokens=arguments[1], ranks=2, layout="zigzag")  # type: ignore[arg-type]
+
+
+def test_a_sequence_without_documents_has_a_choice() -> None:
+    plan = make_plan(Documents([]), tokens=0, ranks=1, layout="auto", heads=2)
+    assert plan.choice is not None and plan.messages() == 0

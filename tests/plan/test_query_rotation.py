@@ -8,121 +8,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Result, dense, errors, make_case, mark_pairs
-from strategies import head_counts, problems, schedules
+from strategies import head_counts, problems
 
 import ringattn as ra
-from ringattn import Causal, Dilated, Documents, Full, InvalidInput, Pattern, Plan, Window, make_plan
+from ringattn import Causal, Full, InvalidInput, Pattern, Plan, make_plan
 from ringattn.kernels.base import wide
 from ringattn.kernels.pad import EXTRA, delta, with_delta
-from ringattn.plan.lowering import restrict_queries
 from ringattn.plan.row_sets import AllRows, RowSet, to_numbers, to_ranges
-from ringattn.plan.steps import Part, RankPlan
-from ringattn.plan.work import Work
+from ringattn.plan.steps import Part
+from ringattn.plan.work import Work, restrict_queries
 from ringattn.runtime.message_buffers import message_views, place_parts
 
 Problem = tuple[Pattern, int, int, str]
-
-
-class Asked:
-    """Which query rows see keys of which rank, from the dense mask alone."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan, ranks = plan, range(plan.ranks)
-        mask = plan.pattern.mask(plan.tokens, plan.heads) > 0
-        at = [plan.layout.positions(rank) for rank in ranks]
-        #: [rank that holds keys][owner of queries]: bool [H, rows]
-        self.need = [[mask[:, at[s]][:, :, at[r]].any(2) for s in ranks] for r in ranks]
-
-    def rows(self, part: Part) -> np.ndarray:
-        found = np.zeros((self.plan.heads, self.plan.layout.rows(part.owner)), dtype=bool)
-        if isinstance(part.row_set, AllRows):
-            return ~found
-        for head in part.row_set.heads:
-            for run in part.row_set.rows_of(head):
-                assert not found[head, run.start : run.stop : run.step].any(), "rows of a cut are disjoint"
-                found[head, run.start : run.stop : run.step] = True
-        return found
-
-
-@given(problems(), head_counts, st.data())
-def test_query_rows_are_held_before_they_are_used(case: Problem, counts: tuple[int, int], data: st.DataObject) -> None:
-    """Each rank computes all that it must on rows that it holds, with their lse and delta; messages pair up and are
-    not empty; dq of every row comes home exactly once from every rank that has a part in it."""
-    pattern, tokens, ranks, layout = case
-    plan = make_plan(
-        pattern, tokens=tokens, ranks=ranks, layout=layout, schedule=data.draw(st.sampled_from(schedules(ranks))),
-        heads=counts[0], kv_heads=counts[1], rotate="queries",
-    )  # fmt: skip
-    asked, everyone = Asked(plan), range(ranks)
-    sums = [[np.zeros((ranks, *asked.need[0][s].shape), dtype=int) for s in everyone] for _ in everyone]
-    sent: dict[tuple[int, int, int], tuple[tuple[Part, ...], list[np.ndarray]]] = {}
-    expected: dict[tuple[int, int, int], tuple[Part, ...]] = {}
-    todo = {rank: _run(asked, plan.for_rank(rank), sums[rank], sent, expected) for rank in everyone}
-    while todo:
-        before = {rank: next(todo[rank], None) for rank in list(todo)}
-        assert not all(state == "waits" for state in before.values()), "ranks wait for each other"
-        todo = {rank: todo[rank] for rank, state in before.items() if state is not None}
-    assert {key: parts for key, (parts, _) in sent.items()} == expected
-    for owner in everyone:
-        for rank in everyone:
-            assert (sums[owner][owner][rank] == asked.need[rank][owner]).all()
-
-
-def _run(asked: Asked, plan: RankPlan, sums, sent, expected):  # type: ignore[no-untyped-def]
-    """A rank, step by step: yields "waits" as long as a message that it needs now has not been sent."""
-    assert not plan.kept
-    rank, ranks = plan.rank, range(asked.plan.ranks)
-    held = {kind: [np.zeros_like(asked.need[0][s]) for s in ranks] for kind in ("q", "row")}
-    for kind in held:
-        held[kind][rank][:] = True
-    done, waiting = [], []
-    gone = [np.zeros_like(asked.need[0][s]) for s in ranks]
-    for index, step in enumerate(plan.backward):
-        for hop in step.sends:
-            key = rank, hop.peer, hop.tag
-            assert hop.parts and hop.until >= index and key not in sent and hop.peer != rank
-            carried = []
-            for part in hop.parts:
-                rows = asked.rows(part)
-                assert rows.any()
-                if part.kind == "dq":
-                    assert part.owner != rank and not (gone[part.owner] & rows).any(), "a sum goes one way"
-                    gone[part.owner] |= rows
-                    carried.append(np.where(rows, sums[part.owner], 0))
-                    sums[part.owner] *= ~rows
-                else:
-                    assert (held[part.kind][part.owner] >= rows).all(), "a rank sends rows that it does not hold"
-                    carried.append(rows)
-            order = [("dq", "row", "q").index(part.kind) for part in hop.parts]
-            assert order == sorted(order), "wide dtypes first"
-            sent[key] = hop.parts, carried
-        for hop in step.recvs:
-            key = hop.peer, rank, hop.tag
-            assert key not in expected
-            expected[key] = hop.parts
-            waiting.append((hop.until, key))
-        for owner in {part.owner for part in step.visits}:
-            assert all(part.kind == "q" for part in step.visits)
-            rows = sum(asked.rows(part).astype(int) for part in step.visits if part.owner == owner)
-            assert rows.max(initial=1) == 1 and (rows >= asked.need[rank][owner]).all()
-            assert all((held[kind][owner] >= rows).all() for kind in held), "rows that it does not hold"
-            sums[owner][rank] += asked.need[rank][owner]
-            done.append(owner)
-        for until, key in [message for message in waiting if message[0] <= index]:
-            while key not in sent:
-                yield "waits"
-            for part, rows in zip(*sent[key], strict=True):
-                if part.kind == "dq":
-                    sums[part.owner] += rows
-                else:
-                    held[part.kind][part.owner] |= rows
-            waiting.remove((until, key))
-        yield "runs"
-    assert sorted(done) == [owner for owner in ranks if asked.need[rank][owner].any()]
-    assert not waiting
 
 
 @given(problems(), head_counts, st.data())
@@ -141,7 +41,7 @@ def test_works_on_a_cut_of_queries_hold_the_pairs_of_its_rows(
     for cut in plan.query_demand.needed_rows(behind, owner):
         cut = RowSet(tuple(range(heads)), ((range(layout.rows(owner)),),)) if isinstance(cut, AllRows) else cut
         inside = np.zeros((heads, cut.count, wanted.shape[2]), dtype=wanted.dtype)
-        for work in plan.query_demand.batched(rank, owner, cut):
+        for work in plan.query_demand.joined_works(rank, owner, cut):
             group = len(work.heads) // len(work.kv)
             for place, head in enumerate(work.heads):
                 assert cut.heads[head] * kv_heads // heads == work.kv[place // group], "heads meet their keys"
@@ -207,47 +107,6 @@ def test_bytes_of_a_dense_backward(schedule: str) -> None:
     shared = make_plan(Full(), heads=8, kv_heads=1, **options)
     assert shared.rotates == "keys"
     assert make_plan(Full(), heads=8, comm_dtype="bfloat16", **options).rotates == "keys"
-
-
-@given(problems(), head_counts, st.data())
-@settings(max_examples=30)
-def test_auto_sends_the_fewer_bytes(case: Problem, counts: tuple[int, int], data: st.DataObject) -> None:
-    pattern, tokens, ranks, layout = case
-    schedule = data.draw(st.sampled_from(schedules(ranks)))
-    auto, keys, queries = (
-        make_plan(
-            pattern, tokens=tokens, ranks=ranks, layout=layout, schedule=schedule, heads=counts[0],
-            kv_heads=counts[1], rotate=rotate,
-        )
-        for rotate in ("auto", "keys", "queries")
-    )  # fmt: skip
-    inner = int(schedule.removeprefix("double_ring(").rstrip(")")) if "double" in schedule else 1
-
-    def bytes_between_nodes(plan: Plan) -> int:
-        return sum(
-            plan.part_bytes(part)
-            for rank in range(ranks)
-            for step in plan.for_rank(rank).backward
-            for hop in step.sends
-            for part in hop.parts
-            if hop.peer // inner != rank // inner
-        )
-
-    # A double ring spares the links between nodes first.
-    sent = [(bytes_between_nodes(plan), plan.bytes_sent(backward=True)) for plan in (keys, queries)]
-    assert (bytes_between_nodes(auto), auto.bytes_sent(backward=True)) == min(sent)
-    assert auto.rotates == ("queries" if sent[1] < sent[0] else "keys")
-    assert auto.bytes_sent() == keys.bytes_sent() == queries.bytes_sent()
-    if auto.rotates == "keys":
-        assert all(auto.for_rank(rank) == keys.for_rank(rank) for rank in range(ranks))
-
-
-def test_direct_sends_each_query_row_once_to_each_rank_that_needs_it() -> None:
-    for pattern in (Causal() & Window(40), Dilated((32, 64, 128), (1, 2, 4)), Documents([100, 412])):
-        plan = make_plan(pattern, tokens=512, ranks=8, layout="zigzag", schedule="direct", heads=4, rotate="queries")
-        asked = Asked(plan)
-        rows = sum(int(asked.need[r][s].sum()) for r in range(8) for s in range(8) if r != s)
-        assert plan.bytes_sent(backward=True) == rows * (3 * plan.head_dim + 2) * 4
 
 
 def test_rotate_is_an_input_of_the_plan() -> None:

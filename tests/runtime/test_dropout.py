@@ -10,20 +10,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import oracle
 import pytest
 import torch
-from dropout_cases import (
-    BATCH,
-    DROPOUT,
-    HEADS,
-    TOKENS,
-    dense,
-    dense_factors,
-    differentiate,
-    make_leaves,
-    on_ranks,
-    splitmix,
-)
+import torch.distributed as dist
+from rank_pool import told_by
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
@@ -31,6 +22,107 @@ from ringattn import Causal, Dilated, Documents, InvalidInput, Pattern, Unsuppor
 from ringattn.kernels import dropout as generator
 from ringattn.kernels import reference
 from ringattn.runtime import rank_program
+
+TOKENS, HEADS, KV_HEADS, BATCH, DIM = 31, 4, 2, 2, 8
+DROPOUT = ra.Dropout(0.3, seed=(1 << 62) + 12_345)
+Tensors = tuple[torch.Tensor, ...]
+
+
+def splitmix(seed: int, index: int) -> int:
+    """Number `index` of the generator SplitMix64 with this seed."""
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
+def dense_factors(dropout: ra.Dropout, tokens: int = TOKENS) -> torch.Tensor:
+    """By what every weight is multiplied, fp64 [B, H, N, N], number by number."""
+    assert dropout.seed is not None
+    factors = torch.zeros(BATCH, HEADS, tokens, tokens, dtype=torch.float64)
+    for element in range(BATCH):
+        for head in range(HEADS):
+            for query in range(tokens):
+                stream = splitmix(splitmix(splitmix(dropout.seed, element), head), query)
+                for key in range(tokens):
+                    if splitmix(stream, key) % 2**64 >> 33 >= dropout.p * 2**31:
+                        factors[element, head, query, key] = 1 / (1 - dropout.p)
+    return factors
+
+
+def make_leaves(dtype: torch.dtype = torch.float64, tokens: int = TOKENS) -> tuple[list[torch.Tensor], Tensors]:
+    """([q, k, v, sinks], (dO, dlse))."""
+    source = torch.Generator().manual_seed(11)
+    shapes = [(BATCH, HEADS, tokens, DIM), *[(BATCH, KV_HEADS, tokens, DIM)] * 2, (HEADS,)]
+    shapes += [(BATCH, HEADS, tokens, DIM), (BATCH, HEADS, tokens)]
+    *leaves, grad, grad_lse = (torch.randn(s, generator=source, dtype=torch.float64).to(dtype) for s in shapes)
+    return [x.requires_grad_() for x in leaves], (grad, grad_lse)
+
+
+def differentiate(out: torch.Tensor, lse: torch.Tensor, leaves: list[torch.Tensor], grads: Tensors) -> Tensors:
+    """(out, lse, gradients), of the rows that see a key."""
+    seen = lse.detach().isfinite()
+    found = torch.autograd.grad((out, lse[seen]), leaves, (grads[0].to(out.dtype), grads[1].to(lse.dtype)[seen]))
+    return out.detach(), lse.detach(), *found
+
+
+def dense(
+    leaves: list[torch.Tensor], grads: Tensors, visible: torch.Tensor, *more: Any, sinks: bool = False, **options: Any
+) -> Tensors:
+    """`differentiate` of the oracle, whose pairs count `visible` times [H or B, H, N, N]."""
+    case = oracle.Case(*leaves[:3], *grads)
+    found = oracle.dense(case, visible, *more, sinks=leaves[3] if sinks else None, **options)
+    return found.out, found.lse, *found.grads
+
+
+def on_ranks(rank: int) -> dict[str, Any]:
+    """How far real ranks are from virtual ones with the same seed, and what wrong calls are told."""
+    size, found = dist.get_world_size(), {}
+    whole, (grad, grad_lse) = make_leaves()
+    layout = ra.make_layout("zigzag", tokens=TOKENS, ranks=size)
+
+    def shard(x: torch.Tensor, dim: int = -2) -> torch.Tensor:
+        return layout.shard_tensor(x.detach(), rank, dim).contiguous()
+
+    local = [shard(x).requires_grad_() for x in whole[:3]]
+
+    def ring(dropout: Any, **options: Any) -> Tensors:
+        out, lse = ra.ring_attention(*local, ra.Causal(), layout="zigzag", dropout=dropout, return_lse=True, **options)
+        return differentiate(out, lse, local, (shard(grad), shard(grad_lse, -1)))
+
+    def virtual(dropout: Any) -> Tensors:
+        out, lse = ra.virtual_attention(
+            *whole[:3], ra.Causal(), ranks=size, layout="zigzag", dropout=dropout, return_lse=True
+        )
+        out, lse, *gradients = differentiate(out, lse, whole[:3], (grad, grad_lse))
+        return shard(out), shard(lse, -1), *map(shard, gradients)
+
+    def equal(a: Tensors, b: Tensors) -> bool:
+        return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+    found["given"] = equal(ring(DROPOUT), virtual(DROPOUT))
+    torch.manual_seed(0)
+    expected = virtual(0.3), virtual(0.3)
+    torch.manual_seed(rank)  # the seeds are those of rank 0
+    drawn = ring(0.3), ring(0.3)
+    found["drawn"] = all(map(equal, drawn, expected)) and not equal(*drawn)
+    module = ra.nn.RingAttention(ra.Causal(), group=dist.group.WORLD, layout="zigzag", dropout=0.3)
+    torch.manual_seed(rank)
+    out = checkpoint(module, *local, use_reentrant=False)
+    found["recomputed"] = equal(torch.autograd.grad(out, local, shard(grad)), _plain(module, rank, local, shard(grad)))
+    found["seeds"] = told_by(lambda: ring(ra.Dropout(0.3, seed=rank)))
+    found["p"] = told_by(lambda: ring(ra.Dropout(0.3 + rank / 10, seed=1)))
+    found["one"] = told_by(lambda: ring(DROPOUT if rank == 0 else 0.0))
+    found["kernel"] = told_by(lambda: ring(DROPOUT, kernel="aten_cpu" if rank == 0 else "auto"))
+    found["after"] = equal(ring(DROPOUT), virtual(DROPOUT))
+    return found
+
+
+def _plain(module: ra.nn.RingAttention, rank: int, local: list[torch.Tensor], grad: torch.Tensor) -> Tensors:
+    """The gradients without checkpointing, from the same state of torch's generator."""
+    torch.manual_seed(rank)
+    return torch.autograd.grad(module(*local), local, grad)
+
 
 PATTERNS: dict[str, Pattern] = {
     "causal": Causal(),
@@ -59,7 +151,7 @@ factors_of = cache(dense_factors)
 def truth(name: str) -> tuple[torch.Tensor, ...]:
     leaves, grads = make_leaves()
     visible = torch.from_numpy(PATTERNS[name].mask(TOKENS, HEADS))
-    return dense(leaves, grads, visible, factors_of(DROPOUT), output_scale=PATTERNS[name].output_scale)
+    return dense(leaves, grads, visible, factors=factors_of(DROPOUT), output_scale=PATTERNS[name].output_scale)
 
 
 def check(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], tolerance: float = 1e-12) -> None:
@@ -114,7 +206,7 @@ def test_with_padding_sinks_and_softcap(rotate: str) -> None:
             key_padding_mask=mask,
             return_lse=True,
         )
-        expected = dense(leaves, grads, visible, factors_of(DROPOUT), softcap=1.5, sinks=sinks)
+        expected = dense(leaves, grads, visible, factors=factors_of(DROPOUT), softcap=1.5, sinks=sinks)
         check(differentiate(out, lse, leaves if sinks else leaves[:3], grads), expected)
 
 
@@ -125,7 +217,7 @@ def test_with_padding_sinks_and_softcap(rotate: str) -> None:
 def test_narrow_numbers(dtype: torch.dtype, comm_dtype: str | None, tolerance: float) -> None:
     leaves, grads = make_leaves(dtype)
     visible = torch.from_numpy(PATTERNS["causal"].mask(TOKENS, HEADS))
-    expected = dense(leaves, tuple(x.double() for x in grads), visible, factors_of(DROPOUT))
+    expected = dense(leaves, tuple(x.double() for x in grads), visible, factors=factors_of(DROPOUT))
     for rotate in ("keys", "queries"):
         out, lse = ra.virtual_attention(
             *leaves[:3], Causal(), ranks=3, rotate=rotate, comm_dtype=comm_dtype, dropout=DROPOUT, return_lse=True

@@ -150,7 +150,7 @@ def test_independent_calls_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_opcheck() -> None:
     tensors = list(leaves()[:3])
-    text = graph_op._write("ringattn.functional.virtual_attention", ("q", "k", "v"), ranks=2, return_lse=True)
+    text = graph_op._write("ringattn.functional:virtual_attention", ("q", "k", "v"), ranks=2, return_lse=True)
     torch.library.opcheck(torch.ops.ringattn.attend.default, (tensors, PATTERN.number, text, [True, True, False]))
 
 

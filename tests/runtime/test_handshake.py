@@ -3,15 +3,360 @@ ranks."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import fields
+from datetime import timedelta
 from typing import Any
+from weakref import ref
 
-import handshake_cases
 import pytest
-import side_records
+import torch
+import torch.distributed as dist
+from rank_pool import told_by
 
-from ringattn.runtime.handshake import Call
+import ringattn as ra
+from ringattn import Causal, Full, Window, functional
+from ringattn.runtime import call as arguments
+from ringattn.runtime import handshake as agreement
+from ringattn.runtime.call import OPTION_NAMES
+from ringattn.transport import records, torchdist
+from ringattn.transport.base import Post, Transport
+from ringattn.transport.records import Handshakes
+from ringattn.transport.torchdist import TorchDist
+
+TOKENS = 24
+#: Seconds after which a hang is told: long on a busy machine, and never waited for where all is well.
+PATIENCE = 40.0
+
+
+class Heard:
+    """A transport that notes the stages of its exchanges."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner, self.stages = inner, []  # type: ignore[var-annotated]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def gather(self, record: bytes) -> list[bytes]:
+        self.stages.append(record[records.PREFIX : records.PREFIX + record[4]].decode())
+        return self.inner.gather(record)
+
+
+def _shard(rank: int) -> tuple[torch.Tensor, ...]:
+    source = torch.Generator().manual_seed(rank)
+    return tuple(torch.randn(1, 2, TOKENS // dist.get_world_size(), 8, generator=source) for _ in range(3))
+
+
+def forms(rank: int) -> list[list[str]]:
+    """Equal arguments in forms that differ from rank to rank, and from call to call: the stages of each call."""
+    size, heard = dist.get_world_size(), Heard(TorchDist(timeout=PATIENCE))
+    mine, odd = _shard(rank), rank == size - 1
+    made = {
+        name: ra.make_layout(name, tokens=TOKENS, ranks=size, pattern=Causal(), heads=2)
+        for name in ("zigzag", "balanced(2)")
+    }
+    pairs: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+        ({"layout": "zigzag"}, {"layout": made["zigzag"]}),
+        ({"layout": "zigzag"}, {"layout": " zigzag "}),
+        ({"layout": "striped"}, {"layout": "striped( 1 )"}),
+        ({"layout": "balanced(2)"}, {"layout": made["balanced(2)"]}),
+        ({"layout": "zigzag", "machine": "cpu"}, {"layout": "zigzag", "machine": None}),
+        ({"layout": "zigzag", "schedule": "auto"}, {"layout": "zigzag", "schedule": " auto"}),
+        (
+            {"layout": "zigzag", "schedule": "double_ring(1)"},
+            {"layout": "zigzag", "schedule": "double_ring( ranks_per_node = 1 )"},
+        ),
+        ({"layout": "zigzag", "comm_dtype": "bfloat16"}, {"layout": "zigzag", "comm_dtype": torch.bfloat16}),
+        ({"layout": "zigzag", "scale": 1}, {"layout": "zigzag", "scale": 1.0}),
+    )
+    told = []
+    for plain, other in pairs:
+        heard.inner.handshakes = Handshakes()
+        heard.stages.clear()
+        outs = [
+            ra.ring_attention(*mine, Causal(), transport=heard, **options)
+            for options in (plain, other if odd else plain, plain, plain if odd else other)
+        ]
+        assert all(torch.equal(out, outs[0]) for out in outs)
+        told.append(list(heard.stages))
+    return told
+
+
+def memories(rank: int) -> list[int]:
+    """Ranks whose tables of remembered handshakes differ agree nevertheless; the exchanges of each call."""
+    heard, mine = Heard(TorchDist(timeout=PATIENCE)), _shard(rank)
+
+    def call(window: int) -> int:
+        heard.stages.clear()
+        ra.ring_attention(*mine, Window(window), transport=heard, layout="zigzag")
+        return len(heard.stages)
+
+    counts = [call(1), call(1), call(2), call(1)]  # 3, 1, 3, 1
+    if rank == 1:
+        heard.inner.handshakes = Handshakes()  # as where this rank alone has made its transport anew
+    counts += [call(1), call(1), call(2)]  # 3, 1, 3
+    whole = records.REMEMBERED
+    records.REMEMBERED = 3
+    for window in (3, 4):  # 1 is the least recently used
+        call(window)
+    assert len(heard.inner.handshakes) == 3
+    counts += [call(2), call(1), call(3)]  # 1, 3, 3
+    records.REMEMBERED = whole
+    return counts
+
+
+#: Where an exception is put: a name of a module that a handshake looks up, and whether ranks then hear it in this call.
+STAGES = {
+    "options": (functional, "read_call"),
+    "arguments": (arguments, "_resolve"),
+    "preparation": (arguments.Call, "prepare"),
+    "kernel": (arguments, "get_kernel"),
+    "record": (agreement, "_record"),
+    "comparison": (agreement, "_compare"),
+    "plan": (arguments, "make_plan"),
+    "rows": (agreement, "_check_rows"),
+}
+
+
+def exceptions(rank: int, kind: str) -> dict[str, tuple[str, str]]:
+    """What each rank is told where rank 1 raises in the middle of a handshake, and in the next call."""
+    error = {"memory": MemoryError("no room"), "interrupt": KeyboardInterrupt(), "ours": ra.Unsupported("not today")}[
+        kind
+    ]
+    transport, mine = TorchDist(timeout=PATIENCE), _shard(rank)
+
+    def broken(*arguments: Any, **more: Any) -> Any:
+        raise error
+
+    told = {}
+    for number, (stage, (module, name)) in enumerate(STAGES.items()):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(module, name, broken)
+            now = told_by(lambda: ra.ring_attention(*mine, Window(number), transport=transport, layout="zigzag"))
+        wanted = told_by(lambda: ra.ring_attention(*mine, Window(number), transport=transport, layout="zigzag"))
+        told[stage] = now, wanted
+    return told
+
+
+def after_agreement(rank: int) -> list[tuple[str, str]]:
+    """Rank 1 leaves a call that needs no message after the agreement: what each rank is told, and of the next call."""
+    transport, (q, k, v), told = TorchDist(timeout=PATIENCE), _shard(rank), []
+    apart = ra.Documents([q.shape[2]] * dist.get_world_size())
+    for error in (MemoryError("no room"), KeyboardInterrupt()):
+
+        def broken(*arguments: Any, error: BaseException = error, **more: Any) -> Any:
+            raise error
+
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(functional, "Job", broken)
+            now = told_by(lambda: ra.ring_attention(q, k, v, apart, transport=transport, layout="contiguous"))
+        after = told_by(lambda: ra.ring_attention(q, k, v, Full(), transport=transport, layout="contiguous"))
+        told.append((now, after))
+    return told
+
+
+#: Of every argument that ranks compare, a value unlike that of `disagreements`.
+OTHERS: dict[str, Any] = {
+    "pattern": Full(), "layout": "zigzag", "schedule": "direct", "kernel": "reference", "machine": "cuda",
+    "scale": -0.5, "deterministic": True, "comm_dtype": "bfloat16", "rotate": "queries", "softcap": 30.0,
+    "dropout": 0.5, "return_lse": True, "sinks": torch.zeros(2),
+    "key_padding_mask": torch.zeros(1, TOKENS // 3, dtype=torch.bool),
+}  # fmt: skip
+
+
+def disagreements(rank: int, names: list[str]) -> dict[str, str]:
+    """What each rank is told where the last rank gives one argument another value."""
+    transport, mine, told = TorchDist(timeout=PATIENCE), _shard(rank), {}
+    plain: dict[str, Any] = {"pattern": Causal(), "layout": "contiguous", "schedule": "auto", "scale": 0.5}
+    for name in names:
+        given = {**plain, name: OTHERS[name]} if rank == dist.get_world_size() - 1 else plain
+        told[name] = told_by(lambda given=given: ra.ring_attention(*mine, transport=transport, **given))  # type: ignore[misc]
+    return told
+
+
+def adaptive(rank: int) -> list[tuple[str, str]]:
+    """As `exceptions`, at the stages of an adaptive module, and with another size of blocks on one rank."""
+    from ringattn.nn import adaptive as module
+
+    mine, told = _shard(rank), []
+    torch.manual_seed(0)
+    transport = TorchDist(timeout=PATIENCE)
+    core = ra.nn.AdaptiveAttention(2, 8, block=4, k=1, transport=transport, layout="zigzag").eval()
+
+    def broken(*arguments: Any, **more: Any) -> Any:
+        raise MemoryError("no room")
+
+    for name in ("_block_sums", "_pack_sums", "_add_all_sums", "top_k", "SelectedBlocks"):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(module, name, broken)
+            now = told_by(lambda: core(*mine))
+        told.append((now, told_by(lambda: core(*mine))))
+    core.block = 6 if rank == 1 else 4
+    now = told_by(lambda: core(*mine))
+    core.block = 4
+    told.append((now, told_by(lambda: core(*mine))))
+    return told
+
+
+def out_of_step(rank: int) -> list[tuple[str, str]]:
+    """Rank 1 leaves a handshake without a word after its first, or its second exchange, or sends what is no record."""
+    transport, mine, told = TorchDist(timeout=PATIENCE), _shard(rank), []
+    gather = transport.gather
+
+    def leaves(after: int) -> Callable[[bytes], list[bytes]]:
+        def once(record: bytes) -> list[bytes]:
+            nonlocal after
+            after -= 1
+            if after < 0:
+                raise KeyboardInterrupt
+            return gather(record)
+
+        return once
+
+    def call(pattern: ra.Pattern) -> str:
+        return told_by(lambda: ra.ring_attention(*mine, pattern, transport=transport, layout="zigzag"))
+
+    for after in (1, 2):
+        if rank == 1:
+            transport.gather = leaves(after)  # type: ignore[method-assign]
+        left = call(Window(after))
+        if rank == 1:  # the others still wait for the old call, and meet the new one
+            transport.gather = gather  # type: ignore[method-assign]
+            assert left.startswith("KeyboardInterrupt")
+            left = call(Full())
+        told.append((left, call(Causal())))
+    for rubbish in (b"", b"{", b"\xdd\xff" * 700, b"ra\x07\x00\x00", records.frame("call", b"\xff", records.VALUE)):
+        if rank == 1:
+            gather(rubbish)
+            told.append(("-", call(Causal())))
+        else:
+            told.append((call(Causal()), call(Causal())))
+    # A body that cannot be decoded, in a frame that can.
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(agreement, "_record", lambda *arguments: ["no", "fields"])
+        now = call(Window(5))
+    told.append((now, call(Window(5))))
+    return told
+
+
+def timeouts(rank: int, late: float) -> dict[str, Any]:
+    """A late rank within the timeout of its group; then the last rank stays away from the groups of the others."""
+    size, told = dist.get_world_size(), {}
+    mine = _shard(rank)
+    groups = {seconds: dist.new_group(timeout=timedelta(seconds=seconds)) for seconds in (2, 600)}
+    attend = lambda seconds, **more: ra.ring_attention(*mine, Full(), group=groups[seconds], layout="zigzag", **more)  # noqa: E731
+    told["timeout"] = [
+        TorchDist(groups[600]).timeout,
+        TorchDist(groups[2]).timeout,
+        TorchDist(groups[2], timeout=9).timeout,
+    ]
+    if rank == 1:
+        time.sleep(late)
+    told["late"] = told_by(lambda: attend(600))
+    if rank < size - 1:
+        start = time.monotonic()
+        told["absent"] = told_by(lambda: attend(2))
+        told["took"] = time.monotonic() - start
+    dist.barrier()
+    return told
+
+
+# -- a group that NCCL would serve, with Gloo in its place
+
+#: What waits for a device.
+WAITS = ((torch.cuda, "synchronize"), (torch.Tensor, "item"), (torch.Tensor, "cpu"), (torch.Tensor, "cuda"))
+
+
+class OnGpu(TorchDist):
+    """A group that NCCL would serve: messages travel on Gloo, records as for NCCL."""
+
+    connected = 0
+
+    def __init__(self, group: Any = None, **options: Any) -> None:
+        super().__init__(group, **{"timeout": PATIENCE, **options})
+        self._backends = {"cuda": "nccl"}
+
+    def check(self, device: torch.device) -> None:
+        """CPU tensors stand for those of CUDA."""
+        self._device = device
+
+    def post(self, post: Post) -> list[tuple[Any, str]]:
+        self._backends = {"cpu": "gloo"}
+        try:
+            return super().post(post)
+        finally:
+            self._backends = {"cuda": "nccl"}
+
+    def _connect(self) -> None:
+        self.connected += 1
+
+
+def _raise(*_: object, **__: object) -> None:
+    raise AssertionError("a handshake waits for a device")
+
+
+def handshakes(rank: int, name: str) -> Any:
+    """A case of this file whose records travel as for NCCL."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "TorchDist", OnGpu)
+        return globals()[name](rank)
+
+
+def calls(rank: int) -> tuple[list[str], int]:
+    """(what each of some calls told this rank, how often NCCL was asked to connect the ranks)."""
+    group, told = dist.new_group(), []
+    ring = OnGpu(group)
+    source = torch.Generator().manual_seed(rank)
+    rows = TOKENS // dist.get_world_size()
+    x = [torch.randn(1, 2, rows, 8, generator=source).requires_grad_() for _ in range(3)]
+
+    def step(pattern: ra.Pattern) -> None:
+        out = ra.ring_attention(*x, pattern, layout="contiguous", transport=ring, kernel="reference")
+        torch.autograd.grad(out, x, torch.ones_like(out))
+
+    told.append(told_by(lambda: step(Causal())))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "_connect", _raise)
+        patch.setattr(dist, "all_gather", _raise)
+        patch.setattr(dist, "all_gather_into_tensor", _raise)
+        for owner, name in WAITS:
+            patch.setattr(owner, name, _raise)
+        made: list[torch.Tensor] = []
+        honest = torch.frombuffer
+
+        def noted(*arguments: Any, **options: Any) -> torch.Tensor:
+            made.append(honest(*arguments, **options))
+            return made[-1]
+
+        patch.setattr(torch, "frombuffer", noted)
+        for _ in range(3):
+            told.append(told_by(lambda: step(Causal())))
+        assert len(made) == 6, "a digest for each forward, and a number for each backward"
+        assert all(mark.device.type == "cpu" and mark.numel() <= torchdist.SHORT + torchdist.HEAD for mark in made)
+        told.append(told_by(lambda: step(Window(5) if rank == 1 else Causal())))
+        told.append(told_by(lambda: step(Causal())))
+    dist.destroy_process_group(group)
+    return told, ring.connected
+
+
+def lifetimes(rank: int) -> list[bool]:
+    """For some groups that are made, used and destroyed in turn: whether what carried their records lives on."""
+    lives = []
+    for _ in range(3):
+        group = dist.new_group()
+        ring = OnGpu(group)
+        ring.gather(b"record")
+        carrier = ref(torchdist._record_carriers[group])
+        dist.destroy_process_group(group)
+        del group
+        lives.append(carrier() is not None)
+    return lives
+
 
 Run = Callable[..., list[Any]]
 pytestmark = pytest.mark.multi
@@ -21,7 +366,7 @@ LOUD = 100.0
 
 def test_equal_arguments_in_any_form_agree(run_ranks: Run) -> None:
     """All ranks pass the same number of exchanges: nobody remembers what another still compares."""
-    told = run_ranks(handshake_cases.forms, SIZE, timeout=LOUD)
+    told = run_ranks(forms, SIZE, timeout=LOUD)
     assert told[0] == told[1] == told[2]
     for stages in told[0]:
         assert stages[:3] == ["call", "arguments", "plan"]
@@ -30,19 +375,19 @@ def test_equal_arguments_in_any_form_agree(run_ranks: Run) -> None:
 
 @pytest.mark.parametrize("nccl", [False, True])
 def test_tables_that_differ_are_emptied_together(run_ranks: Run, nccl: bool) -> None:
-    run = (side_records.handshakes, SIZE, "memories") if nccl else (handshake_cases.memories, SIZE)
+    run = (handshakes, SIZE, "memories") if nccl else (memories, SIZE)
     assert run_ranks(*run, timeout=LOUD) == [[3, 1, 3, 1, 3, 1, 3, 1, 3, 3]] * SIZE
 
 
 def test_records_of_an_nccl_group_touch_no_device(run_ranks: Run) -> None:
     """Warm calls, forward and backward, wait for no device; a rank that diverges later is told by name."""
-    for rank, (told, connected) in enumerate(run_ranks(side_records.calls, SIZE, timeout=LOUD)):
+    for rank, (told, connected) in enumerate(run_ranks(calls, SIZE, timeout=LOUD)):
         assert told[:4] == ["fine"] * 4 and told[5] == "fine" and connected == 1
         assert "the ranks disagree about pattern" in told[4] and "on rank 1" in told[4], (rank, told)
 
 
 def test_what_carries_records_ends_with_its_group(run_ranks: Run) -> None:
-    assert run_ranks(side_records.lifetimes, SIZE, timeout=LOUD) == [[False] * 3] * SIZE
+    assert run_ranks(lifetimes, SIZE, timeout=LOUD) == [[False] * 3] * SIZE
 
 
 @pytest.mark.parametrize(
@@ -54,8 +399,8 @@ def test_what_carries_records_ends_with_its_group(run_ranks: Run) -> None:
     ],
 )
 def test_any_exception_of_one_rank_is_told_to_all(run_ranks: Run, kind: str, own: str, others: str) -> None:
-    told = run_ranks(handshake_cases.exceptions, SIZE, kind, timeout=LOUD)
-    for stage in handshake_cases.STAGES:
+    told = run_ranks(exceptions, SIZE, kind, timeout=LOUD)
+    for stage in STAGES:
         assert told[1][stage] == (own, "fine"), stage
         for rank in (0, 2):
             now, after = told[rank][stage]
@@ -65,19 +410,19 @@ def test_any_exception_of_one_rank_is_told_to_all(run_ranks: Run, kind: str, own
 
 def test_a_rank_that_leaves_after_the_agreement_finds_the_others_again(run_ranks: Run) -> None:
     left, stayed = [("MemoryError: no room", "fine"), ("KeyboardInterrupt: ", "fine")], [("fine", "fine")] * 2
-    assert run_ranks(handshake_cases.after_agreement, SIZE, timeout=LOUD) == [stayed, left, stayed]
+    assert run_ranks(after_agreement, SIZE, timeout=LOUD) == [stayed, left, stayed]
 
 
 def test_every_argument_is_compared(run_ranks: Run) -> None:
-    """Also options that were added since: each has a value in `handshake_cases.OTHERS`."""
-    names = [entry.name for entry in fields(Call)]
-    for told in run_ranks(handshake_cases.disagreements, SIZE, names, timeout=LOUD):
+    """Also options that were added since: each has a value in `OTHERS`."""
+    names = [*OPTION_NAMES, "pattern", "layout", "return_lse", "sinks", "key_padding_mask"]
+    for told in run_ranks(disagreements, SIZE, names, timeout=LOUD):
         for name in names:
             assert told[name].startswith(f"Mismatch: the ranks disagree about {name}: "), (name, told[name])
 
 
 def test_exceptions_in_an_adaptive_module(run_ranks: Run) -> None:
-    told = run_ranks(handshake_cases.adaptive, SIZE, timeout=LOUD)
+    told = run_ranks(adaptive, SIZE, timeout=LOUD)
     for step, (now, after) in enumerate(told[1][:-1]):
         assert (now, after) == ("MemoryError: no room", "fine"), step
         for rank in (0, 2):
@@ -89,7 +434,7 @@ def test_exceptions_in_an_adaptive_module(run_ranks: Run) -> None:
 
 @pytest.mark.parametrize("nccl", [False, True])
 def test_ranks_that_are_out_of_step_are_told_and_go_on(run_ranks: Run, nccl: bool) -> None:
-    run = (side_records.handshakes, SIZE, "out_of_step") if nccl else (handshake_cases.out_of_step, SIZE)
+    run = (handshakes, SIZE, "out_of_step") if nccl else (out_of_step, SIZE)
     told = run_ranks(*run, timeout=LOUD)
     for number, stage in enumerate(("arguments", "plan")):
         for rank in (0, 2):
@@ -115,7 +460,7 @@ def test_ranks_that_are_out_of_step_are_told_and_go_on(run_ranks: Run, nccl: boo
 
 
 def test_the_timeout_is_that_of_the_group_and_errors_name_who_is_missing(run_ranks: Run) -> None:
-    told = run_ranks(handshake_cases.timeouts, SIZE, 3.0, timeout=LOUD)
+    told = run_ranks(timeouts, SIZE, 3.0, timeout=LOUD)
     for rank in range(SIZE):
         assert told[rank]["timeout"] == [600.0, 2.0, 9.0]
         assert told[rank]["late"] == "fine"

@@ -14,7 +14,7 @@ import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Pattern, Window, dilated_blocks, local_window, make_plan
 from ringattn.kernels.aten_cpu import AtenCpu
 from ringattn.kernels.reference import Reference
-from ringattn.pattern.ranges import shift_range
+from ringattn.pattern.tile import shift_range
 from ringattn.plan.work import Work, join_keys, join_repetitions
 from ringattn.runtime import merge_plan
 
@@ -133,7 +133,7 @@ def test_overlapping_keys_of_a_batch(pattern: Pattern, heads: tuple[int, int]) -
 
 def test_equal_works_become_one() -> None:
     plan = make_plan(local_window(128, blocks=2), tokens=1 << 17, ranks=1, heads=8)
-    works = plan.demand.batched(0, 0)
+    works = plan.demand.joined_works(0, 0)
     assert (
         len(plan.demand.works(0, 0)) == 1024 and len(works) == 3
     )  # the interior, and the two kinds of rows at the ends
@@ -162,7 +162,7 @@ def test_repetitions_need_equal_distances() -> None:
     (chain,) = join_repetitions([at(8, 3), at(0, 1), at(4, 2)])
     assert (chain.repeat, chain.q_shift, chain.k_shift) == (3, 4, 1) and chain.rows == range(12)
     assert list(chain.singles()) == [at(0, 1), at(4, 2), at(8, 3)]
-    assert [part.repeat for part in chain.batches(2)] == [2, 1]
+    assert [part.repeat for part in chain.repetitions(2)] == [2, 1]
     assert len(join_repetitions([at(0, 0), at(4, 6), at(8, 0)])) == 2  # keys do not go back
     assert len(join_repetitions([at(0, 0), at(2, 6)])) == 2  # query rows overlap
     assert shift_range(range(1, 9, 2), 3) == range(4, 12, 2)

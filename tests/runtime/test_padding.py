@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import Case, Result, dense, error, errors, make_case, single_device
+from oracle import Case, Result, dense, error, errors, make_case, same_lse, single_device, solve
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Full, InvalidInput, Pattern, Unsupported, Window
@@ -44,21 +44,7 @@ def wanted(case: Case, pattern: Pattern, mask: torch.Tensor, oracle=dense) -> Re
 
 
 def run(case: Case, pattern: Pattern, mask: torch.Tensor, **options) -> Result:  # type: ignore[no-untyped-def]
-    inputs = case.leaves()
-    out, lse = ra.virtual_attention(
-        *inputs, pattern, key_padding_mask=mask, return_lse=True, scale=case.scale, **{"ranks": 1, **options}
-    )
-    if case.grad_lse is None:
-        grads = torch.autograd.grad(out, inputs, case.grad)
-    else:
-        grads = torch.autograd.grad((out, lse), inputs, (case.grad, case.grad_lse.to(lse.dtype)))
-    return Result(out.detach(), lse.detach(), grads)
-
-
-def same_lse(found: torch.Tensor, truth: torch.Tensor, tolerance: float) -> None:
-    assert torch.equal(found == -torch.inf, truth == -torch.inf)
-    some = truth != -torch.inf
-    assert error(found[some], truth[some]) <= tolerance
+    return solve(ra.virtual_attention, case, pattern, key_padding_mask=mask, **{"ranks": 1, **options})
 
 
 @pytest.mark.parametrize("lse", [False, True])

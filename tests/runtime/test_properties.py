@@ -87,10 +87,16 @@ def test_bytes_counted_are_the_bytes_planned(problem: Problem, schedule: str, ro
     st.integers(2, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n - 1))),
     st.integers(1, 6),
     st.sampled_from(["contiguous", "zigzag", "striped"]),
-    st.sampled_from([Causal(), Causal() & Window(5), Causal() & (Sinks(2) | Window(3))]),
+    st.sampled_from(
+        [
+            *(Causal(), Causal() & Window(5), Causal() & (Sinks(2) | Window(3))),
+            *(ra.Dilated((8, 16), (1, 2), causal=True, mix=mix) for mix in ("lse", "group")),
+            Causal() & ra.local_window(4, blocks=1),
+        ]
+    ),
     st.sampled_from(["keys", "queries"]),
 )
-@settings(max_examples=40)
+@settings(max_examples=60)
 def test_the_future_never_changes_the_past(
     cut: tuple[int, int], ranks: int, layout: str, pattern: Pattern, rotate: str
 ) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from oracle import Case, dense, make_case
 
 import ringattn as ra
 from ringattn import InvalidInput, Unsupported
@@ -16,30 +18,12 @@ DISTANCE = torch.arange(N)[:, None] - torch.arange(N)
 VISIBLE = (DISTANCE >= 0) & (DISTANCE <= 9)
 
 
-def make(dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """(q, k, v and sinks, dO, dlse)."""
-    source = torch.Generator().manual_seed(3)
-    shapes = [(B, H, N, D), (B, K, N, D), (B, K, N, D), (H,), (B, H, N, D), (B, H, N)]
-    *leaves, grad, grad_lse = (torch.randn(s, generator=source, dtype=torch.float64).to(dtype) for s in shapes)
-    leaves[3][1] = -torch.inf  # a sink without weight
-    return [x.requires_grad_() for x in leaves], grad, grad_lse
-
-
-def solve(
-    leaves: list[torch.Tensor], visible: torch.Tensor, cap: float | None, sinks: bool, scale: float = D**-0.5
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) by dense softmaxes over the keys and the sink."""
-    q, k, v, sink = leaves
-    logits = q @ k.repeat_interleave(H // K, 1).mT * scale
-    if cap is not None:
-        logits = cap * (logits / cap).tanh()
-    logits = logits.masked_fill(~visible, -torch.inf)
-    if sinks:
-        logits = torch.cat([logits, sink[:, None, None].expand(B, H, N, 1)], -1)
-    empty = logits.isneginf().all(-1)
-    logits = logits.masked_fill(empty.unsqueeze(-1), 0.0)  # finite here, struck out below
-    weights = logits.softmax(-1)[..., :N].masked_fill(empty.unsqueeze(-1), 0.0)
-    return weights @ v.repeat_interleave(H // K, 1), logits.logsumexp(-1).masked_fill(empty, -torch.inf)
+def make(dtype: torch.dtype) -> tuple[Case, torch.Tensor]:
+    """Inputs with cotangents, and sinks."""
+    case = make_case(N, H, K, dtype, batch=B, dim=D, lse=True, seed=3)
+    sinks = torch.randn(H, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+    sinks[1] = -torch.inf  # a sink without weight
+    return case, sinks.requires_grad_()
 
 
 @pytest.mark.parametrize(
@@ -56,42 +40,39 @@ def solve(
 def test_equals_dense_softmaxes(
     ranks: int, dtype: torch.dtype, cap: float | None, sinks: bool, padded: bool, more: dict[str, Any]
 ) -> None:
-    leaves, grad, grad_lse = make(dtype)
+    case, learned = make(dtype)
+    case = replace(case, scale=more.get("scale"))
+    leaves, given = case.leaves(), learned if sinks else None
     mask = torch.zeros(B, N, dtype=torch.bool)
     # The first rows of element 0 see nothing but a sink, those of head 1 nothing.
     mask[0, :5], mask[1, -4:] = True, True
     out, lse = ra.virtual_attention(
-        *leaves[:3],
+        *leaves,
         PATTERN,
         ranks=ranks,
         layout="zigzag",
         softcap=cap,
-        sinks=leaves[3] if sinks else None,
+        sinks=given,
         key_padding_mask=mask if padded else None,
         return_lse=True,
         **more,
     )
-    exact = [x.detach().double().requires_grad_() for x in leaves]
-    visible = VISIBLE & ~mask[:, None, None] if padded else VISIBLE
-    truth, true_lse = solve(exact, visible, cap, sinks, more.get("scale", D**-0.5))
-    seen = true_lse.detach().isfinite()
-    assert torch.equal(lse.isfinite(), seen)
-    asked = leaves if sinks else leaves[:3]
-    got = torch.autograd.grad((out, lse[seen]), asked, (grad, grad_lse.to(lse.dtype)[seen]))
-    expected = torch.autograd.grad(
-        (truth, true_lse[seen]), exact[: len(asked)], (grad.double(), grad_lse.double()[seen])
-    )
+    truth = dense(case, (VISIBLE & ~mask[:, None, None]) if padded else VISIBLE, softcap=cap, sinks=given)
+    seen = truth.lse.isfinite()
+    assert torch.equal(lse.isfinite(), seen) and case.grad_lse is not None
+    asked = (*leaves, learned) if sinks else leaves
+    grads = torch.autograd.grad((out, lse[seen]), asked, (case.grad, case.grad_lse.to(lse.dtype)[seen]))
     tolerance = 40 * torch.finfo(dtype).eps
-    for ours, theirs in zip((out, lse[seen], *got), (truth, true_lse[seen], *expected), strict=True):
-        assert (ours - theirs).abs().max() <= tolerance * max(1.0, float(theirs.detach().abs().max()))
+    for ours, theirs in zip((out, lse[seen], *grads), (truth.out, truth.lse[seen], *truth.grads), strict=True):
+        assert (ours - theirs).abs().max() <= tolerance * max(1.0, float(theirs.abs().max()))
 
 
 def test_streams_and_one_device_agree_with_virtual_ranks() -> None:
-    leaves, grad, _ = make(torch.float64)
-    results = []
+    case, sinks = make(torch.float64)
+    leaves, results = case.leaves(), []
     for options in ({}, {"stream": "host", "chunk": 8}):
-        out = ra.attention(*leaves[:3], PATTERN, sinks=leaves[3], softcap=2.0, **options)
-        results.append((out, *torch.autograd.grad(out, leaves, grad)))
+        out = ra.attention(*leaves, PATTERN, sinks=sinks, softcap=2.0, **options)
+        results.append((out, *torch.autograd.grad(out, (*leaves, sinks), case.grad)))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=0)
 
@@ -99,24 +80,22 @@ def test_streams_and_one_device_agree_with_virtual_ranks() -> None:
 @pytest.mark.parametrize(("dtype", "padded"), [(torch.float64, False), (torch.float64, True), (torch.float16, True)])
 def test_a_softcap_caps_logits_of_any_size(dtype: torch.dtype, padded: bool) -> None:
     """Padding is what the mask says, however low the logits of other keys are."""
-    leaves, _, _ = make(dtype)
-    q, k, v, _ = (x.detach() for x in leaves)
-    q, mask = (q * 1e4).clamp(-6e4, 6e4), torch.zeros(B, N, dtype=torch.bool)
-    k = (k * 1e4).clamp(-6e4, 6e4)
+    (q, k, v), mask = make(dtype)[0].inputs, torch.zeros(B, N, dtype=torch.bool)
+    q, k = ((x * 1e4).clamp(-6e4, 6e4) for x in (q, k))
     mask[0, :5] = True
     given = {"key_padding_mask": mask} if padded else {}
     out, lse = ra.virtual_attention(q, k, v, PATTERN, ranks=3, softcap=5.0, return_lse=True, **given)
     visible = VISIBLE & ~mask[:, None, None] if padded else VISIBLE
-    truth, true_lse = solve([*(x.double() for x in (q, k, v)), leaves[3]], visible, 5.0, False)
-    torch.testing.assert_close(lse.double(), true_lse, atol=1e-5, rtol=0)
-    torch.testing.assert_close(out.double(), truth, atol=20 * torch.finfo(dtype).eps, rtol=0)
+    truth = dense(Case(q, k, v, torch.zeros_like(q)), visible, softcap=5.0)
+    torch.testing.assert_close(lse.double(), truth.lse, atol=1e-5, rtol=0)
+    torch.testing.assert_close(out.double(), truth.out, atol=20 * torch.finfo(dtype).eps, rtol=0)
 
 
 def test_a_sink_that_takes_all_weight() -> None:
-    leaves, grad, _ = make(torch.float32)
-    everything = torch.full((H,), torch.inf, requires_grad=True)
-    out = ra.virtual_attention(*leaves[:3], PATTERN, ranks=3, sinks=everything)
-    for x in (out, *torch.autograd.grad(out, [*leaves[:3], everything], grad)):
+    case, everything = make(torch.float32)[0], torch.full((H,), torch.inf, requires_grad=True)
+    leaves = case.leaves()
+    out = ra.virtual_attention(*leaves, PATTERN, ranks=3, sinks=everything)
+    for x in (out, *torch.autograd.grad(out, [*leaves, everything], case.grad)):
         assert torch.equal(x, torch.zeros_like(x))
 
 
@@ -131,8 +110,8 @@ def test_a_sink_that_takes_all_weight() -> None:
     ],
 )
 def test_errors_say_what_to_try(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    leaves, _, _ = make(torch.float32)
+    case, _ = make(torch.float32)
     with pytest.raises(error, match=words):
-        ra.virtual_attention(*leaves[:3], PATTERN, ranks=2, **options)
+        ra.virtual_attention(*case.inputs, PATTERN, ranks=2, **options)
     with pytest.raises(error, match=words):
-        ra.attention(*leaves[:3], PATTERN, **options)
+        ra.attention(*case.inputs, PATTERN, **options)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from warm_python import executable
+from command_line import ringattn
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("tokens=96", "model.width=32", "model.window=20", "checkpoint_every=2")
@@ -17,8 +18,10 @@ SMALL = ("tokens=96", "model.width=32", "model.window=20", "checkpoint_every=2")
 def run(folder: Path, *overrides: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """The example in a working folder, small, by Python or by a launcher."""
     script = str(ROOT / "examples/train_lm/train.py")
+    if not launcher:
+        return ringattn(*SMALL, *overrides, cwd=folder, script=script)
     return subprocess.run(
-        [executable(), *launcher, script, *SMALL, *overrides],
+        [sys.executable, *launcher, script, *SMALL, *overrides],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         cwd=folder,
         capture_output=True,

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_python import executable
 
 HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 #: The mpirun of this environment first: it belongs to the library that mpi4py loads.
@@ -75,7 +74,7 @@ def mpirun(start: Start) -> Callable[..., Any]:
 
     def run(ranks: int, *cases: Sequence[Any], check: bool = True, timeout: float = 60.0) -> Any:
         paths = [str(HELPERS), os.environ.get("PYTHONPATH", "")]
-        command = [str(MPIRUN), "-n", str(ranks), executable(), str(HELPERS / "mpi_main.py")]
+        command = [str(MPIRUN), "-n", str(ranks), sys.executable, str(HELPERS / "mpi_main.py")]
         done = start(
             [*command, json.dumps(cases)], timeout=timeout, env={"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         )

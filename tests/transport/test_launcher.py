@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import rank_cases
 import torch
-from warm_python import executable
 
 from ringattn.cli.ranks import _set_cuda_device
 from ringattn.errors import InvalidInput, LaunchFailure
@@ -37,13 +36,13 @@ def test_results_come_in_rank_order(new_ranks: Run) -> None:
     [
         ("raise", ["rank 1 of 2 exited with status 1", "ValueError: a bad day on rank one"]),
         ("kill", ["rank 1 of 2 was killed by SIGKILL"]),
-        ("hang", ["did not end within 30 s", "rank 1 still ran", "about to hang"]),
+        ("hang", ["did not end within 15 s", "rank 1 still ran", "about to hang"]),
     ],
 )
 def test_a_failing_rank_is_named(new_ranks: Run, how: str, words: list[str]) -> None:
     start = time.monotonic()
     with pytest.raises(LaunchFailure) as caught:
-        new_ranks(rank_cases.fail, 2, how, timeout=30 if how == "hang" else 80)
+        new_ranks(rank_cases.fail, 2, how, timeout=15 if how == "hang" else 80)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert time.monotonic() - start < 90
     assert active_children() == []
@@ -58,15 +57,13 @@ def test_ranks_die_with_their_parent(tmp_path: Any) -> None:
         "import rank_cases\n"
         "from ringattn.transport.launcher import run_local\n"
         "if __name__ == '__main__':\n"
-        f"    folder = __import__('pathlib').Path({str(tmp_path)!r})\n"
-        "    run_local(rank_cases.fail, 2, 'hang', timeout=150, log_dir=folder)\n"
+        "    run_local(rank_cases.fail, 2, 'hang', timeout=150)\n"
     )
     main = tmp_path / "main.py"
     main.write_text(script)
     parent = subprocess.Popen([sys.executable, str(main)], env={**os.environ, "TMPDIR": str(temporary)})
-    log = tmp_path / "rank_0001.log"
     deadline = time.monotonic() + 90
-    while not (log.exists() and "about to hang" in log.read_text()):
+    while not any("about to hang" in log.read_text() for log in temporary.glob("ringattn-*/rank_0001.log")):
         assert time.monotonic() < deadline and parent.poll() is None
         time.sleep(0.1)
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent.pid)], capture_output=True, text=True).stdout
@@ -77,7 +74,7 @@ def test_ranks_die_with_their_parent(tmp_path: Any) -> None:
     assert not list(temporary.glob("ringattn-*"))
     for pid in children.split():
         state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True).stdout.strip()
-        assert state in ("", "Z", "Zs"), f"process {pid} is left behind in state {state}"
+        assert state[:1] in ("", "Z"), f"process {pid} is left behind in state {state}"
 
 
 #: A rank of which the second ends after its first start; after the restart both meet again.
@@ -97,7 +94,7 @@ dist.destroy_process_group()
 
 def test_ranks_meet_again_after_a_restart(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(RESTARTED)
-    torchrun = [executable(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, "--max-restarts", "1", "--monitor-interval", "0.1", "ranks.py"],
         cwd=tmp_path,

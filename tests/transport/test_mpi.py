@@ -11,14 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import byte_table
 import group_cases
 import pytest
 import torch
 from group_cases import check_order
 from rank_cases import WRONG
 from safetensors.torch import load_file
-from warm_python import executable
 
 Run = Callable[..., Any]
 pytestmark = pytest.mark.mpi
@@ -28,8 +26,7 @@ pytestmark = pytest.mark.mpi
 CASES: dict[int, dict[str, tuple[Any, ...]]] = {
     2: {"equals_virtual": ("float64", (3, 1)), "errors": (), "passes": ()},
     3: {"equals_virtual": ("bfloat16", (2, 2)), "checks": ()},
-    4: {"equals_virtual": ("float32", (4, 2))},
-    byte_table.RANKS: {"byte_counts": (), "split": ()},
+    4: {"equals_virtual": ("float32", (4, 2)), "split": ()},
 }
 RESULTS: dict[int, dict[str, Any]] = {}
 
@@ -52,10 +49,6 @@ def test_mpi_equals_virtual_and_the_plan(found: Run, ranks: int) -> None:
     assert found(ranks, "equals_virtual") == [16] * ranks
 
 
-def test_byte_table(found: Run) -> None:
-    byte_table.check(found(byte_table.RANKS, "byte_counts"))
-
-
 def test_every_rank_is_told_before_the_first_message(found: Run) -> None:
     told = found(2, "errors")
     assert len(told[0]) == len(told[1]) == len(WRONG)
@@ -75,7 +68,7 @@ def test_passes_in_different_order_and_errors_of_signal_handlers(found: Run) -> 
 
 
 def test_a_part_of_the_world(found: Run) -> None:
-    assert found(byte_table.RANKS, "split") == [True] * byte_table.RANKS
+    assert found(4, "split") == [True] * 4
 
 
 @pytest.mark.parametrize("how", ["raises", "dies", "stays away"])
@@ -120,7 +113,7 @@ COMMON = (
 
 def test_the_command_under_mpirun(start: Run, mpirun_path: str, inside: Run, tmp_path: Path) -> None:
     """Rank 0 writes and prints, the others are quiet; the result is that of virtual ranks."""
-    command = [mpirun_path, "-n", "3", executable(), "-m", "ringattn", "run", "transport=mpi", *COMMON]
+    command = [mpirun_path, "-n", "3", sys.executable, "-m", "ringattn", "run", "transport=mpi", *COMMON]
     done = start([*command, "backward=true", "output.path=mpi.safetensors"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "zigzag on 3 mpi ranks" in done.stdout and "NOT AS PLANNED" not in done.stdout
@@ -149,7 +142,7 @@ def test_the_command_under_mpirun(start: Run, mpirun_path: str, inside: Run, tmp
 def test_errors_of_the_command(
     start: Run, mpirun_path: str, tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
-    command = [mpirun_path, "-n", "2", executable(), "-m", "ringattn", "run", "transport=mpi"]
+    command = [mpirun_path, "-n", "2", sys.executable, "-m", "ringattn", "run", "transport=mpi"]
     done = start([*command, *arguments], cwd=tmp_path)
     assert done.returncode != 0
     assert words in done.stderr and "Traceback" not in done.stderr, done.stderr
@@ -207,7 +200,7 @@ main()
 def test_ranks_of_another_mpi_are_told_so(start: Run, tmp_path: Path) -> None:
     """The environment speaks of two ranks, and MPI, started by itself, is alone."""
     env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
-    done = start([executable(), "-m", "ringattn", "run", "transport=mpi", "tokens=64"], cwd=tmp_path, env=env)
+    done = start([sys.executable, "-m", "ringattn", "run", "transport=mpi", "tokens=64"], cwd=tmp_path, env=env)
     assert done.returncode == 2
     assert "openmpi started 2 processes, and MPI in this one knows of 1" in done.stderr
 
@@ -215,7 +208,7 @@ def test_ranks_of_another_mpi_are_told_so(start: Run, tmp_path: Path) -> None:
 def test_a_sweep_has_one_folder(start: Run, mpirun_path: str, tmp_path: Path) -> None:
     """Only rank 0 writes, and what the other ranks give Hydra to write to is gone."""
     (scratch := tmp_path / "scratch").mkdir()
-    command = [mpirun_path, "-n", "2", executable(), "-m", "ringattn", "run", "-m", "transport=mpi", "tokens=64"]
+    command = [mpirun_path, "-n", "2", sys.executable, "-m", "ringattn", "run", "-m", "transport=mpi", "tokens=64"]
     done = start([*command, "heads=1", "repeat=1", "layout=zigzag,striped"], cwd=tmp_path, env={"TMPDIR": str(scratch)})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("forward time") == 2
@@ -224,7 +217,7 @@ def test_a_sweep_has_one_folder(start: Run, mpirun_path: str, tmp_path: Path) ->
 
 
 def test_one_rank_speaks_for_all(start: Run, mpirun_path: str, tmp_path: Path) -> None:
-    command = [mpirun_path, "-n", "2", executable(), "-m", "ringattn"]
+    command = [mpirun_path, "-n", "2", sys.executable, "-m", "ringattn"]
     done = start([*command, "plan", "tokens=1k", "output.path=plan.json"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Causal()") == 1 and (tmp_path / "plan.json").is_file()

@@ -29,7 +29,9 @@ PATTERNS = (
     ra.Dilated((16, 40), (2, 3)),
     ra.Dilated((16, 40), (2, 3)) & ra.Causal(),
 )
-SCHEDULES = ("ring", "direct", "double_ring(2)", "allgather", "ulysses(2, ring)", "ulysses(2, direct)")
+#: Schedules for any number of ranks, and all.
+ODD = ("ring", "direct", "allgather")
+SCHEDULES = (*ODD, "double_ring(2)", "ulysses(2, ring)", "ulysses(2, direct)")
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
@@ -88,19 +90,29 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 
 def test_messages_meet_in_order(record: Recorder) -> None:
-    """Patterns x schedules x layouts, with each rotation and number of ranks by turns."""
+    """Patterns x schedules x layouts, with each rotation and number of ranks by turns; nothing of no size is posted."""
     messages = 0
     for index, pattern in enumerate(PATTERNS):
         for place, schedule in enumerate(SCHEDULES):
             for number, layout in enumerate(LAYOUTS):
-                ranks = (4, 6)[(index + place + number) % 2]
+                ranks = (4, 6, 8, 3)[(index + place + number) % (4 if schedule in ODD else 3)]
                 rotate = ("keys", "queries")[(index // 2 + place + number) % 2]
                 plan = plan_of(pattern, ranks, schedule, layout, rotate)
                 for backward in (False, True):
                     found = record(plan, backward)
                     assert find_violation(found) is None, (pattern, ranks, schedule, layout, rotate, backward)
-                    messages += sum(len(batch) for batches in found for batch in batches)
+                    posted = [op for batches in found for batch in batches for op in batch]
+                    assert all(op.size > 0 for op in posted), (pattern, ranks, schedule, layout, rotate, backward)
+                    messages += len(posted)
     assert messages > 10_000
+
+
+def test_a_step_is_one_batch_unless_some_may_take_longer() -> None:
+    for schedule, most in (("ring", 1), ("direct", 1), ("allgather", 1), ("double_ring(4)", 2)):
+        plan = ra.make_plan(ra.Full(), tokens=64, ranks=8, schedule=schedule)
+        for rank in range(8):
+            for steps in (plan.for_rank(rank).forward, plan.for_rank(rank).backward):
+                assert max(len(step.posts) for step in steps) == most, schedule
 
 
 def test_two_posts_in_another_order_are_caught(record: Recorder) -> None:

@@ -9,13 +9,13 @@ import pytest
 from ringattn import Mismatch
 from ringattn.transport import records
 from ringattn.transport.base import HEAD, LONGEST, gather_in_rounds
-from ringattn.transport.records import REMEMBERED, VALUE, Agreed, Exchange, digest, frame, open_frame
+from ringattn.transport.records import REMEMBERED, VALUE, Exchange, Handshakes, digest, frame, open_frame
 
 
 def test_whether_a_handshake_is_remembered_is_the_same_on_all_ranks() -> None:
     """Ranks that leave calls in the middle, or begin anew, at random: nobody remembers what another does not."""
     choice = random.Random(0)
-    tables = [Agreed() for _ in range(3)]
+    tables = [Handshakes() for _ in range(3)]
     hits = 0
     for _ in range(4000):
         call = choice.randrange(80)
@@ -23,7 +23,7 @@ def test_whether_a_handshake_is_remembered_is_the_same_on_all_ranks() -> None:
         histories = tuple(table.history for table in tables)
         left = choice.randrange(3) if choice.random() < 0.03 else None
         if choice.random() < 0.01:
-            tables[choice.randrange(3)] = Agreed()
+            tables[choice.randrange(3)] = Handshakes()
             histories = tuple(table.history for table in tables)
         known = [table.begin(marks, histories) for table in tables]
         assert known in ([None] * 3, [marks] * 3)
@@ -37,7 +37,7 @@ def test_whether_a_handshake_is_remembered_is_the_same_on_all_ranks() -> None:
 
 def test_the_least_recently_used_handshake_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "REMEMBERED", 2)
-    table = Agreed()
+    table = Handshakes()
 
     def call(mark: bytes) -> bool:
         known = table.begin((mark,), (table.history,))

@@ -3,17 +3,22 @@ and in 100 modelled settings how near the pick is to the fastest simulated sched
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from statistics import median
 from typing import Any
 
+from ...errors import InvalidInput
 from ...functional import ring_attention
 from ...machine.machine import Machine
-from ...machine.presets import MACHINES
+from ...machine.presets import MACHINES, get_machine
 from ...pattern import parse_pattern
+from ...plan.plan import Plan
 from ...planner import make_plan
 from ...simulator.timing.auto import list_schedules
+from ...simulator.timing.simulation import simulate
 from ..case import (
     BenchCase,
     BenchColumn,
@@ -27,7 +32,6 @@ from ..case import (
     make_shards,
     relative_error,
 )
-from ..choices import RANKS, SEED, SETTINGS, draw_settings
 from ..links import Links
 
 HEADS, HEAD_DIM = 2, 64
@@ -70,6 +74,18 @@ MODELLED_NOTE = (
     "modelled: forward on a preset, in bfloat16 with a head_dim of 128; auto / best is the simulated time of the pick "
     "over that of the fastest of all schedules that fit; nothing is measured"
 )
+#: Ranks of the modelled settings, settings of each number of ranks, and the seed that draws them.
+RANKS = (4, 8, 16, 32, 64)
+SETTINGS, SEED = 20, 17
+PRESETS = ("h100_nvlink_ib", "a100_nvlink_ib", "a100_pcie")
+#: Query heads and key/value heads.
+HEAD_COUNTS = ((32, 8), (32, 32), (64, 8), (40, 8), (16, 2))
+#: Powers of two between which tokens are drawn. A block mask has a tile for each block, so that it gets fewer tokens.
+TOKENS, BLOCK_TOKENS = (14, 20), (14, 17)
+#: Up to this many ranks the backward is simulated, too.
+BOTH = 16
+#: Between Ulysses groups: the ring, and these where there are at most MOST_GROUPS groups.
+BETWEEN, MOST_GROUPS = ("direct", "allgather"), 16
 
 
 def list_cases() -> list[BenchCase]:
@@ -174,20 +190,109 @@ def _conclude(records: list[CaseRecord]) -> dict[str, Any]:
     judged = [record["summary"] for record in records if not isinstance(record["summary"], list)] or modelled
     kind = "modelled" if judged is modelled else "measured"
     share = sum(summary["near"] for summary in judged) / len(judged)
+    near = sum(row["near"] for row in modelled)
     ring_share = sum(summary["best"] == "ring" for summary in judged) / len(judged)  # of a fixed choice without a model
     return {
         "summary": f"auto picks the best schedule, or one within 10 % of it, in {share:.3f} of {len(judged)} settings "
-        f"({kind}); the ring is best in {ring_share:.3f}" + _count_near(modelled),
+        f"({kind}); the ring is best in {ring_share:.3f}"
+        + (f"; on presets in {near} of {len(modelled)} settings (modelled)" if modelled else ""),
         "value": share,
         "target": TARGET,
         "met": share >= TARGET,
     }
 
 
-def _count_near(modelled: list[dict[str, Any]]) -> str:
-    """Of the settings that are simulated, in how many the pick is near."""
-    near = sum(row["near"] for row in modelled)
-    return f"; on presets in {near} of {len(modelled)} settings (modelled)" if modelled else ""
+@dataclass(frozen=True)
+class Setting:
+    """One call of `auto`."""
+
+    pattern: str
+    layout: str
+    tokens: int
+    ranks: int
+    heads: int
+    kv_heads: int
+    machine: str
+
+    def plan(self, schedule: str) -> Plan:
+        """The plan with this schedule. Raises InvalidInput where the schedule does not fit."""
+        return make_plan(
+            parse_pattern(self.pattern),
+            tokens=self.tokens,
+            ranks=self.ranks,
+            layout=self.layout,
+            schedule=schedule,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=128,
+            dtype="bfloat16",
+            machine=self.machine,
+        )
+
+    @cached_property
+    def schedules(self) -> list[str]:
+        """Every schedule that fits: rings, direct, all-gather, and Ulysses groups of any size with these between."""
+        node = get_machine(self.machine).ranks_per_node
+        sizes = [size for size in range(2, self.ranks + 1) if self.ranks % size == 0]
+        names = ["ring", "direct", "allgather"]
+        names += [f"double_ring({size})" for size in sizes if size in (node, node // 2)]
+        for size in sizes:
+            others = BETWEEN if 1 < self.ranks // size <= MOST_GROUPS else ()
+            names += [f"ulysses({size}, {name})" for name in ("ring", *others)]
+        return [name for name in names if self._fits(name)]
+
+    def _fits(self, schedule: str) -> bool:
+        try:
+            return bool(self.plan(schedule))
+        except InvalidInput:
+            return False
+
+    def judge(self) -> dict[str, object]:
+        """What `auto` picks, what is fastest, and the pick's time over the fastest, in a forward and in both passes."""
+        picked, seconds = self.plan("auto").schedule, dict[str, tuple[float, float]]()
+        for name in dict.fromkeys((*self.schedules, picked)):  # auto may pick between more groups than are listed
+            plan = self.plan(name)
+            forward = simulate(plan, self.machine).seconds
+            is_timed = self.ranks <= BOTH and name in self.schedules
+            backward = simulate(plan, self.machine, backward=True).seconds if is_timed else 0.0
+            seconds[name] = forward, forward + backward
+        best = [min(seconds, key=lambda name: seconds[name][passes]) for passes in (0, 1)]
+        ratios = [seconds[picked][passes] / seconds[best[passes]][passes] for passes in (0, 1)]
+        both = ratios[1] if self.ranks <= BOTH else None
+        return {"auto": picked, "best": best[0], "auto / best": ratios[0], "forward + backward": both}
+
+
+def draw_settings(ranks: int, count: int = SETTINGS, seed: int = SEED) -> list[Setting]:
+    """Random settings, the patterns in turn."""
+    source = random.Random(f"{seed}, {ranks}")
+    return [_draw(source, ranks, number) for number in range(count)]
+
+
+def _draw(source: random.Random, ranks: int, number: int) -> Setting:
+    kind = ("causal", "window", "documents", "dilated", "blocks")[number % 5]
+    tokens = 1 << source.randint(*(BLOCK_TOKENS if kind == "blocks" else TOKENS))
+    width, block = source.choice((255, 1023, 4095, 16383)), source.choice((128, 256, 512))
+    segment = source.choice((1024, 2048, 4096))
+    lengths = _draw_lengths(source, tokens)
+    pattern = {
+        "causal": "Causal()",
+        "window": f"Causal() & Window({width})",
+        "documents": f"Causal() & Documents({lengths})",
+        "dilated": f"Dilated(({segment}, {2 * segment}, {4 * segment}), (1, 2, 4), causal=True)",
+        "blocks": source.choice((f"strided_blocks({block}, stride=8)", f"dilated_blocks({block}, offsets=(1, 8, 16))")),
+    }[kind]
+    layout = source.choice(("contiguous", "zigzag"))
+    heads, kv_heads = source.choice(HEAD_COUNTS)
+    return Setting(pattern, layout, tokens, ranks, heads, kv_heads, source.choice(PRESETS))
+
+
+def _draw_lengths(source: random.Random, tokens: int) -> list[int]:
+    """Lengths of documents, exponentially distributed around a random mean."""
+    mean = source.choice((1 << 12, 1 << 14, tokens // 2))
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        lengths.append(min(max(64, int(source.expovariate(1 / mean))), tokens - sum(lengths)))
+    return lengths
 
 
 SUITE = BenchSuite(list_cases, _conclude)

@@ -1,4 +1,4 @@
-"""Suite "gpu": one CUDA device against its own matrix product, cuDNN, flash and compiled FlexAttention.
+"""Suites "gpu" and "gpu_quick": a CUDA device against its matrix product, cuDNN, flash and compiled FlexAttention.
 
 Written from PyTorch's documentation. It has run from start to end on emulated operators, and not yet on a GPU.
 """
@@ -25,10 +25,9 @@ from ...machine.presets import get_machine
 from ...pattern import Causal, Dilated, Pattern, Window
 from ...planner import make_plan
 from ...runtime.peak_memory import available
-from ...simulator.calibrate.measure import calibrate
+from ...simulator.calibrate.measure import CalibrationSizes, calibrate
 from ...simulator.calibrate.measuring_ranks import MeasuringRanks, Settings
-from ...simulator.calibrate.rounds import CalibrationSizes
-from ...simulator.numerics.row_oracle import oracle_rows_alone, sampled_rows
+from ...simulator.numerics.oracle import oracle_rows_alone, sampled_rows
 from ...text import size
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, relative_error
 from ..libraries import CANNOT_RUN, LIBRARIES, Attend, list_masks, make_call
@@ -343,3 +342,10 @@ def check(folder: Path) -> None:
 
 
 SUITE = BenchSuite(partial(list_cases, Sizes()), conclude, check)
+#: The cases at sizes that show in a minute that all run; the rates mean nothing.
+SMALL = Sizes(
+    heads=2, head_dim=16, tokens=128, window=40, block=16, dilated=(64, 4), matmul=64, enough=0.0,
+    lengths=(64, 128), chunk=96, long=(1 << 10, 256), long_heads=(2, 16), long_dilated=((32, 128), (1, 4)),
+    rows=(16, 32), widths=(16,),
+)  # fmt: skip
+QUICK = BenchSuite(partial(list_cases, SMALL), conclude, check)

@@ -17,7 +17,7 @@ from ...plan.work import Work
 from ...planner import make_plan
 from ...runtime.executor import Job, backward, forward
 from ...transport.base import Counters, Post, Tags, drive
-from ...transport.records import Agreed
+from ...transport.records import Handshakes
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Run, compare_with_target
 
 #: One rank of RANKS in a causal ring; few tokens, so that copies and merges take no time of their own.
@@ -40,7 +40,7 @@ class Silent:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.counters, self.calls, self.agreed = Counters(), count(), Agreed()
+        self.counters, self.calls, self.handshakes = Counters(), count(), Handshakes()
 
     def check(self, device: torch.device) -> None:
         """Tensors of every device are accepted."""
@@ -64,32 +64,21 @@ class NoKernel(AtenCpu):
 
     def __init__(self) -> None:
         self.calls = 0
-        self._results: dict[Work, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._gradients: dict[Work, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._results: dict[tuple[str, Work], Any] = {}
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float) -> Any:
         self.calls += 1
-        if work not in self._results:
-            self._results[work] = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3])
-        return self._results[work]
+        key = "forward", work
+        if key not in self._results:
+            self._results[key] = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3])
+        return self._results[key]
 
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        work: Work,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, work: Work, scale: float) -> Any:
         self.calls += 1
-        if work not in self._gradients:
-            self._gradients[work] = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        return self._gradients[work]
+        key = "backward", work
+        if key not in self._results:
+            self._results[key] = tuple(map(torch.zeros_like, (q, k, v)))
+        return self._results[key]
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -143,15 +132,8 @@ def count_passes(schedule: str, rotate: str = "auto") -> Iterator[tuple[str, dic
         with LaunchCounter() as counter:
             run()
         launches = counter.launches + kernel.calls
-        yield (
-            name,
-            {
-                "launches": launches,
-                "kernel_calls": kernel.calls,
-                "launches_per_call": launches / max(kernel.calls, 1),
-                "bytes": counter.bytes,
-            },
-        )
+        counts = {"launches": launches, "kernel_calls": kernel.calls}
+        yield name, {**counts, "launches_per_call": launches / max(kernel.calls, 1), "bytes": counter.bytes}
 
 
 def list_cases() -> list[BenchCase]:

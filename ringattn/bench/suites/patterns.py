@@ -12,7 +12,7 @@ from ...dtypes import ITEM_BYTES
 from ...functional import attention
 from ...pattern import parse_pattern
 from ...planner import make_plan
-from ...simulator.numerics.row_oracle import oracle_rows_alone, sampled_rows
+from ...simulator.numerics.oracle import oracle_rows_alone, sampled_rows
 from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, check_error, make_inputs, make_settings
 
 HEADS, HEAD_DIM, TOKENS = 8, 64, 8192
@@ -133,15 +133,11 @@ def _memory_case(name: str, pattern: str) -> BenchCase:
         settings = context.settings
         return 4 * settings["tokens"] * HEADS * HEAD_DIM * ITEM_BYTES[settings["dtype"]]
 
-    def make(context: Context) -> Run:
-        q, k, v = make_inputs(context.settings, 3)
-        return lambda: attention(q, k, v, parse_pattern(pattern))
-
     return BenchCase(
         f"memory_{name}",
         1,
         _settings(MOST_TOKENS, pattern, "bfloat16"),
-        (BenchColumn("forward", 1, make),),
+        (BenchColumn("forward", 1, _make_forward),),
         formula_bytes=formula,
         limit=1.25,
         rounds=2,

@@ -98,29 +98,18 @@ def make_template(context: Context, rotate: str) -> Run:
             "leave its cases out with cases=[...]"
         ) from error
     q, k, v, grad = make_shards(context, make_inputs(context.settings, 4))
-    causal, scale = context.settings["causal"], HEAD_DIM**-0.5
     group: Any = dist.group.WORLD
+    causal = context.settings["causal"]
+    options: Any = {"is_causal": causal, "scale": HEAD_DIM**-0.5}
 
     def run() -> tuple[torch.Tensor, ...]:
         template.set_rotate_method(rotate)
         template._cp_options.enable_load_balance = causal
-        out, lse, *_ = template._templated_ring_attention(group, 2, CPU_FLASH, q, k, v, is_causal=causal, scale=scale)
+        out, lse, *_ = template._templated_ring_attention(group, 2, CPU_FLASH, q, k, v, **options)
         if not context.settings["backward"]:
             return (out,)
         grads = template._templated_ring_attention_backward(
-            group,
-            2,
-            CPU_FLASH_BACKWARD,
-            grad,
-            "grad_out",
-            q,
-            k,
-            v,
-            out,
-            lse,
-            is_causal=causal,
-            dropout_p=0.0,
-            scale=scale,
+            group, 2, CPU_FLASH_BACKWARD, grad, "grad_out", q, k, v, out, lse, dropout_p=0.0, **options
         )
         return (out, *grads[:3])
 
@@ -177,24 +166,16 @@ def _memory_case(ranks: int, rotate: str | None = None, *, rows: int = 4096) -> 
     The peak must be what the model of memory predicts, and must not grow with the ranks.
     """
     backward = rotate is not None
+    options: Any = {"schedule": "ring", "rotate": rotate or "auto"}
 
     def formula(context: Context) -> int:
-        plan = make_plan(
-            Full(),
-            tokens=context.settings["tokens"],
-            ranks=context.ranks,
-            schedule="ring",
-            heads=HEADS,
-            head_dim=HEAD_DIM,
-            dtype=context.settings["dtype"],
-            rotate=rotate or "auto",
-        )
-        return sum(memory(plan, backward=backward).values())
+        sizes = {name: context.settings[name] for name in ("tokens", "heads", "head_dim", "dtype")}
+        return sum(memory(make_plan(Full(), ranks=context.ranks, **sizes, **options), backward=backward).values())
 
     def make(context: Context) -> Run:
         shard = context.settings["tokens"] // context.ranks  # fewer tokens than `rows` in the warm-up
         tensors = [torch.randn(1, HEADS, shard, HEAD_DIM, device="cpu") for _ in range(4 if backward else 3)]
-        attend = partial(ring_attention, pattern=Full(), layout="contiguous", schedule="ring", rotate=rotate or "auto")
+        attend = partial(ring_attention, pattern=Full(), layout="contiguous", **options)
         return make_pass(attend, tensors[:3], tensors[3] if backward else None)
 
     return BenchCase(

@@ -181,23 +181,18 @@ def _make_messages(schedule: str) -> Callable[[Context], Run]:
         transport, plan = _transport(context), _plan(context.settings, context.ranks, schedule)
         rank_plan = plan.for_rank(context.rank)
 
-        def make_messages(hops: tuple[Hop, ...]) -> tuple[Message, ...]:
-            return tuple(
-                Message(hop.peer, hop.tag, torch.zeros(_hop_bytes(plan, hop), dtype=torch.uint8, device="cpu"))
-                for hop in hops
-            )
+        def message(hop: Hop) -> Message:
+            data = torch.zeros(_hop_bytes(plan, hop), dtype=torch.uint8, device="cpu")
+            return Message(hop.peer, hop.tag, data)
 
-        def make_posts(steps: tuple[Step, ...]) -> list[list[tuple[int, Post]]]:
+        def make_posts(step: Step) -> list[tuple[int, Post]]:
             return [
-                [
-                    (end, Post(make_messages(sends), make_messages(recvs), f"step {i}"))
-                    for end, sends, recvs in step.posts
-                ]
-                for i, step in enumerate(steps)
+                (end, Post(tuple(map(message, sends)), tuple(map(message, recvs)), "messages"))
+                for end, sends, recvs in step.posts
             ]
 
         passes = [rank_plan.forward, *([rank_plan.backward] if context.settings["backward"] else [])]
-        programs = [make_posts(steps) for steps in passes]
+        programs = [list(map(make_posts, steps)) for steps in passes]
 
         def run() -> int:
             bytes_before = transport.counters.sent_bytes

@@ -14,7 +14,8 @@ from ...machine.machine import Machine
 from ...pattern import Full, parse_pattern
 from ...plan.plan import Plan
 from ...planner import make_plan
-from ...simulator.numerics import Outcome, TensorSource, execute, make_groups, make_source
+from ...simulator.numerics.source import TensorSource, make_source
+from ...simulator.numerics.whole import Outcome, execute, make_groups
 from ...simulator.timing.simulation import simulate
 from ...simulator.timing.timeline import Timeline
 from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, check_error
@@ -67,16 +68,9 @@ def _virtual_case(name: str, pattern: str, *, backward: bool = False) -> BenchCa
 
 def _plan(context: Context) -> Plan:
     settings = context.settings
-    return make_plan(
-        parse_pattern(settings["pattern"]),
-        tokens=settings["tokens"],
-        ranks=settings["virtual_ranks"],
-        schedule="ring",
-        heads=settings["heads"],
-        head_dim=settings["head_dim"],
-        dtype=settings["dtype"],
-        rotate="keys",
-    )
+    sizes = {name: settings[name] for name in ("tokens", "heads", "head_dim", "dtype")}
+    pattern, ranks = parse_pattern(settings["pattern"]), settings["virtual_ranks"]
+    return make_plan(pattern, ranks=ranks, schedule="ring", rotate="keys", **sizes)
 
 
 def _make_attention(backward: bool) -> Callable[[Context], Run]:
@@ -136,13 +130,8 @@ def _timing_case(name: str, *, slow: bool) -> BenchCase:
 
         return run
 
-    settings = {
-        "ranks": TIMELINE_RANKS,
-        "steps": TIMELINE_RANKS,
-        "flops": MACHINE.flops,
-        "latency": MACHINE.latency,
-        "bandwidth": MACHINE.bandwidth,
-    }
+    numbers = {number: getattr(MACHINE, number) for number in ("flops", "latency", "bandwidth")}
+    settings = {"ranks": TIMELINE_RANKS, "steps": TIMELINE_RANKS, **numbers}
     columns = (BenchColumn("timeline", 1, make),)
     return BenchCase(name, 1, settings, columns, rounds=1 if slow else None, notes=(TIMING_NOTE,))
 

@@ -22,36 +22,25 @@ LIMITS = {
 }
 
 
-def machine_from_config(config: ProblemSizes) -> Machine:
-    """The machine of a configuration. Raises InvalidInput where its nodes do not fit the number of ranks."""
-    return config.machine.made(ranks=config.ranks)
-
-
 def plan_from_config(config: ProblemSizes, machine: Machine | None = None, **replaced: Any) -> Plan:
     """The plan of a configuration. Raises InvalidInput.
 
     `machine` saves making the machine of the configuration again. `replaced` are arguments of `make_plan` that take
     the place of settings, such as the sizes of an input file.
     """
+    names = ("ranks", "heads", "kv_heads", "head_dim", "dtype", "batch", "comm_dtype", "rotate")
     arguments: dict[str, Any] = {
         "tokens": config.size(),
-        "ranks": config.ranks,
         "layout": config.layout.spec,
         "schedule": config.schedule.spec,
-        "heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "dtype": config.dtype,
-        "batch": config.batch,
-        "comm_dtype": config.comm_dtype,
-        "rotate": config.rotate,
+        **{name: getattr(config, name) for name in names},
         **replaced,
     }
     for name, (limit, why) in LIMITS.items():
         if arguments[name] > limit:
             raise InvalidInput(f"{name}={arguments[name]:,}: {limit:,} is the most that is planned for: {why}")
     if machine is None:
-        machine = machine_from_config(config)
+        machine = config.machine.made(ranks=config.ranks)
     return make_plan(parse_pattern(config.pattern.spec), machine=machine, **arguments)
 
 

@@ -1,20 +1,55 @@
-"""The folders that hold config groups, and their YAML files."""
+"""The YAML files of config groups, ours and a user's, and the help of a verb, which they explain."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidInput
 from ...files import decode, read_text
+from ...machine.machine import MACHINE_NUMBERS
+from ...machine.presets import PRESETS
+from .groups import PARAMETER_GROUPS
+from .overrides import JSON_KEYS, MODELS, WRITTEN
 from .schema import conf_dir
 
+#: What people type first, by verb.
+EXAMPLES = {
+    "run": (
+        "ranks=4 tokens=32k pattern=window backward=true",
+        "transport=virtual ranks=16",
+        "stream=host",
+    ),
+    "plan": (
+        "ranks=8 pattern=window layout=zigzag",
+        "ranks=64 layout=auto --json",
+        "-m schedule=ring,direct",
+    ),
+    "simulate": (
+        "ranks=1024 tokens=64M machine=h100_nvlink_ib",
+        "model=llama3_8b tokens=1M cp=32 tp=8 machine=h100_nvlink_ib",
+        "-m ranks=64,512,4096 schedule=ring,allgather machine=h100_nvlink_ib",
+    ),
+    "advise": ("model=llama3_8b gpus=64", "gpus=256 tokens=1M by=cost", "gpus=256 output.page=advice.html"),
+    "report": ("standard", "ring repeat=3", "--compare old.jsonl new.jsonl"),
+    "calibrate": ("output.path=machine.yaml", "ranks=4 seconds=60", "transport=mpi"),
+}
+#: Options of every verb; --json is an option of the verbs in `JSON_KEYS` only, and --compare of report only.
+OPTIONS = {
+    "-m": "one job for each combination of values, such as ranks=2,4,8; for simulate, one study",
+    "--json": "print the numbers as JSON, and nothing else, on standard output",
+    "--compare OLD NEW": "ratios of two results' medians, such as --compare old.jsonl new.jsonl noise=0.1",
+    "--cfg job --resolve": "print the configuration that would run",
+    "--config-dir FOLDER": "read config groups from this folder, too: FOLDER/pattern/mine.yaml is pattern=mine",
+    "--hydra-help": "options of Hydra, on which this command line is built",
+}
 
-def user_folders(options: Sequence[str], overrides: Sequence[str]) -> list[Path]:
+
+def user_folders(config_dir: str | None, overrides: Sequence[str]) -> list[Path]:
     """The config folders that `--config-dir` and `hydra.searchpath` name. Raises InvalidInput for one that is none."""
-    named = [option.partition("=")[2] for option in options if option.startswith("--config-dir=")]
+    named = [] if config_dir is None else [config_dir]
     for override in overrides:
         if override.lstrip("+").startswith("hydra.searchpath="):  # pkg:// is an installed package, which is no folder
             entries = re.split(r"[\[\],'\"\s]+", override.partition("=")[2])
@@ -22,21 +57,21 @@ def user_folders(options: Sequence[str], overrides: Sequence[str]) -> list[Path]
     for name in named:
         if not Path(name).is_dir():
             raise InvalidInput(f"{name}: no such folder; give a folder with config groups, such as pattern/mine.yaml")
-        _check_folder(Path(name))
+        for path in sorted(Path(name).rglob("*.yaml")):
+            _check_file(path, Path(name))
     return [Path(name) for name in named]
 
 
-def _check_folder(folder: Path) -> None:
+def _check_file(path: Path, folder: Path) -> None:
     """Raise InvalidInput where a config file of a user sets Hydra, whose callbacks and handlers run code."""
-    for path in sorted(folder.rglob("*.yaml")):
-        content = load_config(path)
-        headers = re.findall(r"^# *@package.*", read_text(path, "config"), re.MULTILINE)
-        names = " ".join(map(str, (path.relative_to(folder), *headers, *content, content.get("defaults"))))
-        if re.search(r"(?<![\w-])hydra(?![\w-])", names):
-            raise InvalidInput(
-                f"{path}: a config file cannot set Hydra, which may run code; give what it sets on the command line, "
-                "such as hydra.run.dir=/tmp/ringattn"
-            )
+    content = load_config(path)
+    headers = re.findall(r"^# *@package.*", read_text(path, "config"), re.MULTILINE)
+    names = " ".join(map(str, (path.relative_to(folder), *headers, *content, content.get("defaults"))))
+    if re.search(r"(?<![\w-])hydra(?![\w-])", names):
+        raise InvalidInput(
+            f"{path}: a config file cannot set Hydra, which may run code; give what it sets on the command line, "
+            "such as hydra.run.dir=/tmp/ringattn"
+        )
 
 
 def load_config(path: Path) -> dict[str, Any]:
@@ -46,13 +81,55 @@ def load_config(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
 
 
-def group_files(group: str, folders: Sequence[Path]) -> dict[str, Path]:
-    """The file of each option of a group by its name, sorted, without `custom`: the first folder that has one wins."""
-    found = {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
-    return {name: found[name] for name in sorted(found) if name != "custom"}
+def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path], suites: Iterable[str] = ()) -> str:
+    """The help text of a verb: examples, its keys with defaults as its YAML has them, groups, options.
+
+    `topics` are groups, whose options and numbers are then all that is told; `suites` are names that follow the keys.
+    Raises InvalidInput for an unknown topic, and where a config file cannot be read.
+    """
+    path = conf_dir() / f"{verb}.yaml"
+    head, _, keys = path.read_text(encoding="utf-8").partition("\n\n")
+    defaults = {k: v for entry in load_config(path)["defaults"] if isinstance(entry, dict) for k, v in entry.items()}
+    groups = {name: _group_lines(name, str(x or "null"), [conf_dir(), *folders]) for name, x in defaults.items()}
+    for topic in topics:
+        if topic not in groups:
+            raise InvalidInput(f"{topic}: ringattn {verb} --help takes the name of a group: {', '.join(groups)}")
+    if topics:
+        return "\n".join(line for topic in topics for line in groups[topic]).strip()
+    lines = [*_heading(head), "", f"usage: ringattn {verb} [key=value ...] [options]"]
+    lines += ["", *(f"  ringattn {verb} {example}".rstrip() for example in EXAMPLES.get(verb, ()))]
+    lines += ["", "keys, with their defaults (a key within a section is section.key)", *keys.splitlines()]
+    if groups:
+        lines += ["", f"groups, each told by ringattn {verb} --help GROUP"]
+        lines += [f"  {line}" for told in groups.values() for line in told[1:3]]
+    if suites:
+        lines += ["", f"suites: {', '.join(suites)}"]
+    options = {"--json": verb in JSON_KEYS, "--compare OLD NEW": verb == "report"}
+    lines += ["", "options", *(f"  {name:<22}{text}" for name, text in OPTIONS.items() if options.get(name, True))]
+    return "\n".join(lines)
 
 
-def default_options(verb: str) -> dict[str, str]:
-    """The option of each group that a verb starts from."""
-    entries = [entry for entry in load_config(conf_dir() / f"{verb}.yaml")["defaults"] if isinstance(entry, dict)]
-    return {key: str(option or "null") for entry in entries for key, option in entry.items()}
+def _group_lines(group: str, default: str, folders: Sequence[Path]) -> list[str]:
+    """The lines of a config group: each option with its comment and its parameters; the first folder that has one."""
+    machines = {name: preset.about for name, preset in PRESETS.items()}
+    texts = {name: f"# {about}" for name, about in {"machine": machines, "model": MODELS}.get(group, {}).items()}
+    for folder in reversed(folders):
+        texts |= {path.stem: path.read_text(encoding="utf-8") for path in (folder / group).glob("*.yaml")}
+    texts.pop("custom", None)
+    written = f"; or written out, such as {WRITTEN[group]}" if group in WRITTEN else ""
+    lines = ["", f"{group}={' | '.join(sorted(texts))}", f"    default: {default}{written}"]
+    for option, text in sorted(texts.items()):
+        lines += [f"  {option:<20}{line}" if not place else f"    {line}" for place, line in enumerate(_heading(text))]
+        if group in (*PARAMETER_GROUPS, "input", "transport"):
+            body = text.splitlines()[len(_heading(text)) :]
+            lines += [f"    {line}" for line in body if not line.startswith(("spec:", "name:"))]
+    if group == "machine":
+        lines += [f"    machine.{name}=null  # {number.help}" for name, number in MACHINE_NUMBERS.items()]
+    return lines
+
+
+def _heading(text: str) -> list[str]:
+    """What a config file says of its option: the comment lines at its top."""
+    lines = [line for line in text.splitlines() if not line.startswith("# @package")]
+    end = next((place for place, line in enumerate(lines) if not line.startswith("# ")), len(lines))
+    return [line.removeprefix("# ") for line in lines[:end]] or [""]

@@ -37,6 +37,21 @@ def _changed(key: str, value: object, default: object) -> Iterator[str]:
         yield f"{key.removesuffix('.spec')}={value}"
 
 
+def check_least(config: object, prefix: str = "", **least: int) -> None:
+    """Raise InvalidInput where a number is below its least; `prefix` is that of its group."""
+    for name, number in least.items():
+        if getattr(config, name) < number:
+            raise InvalidInput(f"{prefix}{name}={getattr(config, name)}: must be at least {number}")
+
+
+def check_file(group: str, spec: str | None, path: str | None, what: str) -> None:
+    """Raise InvalidInput unless a group has the option `file` and a path, which is of `what`, or neither."""
+    if spec == "file" and path is None:
+        raise InvalidInput(f"{group}=file needs {group}.path=..., {what}; or give its path as {group}=./my.file")
+    if spec != "file" and path is not None:
+        raise InvalidInput(f"{group}.path={path} has no meaning with {group}={spec}; leave it out, or {group} itself")
+
+
 @dataclass
 class ConfigGroup:
     """One option of a config group. `spec` is the text that the library parses; other fields are its parameters."""
@@ -101,11 +116,7 @@ class MachineGroup(ConfigGroup):
 
         Raises InvalidInput where the given numbers do not fit together, or do not fit the number of ranks.
         """
-        if (self.spec == "file") != (self.path is not None):
-            raise InvalidInput(
-                f"machine={self.spec} and machine.path={self.path}: a file needs both machine=file and its path; make "
-                "a machine file with ringattn calibrate output.path=machine.yaml"
-            )
+        check_file("machine", self.spec, self.path, "a file of ringattn calibrate output.path=machine.yaml")
         if self.path is not None:
             machine = read_machine(Path(self.path))
         else:
@@ -208,17 +219,6 @@ class RunOutputGroup(OutputGroup):
 
 
 @dataclass
-class WindowGroup:
-    """The point, ranks and steps that the heat map and the trace of a study show. Without a point, neither is made."""
-
-    point: int | None = None
-    first_rank: int = 0
-    ranks: int = 32
-    first_step: int = 0
-    steps: int = 64
-
-
-@dataclass
 class ExecuteGroup:
     """What the numerics simulator executes of each plan of a study, in fp64.
 
@@ -237,7 +237,6 @@ class StudyGroup:
     """The points of a study: every combination of the values of `axes` with every entry of `together`.
 
     Keys are keys of `simulate`, or label.NAME, which becomes a column of the tables. `extrapolate` is a Size or None.
-    `spread` is the number of jobs of Hydra's launcher that compute the points; the launcher tells each job its `share`.
     """
 
     name: str = "sweep"
@@ -246,9 +245,6 @@ class StudyGroup:
     plots: list[str] = field(default_factory=lambda: ["stack", "efficiency", "memory"])
     x: str | None = None
     y: str | None = None
-    window: WindowGroup = field(default_factory=WindowGroup)
     execute: ExecuteGroup = field(default_factory=ExecuteGroup)
     extrapolate: Any = None
     progress: bool = True
-    spread: int | None = None
-    share: int | None = None

@@ -1,4 +1,4 @@
-"""The words of a command line as Hydra takes them, and Hydra's errors in one line."""
+"""The words of a command line as Hydra takes them, comma lists as axes of a study, and Hydra's errors in one line."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from itertools import takewhile
+from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 
 from ...errors import InvalidInput
+from ...files import STDOUT
+from ...machine.presets import PRESETS
 from ...text import did_you_mean
 from .groups import PARAMETER_GROUPS
 from .schema import SCHEMAS, conf_dir, parse_size
@@ -27,10 +30,22 @@ WRITTEN = {
     "schedule": '"schedule=ulysses(4, direct)"',
     "kernel": "kernel=aten_cuda:flash",
 }
+#: The models of `simulate`, beside the config.json of any other.
+MODELS = {
+    "gpt_oss_120b": "GPT-OSS 120B: 128 experts, 4 for each token; every other layer has a window of 128 tokens",
+    "gpt_oss_20b": "GPT-OSS 20B: 32 experts, 4 for each token; every other layer has a window of 128 tokens",
+    "llama3_405b": "Llama 3.1 405B",
+    "llama3_70b": "Llama 3 70B",
+    "llama3_8b": "Llama 3 8B",
+    "mistral_7b": "Mistral 7B v0.1, whose layers have windows of 4,096 tokens",
+}
 #: By verb: the key whose value `-` prints JSON, and nothing else, on standard output.
 JSON_KEYS = {"run": "output.report", "plan": "output.path", "simulate": "output.path", "advise": "output.path"}
 #: A whole number as people write it, such as 4096, 1_000, 1e9, 64k or 2GiB.
 SIZE = re.compile(r"(?<![\w.])\d[\d._]*(?:e\+?\d+)?(?:[kmgt](?:ib)?)?(?![\w.])", re.IGNORECASE)
+#: What OmegaConf says of a value that is not of the type of its key; and of each type, what to write.
+WRONG_TYPE = re.compile(r"Value '(.*?)'(?: of type '\w+')? (?:could not be converted to|is not a valid) (\w+)", re.S)
+TYPES = {"Integer": "a whole number, such as 8 or 64k", "Float": "a number, such as 2.5", "bool": "true or false"}
 
 
 class _OptionParser(argparse.ArgumentParser):
@@ -51,20 +66,32 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(flag, *{"--help": ["-h"], "--multirun": ["-m"]}.get(flag, []), action="store_true")
     parser.add_argument("--compare", nargs=2)
     parser.add_argument("--shell-completion", "-sc")
+    of_hydra = parser.add_argument_group()
     for flag in ("--resolve", "--hydra-help"):
-        parser.add_argument(flag, dest="options", action="append_const", const=flag, default=[])
-    for flag, short in (("--config-dir", "-cd"), ("--cfg", "-c"), ("--package", "-p"), ("--info", "-i")):
-        parser.add_argument(flag, short, dest="options", action="append", type=f"{flag}={{}}".format, default=[])
+        of_hydra.add_argument(flag, action="store_true")
+    of_hydra.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    of_hydra.add_argument("--info", "-i")
+    of_hydra.add_argument("--config-dir", "-cd")
+    of_hydra.add_argument("--package", "-p")
     found, others = parser.parse_known_intermixed_args(arguments)
     if others:
         flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
-        hint = did_you_mean(others[0].partition("=")[0], flags)
+        flag, _, value = others[0].partition("=")
+        place = [*arguments].index(others[0]) + 1
+        value = value or next((word for word in arguments[place : place + 1] if word[0] != "-"), "...")
+        hint = did_you_mean(flag, flags)
+        key = flag.lstrip("-").replace("-", "_")
+        if any(key in (field.name for field in dataclasses.fields(schema)) for schema in SCHEMAS.values()):
+            hint = f"write {key}={value}; "
         raise InvalidInput(f"{others[0]}: unknown option; {hint}values of keys are written key=value, without dashes")
+    values = {action.option_strings[0]: getattr(found, action.dest) for action in of_hydra._group_actions}
+    found.options = [x if y is True else f"{x}={y}" for x, y in values.items() if y]
     return found
 
 
 def prepare(verb: str, overrides: Sequence[str]) -> list[str]:
     """The overrides of a verb as Hydra takes them: patterns quoted, sizes in digits. Raises InvalidInput."""
+    verb = "report" if verb == "bench" else verb
     return [part for override in overrides for part in _prepare_override(verb, override)]
 
 
@@ -142,6 +169,60 @@ def quote(value: str) -> str:
     return "'" + bare.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
+def as_study(overrides: list[str]) -> list[str]:
+    """The overrides with their comma lists moved into study.axes. Raises InvalidInput where no key has several values.
+
+    Settings of the study, its output and Hydra have one value for all points.
+    """
+    others, axes = [], {}
+    for override in overrides:
+        key = override.partition("=")[0]
+        values = [] if key.lstrip("+~").startswith(("study", "output", "hydra")) else _values(override)
+        if len(values) > 1:
+            axes[key] = values
+        else:
+            others.append(override)
+    if not axes and not any(override.startswith("study=") for override in others):
+        raise InvalidInput("-m: no key has several values; write them with commas, such as ranks=8,64,512")
+    text = ", ".join(f"{key}: [{', '.join(map(quote, values))}]" for key, values in axes.items())
+    return [*others, f"+study.axes={{{text}}}"] if axes else others
+
+
+def _values(override: str) -> list[str]:
+    """The values of an override: a comma list, or one of Hydra's functions such as range(1,4)."""
+    parser: Any = import_module("hydra.core.override_parser.overrides_parser").OverridesParser
+    try:
+        parsed = parser.create().parse_override(override)
+    except import_module("hydra.errors").HydraException:  # patterns and schedules that are written in full
+        return split_commas(override.partition("=")[2])
+    return [str(value) for value in parsed.sweep_string_iterator()] if parsed.is_sweep_override() else []
+
+
+def check_jobs(verb: str, arguments: Sequence[str]) -> None:
+    """Check the jobs of `-m` before the first runs: options, types of values, and one output file for many jobs.
+
+    Raises InvalidInput or an error of Hydra.
+    """
+    sweeper: Any = import_module("hydra._internal.core_plugins.basic_sweeper").BasicSweeper
+    parser: Any = import_module("hydra.core.override_parser.overrides_parser").OverridesParser
+    folders = [
+        f"hydra.searchpath=[file://{each.partition('=')[2]}]" for each in arguments if each.startswith("--config-dir=")
+    ]
+    overrides = [*folders, *(each for each in arguments if not each.startswith("--"))]
+    (jobs,) = sweeper.split_arguments(parser.create().parse_overrides(overrides), None)
+    for job in jobs:
+        composed: Any = compose(verb, job)
+        check_parameters(composed)
+        outputs = import_module("omegaconf").OmegaConf.to_container(composed).get("output", {})
+        for key, path in outputs.items() if verb != "report" else ():  # a suite names its files itself
+            if path not in (None, STDOUT) and "${hydra:" not in path:
+                numbered = Path(path).with_name(f"{Path(path).stem}_${{hydra:job.num}}{Path(path).suffix}")
+                raise InvalidInput(
+                    f"output.{key}={path} with -m: every job would replace the output of the one before; let the path "
+                    f"name the job, such as 'output.{key}={numbered}'"
+                )
+
+
 def compose(verb: str, overrides: Sequence[str]) -> DictConfig:
     """The configuration of a verb as Hydra composes it, not resolved; within a job, from the folders of the job."""
     hydra = import_module("hydra")
@@ -154,10 +235,16 @@ def compose(verb: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def store_schemas() -> None:
-    """Tell Hydra the schema of each verb."""
+    """Tell Hydra the schema of each verb, and presets of machines and models."""
     store = import_module("hydra.core.config_store").ConfigStore.instance()
     for name, schema in SCHEMAS.items():
         store.store(name=f"{name}_schema", node=schema)
+    for name in PRESETS:
+        store.store(group="machine", name=name, node={"spec": name})
+    chosen = [{"override /layout": "zigzag"}, {"override /schedule": "auto"}, {"override /machine": "h100_nvlink_ib"}]
+    for name in MODELS:
+        node = {"defaults": chosen, "model": {"spec": name}}
+        store.store(group="model", name=name, package="_global_", node=node)
 
 
 def check_parameters(composed: DictConfig) -> None:
@@ -181,13 +268,15 @@ def explain(verb: str, error: Exception) -> InvalidInput:
     lines = takewhile(str.strip, str(error).splitlines())
     text = " ".join(line for line in lines if not line.startswith((" ", "See ", "To append")))
     detail: Any = next((each for each in chain if getattr(each, "full_key", None)), None)
+    wrong, names = None, []
     if detail is not None:
         words = str(detail).splitlines()[0]
+        if (match := WRONG_TYPE.match(words)) and match[2] in TYPES:
+            return InvalidInput(f"{detail.full_key}={match[1]}: expected {TYPES[match[2]]}")
         text = text if words in text else f"{text.rstrip('.:')}: {words}"
         text = text if detail.full_key in text else f"{detail.full_key}: {text}"
     if getattr(error, "override", None) and str(error.override) not in text:  # type: ignore[attr-defined]
         text = f"{error.override}: {text}"  # type: ignore[attr-defined]
-    wrong, names = None, []
     if getattr(error, "options", None):
         group, _, wrong = str(error.missing_cfg_file).rpartition("/")  # type: ignore[attr-defined]
         names = sorted(({*error.options} | _installed(group)) - {"custom"})  # type: ignore[attr-defined]

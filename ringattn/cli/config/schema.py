@@ -51,30 +51,20 @@ def parse_size(value: Size, name: str = "size") -> int:
     Raises InvalidInput, naming the setting `name`, where `value` is not a whole number >= 0, or above `MAX_SIZE`.
     """
     text = str(value).strip().replace("_", "").lower()
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)(?:([kmgt])(?:ib)?)?", text)
-    if match is None:
+    match = re.fullmatch(r"0*(\d+?(?:\.\d+)?(?:e\+?\d+)?)(?:([kmgt])(?:ib)?)?", text)
+    number = math.nan
+    if match is not None:  # of so many digits int() would be slow
+        digits = match[1] if re.search(r"[.e]", match[1]) or len(match[1]) < 99 else "9" * 99
+        number = (int(digits) if digits.isdigit() else float(digits)) * _SUFFIXES[match[2] or ""]
+    if not math.isfinite(number) or number != int(number):
         problem = "is negative" if re.fullmatch(r"-\d.*", text) else "not a whole number"
-        raise _not_a_size(value, name, problem)
-    digits, suffix = match.groups()
-    if re.fullmatch(rf"0*[1-9]\d{{{len(str(MAX_SIZE))},}}", digits):
-        raise _too_large(value, name)  # without int(), which is slow for so many digits
-    number = (float(digits) if re.search(r"[.e]", digits) else int(digits)) * _SUFFIXES[suffix or ""]
-    if number == math.inf or number != int(number):
-        raise _not_a_size(value, name, "not a whole number")
+        raise InvalidInput(f"{name}={value}: {problem}; write 4096, 64k (65,536), 1M (1,048,576) or 1e9")
     if number > MAX_SIZE:
-        raise _too_large(value, name)
+        raise InvalidInput(
+            f"{name}={shorten(str(value), 40)}: is larger than 2^63 - 1 = {MAX_SIZE:,}, the largest size; give a "
+            "smaller number"
+        )
     return int(number)
-
-
-def _not_a_size(value: Size, name: str, problem: str) -> InvalidInput:
-    return InvalidInput(f"{name}={value}: {problem}; write 4096, 64k (65,536), 1M (1,048,576) or 1e9")
-
-
-def _too_large(value: Size, name: str) -> InvalidInput:
-    return InvalidInput(
-        f"{name}={shorten(str(value), 40)}: is larger than 2^63 - 1 = {MAX_SIZE:,}, the largest size; give a smaller "
-        "number"
-    )
 
 
 @dataclass
@@ -124,14 +114,14 @@ class RunConfig(ProblemSizes):
     sample: int = 8
     threads: int | None = None
     timeout: float = 120.0
-    progress: bool | None = None
+    trace: str | None = None
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect beside the others."""
         if self.stream is None:
             refuse(self, "chunk device", "without stream=host or stream=disk")
         else:  # one process computes chunk after chunk, and sends nothing
-            rings = "transport ranks layout schedule machine comm_dtype rotate timeout progress"
+            rings = "transport ranks layout schedule machine comm_dtype rotate timeout"
             refuse(self, rings, f"with stream={self.stream}, one process without messages (chunk= sets rows)")
         if self.input.name == "file":
             sizes = "tokens heads kv_heads head_dim batch dtype input.seed"
@@ -190,6 +180,7 @@ class SimulateConfig(ProblemSizes):
     solver: str = "auto"
     seed: int = 0
     shard: Size | None = None
+    trace: str | None = None
     model: ModelGroup = field(default_factory=ModelGroup)
     phase: str = "training"
     cp: int = 1
@@ -217,13 +208,13 @@ class SimulateConfig(ProblemSizes):
             refuse(self, "tokens", "beside shard=, which sets the tokens (shard x ranks); give shard=null")
         if self.model.spec is not None:
             reason = "with a model, which has sizes of its own and no study (cp=, dp= and tp= set the ranks)"
-            refuse(self, f"mode validate numerics study {sizes} heads head_dim {faults}", reason)
+            refuse(self, f"mode validate numerics study trace {sizes} heads head_dim {faults}", reason)
             if self.phase != "training":
                 refuse(self, "checkpointing sharding pp micro_batches interleaved", f"with phase={self.phase}")
             return
         refuse(self, f"{models} model", "without a model, such as model=llama3_8b")
         if self.mode != "timing":
-            refuse(self, f"study {faults} batch", f"with mode={self.mode}")
+            refuse(self, f"study trace {faults} batch", f"with mode={self.mode}")
         elif not self.study.axes and not self.study.together:
             refuse(self, "study", "without a study; give study.axes.ranks=[8,64], study=NAME, or -m")
         if self.mode in ("published", "validate"):
@@ -294,21 +285,14 @@ class AdviseConfig:
 
 
 @dataclass
-class BenchConfig:
-    """The settings of `ringattn bench`; conf/bench.yaml explains each."""
+class ReportConfig:
+    """The settings of `ringattn report` and `bench`; conf/report.yaml explains each."""
 
-    suite: str = "ring"
+    suite: str = "standard"
     cases: list[str] | None = None
     repeat: int = 5
     output: OutputGroup = field(default_factory=OutputGroup)
     memory: Size | None = None
-
-
-@dataclass
-class ReportConfig(BenchConfig):
-    """The settings of `ringattn report`; conf/report.yaml explains each."""
-
-    suite: str = "standard"
     results: str | None = None
     compare: list[str] | None = None
     noise: float = 0.1
@@ -363,7 +347,6 @@ SCHEMAS: dict[str, type] = {
     "plan": PlanConfig,
     "simulate": SimulateConfig,
     "advise": AdviseConfig,
-    "bench": BenchConfig,
     "report": ReportConfig,
     "calibrate": CalibrateConfig,
     "doctor": DoctorConfig,

@@ -1,9 +1,9 @@
-"""Plots of a study as SVG and PNG, with the same bytes in every run. Needs matplotlib."""
+"""Plots of a study as SVG and PNG, by matplotlib, with the same bytes in every run."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,12 @@ from typing import Any
 import numpy as np
 
 from ...errors import InvalidInput
-from ...simulator.reporting.figures import COLOURS, save_figure
-from ...simulator.timing.window import StepWindow
+from ...simulator.reporting.pages import COLOURS, draw_lines, save_figure
 from ...text import did_you_mean
-from .point import DIRECTIONS, WAITS
-from .tables import Row, Table
+from .tables import WAITS, Row, Table, efficiency, is_number, total
 
 #: Panels side by side; on a phone, a page shows them 160 pixels wide. Most numbers below the bars of a panel.
 PANELS, MOST_TICKS = 2, 12
-#: Markers and dashes of lines: with COLOURS they tell 160 lines apart.
-MARKERS, DASHES = "osD^", ("-", "--", ":", "-.")
 CAUSES = ("compute", "imbalance", "merge", "interference", "stalls", *WAITS, "jitter", "host", "call")
 
 
@@ -37,7 +33,7 @@ def check_names(names: Iterable[str]) -> None:
 
 def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | None]:
     """The axes of the plots: `x` and `y`, or else the first two axes with several numbers. Raises InvalidInput."""
-    numeric = [name for name in table.axes if len(_numbers(table, name)) > 1]
+    numeric = [name for name in table.axes if len(table.numbers(name)) > 1]
     for name in (x, y):
         if name is not None and name not in numeric:
             more = f"; give it two numbers or more, such as study.axes.{name}=[8,64]" if name in table.axes else ""
@@ -55,118 +51,50 @@ def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | 
     return x, y or (others[0] if others else None)
 
 
-def _numbers(table: Table, name: str) -> list[Any]:
-    """The different numbers of a column, ascending."""
-    return sorted({row[name] for row in table.rows if _is_number(row.get(name))})
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)  # not bool
-
-
 def draw(folder: Path, name: str, table: Table, x: str, y: str | None) -> list[Path]:
     """Draw the plot `name` of the table; returns its files, none where no row has numbers."""
-    figure = _make_figure()
+    figure = import_module("matplotlib.figure").Figure(figsize=(7.2, 4.2), layout="constrained")
     return save_figure(figure, folder, name) if PLOTS[name](figure, table, x, y) else []
-
-
-def draw_delays(folder: Path, name: str, window: StepWindow) -> list[Path]:
-    """A heat map of how much later each rank starts each step of a window because of slow ranks, links and stalls."""
-    figure = _make_figure()
-    axes = figure.subplots()
-    first, last = window.steps.start, window.steps.stop
-    extent = (first - 0.5, last + 0.5, window.ranks.start - 0.5, window.ranks.stop - 0.5)
-    image = axes.imshow(
-        window.late.T, origin="lower", aspect="auto", extent=extent, interpolation="nearest", cmap="magma"
-    )
-    figure.colorbar(image, ax=axes, label="later than without faults [s], modelled")
-    axes.set(xlabel="step", ylabel="rank", title=f"delays, solver {window.solver}")
-    return save_figure(figure, folder, name)
-
-
-def _make_figure() -> Any:
-    return import_module("matplotlib.figure").Figure(figsize=(7.2, 4.2), layout="constrained")
-
-
-def list_passes(row: Row) -> tuple[str, ...]:
-    """The directions whose passes the row has numbers of."""
-    return tuple(direction for direction in DIRECTIONS if f"{direction} time" in row)
-
-
-def total(row: Row, name: str) -> float:
-    """The sum of a number over all passes of a row."""
-    return sum(row.get(f"{direction} {name}", 0.0) for direction in list_passes(row))
-
-
-def find_series(table: Table, x: str, without: tuple[str, ...] = ()) -> dict[str, list[Row]]:
-    """The rows with numbers, sorted by x, in groups that differ in x alone, by a label; each is a line of a plot.
-
-    Axes in `without` do not tell groups apart either, and neither do axes that vary together with x.
-    """
-    tied = table.together if x in table.together else ()
-    others = [name for name in table.axes if name not in (x, *without, *tied)]
-    varied = [name for name in others if len({str(row.get(name)) for row in table.rows}) > 1]
-    series: dict[str, list[Row]] = {}
-    for row in table.rows:
-        if row["status"] == "ok" and _is_number(row.get(x)):
-            series.setdefault(", ".join(_label(name, row.get(name)) for name in varied), []).append(row)
-    for rows in series.values():
-        rows.sort(key=lambda row: row[x])
-    return series
-
-
-def _label(name: str, value: Any) -> str:
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if name in ("pattern", "layout", "schedule", "machine") else f"{name}={text}"
 
 
 def _draw_efficiency(figure: Any, table: Table, x: str, y: str | None) -> bool:
     """Lines of computing time over time; False where no row has numbers, as of the other plots."""
-    series = find_series(table, x)
+    series = {name: [(row[x], efficiency(row)) for row in rows] for name, rows in table.series(x).items()}
     figure.set_size_inches(7.2, 4.0 + 0.16 * -(-len(series) // 2))
-    axes = figure.subplots()
-    for i, (label, rows) in enumerate(series.items()):
-        share = [total(row, "compute") / total(row, "time") if total(row, "time") else math.nan for row in rows]
-        style = {"color": COLOURS[i % 10], "marker": MARKERS[i // 10 % 4], "linestyle": DASHES[i // 40 % 4]}
-        axes.plot([row[x] for row in rows], share, label=label or None, markersize=3, **style)
-    values = _numbers(table, x)
-    if len(values) > 2 and min(values) > 0 and max(values) / min(values) > 8:
-        axes.set_xscale("log", base=2)
-    axes.set_xlabel(x)
-    axes.set(ylabel="mean computing time / time, modelled", ylim=(0, 1.05))
-    axes.set_title("efficiency")
-    if any(series):
-        figure.legend(loc="outside lower center", fontsize=7, ncols=2)
+    values = table.numbers(x)
+    log = len(values) > 2 and min(values) > 0 and max(values) / min(values) > 8
+    axes = draw_lines(figure, series, x, "mean computing time / time, modelled", log=log)
+    axes.set(ylim=(0, 1.05), title="efficiency")
     return bool(series)
 
 
 def _draw_stack(figure: Any, table: Table, x: str, y: str | None) -> bool:
     """Bars of the time by cause."""
-    heights = {cause: _share_of_time(cause) for cause in CAUSES}
+
+    def share(row: Row, cause: str) -> float:
+        return total(row, cause) / total(row, "time") if total(row, "time") else 0.0
+
+    heights = {cause: partial(share, cause=cause) for cause in CAUSES}
     return _draw_bars(figure, table, x, "share of the time, modelled", "time by cause", heights)
-
-
-def _share_of_time(cause: str) -> Callable[[Row], float]:
-    return lambda row: total(row, cause) / total(row, "time") if total(row, "time") else 0.0
 
 
 def _draw_memory(figure: Any, table: Table, x: str, y: str | None) -> bool:
     """Bars of a rank's memory by category, in the backward where the study has it."""
     names = [column.name for column in table.columns if ": " in column.name and column.name.split(" ")[1] == "memory:"]
     direction = "backward" if any(name.startswith("backward") for name in names) else "forward"
-    heights = {name.partition(": ")[2]: _gibibytes(name) for name in names if name.startswith(direction)}
+    heights = {name.partition(": ")[2]: partial(_gibibytes, name=name) for name in names if name.startswith(direction)}
     return _draw_bars(figure, table, x, "GiB per rank, modelled", f"memory in the {direction}", heights)
 
 
-def _gibibytes(name: str) -> Callable[[Row], float]:
-    return lambda row: row.get(name, 0) / 2**30
+def _gibibytes(row: Row, name: str) -> float:
+    return row.get(name, 0) / 2**30
 
 
 def _draw_bars(
-    figure: Any, table: Table, x: str, ylabel: str, title: str, heights: dict[str, Callable[[Row], float]]
+    figure: Any, table: Table, x: str, ylabel: str, title: str, heights: Mapping[str, Callable[[Row], float]]
 ) -> bool:
     """Stacked bars, a panel for each series; `heights` gives the height of each part of a row's bar."""
-    series = list(find_series(table, x).items())
+    series = list(table.series(x).items())
     if not series:
         return False
     lines = -(-len(series) // PANELS)
@@ -198,7 +126,7 @@ def _draw_crossover(figure: Any, table: Table, x: str, y: str | None) -> bool:
     best = find_fastest(table, x, y)
     if not best:
         return False
-    columns, rows = _numbers(table, x), _numbers(table, y)
+    columns, rows = table.numbers(x), table.numbers(y)
     names = sorted({name for name, _ in best.values()})
     cells = np.full((len(rows), len(columns)), np.nan)
     for (x_value, y_value), (name, _) in best.items():
@@ -222,9 +150,9 @@ def find_fastest(table: Table, x: str, y: str) -> dict[tuple[Any, Any], tuple[st
     Of equally fast series, the first in the order of the table.
     """
     best: dict[tuple[Any, Any], tuple[str, float]] = {}
-    for label, rows in find_series(table, x, without=(y,)).items():
+    for label, rows in table.series(x, without=(y,)).items():
         for row in rows:
-            if _is_number(row.get(y)):
+            if is_number(row.get(y)):
                 place, seconds = (row[x], row[y]), total(row, "time")
                 if place not in best or seconds < best[place][1]:
                     best[place] = (label, seconds)

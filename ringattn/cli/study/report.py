@@ -1,37 +1,30 @@
-"""The contents of a study's report: tables with every number's word, what was refused and what is not modelled.
+"""The contents of a study's report: tables with every number's word, machines, what was refused or extrapolated.
 
-`rendering` turns a report into Markdown and HTML; the sentences around these contents are in its templates.
+The sentences around these contents are in templates/report.j2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...simulator.reporting.pages import Cell
+from ...errors import RingAttentionError
+from ...machine.machine import MACHINE_NUMBERS, Machine
+from ...machine.presets import CURRENCY, MACHINES
+from ...simulator.reporting.pages import Cell, ReportTable
 from ...text import duration, plural, rate, size
 from ..config.groups import ExecuteGroup
-from .extrapolation import Extrapolation
-from .plots import list_passes, total
-from .point import DIRECTIONS, WAITS
-from .tables import Row, Table, find_column
+from .space import Point
+from .tables import DIRECTIONS, WAITS, Row, Table, efficiency, list_passes, total
 
 #: Most rows and columns of a table in a report; sweep.csv has all rows, and wider tables become several.
 MOST_ROWS, MOST_COLUMNS = 200, 6
 #: Columns that describe a point. A column whose value is equal for all points is written once, below the table.
 DESCRIPTION = (
-    "tokens",
-    "ranks",
-    "pattern",
-    "layout",
-    "schedule",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "dtype",
-    "batch",
+    *("tokens", "ranks", "pattern", "layout", "schedule", "heads", "kv_heads", "head_dim", "dtype", "batch"),
     "machine",
 )
 #: Columns of every pass in the table of points.
@@ -39,26 +32,69 @@ PASS_COLUMNS = ("time", "rate", "solver", "efficiency", *WAITS, "imbalance", "by
 #: Columns that describe a plan, and columns of its execution, in the table of executions.
 PLAN_COLUMNS = ("tokens", "ranks", "pattern", "layout", "schedule")
 EXECUTED_COLUMNS = (
-    "turn",
-    "how",
-    "ranks",
-    "rows",
-    "ledger",
-    "rows compared",
-    "error",
-    "most allowed",
-    "part of all pairs",
+    *("turn", "how", "ranks", "rows", "ledger", "rows compared", "error", "most allowed", "part of all pairs"),
     "why not",
 )
 
 
-@dataclass(frozen=True)
-class ReportTable:
-    """Cells as text. `total` is the number of rows before the table was cut to MOST_ROWS."""
+def extrapolate(table: Table, machines: dict[int, Machine], tokens: int) -> list[dict[str, Any]]:
+    """Every series of the table at `tokens`, more than any point has; `machines` by the number of the point.
 
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    total: int
+    A record has the `seconds` of all passes, the mean seconds between failures of any rank (`failure`), `watts` and
+    `memory` (bytes) as sums over all ranks, and the numbers of the series' last two `points`, which it is from. Left
+    out are series whose last two points have different shards or equal ranks: a line through them says nothing.
+    """
+    lines = []
+    for name, rows in table.series("tokens", without=("ranks", "shard", "tokens")).items():
+        first, second = rows[-2:] if len(rows) > 1 else (rows[0], rows[0])
+        if first["shard"] != second["shard"] or first["ranks"] == second["ranks"]:
+            continue
+        machine, ranks = machines[second["point"]], -(-tokens // second["shard"])
+        slope = (total(second, "time") - total(first, "time")) / (second["ranks"] - first["ranks"])
+        memory = max(second[f"{direction} memory"] for direction in list_passes(second))
+        lines.append(
+            {
+                "series": name,
+                "tokens": tokens,
+                "ranks": ranks,
+                "seconds": total(second, "time") + slope * (ranks - second["ranks"]),
+                "failure": None if machine.mtbf is None else machine.mtbf / ranks,
+                "watts": None if machine.watts is None else machine.watts * ranks,
+                "memory": memory * ranks,
+                "points": (first["point"], second["point"]),
+            }
+        )
+    return lines
+
+
+def machines_of(points: Sequence[Point]) -> dict[int, Machine]:
+    """The machine of each point by the point's number, without points whose machine is invalid: they are refused."""
+    machines = {}
+    for point in points:
+        with suppress(RingAttentionError):  # the record of the point has the message
+            machines[point.number] = point.config.machine.made()
+    return machines
+
+
+def describe_machines(points: Sequence[Point], machines: Mapping[int, Machine]) -> list[str]:
+    """A line for each named machine: its numbers with units and sources, and which numbers differ between points."""
+    lines = []
+    for name in dict.fromkeys(point.config.machine.spec for point in points if point.number in machines):
+        named = [machines[x.number] for x in points if x.config.machine.spec == name and x.number in machines]
+        variants, preset, texts = list(dict.fromkeys(named)), MACHINES.get(name), []
+        for key, number in MACHINE_NUMBERS.items():
+            found = {machine: x for machine in variants if (x := getattr(machine, key)) not in (None, False)}
+            if not found:
+                continue
+            values, sources = sorted(set(found.values())), sorted({machine.source(key) for machine in found})
+            text = f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} .. {values[-1]:g}"
+            is_presets = preset is not None and values == [preset.price]
+            unit = number.unit.replace("currency", CURRENCY) if key == "price" and is_presets else number.unit
+            text = "true" if values[0] is True else f"{text} {unit}"
+            differing = ", by point" if len(values) > 1 or len(found) < len(variants) else ""
+            texts.append(f"{key}={text}{differing} [{', '.join(sources)}]")
+        lines.append(f"{name}: {', '.join(texts)}")
+    return lines
 
 
 @dataclass(frozen=True)
@@ -76,8 +112,8 @@ class StudyReport:
     command: str
     provenance: Mapping[str, Any]
     machines: Sequence[str]
-    extrapolations: Sequence[Extrapolation]
-    remarks: Sequence[str]
+    extrapolations: Sequence[Mapping[str, Any]]
+    remark: str
 
     @property
     def count(self) -> int:
@@ -96,7 +132,7 @@ class StudyReport:
         for row in self.table.rows:
             if row["status"] == "refused":
                 numbers.setdefault(row["why"], []).append(row["point"])
-        return [f"{list_points(points)}: {reason}" for reason, points in numbers.items()]
+        return [f"{name_points(points)}: {reason}" for reason, points in numbers.items()]
 
     @property
     def shared(self) -> dict[str, str]:
@@ -122,10 +158,6 @@ class StudyReport:
         rows = [row for row in self.table.rows if total(row, "time")]
         if not rows:
             return "No point takes any time."
-
-        def efficiency(row: Row) -> float:
-            return total(row, "compute") / total(row, "time")
-
         fastest = min(rows, key=lambda row: total(row, "time"))
         worst, best = min(rows, key=efficiency), max(rows, key=efficiency)
         words = f"Point {self._label(fastest)} takes the least time, {duration(total(fastest, 'time'))} [modelled]"
@@ -188,14 +220,14 @@ class StudyReport:
         )
         rows = [
             (
-                line.series,
-                f"{line.tokens:,}",
-                f"{line.ranks:,}",
-                f"{duration(line.seconds)} [extrapolated]",
-                "not modelled" if line.failure is None else f"{duration(line.failure)} [extrapolated]",
-                "not modelled" if line.watts is None else f"{rate(line.watts, 'W')} [extrapolated]",
-                f"{size(line.memory)} [extrapolated]",
-                f"{line.points[0]} and {line.points[1]}",
+                line["series"],
+                f"{line['tokens']:,}",
+                f"{line['ranks']:,}",
+                f"{duration(line['seconds'])} [extrapolated]",
+                "not modelled" if line["failure"] is None else f"{duration(line['failure'])} [extrapolated]",
+                "not modelled" if line["watts"] is None else f"{rate(line['watts'], 'W')} [extrapolated]",
+                f"{size(line['memory'])} [extrapolated]",
+                "{} and {}".format(*line["points"]),
             )
             for line in self.extrapolations
         ]
@@ -206,12 +238,12 @@ def _split(header: Sequence[str], rows: Sequence[Sequence[str]], total: int) -> 
     """Tables of at most MOST_COLUMNS columns, each with the first column of the whole."""
     width = MOST_COLUMNS - 1
     return [
-        ReportTable([header[0], *header[i : i + width]], [[row[0], *row[i : i + width]] for row in rows], total)
+        ReportTable([header[0], *header[i : i + width]], [[row[0], *row[i : i + width]] for row in rows], total=total)
         for i in range(1, len(header), width)
     ]
 
 
-def list_points(numbers: Sequence[int]) -> str:
+def name_points(numbers: Sequence[int]) -> str:
     """Points by number, such as "points 0, 3, 4"; of more than 8 points the first 8."""
     first = ", ".join(map(str, numbers[:8]))
     more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
@@ -219,16 +251,20 @@ def list_points(numbers: Sequence[int]) -> str:
 
 
 def _header(table: Table, name: str) -> str:
-    column = find_column(table.columns, name)
+    column = table.column(name)
     if name.startswith("machine."):
         return column.title
     return f"{name}, {column.word}" if column.word and column.word != "kind" else name
 
 
+def _per_second(value: float) -> str:
+    return rate(value, "tokens/s")
+
+
 def show_value(table: Table, name: str, row: Row) -> str:
     """A row's value for people; with its word where the rows of the column differ in the word."""
     value = row.get(name)
-    column = find_column(table.columns, name)
+    column = table.column(name)
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -237,14 +273,7 @@ def show_value(table: Table, name: str, row: Row) -> str:
         return value
     if name.startswith("machine."):  # the header has the unit
         return f"{value:.4g}"
-    if column.unit == "s":
-        text = duration(value)
-    elif column.unit in ("bytes", "bytes per rank"):
-        text = size(value)
-    elif column.unit == "tokens/s":
-        text = rate(value, column.unit)
-    elif isinstance(value, float):
-        text = f"{value:.4g}"
-    else:
-        text = f"{value:,}" if isinstance(value, int) else str(value)
+    plain = f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    by_unit = {"s": duration, "bytes": size, "bytes per rank": size, "tokens/s": _per_second}
+    text = by_unit[column.unit](value) if column.unit in by_unit else plain
     return f"{text} [{table.word_of(name, row)}]" if column.word == "kind" else text

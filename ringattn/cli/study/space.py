@@ -86,54 +86,33 @@ def list_points(config: SimulateConfig, overrides: Sequence[str] = ()) -> list[P
 
     `overrides` are those of the command line, by which Hydra composes the groups that axes change.
     """
-    axes = {str(key): _check_values(str(key), values) for key, values in config.study.axes.items()}
-    entries = [_check_entry(entry) for entry in config.study.together] or [{}]
-    _check_axes(axes, entries, dict(override.lstrip("+~").partition("=")[::2] for override in overrides))
+    axes: dict[str, list[Any]] = {str(key): values for key, values in config.study.axes.items()}
+    for key, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise InvalidInput(f"study.axes.{key}={values!r}: expected a list of values, such as [8, 64, 512]")
+    entries: list[dict[str, Any]] = []
+    for entry in config.study.together or [{}]:
+        if not isinstance(entry, Mapping):
+            raise InvalidInput(
+                f"study.together: {entry!r} is not a set of keys and values, such as {{tokens: 8192, ranks: 1}}"
+            )
+        entries.append({str(key): value for key, value in entry.items()})
+        if repeated := sorted({*entries[-1]} & {*axes}):
+            raise InvalidInput(f"study: {repeated[0]} is an axis and in `together`; keep only one of the two")
+    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
+    for key in {*axes, *(key for entry in entries for key in entry)}:
+        _check_axis(key, given)
+    count = math.prod([len(entries), *map(len, axes.values())])
+    if count > MOST_POINTS:
+        raise InvalidInput(f"study: {count:,} points are more than {MOST_POINTS:,}; take fewer values or fewer axes")
     make = _PointMaker(config, overrides)
     combinations = (
         {**entry, **dict(zip(axes, values, strict=True))} for entry in entries for values in product(*axes.values())
     )
     together = tuple(dict.fromkeys(key for entry in entries for key in entry if not key.startswith("label.")))
     points = [replace(make.point(number, settings), together=together) for number, settings in enumerate(combinations)]
-    _check_distinct(points)
-    _check_settings(points)
+    _check_points(points)
     return points
-
-
-def group_by_plan(points: Sequence[Point]) -> Iterator[Point]:
-    """All points, those with equal plans one after another, so that a cached plan serves all of its points."""
-    groups: dict[str, list[Point]] = {}
-    for point in points:
-        groups.setdefault(point.plan_key, []).append(point)
-    for group in groups.values():
-        yield from group
-
-
-def _check_axes(axes: Mapping[str, list[Any]], entries: Sequence[dict[str, Any]], given: Mapping[str, str]) -> None:
-    """Refuse keys that cannot be axes or contradict each other, and more points than MOST_POINTS."""
-    for key in {*axes, *(key for entry in entries for key in entry)}:
-        _check_axis(key, given)
-    for entry in entries:
-        repeated = sorted({*entry} & {*axes})
-        if repeated:
-            raise InvalidInput(f"study: {repeated[0]} is an axis and in `together`; keep only one of the two")
-    count = math.prod([len(entries), *map(len, axes.values())])
-    if count > MOST_POINTS:
-        raise InvalidInput(f"study: {count:,} points are more than {MOST_POINTS:,}; take fewer values or fewer axes")
-
-
-def _check_values(key: str, values: Any) -> list[Any]:
-    if not isinstance(values, list) or not values:
-        raise InvalidInput(f"study.axes.{key}={values!r}: expected a list of values, such as [8, 64, 512]")
-    return values
-
-
-def _check_entry(entry: Any) -> dict[str, Any]:
-    if not isinstance(entry, Mapping):
-        raise InvalidInput(
-            f"study.together: {entry!r} is not a set of keys and values, such as {{tokens: 8192, ranks: 1}}"
-        )
-    return {str(key): value for key, value in entry.items()}
 
 
 def _check_axis(key: str, given: Mapping[str, str]) -> None:
@@ -148,23 +127,10 @@ def _check_axis(key: str, given: Mapping[str, str]) -> None:
         )
 
 
-def _check_settings(points: Sequence[Point]) -> None:
-    """Raise InvalidInput where every point has a setting without effect."""
-    refusal = None
-    for point in points:
-        try:
-            point.config.check()
-        except InvalidInput as error:
-            refusal = refusal or error
-        else:
-            return
-    if refusal is not None:
-        raise refusal
-
-
-def _check_distinct(points: Sequence[Point]) -> None:
-    """Refuse two points with equal inputs and labels: the second row would say nothing new."""
+def _check_points(points: Sequence[Point]) -> None:
+    """Refuse points with equal inputs and labels, and settings that have no effect at any point."""
     seen: dict[tuple[str, str], Point] = {}
+    refusals = []
     for point in points:
         first = seen.setdefault((point.key, json.dumps(point.labels, sort_keys=True)), point)
         if first is not point:
@@ -173,6 +139,21 @@ def _check_distinct(points: Sequence[Point]) -> None:
                 f"study: the points {first.number} and {point.number} are the same "
                 f"({' and '.join(dict.fromkeys(texts))}): a value is there twice; give each value once"
             )
+        try:
+            point.config.check()
+        except InvalidInput as error:
+            refusals.append(error)
+    if refusals and len(refusals) == len(points):
+        raise refusals[0]
+
+
+def group_by_plan(points: Sequence[Point]) -> Iterator[Point]:
+    """All points, those with equal plans one after another, so that a cached plan serves all of its points."""
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        groups.setdefault(point.plan_key, []).append(point)
+    for group in groups.values():
+        yield from group
 
 
 class _PointMaker:
@@ -185,34 +166,28 @@ class _PointMaker:
         self.base, self.overrides = base, overrides
         self.node, self.compose = cache(self._node), cache(self._compose)
         #: The values of keys outside the groups, in the type of the key, by key and text.
-        self.read = cache(self._read)
+        self.read = cache(lambda key, text: _to_plain(_set(OmegaConf.structured(SimulateConfig), key, text))[key])
 
     def point(self, number: int, settings: dict[str, Any]) -> Point:
         """The point with these settings. Raises InvalidInput for values that cannot be read."""
         by_group: dict[str, dict[str, str]] = {}
-        read, labels = {}, {}
+        plain, labels = {}, {}
         for key, value in settings.items():
             group, _, name = key.partition(".")
+            text = "null" if value is None else str(value)  # as the command line writes it
             if group == "label":
                 labels[name] = value
             elif group in GROUPS:
-                by_group.setdefault(group, {})[key] = _write(value)
-                read[key] = value
+                by_group.setdefault(group, {})[key] = text
             else:
-                read[key] = self.read(key, _write(value))
+                plain[key] = self.read(key, text)
         groups = {group: self.compose(group, tuple(part.items())) for group, part in by_group.items()}
-        plain = {key: value for key, value in read.items() if key.split(".")[0] not in GROUPS}
-        for key in read:  # the table has the number of a group's key, even where the axis writes it as text
+        read = {}
+        for key, value in settings.items():  # the table has the number of a group's key, even where it is text here
             group, _, name = key.partition(".")
-            if name:
-                read[key] = getattr(groups[group], name)
+            if group != "label":
+                read[key] = plain[key] if key in plain else getattr(groups[group], name) if name else value
         return Point(number, read, labels, replace(self.base, **plain, **groups))
-
-    def _read(self, key: str, text: str) -> Any:
-        """A value of a key outside the groups, as OmegaConf reads it."""
-        values = OmegaConf.to_container(_set(OmegaConf.structured(SimulateConfig), key, text))
-        assert isinstance(values, dict), "of a dataclass"
-        return values[key]
 
     def _compose(self, group: str, part: tuple[tuple[str, str], ...]) -> Any:
         """The dataclass of a group from the settings of its option (key `group`) and of its keys (`group.key`)."""
@@ -236,9 +211,9 @@ class _PointMaker:
             raise explain("simulate", error) from None
 
 
-def _write(value: Any) -> str:
-    """A value of an axis as the command line writes it."""
-    return "null" if value is None else str(value)
+def _to_plain(config: Any) -> dict[str, Any]:
+    plain: Any = OmegaConf.to_container(config)
+    return plain
 
 
 def _set(config: Any, key: str, text: str) -> Any:

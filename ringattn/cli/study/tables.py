@@ -9,10 +9,73 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .point import Column, make_column
+from ...machine.machine import MACHINE_NUMBERS
 from .space import Point
 
 Row = dict[str, Any]
+DIRECTIONS = ("forward", "backward")
+#: Columns of a pass: seconds of waiting, by what a pass waits for.
+WAITS = ("wait for peers", "wait for messages")
+#: (unit, word) of columns by name; an extrapolation of passes leaves modelled numbers as they are, and makes numbers of
+#: the word "kind" extrapolated.
+_UNITS = {
+    "tokens": ("tokens", ""),
+    "shard": ("tokens per rank", ""),
+    "head_dim": ("elements", ""),
+    "pairs": ("(query, key, head) pairs", "counted"),
+}
+_UNITS_OF_PASS = {
+    **dict.fromkeys(("compute", "imbalance", "merge", "interference", "stalls", *WAITS), ("s", "modelled")),
+    **dict.fromkeys(("host", "call", "failure every"), ("s", "modelled")),
+    **dict.fromkeys(("time", "time low", "time high", "jitter", "total"), ("s", "kind")),
+    "rate": ("tokens/s", "kind"),
+    "efficiency": ("compute / time", "kind"),
+    "bytes": ("bytes", "counted"),
+    "busiest link": ("bytes", "counted"),
+    "messages": ("messages", "counted"),
+    "memory": ("bytes per rank", "modelled"),
+    "energy": ("J", "kind"),
+    "cost": ("currency of machine.price", "kind"),
+    "fits": ("", "modelled"),
+}
+_UNITS_OF_EXECUTION = {
+    "ranks": ("ranks", "counted"),
+    "rows": ("query rows", "counted"),
+    "rows compared": ("query rows", "counted"),
+    "visits": ("visits", "counted"),
+    "visits expected": ("visits", "counted"),
+    "pairs": ("(query, key, head) pairs", "counted"),
+    "part of all pairs": ("", "counted"),
+    "ledger": ("", "counted"),
+    "error": ("", "measured"),
+    "error of lse": ("", "measured"),
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the tables: name, unit, and the word of its numbers; the word "kind" refers to the column `kind`."""
+
+    name: str
+    unit: str = ""
+    word: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name, with the unit in brackets."""
+        return f"{self.name} [{self.unit}]" if self.unit else self.name
+
+
+def _make_column(name: str) -> Column:
+    """The column of a recorded value, or of an axis."""
+    first, _, rest = name.partition(" ")
+    if first in DIRECTIONS and rest:  # `backward` alone is an axis
+        units: dict[str, tuple[str, ...]] = {**_UNITS_OF_PASS, "kind": (), "solver": ()}
+        return Column(name, *units["memory" if rest.startswith("memory: ") else rest])
+    if first == "executed":
+        return Column(name, *_UNITS_OF_EXECUTION.get(rest, ()))
+    number = MACHINE_NUMBERS.get(name.removeprefix("machine.")) if name.startswith("machine.") else None
+    return Column(name, *_UNITS.get(name, () if number is None else (number.unit,)))
 
 
 @dataclass(frozen=True)
@@ -28,26 +91,66 @@ class Table:
     axes: tuple[str, ...]
     together: tuple[str, ...] = ()
 
+    def column(self, name: str) -> Column:
+        """The column of this name."""
+        return next(column for column in self.columns if column.name == name)
+
     def word_of(self, name: str, row: Row) -> str:
         """The word of the row's number in column `name`: modelled, counted, measured or extrapolated."""
-        word = find_column(self.columns, name).word
+        word = self.column(name).word
         return str(row.get(f"{name.split()[0]} kind", "modelled")) if word == "kind" else word
 
+    def numbers(self, name: str) -> list[Any]:
+        """The different numbers of a column, ascending."""
+        return sorted({row[name] for row in self.rows if is_number(row.get(name))})
 
-def find_column(columns: Sequence[Column], name: str) -> Column:
-    """The column of this name."""
-    return next(column for column in columns if column.name == name)
+    def series(self, x: str, without: tuple[str, ...] = ()) -> dict[str, list[Row]]:
+        """The rows with numbers, sorted by x, in groups that differ in x alone, by a label; each is a line of a plot.
+
+        Axes in `without` do not tell groups apart either, and neither do axes that vary together with x.
+        """
+        tied = self.together if x in self.together else ()
+        others = [name for name in self.axes if name not in (x, *without, *tied)]
+        varied = [name for name in others if len({str(row.get(name)) for row in self.rows}) > 1]
+        series: dict[str, list[Row]] = {}
+        for row in self.rows:
+            if row["status"] == "ok" and is_number(row.get(x)):
+                series.setdefault(", ".join(_label(name, row.get(name)) for name in varied), []).append(row)
+        for rows in series.values():
+            rows.sort(key=lambda row: row[x])
+        return series
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, and no bool."""
+    return type(value) in (int, float)
+
+
+def _label(name: str, value: Any) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if name in ("pattern", "layout", "schedule", "machine") else f"{name}={text}"
+
+
+def list_passes(row: Row) -> tuple[str, ...]:
+    """The directions whose passes the row has numbers of."""
+    return tuple(direction for direction in DIRECTIONS if f"{direction} time" in row)
+
+
+def total(row: Row, name: str) -> float:
+    """The sum of a number over all passes of a row."""
+    return sum(row.get(f"{direction} {name}", 0.0) for direction in list_passes(row))
+
+
+def efficiency(row: Row) -> float:
+    """The computing time over the time of all passes; NaN where they take no time."""
+    return total(row, "compute") / total(row, "time") if total(row, "time") else float("nan")
 
 
 def make_table(points: Sequence[Point], records: Mapping[int, Row], executed: Mapping[int, Row]) -> Table:
     """The table of a study from the records of its points and of their executions, both by the number of the point."""
     rows = []
-    axes: dict[str, None] = {}
-    together: dict[str, None] = {}
     for point in points:
         record = records[point.number]
-        axes |= dict.fromkeys(point.settings)
-        together |= dict.fromkeys(point.together)
         row = {
             "point": point.number,
             **point.settings,
@@ -59,11 +162,13 @@ def make_table(points: Sequence[Point], records: Mapping[int, Row], executed: Ma
             **{f"executed {name}": value for name, value in executed.get(point.number, {}).items()},
         }
         rows.append({name: value for name, value in row.items() if value is not None})
-    labels = dict.fromkeys(name for point in points for name in point.labels)
+    axes, together, labels = (
+        tuple(dict.fromkeys(name for point in points for name in names(point)))
+        for names in (lambda p: p.settings, lambda p: p.together, lambda p: p.labels)
+    )
     names = dict.fromkeys(["point", *axes, *labels, *(name for row in rows for name in row)])
-    plain = {name: Column(name) for name in ("point", "status", "why", *labels)}
-    columns = tuple(plain.get(name) or make_column(name) for name in names)
-    return Table(columns, tuple(rows), tuple(axes), tuple(together))
+    columns = tuple(Column(name) if name in labels else _make_column(name) for name in names)
+    return Table(columns, tuple(rows), axes, together)
 
 
 def _describe(point: Point) -> Row:
@@ -74,9 +179,7 @@ def _describe(point: Point) -> Row:
         "tokens": tokens,
         "ranks": ranks,
         "shard": -(-tokens // ranks) if ranks > 0 else None,
-        "pattern": config.pattern.spec,
-        "layout": config.layout.spec,
-        "schedule": config.schedule.spec,
+        **{name: getattr(config, name).spec for name in ("pattern", "layout", "schedule")},
         "heads": config.heads,
         "kv_heads": config.heads if config.kv_heads is None else config.kv_heads,
         "dtype": config.dtype,
@@ -90,18 +193,9 @@ def to_csv(table: Table) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([column.title for column in table.columns])
     for row in table.rows:
-        writer.writerow([_csv_cell(row.get(column.name)) for column in table.columns])
+        values = [row.get(column.name) for column in table.columns]
+        writer.writerow(["" if x is None else x if isinstance(x, str) else json.dumps(x) for x in values])
     return text.getvalue()
-
-
-def _csv_cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return repr(value)
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def to_json(table: Table, head: Mapping[str, Any], not_modelled: Sequence[str], more: Mapping[str, Any]) -> str:

@@ -1,14 +1,26 @@
-"""The interface of a schedule: the steps of one rank in each pass."""
+"""From the routes of blocks to the steps of a rank, forward and backward; the same for every schedule with routes.
+
+A block goes from its owner along a tree of ranks. Each edge carries the rows that some rank behind it needs, so that a
+row stops at the last rank that needs it. The backward is the forward in reverse: a row starts at the rank where it
+stopped, from the rows that this rank kept, and goes home; the sums of its gradients lag one step behind, in the same
+messages.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from math import lcm
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
+from ...cache import Cache
 from ...layout.regular import Contiguous
 from ..demand import BlockDemand
-from ..steps import Part, Step
+from ..row_sets import NO_ROWS, RowSets, count_rows, subtract
+from ..steps import ORDER, Hop, Part, Step, make_parts
 
 #: Of up to EXACT ranks the bytes of all blocks are counted, of more the bytes of SAMPLED blocks.
 EXACT, SAMPLED = 64, 16
@@ -65,3 +77,313 @@ def representatives(demand: BlockDemand) -> list[int]:
         if size <= SAMPLED:
             return list(range(ranks // 2, ranks // 2 + size))
     return [ranks * (2 * i + 1) // (2 * SAMPLED) for i in range(SAMPLED)]
+
+
+#: Where there are more than EXACT ranks, LATEST arrivals of a rank stand for all that it keeps.
+LATEST = 64
+
+
+class Edge(NamedTuple):
+    """Rows of `owner` go from rank `source` to rank `target`, which computes with them at step `step`.
+
+    Both post the message at step `post` < `step`, and it is in flight until the end of step `step` - 1. A rank computes
+    with its own block at step 0. `ring` numbers the rings of a schedule, such as its directions.
+    """
+
+    owner: int
+    source: int
+    target: int
+    post: int
+    step: int
+    ring: int = 0
+
+
+class Route(Schedule):
+    """The trees along which blocks go, one per owner, without the branches behind which no rank needs a row."""
+
+    #: The number of different `Edge.ring`.
+    rings = 1
+
+    @abstractmethod
+    def arrivals(self, rank: int) -> Iterator[Edge]:
+        """The edges to `rank`, the latest first."""
+
+    @abstractmethod
+    def edges_at(self, rank: int, step: int) -> tuple[Edge, ...]:
+        """The edges to `rank` for its step `step` > 0; edges that carry no rows may be among them."""
+
+    def arcs(self, rank: int) -> tuple[Iterator[Edge], ...]:
+        """The edges of `arrivals` in parts that can be found separately, each with the latest edge first.
+
+        Where a route can, it gives the owners of a part in ascending or in descending order, so that one walk around
+        the ranks can follow the parts of many ranks.
+        """
+        return (self.arrivals(rank),)
+
+    @abstractmethod
+    def first_edges(self, owner: int) -> tuple[Edge, ...]:
+        """The edges on which the block of `owner` leaves it."""
+
+    @abstractmethod
+    def next_edges(self, edge: Edge) -> tuple[Edge, ...]:
+        """The edges on which the target of `edge` passes rows on."""
+
+    @abstractmethod
+    def served(self, edge: Edge) -> tuple[range, ...]:
+        """Runs of ranks that the edge serves: its target, and all ranks behind it."""
+
+    def carried(self, edge: Edge) -> RowSets:
+        """The rows that travel on an edge."""
+        return self.demand.needed_rows(self.served(edge), edge.owner)
+
+    def stopping(self, edge: Edge) -> RowSets:
+        """The rows that arrive on an edge and go no further."""
+        reach, further = self.demand.row_reach, self.next_edges(edge)
+        if not further:
+            return self.carried(edge)
+        if reach is not None:
+            return reach.needed(self.served(edge), edge.owner, 0, [self.served(e) for e in further])
+        return self._subtract(edge.owner, self.carried(edge), [self.carried(e) for e in further])
+
+    def last_edges(self, owner: int) -> Iterator[Edge]:
+        """The edges of the block of `owner` on which rows arrive that go no further."""
+        return (edge for edge, _ in self.edges_of(owner) if self.stopping(edge) != NO_ROWS)
+
+    def edges_of(self, owner: int) -> Iterator[tuple[Edge, tuple[Edge, ...]]]:
+        """All edges of the block of `owner`, each with the edges on which its source passes the block on."""
+        todo: list[tuple[Edge, tuple[Edge, ...]]] = [(edge, ()) for edge in self.first_edges(owner)]
+        while todo:
+            edge, siblings = todo.pop()
+            next_edges = self.next_edges(edge)
+            todo += [(e, next_edges) for e in next_edges]
+            yield edge, siblings
+
+    def returned(self, edge: Edge, carried: RowSets, siblings: Iterable[Edge] | None = None) -> RowSets:
+        """Of the rows `carried` on a relayed edge those that the backward returns on it, and on no sibling before it.
+
+        `siblings` are the edges on which the source of the edge passes rows of the block on; None: they are looked up.
+        """
+        earlier = []
+        if siblings is None:
+            siblings = self.next_edges(self.edges_by_owner(edge.source)[edge.owner])
+        for sibling in siblings:
+            if sibling == edge:
+                break
+            earlier.append(self.carried(sibling))
+        return self._subtract(edge.owner, carried, earlier)
+
+    def kept_rows(self, rank: int) -> dict[Edge, RowSets]:
+        """By edge, the rows that `rank` keeps for the backward: of the latest rows that stop there, one block at most.
+
+        The rows that it does not keep come again from their owner.
+        """
+        key = (Route.kept_rows, type(self), self.ranks_per_node, rank)
+        return self._cache.answer(key, lambda: self.find_kept_rows(rank))
+
+    def is_kept(self, edge: Edge) -> bool:
+        """Whether the target of an edge keeps rows that arrive there, see `kept_rows`."""
+        return edge in self.kept_rows(edge.target)
+
+    def find_kept_rows(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
+        """The answer of `kept_rows`, from the latest `arrivals` only where these are given."""
+        kept: dict[Edge, RowSets] = {}
+        room_by_ring: dict[int, int] = {}
+        block = self.demand.block_heads * self.demand.layout.rows(rank)
+        for edge in islice(self.arrivals(rank), arrivals):
+            room = room_by_ring.setdefault(edge.ring, block)
+            if len(room_by_ring) == self.rings and max(room_by_ring.values()) <= 0:
+                break  # else a rank to which all blocks go would look at all of them
+            rows = self.stopping(edge) if room > 0 else NO_ROWS
+            size = self._count(edge.owner, rows)
+            if size and (size <= room or room == block):  # at least one block, even where it is a row longer
+                kept[edge] = rows
+            room_by_ring[edge.ring] = room - size
+        return kept
+
+    def kept_parts(self, rank: int) -> tuple[Part, ...]:
+        """The parts that `rank` keeps after the forward for a backward in which keys travel."""
+        arrivals, kept = self.edges_by_owner(rank).values(), self.kept_rows(rank)
+        return tuple(part for edge in arrivals if edge in kept for part in make_parts("kv", edge.owner, kept[edge]))
+
+    def forward(self, rank: int) -> tuple[Step, ...]:
+        """The steps of a rank's forward."""
+        builder = StepBuilder(+1)
+        if self.demand.visits(rank, rank):
+            builder.visit(0, (Part("kv", rank),))
+        for edge in self.edges_by_owner(rank).values():
+            block = make_parts("kv", edge.owner, self.carried(edge))
+            builder.recv(edge.post, edge.step - 1, edge.source, block)
+            if self.demand.visits(rank, edge.owner):
+                builder.visit(edge.step, block)
+        for edge in self.departures(rank):
+            builder.send(edge.post, edge.step - 1, edge.target, make_parts("kv", edge.owner, self.carried(edge)))
+        return builder.steps()
+
+    def backward(self, rank: int) -> tuple[Step, ...]:
+        """The steps of a rank's backward in which keys and values, and their gradients, go back."""
+        builder = StepBuilder(-1)
+        arrivals = tuple(self.edges_by_owner(rank).values())
+        if self.demand.visits(rank, rank):
+            builder.visit(0, (Part("kv", rank),))
+        kept = self.kept_rows(rank)
+        for edge in arrivals:
+            carried = self.carried(edge)
+            if self.demand.visits(rank, edge.owner):
+                builder.visit(edge.step, make_parts("kv", edge.owner, carried))
+            if edge.source != edge.owner:
+                returned = make_parts("kv", edge.owner, self.returned(edge, carried))
+                builder.send(edge.step, edge.post + 1, edge.source, returned)
+            builder.send(edge.step - 1, edge.post, edge.source, make_parts("grad", edge.owner, carried))
+            if edge not in kept:
+                stopping = make_parts("kv", edge.owner, self.stopping(edge))
+                builder.recv(edge.step + 1, edge.step + 1, edge.owner, stopping)
+        for edge in self.departures(rank):
+            carried = self.carried(edge)
+            if edge.owner != rank:
+                returned = make_parts("kv", edge.owner, self.returned(edge, carried))
+                builder.recv(edge.step, edge.post + 1, edge.target, returned)
+            builder.recv(edge.step - 1, edge.post, edge.target, make_parts("grad", edge.owner, carried))
+        for edge in self.last_edges(rank):
+            if not self.is_kept(edge):
+                builder.send(edge.step + 1, edge.step + 1, edge.target, make_parts("kv", rank, self.stopping(edge)))
+        return builder.steps()
+
+    def backward_of_queries(self, rank: int) -> tuple[Step, ...]:
+        """The steps of a rank's backward in which queries travel; `demand` is a `QueryDemand`.
+
+        Queries go outward as keys do in a forward, with lse and delta. The sums of a row lag one step behind, and go
+        home from the rank where the row stops. Where a row goes on to two ranks, its sums go with the first rank, and
+        the second rank begins with zeros.
+        """
+        builder = StepBuilder(+1)
+        if self.demand.visits(rank, rank):
+            builder.visit(0, (Part("q", rank),))
+        for edge in self.edges_by_owner(rank).values():
+            carried = self.carried(edge)
+            builder.recv(edge.post, edge.step - 1, edge.source, _query_parts(edge.owner, carried))
+            if self.demand.visits(rank, edge.owner):
+                builder.visit(edge.step, make_parts("q", edge.owner, carried))
+            if edge.source != edge.owner:
+                returned = make_parts("dq", edge.owner, self.returned(edge, carried))
+                builder.recv(edge.post + 1, edge.step, edge.source, returned)
+            builder.send(edge.step + 1, edge.step + 1, edge.owner, make_parts("dq", edge.owner, self.stopping(edge)))
+        for edge in self.departures(rank):
+            carried = self.carried(edge)
+            builder.send(edge.post, edge.step - 1, edge.target, _query_parts(edge.owner, carried))
+            if edge.owner != rank:
+                returned = make_parts("dq", edge.owner, self.returned(edge, carried))
+                builder.send(edge.post + 1, edge.step, edge.target, returned)
+        for edge in self.last_edges(rank):
+            builder.recv(edge.step + 1, edge.step + 1, edge.target, make_parts("dq", rank, self.stopping(edge)))
+        return builder.steps()
+
+    def departures(self, rank: int, block: tuple[int, int] | None = None) -> list[Edge]:
+        """The edges from `rank`; with `block` (owner, target) only those that bring the owner's block to the target."""
+        if block is None:
+            onward = (e for edge in self.edges_by_owner(rank).values() for e in self.next_edges(edge))
+            return [*self.first_edges(rank), *onward]
+        owner, target = block
+        if owner == rank:
+            edges = self.first_edges_to(rank, target)
+        else:
+            arrival = self.arrival(rank, owner)
+            edges = () if arrival is None else self.next_edges(arrival)
+        return [edge for edge in edges if edge.target == target]
+
+    def first_edges_to(self, owner: int, target: int) -> tuple[Edge, ...]:
+        """Those of `first_edges` that may go to `target`; a route with many first edges looks for these only."""
+        return self.first_edges(owner)
+
+    def arrival(self, rank: int, owner: int) -> Edge | None:
+        """The edge on which the block of `owner` gets to `rank`; None where no row of it does."""
+        return self.edges_by_owner(rank).get(owner)
+
+    def edges_by_owner(self, rank: int) -> dict[int, Edge]:
+        """By owner, the edge to `rank`; the earliest edge first."""
+        key = (Route.edges_by_owner, type(self), self.ranks_per_node, rank)
+        return self._cache.answer(key, lambda: {e.owner: e for e in [*self.arrivals(rank)][::-1]})
+
+    def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int]:
+        """As in `Schedule`. Where keys travel, blocks skip rows that their readers have kept since the forward."""
+        owners = representatives(self.demand)
+        sent = self.count_moved(owners) * (block + sums) - (0 if queries else self.count_kept(owners) * block)
+        return sent, sent
+
+    def count_moved(self, owners: Sequence[int]) -> int:
+        """The rows of all heads that move on the edges of the blocks of `owners`, summed over the edges."""
+        return sum(self._count(owner, self.carried(edge)) for owner in owners for edge, _ in self.edges_of(owner))
+
+    def count_kept(self, ranks: Sequence[int]) -> int:
+        """The rows of all heads that `ranks` keep from the forward.
+
+        Of more than EXACT ranks, rows of the LATEST arrivals only: a rank where nothing stops has an arrival per rank.
+        """
+        find = self.kept_rows if self.demand.layout.ranks <= EXACT else partial(self.find_kept_rows, arrivals=LATEST)
+        return sum(self._count(edge.owner, row_sets) for rank in ranks for edge, row_sets in find(rank).items())
+
+    @property
+    def _cache(self) -> Cache:
+        """The demand's cache, which other schedules of the same demand use as well: its keys name the schedule."""
+        return self.demand.cache
+
+    def _subtract(self, owner: int, row_sets: RowSets, others: list[RowSets]) -> RowSets:
+        return subtract(row_sets, others, self.demand.block_heads, self.demand.layout.rows(owner))
+
+    def _count(self, owner: int, row_sets: RowSets) -> int:
+        return count_rows(row_sets, self.demand.block_heads, self.demand.layout.rows(owner))
+
+
+def _query_parts(owner: int, row_sets: RowSets) -> tuple[Part, ...]:
+    return make_parts("row", owner, row_sets) + make_parts("q", owner, row_sets)
+
+
+#: (step at which a message is posted, step until whose end it is in flight, peer)
+MessageKey = tuple[int, int, int]
+
+
+@dataclass
+class StepBuilder:
+    """What a rank does at each step, counted up (+1) or down (-1). Parts of equal `MessageKey` become one message."""
+
+    sign: int
+    visits: dict[int, list[Part]] = field(default_factory=dict)
+    sends: dict[MessageKey, list[Part]] = field(default_factory=dict)
+    recvs: dict[MessageKey, list[Part]] = field(default_factory=dict)
+
+    def visit(self, step: int, block: tuple[Part, ...]) -> None:
+        """Add a visit to a block."""
+        self.visits.setdefault(step, []).extend(block)
+
+    def send(self, post: int, until: int, peer: int, block: tuple[Part, ...]) -> None:
+        """Add parts to the message to `peer`."""
+        if block:
+            self.sends.setdefault((post, until, peer), []).extend(block)
+
+    def recv(self, post: int, until: int, peer: int, block: tuple[Part, ...]) -> None:
+        """Add parts to the message from `peer`."""
+        if block:
+            self.recvs.setdefault((post, until, peer), []).extend(block)
+
+    def steps(self) -> tuple[Step, ...]:
+        """The steps in their order, without the steps at which nothing happens."""
+        used = {*self.visits, *(step for key in (*self.sends, *self.recvs) for step in key[:2])}
+        order = sorted(used, reverse=self.sign < 0)
+        index = {step: i for i, step in enumerate(order)}
+        sends = _group_by_post(self.sends, index)
+        recvs = _group_by_post(self.recvs, index)
+
+        def make_step(step: int) -> Step:
+            visits = tuple(self.visits.get(step, ()))
+            return Step(tuple(sends.get(step, ())), tuple(recvs.get(step, ())), visits, self.sign * step)
+
+        return tuple(map(make_step, order))
+
+
+def _group_by_post(messages: dict[MessageKey, list[Part]], index: dict[int, int]) -> dict[int, list[Hop]]:
+    """By the step at which they are posted, the messages; `index` renumbers steps without gaps."""
+    hops: dict[int, list[Hop]] = {}
+    for (post, until, peer), parts in messages.items():
+        ordered = tuple(sorted(parts, key=lambda part: (ORDER[part.kind], part.owner)) if len(parts) > 1 else parts)
+        tag = 2 * post + (post != until)
+        hops.setdefault(post, []).append(Hop(peer, tag, ordered, index[until]))
+    return hops

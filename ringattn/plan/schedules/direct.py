@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from .base import EXACT
-from .relay import runs, search
-from .route import LATEST, Edge, Route
+from ..row_sets import RowSets
+from ..steps import RankPlan
+from .base import EXACT, LATEST, Edge, Route
+from .ring import runs, search
 
 
 class DirectSchedule(Route):
@@ -75,3 +76,24 @@ class DirectSchedule(Route):
 
 def _edge(owner: int, distance: int, ranks: int) -> Edge:
     return Edge(owner, owner, (owner + distance) % ranks, distance - 1, distance)
+
+
+class PullSchedule(DirectSchedule):
+    """A rank fetches the rows that it needs and stores their gradients; it serves no other rank, and keeps no parts.
+
+    The visits are the visits of `direct`, in the same order. `SCHEDULES` has no name for this schedule: ranks that run
+    together need both ends of each message.
+    """
+
+    def departures(self, rank: int, block: tuple[int, int] | None = None) -> list[Edge]:
+        return []
+
+    def last_edges(self, owner: int) -> Iterator[Edge]:
+        return iter(())
+
+    def kept_rows(self, rank: int) -> dict[Edge, RowSets]:
+        return {}
+
+    def steps(self, rank: int) -> RankPlan:
+        """The steps of a rank; in the backward keys travel."""
+        return RankPlan(rank, self.forward(rank), self.backward(rank))

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..demand import BlockDemand
-from .base import EXACT, representatives
-from .relay import Way, rows_along, runs
-from .route import Edge, Route
+from .base import EXACT, Edge, Route, representatives
+from .ring import Way, rows_along, runs
 
 
 class DoubleRingSchedule(Route):

@@ -2,16 +2,246 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
 from heapq import merge
+from typing import NamedTuple
 
 import numpy as np
 
-from ..demand import BlockDemand
+from ...cache import cached
+from ...layout.regular import Layout
+from ..demand import BlockDemand, sampled
 from ..row_sets import RowSets
-from .relay import choose_ways, halve_way, kept_by_hop, passing, ranks_beyond, reach, row_counts, rows_along
-from .route import Edge, Route
+from .base import Edge, Route
+
+
+class Way(NamedTuple):
+    """A direction of travel: +1 toward higher ranks, -1 toward lower, for at most `limit` hops."""
+
+    sign: int
+    limit: int
+
+
+def runs(start: int, length: int, ranks: int) -> tuple[range, ...]:
+    """Ranks start .. start + length - 1 around the ring, as runs of consecutive numbers."""
+    start %= ranks
+    if start + length > ranks:
+        return range(start, ranks), range(start + length - ranks)
+    return (range(start, start + length),) if length > 0 else ()
+
+
+def ranks_beyond(demand: BlockDemand, owner: int, way: Way, distance: int) -> tuple[range, ...]:
+    """The ranks on a way of the block of `owner`, from `distance` to the limit of the way, as runs."""
+    length = way.limit - distance + 1
+    start = owner + distance if way.sign > 0 else owner - way.limit
+    return runs(start, length, demand.layout.ranks)
+
+
+def search(
+    some: Callable[[int, int], bool], near: int, far: int, every: Callable[[int, int], bool] | None = None
+) -> Iterator[int]:
+    """The distances far .. near that hold something, descending, found by halving.
+
+    `some(near, far)` says whether some distance of a part holds something. `every(near, far)` is a cheap sufficient
+    test that every distance of the part does.
+    """
+    if near > far or not some(near, far):
+        return
+    if near == far or (every is not None and every(near, far)):
+        yield from range(far, near - 1, -1)
+        return
+    middle = (near + far) // 2
+    yield from search(some, middle + 1, far, every)
+    yield from search(some, near, middle, every)
+
+
+def _needed(demand: BlockDemand, way: Way, first: int, ranks: int, owner: int, owners: int) -> bool:
+    """Whether some of `ranks` ranks first, first + sign, .. needs some of `owners` blocks owner, owner - sign, .."""
+    size = demand.layout.ranks
+    if way.sign > 0:
+        owner -= owners - 1
+    else:
+        first -= ranks - 1
+    return any(demand.needs(q, k) for q in runs(first, ranks, size) for k in runs(owner, owners, size))
+
+
+def count_hops(demand: BlockDemand, owner: int, way: Way) -> int:
+    """The number of hops of the block of `owner`: the distance of the farthest rank on a way that needs the block."""
+    known = _list_hops(demand, way)
+    return _find_hops(demand, owner, way) if known is None else known[owner]
+
+
+@cached
+def _list_hops(demand: BlockDemand, way: Way) -> list[int] | None:
+    """By owner, the answer of `count_hops`; None where no table knows."""
+    by_hop = _count_all_carried(demand, way)
+    return None if by_hop is None else np.count_nonzero(by_hop, axis=1).tolist()
+
+
+@cached
+def _find_hops(demand: BlockDemand, owner: int, way: Way) -> int:
+    """The answer of `count_hops`, found by halving."""
+
+    def reached(distance: int) -> bool:  # monotone: some rank at this distance or beyond needs the block
+        return _needed(demand, way, owner + way.sign * distance, way.limit - distance + 1, owner, 1)
+
+    # Most blocks go all the way or not far: look there before halving.
+    if not way.limit or reached(way.limit):
+        return way.limit
+    low, high = 0, 1
+    while high < way.limit and reached(high):
+        low, high = high, 2 * high
+    high = min(high, way.limit) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if reached(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def halve_way(rank: int, ranks: int, way: Way) -> tuple[range, range]:
+    """The distances of a way, descending, split where the owners rank - sign * distance pass rank 0."""
+    before = min(rank if way.sign > 0 else ranks - 1 - rank, way.limit)
+    return range(way.limit, before, -1), range(before, 0, -1)
+
+
+def passing(demand: BlockDemand, rank: int, way: Way, distances: range | None = None) -> Iterator[int]:
+    """The distances d, descending, at which the block of rank - sign * d arrives at `rank`; of `distances` if given.
+
+    A block arrives where this rank, or a rank farther on its way, needs the block. The search halves the distances, and
+    skips a part as soon as it is known to hold no need: so a local pattern is planned without looking at every rank.
+    """
+
+    def arrives(near: int, far: int) -> bool:
+        return _needed(demand, way, rank, way.limit - near + 1, rank - way.sign * near, far - near + 1)
+
+    def all_arrive(near: int, far: int) -> bool:
+        start = rank - (far if way.sign > 0 else -near)
+        return all(demand.all_needed(rank, owners) for owners in runs(start, far - near + 1, demand.layout.ranks))
+
+    by_hop = _count_all_carried(demand, way)
+    if by_hop is not None:
+        hops = np.arange(way.limit, 0, -1) if distances is None else np.array(distances, dtype=np.int64)
+        arriving = by_hop[(rank - way.sign * hops) % demand.layout.ranks, way.limit - hops] > 0
+        return iter(hops[arriving].tolist())
+    if distances is None:
+        return search(arrives, 1, way.limit, all_arrive)
+    return search(arrives, distances[-1], distances[0], all_arrive) if distances else iter(())
+
+
+@cached
+def row_counts(demand: BlockDemand, owner: int, way: Way) -> tuple[tuple[int, int], ...]:
+    """(distance, rows) pairs along a way of the block of `owner`: how many rows of all heads go up to each distance.
+
+    The rows that are needed beyond a distance only shrink as the distance grows. So equal counts are the same rows, and
+    the distances between them are not looked at.
+    """
+
+    def size(distance: int) -> int:
+        return demand.count_needed(ranks_beyond(demand, owner, way, distance), owner)
+
+    def changes(low: int, high: int, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """The last (distance, rows) of each count between `low` and `high`, whose counts are `first` and `last`."""
+        if first == last:
+            return
+        if high - low == 1:
+            yield low, first
+            return
+        middle = (low + high) // 2
+        rows = size(middle)
+        yield from changes(low, middle, first, rows)
+        yield from changes(middle, high, rows, last)
+
+    last = count_hops(demand, owner, way)
+    if not last:
+        return ()
+    by_hop = _count_all_carried(demand, way)
+    if by_hop is not None:
+        counts = by_hop[owner, way.limit - last :][::-1] * demand.block_heads  # by hop, from distance 1 on
+        ends = np.flatnonzero(np.diff(counts, append=0)) + 1
+        return tuple(zip(ends.tolist(), counts[ends - 1].tolist(), strict=True))
+    end = size(last)
+    return (*changes(1, last, size(1), end), (last, end))
+
+
+@cached
+def _count_carried(demand: BlockDemand, way: Way) -> np.ndarray | None:
+    """Rows of one head that the blocks of `sampled_reach` send on each hop; None where there is no table."""
+    reach = demand.sampled_reach
+    return None if reach is None else reach.count_carried(*way)
+
+
+def _count_all_carried(demand: BlockDemand, way: Way) -> np.ndarray | None:
+    """The answer of `_count_carried` where the table lists the blocks of all ranks; else None."""
+    return _count_carried(demand, way) if way.limit and demand.row_reach is not None else None
+
+
+@cached
+def _rows_along_by_owner(demand: BlockDemand, way: Way) -> dict[int, int]:
+    """By owner, the rows of `rows_along`, for the blocks of `sampled_reach`; empty where there is no table."""
+    reach, carried = demand.sampled_reach, _count_carried(demand, way)
+    if reach is None or carried is None:
+        return {}
+    rows = carried.sum(1) * demand.block_heads
+    return dict(zip(reach.blocks, rows.tolist(), strict=True))
+
+
+def rows_along(demand: BlockDemand, owners: Sequence[int], way: Way) -> int:
+    """The number of rows of all heads that the blocks of `owners` send along a way, summed over their hops."""
+    by_owner, moved = _rows_along_by_owner(demand, way), 0
+    for owner in owners:
+        if owner in by_owner:
+            moved += by_owner[owner]
+            continue
+        hops = 0
+        for distance, rows in row_counts(demand, owner, way):
+            moved += (distance - hops) * rows
+            hops = distance
+    return moved
+
+
+@lru_cache(maxsize=16)
+def _count_rows(layout: Layout) -> np.ndarray:
+    """The rows of each rank: int64 [ranks, 1]."""
+    return np.array([[layout.rows(rank)] for rank in range(layout.ranks)])
+
+
+@cached
+def kept_by_hop(demand: BlockDemand, way: Way) -> np.ndarray | None:
+    """Rows of one head that each rank keeps of those that stop there on a way, by hop, see `Route.kept_rows`.
+
+    int64 [ranks, hops], the farthest hop first; None where `row_reach` is None.
+    """
+    carried, ranks = _count_all_carried(demand, way), demand.layout.ranks
+    if carried is None:
+        return None
+    rows = _count_rows(demand.layout)
+    stopping = np.diff(carried, axis=1, prepend=0)  # rows that arrive at a distance and go no further
+    owners = (np.arange(ranks)[:, None] - way.sign * np.arange(way.limit, 0, -1)) % ranks
+    size = stopping[owners, np.arange(way.limit)]
+    # A rank looks at rows as long as there is room, which the rows that came before have taken.
+    room = rows - np.cumsum(size, 1) + size
+    return np.where((room > 0) & ((size <= room) | (room == rows)), size, 0)
+
+
+@cached
+def choose_ways(demand: BlockDemand) -> tuple[Way, ...]:
+    """The direction in which the fewest rows of `sampled` blocks travel, or both directions with half the ring each."""
+    ranks = demand.layout.ranks
+    blocks = sampled(ranks)
+    half = (Way(+1, ranks // 2), Way(-1, (ranks - 1) // 2))
+    choices = [(Way(+1, ranks - 1),), (Way(-1, ranks - 1),), half]
+    totals = [sum(rows_along(demand, blocks, way) for way in choice) for choice in choices]
+    full = sum(map(demand.layout.rows, blocks)) * demand.block_heads * ranks
+    one_way = min(totals[:2])
+    # On a tie a dense pattern takes one direction, which needs only two receive buffers; a local pattern takes the
+    # shorter arcs, whose blocks are found without looking at the whole ring.
+    if one_way < totals[2] or (one_way == totals[2] and 2 * one_way > full):
+        return choices[totals.index(one_way)]
+    return half
 
 
 class RingSchedule(Route):
@@ -41,10 +271,12 @@ class RingSchedule(Route):
         return tuple(self.edge((rank - w.sign * step) % ranks, ring, step) for ring, w in ways if step <= w.limit)
 
     def first_edges(self, owner: int) -> tuple[Edge, ...]:
-        return tuple(self.edge(owner, ring, 1) for ring, way in enumerate(self.ways) if reach(self.demand, owner, way))
+        return tuple(
+            self.edge(owner, ring, 1) for ring, way in enumerate(self.ways) if count_hops(self.demand, owner, way)
+        )
 
     def next_edges(self, edge: Edge) -> tuple[Edge, ...]:
-        if edge.step == reach(self.demand, edge.owner, self.ways[edge.ring]):
+        if edge.step == count_hops(self.demand, edge.owner, self.ways[edge.ring]):
             return ()
         return (self.edge(edge.owner, edge.ring, edge.step + 1),)
 
@@ -70,7 +302,7 @@ class RingSchedule(Route):
         ranks = self.demand.layout.ranks
         for ring, way in enumerate(self.ways):
             distance = way.sign * (rank - owner) % ranks
-            if 0 < distance <= way.limit and distance <= reach(self.demand, owner, way):
+            if 0 < distance <= way.limit and distance <= count_hops(self.demand, owner, way):
                 return self.edge(owner, ring, distance)
         return None
 

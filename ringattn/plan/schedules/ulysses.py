@@ -13,8 +13,9 @@ from ...layout.regular import Layout
 from ..steps import Hop, Kind, Part, RankPlan, Step
 
 
-def wrap_in_exchanges(plan: RankPlan, rank: int, size: int, layout: Layout) -> RankPlan:
-    """The steps of `rank` in a group of `size` ranks: exchanges around the steps of `plan` between the groups."""
+def wrap_in_exchanges(plan: RankPlan, size: int, layout: Layout) -> RankPlan:
+    """The steps of a rank in a group of `size` ranks: exchanges around the steps of `plan` between the groups."""
+    rank = plan.rank
     first, member = rank - rank % size, rank % size
     peers = [first + i for i in range(size) if first + i != rank]
     last = layout.ranks + 2  # beyond every clock between the groups, up or down

@@ -13,10 +13,10 @@ from ...errors import InvalidInput
 from ...machine.bands import describe_band
 from ...machine.presets import CURRENCY
 from ...text import did_you_mean, digits, duration, plural, rate, size
+from ..models.attention import plan_of_widest_layer
 from ..models.parallel import CHECKPOINTING
 from ..models.training import ATTENTION_PARTS, PUBLISHED_STEPS
 from ..progress import Listener
-from ..timing.simulation import simulate
 from .search import (
     EQUAL,
     SHOWN,
@@ -26,15 +26,14 @@ from .search import (
     TrainingCandidate,
     least_step,
     list_spreads,
-    plan_attention,
     search,
     simulate_step,
 )
 
 #: What candidates are sorted by: the time, or the cost, of a token.
 ORDERS = ("time", "cost")
-#: Factors on the bandwidth between nodes, on the tokens, and on the time of one slow GPU, whose effect is modelled.
-BANDWIDTHS, LENGTHS, SLOWNESS = (0.125, 0.5, 1.0, 2.0), (0.25, 4.0), (1.0, 1.1, 1.5, 2.0)
+#: Factors on the bandwidth between nodes, and on the tokens, whose effect is modelled.
+BANDWIDTHS, LENGTHS = (0.125, 0.5, 1.0, 2.0), (0.25, 4.0)
 #: The longest sequences that the frontier of tokens looks at.
 MOST_TOKENS = 1 << 30
 #: Categories of memory that are states of the weights, and parts of a step that are traffic outside attention.
@@ -56,8 +55,6 @@ class Advice:
     best: list[TrainingCandidate]
     #: Seconds of 1e9 tokens of each of `best` at each of BANDWIDTHS; none where one node has all GPUs of the first.
     bandwidths: list[list[float]]
-    #: Factors on the step of the best candidate where one GPU takes each of SLOWNESS times as long.
-    stragglers: list[float]
     #: The best candidate at each of LENGTHS times the tokens; None: nothing fits.
     lengths: list[TrainingCandidate | None]
 
@@ -205,15 +202,6 @@ class Advice:
         """By checkpointing: (GPUs, most tokens of one sequence that fit on them), of the best candidate's machine."""
         return {name: find_frontier(self.question, self.best[0].offer, name) for name in CHECKPOINTING}
 
-    @property
-    def efficiency(self) -> dict[str, list[tuple[int, float]]]:
-        """By machine: (GPUs, TFLOP/s of the model on each GPU) of the fastest candidates."""
-        series: dict[str, list[tuple[int, float]]] = {}
-        for (name, gpus), found in self.found.items():
-            if found.best:
-                series.setdefault(name, []).append((gpus, found.best[0].step.tflops))
-        return series
-
 
 def describe_place(candidate: TrainingCandidate) -> str:
     """The GPUs of a candidate in words."""
@@ -325,19 +313,17 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
     found = {}
     tasks = [(offer, gpus) for offer in question.offers for gpus in question.counts]
     for done, (offer, gpus) in enumerate(tasks):
-        tell(done, len(tasks) + 3, f"{plural(gpus, 'GPU')} of {offer.name}")
+        tell(done, len(tasks) + 2, f"{plural(gpus, 'GPU')} of {offer.name}")
         found[offer.name, gpus] = search(question, offer, gpus, SHOWN if gpus == question.gpus else 1)
     best = _choose(found, by)
     if not best:
         raise _nothing_fits(question, found)
-    tell(len(tasks), len(tasks) + 3, "other bandwidths")
+    tell(len(tasks), len(tasks) + 2, "other bandwidths")
     far = best[0].step.gpus > best[0].offer.machine.ranks_per_node
     bandwidths = [_vary_bandwidth(question, candidate) for candidate in best] if far else []
-    tell(len(tasks) + 1, len(tasks) + 3, "slow GPUs")
-    stragglers = _slow_down(question, best[0])
-    tell(len(tasks) + 2, len(tasks) + 3, "other lengths")
+    tell(len(tasks) + 1, len(tasks) + 2, "other lengths")
     lengths = [_vary_length(question, best[0], found, factor) for factor in LENGTHS]
-    return Advice(question, by, found, best, bandwidths, stragglers, lengths)
+    return Advice(question, by, found, best, bandwidths, lengths)
 
 
 def _choose(found: dict[tuple[str, int], Found], by: str) -> list[TrainingCandidate]:
@@ -367,22 +353,6 @@ def _vary_bandwidth(question: Question, candidate: TrainingCandidate) -> list[fl
     return [replace(candidate, step=simulate_step(question, one, candidate)).seconds for one in machines]
 
 
-def _slow_down(question: Question, candidate: TrainingCandidate) -> list[float]:
-    """Factors on the step where one GPU takes each of SLOWNESS times as long for all that it computes."""
-    plan, machine = plan_attention(question, candidate)
-    times = [
-        sum(simulate(plan, machine, backward=way, slow={plan.ranks // 2: slow}).seconds for way in (False, True))
-        for slow in SLOWNESS
-    ]
-    attention = sum(candidate.step.parts[name] for name in ATTENTION_PARTS)
-    bubble = candidate.step.parts["bubble"]  # all other stages take as long as before
-    rest = candidate.step.seconds - attention - bubble
-    return [
-        (attention * seconds / times[0] + rest * slow + bubble) / candidate.step.seconds
-        for slow, seconds in zip(SLOWNESS, times, strict=True)
-    ]
-
-
 def _vary_length(
     question: Question, best: TrainingCandidate, found: dict[tuple[str, int], Found], factor: float
 ) -> TrainingCandidate | None:
@@ -391,7 +361,7 @@ def _vary_length(
     known: dict[tuple[int, int], tuple[str, str]] = {}
     for one in found[best.offer.name, best.step.gpus].best:
         # What `auto` took before is not chosen again.
-        plan, _ = plan_attention(question, one)
+        plan = plan_of_widest_layer(question.model, best.offer.machine, question.tokens, one.parallel, question.dtype)
         known.setdefault((one.parallel.cp, one.parallel.tp), (one.parallel.layout, plan.schedule))
     fastest = search(other, best.offer, best.step.gpus, 1, known).best
     return fastest[0] if fastest else None
@@ -423,7 +393,6 @@ def record(advice: Advice) -> dict[str, Any]:
             for place, factor in enumerate(BANDWIDTHS)
             if advice.bandwidths
         ],
-        "stragglers": dict(zip(map(str, SLOWNESS), advice.stragglers, strict=True)),
         "frontier": advice.frontier,
     }
 

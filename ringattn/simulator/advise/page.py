@@ -8,34 +8,21 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from ...errors import RingAttentionError
-from ..reporting.figures import COLOURS, drawing, to_svg
-from ..reporting.pages import render_page
-from ..timing.window import StepWindow, window
-from .advice import BANDWIDTHS, SLOWNESS, Advice, describe_counts, explain, tabulate
-from .search import plan_attention
-
-#: Ranks and steps of the timeline.
-MOST_RANKS, MOST_STEPS = 16, 64
-MARKERS = "osD^vP*X"
+from ..reporting.pages import COLOURS, MARKERS, drawing, render_page, to_svg
+from .advice import BANDWIDTHS, Advice, describe_counts, explain, tabulate
 
 
 def render(advice: Advice) -> str:
     """The page. Raises Unsupported where matplotlib is missing."""
-    best, timeline = advice.best[0], _window(advice)
+    best = advice.best[0]
     # Title, what draws it and from what, and what it shows; without data there is no plot.
     plots: list[tuple[str, Callable[[Any, Any], None], object, str]] = [
         ("Time and cost", _pareto, advice, "Each point is the fastest of a shape; the line joins the Pareto front."),
         ("Tokens that fit", _frontier, advice, f"Counted bytes, {best.offer.name}, one sequence on all GPUs."),
-        ("Efficiency", _efficiency, advice, "The fastest candidate of each number of GPUs."),
         ("Memory of a GPU", _memory, advice,
          "The candidates of the table, in its order; the dashed lines are the GPUs' memory."),
-        ("Attention of one layer", _timeline, None if isinstance(timeline, str) else timeline,
-         f"Forward of {best.step.plan}."),
         ("Bandwidth between nodes", _bandwidth, advice if advice.bandwidths else None,
          "The candidates of the table with the plans that they have now."),
-        ("One slow GPU", _stragglers, advice,
-         f"{best.name}; the slow GPU takes as many times as long for all it computes."),
     ]  # fmt: skip
     values = {
         "advice": advice,
@@ -44,13 +31,12 @@ def render(advice: Advice) -> str:
         "pareto": dict(zip(("header", "rows"), tabulate(advice.pareto), strict=True)),
         "reasons": [f"{one.name}: {one.step.plan}; {one.choices}; {explain(one)}" for one in advice.best],
         "counts": describe_counts(advice.counts),
-        "no_timeline": timeline if isinstance(timeline, str) else "",
     }
     return render_page(__package__ or "", "advise.j2", "html", values)
 
 
-def _draw(draw: Callable[[Any, Any], None], data: object, height: float = 3.4) -> Markup:
-    with drawing(height) as figure:
+def _draw(draw: Callable[[Any, Any], None], data: object) -> Markup:
+    with drawing(3.4) as figure:
         draw(figure, data)
         if figure.axes[0].get_legend_handles_labels()[0]:
             figure.legend(loc="outside lower center", fontsize=7, framealpha=0.0, ncols=2)
@@ -98,11 +84,6 @@ def _frontier(figure: Any, advice: Advice) -> None:
     )
 
 
-def _efficiency(figure: Any, advice: Advice) -> None:
-    axes = _lines(figure, advice.efficiency, "GPUs", "TFLOP/s of the model per GPU, modelled")
-    axes.set_ylim(0, 1.1 * max(rate for points in advice.efficiency.values() for _, rate in points))
-
-
 def _memory(figure: Any, advice: Advice) -> None:
     axes = figure.subplots()
     places = np.arange(len(advice.best))
@@ -119,29 +100,6 @@ def _memory(figure: Any, advice: Advice) -> None:
     axes.set(xlabel="GiB, counted and modelled")
 
 
-def _window(advice: Advice) -> StepWindow | str:
-    """When ranks begin steps of the forward of a layer; a text where the best candidate has none, or none is known."""
-    best = advice.best[0]
-    if best.parallel.cp == 1:
-        return "One rank computes attention of a sequence in one step."
-    plan, machine = plan_attention(advice.question, best)
-    try:
-        return window(plan, machine, ranks=range(min(plan.ranks, MOST_RANKS)), steps=range(MOST_STEPS))
-    except RingAttentionError as error:
-        return f"There is no timeline: {error}"
-
-
-def _timeline(figure: Any, steps: StepWindow) -> None:
-    axes = figure.subplots()
-    for rank in range(len(steps.ranks)):
-        begun, busy = steps.begun[:-1, rank], steps.busy[:, rank]
-        known = np.isfinite(begun) & np.isfinite(busy) & (busy > 0)
-        bars = list(zip(1e3 * begun[known], 1e3 * busy[known], strict=True))
-        axes.broken_barh(bars, (rank - 0.4, 0.8), facecolors=[COLOURS[i % 2] for i in range(len(bars))])
-    axes.set(xlabel="ms; bars compute, gaps wait, colours alternate by step", ylabel="rank")
-    axes.invert_yaxis()
-
-
 def _bandwidth(figure: Any, advice: Advice) -> None:
     series = {
         f"{place}. {one.name}": [
@@ -151,10 +109,3 @@ def _bandwidth(figure: Any, advice: Advice) -> None:
         for place, (one, line) in enumerate(zip(advice.best, advice.bandwidths, strict=True), 1)
     }
     _lines(figure, series, "GB/s between nodes", "hours of 1e9 tokens, modelled")
-
-
-def _stragglers(figure: Any, advice: Advice) -> None:
-    axes = figure.subplots()
-    axes.plot(SLOWNESS, advice.stragglers, "o-", color=COLOURS[0], markersize=4)
-    axes.set(xlabel="times as slow", ylabel="times the step, modelled")
-    axes.grid(alpha=0.25)

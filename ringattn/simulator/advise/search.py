@@ -14,9 +14,8 @@ from ...errors import InvalidInput, RingAttentionError
 from ...machine.kernel_times import BACKWARD, BLOCK
 from ...machine.machine import Machine
 from ...pattern import Causal, Pattern, Window
-from ...plan.plan import Plan
 from ...plan.schedules import split_ulysses
-from ..models.attention import LayerAttention, plan_of_widest_layer
+from ..models.attention import LayerAttention
 from ..models.config import ModelConfig
 from ..models.parallel import CHECKPOINTING, SHARDS, Parallel
 from ..models.pipeline import Pipeline, pipelined_step
@@ -198,12 +197,6 @@ def simulate_step(question: Question, machine: Machine, candidate: TrainingCandi
     return pipelined_step(question.model, machine, question.tokens, parallel, pipeline, question.dtype)
 
 
-def plan_attention(question: Question, candidate: TrainingCandidate) -> tuple[Plan, Machine]:
-    """The plan of a layer of a candidate with the widest window, and the machine as the ranks of its group see it."""
-    machine = candidate.offer.machine
-    return plan_of_widest_layer(question.model, machine, question.tokens, candidate.parallel, question.dtype)
-
-
 def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tuple[Parallel, Pipeline]]:
     """Every cp x dp x tp x pp = `gpus` with each checkpointing and sharding.
 
@@ -296,10 +289,10 @@ def least_attention_of_layers(
 
 
 @lru_cache(maxsize=4096)
-def _count_pairs(window: int | None, tokens: int, first: int = 0, last: int | None = None) -> int:
-    """Visible pairs of the rows from `first` to `last`, of one head."""
+def _count_pairs(window: int | None, tokens: int, first: int = 0) -> int:
+    """Visible pairs of the rows from `first` on, of one head."""
     pattern: Pattern = Causal() if window is None else Causal() & Window(window - 1)
-    return pattern.count(range(first, tokens if last is None else last), range(tokens))
+    return pattern.count(range(first, tokens), range(tokens))
 
 
 def _busiest_pairs(window: int | None, tokens: int, parallel: Parallel, machine: Machine) -> float:

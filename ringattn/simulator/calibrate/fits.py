@@ -48,7 +48,8 @@ def fit_kernel_times(
     for shape in SHAPES:
         for backward in (False, True):
             by_size = {(s.rows, s.keys): s for s in samples if (s.shape, s.backward) == (shape, backward)}
-            ragged = _take_ragged(by_size) if shape == "dense" else []
+            sizes = {rows for rows, _ in by_size} if shape == "dense" else {keys for _, keys in by_size}
+            ragged = [by_size.pop(x) for x in sorted(by_size, key=lambda size: size[1]) if x[1] not in sizes]
             rows, keys = (tuple(sorted({size[axis] for size in by_size})) for axis in (0, 1))
             missing = [(r, k) for r in rows for k in keys if (r, k) not in by_size]
             if missing:
@@ -60,12 +61,6 @@ def fit_kernel_times(
                 grid = replace(grid, ragged=tuple(min(factor, 1.0) for factor in factors))
             grids.append(grid)
     return KernelTimes(head_dim, dtype, overhead, tuple(grids), heads=heads)
-
-
-def _take_ragged(by_size: dict[tuple[int, int], Sample]) -> list[Sample]:
-    """The samples whose number of keys is no number of rows, by ascending keys; `by_size` loses these samples."""
-    sizes = {rows for rows, _ in by_size}
-    return [by_size.pop(size) for size in sorted(by_size, key=lambda size: size[1]) if size[1] not in sizes]
 
 
 def _rate(sample: Sample, overhead: float) -> float:

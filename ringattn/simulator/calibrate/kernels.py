@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import cycle, groupby, product
-from statistics import median
 
 import torch
 
@@ -18,7 +16,6 @@ from ...runtime.accumulators import KernelInputs, RowViews, accumulate
 from ...runtime.rank_program import batches
 from ...runtime.softmax import merge_
 from ..timing.kernel_seconds import lower_to_tiles
-from ..timing.rates import MERGE_PASSES
 from .fits import Sample
 from .measuring_ranks import MeasuringRanks, Settings, TimedBytes, count_turns
 
@@ -166,15 +163,10 @@ def time_merges(ranks: MeasuringRanks, rows: Sequence[int], settings: Settings) 
         turns = range(count_turns(2 * size))
         first = [torch.randn(shape, device=ranks.device, dtype=dtype) for shape in shapes]
         partials = cycle([[x.clone() for x in first] for _ in turns])
-        (seconds,) = ranks.time_alternating([partial(_merge_next, partials)])
+
+        def merge(partials: Iterator[list[torch.Tensor]] = partials) -> None:
+            merge_(*next(partials))
+
+        (seconds,) = ranks.time_alternating([merge])
         times.append(TimedBytes(size, ranks.gather_times(seconds)))
     return times
-
-
-def _merge_next(partials: Iterator[list[torch.Tensor]]) -> None:
-    merge_(*next(partials))
-
-
-def merge_rate(times: Sequence[TimedBytes]) -> float:
-    """Bytes per second that a merge reads and writes together: the median over sizes."""
-    return median(MERGE_PASSES * one.bytes / median(one.seconds) for one in times)

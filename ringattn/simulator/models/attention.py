@@ -74,13 +74,10 @@ def describe_layers(layers: list[tuple[int, LayerAttention]]) -> str:
     return "; ".join(f"{count} layers: {one.plan}" for count, one in layers)
 
 
-def plan_of_widest_layer(
-    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str
-) -> tuple[Plan, Machine]:
-    """The plan of a layer with the widest window, and the machine as the ranks of its group see it."""
+def plan_of_widest_layer(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str) -> Plan:
+    """The plan of a layer with the widest window."""
     layers = [layer for _, layer in _layers(model, machine, tokens, parallel, dtype)]
-    widest = max(layers, key=lambda layer: tokens if layer.window is None else layer.window)
-    return widest.plan(), widest.machine
+    return max(layers, key=lambda layer: tokens if layer.window is None else layer.window).plan()
 
 
 def _layers(

@@ -13,6 +13,8 @@ from ...errors import InvalidInput
 from ...files import Count, Positive, as_kind, check_fields, load
 from ...text import did_you_mean
 
+#: Numbers of published configs by the name of the model.
+MODELS = load(Path(__file__).with_name("models.yaml"), dict[str, dict[str, Any]], "models")
 #: Layers of a model: a number of each is kept.
 Layers = Annotated[int, Meta(ge=1, le=1 << 16)]
 
@@ -186,10 +188,8 @@ def _llama_vectors(c: HuggingFaceConfig, q: int, kv: int, d: int) -> int:
 #: Parameters of a layer beside its matrices by model type, from the config, the columns of q and k, and the head dim.
 _VECTORS: dict[str, Callable[[HuggingFaceConfig, int, int, int], int]] = {
     "llama": _llama_vectors,
-    "mistral": lambda c, q, kv, d: 2 * c.hidden_size,
-    "mixtral": lambda c, q, kv, d: 2 * c.hidden_size,
+    **dict.fromkeys(("mistral", "mixtral", "phi3"), lambda c, q, kv, d: 2 * c.hidden_size),
     "qwen2": lambda c, q, kv, d: 2 * c.hidden_size + q + 2 * kv,
-    "phi3": lambda c, q, kv, d: 2 * c.hidden_size,
     "qwen3": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + 2 * d,
     "qwen3_moe": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + 2 * d,
     "gemma": _llama_vectors,
@@ -209,14 +209,10 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
         quantized = config.get("quantization_config")
         config = {"quantization_config": quantized, **inner, "model_type": kind}
     kind = None if config.get("model_type") is None else str(config["model_type"])
-    if kind in _NOT_MODELLED:
-        raise InvalidInput(
-            f"model {name}: model_type={kind!r} is not modelled, as {_NOT_MODELLED[kind]}; try one of "
-            f"{', '.join(_VECTORS)}"
-        )
     if kind is not None and kind not in _VECTORS:
+        why = f", as {_NOT_MODELLED[kind]}" if kind in _NOT_MODELLED else ""
         raise InvalidInput(
-            f"model {name}: model_type={kind!r} is not modelled; {did_you_mean(kind, _VECTORS)}expected one of "
+            f"model {name}: model_type={kind!r} is not modelled{why}; {did_you_mean(kind, _VECTORS)}expected one of "
             f"{', '.join(_VECTORS)}, or make a ringattn.simulator.models.config.ModelConfig"
         )
     given = {**_DEFAULTS.get(kind or "", {}), **{key: value for key, value in config.items() if value is not None}}
@@ -278,59 +274,6 @@ def _windows(config: HuggingFaceConfig, name: str) -> tuple[int | None, ...]:
         return tuple(None if (layer + 1) % every == 0 else window for layer in range(layers))
     first = config.max_window_layers if qwen else 0
     return tuple(None if layer < first else window for layer in range(layers))
-
-
-def _llama3(layers: int, hidden: int, heads: int, mlp: int) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "intermediate_size": mlp,
-        "vocab_size": 128256,
-    }
-
-
-def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    return {
-        "model_type": "gpt_oss",
-        "num_hidden_layers": layers,
-        "hidden_size": 2880,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "intermediate_size": 2880,
-        "vocab_size": 201088,
-        "num_local_experts": experts,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "attention_bias": True,
-        "quantization_config": {"quant_method": "mxfp4"},
-    }
-
-
-#: Numbers of published configs by the name of the model, as in the config.json beside its weights on Hugging Face.
-MODELS: dict[str, dict[str, Any]] = {
-    # meta-llama/Meta-Llama-3-8B, meta-llama/Meta-Llama-3-70B and meta-llama/Llama-3.1-405B
-    "llama3_8b": _llama3(32, 4096, 32, 14336),
-    "llama3_70b": _llama3(80, 8192, 64, 28672),
-    "llama3_405b": _llama3(126, 16384, 128, 53248),
-    # mistralai/Mistral-7B-v0.1
-    "mistral_7b": {
-        "model_type": "mistral",
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 32000,
-        "sliding_window": 4096,
-    },
-    # openai/gpt-oss-20b and openai/gpt-oss-120b
-    "gpt_oss_20b": _gpt_oss(24, 32),
-    "gpt_oss_120b": _gpt_oss(36, 128),
-}
 
 
 def load_model(name_or_path: str) -> ModelConfig:

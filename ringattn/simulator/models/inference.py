@@ -5,14 +5,11 @@ from __future__ import annotations
 from math import ceil
 
 from ...dtypes import ITEM_BYTES
-from ...errors import InvalidInput
 from ...machine.machine import Machine
 from .attention import attention_of_layers, describe_layers, error_band
 from .config import ModelConfig
-from .hardware import check_dtype, collective_seconds, memory_bandwidth
-from .layer import RESERVED, LayerCosts
-from .model_estimate import ModelEstimate
-from .parallel import Parallel
+from .layer import RESERVED, LayerCosts, ModelEstimate, check_dtype, collective_seconds, memory_bandwidth
+from .parallel import Parallel, check_counts
 
 
 class InferenceEstimate(ModelEstimate):
@@ -67,8 +64,7 @@ def decode(
     """
     parallel.check(model, machine, context)
     check_dtype(machine, dtype)
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise InvalidInput(f"batch={batch!r} must be a whole number >= 1; try batch=1")
+    check_counts(batch=batch)
     costs = LayerCosts(model, machine, parallel, batch, ITEM_BYTES[dtype])
     memory = _memory(costs, context, batch)
     merged = 4 * batch * costs.heads * (model.head_dim + 1)

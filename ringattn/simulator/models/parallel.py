@@ -15,6 +15,13 @@ CHECKPOINTING = ("none", "attention", "full")
 SHARDS = ("none", "optimizer", "gradients", "weights")
 
 
+def check_counts(**counts: object) -> None:
+    """Raise InvalidInput where one is no whole number >= 1."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidInput(f"{name}={value!r} must be a whole number >= 1; try {name}=1")
+
+
 @dataclass(frozen=True)
 class Parallel:
     """Numbers of GPUs by kind of parallelism, and choices. Raises InvalidInput for values out of range.
@@ -34,10 +41,7 @@ class Parallel:
     rows: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("cp", "dp", "tp", "rows"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidInput(f"{name}={value!r} must be a whole number >= 1; try {name}=1")
+        check_counts(cp=self.cp, dp=self.dp, tp=self.tp, rows=self.rows)
         for name, options in (("checkpointing", CHECKPOINTING), ("shard", SHARDS)):
             value = getattr(self, name)
             if value not in options:

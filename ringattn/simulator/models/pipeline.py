@@ -10,9 +10,8 @@ from ...errors import InvalidInput
 from ...machine.machine import Machine
 from .attention import attention_of_layers
 from .config import ModelConfig
-from .hardware import message_seconds
-from .layer import LayerCosts
-from .parallel import Parallel
+from .layer import LayerCosts, message_seconds
+from .parallel import Parallel, check_counts
 from .training import OPTIMIZER, Attend, StepEstimate, training_step
 
 #: Parts of a step that are not repeated in each layer.
@@ -32,13 +31,8 @@ class Pipeline:
     interleaved: int = 1
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("pp", self.stages),
-            ("micro_batches", 1 if self.micro_batches is None else self.micro_batches),
-            ("interleaved", self.interleaved),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidInput(f"{name}={value!r} must be a whole number >= 1; try {name}=1")
+        micro_batches = 1 if self.micro_batches is None else self.micro_batches
+        check_counts(pp=self.stages, micro_batches=micro_batches, interleaved=self.interleaved)
 
     def count(self, rows: int) -> int:
         """Micro-batches of a step in which a dp group has `rows` sequences."""

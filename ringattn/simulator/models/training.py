@@ -13,16 +13,14 @@ from ...text import duration
 from ..timing.costs import HOPELESS, JOULES_PER_KWH, SECONDS_PER_HOUR, expected_seconds, young_daly
 from .attention import LayerAttention, attention_of_layers, describe_layers, error_band
 from .config import ModelConfig
-from .hardware import check_dtype, collective_seconds, memory_bandwidth
-from .layer import RESERVED, LayerCosts
-from .model_estimate import ModelEstimate
+from .layer import RESERVED, LayerCosts, ModelEstimate, check_dtype, collective_seconds, memory_bandwidth
 from .parallel import SHARDS, Parallel
 
 #: Bytes per parameter of mixed precision with Adam, beside weights in the dtype of the activations: gradients in fp32,
 #: and in fp32 a copy of the weights and two moments (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
 #: Trillion Parameter Models", 2020; there with gradients in 16 bits, here in fp32, in which FSDP reduces them).
 GRADIENT, OPTIMIZER = 4, 12
-#: Rows whose logits exist at once: `chunk` of train.loss.linear_cross_entropy.
+#: Rows whose logits exist at once: `chunk` of train.linear_cross_entropy.
 LOSS_ROWS = 512
 #: Bytes that Adam moves per parameter, beside writing the weight: the gradient read, its fp32 state read and written.
 ADAM_TRAFFIC = GRADIENT + 2 * OPTIMIZER

@@ -27,7 +27,7 @@ import torch
 from ...kernels.base import Kernel
 from ...layout.regular import Layout
 from ...pattern import Pattern, Tile
-from ...pattern.ranges import intersect
+from ...pattern.tile import intersect
 from ...plan.work import Work
 from .source import K_TAG, Q_TAG, RAMP, RowSource
 
@@ -97,11 +97,8 @@ class PairLedger:
 class AuditingKernel(Kernel):
     """A kernel that records in a ledger the pairs that it computes, and writes counts into the gradients."""
 
-    def __init__(
-        self, inner: Kernel, source: RowSource, layout: Layout, ledger: PairLedger, back: PairLedger | None = None
-    ) -> None:
-        #: `back` is the ledger of the backward, where there is one.
-        self.inner, self.source, self.layout, self.ledger, self.back = inner, source, layout, ledger, back
+    def __init__(self, inner: Kernel, source: RowSource, layout: Layout, ledger: PairLedger) -> None:
+        self.inner, self.source, self.layout, self.ledger = inner, source, layout, ledger
         self.name = inner.name
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -114,7 +111,7 @@ class AuditingKernel(Kernel):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.ledger.calls += 1
-        self._enter(q, k, v, work, self.ledger)
+        self._enter(q, k, v, work)
         return self.inner.forward(q, k, v, work, scale)
 
     def backward(
@@ -129,8 +126,6 @@ class AuditingKernel(Kernel):
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self.ledger.calls += 1
-        if self.back is not None:
-            self._enter(q, k, v, work, self.back)
         found = self.inner.backward(grad, q, k, v, out, lse, work, scale)
         dq, dk, dv = (x if x.is_contiguous() else x.contiguous() for x in found)
         of_queries, of_keys = weights(self._read(q[..., Q_TAG])), weights(self.keys(k, v))
@@ -145,7 +140,7 @@ class AuditingKernel(Kernel):
         dk[..., K_TAG], dv[..., RAMP] = carried.to(dk.dtype), carried.to(dv.dtype)
         return dq, dk, dv
 
-    def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, ledger: PairLedger) -> None:
+    def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work) -> None:
         query, place = self._read(q[..., Q_TAG]), self.keys(k, v)
         rows, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
         known = self._coefficients(place[..., 0])
@@ -162,7 +157,7 @@ class AuditingKernel(Kernel):
         pairs = np.broadcast_to(count, seen.shape)
         for i, head in enumerate(work.heads):
             at = query[:, i].ravel()
-            ledger.add(head, at, seen[:, i // group].ravel(), pairs[:, i // group].ravel())
+            self.ledger.add(head, at, seen[:, i // group].ravel(), pairs[:, i // group].ravel())
 
     def keys(self, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
         """Positions of keys, int64 [B, K, keys]: as the tags of V tell them, STRAY where the tags of K contradict."""

@@ -81,7 +81,7 @@ def shape(plan: Plan, rank: int, *, backward: bool) -> object:
 
     def visit(part: Part) -> object:
         demand = plan.query_demand if part.kind == "q" else plan.demand
-        return away(part), demand.batched(rank, part.owner, part.row_set)
+        return away(part), demand.joined_works(rank, part.owner, part.row_set)
 
     lists = [mine.forward, *([mine.backward] if backward else [])]
     steps = tuple(

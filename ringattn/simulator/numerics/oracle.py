@@ -1,25 +1,28 @@
 """The oracle: softmaxes over all keys of a row, in fp64, without a schedule, an executor or a merge.
 
-The tiles of the pattern tell which keys a row sees (`exact_rows`) and which queries see a key (`exact_keys`); the dense
-mask of the pattern tells both for all rows of a few ranks (`exact_ranks`), and for one row (`count_mask_errors`).
+Of inputs made on demand, the tiles of the pattern tell which keys a row sees (`exact_rows`) and which queries see a key
+(`exact_keys`), and the dense mask of one row whether the tiles are right (`count_mask_errors`). Of tensors that exist,
+dense masks tell it (`oracle_rows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ...layout.regular import Layout
 from ...pattern import Pattern, Tile
 from .source import RAMP, RowSource
 
 #: Pairs of a head and a key that are compared with the mask of a row.
 MASK_CELLS = 1 << 20
-#: Rows of the largest dense mask.
-DENSE = 8192
+#: Keys that are converted to fp64 at a time.
+KEYS = 1 << 16
+
+#: Reduces a float64 tensor over the ranks in place: the maximum where the flag is True, else the sum.
+Reduce = Callable[[torch.Tensor, bool], None]
 #: Keys, or queries, of a tile that are computed at a time.
 AT_A_TIME = 1 << 12
 
@@ -87,17 +90,15 @@ def exact_keys(
     rows: Sequence[range],
     scale: float,
     seen_by: ExactQueries,
-    among: Sequence[range] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dk [K, rows, D] and dv [K, rows, Dv] of the key positions `rows`, from all queries that see each of them; NaN
-    where one of these queries is not in `seen_by`. Queries that are not `among` the given ranges have a cotangent of
-    0."""
+    where one of these queries is not in `seen_by`."""
     bound, group = pattern.bind(source.heads, source.tokens), source.heads // source.kv_heads
     k, v = (torch.cat([source.rows(name, r)[0] for r in rows], 1).double() for name in ("k", "v"))
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     first = 0
     for r in rows:
-        for tile in (tile for q in among or [range(source.tokens)] for tile in bound.tiles(q, r, range(source.heads))):
+        for tile in bound.tiles(range(source.tokens), r, range(source.heads)):
             heads = torch.tensor(list(tile.heads), device="cpu")
             kv, at = heads // group, first + (_places(tile.k) - r.start) // r.step
             y, z = (x[kv[:, None], at] for x in (k, v))
@@ -161,12 +162,6 @@ def _places(r: range) -> torch.Tensor:
     return torch.arange(r.start, r.stop, r.step, device="cpu")
 
 
-def _keys(bound: Pattern, position: int, tokens: int, head: int) -> list[range]:
-    """The key positions that a row sees; a position occurs once per branch."""
-    row, heads = range(position, position + 1), range(head, head + 1)
-    return [part.k for tile in bound.tiles(row, range(tokens), heads) for part in tile.refine()]
-
-
 def count_mask_errors(pattern: Pattern, tokens: int, heads: int, position: int, seed: int = 0) -> tuple[int, int]:
     """(compared keys, keys that the tiles and `visible` count differently) of one row, over all heads.
 
@@ -178,7 +173,8 @@ def count_mask_errors(pattern: Pattern, tokens: int, heads: int, position: int, 
     random = np.random.default_rng(seed)
     compared = wrong = 0
     for head in range(heads):
-        seen = _keys(bound, position, tokens, head)
+        tiles = bound.tiles(range(position, position + 1), range(tokens), range(head, head + 1))
+        seen = [part.k for tile in tiles for part in tile.refine()]  # a position occurs once per branch
         if tokens <= per_head:
             keys = np.arange(tokens)
         else:
@@ -203,26 +199,60 @@ def _count_ranges(ranges: Sequence[range], keys: np.ndarray) -> np.ndarray:
     return times
 
 
-def exact_ranks(
-    pattern: Pattern, source: RowSource, layout: Layout, ranks: Sequence[int], scale: float
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """(out, (dq, dk, dv)) of ranks that see only each other, in the order of the ranks: dense fp64 attention under the
-    mask of the pattern, by autograd, with the cotangent of the source."""
-    places = np.concatenate([layout.positions(rank) for rank in ranks])
-    runs = [r for rank in ranks for r in layout.shard(rank)]
-    q, k, v, grad = (
-        torch.cat([source.rows(name, r) for r in runs], 2).double() for name in ("q", "k", "v", "grad")
-    )  # fmt: skip
-    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    bound, group = pattern.bind(source.heads, source.tokens), source.heads // source.kv_heads
-    outs = []
-    for head in range(source.heads):
-        seen = np.asarray(bound.visible(places[:, None], places[None, :], head, source.tokens))
-        mask = torch.from_numpy(np.broadcast_to(seen, (len(places), len(places))).astype(np.float64))
-        some = mask.sum(-1, keepdim=True) > 0
-        bias = mask.log().where(some, torch.zeros((), dtype=torch.float64, device="cpu"))
-        weights = (q[0, head] @ k[0, head // group].T * scale + bias).softmax(-1) * some
-        outs.append(weights @ v[0, head // group])
-    out = torch.stack(outs)[None] * bound.output_scale
-    grads = torch.autograd.grad((out * grad).sum(), (q, k, v))
-    return out.detach(), grads
+def sampled_rows(tokens: int, count: int, seed: int = 0) -> list[int]:
+    """`count` distinct positions, the first and the last position among them."""
+    if count <= 0 or not tokens:
+        return []
+    inner = np.random.default_rng(seed).permutation(tokens)
+    return sorted({0, tokens - 1, *inner[: max(count - 2, 0)].tolist()})[:count]
+
+
+def places(rows: list[int], positions: np.ndarray) -> dict[int, int]:
+    """For each of `rows` that is among `positions`, its index there."""
+    return {int(positions[i]): int(i) for i in np.flatnonzero(np.isin(positions, rows))}
+
+
+def oracle_rows(
+    pattern: Pattern, tokens: int, rows: list[int], scale: float, positions: np.ndarray,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reduce: Reduce,
+) -> torch.Tensor:  # fmt: skip
+    """Attention outputs of the query positions `rows`, [B, H, len(rows), Dv] in fp64, over the keys of all ranks.
+
+    q, k, v are this rank's shards, `positions` [n] their global positions. Every rank attends its own keys by the
+    pattern's dense mask row; the ranks then add their outputs, weighted by their log-sum-exps.
+    """
+    batch, heads, _, width = q.shape
+    place, group = places(rows, positions), heads // k.shape[1]
+    query = torch.zeros(batch, heads, len(rows), width, dtype=torch.float64, device="cpu")
+    for i, row in enumerate(rows):
+        if row in place:
+            query[:, :, i] = q[:, :, place[row]].double().cpu()
+    reduce(query, False)
+    out = query.new_zeros(*query.shape[:3], v.shape[-1])
+    lse = query.new_full(query.shape[:3], -torch.inf)
+    for h in range(heads if len(positions) else 0):
+        times = torch.from_numpy(np.stack([pattern.row_mask(row, tokens, h, heads)[positions] for row in rows]))
+        for first in range(0, len(positions), KEYS):
+            part = slice(first, first + KEYS)
+            keys, values = (x[:, h // group, part].double().cpu() for x in (k, v))
+            logits = query[:, h] @ keys.mT * scale + times[:, part].double().log()
+            before, now = lse[:, h], torch.logaddexp(lse[:, h], logits.logsumexp(-1))
+            base = now.where(now > -torch.inf, 0.0)[..., None]
+            out[:, h] = out[:, h] * (before[..., None] - base).exp() + (logits - base).exp() @ values
+            lse[:, h] = now
+    top = lse.clone()
+    reduce(top, True)
+    share = (lse - top.where(top > -torch.inf, 0.0)).exp()[..., None]
+    total = torch.cat((out * share, share), -1)
+    reduce(total, False)
+    return total[..., :-1] / total[..., -1:].clamp(min=torch.finfo(torch.float64).tiny)
+
+
+def oracle_rows_alone(
+    pattern: Pattern, rows: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """As `oracle_rows`, of whole tensors in one process, with the scale of outputs that the pattern has."""
+    _, heads, tokens, head_dim = q.shape
+    bound = pattern.bind(heads, tokens)
+    exact = oracle_rows(bound, tokens, rows, head_dim**-0.5, np.arange(tokens), q, k, v, lambda x, most: None)
+    return exact * bound.output_scale

@@ -40,8 +40,7 @@ class NumericsReport:
     pairs_expected: int = 0
     #: Rows, over all heads, whose ledger differs from the expected ledger.
     wrong: int = 0
-    #: Rows of gradients (in `sample`: rows of dq and blocks of dk), over all heads, with unexpected counts;
-    #: None without a backward.
+    #: Rows of gradients, over all heads, with unexpected counts; None without a backward.
     wrong_gradients: int | None = None
     error: float = 0.0
     lse_error: float = 0.0
@@ -49,13 +48,11 @@ class NumericsReport:
     gradient_error: float | None = None
     seconds: float = 0.0
     calls: int = 0
-    #: The most shards of K/V that existed at a time (sample), or ranks that ran at a time (all).
+    #: The most ranks that ran at a time (all).
     live: int = 0
     #: Key rows whose dk and dv were compared with an oracle; dq was compared on the compared query rows.
     keys: int = 0
-    #: In `all`: ranks whose gradients were compared with a dense oracle in all rows.
-    dense: int = 0
-    #: In `all`: the error of gradients summed over all executed rows, over the sum of their absolute values.
+    #: The error of gradients summed over all executed rows, over the sum of their absolute values.
     sum_error: float | None = None
     #: Messages of ranks that were not executed; the source made them.
     answered: int = 0
@@ -117,15 +114,12 @@ class NumericsReport:
         ]  # fmt: skip
         if self.gradient_error is not None:
             where = f"dq of {plural(self.rows, 'query row')}, dk and dv of {plural(self.keys, 'key row')}"
-            if self.dense:
-                where += f", all rows of {plural(self.dense, 'rank')}"
             found.append(Number("gradients", f"{self.gradient_error:.2e} ({where})", "measured"))
         if self.sum_error is not None:
             text = f"{self.sum_error:.2e} (dq, dk, dv over all executed rows)"
             found.append(Number("gradient sums", text, "measured"))
         if self.wrong_gradients is not None:
-            what = "rows or blocks" if self.mode == "sample" else "rows"
-            found.append(Number("gradient ledger", f"{self.wrong_gradients:,} {what} differ", "counted"))
+            found.append(Number("gradient ledger", f"{plural(self.wrong_gradients, 'row')} wrong", "counted"))
         if self.unsent:
             found.append(Number("never sent", plural(self.unsent, "received block"), "counted"))
         if self.mask_keys:
@@ -134,12 +128,9 @@ class NumericsReport:
         if self.answered:
             text = f"{self.answered:,} messages of ranks that were not executed"
             found.append(Number("from the source", text, "counted"))
-        live = f"{plural(self.live, 'shard')} of K/V" if self.mode == "sample" else plural(self.live, "rank")
-        return [
-            *found,
-            Number("at a time", f"{live} at most", "counted"),
-            Number("time", duration(self.seconds), "measured"),
-        ]
+        if self.live:
+            found.append(Number("at a time", f"{plural(self.live, 'rank')} at most", "counted"))
+        return [*found, Number("time", duration(self.seconds), "measured")]
 
 
 def gap(found: torch.Tensor, exact: torch.Tensor) -> float:

@@ -1,33 +1,48 @@
 """Sampled query rows over the whole sequence: every message of their ranks is executed, rows of other ranks are not.
 
-K/V of an owner are made when a message brings them, and are shared by the sampled ranks that wait for the same block.
-Ranks merge in the order of the walk, not in the order of time. In fp64 that changes rounding only; `whole` keeps the
-order of a real run.
+One walk over the owners of blocks serves all rows: K/V of an owner are made when a message brings them, and are shared
+by the sampled ranks that wait for the same block. Messages come from the schedule's route one by one, so that memory
+does not grow with the number of steps; a route lists them in arcs that can be followed at the same time
+(`Route.arcs`). Ranks merge in the order of the walk, not in the order of time. In fp64 that changes rounding only;
+`whole` keeps the order of a real run.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain, count
 
 import numpy as np
 import torch
 
 from ...errors import InvalidInput, Unsupported
 from ...kernels import get_kernel
+from ...kernels.base import Kernel
 from ...plan.plan import Plan
+from ...plan.row_sets import WHOLE_BLOCK, AllRows, RowSet, RowSets
+from ...plan.schedules import make_schedule
+from ...plan.schedules.base import Edge, Route
+from ...plan.work import Work
 from ...runtime.accumulators import KernelInputs, RowViews
 from ...runtime.softmax import merge_
-from ..timing.options import check_seed
-from .faults import GRADIENT_FAULTS, Fault, with_fault
-from .gradients import Backward, choose_keys, expected_hashes, lost_rows
+from ..progress import track
+from ..timing.solvers.jitter import check_seed
+from .faults import Fault, with_fault
 from .ledger import AuditingKernel, PairLedger, expect
-from .oracle import ExactQueries, exact_keys, exact_rows
+from .oracle import exact_rows
 from .result import NumericsReport
-from .source import K_TAG, Q_TAG, RAMP, RowSource
-from .walk import Block, Calls, Walk, get_route, split_calls
+from .source import RowSource
 
 #: The largest fp64 error that passes: 262,144 merges drift by less than 1e-12.
 TOLERANCE = 1e-11
+#: Messages after which cached answers of the demand are dropped: a billion tokens have too many answers.
+REMEMBERED = 4096
+
+#: The rows that share a work without a band, by (work, turn); rows count in the order of `Walk.homes`.
+Calls = dict[tuple[Work, int], list[int]]
 
 
 def chosen_rows(plan: Plan, number: int, ranks: int | None = None, seed: int = 0) -> list[int]:
@@ -58,17 +73,13 @@ def sample(
     source: RowSource,
     *,
     rows: list[int],
-    grads: bool = False,
-    seed: int = 0,
     fault: Fault | None = None,
 ) -> NumericsReport:
     """The report of executing, for the query positions `rows`, every message of their ranks; the oracle checks the
     results.
 
-    With `grads` a second pass computes dQ of these rows, and dK and dV of as many key rows that `seed` chooses, of a
-    loss that depends on these rows only (see `gradients`). Memory grows with the number of ranks by the 24 bytes per
-    rank that the expected ledger takes. Raises InvalidInput where the plan is not fp64, Unsupported where it uses
-    Ulysses.
+    Memory grows with the number of ranks by the 24 bytes per rank that the expected ledger takes. Raises InvalidInput
+    where the plan is not fp64, Unsupported where it uses Ulysses.
     """
     check_plan(plan)
     get_route(plan)
@@ -81,28 +92,27 @@ def sample(
             f"rows must be distinct query positions 0 .. {plan.tokens - 1}, at least one; got {rows[:8]}"
         )
     if fault is not None:
-        fault.check(plan, backward=grads)
+        fault.check(plan, backward=False)
     begun = time.perf_counter()
-    source.live = source.peak = 0
     true, plan = plan, plan if fault is None else with_fault(plan, fault)
     order, homes = _homes(plan, rows)
     report = NumericsReport(true, "sample", ranks=len(homes), tolerance=TOLERANCE, rows=len(order))
-    ledger, back, wanted = (PairLedger(np.array(order), plan.heads) for _ in range(3))
+    ledger, wanted = (PairLedger(np.array(order), plan.heads) for _ in range(2))
     for rank, local in homes:
         met = [expect(true.pattern, true.layout, range(p, p + 1), true.heads, wanted)
                for p in true.layout.positions(rank)[list(local)].tolist()]  # fmt: skip
         report.visits_expected += len(np.unique(np.concatenate(met)))
     places = [range(row, row + 1) for row in order]
     q = torch.cat([source.rows("q", place) for place in places], 2)
-    kernel = AuditingKernel(get_kernel("auto", q, q, q), source, plan.layout, ledger, back)
+    kernel = AuditingKernel(get_kernel("auto", q, q, q), source, plan.layout, ledger)
     scale, factor = plan.head_dim**-0.5, plan.pattern.output_scale
     out = torch.zeros(1, plan.heads, len(order), plan.value_dim, dtype=q.dtype, device="cpu")
     lse = torch.full(out.shape[:3], -torch.inf, dtype=q.dtype, device="cpu")
     inputs = KernelInputs()
 
-    def merge(block: Block, calls: Calls) -> None:
+    def merge(block: RowViews, calls: Calls) -> None:
         for call, index in split_calls(kernel, calls):
-            (x,), (y, z) = inputs.select(call, None, RowViews(q[:, :, index]), RowViews(block.k, block.v))
+            (x,), (y, z) = inputs.select(call, None, RowViews(q[:, :, index]), block)
             heads = slice(call.heads.start, call.heads.stop, call.heads.step)
             total, total_lse = out[:, heads, index], lse[:, heads, index]
             merge_(total, total_lse, *kernel.forward(x, y, z, call, scale))
@@ -115,26 +125,8 @@ def sample(
     truth = exact_rows(true.pattern, source, places, scale)
     for i in range(len(order)):
         report.compare(out[0, :, i] * factor, lse[0, :, i], truth.out[:, i], truth.lse[:, i])
-    if grads:
-        again = Walk(plan, source, homes, fault)
-        lost = lost_rows(again, fault) if fault is not None and fault.kind in GRADIENT_FAULTS else frozenset()
-        keys = set(choose_keys(true, order, seed))
-        if fault is not None:
-            keys |= set(choose_keys(true, [order[row] for row in lost], seed, true.layout.shard(fault.owner)))
-        grad = torch.cat([source.rows("grad", place) for place in places], 2)
-        state = Backward(plan, kernel, scale, (grad * factor, q, out, lse), sorted(keys), fault, lost)
-        again.run(state.compute)
-        turn = np.argsort(order)
-        delta = (grad[0] * truth.out).sum(-1)
-        queries = ExactQueries(np.sort(order), *(x[:, turn] for x in (q[0], grad[0] * factor, truth.lse, delta)))
-        dk, dv = exact_keys(true.pattern, source, [range(key, key + 1) for key in state.keys], scale, queries, places)
-        for found, exact, tag in ((state.dq, truth.dq, Q_TAG), (state.dk, dk, K_TAG), (state.dv, dv, RAMP)):
-            report.compare_gradient(found[0], exact, tag)
-        hashes = expected_hashes(true.pattern, true.layout, order, true.heads, true.kv_heads)
-        report.wrong_gradients = int((state.hashes != hashes).sum()) + state.strays + back.wrong(wanted)
-        report.keys = len(keys)
     report.add_ledger(ledger, wanted)
-    report.live, report.seconds = source.peak, time.perf_counter() - begun
+    report.seconds = time.perf_counter() - begun
     return report
 
 
@@ -161,3 +153,159 @@ def _homes(plan: Plan, rows: list[int]) -> tuple[list[int], list[tuple[int, tupl
     homes = [(rank, sorted(found)) for rank, found in sorted(by_rank.items())]
     order = [row for _, found in homes for _, row in found]
     return order, [(rank, tuple(local for local, _ in found)) for rank, found in homes]
+
+
+@dataclass
+class SampledArc:
+    """An arc of a sampled rank: the local indices of its rows, the number of the first row, and the next visit."""
+
+    rank: int
+    local: tuple[int, ...]
+    first: int
+    blocks: Iterator[tuple[int, RowSets]]
+    next: tuple[int, RowSets] | None = None
+    visits: int = 0
+
+
+#: Computes the works of a visit with keys and values as they arrived.
+Compute = Callable[[RowViews, Calls], None]
+
+
+@dataclass
+class Walk:
+    """All visits of some rows of some ranks."""
+
+    plan: Plan
+    source: RowSource
+    #: Ranks, ascending, with the local indices of their rows.
+    homes: Sequence[tuple[int, tuple[int, ...]]]
+    fault: Fault | None = None
+    streams: list[SampledArc] = field(default_factory=list)
+    route: Route = field(init=False)
+    #: Blocks that the plan of a sampled rank receives and that no plan of a rank sends.
+    unsent: int = 0
+
+    def __post_init__(self) -> None:
+        self.route = get_route(self.plan)
+        arcs = [self._arcs(rank) for rank, _ in self.homes]
+        # Where arcs are the owners after and before a rank, an owner is met by the last arcs of the ranks above it,
+        # then by the first arcs of those below.
+        for arc in reversed(range(max(map(len, arcs)))):
+            first = 0
+            for (rank, local), mine in zip(self.homes, arcs, strict=True):
+                if arc < len(mine):
+                    self.streams.append(SampledArc(rank, local, first, mine[arc]))
+                first += len(local)
+
+    def run(self, compute: Compute) -> None:
+        """Visit owner after owner, always the nearest owner that an arc waits for, until no arc waits."""
+        size, at, hops = self.plan.ranks, 0, 0
+        for one in reversed(self.streams):
+            one.next = next(one.blocks, None)
+        owners = iter(track(count(), size, "blocks"))
+        while waiting := [one for one in self.streams if one.next is not None]:
+            here = [one for one in waiting if one.next is not None and one.next[0] == at]
+            if not here:
+                others = (one.next[0] for one in waiting if one.next is not None)
+                at = min(others, key=lambda owner: min((at - owner) % size, (owner - at) % size))
+                continue
+            next(owners)
+            groups: dict[tuple[tuple[int, int], RowSets], list[SampledArc]] = {}
+            for one in here:
+                assert one.next is not None
+                came = (at, at) if self.fault is None else self.fault.delivered(one.rank, at, size)
+                groups.setdefault((came, one.next[1]), []).append(one)
+            for (came, row_sets), group in groups.items():
+                seen = {rank for row_set in row_sets for rank in self._visit(at, came, row_set, group, compute)}
+                for one in group:
+                    one.visits += one.rank in seen
+            for one in reversed(here):  # the farthest first: what is known of it holds for those that are nearer
+                one.next = next(one.blocks, None)
+            hops += len(here)
+            if hops > REMEMBERED:
+                hops = 0
+                self.plan.demand.cache.clear()
+
+    def _arcs(self, rank: int) -> list[Iterator[tuple[int, RowSets]]]:
+        """For each arc the (owner, row sets) of the blocks that a rank has or receives; its own block comes first."""
+        arcs = [map(self._arrive, arc) for arc in self.route.arcs(rank)]
+        own: Iterator[tuple[int, RowSets]] = iter([(rank, WHOLE_BLOCK)])
+        return [chain(own, *arcs[:1]), *arcs[1:]]
+
+    def _arrive(self, edge: Edge) -> tuple[int, RowSets]:
+        """(owner, row sets) of what arrives on an edge, which the plan of its source must send."""
+        self.unsent += edge not in self.route.departures(edge.source, (edge.owner, edge.target))
+        return edge.owner, self.route.carried(edge)
+
+    def _visit(
+        self, owner: int, came: tuple[int, int], row_set: RowSet | AllRows, group: list[SampledArc], compute: Compute
+    ) -> set[int]:
+        """Compute with one delivered block; returns the ranks with a row that saw a key of the block."""
+        calls: Calls = {}
+        seen: set[int] = set()
+        for one in group:
+            works = self.plan.demand.works(one.rank, owner, row_set)
+            for work, turn, places in _lowered(works, one.local):
+                seen.add(one.rank)
+                rows = [one.first + place for place in places]
+                while not set(rows).isdisjoint(calls.get((work, turn), ())):
+                    turn += 1  # another arc of the rank brought the same keys
+                calls.setdefault((work, turn), []).extend(rows)
+        if not calls:
+            return seen
+        layout, source = self.plan.layout, self.source
+        k, v = source.block(layout, came[0], row_set)
+        if came[1] != came[0]:
+            _, v = source.block(layout, came[1], row_set)
+        compute(RowViews(k, v), calls)
+        return seen
+
+
+def get_route(plan: Plan) -> Route:
+    """The route of a plan's keys and values. Raises Unsupported where the schedule has no route."""
+    route = make_schedule(plan.schedule, plan.demand)
+    if not isinstance(route, Route):
+        raise Unsupported(
+            f"schedule {plan.schedule} brings all blocks at once: there are no hops to follow one by one; try ring, "
+            "direct or double_ring, or mode='all'"
+        )
+    return route
+
+
+def split_calls(kernel: Kernel, calls: Calls) -> Iterator[tuple[Work, slice | torch.Tensor]]:
+    """Yield (call of the kernel, index of its rows) of all works; the rows of a call count from 0."""
+    for (work, _), rows in calls.items():
+        for call in kernel.split(Work(work.heads, work.kv, range(len(rows)), work.k)) if rows else ():
+            index = _index_rows(tuple(rows[call.q.start : call.q.stop : call.q.step]))
+            yield Work(call.heads, call.kv, range(len(call.q)), call.k), index
+
+
+@lru_cache(maxsize=4096)
+def _index_rows(rows: tuple[int, ...]) -> slice | torch.Tensor:
+    """Rows as an index of a dimension: a slice where the rows are consecutive."""
+    if rows[-1] - rows[0] == len(rows) - 1 and list(rows) == sorted(rows):
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, device="cpu")
+
+
+@lru_cache(maxsize=1024)
+def _lowered(works: tuple[Work, ...], local: tuple[int, ...]) -> tuple[tuple[Work, int, tuple[int, ...]], ...]:
+    """Works without a band for the rows `local`, each with the indices of the rows that share it.
+
+    A row that sees the same keys in several branches has the work several times; a number tells these apart.
+    """
+    found: dict[tuple[Work, int], list[int]] = {}
+    for work in works:
+        for place, row in enumerate(local):
+            if row not in work.q:
+                continue
+            i = work.q.index(row)
+            low = 0 if work.hi is None else max(0, i - work.hi)
+            high = work.keys if work.lo is None else min(work.keys, i - work.lo + 1)
+            if low < high:
+                part = work.narrow((i, i + 1), (low, high))
+                assert part.dense
+                one = Work(part.heads, part.kv, range(1), part.k)
+                turn = next(n for n in count() if place not in found.get((one, n), ()))
+                found.setdefault((one, turn), []).append(place)
+    return tuple((work, turn, tuple(places)) for (work, turn), places in found.items())

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -47,10 +46,7 @@ PERIOD = 4099
 
 @dataclass
 class RowSource:
-    """q, k, v and the cotangent `grad` of out, for one element of a batch. Make one with `make_source`.
-
-    `live` counts the shards of K/V that `shard` has handed out and not taken back, `peak` the most at a time.
-    """
+    """q, k, v and the cotangent `grad` of out, for one element of a batch. Make one with `make_source`."""
 
     tokens: int
     heads: int
@@ -62,9 +58,6 @@ class RowSource:
     period: int | None = None
     #: Rows that a periodic table holds beyond one period, so that a shard is a view of the table.
     margin: int = 0
-    live: int = 0
-    peak: int = 0
-    made: int = 0
     _tables: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
@@ -76,43 +69,29 @@ class RowSource:
         """Rows at positions `r` of a tensor, [1, heads, len(r), width]. The result must not be written to."""
         if self.period is None or name in ("q", "grad"):
             return self._fresh(name, r)
-        table = self._table(name)
+        if name not in self._tables:
+            index = torch.arange(self.period + self.margin, device="cpu") % self.period
+            self._tables[name] = self._fresh(name, range(self.period)).index_select(2, index)
+        table = self._tables[name]
         start = r.start % self.period
         if r.step == 1 and start + len(r) <= table.shape[2]:
             found = table[:, :, start : start + len(r)]
         else:
-            index = np.arange(r.start, r.stop, r.step) % self.period
-            found = table.index_select(2, torch.from_numpy(index))
+            place = np.arange(r.start, r.stop, r.step) % self.period
+            found = table.index_select(2, torch.from_numpy(place))
         if name == "v":
             found = found.clone(memory_format=torch.contiguous_format)
             found[..., RAMP] = self._tags(r)
         return found
 
-    @contextmanager
-    def shard(
-        self, layout: Layout, owner: int, row_set: RowSet | AllRows
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """As `block`, valid until the `with` block ends, and not to be written to."""
-        self.live += 1
-        self.made += 1
-        self.peak = max(self.peak, self.live)
-        try:
-            yield self.block(layout, owner, row_set)
-        finally:
-            self.live -= 1
-
     def block(self, layout: Layout, owner: int, row_set: RowSet | AllRows) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a row set of the block of `owner`, [1, heads, rows, D] and [1, heads, rows, Dv]."""
         if isinstance(row_set, AllRows):
             return self._join("k", layout.shard(owner)), self._join("v", layout.shard(owner))
-        places = [placed(layout, owner, rows) for rows in row_set.rows]
+        places, heads = [placed(layout, owner, rows) for rows in row_set.rows], list(row_set.heads)
         if len(places) == 1:
             k, v = (self._join(name, places[0]) for name in ("k", "v"))
-            return (
-                (k, v)
-                if len(row_set.heads) == self.kv_heads
-                else (k[:, list(row_set.heads)], v[:, list(row_set.heads)])
-            )
+            return (k, v) if len(heads) == self.kv_heads else (k[:, heads], v[:, heads])
         k, v = (
             torch.cat([self._join(name, r)[:, [head]] for head, r in zip(row_set.heads, places, strict=True)], 1)
             for name in ("k", "v")
@@ -138,11 +117,10 @@ class RowSource:
         heads = self.heads if name in ("q", "grad") else self.kv_heads
         width = self.head_dim if name in ("q", "k") else self.value_dim
         out = torch.empty(1, heads, len(r), width, dtype=self.dtype, device="cpu")
+        columns = torch.arange(width, device="cpu")
         for first in range(0, len(r), CHUNK):
             part = r[first : first + CHUNK]
-            index = torch.arange(part.start, part.stop, part.step, device="cpu")[:, None] * width + torch.arange(
-                width, device="cpu"
-            )
+            index = torch.arange(part.start, part.stop, part.step, device="cpu")[:, None] * width + columns
             for head in range(heads):
                 stream = (self.seed * len(NAMES) + NAMES.index(name)) * self.heads + head
                 out[0, head, first : first + len(part)] = counter_normal(stream, index)
@@ -155,14 +133,6 @@ class RowSource:
         else:
             out[..., ONES], out[..., RAMP] = 1, self._tags(r)
         return out
-
-    def _table(self, name: Name) -> torch.Tensor:
-        if name not in self._tables:
-            assert self.period is not None
-            one = self._fresh(name, range(self.period))
-            index = torch.arange(self.period + self.margin, device="cpu") % self.period
-            self._tables[name] = one.index_select(2, index)
-        return self._tables[name]
 
     def _tags(self, r: range) -> torch.Tensor:
         return (torch.arange(r.start, r.stop, r.step, dtype=torch.float64, device="cpu") * self.unit).to(self.dtype)

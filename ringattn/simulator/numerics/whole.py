@@ -26,15 +26,13 @@ from ..progress import track
 from .faults import Fault, with_fault
 from .ledger import AuditingKernel, PairLedger, expect, expected_counts
 from .lockstep import Cohort, Lockstep, cohorts, connected
-from .oracle import DENSE, ExactQueries, exact_keys, exact_ranks, exact_rows
-from .result import NumericsReport, gap
+from .oracle import ExactQueries, exact_keys, exact_rows
+from .result import NumericsReport
 from .sampled import TOLERANCE, check_plan
 from .source import K_TAG, Q_TAG, RAMP, RowSource, placed
 
 #: Ranks that run together by default: batches of more ranks do not fit into caches.
 TOGETHER = 128
-#: The most groups of ranks whose gradients are compared with a dense oracle.
-DENSE_GROUPS = 4
 #: Query rows, and key rows, of every rank that are compared with an oracle.
 COMPARED = 16
 
@@ -51,15 +49,8 @@ class Outcome:
     grads: Tensors
 
 
-@dataclass(frozen=True)
-class CohortGroup:
-    """Ranks that run together, grouped into cohorts."""
-
-    cohorts: tuple[Cohort, ...]
-
-    @property
-    def ranks(self) -> int:
-        return sum(len(cohort.ranks) for cohort in self.cohorts)
+#: Ranks that run together, grouped into cohorts.
+CohortGroup = tuple[Cohort, ...]
 
 
 def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: int = TOGETHER) -> list[CohortGroup]:
@@ -73,7 +64,7 @@ def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: i
             if found[-1] and len(found[-1]) + len(piece) > together:
                 found.append([])
             found[-1] += piece
-    return [CohortGroup(tuple(cohorts(plan, sorted(group), backward=backward))) for group in found if group]
+    return [tuple(cohorts(plan, sorted(group), backward=backward)) for group in found if group]
 
 
 def execute(
@@ -82,26 +73,26 @@ def execute(
 ) -> tuple[list[Outcome], int]:  # fmt: skip
     """(outcome of each cohort, messages that the source answered) of a group of ranks, forward and, with `grads`,
     backward from the cotangent of the source."""
-    plan, layout = group.cohorts[0].whole, group.cohorts[0].whole.layout
+    plan, layout = group[0].whole, group[0].whole.layout
 
     def answer(part: Part) -> Tensors:
         return source.block(layout, part.owner, part.row_set)
 
-    inputs = [[source.stacked(name, layout, c.ranks) for name in ("q", "k", "v")] for c in group.cohorts]
-    jobs = [Job(c.plan, c.first, kernel(), scale) for c in group.cohorts]
+    inputs = [[source.stacked(name, layout, c.ranks) for name in ("q", "k", "v")] for c in group]
+    jobs = [Job(c.plan, c.first, kernel(), scale) for c in group]
     harm = None if fault is None else partial(fault.harm, source, layout)
-    ring = Lockstep(group.cohorts, answer, tamper=harm)
+    ring = Lockstep(group, answer, tamper=harm)
     results: list[Forward] = ring.run([forward(j, *x, keep=grads) for j, x in zip(jobs, inputs, strict=True)])
     factor = plan.pattern.output_scale
     given: Sequence[Tensors] = [()] * len(jobs)
     if grads:
-        back = Lockstep(group.cohorts, answer, backward=True, tamper=harm)
-        cotangents = [source.stacked("grad", layout, c.ranks) * factor for c in group.cohorts]
+        back = Lockstep(group, answer, backward=True, tamper=harm)
+        cotangents = [source.stacked("grad", layout, c.ranks) * factor for c in group]
         each = zip(jobs, cotangents, inputs, results, strict=True)
         given = back.run([backward(j, g, None, q, k, v, r) for j, g, (q, k, v), r in each])
     outs = [r.out if factor == 1.0 else r.out * factor for r in results]
     return [
-        Outcome(c.ranks, out, r.lse, g) for c, out, r, g in zip(group.cohorts, outs, results, given, strict=True)
+        Outcome(c.ranks, out, r.lse, g) for c, out, r, g in zip(group, outs, results, given, strict=True)
     ], ring.answered
 
 
@@ -112,8 +103,6 @@ class _Compared:
     report: NumericsReport
     source: RowSource
     scale: float
-    #: The number of groups of ranks whose gradients were compared with a dense oracle in all rows.
-    dense_groups: int = 0
 
     def __post_init__(self) -> None:
         self.plan, self.random = self.report.plan, np.random.default_rng(0)
@@ -162,17 +151,12 @@ class _Compared:
         self.report.wrong_gradients = (self.report.wrong_gradients or 0) + wrong
 
     def gradients_of(self, outcomes: Sequence[Outcome]) -> None:
-        """Compare gradients of ranks that see only each other: dk and dv of some key rows of every rank, sums over
-        all rows, and all rows where their dense mask is small enough."""
+        """Compare gradients of ranks that see only each other: dk and dv of some key rows of every rank, and sums
+        over all rows."""
         home = {rank: (o, i) for o in outcomes for i, rank in enumerate(o.ranks)}
         for ranks in connected(self.plan, sorted(home), backward=True):
-            rows = sum(map(self.plan.layout.rows, ranks))
-            if not rows:
-                continue
-            mine = [home[rank] for rank in ranks]
-            self._keys_of(ranks, mine)
-            if self.dense_groups < DENSE_GROUPS and rows <= DENSE:
-                self._dense(ranks, mine)
+            if any(map(self.plan.layout.rows, ranks)):
+                self._keys_of(ranks, [home[rank] for rank in ranks])
 
     def _keys_of(self, ranks: Sequence[int], mine: Sequence[tuple[Outcome, int]]) -> None:
         layout, source = self.plan.layout, self.source
@@ -216,15 +200,6 @@ class _Compared:
             worst = ((found - wanted).abs() / size.clamp_min(1.0)).max().item()
             self.report.sum_error = max(self.report.sum_error or 0.0, float("inf") if isnan(worst) else worst)
 
-    def _dense(self, ranks: Sequence[int], mine: Sequence[tuple[Outcome, int]]) -> None:
-        self.report.dense += len(ranks)
-        self.dense_groups += 1
-        exact, grads = exact_ranks(self.plan.pattern, self.source, self.plan.layout, ranks, self.scale)
-        out = torch.cat([o.out[i] for o, i in mine], 1)
-        self.report.error = max(self.report.error, gap(out, exact[0]))
-        for place, (tag, of_all) in enumerate(zip((Q_TAG, K_TAG, RAMP), grads, strict=True)):
-            self.report.compare_gradient(torch.cat([o.grads[place][i] for o, i in mine], 1), of_all[0], tag)
-
 
 def _expected(plan: Plan, rank: int) -> tuple[np.ndarray, np.ndarray]:
     """Expected counts of the query rows [H, n] and the key rows [K, n] of a rank, in local order."""
@@ -244,14 +219,12 @@ def whole(
     grads: bool = False,
     together: int = TOGETHER,
     fault: Fault | None = None,
-    watch: Callable[[Outcome], None] | None = None,
 ) -> NumericsReport:
     """The report of executing `ranks` (default: all) from end to end, with a ledger of all their rows.
 
     `COMPARED` query rows of each rank are compared with `exact_rows`. With `grads`, `exact_rows` also checks dq of
-    these rows, `exact_keys` checks dk and dv of as many key rows, sums of the gradients of all rows are checked, and
-    a dense oracle checks all rows of a few ranks where its mask is small enough. `watch` gets the results of every
-    cohort. Raises InvalidInput or Unsupported.
+    these rows, `exact_keys` checks dk and dv of as many key rows, and sums of the gradients of all rows are checked.
+    Raises InvalidInput or Unsupported.
     """
     if fault is not None:
         fault.check(plan, backward=grads)
@@ -265,12 +238,14 @@ def whole(
     plain = get_kernel("auto", one, one, one)
     # In fp32, what rounding a sum of as many terms as there are keys comes to.
     tolerance = TOLERANCE if plan.dtype == "float64" else torch.finfo(torch.float32).eps * (8 + plan.tokens**0.5)
-    report = NumericsReport(true, "all", ranks=len(mine), tolerance=tolerance, visits=_planned(plan, mine))
+    steps = (step for rank in mine for step in plan.for_rank(rank).forward)
+    visits = sum(len({part.owner for part in step.visits}) for step in steps)
+    report = NumericsReport(true, "all", ranks=len(mine), tolerance=tolerance, visits=visits)
     done = _Compared(report, source, scale)
     groups = make_groups(plan, mine, backward=grads, together=together)
-    report.live = max((group.ranks for group in groups), default=0)
+    report.live = max((sum(len(cohort.ranks) for cohort in group) for group in groups), default=0)
     for group in track(groups, len(groups), "groups of ranks"):
-        members = [rank for cohort in group.cohorts for rank in cohort.ranks]
+        members = [rank for cohort in group for rank in cohort.ranks]
         ledger = PairLedger(np.concatenate([plan.layout.positions(rank) for rank in members]), plan.heads)
 
         def audited(ledger: PairLedger = ledger) -> Kernel:
@@ -283,15 +258,7 @@ def whole(
             done.rows_of(outcome)
             if grads:
                 done.counts_of(outcome)
-            if watch is not None:
-                watch(outcome)
         if grads:
             done.gradients_of(outcomes)
     report.seconds = time.perf_counter() - begun
     return report
-
-
-def _planned(plan: Plan, ranks: Sequence[int]) -> int:
-    """How many blocks `ranks` visit in the forward of their plans."""
-    steps = (step for rank in ranks for step in plan.for_rank(rank).forward)
-    return sum(len({part.owner for part in step.visits}) for step in steps)

@@ -1,16 +1,20 @@
-"""Statistics of the errors of predictions of published measurements: by family, by cause, and the bands of presets."""
+"""Errors of predictions of published measurements: by family, by cause, the bands of presets, and a scatter plot."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from math import sqrt
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
 from ...machine.bands import SIZES, ErrorBand, size_class
+from ..reporting.pages import COLOURS, check_matplotlib, save_figure
 from .predictions import CAUSES, PredictedRow
 
 #: A cause beside the kernel that takes less than this part of a prediction is no cause of its error.
@@ -53,12 +57,7 @@ def group_errors(predictions: Sequence[PredictedRow], key: Callable[[PredictedRo
     groups: defaultdict[str, list[PredictedRow]] = defaultdict(list)
     for one in predictions:
         groups[key(one)].append(one)
-    return [_group(name, group) for name, group in groups.items()]
-
-
-def all_errors(predictions: Sequence[PredictedRow]) -> GroupErrors:
-    """The errors of all predictions."""
-    return _group("all", predictions)
+    return [errors_of(name, group) for name, group in groups.items()]
 
 
 def cause_of(one: PredictedRow) -> str:
@@ -83,7 +82,8 @@ def _band(ratios: list[float]) -> ErrorBand | None:
     return ErrorBand(len(ratios), round(ratios[left_out], 2), round(ratios[-1 - left_out], 2))
 
 
-def _group(name: str, group: Sequence[PredictedRow]) -> GroupErrors:
+def errors_of(name: str, group: Sequence[PredictedRow]) -> GroupErrors:
+    """The errors of some predictions, under a name."""
     preset = ErrorStatistics.of([one.error(one.preset) for one in group])
     floor = ErrorStatistics.of(_unavoidable(group))
     assert preset is not None and floor is not None
@@ -100,3 +100,30 @@ def _unavoidable(group: Sequence[PredictedRow]) -> list[float]:
         row = one.row
         alike[row.machine, row.kernel, row.passes, row.plans()].append(row.seconds)
     return [sqrt(min(seconds) * max(seconds)) / second - 1 for seconds in alike.values() for second in seconds]
+
+
+def draw_scatter(predictions: Sequence[PredictedRow], folder: Path) -> None:
+    """Write scatter.svg and scatter.png: each row by its measured and its modelled time, a panel for each prediction.
+
+    Raises Unsupported where matplotlib is missing.
+    """
+    check_matplotlib("leave output.path out")
+    figures: Any = import_module("matplotlib.figure")
+    figure = figures.Figure(figsize=(9, 4.5), layout="constrained")
+    families = list(dict.fromkeys(one.row.family for one in predictions))
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    for panel, title in zip(panels, ("preset alone", "with the source's kernel rate"), strict=True):
+        for family, colour in zip(families, COLOURS, strict=False):
+            points = [
+                (one.row.seconds, predicted.seconds)
+                for one in predictions
+                if one.row.family == family
+                and (predicted := one.preset if panel is panels[0] else one.source) is not None
+            ]
+            if points:
+                panel.plot(*zip(*points, strict=True), ".", color=colour, label=family, alpha=0.7)
+        ends = min(one.row.seconds for one in predictions), max(one.row.seconds for one in predictions)
+        panel.plot(ends, ends, color="black", linewidth=0.8)
+        panel.set(xscale="log", yscale="log", xlabel="measured [s]", ylabel="modelled [s]", title=title)
+    panels[0].legend(fontsize=7)
+    save_figure(figure, folder, "scatter")

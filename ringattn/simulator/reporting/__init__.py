@@ -1,1 +1,1 @@
-"""What people read: tables, progress, peak memory, and the code that made a number."""
+"""What people read: tables, progress, pages, plots; and journals, by which interrupted work goes on."""

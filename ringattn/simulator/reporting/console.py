@@ -1,23 +1,29 @@
-"""Tables on standard output. Every number carries a word that says where it comes from."""
+"""What people read on a console: tables, whose numbers say where they come from, and progress."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ...machine.machine import MACHINE_NUMBERS
 from ...plan.choice import Choice
 from ...plan.plan import Plan
 from ...text import duration, plural, rate, size
+from ..progress import Listener
 
 #: Columns of standard output where it is not a terminal: wide enough for every table.
 WIDTH = 120
+#: Where there is no terminal: seconds between two lines of progress, and the lines for the whole work of `tenths`.
+INTERVAL, LINES = 30.0, 10
 
 
 @dataclass(frozen=True)
@@ -82,14 +88,13 @@ def print_grid(title: str, header: Sequence[str], rows: Iterable[Sequence[str]])
 
 def print_paragraph(text: str) -> None:
     """Print a text in lines that fit the terminal."""
-    console = get_console()
-    lines = textwrap.wrap(text, console.width, break_long_words=False, break_on_hyphens=False)
-    print_plain("\n".join(lines), console)
+    lines = textwrap.wrap(text, get_console().width, break_long_words=False, break_on_hyphens=False)
+    print_plain("\n".join(lines))
 
 
-def print_plain(text: str, console: Console | None = None) -> None:
+def print_plain(text: str) -> None:
     """Print a text as it is: without colours, markup or wrapping."""
-    (console or get_console()).print(text, highlight=False, markup=False, soft_wrap=True)
+    get_console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_table(table: Table) -> None:
@@ -100,7 +105,7 @@ def _print_table(table: Table) -> None:
         return
     with console.capture() as captured:
         console.print(table)
-    print_plain("\n".join(line.rstrip() for line in captured.get().splitlines()), console)
+    print_plain("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def print_choice(choice: Choice, max_rows: int = 8) -> None:
@@ -154,3 +159,47 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+
+@contextmanager
+def show_progress(console: Console, *, shown: bool = True, tenths: bool = False) -> Iterator[Listener]:
+    """A function that shows progress while the block runs: call it with the units done, their count and their noun.
+
+    A terminal shows a bar, which is gone after the block. Elsewhere a line with the time left goes to standard error
+    every `INTERVAL` seconds, and with `tenths` also at every tenth of the work. shown=False shows nothing.
+    """
+    if not shown:
+        yield lambda done, count, noun: None
+    elif console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", visible=False)  # until the first call
+            yield lambda done, count, noun: bar.update(
+                task, completed=done, total=count, description=noun, visible=True
+            )
+    else:
+        yield ProgressLines(console if console.stderr else Console(stderr=True), tenths)
+
+
+class ProgressLines:
+    """Progress as lines of text, a line every `INTERVAL` seconds, and with `tenths` at every tenth of the work."""
+
+    def __init__(self, console: Console, tenths: bool) -> None:
+        self.console, self.tenths = console, tenths
+        self.noun: str | None = None
+        self.tenth = -1
+        self.first = 0
+        self.start = self.last_line = time.monotonic()
+
+    def __call__(self, done: int, count: int, noun: str) -> None:
+        """Take note that `done` of `count` units of work are done."""
+        now, tenth = time.monotonic(), done * LINES // count
+        if noun != self.noun or done < self.first:  # another loop has begun
+            self.noun, self.tenth, self.first, self.start = noun, -1, done, now
+        if not (self.tenths and tenth != self.tenth) and now - self.last_line < INTERVAL:
+            return
+        self.tenth, self.last_line = tenth, now
+        text = f"ringattn: {noun}: {done:,} of {count:,}"
+        if done - self.first >= count / LINES and now - self.start >= 1:  # the first units tell little
+            text += f", about {duration((count - done) * (now - self.start) / (done - self.first))} left"
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -8,11 +8,12 @@ lines hold no times, so an interrupted study ends with the same file as any othe
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
 import stat
-import time
+import subprocess
 import zlib
 from pathlib import Path
 from types import TracebackType
@@ -22,10 +23,8 @@ from filelock import FileLock, Timeout
 
 from ...errors import InvalidInput
 
-#: Seconds between calls of fsync. A killed process loses no line; a machine without power loses those of this time.
-SYNC_INTERVAL = 1.0
-
-
+#: The package whose source made the numbers.
+PACKAGE = Path(__file__).resolve().parents[2]
 #: The head of a journal, or the record of a finished point.
 Record = dict[str, Any]
 
@@ -84,24 +83,20 @@ class Journal:
         # After the journal exists: a folder with a lock file alone would not be recognised as that of a study.
         self._lock = FileLock(f"{path}.lock", timeout=0)
         try:
-            self._acquire_lock()
+            self._lock.acquire()
             self._read(head)
         except InvalidInput:
             self._close()
             raise
-        self._synced = time.monotonic()
-
-    def _acquire_lock(self) -> None:
-        try:
-            self._lock.acquire()
         except Timeout:
+            self._file.close()
             raise InvalidInput(
-                f"{self.path.parent}: another process is at work on this study; wait for it, or give another "
-                "output.path"
+                f"{path.parent}: another process is at work on this study; wait for it, or give another output.path"
             ) from None
         except (OSError, NotImplementedError) as error:
+            self._file.close()
             raise InvalidInput(
-                f"{self.path}: cannot be locked on this file system ({error}); give an output.path on another"
+                f"{path}: cannot be locked on this file system ({error}); give an output.path on another"
             ) from error
 
     def _read(self, head: Record) -> None:
@@ -126,13 +121,6 @@ class Journal:
         """Append the record of a point. Raises InvalidInput where the line cannot be written."""
         self._append({"key": key, **record})
         self.records[key] = json.loads(json.dumps({"key": key, **record}))  # as a later process reads it
-        if time.monotonic() - self._synced > SYNC_INTERVAL:
-            self.sync()
-
-    def sync(self) -> None:
-        """Force the appended lines to the disk."""
-        os.fsync(self._file.fileno())
-        self._synced = time.monotonic()
 
     def _append(self, record: Record) -> None:
         line = write_line(record)
@@ -156,7 +144,7 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.sync()
+        os.fsync(self._file.fileno())
         self._close()
 
 
@@ -167,3 +155,20 @@ def _open(path: str, flags: int) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no ordinary file")
     return descriptor
+
+
+def source() -> str:
+    """A hash of this package's Python files and templates as they are on the disk now: 12 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for path in sorted((*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.j2"))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def git(*arguments: str) -> str | None:
+    """What git prints about the checkout that holds the package; None without a checkout, or where git fails."""
+    if not (PACKAGE.parent / ".git").exists():
+        return None
+    command = ["git", "-C", str(PACKAGE.parent), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from math import gcd, inf
+from typing import Any
+
+import numpy as np
 
 from ...dtypes import ITEM_BYTES
 from ...errors import Unsupported
 from ...layout.regular import MAX_RANGES, Layout
 from ...machine.machine import Machine
-from ...pattern.head_slice import HeadSlice
+from ...pattern import Pattern, Tile
+from ...pattern.base import ONE_HEAD, Position, Run, Side
+from ...pattern.views import HeadSlice
 from ...plan.choice import Candidate, Choice
 from ...plan.demand import KeyDemand
 from ...plan.plan import Plan
@@ -18,7 +23,6 @@ from ...text import duration
 from .costs import bound_memory
 from .forecast import SAMPLED_STEPS, count_exchanges, count_pairs, estimate, host_seconds, spread_ranks
 from .kernel_seconds import pair_seconds
-from .metered import Metered, TooMany
 from .rates import Rates
 
 #: Layouts that `auto` compares; the first of equally fast layouts is taken.
@@ -32,6 +36,12 @@ LOOKUPS, FEWER = 20_000, 4
 FULL = 1e12
 #: Predicted times within this factor are equal: the first in the order of the candidates, the simplest, is taken.
 EQUAL = 1.02
+#: The budget of `count_lookups`: about a second.
+BUDGET = 60_000
+#: A lookup between rows with steps costs as much as this many lookups between adjacent rows.
+STRIDED = 10
+#: An answer that a pattern gives for a whole rectangle, without tiles, costs as much as this many lookups.
+WHOLE_RECTANGLE = 10
 
 
 def list_schedules(plan: Plan, machine: Machine) -> tuple[str, ...]:
@@ -58,12 +68,6 @@ def list_ulysses_sizes(plan: Plan) -> list[int]:
     most = gcd(plan.ranks, plan.heads)
     sizes = [size for size in range(2, most + 1) if most % size == 0]
     return [size for size in sizes if plan.kv_heads % size == 0 or size % plan.kv_heads == 0]
-
-
-def _explain_no_ulysses(plan: Plan) -> str:
-    """Why no Ulysses groups are compared."""
-    heads = f"{plan.heads} query heads and fits {plan.kv_heads} key/value heads"
-    return f"no size of a Ulysses group divides {plan.ranks:,} ranks and {heads}"
 
 
 def list_layouts(ranks: int) -> tuple[str, ...]:
@@ -93,7 +97,9 @@ def choose(
         else:
             compared.add_all(layout, list_schedules(first, machine))
             if not list_ulysses_sizes(first):
-                compared.leave_out(layout, "ulysses", _explain_no_ulysses(first))
+                heads = f"{first.heads} query heads and fits {first.kv_heads} key/value heads"
+                why = f"no size of a Ulysses group divides {first.ranks:,} ranks and {heads}"
+                compared.leave_out(layout, "ulysses", why)
             if layout.ranks > MANY:
                 compared.leave_out(layout, "allgather", f"a message to each of more than {MANY} ranks")
     candidates, plans = tuple(compared.candidates), compared.plans
@@ -241,3 +247,77 @@ def _explain(best: Candidate, others: list[Candidate]) -> str:
     if ratio <= EQUAL:
         return f"{text}; the next, {other}, takes as long to within {EQUAL - 1:.0%}"
     return f"{text}; the next, {other}, takes {ratio:.2f} times as long"
+
+
+class TooMany(Exception):
+    """The budget of lookups is spent."""
+
+
+def _ask(name: str) -> Any:
+    """A method that asks the pattern where it answers for whole rectangles itself, else the metered tiles."""
+
+    def ask(self: Metered, *arguments: Any) -> Any:
+        if getattr(type(self.pattern), name) is getattr(Pattern, name):
+            return getattr(Pattern, name)(self, *arguments)
+        self._spend(WHOLE_RECTANGLE)
+        return getattr(self.pattern, name)(*arguments)
+
+    return ask
+
+
+class Metered(Pattern):
+    """The same pattern, which counts the lookups of its tiles. Raises TooMany when `left`, the budget, is spent."""
+
+    def __init__(self, pattern: Pattern, budget: int) -> None:
+        self.pattern, self.left = pattern, budget
+
+    @property
+    def branches(self) -> int:
+        return self.pattern.branches
+
+    @property
+    def output_scale(self) -> float:
+        return self.pattern.output_scale
+
+    @property
+    def period(self) -> int | None:
+        return self.pattern.period
+
+    def _spend(self, lookups: int) -> None:
+        self.left -= lookups
+        if self.left < 0:
+            raise TooMany
+
+    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
+        cost = STRIDED if q.step > 1 or k.step > 1 else 1
+        self._spend(cost)
+        for tile in self.pattern.tiles(q, k, heads):
+            self._spend(cost)
+            yield tile
+
+    count, paired = _ask("count"), _ask("paired")
+
+    def run(self, side: Side, first: Position, last: Position) -> Run | None:
+        self._spend(WHOLE_RECTANGLE if isinstance(first, np.ndarray) else 1)
+        return self.pattern.run(side, first, last)
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        return self.pattern.visible(q, k, head, tokens)
+
+
+def count_lookups(plan: Plan, rank: int) -> int | None:
+    """The number of lookups of tiles that the steps of a rank take; None where it exceeds BUDGET.
+
+    Afterwards the plan has the answers, and makes these steps without a second search.
+    """
+    ring_plan, place = plan.ring_plan(rank)  # with Ulysses groups, the plan between the groups asks
+    if not plan.batch:
+        return 0
+    metered = Metered(ring_plan.pattern, BUDGET)
+    demand = KeyDemand(metered, ring_plan.layout, ring_plan.heads, ring_plan.kv_heads)
+    try:
+        ring_plan.make_rotation(demand).steps(place)
+    except TooMany:
+        return None
+    ring_plan.demand.share_answers(demand)
+    return BUDGET - metered.left

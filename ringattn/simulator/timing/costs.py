@@ -1,4 +1,4 @@
-"""Models of what a run needs beside time: memory of a rank, failures and checkpoints of a job, energy, and price."""
+"""Models of what a run needs beside time: memory of a rank, failures and checkpoints of a job."""
 
 from __future__ import annotations
 
@@ -201,13 +201,3 @@ def failures(plan: Plan, machine: Machine, work: float, *, backward: bool = Fals
         )
     expected = expected_seconds(work, interval, write, machine.restart, mtbf)
     return Failures(mtbf, write, interval, expected, checkpoints)
-
-
-def energy(machine: Machine, ranks: int, seconds: float) -> float | None:
-    """Joules that `ranks` ranks draw in `seconds`, busy or not; None where machine.watts is None."""
-    return None if machine.watts is None else machine.watts * ranks * seconds
-
-
-def cost(machine: Machine, ranks: int, seconds: float) -> float | None:
-    """The price of `ranks` ranks for `seconds`, in the currency of machine.price; None where machine.price is None."""
-    return None if machine.price is None else machine.price * ranks * seconds / SECONDS_PER_HOUR

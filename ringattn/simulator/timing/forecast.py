@@ -20,8 +20,8 @@ from ...plan.demand import KeyDemand, QueryDemand
 from ...plan.row_sets import ONE_ROW
 from ...plan.schedules import make_schedule
 from ...plan.schedules.allgather import AllGatherSchedule
+from ...plan.schedules.base import Edge, Route
 from ...plan.schedules.direct import DirectSchedule
-from ...plan.schedules.route import Edge, Route
 from ...plan.steps import Kind, Part
 from .kernel_seconds import FEWEST_RANKS, pair_seconds
 from .rates import Rates

@@ -22,15 +22,10 @@ MOST_STRAY = 0.1
 SAMPLED_OWNERS = 8
 
 
-def sample_ranks(ranks: int, ranks_per_node: int = 1, most: int = MOST_RANKS) -> list[int]:
-    """A few ranks, ascending and evenly spaced from first to last; of nodes, the first and the last rank in turn."""
+def sample_ranks(ranks: int, most: int = MOST_RANKS) -> list[int]:
+    """A few ranks, ascending and evenly spaced from first to last."""
     count = min(ranks, max(FEWEST_RANKS, min(most, PLANNED_STEPS // ranks)))
-    spaced = [(ranks - 1) * i // max(count - 1, 1) for i in range(count)]
-    if ranks_per_node == 1:
-        return sorted(set(spaced))
-    last = ranks_per_node - 1
-    at_node_ends = (rank - rank % ranks_per_node + last * (i % 2) for i, rank in enumerate(spaced))
-    return sorted({min(rank, ranks - 1) for rank in at_node_ends})
+    return sorted({(ranks - 1) * i // max(count - 1, 1) for i in range(count)})
 
 
 def pair_seconds(
@@ -67,7 +62,7 @@ def seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: boo
     ring_plan, _ = plan.ring_plan(0)
     for weight, rank, owner in _sample_visits(ring_plan, ranks):
         seconds += weight * visit_seconds(ring_plan, times, flops, backward, rank, owner)
-        for work in ring_plan.demand.batched(rank, owner):
+        for work in ring_plan.demand.joined_works(rank, owner):
             for shape, rows, keys, count in lower_to_tiles(work):
                 pairs += weight * count
                 if not times.grid(shape, backward).covers(rows, keys):
@@ -92,7 +87,7 @@ def visit_seconds(ring_plan: Plan, times: KernelTimes, flops: float, backward: b
     `flops` are the FLOPs of one pair. The overhead of a call is spread over the batch.
     """
     seconds = 0.0
-    for work in ring_plan.demand.batched(rank, owner):
+    for work in ring_plan.demand.joined_works(rank, owner):
         seconds += times.overhead[backward] / ring_plan.batch
         for shape, rows, keys, pairs in lower_to_tiles(work):
             seconds += pairs * flops / times.grid(shape, backward).rate(rows, keys)

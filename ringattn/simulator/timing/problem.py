@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...errors import InvalidInput
-from ...plan.schedules.relay import Way
-from ...plan.schedules.ring import RingSchedule
+from ...plan.schedules.ring import RingSchedule, Way
 from ...text import plural
-from .band.band import Band, explain_unequal, find_band
+from .band.band import Band, BandTraffic, explain_unequal, find_band
 from .band.counts import BandCounts
-from .band.neighbor_costs import NeighborCosts, scale_by_slow_ranks
-from .band.traffic import BandTraffic
+from .band.messages import NeighborCosts, scale_by_slow_ranks
 from .rates import Faults, Rates
 from .solvers.recurrence import NeighborMessages, Phase, Ring
 
@@ -52,9 +50,7 @@ class TimingProblem:
 def make_timing_problem(rates: Rates, faults: Faults) -> TimingProblem:
     """The timing problem of a plan."""
     ring = make_ring_problem(rates, faults)
-    if isinstance(ring, str):
-        return TimingProblem(rates, faults, None, ring)
-    return TimingProblem(rates, faults, ring)
+    return TimingProblem(rates, faults, *((None, ring) if isinstance(ring, str) else (ring,)))
 
 
 def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:

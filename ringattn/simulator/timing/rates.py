@@ -41,14 +41,6 @@ class Faults:
         """Whether there is any fault."""
         return self.slow is not None or self.slow_links is not None or bool(self.stalls)
 
-    def factor(self, rank: int) -> float:
-        """The factor on the visits and merges of a rank."""
-        return 1.0 if self.slow is None else float(self.slow[rank])
-
-    def link_factor(self, rank: int) -> float:
-        """The factor on the messages that a rank sends."""
-        return 1.0 if self.slow_links is None else float(self.slow_links[rank])
-
     def at(self, ranks: np.ndarray) -> Faults:
         """The factors of `ranks`, in the shape of `ranks`; stalls are left out."""
         slow, slow_links = (None if factors is None else factors[ranks] for factors in (self.slow, self.slow_links))
@@ -203,7 +195,7 @@ class Rates:
         if self.machine.merge is None:
             return 0
         if self.one_by_one and not self.backward:
-            works = ring_plan.demand.batched(queries, keys)
+            works = ring_plan.demand.joined_works(queries, keys)
             single = own and len(works) == 1
             return 0 if single else sum(len(work.q) * len(work.heads) * work.repeat for work in works)
         needed = (range(keys, keys + 1),)

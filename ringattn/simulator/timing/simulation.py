@@ -7,24 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import Unsupported
+from ...errors import InvalidInput, Unsupported
 from ...machine.machine import Machine
 from ...machine.presets import get_machine
 from ...plan.plan import Plan
-from .costs import cost, energy, failures, memory
+from ...text import did_you_mean
+from .costs import SECONDS_PER_HOUR, failures, memory
 from .forecast import host_seconds
 from .kernel_seconds import sample_ranks
-from .notes import note_assumptions
-from .options import check_options
 from .problem import TimingProblem, make_timing_problem
 from .rates import Factors, Faults, Rates, parse_factors
 from .solvers import SOLVERS
 from .solvers.base import Solved
 from .solvers.event_loop import rank_steps, simulate_events
-from .solvers.jitter import SampledTime, sample_ring, sample_runs
+from .solvers.jitter import SampledTime, check_seed, sample_ring, sample_runs
 from .solvers.recurrence import Stall
 from .solvers.stencil import MOST_COUNTED, check_size
-from .timeline import Timeline
+from .timeline import Timeline, note_assumptions
+
+#: More passes than this are a mistake: even at a microsecond each they would take 30 years.
+MOST_PASSES = 10**15
 
 
 def simulate(
@@ -49,7 +51,8 @@ def simulate(
     simulate a smaller plan with the same times. Jitter is sampled with `seed` beside the solver. Raises InvalidInput
     for wrong arguments, and Unsupported where no solver models the request.
     """
-    check_options(plan, backward=backward, stalls=stalls, passes=passes, solver=solver, seed=seed)
+    _check_options(plan, backward, stalls, passes, solver)
+    check_seed(seed)
     machine = get_machine(machine)
     slow_factors = parse_factors("slow", slow, plan.ranks)
     link_factors = parse_factors("slow_links", slow_links, plan.ranks)
@@ -61,7 +64,11 @@ def simulate(
     sample: SampledTime | None = None
     if machine.jitter:
         if ring is None:
-            sample = _sample_events(problem, seed)
+            noise = np.random.default_rng(seed)
+            sample = sample_runs(
+                lambda: simulate_events(problem.rates, problem.faults, noise=noise).seconds,
+                f"runs of every step of every rank, seed {seed}",
+            )
         else:
             sample = sample_ring(ring.ring, machine.jitter, seed)
     return _make_timeline(problem.rates, solved, sample, passes, _host_seconds(problem))
@@ -71,6 +78,26 @@ def simulate_passes(plan: Plan, machine: Machine, backward: bool, options: dict[
     """The timeline of the forward, and of the backward where `backward` is set."""
     directions = (False, True) if backward else (False,)
     return [simulate(plan, machine, backward=direction, **options) for direction in directions]
+
+
+def _check_options(plan: Plan, backward: object, stalls: Sequence[Stall], passes: int | None, solver: str) -> None:
+    choices = ("auto", *SOLVERS)
+    if solver not in choices:
+        raise InvalidInput(f"solver={solver!r}: {did_you_mean(solver, choices)}expected one of {', '.join(choices)}")
+    if not isinstance(backward, bool):
+        raise InvalidInput(f"backward={backward!r}: expected True or False")
+    if not plan.batch:
+        raise InvalidInput("batch=0: without a sequence there is nothing to simulate; try batch=1")
+    if passes is not None and not 1 <= passes <= MOST_PASSES:
+        shown = "" if passes > 0 else f"={passes!r}"  # a number may have thousands of digits
+        raise InvalidInput(
+            f"passes{shown}: expected how often the job makes the pass, from 1 to {MOST_PASSES:.0e}, or None for no job"
+        )
+    for stall in stalls:
+        if not isinstance(stall, Stall):
+            raise InvalidInput(f"stalls: {stall!r} is no Stall(rank, step, seconds)")
+        if not (0 <= stall.rank < plan.ranks and stall.step >= 0 and 0 <= stall.seconds < float("inf")):
+            raise InvalidInput(f"{stall}: expected a rank 0 .. {plan.ranks - 1}, a step >= 0 and seconds >= 0")
 
 
 def _solve(problem: TimingProblem, solver: str) -> Solved:
@@ -84,15 +111,6 @@ def _solve(problem: TimingProblem, solver: str) -> Solved:
         needs = candidate.needs
     obstacle = "which this plan on this machine lacks" if problem.ring is not None else f"but {problem.not_a_ring}"
     raise Unsupported(f"solver={solver} needs {needs}, {obstacle}; try solver=auto")
-
-
-def _sample_events(problem: TimingProblem, seed: int) -> SampledTime:
-    """The time of runs of every step and message with the machine's jitter."""
-    generator = np.random.default_rng(seed)
-    return sample_runs(
-        lambda: simulate_events(problem.rates, problem.faults, noise=generator).seconds,
-        f"runs of every step of every rank, seed {seed}",
-    )
 
 
 def _host_seconds(problem: TimingProblem) -> float:
@@ -143,8 +161,9 @@ def _make_timeline(
         memory=memory(plan, backward=rates.backward),
         passes=passes,
         failures=job_failures,
-        joules=energy(machine, plan.ranks, total),
-        price=cost(machine, plan.ranks, total),
+        # Ranks draw power, and cost, whether they are busy or not.
+        joules=None if machine.watts is None else machine.watts * plan.ranks * total,
+        price=None if machine.price is None else machine.price * plan.ranks * total / SECONDS_PER_HOUR,
         machine=machine,
         notes=note_assumptions(plan, machine),
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import InvalidInput, Unsupported
 from ...machine.machine import Machine
-from .problem import RingProblem, make_ring_problem
+from .problem import make_ring_problem
 from .rates import Factors, Faults, Rates, parse_factors
 from .solvers.delay import DelayState
 from .solvers.event_loop import StepTimes, simulate_events
@@ -41,18 +41,12 @@ class StepWindow:
     All arrays are float64. `messages` is None where the solver does not know when messages begin.
     """
 
-    solver: str
     ranks: range
     steps: range
     #: Seconds at which a rank begins a step, and the step after the last: [steps + 1, ranks].
     begun: np.ndarray
     #: Seconds for which a rank is busy in a step: [steps, ranks].
     busy: np.ndarray
-    #: Seconds for which a rank then waits for a rank that has not posted their message, of the message that ends last;
-    #: it waits for this message until its next step: [steps, ranks]. NaN where the solver does not know.
-    for_peers: np.ndarray
-    #: Seconds by which `begun` is later than without slow ranks, slow links and stalls: [steps + 1, ranks].
-    late: np.ndarray
     messages: tuple[TimedMessage, ...] | None
 
 
@@ -88,27 +82,18 @@ def window(
         raise InvalidInput(
             f"the window begins at step {steps.start}, the pass has the steps 0 .. {ring_problem.steps - 1}"
         )
-    begun, busy, for_peers, messages = _solve_window(ring_problem, ranks, steps)
-    undisturbed = begun
-    if faults:
-        same_without_faults = make_ring_problem(rates, Faults())
-        assert isinstance(same_without_faults, RingProblem)
-        undisturbed = _solve_window(same_without_faults, ranks, steps)[0]
-    return StepWindow("stencil", ranks, steps, begun, busy, for_peers, begun - undisturbed, messages)
+    return _solve_window(ring_problem.ring, ranks, steps)
 
 
-def _solve_window(
-    ring_problem: RingProblem, ranks: range, steps: range
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[TimedMessage, ...] | None]:
-    """(begun, busy, for_peers, messages) of a window, by the stencil of the ring."""
-    ring = ring_problem.ring
+def _solve_window(ring: Ring, ranks: range, steps: range) -> StepWindow:
+    """The window by the stencil of the ring."""
     if ring.ranks * steps.stop > REACHED:
         raise Unsupported(
             f"{ring.ranks:,} ranks x {steps.stop:,} steps lie before the end of the window, and at most {REACHED:,} "
             "are computed; try an earlier window"
         )
-    state, done = DelayState(ring), 0
-    begun, busy, for_peers = [], [], []
+    state, done, shown = DelayState(ring), 0, slice(ranks.start, ranks.stop)
+    begun, busy = [], []
     messages: list[TimedMessage] | None = [] if ring.buffers == 1 else None
     for phase in ring.each_phase():
         skipped = max(0, min(phase.steps, steps.start - done))
@@ -116,29 +101,20 @@ def _solve_window(
             state.advance(phase, skipped)
         for step in range(done + skipped, min(done + phase.steps, steps.stop)):
             now = state.finish()
-            begun.append(_select(now, ranks))
-            every_busy = np.broadcast_to(ring.busy(phase), (ring.ranks,))
-            busy.append(_select(every_busy, ranks))
-            if messages is None:
-                for_peers.append(np.full(len(ranks), np.nan))
-            else:
-                step_messages = _list_messages(ring, phase, step, now, ranks)
-                messages += [message for message in step_messages if message.source in ranks]
-                for_peers.append(_wait_for_peers(step_messages, now + every_busy, ranks))
+            begun.append(now[shown])
+            busy.append(np.broadcast_to(ring.busy(phase), (ring.ranks,))[shown])
+            if messages is not None:
+                messages += _list_messages(ring, phase, step, now, ranks)
             state.advance(phase, 1)
         done += phase.steps
         if done >= steps.stop:
             break
-    begun.append(_select(state.finish(), ranks))
-    return np.array(begun), np.array(busy), np.array(for_peers), None if messages is None else tuple(messages)
-
-
-def _select(values: np.ndarray, ranks: range) -> np.ndarray:
-    return np.array(values[ranks.start : ranks.stop])
+    begun.append(state.finish()[shown])
+    return StepWindow(ranks, steps, np.array(begun), np.array(busy), None if messages is None else tuple(messages))
 
 
 def _list_messages(ring: Ring, phase: Phase, step: int, now: np.ndarray, ranks: range) -> list[TimedMessage]:
-    """The messages that `ranks` send or receive at a step.
+    """The messages that `ranks` send at a step.
 
     With one receive buffer, each begins when both ends begin the step.
     """
@@ -149,49 +125,32 @@ def _list_messages(ring: Ring, phase: Phase, step: int, now: np.ndarray, ranks: 
 
     for lane in phase.messages:
         seconds = np.broadcast_to(lane.seconds, (ring.ranks,))
-        for source in {source % ring.ranks for rank in ranks for source in (rank, rank - lane.sign)}:
+        for source in ranks:
             if np.isfinite(seconds[source]):
                 add(source, (source + lane.sign) % ring.ranks, float(seconds[source]))
     if phase.direct is not None:
         columns = phase.direct.source, phase.direct.target, phase.direct.seconds
         for source, target, lasts in zip(*(column.tolist() for column in columns), strict=True):
-            if source in ranks or target in ranks:
+            if source in ranks:
                 add(source, target, lasts)
     return messages
 
 
-def _wait_for_peers(messages: Sequence[TimedMessage], done: np.ndarray, ranks: range) -> np.ndarray:
-    """Seconds for which each of `ranks`, whose visits are `done`, waits until its last message to end has begun."""
-    ends: dict[int, tuple[float, float]] = {}
-    for message in messages:
-        for rank in (message.source, message.target):
-            ends[rank] = max(ends.get(rank, (0.0, 0.0)), (message.begun + message.seconds, message.begun))
-    seconds = [max(ends.get(rank, (0.0, 0.0))[1] - float(done[rank]), 0.0) for rank in ranks]
-    return np.array(seconds)
-
-
 def _simulate_window(rates: Rates, faults: Faults, ranks: range, steps: range, why: str) -> StepWindow:
     """The window by the event solver."""
+    begun = np.full((len(steps) + 1, len(ranks)), np.nan)
+    busy = np.full((len(steps), len(ranks)), np.nan)
 
-    def simulate(faults: Faults) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        begun = np.full((len(steps) + 1, len(ranks)), np.nan)
-        busy, for_peers = np.full((2, len(steps), len(ranks)), np.nan)
+    def note(times: StepTimes) -> None:
+        if times.rank not in ranks:
+            return
+        column = times.rank - ranks.start
+        for step in range(times.step, times.next_step + 1):  # the steps between are those in which it does nothing
+            at = step - steps.start
+            if 0 <= at <= len(steps):
+                begun[at, column] = times.begun if step == times.step else times.next_begun
+            if 0 <= at < len(steps) and step < times.next_step:
+                busy[at, column] = times.busy if step == times.step else 0.0
 
-        def note(times: StepTimes) -> None:
-            if times.rank not in ranks:
-                return
-            column = times.rank - ranks.start
-            for step in range(times.step, times.next_step + 1):  # the steps between are those in which it does nothing
-                at = step - steps.start
-                if 0 <= at <= len(steps):
-                    begun[at, column] = times.begun if step == times.step else times.next_begun
-                if 0 <= at < len(steps) and step < times.next_step:
-                    first = step == times.step
-                    busy[at, column], for_peers[at, column] = (times.busy, times.late_peer) if first else (0.0, 0.0)
-
-        simulate_events(rates, faults, why, observe=note)
-        return begun, busy, for_peers
-
-    begun, busy, for_peers = simulate(faults)
-    late = begun - simulate(Faults())[0] if faults else 0 * begun
-    return StepWindow("events", ranks, steps, begun, busy, for_peers, late, None)
+    simulate_events(rates, faults, why, observe=note)
+    return StepWindow(ranks, steps, begun, busy, None)

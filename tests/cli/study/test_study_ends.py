@@ -19,7 +19,7 @@ from studies import files, read, study
 from ringattn import InvalidInput
 from ringattn.cli.config.schema import SimulateConfig
 from ringattn.cli.study import runner
-from ringattn.cli.study.point import SimulationCache
+from ringattn.cli.study.evaluation import SimulationCache
 from ringattn.cli.study.runner import run
 from ringattn.simulator.reporting.journal import Journal, read_journal, write_line
 
@@ -200,22 +200,3 @@ def test_a_full_disk_ends_a_study_that_goes_on_later(tmp_path: Path) -> None:
     assert len(kept) > 1
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=100)
     assert journal.read_bytes().splitlines()[: len(kept)] == kept and len(journal.read_bytes().splitlines()) == 13
-
-
-def test_jobs_of_a_launcher_end_with_the_same_bytes(inside: Inside, tmp_path: Path) -> None:
-    """Also after a share was lost, and after one that a killed command left behind."""
-    assert inside("simulate", *SWEEP, "output.path=one", cwd=tmp_path).returncode == 0
-    spread = ("study.spread=2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "output.path=many")
-    done = inside("simulate", *SWEEP, *spread, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    kept = ("points.jsonl", "sweep.csv", "stack.svg")
-    assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "many" / name).read_bytes() for name in kept)
-    assert sorted(p.name for p in (tmp_path / "many").glob("points*")) == ["points.jsonl", "points.jsonl.lock"]
-    lines = (tmp_path / "one" / "points.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "many" / "points.jsonl").write_bytes(b"".join(lines[:2]))
-    (tmp_path / "many" / "points.7.jsonl").write_bytes(b"".join([lines[0], *lines[4:6], lines[6][:9]]))
-    assert inside("simulate", *SWEEP, "output.path=many", cwd=tmp_path).returncode == 0
-    assert (tmp_path / "many" / "points.jsonl").read_bytes() == b"".join(lines)
-    refused = inside("simulate", *SWEEP, "study.share=2", "output.path=wrong", cwd=tmp_path)
-    assert refused.returncode == 2 and "study.share=2: expected one of the 1 shares" in refused.stderr, refused.stderr
-    assert not (tmp_path / "wrong").exists()

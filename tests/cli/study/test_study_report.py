@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ from studies import files, read, study
 
 import ringattn as ra
 from ringattn import Unsupported
-from ringattn.cli.config.groups import ExecuteGroup, WindowGroup
+from ringattn.cli.config.groups import ExecuteGroup
 from ringattn.cli.study import plots, runner
-from ringattn.cli.study.execution import plan_execution
+from ringattn.cli.study.evaluation import plan_execution
 from ringattn.cli.study.runner import run
 from ringattn.errors import NumericsFailure
 
@@ -89,15 +88,12 @@ def test_the_billion_tokens_quickly(tmp_path: Path) -> None:
 
 def test_reports_hold_every_number_with_its_word(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    options = {
-        "plots": ["stack", "efficiency", "memory", "crossover"],
-        "window": WindowGroup(point=0, ranks=2, steps=2),
-    }
+    options = {"plots": ["stack", "efficiency", "memory", "crossover"]}
     axes = {"ranks": [2, 4], "tokens": [4096, 8192], "layout": ["contiguous", "zigzag"]}
     done = study(tmp_path / "a", axes, study=options, slow={1: 2.0})
     table = run(done)
     page = (tmp_path / "a" / "report.html").read_text()
-    assert page.count("<svg") == 5 and "http://www.w3.org" in page and 'src="' not in page
+    assert page.count("<svg") == 4 and "http://www.w3.org" in page and 'src="' not in page
     for one in table.columns:
         if one.unit in ("s", "bytes", "bytes per rank"):
             assert one.word in ("counted", "modelled", "kind")
@@ -117,14 +113,12 @@ def test_reports_hold_every_number_with_its_word(tmp_path: Path) -> None:
         assert seconds == min(both.values()) and both[name] == seconds
     run(study(tmp_path / "b", axes, study=options, slow={1: 2.0}))
     assert files(tmp_path / "a") == files(tmp_path / "b")
-    record = json.loads((tmp_path / "a" / "trace.json").read_text())
-    assert record["traceEvents"] and record["otherData"] == {"kind": "modelled"}
 
 
 def test_reports_escape_labels_and_end_long_tables(tmp_path: Path) -> None:
     """201 points, of which a report shows 200; what a label holds is text, in HTML as in Markdown."""
     together = [{"machine.bandwidth": 1e9 + i, "label.name": "<b> & |"} for i in range(201)]
-    run(replace(study(tmp_path / "s", {}, study={"together": together}), name="<img src=x>"))
+    run(study(tmp_path / "s", {}, study={"together": together, "name": "<img src=x>"}))
     page, text = ((tmp_path / "s" / f"report.{kind}").read_text() for kind in ("html", "md"))
     assert page.count("<td>&lt;b&gt; &amp; |</td>") == 200 == text.count("| &lt;b> & \\| |")
     assert all("The first 200 of 201 points; sweep.csv holds all points." in report for report in (page, text))

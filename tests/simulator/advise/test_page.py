@@ -56,7 +56,7 @@ def test_the_page_begins_with_the_verdict_and_fits_a_phone(folder: Path) -> None
         pytest.skip("no Chromium on this machine")
     found = probe(page, PROBE, folder)
     assert found["first"] == json.loads((folder / "advice.json").read_text())["verdict"]
-    assert found["shown"] == found["figures"] == 6 and found["columns"] == 6 and found["wide"] <= found["room"]
+    assert found["shown"] == found["figures"] == 3 and found["columns"] == 6 and found["wide"] <= found["room"]
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,17 @@ import ringattn as ra
 from ringattn.cli.calibrate import _print as print_calibration
 from ringattn.errors import InvalidInput
 from ringattn.machine.kernel_times import SHAPES
-from ringattn.simulator.calibrate import fits, kernels, measuring_ranks, validate
-from ringattn.simulator.calibrate.links import Overlap
-from ringattn.simulator.calibrate.measure import Calibration, list_measured
+from ringattn.simulator.calibrate import fits, kernels, measuring_ranks
+from ringattn.simulator.calibrate.measure import Calibration, Overlap, Round, list_measured
 from ringattn.simulator.calibrate.measuring_ranks import MeasuringRanks, Settings
-from ringattn.simulator.calibrate.passes import Pass, PassCase, sizes_between
-from ringattn.simulator.calibrate.rounds import Round
+from ringattn.simulator.calibrate.passes import (
+    Pass,
+    PassCase,
+    held_out,
+    sizes_between,
+    summarise_errors,
+    validation_cases,
+)
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e8, 1e11))
@@ -189,10 +194,10 @@ def test_interference_is_the_middle_of_the_slowdowns() -> None:
 def test_held_out_sizes_are_held_out() -> None:
     rows = (64, 256, 1024, 4096)
     inside = {*rows, *sizes_between(rows)}
-    found = validate.held_out(rows)
+    found = held_out(rows)
     assert len(found) == 4 and not inside & set(found)
     assert all(rows[1] < n < rows[-1] for n in found)
-    assert {c.tokens for c in validate.validation_cases(found, 4)} == {4 * n for n in found}
+    assert {c.tokens for c in validation_cases(found, 4)} == {4 * n for n in found}
 
 
 def test_errors_are_those_of_a_plain_count() -> None:
@@ -201,7 +206,7 @@ def test_errors_are_those_of_a_plain_count() -> None:
     passes = [
         Pass(case, tuple(source.uniform(0.5, 2.0) for _ in range(5)), source.uniform(0.8, 1.2)) for _ in range(11)
     ]
-    found = validate.summarise_errors(passes, machine(residuals=tuple((1.0, 0.5 + i / 20) for i in range(19))))
+    found = summarise_errors(passes, machine(residuals=tuple((1.0, 0.5 + i / 20) for i in range(19))))
     signed = [p.modelled / sorted(p.seconds)[2] - 1 for p in passes]
     absolute = sorted(map(abs, signed))
     # 19 ratios: the 90 % interval is from the least to the largest.
@@ -211,7 +216,7 @@ def test_errors_are_those_of_a_plain_count() -> None:
     assert (found.median, found.worst) == (absolute[5], absolute[10])
     assert found.p90 == pytest.approx(absolute[9])  # of 11 numbers, 0.9 of the way is the tenth
     assert found.coverage == pytest.approx(hits / 55)
-    assert validate.summarise_errors(passes, machine()).coverage is None
+    assert summarise_errors(passes, machine()).coverage is None
 
 
 def test_what_nothing_measures_is_not_said_to_be_measured() -> None:
@@ -259,12 +264,12 @@ def test_rounds_are_joined() -> None:
         times = [measuring_ranks.TimedBytes(256, (t, t + 1))]
         works = [fits.Sample("dense", False, 8, 8, 1.0, (t,)), fits.Sample("dense", False, 8, 16, 1.0, (t, t))]
         overlaps = [Overlap(8, 64, (t,), (t, t), (t,))]
-        return Round(((t,), (t, t)), works, times, times, {"": times, "node_": times}, overlaps, [((t, 1.0),)] * 2)
+        return Round(((t,), (t, t)), works, times, {"": times, "node_": times}, overlaps, [((t, 1.0),)] * 2)
 
     found = Round.join([measure(1.0), measure(5.0)])
     assert found.overheads == ((1.0, 5.0), (1.0, 1.0, 5.0, 5.0))
     assert [one.seconds for one in found.works] == [(1.0, 5.0), (1.0, 1.0, 5.0, 5.0)]
-    assert found.merges == found.ping_pong == [measuring_ranks.TimedBytes(256, (1.0, 2.0, 5.0, 6.0))]
+    assert found.merges == [measuring_ranks.TimedBytes(256, (1.0, 2.0, 5.0, 6.0))]
     assert found.shifts == {"": found.merges, "node_": found.merges}
     assert found.overlaps == [Overlap(8, 64, (1.0, 5.0), (1.0, 1.0, 5.0, 5.0), (1.0, 5.0))]
     assert found.runs == [((1.0, 1.0), (5.0, 1.0))] * 2

@@ -35,11 +35,7 @@ def check(path: Path, ranks: int, *, alone: bool = False) -> ra.Machine:
     assert len(samples["works"]) == 2 * (4 + 2 + 2 + 2)  # dense, ragged, triangles, bands
     assert all(len(one["seconds"]) % ranks == 0 and len(one["seconds"]) >= 2 * ranks for one in samples["works"])
     if not alone:
-        assert (
-            [one["bytes"] for one in samples["shifts"]]
-            == [256, 32 << 20]
-            == [one["bytes"] for one in samples["ping_pong"]]
-        )
+        assert [one["bytes"] for one in samples["shifts"]] == [256, 32 << 20]
         assert len(samples["passes"]) == 8 and len(machine.residuals) == 8 * 2
         assert [one["rows"] for one in samples["overlaps"]] == [16, 64]
         assert all(len(one["visit"]) == len(one["both"]) >= 2 * ranks for one in samples["overlaps"])
@@ -137,7 +133,7 @@ def test_one_process_alone_measures_kernels(inside: Inside, tmp_path: Path) -> N
         ({"transport": TransportGroup("virtual")}, "expected one of gloo, nccl, mpi, none"),
         ({"transport": TransportGroup("nccl")}, "torchrun --nproc-per-node N -m ringattn calibrate"),
         ({"transport": TransportGroup("mpi")}, "mpirun -n 2 ringattn calibrate"),
-        ({"device": "cuda"}, "device=cuda is for transport=none"),
+        ({"device": "cuda"}, "device=cuda: expected cpu with gloo ranks"),
         ({"heads": 0}, "heads=0: must be at least 1"),
         ({"timeout": 0.0}, "timeout=0: must be"),
     ],

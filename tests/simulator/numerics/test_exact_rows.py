@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
-import oracle
 import pytest
 import torch
 from numerics_cases import PATTERNS, PERIOD, case_of, make, truth_of
@@ -13,8 +10,8 @@ from numerics_cases import PATTERNS, PERIOD, case_of, make, truth_of
 import ringattn as ra
 from ringattn.pattern import Pattern
 from ringattn.plan.row_sets import ALL_ROWS
-from ringattn.simulator.numerics import make_source
 from ringattn.simulator.numerics.oracle import ExactQueries, exact_keys, exact_rows
+from ringattn.simulator.numerics.source import make_source
 
 
 @pytest.mark.parametrize("period", [None, PERIOD])
@@ -33,29 +30,8 @@ def test_rows_of_a_source_do_not_depend_on_how_they_are_asked_for(period: int | 
         assert torch.equal(v[:, :, period:, 2:], v[:, :, :-period, 2:])
     assert torch.equal(v[0, 0, :, 1] / source.unit, torch.arange(200.0, dtype=torch.float64))
     assert (source.rows("q", every)[..., -1] == 0).all() and (k[..., -2] == 0).all() and (v[..., 0] == 1).all()
-    with source.shard(plan.layout, 3, ALL_ROWS) as (a, b):
-        assert source.live == 1
-        assert torch.equal(a, plan.layout.shard_tensor(k, 3)) and torch.equal(b, plan.layout.shard_tensor(v, 3))
-    assert (source.live, source.peak) == (0, 1)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-@pytest.mark.parametrize("period", [None, PERIOD])
-def test_key_gradients_of_few_queries_are_those_of_dense_attention(pattern: Pattern, period: int | None) -> None:
-    """The cotangent is that of the rows, and 0 elsewhere."""
-    plan, rows, keys = make(pattern), [3, 77, 200], [0, 3, 40, 76, 199]
-    case, source = case_of(plan, period), make_source(plan, period=period)
-    grad = torch.zeros_like(case.grad)
-    grad[:, :, rows] = case.grad[:, :, rows]
-    mask = torch.from_numpy(pattern.mask(256, 4))
-    truth = oracle.dense(replace(case, grad=grad), mask, plan.pattern.output_scale)
-    places = [range(row, row + 1) for row in rows]
-    found, given = exact_rows(plan.pattern, source, places, 8**-0.5), grad[0][:, rows]
-    scaled = given * plan.pattern.output_scale
-    queries = ExactQueries(np.array(rows), case.q[0][:, rows], scaled, found.lse, (given * found.out).sum(-1))
-    of_keys = exact_keys(plan.pattern, source, [range(key, key + 1) for key in keys], 8**-0.5, queries, places)
-    for x, y, chosen in zip((found.dq, *of_keys), truth.grads, (rows, keys, keys), strict=True):
-        np.testing.assert_allclose(x.numpy(), y[0][:, chosen].numpy(), rtol=0, atol=1e-14)
+    a, b = source.block(plan.layout, 3, ALL_ROWS)
+    assert torch.equal(a, plan.layout.shard_tensor(k, 3)) and torch.equal(b, plan.layout.shard_tensor(v, 3))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)

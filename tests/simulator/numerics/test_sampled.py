@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from numerics_cases import LAYOUTS, PATTERNS, PERIOD, make
 
 import ringattn as ra
 from ringattn.pattern import Pattern
 from ringattn.plan.schedules import make_schedule
-from ringattn.plan.schedules.route import Route
-from ringattn.simulator.numerics import chosen_rows, make_source, numerics
-from ringattn.simulator.numerics.sampled import sample
+from ringattn.plan.schedules.base import Route
+from ringattn.simulator.numerics import numerics
+from ringattn.simulator.numerics.sampled import chosen_rows, sample
+from ringattn.simulator.numerics.source import RowSource, make_source
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
@@ -21,8 +26,8 @@ from ringattn.simulator.numerics.sampled import sample
 def test_sampled_rows_are_exact(pattern: Pattern, layout: str, schedule: str) -> None:
     plan = make(pattern, layout=layout, schedule=schedule)
     period = (None, PERIOD)[(PATTERNS.index(pattern) + LAYOUTS.index(layout)) % 2]
-    report = numerics(plan, rows=6, period=period, backward=True)
-    assert report.passed and report.keys >= 5 and report.wrong_gradients == 0, report
+    report = numerics(plan, rows=6, period=period)
+    assert report.passed, report
     assert (report.rows, report.pairs) == (6, report.pairs_expected)
     mask = pattern.mask(256, 4)
     rows = chosen_rows(plan, 6)
@@ -30,14 +35,18 @@ def test_sampled_rows_are_exact(pattern: Pattern, layout: str, schedule: str) ->
     assert len({plan.layout.owner(row) for row in chosen_rows(plan, 6, 2)}) <= 2
 
 
-def test_sampled_shards_in_memory_do_not_depend_on_the_number_of_ranks() -> None:
+def test_sampled_rows_share_one_walk_around_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, made = RowSource.block, Counter[int]()
+
+    def counting(self: RowSource, *place: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        made[self.tokens] += 1
+        return block(self, *place)
+
+    monkeypatch.setattr(RowSource, "block", counting)
     for ranks in (8, 64, 512):
         plan = make(ra.Full(), tokens=16 * ranks, ranks=ranks)
-        source = make_source(plan, period=PERIOD)
-        report = sample(plan, source, rows=[0, 8 * ranks, 16 * ranks - 1])
-        assert report.passed and report.live == 1 and source.live == 0
-        assert report.visits == 3 * ranks
-        assert source.made == ranks  # one walk around the ring
+        report = sample(plan, make_source(plan, period=PERIOD), rows=[0, 8 * ranks, 16 * ranks - 1])
+        assert report.passed and report.visits == 3 * ranks and made[16 * ranks] == ranks
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)

@@ -53,12 +53,13 @@ def test_the_command_line(inside: Inside, tmp_path: Path) -> None:
     assert found["pairs"] == 6 + 101 + 4096 and found["accurate"] and found["complete"]
     assert (found["words"]["error"], found["words"]["ledger"]) == ("measured", "counted")
     assert found["plan"]["dtype"] == "float64" and 0 < found["error"] < 1e-11
-    for fault in ("swap", "lost", "scaled"):
-        done = inside("simulate", *shape, "backward=true", "numerics.rows=4", f"numerics.fault={fault}", cwd=tmp_path)
+    for more in (("numerics.fault=swap",), ("numerics.fault=lost", "backward=true", "numerics.way=all")):
+        done = inside("simulate", *shape, *more, cwd=tmp_path)
         assert done.returncode == 0 and "caught by the ledger and the numbers" in done.stdout, done.stderr
     for wrong, words in (
         (("mode=numerics", "stalls=[[1,0,0.5]]"), "stalls=[[1, 0, 0.5]] has no meaning with mode=numerics"),
         (("mode=numerics", "numerics.row=3"), "did you mean 'rows'?"),
+        (("mode=numerics", "backward=true"), "for backward=True try mode='all' (numerics.way=all)"),
         (("mode=numerics", "dtype=float32"), "sampled rows are exact in fp64 only"),
         (("mode=numerics", "backward=true", "numerics.way=all", "numerics.count=2"), "exchanges gradients"),
     ):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import oracle
 import pytest
 import torch
@@ -11,7 +14,9 @@ import ringattn as ra
 from ringattn.errors import InvalidInput
 from ringattn.kernels import get_kernel
 from ringattn.pattern import Pattern
-from ringattn.simulator.numerics import TensorSource, execute, make_groups, make_source, numerics, whole
+from ringattn.simulator.numerics import numerics
+from ringattn.simulator.numerics.source import TensorSource, make_source
+from ringattn.simulator.numerics.whole import Outcome, execute, make_groups, whole
 
 #: Layout, schedule, and what rotates in the backward.
 RINGS = (
@@ -28,19 +33,25 @@ RINGS = (
     [(pattern, *RINGS[(place + turn) % 5]) for place, pattern in enumerate(PATTERNS) for turn in (0, 1, 3)],
     ids=str,
 )
-def test_all_ranks_in_lockstep_are_the_dense_result(pattern: Pattern, layout: str, schedule: str, rotate: str) -> None:
+def test_all_ranks_in_lockstep_are_the_dense_result(
+    pattern: Pattern, layout: str, schedule: str, rotate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = make(pattern, layout=layout, schedule=schedule, rotate=rotate)
     truth = truth_of(plan, PERIOD)
     outs: dict[int, torch.Tensor] = {}
     lses: dict[int, torch.Tensor] = {}
     grads: dict[int, tuple[torch.Tensor, ...]] = {}
 
-    def watch(outcome: object) -> None:
-        for i, rank in enumerate(outcome.ranks):  # type: ignore[attr-defined]
-            outs[rank], lses[rank] = outcome.out[i : i + 1], outcome.lse[i : i + 1]  # type: ignore[attr-defined]
-            grads[rank] = tuple(x[i : i + 1].clone() for x in outcome.grads)  # type: ignore[attr-defined]
+    def watched(*given: Any, **options: Any) -> tuple[list[Outcome], int]:
+        outcomes, answered = execute(*given, **options)
+        for outcome in outcomes:
+            for i, rank in enumerate(outcome.ranks):
+                outs[rank], lses[rank] = outcome.out[i : i + 1], outcome.lse[i : i + 1]
+                grads[rank] = tuple(x[i : i + 1].clone() for x in outcome.grads)
+        return outcomes, answered
 
-    report = whole(plan, make_source(plan, period=PERIOD), grads=True, watch=watch)
+    monkeypatch.setattr(sys.modules["ringattn.simulator.numerics.whole"], "execute", watched)
+    report = whole(plan, make_source(plan, period=PERIOD), grads=True)
     assert report.passed, report
     assert report.visits == sum(plan.demand.visits(r, o) for r in range(8) for o in range(8))
     unshard = plan.layout.unshard_tensor

@@ -8,10 +8,15 @@ import pytest
 
 import ringattn as ra
 from ringattn.machine.bands import BANDS, SIZES, describe_band, size_class
-from ringattn.simulator.published.errors import group_errors, preset_bands
-from ringattn.simulator.published.measurements import SOURCES, Measurement, read_measurements
-from ringattn.simulator.published.predictions import CAUSES, PredictedRow, predict_measurements
-from ringattn.simulator.published.scatter import draw_scatter
+from ringattn.simulator.published.errors import draw_scatter, group_errors, preset_bands
+from ringattn.simulator.published.predictions import (
+    CAUSES,
+    SOURCES,
+    Measurement,
+    PredictedRow,
+    predict_measurements,
+    read_measurements,
+)
 
 #: Most (median, P90) of the errors by the preset, and with the source's kernel rate, in the fixed subset.
 LIMITS = {

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from ringattn import Causal, Documents, Full, Machine, Plan, Stall, Strided, Unsupported, Window, make_plan, simulate
 from ringattn.simulator.timing.rates import Faults
 from ringattn.simulator.timing.solvers import delay, event_loop
+from ringattn.simulator.timing.solvers.event_loop import CardUse, share_evenly
 from ringattn.simulator.timing.solvers.recurrence import NeighborMessages, Phase, Ring
-from ringattn.simulator.timing.solvers.sharing import CardUse, share_evenly
 
 CLOSE = 1e-9
 

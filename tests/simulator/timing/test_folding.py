@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ringattn as ra
 from ringattn import Causal, Dilated, Full, Machine, Pattern, Plan, Strided, Unsupported, Window, make_plan, simulate
 from ringattn.simulator.timing.rates import Faults, Rates
-from ringattn.simulator.timing.solvers import folding
+from ringattn.simulator.timing.solvers import events
 from ringattn.simulator.timing.solvers.base import Solved
 from ringattn.simulator.timing.solvers.event_loop import simulate_events
 
@@ -72,7 +72,7 @@ def test_masks_that_do_not_repeat_have_no_period(pattern: Pattern) -> None:
     if not isinstance(pattern, ra.BlockSparse):
         return
     plan = make_plan(pattern, tokens=12, ranks=12, layout="contiguous", schedule="ring")
-    assert folding.find_fold(Rates(plan, EVEN, False)) == "the mask does not repeat, or not for all lengths"
+    assert events.find_fold(Rates(plan, EVEN, False)) == "the mask does not repeat, or not for all lengths"
 
 
 @st.composite
@@ -89,7 +89,7 @@ def plans(draw: st.DrawFn) -> Plan:
 @given(plans(), st.sampled_from((*MACHINES, *SHARED)), st.booleans())
 def test_few_ranks_have_the_times_of_many(plan: Plan, machine: Machine, backward: bool) -> None:
     rates = Rates(plan, machine, backward)
-    found = folding.simulate_folded(rates, "")
+    found = events.simulate_folded(rates, "")
     assume(isinstance(found, Solved))
     assert isinstance(found, Solved)
     whole = simulate_events(rates, Faults())
@@ -102,12 +102,12 @@ def test_few_ranks_have_the_times_of_many(plan: Plan, machine: Machine, backward
 
 def test_too_few_ranks_around_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where delays from the ends reach farther than is taken, the two periods between them differ."""
-    plan = make_plan(Window(9, 9), tokens=240, ranks=120, layout="contiguous", schedule="ring", heads=2, head_dim=8)
+    plan = make_plan(Window(9, 2), tokens=240, ranks=120, layout="contiguous", schedule="ring", heads=2, head_dim=8)
     rates = Rates(plan, MACHINES[0], False)
-    assert isinstance(folding.simulate_folded(rates, ""), Solved)
-    monkeypatch.setattr(folding, "_find_dependence", lambda rates, size: 2)
+    assert isinstance(events.simulate_folded(rates, ""), Solved)
+    monkeypatch.setattr(events, "_find_dependence", lambda rates, size: 2)
     with pytest.raises(AssertionError):
-        folding.simulate_folded(rates, "")
+        events.simulate_folded(rates, "")
 
 
 SIZES = {"layout": "contiguous", "schedule": "ring", "heads": 8, "kv_heads": 2, "dtype": "bfloat16"}

@@ -169,7 +169,6 @@ def test_a_choice_for_many_ranks_looks_at_few_tiles(pattern: Pattern) -> None:
 def test_sampled_ranks() -> None:
     assert sample_ranks(1) == [0] and sample_ranks(4) == [0, 1, 2, 3] and len(sample_ranks(16)) == 8
     assert sample_ranks(1 << 18) == [0, (1 << 17) - 1, (1 << 18) - 1]
-    assert {rank % 4 for rank in sample_ranks(16, 4)} == {0, 3}  # where messages cross to other nodes
 
 
 def test_wrong_machines() -> None:

@@ -17,7 +17,6 @@ from strategies import problems
 import ringattn as ra
 from ringattn import Causal, Full, InvalidInput, Machine, Pattern, Plan, Stall, Unsupported, Window, make_plan, simulate
 from ringattn.machine.kernel_times import BACKWARD
-from ringattn.simulator.timing.band.band import find_band
 from ringattn.simulator.timing.costs import expected_seconds, failures, memory, young_daly
 from ringattn.simulator.timing.forecast import predict
 from ringattn.simulator.timing.solvers.jitter import sample_ring
@@ -26,61 +25,6 @@ from ringattn.simulator.timing.solvers.recurrence import NeighborMessages, Phase
 CLOSE = 1e-12
 #: A machine on which visits and messages of these small plans take about as long.
 EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7, merge=1e8, gamma=0.1)
-MACHINES = (
-    EVEN,
-    replace(EVEN, flops=1e9),
-    replace(EVEN, ranks_per_node=2, node_bandwidth=1e9),
-    replace(EVEN, latency=0.0, bandwidth=1e6),
-)
-BANDS = (Full(), Causal(), Causal() & Window(20), Window(7, 11), Window(60, 60))
-
-bands = st.builds(
-    lambda pattern, layout, ranks, chunk, kv, rotate: make_plan(
-        pattern,
-        tokens=2 * ranks * chunk,
-        ranks=ranks,
-        layout=layout,
-        schedule="ring",
-        heads=4,
-        kv_heads=kv,
-        head_dim=8,
-        rotate=rotate,
-    ),
-    st.sampled_from(BANDS),
-    st.sampled_from(["contiguous", "zigzag"]),
-    st.integers(1, 7),
-    st.integers(1, 12),
-    st.sampled_from([1, 4]),
-    st.sampled_from(["keys", "queries"]),
-)
-
-
-@given(bands)
-def test_counts_of_all_ranks_at_once_are_those_of_the_plan(plan: Plan) -> None:
-    band = find_band(plan)
-    assert band is not None
-    ranks = np.arange(plan.ranks)
-    for owner in range(plan.ranks):
-        found = band.heads * band.pairs_of_head(ranks, np.full(plan.ranks, owner))
-        assert found.tolist() == [plan.demand.pairs(rank, owner) for rank in range(plan.ranks)]
-
-
-@given(bands, st.sampled_from(MACHINES), st.booleans(), st.data())
-def test_events_and_rings_agree(plan: Plan, machine: Machine, backward: bool, data: st.DataObject) -> None:
-    """F, which runs the plan's own steps, equals what the ring solvers make of the same plan; traffic is the plan's."""
-    factors = st.dictionaries(st.integers(0, plan.ranks - 1), st.sampled_from([0.5, 1.0, 3.0]), max_size=2)
-    options = {"slow": data.draw(factors), "slow_links": data.draw(factors)}
-    found = simulate(plan, machine, backward=backward, **options)  # type: ignore[arg-type]
-    steps = simulate(plan, machine, backward=backward, solver="events", **options)  # type: ignore[arg-type]
-    assert found.seconds == pytest.approx(steps.seconds, rel=CLOSE)
-    assert found.finish == pytest.approx(steps.finish, rel=CLOSE)
-    assert found.traffic == steps.traffic
-    for one in (found, steps):
-        assert one.compute + sum(one.exposed.values()) == pytest.approx(one.seconds, rel=1e-9)
-        assert min(one.exposed.values()) >= -1e-9 * one.seconds
-    assert steps.exposed == pytest.approx(found.exposed, rel=1e-9, abs=1e-9 * steps.seconds)
-    assert steps.traffic.total == plan.bytes_sent(backward=backward)
-    assert steps.traffic.messages == plan.messages(backward=backward)
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -8,15 +8,11 @@ from functools import cached_property
 
 import numpy as np
 
-from ....plan.schedules.relay import Way
+from ....plan.schedules.ring import Way
 from ..rates import Faults, Rates
 from ..solvers.recurrence import Phase, Ring, Value
-from .band import Band
-from .breakpoints import find_owner_breakpoints
-from .direct_costs import DirectCosts
-from .neighbor_costs import NeighborCosts, scale_by_slow_ranks
-from .owner_messages import RANKS_AT_A_TIME, OwnerMessages
-from .traffic import BandTraffic
+from .band import Band, BandTraffic, find_owner_breakpoints
+from .messages import RANKS_AT_A_TIME, DirectCosts, NeighborCosts, OwnerMessages, scale_by_slow_ranks
 
 #: Counts of up to so many ranks x steps are cached with their plan.
 CACHED = 1 << 21

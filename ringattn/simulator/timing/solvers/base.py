@@ -8,8 +8,107 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..problem import RingProblem, TimingProblem
-from ..resources import Loads, Traffic, survey
-from .recurrence import Ring
+from .recurrence import Phase, Ring
+
+#: Two sums of the same numbers in different orders differ by at most this share.
+ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Seconds of each rank in one pass, float64 [ranks], or [1] where all ranks are alike."""
+
+    #: Visits.
+    compute: np.ndarray
+    merge: np.ndarray
+    #: What messages add to visits.
+    interference: np.ndarray
+    stalls: np.ndarray
+
+    @classmethod
+    def none(cls, ranks: int) -> Loads:
+        """Loads of 0 seconds, to be added to."""
+        return cls(*(np.zeros(ranks) for _ in range(4)))
+
+    def add(self, ring: Ring, phase: Phase) -> None:
+        """Add what ranks do in all steps of a phase, except stalls, in place."""
+        for total, seconds in (
+            (self.compute, phase.compute),
+            (self.merge, phase.merge),
+            (self.interference, ring.busy(phase) - phase.merge - phase.compute),
+        ):
+            total += phase.steps * seconds
+
+    @property
+    def busiest(self) -> float:
+        """Seconds for which the busiest rank is busy."""
+        return float((self.compute + self.merge + self.interference + self.stalls).max())
+
+    def waits(self, seconds: float) -> bool:
+        """Whether a pass of `seconds` is longer than its busiest rank is busy."""
+        return seconds - self.busiest > ROUNDING * seconds
+
+    def causes(self, seconds: float, peers: float | None) -> tuple[float, dict[str, float]]:
+        """The mean seconds of visits, and by cause what makes a pass of `seconds` longer; together they are `seconds`.
+
+        A cause counts by how much the busiest rank is busy longer once the cause is added. The rest is waiting: for
+        slow peers as far as a pass of `peers` seconds, whose messages take no time, waits too, and else for messages.
+        """
+        busy = self.compute.copy()
+        mean = float(busy.mean())
+        longest = float(busy.max())
+        exposed = {"imbalance": longest - mean if longest - mean > ROUNDING * longest else 0.0}
+        for name, added in (("merge", self.merge), ("interference", self.interference), ("stalls", self.stalls)):
+            busy += added
+            exposed[name], longest = float(busy.max()) - longest, float(busy.max())
+        wait = seconds - longest if seconds - longest > ROUNDING * seconds else 0.0
+        for_peers = 0.0 if peers is None or peers - longest <= ROUNDING * seconds else min(peers - longest, wait)
+        return mean, exposed | {"wait for peers": for_peers, "wait for messages": wait - for_peers}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes and messages of one pass, counted. A link leads from one rank to another."""
+
+    #: Bytes on all links.
+    total: int
+    #: Bytes on the link that carries most.
+    busiest: int
+    #: Links that carry bytes.
+    links: int
+    messages: int
+
+    @classmethod
+    def of(cls, carried: np.ndarray, messages: int, direct: np.ndarray) -> Traffic:
+        """The traffic of `messages` messages between neighbours, and of messages that skip ranks.
+
+        `carried` are the bytes of each link between neighbours, int64 [links]; `direct` are the bytes of the messages
+        that skip ranks, int64 [messages], each on a link of its own.
+        """
+        by_link = np.concatenate([carried[carried > 0], direct])
+        total = sum(by_link.tolist())  # in Python's integers: the sum over all ranks may exceed int64
+        return cls(total, int(by_link.max(initial=0)), len(by_link), messages + len(direct))
+
+
+def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
+    """The loads of the ranks of a ring, of one rank where all are alike, and the traffic of `copies` such rings."""
+    alike = isinstance(ring.phases, tuple) and not ring.stalls and not any(phase.arrays for phase in ring.phases)
+    loads = Loads.none(1 if alike else ring.ranks)
+    carried: dict[int, np.ndarray] = {}
+    direct: list[np.ndarray] = []
+    messages = 0
+    for phase in ring.phases() if callable(ring.phases) else ring.phases:
+        loads.add(ring, phase)
+        for lane in phase.messages:
+            sent = np.broadcast_to(np.asarray(lane.bytes, dtype=np.int64) * np.isfinite(lane.seconds), (ring.ranks,))
+            messages += copies * phase.steps * int(np.count_nonzero(sent))
+            carried[lane.sign] = carried.get(lane.sign, 0) + phase.steps * sent
+        direct += [] if phase.direct is None else [phase.direct.bytes]
+    for stall in ring.stalls:
+        loads.stalls[stall.rank] += stall.seconds
+    neighbours = np.concatenate([*carried.values(), np.zeros(0, dtype=np.int64)])
+    traffic = Traffic.of(neighbours, messages, np.concatenate([*direct, np.zeros(0, dtype=np.int64)]))
+    return loads, replace(traffic, total=copies * traffic.total, links=copies * traffic.links)
 
 
 @dataclass(frozen=True)

@@ -1,37 +1,58 @@
 """The state of a ring between two steps, and its advance by the recurrence: every rank at every step, exactly.
 
-The state is kept in delay form: D = S - k * reference stays small, so that float64 loses nothing over 262,144 steps. A
-block of ranks stays in the cache for up to DEPTH steps, together with as many neighbors on either side as these steps
-can reach.
+The state is kept in delay form: D = S - k * reference stays small, so that float64 loses nothing over 262,144 steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from ...progress import track
-from .changes import CoefficientChanges
-from .direct_messages import advance_delayed_ranks
-from .recurrence import NEVER, DirectMessages, NeighborMessages, Phase, Ring, Value, largest, shift_ranks
+from .recurrence import NEVER, DirectMessages, NeighborMessages, Phase, Ring, instant, largest, shift_ranks
 
-#: Ranks per block, and steps per visit to a block: three coefficients and two rows of times fit into a level-2 cache.
-BLOCK, DEPTH = 16384, 128
-#: A coefficient in delay form: of each rank, of all ranks, or None where it never decides a maximum.
-Coefficient = np.ndarray | float | None
+#: Steps between two reports of progress.
+DEPTH = 128
+#: A rank takes part in the maximum of the next rank, and of the previous one: (these ranks, their neighbors), and the
+#: rank at the end of the line, whose neighbor is at the other end.
+NEIGHBORS = ((slice(1, None), slice(None, -1), 0, -1), (slice(None, -1), slice(1, None), -1, 0))
+
+
+@dataclass(frozen=True)
+class CoefficientChanges:
+    """`steps` steps of a stencil whose coefficients (own, below, above) and busy seconds change at a few ranks.
+
+    The steps begin with the numbers `initial`, float64 [4, ranks], or keep the previous numbers where `initial` is
+    None. From step `step[i]` on, rank `rank[i]` has the numbers `values[:, i]`; points ascend with their step. `direct`
+    are the direct messages of the same steps.
+    """
+
+    steps: int
+    initial: np.ndarray | None
+    step: np.ndarray
+    rank: np.ndarray
+    values: np.ndarray
+    direct: DirectMessages | None = None
+
+    def instant(self) -> CoefficientChanges:
+        """The changes where messages take no time: a rank is busy for as long as before."""
+
+        def change(values: np.ndarray) -> np.ndarray:
+            return np.stack([values[3], instant(values[1]), instant(values[2]), values[3]])
+
+        initial = None if self.initial is None else change(self.initial)
+        direct = None if self.direct is None else self.direct.instant()
+        return CoefficientChanges(self.steps, initial, self.step, self.rank, change(self.values), direct)
 
 
 class DelayState:
-    """The times at which ranks begin step `step`, relative to `step` x `reference`.
+    """The times at which ranks begin step `step`, relative to `step` x `reference`."""
 
-    `period` is a number of ranks after which coefficients often repeat, such as those of a node; it only saves time.
-    """
-
-    def __init__(self, ring: Ring, period: int = 1) -> None:
-        self.ring, self.step, self.reference, self.period = ring, 0, 0.0, period
-        #: Coefficients of the last step, where they change from step to step.
-        self.coefficients: list[np.ndarray] = []
+    def __init__(self, ring: Ring) -> None:
+        self.ring, self.step, self.reference = ring, 0, 0.0
+        #: Coefficients of the last step in delay form, float64 [3, ranks].
+        self.coefficients = np.zeros((3, ring.ranks))
         self.now = np.zeros(ring.ranks)
         #: With several receive slots: the last starts, and by direction the last arrivals and when the link is free.
         self.starts: list[np.ndarray] = []
@@ -56,30 +77,61 @@ class DelayState:
         self.link_free = {sign: row + gain for sign, row in self.link_free.items()}
 
     def advance(self, phase: Phase, steps: int) -> None:
-        """Advance by some steps of a phase."""
+        """Advance by some steps of a phase; by one step of a phase with direct messages."""
         if not self.step:
             longest = largest(self.ring.busy(phase), *(sent.seconds for sent in phase.messages))
             self.reference = float(np.max(longest))
         if self.ring.buffers > 1:
             for _ in track(range(steps), steps, "steps"):
                 self._advance_with_slots(phase)
-        else:
-            coefficients = [_delay_form(value, self.reference) for value in self.ring.coefficients(phase)]
-            direct = None if phase.direct is None else phase.direct.lengthened(-self.reference)
-            self.now = advance_blocks(self.now, steps, coefficients, self.period, direct=direct)
-            self.step += steps
+            return
+        for value, row in zip(self.ring.coefficients(phase), self.coefficients, strict=True):
+            row[:] = value - self.reference
+        for done in track(range(0, steps, DEPTH), -(-steps // DEPTH), f"steps by {DEPTH}"):
+            self._advance(min(DEPTH, steps - done), None, phase.direct)
 
     def advance_changes(self, changes: CoefficientChanges) -> None:
         """Advance by steps whose coefficients change. The largest initial coefficient becomes the new reference."""
         if changes.initial is not None:
-            longest = max(float(value.max()) for value in changes.initial)
+            longest = float(changes.initial[:3].max())
             # The same times, relative to another reference.
             self.now = self.now + self.step * (self.reference - longest)
             self.reference = longest
-            self.coefficients = [value - longest for value in changes.initial]
-        points = changes.lengthened(-self.reference)
-        self.now = advance_blocks(self.now, changes.steps, self.coefficients, self.period, points, points.direct)
-        self.step += changes.steps
+            self.coefficients = changes.initial[:3] - longest
+        self._advance(changes.steps, changes, changes.direct)
+
+    def _advance(self, steps: int, changes: CoefficientChanges | None, direct: DirectMessages | None) -> None:
+        """Advance by the stencil max(now + own, below + left, above + right), and to the ends of direct messages."""
+        now, then, scratch = self.now, *np.empty((2, self.ring.ranks))
+        own, *others = self.coefficients
+        values = np.zeros((3, 0)) if changes is None else changes.values[:3] - self.reference
+        first_point, first_message = (
+            np.searchsorted([] if part is None else part.step, np.arange(steps + 1)).tolist()
+            for part in (changes, direct)
+        )
+        sides = [
+            (coefficient, *side)
+            for coefficient, later, side in zip(others, values[1:], NEIGHBORS, strict=True)
+            if np.isfinite(coefficient).any() or np.isfinite(later).any()
+        ]
+        for k in range(steps):
+            if changes is not None and first_point[k] < first_point[k + 1]:
+                part = slice(first_point[k], first_point[k + 1])
+                self.coefficients[:, changes.rank[part]] = values[:, part]
+            np.add(now, own, out=then)
+            for coefficient, ranks, neighbors, end, other_end in sides:
+                np.add(now[neighbors], coefficient[ranks], out=scratch[ranks])
+                scratch[end] = now[other_end] + coefficient[end]
+                np.maximum(then, scratch, out=then)
+            if direct is not None and first_message[k] < first_message[k + 1]:
+                part = slice(first_message[k], first_message[k + 1])
+                ends = np.stack([direct.source[part], direct.target[part]])
+                ended = now[ends].max(axis=0) + (direct.seconds[part] - self.reference)
+                # Not broadcast: np.maximum.at of numpy 2.4 reads beyond the end of broadcast values.
+                np.maximum.at(then, ends.ravel(), np.concatenate([ended, ended]))
+            now, then = then, now
+        self.now = now
+        self.step += steps
 
     def _advance_with_slots(self, phase: Phase) -> None:
         """Advance by one step of a ring with several receive slots, all ranks at once."""
@@ -109,131 +161,3 @@ class DelayState:
         link_free = self.link_free.setdefault(sent.sign, np.full(self.ring.ranks, NEVER))
         gap = np.where(np.isfinite(sent.seconds), sent.gap, NEVER)
         return np.maximum(begun + sent.seconds, link_free + gap)
-
-
-def _delay_form(value: Value, reference: float) -> Coefficient:
-    """A coefficient relative to the reference; None where it never decides a maximum."""
-    if np.all(np.equal(value, NEVER)):
-        return None
-    return value - reference
-
-
-def advance_blocks(
-    now: np.ndarray,
-    steps: int,
-    coefficients: Sequence[Coefficient],
-    period: int = 1,
-    changes: CoefficientChanges | None = None,
-    direct: DirectMessages | None = None,
-) -> np.ndarray:
-    """Advance times float64 [ranks] by the stencil max(now + own, below + left, above + right) around the ring.
-
-    With `changes`, coefficients are arrays, and become the coefficients of the last step in place. Of a block that
-    repeats every `period` ranks, one period is computed. `direct` messages are added at the ranks that they may delay.
-    """
-    ranks = len(now)
-    depth = max(1, min(DEPTH, steps, ranks))
-    padded: list[Coefficient] = []
-    buffers = [np.zeros(min(BLOCK, ranks) + 2 * depth) for _ in range(3)]
-    then = np.empty_like(now)
-    for done in track(range(0, steps, depth), -(-steps // depth), f"steps by {depth}"):
-        count = min(depth, steps - done)
-        around = _pad_ring(now, depth)
-        if changes is not None or not padded:
-            padded = [_pad_ring(c, depth) if isinstance(c, np.ndarray) else c for c in coefficients]
-        computed_periods: dict[bytes, np.ndarray] = {}
-        for low in range(0, ranks, BLOCK):
-            size = min(BLOCK, ranks - low)
-            part = slice(low, low + size + 2 * depth)
-            block_coefficients = [c[part] if isinstance(c, np.ndarray) else c for c in padded]
-            points = None
-            if changes is not None:
-                points = changes.inside(done, done + count, low - depth, size + 2 * depth, ranks)
-                if points:
-                    block_coefficients = [np.array(c) for c in block_coefficients]
-                else:
-                    block_coefficients = [_drop_never(np.asarray(c)) for c in block_coefficients]
-            if points is None and _repeats([around[part], *block_coefficients], period):
-                # The ranks of one period, with as many ranks around them as these steps reach.
-                once = slice(depth - count, min(depth + period + count, size + 2 * depth))
-                rows = [c[once] if isinstance(c, np.ndarray) else c for c in block_coefficients]
-                advanced = _advance_period(around[part][once], count, rows, period, buffers, computed_periods)
-                then[low : low + size] = np.resize(advanced, size)
-            else:
-                advanced = _advance_block(around[part], count, block_coefficients, buffers, points)
-                then[low : low + size] = advanced[depth : depth + size]
-        sent = None if direct is None else direct.between(done, done + count)
-        if sent is not None and len(sent):
-            points = None if changes is None else changes.between(done, done + count)
-            delayed, times = advance_delayed_ranks(now, count, coefficients, sent, points)
-            then[delayed] = times
-        now, then = then, now
-        if changes is not None:
-            changes.apply(coefficients, done, done + count)
-    return now
-
-
-def _pad_ring(values: np.ndarray, depth: int) -> np.ndarray:
-    """The values of all ranks, with the values of `depth` ranks around the ring before and after them."""
-    return np.concatenate((values[len(values) - depth :], values, values[:depth]))
-
-
-def _drop_never(coefficient: np.ndarray) -> np.ndarray | None:
-    """The coefficient, or None where it never decides a maximum."""
-    return None if coefficient[0] == NEVER and bool((coefficient == NEVER).all()) else coefficient
-
-
-def _repeats(rows: Sequence[Coefficient], period: int) -> bool:
-    """Whether all rows repeat every `period` ranks, and are longer than two periods."""
-    arrays = [row for row in rows if isinstance(row, np.ndarray)]
-    return len(arrays[0]) > 2 * period and all(
-        row[-1] == row[-1 - period] and row[0] == row[period] and bool((row[period:] == row[:-period]).all())
-        for row in arrays
-    )
-
-
-def _advance_period(
-    around: np.ndarray,
-    steps: int,
-    coefficients: Sequence[Coefficient],
-    period: int,
-    buffers: list[np.ndarray],
-    computed: dict[bytes, np.ndarray],
-) -> np.ndarray:
-    """Times of one period of ranks after some steps, float64 [period]; `computed` holds the equal periods of a step."""
-    rows = (around, *coefficients)
-    key = b"".join(row[:period].tobytes() if isinstance(row, np.ndarray) else b"." for row in rows)
-    if key not in computed:
-        computed[key] = _advance_block(around, steps, coefficients, buffers)[steps : steps + period].copy()
-    return computed[key]
-
-
-def _advance_block(
-    around: np.ndarray,
-    steps: int,
-    coefficients: Sequence[Coefficient],
-    buffers: list[np.ndarray],
-    changes: CoefficientChanges | None = None,
-) -> np.ndarray:
-    """Times of a block and its neighbors after some steps. Errors at both ends move inward by one rank per step."""
-    size = len(around)
-    now, then, other = (buffer[:size] for buffer in buffers)
-    now[:] = around
-    then[:] = around
-    own, left, right = (c[1:-1] if isinstance(c, np.ndarray) else c for c in coefficients)
-    assert own is not None, "a rank is busy for at least 0 seconds"
-    views = [(x[1:-1], x[:-2], x[2:]) for x in (now, then)]
-    scratch = other[1:-1]
-    first_point = [0] * (steps + 1) if changes is None else np.searchsorted(changes.step, np.arange(steps + 1)).tolist()
-    for k in range(steps):
-        if first_point[k] < first_point[k + 1] and changes is not None:
-            changes.apply(coefficients, k, k + 1)
-        (here, below, above), target = views[k % 2], views[1 - k % 2][0]
-        np.add(here, own, out=target)
-        if left is not None:
-            np.add(below, left, out=scratch)
-            np.maximum(target, scratch, out=target)
-        if right is not None:
-            np.add(above, right, out=scratch)
-            np.maximum(target, scratch, out=target)
-    return (now, then)[steps % 2]

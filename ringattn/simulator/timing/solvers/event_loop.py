@@ -1,15 +1,20 @@
 """The steps of all ranks of a plan, message by message: for any schedule, and for nodes whose ranks share a card.
 
 A message begins when both of its ends have posted it. The messages that a rank posts in one step over one kind of link
-follow each other, so that all of them end together; a node's shared card is split evenly, as in `sharing`. So the
-seconds of a message follow from the plan, and a rank begins its next step when its visits are done and the messages
-that are due have ended at both ends: a largest sum of seconds, which never shrinks where one of them grows.
+follow each other, so that all of them end together. So the seconds of a message follow from the plan, and a rank begins
+its next step when its visits are done and the messages that are due have ended at both ends: a largest sum of seconds,
+which never shrinks where one of them grows.
+
+A card that served its messages in the order of their arrival, or all that are on it at a time, would give some message
+less where another one arrives earlier, so that a faster machine could take longer. Here the plan alone says which
+messages share a card: those whose steps overlap, as if all of them began together and were served evenly. The visits
+that share cores are those of one step.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -19,10 +24,8 @@ from ....errors import InvalidInput, Unsupported
 from ....plan.steps import Step
 from ...progress import track
 from ..rates import Faults, Rates
-from ..resources import Loads, Traffic
-from .base import Solved
+from .base import Loads, Solved, Traffic
 from .jitter import draw_factors
-from .sharing import CardUse, share_cores, share_evenly
 
 if TYPE_CHECKING:
     from ....plan.plan import Plan
@@ -38,19 +41,28 @@ IDLE = Step()
 
 @dataclass(frozen=True)
 class StepTimes:
-    """When a rank begins a step of the pass, for how long it is `busy`, how long it then waits for a rank that has not
-    posted their message (`late_peer`), and when it begins its next step, `next_step`; all in seconds."""
+    """When a rank begins a step of the pass, for how long it is `busy`, and when it begins its next step, `next_step`;
+    in seconds."""
 
     rank: int
     step: int
     begun: float
     busy: float
-    late_peer: float
     next_begun: float
     next_step: int
 
 
 Observer = Callable[[StepTimes], None]
+
+
+@dataclass(frozen=True)
+class CardUse:
+    """A message on a card from step `first` to the end of step `last`, which would occupy the card alone for `gap`
+    seconds."""
+
+    first: int
+    last: int
+    gap: float
 
 
 @dataclass
@@ -89,7 +101,7 @@ class _RankProgress:
 
     By step of the rank: its `clock`, the step of the pass; `busy` seconds, and posted messages. `begun` is when step
     `step` began, `done` when its visits are done, None before that. By step, `open` counts the awaited messages that
-    have not ended, and `ended` holds (end, beginning) of the last of those that have.
+    have not ended, and `ended` holds the end of the last of those that have.
     """
 
     clock: list[int] = field(default_factory=list)
@@ -98,7 +110,7 @@ class _RankProgress:
     begun: float = 0.0
     step: int = 0
     open: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    ended: dict[int, tuple[float, float]] = field(default_factory=dict)
+    ended: dict[int, float] = field(default_factory=dict)
     done: float | None = None
 
 
@@ -138,11 +150,10 @@ def _run(ranks: list[_RankProgress], *, instant: bool, observe: Observer | None 
         for message in rank.posts[rank.step]:
             message.posted.append(rank.begun)
             if len(message.posted) == 2:
-                begun = max(message.posted)
-                end = begun if instant else begun + message.seconds
+                end = max(message.posted) + (0.0 if instant else message.seconds)
                 for other, step in message.awaited.items():
                     ranks[other].open[step] -= 1
-                    ranks[other].ended[step] = max(ranks[other].ended.get(step, (0.0, 0.0)), (end, begun))
+                    ranks[other].ended[step] = max(ranks[other].ended.get(step, 0.0), end)
                 changed |= message.awaited.keys()
         ready += [other for other in changed if _begin_next_step(other, ranks[other], observe)]
     stuck = [index for index, rank in enumerate(ranks) if rank.step < len(rank.busy)]
@@ -165,13 +176,11 @@ def _begin_next_step(index: int, rank: _RankProgress, observe: Observer | None) 
     """Begin the next step of a rank whose visits are done, once all messages that the rank waits for have ended."""
     if rank.done is None or rank.open[rank.step]:
         return False
-    end, message_begun = rank.ended.get(rank.step, (0.0, 0.0))
-    following = max(rank.done, end)
+    following = max(rank.done, rank.ended.get(rank.step, 0.0))
     if observe is not None:
         now = rank.clock[rank.step]
         then = rank.clock[rank.step + 1] if rank.step + 1 < len(rank.clock) else now + 1
-        late_peer = max(min(message_begun, following) - rank.done, 0.0)
-        observe(StepTimes(index, now, rank.begun, rank.busy[rank.step], late_peer, following, then))
+        observe(StepTimes(index, now, rank.begun, rank.busy[rank.step], following, then))
     rank.begun, rank.step, rank.done = following, rank.step + 1, None
     return True
 
@@ -306,7 +315,7 @@ def _busy_seconds(
 ) -> tuple[float, float]:
     """Seconds of the visits of a step, and of merging their results."""
     ring_plan, step_visits = visits(rates.plan, index, step, rates.backward)
-    slow = faults.factor(index)
+    slow = 1.0 if faults.slow is None else float(faults.slow[index])
     compute = slow * rates.visits(ring_plan, step_visits)
     if noise is not None and rates.machine.jitter:
         compute *= float(draw_factors(rates.machine.jitter, noise, 1)[0])
@@ -339,7 +348,7 @@ def _post_messages(
                 link_bytes[source, target] += size
             message = messages.setdefault((source, target, hop.tag), _TimedHop(source, target, near))
             start, share = rates.gather_factors(near, len(hops))
-            slow = faults.link_factor(source)
+            slow = 1.0 if faults.slow_links is None else float(faults.slow_links[source])
             gap = slow * share * size / bandwidth
             latencies[near] += slow * start * latency
             gaps[near] += gap
@@ -349,6 +358,46 @@ def _post_messages(
             message.seconds = max(message.seconds, latencies[near] + gaps[near])
             posted.append(_Post(message, sends, hop.until, latencies[near], gap))
     return posted
+
+
+def share_evenly(uses: Sequence[CardUse]) -> np.ndarray:
+    """Seconds for which each message occupies the card, float64 [uses].
+
+    A message of g seconds among others of h seconds each takes the sum of min(g, h), its own g included: until it has
+    ended, every other message has been served for as long, or has ended.
+    """
+    members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    at_step: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
+    for index, use in enumerate(uses):
+        members[use.first, use.last].append(index)
+    for first, last in members:
+        for step in range(first, last + 1):
+            at_step[step].add((first, last))
+    gaps = np.array([use.gap for use in uses])
+    seconds = np.zeros(len(uses))
+    for (first, last), indices in members.items():
+        together = set().union(*(at_step[step] for step in range(first, last + 1)))
+        ascending = np.sort(gaps[[index for span in together for index in members[span]]])
+        shorter = np.searchsorted(ascending, gaps[indices])
+        served = np.concatenate([[0.0], np.cumsum(ascending)])[shorter]
+        seconds[indices] = served + gaps[indices] * (len(ascending) - shorter)
+    return seconds
+
+
+def share_cores(seconds: Sequence[float], cores: int) -> list[float]:
+    """When each of several visits ends that begin at 0 and would take `seconds` on a core of their own.
+
+    While n of them last, each runs at min(1, cores / n) of its speed.
+    """
+    if len(seconds) <= cores:
+        return list(seconds)
+    ends = [0.0] * len(seconds)
+    now = served = 0.0
+    ascending = sorted(range(len(seconds)), key=seconds.__getitem__)
+    for ended, index in enumerate(ascending):
+        now += (seconds[index] - served) * max(1.0, (len(seconds) - ended) / cores)
+        ends[index], served = now, seconds[index]
+    return ends
 
 
 def visits(plan: Plan, rank: int, step: Step, backward: bool) -> tuple[Plan, list[tuple[int, int]]]:

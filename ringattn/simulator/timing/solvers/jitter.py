@@ -14,7 +14,7 @@ from statistics import mean, stdev
 
 import numpy as np
 
-from ....errors import Unsupported
+from ....errors import InvalidInput, Unsupported
 from ...progress import track
 from .recurrence import Phase, Ring
 from .stencil import solve_stencil
@@ -42,6 +42,12 @@ class SampledTime:
         """The same sample, with no time below `seconds`."""
         mean_seconds, low, high = (max(value, seconds) for value in (self.seconds, self.low, self.high))
         return replace(self, seconds=mean_seconds, low=low, high=high)
+
+
+def check_seed(seed: object) -> None:
+    """Raise InvalidInput where a seed is not an integer that random numbers can start from."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise InvalidInput(f"seed={seed!r}: expected an integer >= 0; try seed=0")
 
 
 def sample_ring(ring: Ring, jitter: float, seed: int) -> SampledTime:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import numpy as np
 
@@ -51,10 +52,6 @@ class DirectMessages:
         return DirectMessages(
             self.step[part] - begin, self.source[part], self.target[part], self.bytes[part], self.seconds[part]
         )
-
-    def lengthened(self, seconds: float) -> DirectMessages:
-        """The same messages, each `seconds` longer."""
-        return replace(self, seconds=self.seconds + seconds)
 
     def instant(self) -> DirectMessages:
         """The same messages, which take no time."""
@@ -133,7 +130,7 @@ class Ring:
         """Seconds for which ranks are busy in a step of a phase: visit, interference and merging."""
         compute = phase.compute
         if self.gamma:
-            compute = compute + self.gamma * smallest(compute, self.message_seconds(phase))
+            compute = compute + self.gamma * np.minimum(compute, self.message_seconds(phase))
         return compute + phase.merge
 
     def message_seconds(self, phase: Phase) -> Value:
@@ -195,19 +192,8 @@ def shift_ranks(value: Value, sign: int) -> Value:
 
 def largest(*values: Value) -> Value:
     """The elementwise maximum; a number where all values are numbers."""
-    if not any(isinstance(value, np.ndarray) for value in values):
-        return max(values)
-    maximum = values[0]
-    for value in values[1:]:
-        maximum = np.maximum(maximum, value)
+    maximum: Value = reduce(np.maximum, values)
     return maximum
-
-
-def smallest(left: Value, right: Value) -> Value:
-    """The elementwise minimum; a number where both values are numbers."""
-    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        return np.minimum(left, right)
-    return min(left, right)
 
 
 def _split_at_stalls(phase: Phase, first: int, stalls: list[Stall], ranks: int) -> Iterator[Phase]:

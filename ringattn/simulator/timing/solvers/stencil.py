@@ -1,17 +1,35 @@
-"""Solver stencil: the recurrence itself, every rank at every step."""
+"""Solver stencil: the recurrence itself, every rank at every step.
+
+Of a band only the ranks whose numbers change are counted anew from one step to the next: those where ranks wrap around
+the ring, and those at the limits of the band. Sums over all steps follow from the changes, too: a number that grows by
+d at step k of K adds (K - k) d to its sum.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
 from ....errors import Unsupported
+from ...progress import track
+from ..band.band import find_rank_breakpoints
+from ..band.counts import BandCounts
+from ..band.messages import DirectCosts
 from ..problem import RingProblem, TimingProblem
-from .base import RingSolver, RingTimes, Solved
-from .delay import DelayState
-from .incremental import solve_incremental
+from .base import Loads, RingSolver, RingTimes, Solved, Traffic
+from .delay import DEPTH, CoefficientChanges, DelayState
 from .recurrence import Ring
 
 #: The most ranks x steps that are advanced: with one receive slot, with several slots, and with several slots where
 #: pairs and rows are counted at every step.
 MOST, MOST_WITH_SLOTS, MOST_COUNTED = 1 << 38, 1 << 31, 1 << 28
+#: All ranks are counted at a step at which more ranks change.
+MANY = 4096
+#: Ranks on either side whose numbers a rank's coefficients depend on: a message of a neighbor ends with the other
+#: messages of the neighbor, which go to the neighbor's neighbors.
+NEAR = np.arange(-2, 3)
 
 
 class StencilSolver(RingSolver):
@@ -25,7 +43,16 @@ class StencilSolver(RingSolver):
         if ring is None or ring.counts is None or ring.ring.buffers > 1:
             return super().solve(problem)
         check_size(ring, MOST)
-        return solve_incremental(ring.counts, ring.compared)
+        steps = IncrementalSteps(ring.counts)
+        state, instant = DelayState(steps.ring), DelayState(steps.ring)
+        for changes in steps:
+            state.advance_changes(changes)
+            instant.advance_changes(changes.instant())
+        finish = state.finish()
+        seconds = float(finish.max())
+        loads, traffic = _sum_resources(ring.counts, steps)
+        peers = float(instant.finish().max()) if loads.waits(seconds) else loads.busiest
+        return Solved(self.name, seconds, finish, "every rank at every step", loads, traffic, ring.compared, peers)
 
     def solve_ring(self, problem: RingProblem) -> RingTimes:
         if problem.counts is not None:
@@ -53,3 +80,157 @@ def check_size(problem: RingProblem, most: int, what: str = "") -> None:
             f"{ranks:,} ranks x {problem.steps:,} steps with {what} are more than {most:,}, the most that solver "
             "stencil goes through; try fewer ranks, or leave machine.buffers and machine.jitter out"
         )
+
+
+def find_changed_runs(counts: BandCounts, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(index of the step, start, stop) of runs of ranks [start, stop) whose numbers differ from the step before.
+
+    `steps` are consecutive, and the first is left out. Ranks are counted at the breakpoints alone, where a run of equal
+    ranks may begin.
+    """
+    ranks = counts.band.ranks
+    row_keys = ranks * np.arange(len(steps))[:, None]
+    breakpoints = find_rank_breakpoints(counts.band, counts.ways, counts.traffic, counts.distance(steps)) + row_keys
+    direct_breakpoints = counts.direct_breakpoints(int(steps[0]), int(steps[-1]) + 1)
+    keys = np.unique(np.concatenate([breakpoints.ravel(), direct_breakpoints]))
+    keys = keys[keys < ranks * len(steps)]
+    row, rank = np.divmod(keys, ranks)
+    values = counts.count(rank, steps[row])
+    begins = np.append(True, (values[:, 1:] != values[:, :-1]).any(axis=0)) | (rank == 0)
+    starts, values = keys[begins], values[:, begins]
+    # Between two of these keys neither the step nor the step before it has a breakpoint.
+    both = np.unique(np.concatenate([starts, starts + ranks]))
+    both = both[(both >= ranks) & (both < ranks * len(steps))]
+    now, before = (np.searchsorted(starts, key, side="right") - 1 for key in (both, both - ranks))
+    differ = (values[:, now] != values[:, before]).any(axis=0)
+    stops = np.append(both[1:], ranks * len(steps))
+    row_start = both - both % ranks
+    return (both // ranks)[differ], (both - row_start)[differ], (stops - row_start)[differ]
+
+
+class IncrementalSteps:
+    """Yields the changed coefficients of a band's steps once, in parts of DEPTH steps, and sums what ranks do and send.
+
+    `totals` and `interference_totals` are complete after the last part. `totals`, int64 [2 + 2 signs, ranks], holds
+    pairs of one head, query rows that are merged, bytes sent by direction, and messages by direction.
+    """
+
+    def __init__(self, counts: BandCounts) -> None:
+        self.counts, self.steps, self.ranks = counts, counts.steps, counts.band.ranks
+        #: Gives the coefficients of a phase; the phases are made here, step by step.
+        self.ring = Ring(self.ranks, (), counts.rates.buffers, counts.rates.gamma)
+        width = 2 + 2 * len(counts.signs)
+        #: The numbers of the last step, and their sums over all steps.
+        self.now, self.totals = np.zeros((2, width, self.ranks), dtype=np.int64)
+        self.interference_now, self.interference_totals = np.zeros((2, self.ranks))
+        #: Of the steps in hand.
+        self.direct_costs: DirectCosts | None = None
+
+    def __iter__(self) -> Iterator[CoefficientChanges]:
+        for first in track(range(0, self.steps, DEPTH), -(-self.steps // DEPTH), f"steps by {DEPTH}"):
+            steps = np.arange(max(first - 1, 0), min(first + DEPTH, self.steps))
+            self.direct_costs = self.counts.direct_costs(int(steps[0]), int(steps[-1]) + 1)
+            row, rank, many = self._find_changed(steps)
+            begin = first - int(steps[0])
+            recounted = [at for at in range(begin, len(steps)) if steps[at] == 0 or many[at]]
+            starts = sorted({begin, *recounted})
+            for low, high in zip(starts, [*starts[1:], len(steps)], strict=True):
+                initial = self._count_all(int(steps[low])) if low in recounted else None
+                part = (row >= low + (low in recounted)) & (row < high)
+                points, ranks, values = self._count_changed(
+                    row[part], rank[part], steps, low + (low in recounted), high
+                )
+                direct = None
+                if self.direct_costs is not None:
+                    direct = self.direct_costs.messages.between(int(steps[low]), int(steps[0]) + high)
+                yield CoefficientChanges(high - low, initial, points - low, ranks, values, direct)
+
+    def _find_changed(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(index of the step, rank) where numbers change, or a direct message begins or has ended; at which steps at
+        more than MANY ranks, whose points may be missing."""
+        run, start, stop = find_changed_runs(self.counts, steps)
+        size = stop - start
+        changed = np.bincount(run, weights=size, minlength=len(steps))
+        end_rows, ends = np.zeros((2, 0), dtype=np.int64)
+        if self.direct_costs is not None:
+            step, rank = np.divmod(self.direct_costs.end_keys, self.ranks)
+            end_rows, ends = np.concatenate([step, step + 1]) - steps[0], np.tile(rank, 2)
+            end_rows, ends = end_rows[end_rows < len(steps)], ends[end_rows < len(steps)]
+        changed += np.bincount(end_rows, minlength=len(steps))
+        size *= changed[run] <= MANY
+        offset = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
+        row, rank = np.repeat(run, size), np.repeat(start, size) + offset
+        return np.concatenate([row, end_rows]), np.concatenate([rank, ends]), changed > MANY
+
+    def _count_all(self, step: int) -> np.ndarray:
+        """The coefficients and busy seconds of all ranks at a step."""
+        numbers, values, interference = self._count(np.arange(self.ranks), np.asarray(step))
+        self.totals += (self.steps - step) * (numbers - self.now)
+        self.interference_totals += (self.steps - step) * (interference - self.interference_now)
+        self.now, self.interference_now = numbers, interference
+        return values
+
+    def _count_changed(
+        self, row: np.ndarray, rank: np.ndarray, steps: np.ndarray, low: int, high: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(index of the step, rank, coefficients and busy seconds) of all ranks that change at steps[low:high].
+
+        Ascending. `row` and `rank` are the points at which numbers change.
+        """
+        keys = [(row * self.ranks)[:, None] + (rank[:, None] + NEAR) % self.ranks]
+        for stall in self.counts.faults.stalls:  # a stall begins at a step, and is over at the next step
+            rows = stall.step - int(steps[0]) + np.arange(2)
+            keys.append(rows[(rows >= low) & (rows < high), None] * self.ranks + stall.rank)
+        row, rank = np.divmod(np.unique(np.concatenate([key.ravel() for key in keys])), self.ranks)
+        near_ranks = (rank[:, None] + NEAR) % self.ranks
+        numbers, values, interference = self._count(near_ranks, steps[row][:, None])
+        middle = len(NEAR) // 2
+        self._add_changes(rank, steps[row], numbers[..., middle], interference[:, middle])
+        return row, rank, values[..., middle]
+
+    def _count(self, ranks: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Numbers as in `totals`, coefficients and busy seconds, and seconds of interference, of ranks at steps."""
+        counted = self.counts.count_in_parts(ranks, steps)
+        phase = self.counts.make_phase(counted, ranks, self.direct_costs, steps)
+        interference = self.ring.busy(phase) - phase.compute - phase.merge
+        seconds_late = np.zeros(counted.shape[1:])
+        for stall in self.counts.faults.stalls:
+            seconds_late += stall.seconds * ((ranks == stall.rank) & (steps == stall.step))
+        stalled = replace(phase, merge=phase.merge + seconds_late)
+        values = np.empty((4, *counted.shape[1:]))
+        for row, value in zip(values, (*self.ring.coefficients(stalled), self.ring.busy(stalled)), strict=True):
+            row[...] = value
+        return np.concatenate([counted, counted[2:] > 0]), values, interference + 0 * seconds_late
+
+    def _add_changes(self, ranks: np.ndarray, steps: np.ndarray, numbers: np.ndarray, interference: np.ndarray) -> None:
+        """Add the changes of ranks at steps to the totals."""
+        order = np.lexsort((steps, ranks))
+        ranks, steps, numbers, interference = ranks[order], steps[order], numbers[:, order], interference[order]
+        same_rank = np.zeros(len(ranks), dtype=bool)
+        same_rank[1:] = ranks[1:] == ranks[:-1]
+        before = np.where(same_rank, np.roll(numbers, 1, axis=-1), self.now[:, ranks])
+        interference_before = np.where(same_rank, np.roll(interference, 1), self.interference_now[ranks])
+        last = np.ones(len(ranks), dtype=bool)
+        last[:-1] = ~same_rank[1:]
+        remaining = self.steps - steps
+        np.add.at(self.totals.T, ranks, (remaining * (numbers - before)).T)
+        np.add.at(self.interference_totals, ranks, remaining * (interference - interference_before))
+        self.now[:, ranks[last]], self.interference_now[ranks[last]] = numbers[:, last], interference[last]
+
+
+def _sum_resources(counts: BandCounts, steps: IncrementalSteps) -> tuple[Loads, Traffic]:
+    """What ranks did and sent, after the last step."""
+    faults, signs = counts.faults, len(counts.signs)
+    slow = np.ones(steps.ranks) if faults.slow is None else faults.slow
+    pairs, merged_rows = steps.totals[:2]
+    stalls = np.zeros(steps.ranks)
+    for stall in faults.stalls:
+        stalls[stall.rank] += stall.seconds
+    loads = Loads(
+        compute=slow * pairs * counts.pair_seconds,
+        merge=slow * merged_rows * counts.rates.merge(counts.band.heads),
+        interference=steps.interference_totals,
+        stalls=stalls,
+    )
+    sent_bytes, messages = steps.totals[2 : 2 + signs], int(steps.totals[2 + signs :].sum())
+    return loads, Traffic.of(sent_bytes.ravel(), messages, counts.direct_bytes.bytes)

@@ -1,0 +1,172 @@
+"""Block-sparse patterns from arrays: the best key blocks by scores, and FlexAttention's BlockMask. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..errors import InvalidInput, Unsupported
+from .base import Pattern, check_integer
+from .block_table import BlockSparse
+from .families import check_density, count_blocks
+from .simple import Causal
+from .tile import ceil_div
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+def top_k(
+    block: int, k: int | None, scores: ArrayLike, *, causal: bool = False, density: float | None = None
+) -> BlockSparse:
+    """The pattern in which each query block attends the `k` key blocks with the highest scores; ties go to the first.
+
+    `block` is the tokens of a block. `scores` is a real array, CPU tensor or nested list of shape [heads or 1, blocks,
+    blocks] or [blocks, blocks], indexed by query block, then key block; -inf is allowed, NaN is not. With `density`
+    instead of k, k is that fraction of the key blocks, rounded, at least 1.
+
+    With `causal`, only the key blocks up to the query block compete and the query's own block is always kept; a query
+    block with fewer than k candidates keeps all of them. Inside the own block later keys stay visible: combine the
+    result with `& Causal()` to hide them.
+
+    Raises InvalidInput for scores that have no order, another shape, or unless exactly one of k and density is given.
+    """
+    ranking = _read_scores(scores)
+    total = ranking.shape[-1]
+    if (k is None) == (density is None):
+        raise InvalidInput(f"top_k: give k or density, one of them; got k={k!r}, density={density!r}")
+    if density is not None:
+        kept = count_blocks(check_density(density, "top_k"), total)
+    else:
+        kept = check_integer(k, "top_k: k", 1, "top_k(128, 8, scores)")
+    # A stable descending order: the reverse of a stable ascending sort of the reversed scores.
+    order = total - 1 - np.argsort(ranking[..., ::-1], axis=-1, kind="stable")[..., ::-1]
+    if causal:
+        distance = np.arange(total)[:, None] - np.arange(total)
+        # The own block comes first, then the candidates, then the blocks that may not be chosen.
+        group = np.where(distance == 0, 0, np.where(distance > 0, 1, 2)).astype(np.int8)
+        ordered_group = np.take_along_axis(np.broadcast_to(group, ranking.shape), order, -1)
+        order = np.take_along_axis(order, np.argsort(ordered_group, axis=-1, kind="stable"), -1)
+    table = np.zeros(ranking.shape, dtype=bool)
+    np.put_along_axis(table, order[..., :kept], True, axis=-1)
+    return BlockSparse(block, np.tril(table) if causal else table)
+
+
+def _read_scores(scores: ArrayLike) -> np.ndarray:
+    """The scores as a real array without NaN, [heads or 1, blocks, blocks]."""
+    try:
+        array = np.asarray(scores)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InvalidInput(f"top_k: numpy cannot read the scores ({error}); try scores.float().cpu()") from None
+    if array.ndim == 2:
+        array = array[None]
+    if array.ndim != 3 or not len(array) or array.shape[1] != array.shape[2]:
+        raise InvalidInput(f"top_k: scores of shape {array.shape}, expected [heads or 1, blocks, blocks]")
+    if array.dtype.kind not in "biuf" or (array.dtype.kind == "f" and np.isnan(array).any()):
+        content = "NaN" if array.dtype.kind == "f" else f"dtype {array.dtype}"
+        raise InvalidInput(f"top_k: the scores hold {content}, which has no order; give real numbers (-inf is allowed)")
+    return array
+
+
+#: The attributes of a BlockMask that are read.
+ATTRIBUTES = (
+    "kv_num_blocks",
+    "kv_indices",
+    "full_kv_num_blocks",
+    "full_kv_indices",
+    "BLOCK_SIZE",
+    "seq_lengths",
+    "mask_mod",
+)
+
+
+def from_block_mask(mask: BlockMask, batch: int = 0) -> Pattern:
+    """The pattern of a torch.nn.attention.flex_attention.BlockMask: BlockSparse, or BlockSparse & Causal().
+
+    Full blocks become a BlockSparse table. Partial blocks are accepted if `mask_mod` restricts each of them to its
+    causal part and `& Causal()` would not change a full block; other partial blocks raise Unsupported. A pattern holds
+    for the whole batch: the masks of all batch elements must equal the mask of element `batch`.
+
+    Raises InvalidInput for an object without the attributes of a BlockMask, blocks that are not square, different
+    numbers of queries and keys, or masks that differ within the batch.
+    """
+    missing = [name for name in ATTRIBUTES if not hasattr(mask, name)]
+    if missing:
+        raise InvalidInput(f"from_block_mask: {type(mask).__name__} has no {missing[0]}; give a BlockMask")
+    q_block, k_block = mask.BLOCK_SIZE
+    if q_block != k_block:
+        raise InvalidInput(f"from_block_mask: blocks of {q_block} x {k_block} are not square; try BLOCK_SIZE={q_block}")
+    tokens, keys = mask.seq_lengths
+    if tokens != keys:
+        raise InvalidInput(f"from_block_mask: {tokens:,} queries but {keys:,} keys; make a mask with Q_LEN == KV_LEN")
+    elements, heads = mask.kv_num_blocks.shape[:2]
+    if not 0 <= batch < elements:
+        raise InvalidInput(f"from_block_mask: batch={batch} is not one of the {elements} elements of the mask; try 0")
+    patterns = [_read_element(mask, element, heads, int(q_block), int(tokens)) for element in range(elements)]
+    for element, pattern in enumerate(patterns):
+        if pattern != patterns[batch]:
+            raise InvalidInput(f"from_block_mask: batch elements {batch} and {element} differ; make masks with B=1")
+    return patterns[batch]
+
+
+def _read_element(mask: BlockMask, element: int, heads: int, block: int, tokens: int) -> Pattern:
+    """The pattern of one batch element."""
+    total = ceil_div(tokens, block)
+    shape = (heads, total, total)
+    full = _read_table(mask.full_kv_num_blocks, mask.full_kv_indices, element, shape)
+    partial = _read_table(mask.kv_num_blocks, mask.kv_indices, element, shape)
+    causal = np.zeros(shape, dtype=bool)
+    for head, row, column in np.argwhere(partial).tolist():
+        q = np.arange(row * block, min((row + 1) * block, tokens))
+        k = np.arange(column * block, min((column + 1) * block, tokens))
+        seen = _evaluate(mask, element, head, q, k)
+        if seen.all():
+            full[head, row, column] = True
+        elif seen.any():
+            if (seen != (q[:, None] >= k)).any():
+                raise _unsupported(head, row, column, "holds neither all, nor none, nor the causal part of its pairs")
+            causal[head, row, column] = True
+    occupied = full | causal
+    table = occupied[:1] if (occupied == occupied[:1]).all() else occupied
+    if not causal.any():
+        return BlockSparse(block, table)
+    for head, row, column in np.argwhere(full).tolist():
+        if row * block < min((column + 1) * block, tokens) - 1:  # Causal() would remove pairs of this full block
+            raise _unsupported(head, row, column, "is whole and not below the diagonal, while other blocks are causal")
+    return BlockSparse(block, table) & Causal()
+
+
+def _read_table(
+    counts: torch.Tensor | None, indices: torch.Tensor | None, element: int, shape: tuple[int, int, int]
+) -> np.ndarray:
+    """The bool table [H, rows, columns] of one batch element.
+
+    `counts` is [B, H, rows], `indices` [B, H, rows, columns]; the first `counts` entries of a row of indices are valid.
+    """
+    table = np.zeros(shape, dtype=bool)
+    if counts is None or indices is None or not table.size:
+        return table
+    count, index = np.asarray(counts[element].tolist()), np.asarray(indices[element].tolist())
+    valid = np.arange(index.shape[-1]) < count[..., None]
+    head, row, place = np.nonzero(valid)
+    table[head, row, index[head, row, place]] = True
+    return table
+
+
+def _evaluate(mask: BlockMask, element: int, head: int, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """The result of mask_mod for the positions q x k: bool [len(q), len(k)]."""
+    like = mask.kv_indices
+    b, h = like.new_tensor(element).long(), like.new_tensor(head).long()
+    rows, columns = like.new_tensor(q.tolist()).long()[:, None], like.new_tensor(k.tolist()).long()[None, :]
+    seen = np.asarray(mask.mask_mod(b, h, rows, columns).tolist(), dtype=bool)
+    return np.broadcast_to(seen, (len(q), len(k)))
+
+
+def _unsupported(head: int, row: int, column: int, reason: str) -> Unsupported:
+    return Unsupported(
+        f"from_block_mask: block ({row}, {column}) of head {head} {reason}; flex masks finer than blocks cannot be "
+        "imported: write the pattern itself, such as BlockSparse(block, table) & Causal() & Window(4096)"
+    )

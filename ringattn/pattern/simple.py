@@ -1,0 +1,114 @@
+"""Patterns of one rule: dense, causal, sliding window, attention sinks, strided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .base import ONE_HEAD, BandPattern, Pattern, check_integer
+from .tile import Tile, clip, intersect, make_tile
+
+
+@dataclass(frozen=True)
+class Full(BandPattern):
+    """Every query attends every key of the sequence, earlier and later ones: softmax(q k^T) without a mask."""
+
+    @property
+    def bounds(self) -> tuple[int | None, int | None]:
+        return None, None
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        return np.ones(np.broadcast_shapes(q.shape, k.shape), dtype=bool)
+
+
+@dataclass(frozen=True)
+class Causal(BandPattern):
+    """Query q attends key k iff k <= q, so q attends q + 1 keys. `Causal() & Sinks(4)` hides the future of sinks."""
+
+    @property
+    def bounds(self) -> tuple[int | None, int | None]:
+        return 0, None
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        return k <= q
+
+
+@dataclass(frozen=True)
+class Window(BandPattern):
+    """Query q attends key k iff q - left <= k <= q + right; distances are in tokens.
+
+    Window(4095) attends 4,096 keys: the query's own position and the 4,095 before it. Source: the sliding window of
+    Longformer (Beltagy et al. 2020, arXiv:2004.05150). Raises InvalidInput unless both are integers >= 0.
+    """
+
+    left: int
+    right: int = 0
+
+    def __post_init__(self) -> None:
+        example = "Window(4095) for 4,096 keys, or Full() for no bound"
+        self._normalize(
+            left=check_integer(self.left, "Window: left", 0, example),
+            right=check_integer(self.right, "Window: right", 0, example),
+        )
+
+    @property
+    def bounds(self) -> tuple[int | None, int | None]:
+        return -self.right, self.left
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        return (q - self.left <= k) & (k <= q + self.right)
+
+
+@dataclass(frozen=True)
+class Sinks(Pattern):
+    """Every query attends the keys 0 .. n-1, also those later than itself.
+
+    StreamingLLM (Xiao et al. 2023, arXiv:2309.17453) is `Causal() & (Sinks(4) | Window(4095))`. Raises InvalidInput
+    unless `n` is an integer >= 0.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        self._normalize(n=check_integer(self.n, "Sinks: number of tokens n", 0, "Sinks(4)"))
+
+    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
+        tile = make_tile(heads, q, clip(k, 0, self.n - 1))
+        if tile is not None:
+            yield tile
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        return np.broadcast_to(k < self.n, np.broadcast_shapes(q.shape, k.shape))
+
+
+@dataclass(frozen=True)
+class Strided(Pattern):
+    """Query q attends key k iff (q - k) % step == 0, earlier and later keys; one tile per residue class.
+
+    Source: the strided head of Sparse Transformers (Child et al. 2019, arXiv:1904.10509), which adds `Causal()`. Raises
+    InvalidInput unless `step` is an integer >= 1.
+    """
+
+    step: int
+
+    def __post_init__(self) -> None:
+        self._normalize(step=check_integer(self.step, "Strided: step", 1, "Strided(4)"))
+
+    @property
+    def period(self) -> int | None:
+        return 1
+
+    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
+        if not q or not k:
+            return
+        for residue in range(self.step):
+            rows = intersect(q, range(residue, q[-1] + 1, self.step))
+            keys = intersect(k, range(residue, k[-1] + 1, self.step))
+            tile = make_tile(heads, rows, keys)
+            if tile is not None:
+                yield tile
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        return (q - k) % self.step == 0

@@ -1,0 +1,120 @@
+"""Patterns as a planner needs them: some heads of a pattern (Ulysses), and the rows of a batch one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from .base import ONE_HEAD, Pattern, Position, Run, Side
+from .tile import Tile, clip, shift_range
+
+
+@dataclass(frozen=True)
+class HeadSlice(Pattern):
+    """Head h of this pattern is head first + h of `pattern`, which must be bound to the number of all heads."""
+
+    pattern: Pattern
+    first: int
+
+    @property
+    def branches(self) -> int:
+        return self.pattern.branches
+
+    @property
+    def output_scale(self) -> float:
+        return self.pattern.output_scale
+
+    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
+        for tile in self.pattern.tiles(q, k, shift_range(heads, self.first)):
+            yield replace(tile, heads=shift_range(tile.heads, -self.first))
+
+    def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
+        return self.pattern.count(q, k, shift_range(heads, self.first))
+
+    def paired(self, side: Side, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        for original_heads, rows in self.pattern.paired(side, q, k, shift_range(heads, self.first)):
+            yield shift_range(original_heads, -self.first), rows
+
+    def run(self, side: Side, first: Position, last: Position) -> Run | None:
+        return self.pattern.run(side, first, last)
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        return self.pattern.visible(q, k, head + self.first, tokens)
+
+
+@dataclass(frozen=True)
+class RowByRow(Pattern):
+    """The rows of a batch of `pattern.rows` rows of `tokens` tokens as one sequence: no row sees another.
+
+    Position p is position p % tokens of row p // tokens. `pattern` is bound to the tokens of one row.
+    """
+
+    pattern: Pattern
+    tokens: int
+
+    @cached_property
+    def _patterns(self) -> tuple[Pattern, ...]:
+        return tuple(self.pattern.row(index) for index in range(self.pattern.rows or 1))
+
+    @property
+    def unstacked(self) -> Pattern:
+        return self.pattern
+
+    @property
+    def branches(self) -> int:
+        return self._patterns[0].branches
+
+    @property
+    def output_scale(self) -> float:
+        return self._patterns[0].output_scale
+
+    def _parts(self, q: range, k: range) -> Iterator[tuple[Pattern, int, range, range]]:
+        """(pattern, first position, queries, keys) of every row with queries and keys, which count from its first."""
+        if not q or not k:
+            return
+        size = self.tokens
+        for index in range(max(q[0], k[0]) // size, min(q[-1], k[-1]) // size + 1):
+            first = index * size
+            mine, block = (clip(r, first, first + size - 1) for r in (q, k))
+            if mine and block:
+                yield self._patterns[index], first, shift_range(mine, -first), shift_range(block, -first)
+
+    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
+        for pattern, first, mine, block in self._parts(q, k):
+            for tile in pattern.tiles(mine, block, heads):
+                yield replace(tile, q=shift_range(tile.q, first), k=shift_range(tile.k, first))
+
+    def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
+        return sum(pattern.count(mine, block, heads) for pattern, _, mine, block in self._parts(q, k))
+
+    def paired(self, side: Side, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        for pattern, first, mine, block in self._parts(q, k):
+            for some, rows in pattern.paired(side, mine, block, heads):
+                yield some, shift_range(rows, first)
+
+    def run(self, side: Side, first: Position, last: Position) -> Run | None:
+        """The run of the row of `first` from its start, to the end of the run of the row of `last`."""
+        if isinstance(first, np.ndarray) and isinstance(last, np.ndarray):
+            runs = [self.run(side, *ends) for ends in zip(first.tolist(), last.tolist(), strict=True)]
+            if None in runs:
+                return None
+            lows, highs = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+            return lows, highs
+        (one, start), (other, end) = divmod(first, self.tokens), divmod(last, self.tokens)
+        most = self.tokens - 1
+        low = self._patterns[one].run(side, start, end if one == other else most)
+        high = self._patterns[other].run(side, start if one == other else 0, end)
+        if low is None or high is None:
+            return None
+        return one * self.tokens + max(low[0], 0), other * self.tokens + min(high[1], most)
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        total = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=np.int64)
+        (row, mine), (other, block) = np.divmod(q, self.tokens), np.divmod(k, self.tokens)
+        for index, pattern in enumerate(self._patterns):
+            seen = np.asarray(pattern.visible(mine, block, head, self.tokens), dtype=np.int64)
+            total = total + np.where((row == index) & (other == index), seen, 0)
+        return total

@@ -1,0 +1,261 @@
+"""The messages of a band's steps, of all ranks at once: between neighbors, and directly between owners of blocks and
+the last receivers of rows of the blocks; their bytes, and their seconds on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ....plan.schedules.ring import Way
+from ..rates import Faults, Rates
+from ..solvers.recurrence import NEVER, DirectMessages, NeighborMessages, Value, shift_ranks
+from .band import Band, BandTraffic
+
+#: Bytes of a message: of each rank, or the same for all ranks.
+Bytes = np.ndarray | float
+#: Ranks that are counted at a time, which bounds memory.
+RANKS_AT_A_TIME = 16384
+#: A rank between its neighbors.
+AROUND = np.arange(-1, 2)
+
+
+class NeighborCosts:
+    """The messages of a step to neighbors, of all ranks or of `ranks`, which are neighbors along the last axis.
+
+    `sizes` are (direction, bytes), at most one entry per direction. Messages of one rank, step and kind of link follow
+    each other, so that each ends with the last of them at its sender or its receiver. `direct_seconds` are the seconds
+    of the direct messages that ranks send (0) and receive (1), between nodes (0) and within a node (1): float64 [2, 2,
+    ranks].
+    """
+
+    def __init__(
+        self,
+        rates: Rates,
+        faults: Faults,
+        sizes: Sequence[tuple[int, Bytes]],
+        ranks: np.ndarray | None = None,
+        direct_seconds: np.ndarray | None = None,
+    ) -> None:
+        self.sizes = dict(sizes)
+        #: By direction: whether the receiver is in the sender's node; seconds of the message alone, and its gap.
+        self.near = {sign: rates.near(sign, ranks) for sign, _ in sizes}
+        self.alone: dict[int, np.ndarray] = {}
+        self.gaps: dict[int, np.ndarray] = {}
+        factor = 1.0 if faults.slow_links is None else faults.slow_links
+        for sign, size in sizes:
+            seconds, gap = rates.message(size, self.near[sign])
+            empty = np.equal(size, 0)
+            self.alone[sign] = np.where(empty, 0.0, seconds * factor)
+            self.gaps[sign] = np.where(empty, 0.0, gap * factor)
+        #: Seconds of all messages that a rank sends, and receives, between nodes (0) and within its node (1); None
+        #: where every rank has one message.
+        self.sent: list[Value] | None = None
+        self.received: list[Value] | None = None
+        if len(self.alone) > 1 or direct_seconds is not None:
+            by_kind = [
+                {sign: np.where(self.near[sign] == near, self.alone[sign], 0.0) for sign in self.alone}
+                for near in (False, True)
+            ]
+            self.sent = [
+                sum(seconds.values(), 0.0 if direct_seconds is None else direct_seconds[0, kind])
+                for kind, seconds in enumerate(by_kind)
+            ]
+            self.received = [
+                sum(
+                    (shift_ranks(row, sign) for sign, row in seconds.items()),
+                    0.0 if direct_seconds is None else direct_seconds[1, kind],
+                )
+                for kind, seconds in enumerate(by_kind)
+            ]
+
+    def messages(self, sign: int) -> NeighborMessages:
+        """The messages of one direction."""
+        sent = received = self.alone[sign]
+        if self.sent is not None and self.received is not None:
+            near = self.near[sign]
+            sent = np.where(near, self.sent[1], self.sent[0])
+            received = np.where(near, *(shift_ranks(np.asarray(row), -sign) for row in self.received[::-1]))
+        seconds = np.where(np.equal(self.sizes[sign], 0), NEVER, np.maximum(sent, received))
+        return NeighborMessages(sign, _simplify(seconds), _simplify(self.gaps[sign]), self.sizes[sign])
+
+
+def scale_by_slow_ranks(seconds: Value, faults: Faults) -> Value:
+    """Seconds of visits or merges, times the factors of slow ranks."""
+    return seconds if faults.slow is None else seconds * faults.slow
+
+
+def _simplify(value: np.ndarray) -> Value:
+    """One number where all entries are equal, else the array."""
+    value = np.atleast_1d(value)
+    first = value.flat[0]
+    return float(first) if bool((value == first).all()) else value
+
+
+def find_last_receivers(band: Band, way: Way) -> np.ndarray:
+    """(owner, distance, rows) of all rows whose last receiver on a way is at that distance, int64 [3, entries].
+
+    Fewer rows are needed beyond a larger distance, so that distances between two with equally many rows are skipped.
+    """
+    entries = [np.zeros((3, 0), dtype=np.int64)]
+    for first in range(0, band.ranks, RANKS_AT_A_TIME):
+        owners = np.arange(first, min(first + RANKS_AT_A_TIME, band.ranks))
+        rows_near, rows_far = (band.rows_beyond(owners, way.sign, distance, way.limit) for distance in (1, way.limit))
+        near, far = np.full_like(owners, 1), np.full_like(owners, way.limit)
+        # Intervals (owner, near distance, far distance, rows from the near one on, rows from the far one on); most
+        # blocks go all the way.
+        intervals = [
+            np.stack([owners, near, far, rows_near, rows_far]),
+            np.stack([owners, far, far + 1, rows_far, 0 * rows_far]),
+        ]
+        while intervals:
+            unequal = np.concatenate(intervals, axis=1)
+            unequal = unequal[:, unequal[3] != unequal[4]]
+            adjacent = unequal[2] - unequal[1] == 1
+            owner, low, high, rows_low, rows_high = unequal[:, adjacent]
+            entries.append(np.stack([owner, low, rows_low - rows_high]))
+            owner, low, high, rows_low, rows_high = unequal[:, ~adjacent]
+            middle = (low + high) // 2
+            rows_middle = band.rows_beyond(owner, way.sign, middle, way.limit)
+            halves = (
+                np.stack([owner, low, middle, rows_low, rows_middle]),
+                np.stack([owner, middle, high, rows_middle, rows_high]),
+            )
+            intervals = [*halves] if len(owner) else []
+    return np.concatenate(entries, axis=1)
+
+
+@dataclass(frozen=True)
+class OwnerMessages:
+    """`bytes` that go directly between owners and last receivers, one int64 entry per message.
+
+    Messages ascend by `step`, messages of one step by `source`.
+    """
+
+    ranks: int
+    step: np.ndarray
+    source: np.ndarray
+    target: np.ndarray
+    bytes: np.ndarray
+
+    @classmethod
+    def of(cls, band: Band, ways: Sequence[Way], traffic: BandTraffic, reach: int) -> OwnerMessages:
+        """The messages of a band's traffic, where the block that goes farthest makes `reach` hops."""
+        entries = [np.zeros((4, 0), dtype=np.int64)]
+        for way in ways if traffic.direct_row_bytes else ():
+            owner, distance, rows = find_last_receivers(band, way)
+            receiver = (owner + way.sign * distance) % band.ranks
+            step, size = distance + 1, rows * traffic.direct_row_bytes
+            if traffic.homeward:
+                sent_again = ~_find_kept(receiver, distance, rows, band.rows)
+                entries.append(np.stack([reach - step, owner, receiver, size])[:, sent_again])
+            else:
+                entries.append(np.stack([step, receiver, owner, size]))
+        messages = np.concatenate(entries, axis=1)
+        messages = messages[:, messages[3] > 0]
+        return cls(band.ranks, *messages[:, np.lexsort((messages[1], messages[0]))])
+
+    @property
+    def to_neighbor(self) -> np.ndarray:
+        """Which messages go to a neighbor, where they join the sender's other rows: bool [messages]."""
+        return np.isin((self.target - self.source) % self.ranks, (1, self.ranks - 1))
+
+    def select(self, which: np.ndarray | slice) -> OwnerMessages:
+        """The messages that a mask or a slice selects."""
+        return OwnerMessages(self.ranks, self.step[which], self.source[which], self.target[which], self.bytes[which])
+
+    def between(self, first: int, last: int) -> OwnerMessages:
+        """The messages of steps first .. last - 1."""
+        return self.select(slice(*np.searchsorted(self.step, (first, last))))
+
+    def neighbor_keys(self, up: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Messages to the next rank (`up`) or to the previous rank: step * ranks + sender, ascending, and bytes.
+
+        Of two ranks each is the next rank of the other.
+        """
+        sent = self.select((self.target - self.source) % self.ranks == (1 if up else self.ranks - 1))
+        if self.ranks == 2 and not up:
+            sent = sent.select(slice(0))
+        return sent.step * self.ranks + sent.source, sent.bytes
+
+
+def _find_kept(receiver: np.ndarray, distance: np.ndarray, rows: np.ndarray, block: int) -> np.ndarray:
+    """Which rows their last receivers keep for the backward, as `Route.kept` says: bool [entries].
+
+    A receiver keeps its latest rows, as many as a block has, and its very latest rows in any case.
+    """
+    order = np.lexsort((-distance, receiver))
+    rows_before = np.cumsum(rows[order]) - rows[order]
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = receiver[order][1:] != receiver[order][:-1]
+    rows_before -= rows_before[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))]
+    kept = np.zeros(len(order), dtype=bool)
+    kept[order] = (rows_before == 0) | (rows_before + rows[order] <= block)
+    return kept
+
+
+#: Gives the costs of messages to neighbors, of ranks in the middle of their neighbors [n, 3] at steps [n, 1].
+FindNeighborCosts = Callable[[np.ndarray, np.ndarray], NeighborCosts]
+
+
+@dataclass(frozen=True)
+class DirectCosts:
+    """The direct messages of some steps of the pass, and the seconds that they cost the ranks at their ends.
+
+    `end_keys` are step * ranks + rank of these ends, ascending. `end_seconds` are the seconds of the direct messages
+    that an end sends and receives, float64 [2, 2, keys] as in NeighborCosts. `longest` are the seconds of the longest
+    that it sends (0) and receives (1), [2, keys].
+    """
+
+    ranks: int
+    messages: DirectMessages
+    end_keys: np.ndarray
+    end_seconds: np.ndarray
+    longest: np.ndarray
+
+    @classmethod
+    def of(
+        cls, rates: Rates, faults: Faults, sent: OwnerMessages, find_neighbor_costs: FindNeighborCosts
+    ) -> DirectCosts:
+        """The costs of messages. As in NeighborCosts, a message ends with all of its rank, step and kind of link."""
+        ranks, per_node = sent.ranks, rates.machine.ranks_per_node
+        near = sent.source // per_node == sent.target // per_node
+        kind = near.astype(np.int64)
+        alone = rates.message(sent.bytes.astype(np.float64), near)[0]
+        if faults.slow_links is not None:
+            alone = alone * faults.slow_links[sent.source]
+        keys_of_ends = [sent.step * ranks + rank for rank in (sent.source, sent.target)]
+        end_keys = np.unique(np.concatenate(keys_of_ends))
+        places = [np.searchsorted(end_keys, keys) for keys in keys_of_ends]
+        end_seconds, longest = np.zeros((2, 2, len(end_keys))), np.zeros((2, len(end_keys)))
+        for sums, place in zip(end_seconds, places, strict=True):
+            np.add.at(sums, (kind, place), alone)
+        parts = (end_keys[i : i + RANKS_AT_A_TIME] for i in range(0, len(end_keys), RANKS_AT_A_TIME))
+        together = end_seconds + np.concatenate(
+            [_sum_neighbor_seconds(*np.divmod(keys, ranks), ranks, find_neighbor_costs) for keys in parts], axis=-1
+        )
+        seconds = np.maximum(*(sums[kind, place] for sums, place in zip(together, places, strict=True)))
+        for of_ends, place in zip(longest, places, strict=True):
+            np.maximum.at(of_ends, place, seconds)
+        messages = DirectMessages(sent.step, sent.source, sent.target, sent.bytes, seconds)
+        return cls(ranks, messages, end_keys, end_seconds, longest)
+
+    def at(self, ranks: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(end_seconds, longest) of any ranks at steps, [2, 2, ...] and [2, ...]; 0 without a direct message."""
+        keys = steps * self.ranks + ranks
+        place = np.minimum(np.searchsorted(self.end_keys, keys), len(self.end_keys) - 1)
+        is_end = self.end_keys[place] == keys
+        return self.end_seconds[:, :, place] * is_end, self.longest[:, place] * is_end
+
+
+def _sum_neighbor_seconds(
+    step: np.ndarray, rank: np.ndarray, ranks: int, find_neighbor_costs: FindNeighborCosts
+) -> np.ndarray:
+    """Seconds of the messages that ranks exchange with their neighbors at steps, [2, 2, ranks] as in NeighborCosts."""
+    around = (rank[:, None] + AROUND) % ranks
+    costs = find_neighbor_costs(around, step[:, None])
+    assert costs.sent is not None and costs.received is not None
+    return np.stack(
+        [[np.broadcast_to(row, around.shape)[:, 1] for row in rows] for rows in (costs.sent, costs.received)]
+    )

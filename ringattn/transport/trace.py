@@ -1,0 +1,81 @@
+"""What the ranks of this process do and when: ranges that profilers show, and spans of a `Trace`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from torch.autograd import profiler
+
+
+class Span(NamedTuple):
+    """Seconds `start` to `end` of a rank: its work, its waiting, or a message to `peer` from its post to its wait."""
+
+    rank: int
+    name: str
+    start: float
+    end: float
+    peer: int | None = None
+
+
+class Trace:
+    """While it is open, the spans of all passes of this process, in seconds of `time.perf_counter`.
+
+    `advance` is called with a rank whenever the rank begins a step with messages, to show progress. On CUDA devices
+    these are spans of the host, which starts kernels: torch.profiler shows the device, with the same names as ranges.
+    """
+
+    def __init__(self, advance: Callable[[int], None] = lambda rank: None) -> None:
+        self.spans: list[Span] = []
+        self.advance = advance
+        self._posted: dict[int, tuple[float, int, list[tuple[str, int]]]] = {}
+
+    def __enter__(self) -> Self:
+        global _open
+        assert _open is None, "traces are not nested"
+        _open = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _open
+        _open = None
+
+    @contextmanager
+    def span(self, rank: int, name: str) -> Iterator[None]:
+        """A span of a rank's work, or of its waiting."""
+        start = time.perf_counter()
+        yield
+        self.spans.append(Span(rank, name, start, time.perf_counter()))
+
+    def post(self, rank: int, sends: list[tuple[str, int]], ticket: Any) -> None:
+        """Note that the messages of a ticket begin. `sends` are the names and peers of those that the rank sends."""
+        self.advance(rank)
+        self._posted[id(ticket)] = time.perf_counter(), rank, sends
+
+    def wait(self, ticket: Any) -> None:
+        """Note that the messages of a ticket have arrived. Sent messages are spans; the receiver's are the same."""
+        start, rank, sends = self._posted.pop(id(ticket))
+        end = time.perf_counter()
+        self.spans += [Span(rank, name, start, end, peer) for name, peer in sends]
+
+
+#: The trace that is open in this process. All threads see it: torch runs a backward on CUDA in threads of its own.
+_open: Trace | None = None
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def get_trace() -> Trace | None:
+    """The open trace of this process."""
+    return _open
+
+
+def named_range(rank: int, name: str) -> AbstractContextManager[object]:
+    """A context around work of a rank, which an open trace notes and a running profiler shows."""
+    if _open is not None:
+        return _open.span(rank, name)
+    return profiler.record_function(f"rank {rank}, {name}") if profiler._is_profiler_enabled else _NOTHING
