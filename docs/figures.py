@@ -1,0 +1,442 @@
+"""The figures of the pages, from plans and timelines: run, this file draws README's; conf.py draws the others."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ringattn as ra
+
+FOLDER = Path(__file__).parent
+README_FIGURE = FOLDER / "ring.svg"
+RANK_COLORS = (
+    "#4c78a8",
+    "#f58518",
+    "#54a24b",
+    "#b279a2",
+    "#e45756",
+    "#3f9a97",
+    "#9d755d",
+    "#bab0ac",
+)
+#: A figure is a card with colours of its own, so that it can be read on a light page as on a dark one.
+STYLE = """<style>
+  .card{fill:#fff}.ink{fill:#24292f}.pale{fill:#57606a}.cell{fill:#f0f2f5}.line{stroke:#57606a;fill:#57606a}
+  @media (prefers-color-scheme:dark){.card{fill:#161b22}.ink{fill:#e6edf3}.pale{fill:#9da7b3}
+  .cell{fill:#262c36}.line{stroke:#9da7b3;fill:#9da7b3}}
+</style>"""
+
+
+def svg(width: int, height: int, title: str, body: list[str]) -> str:
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+            ' font-family="system-ui, -apple-system, Segoe UI, DejaVu Sans, sans-serif" role="img">',
+            f"<title>{title}</title>",
+            STYLE,
+            f'<rect class="card" width="{width}" height="{height}" rx="8"/>',
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+def text(
+    x: float, y: float, words: str, size: int = 15, kind: str = "ink", anchor: str = "middle"
+) -> str:
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}">{words}</text>'
+
+
+def box(x: float, y: float, width: float, height: float, color: str = "") -> str:
+    paint = f'fill="{color}"' if color else 'class="cell"'
+    return f'<rect {paint} x="{x:.5g}" y="{y:.5g}" width="{width:.4g}" height="{height:.4g}"/>'
+
+
+def outline(mask: Any, cell: float) -> str:
+    """The path around the visible pairs of a block; each row of the block sees one run of keys."""
+    left, right = [], []
+    for row, seen in enumerate(mask):
+        keys = seen.nonzero()[0]
+        if len(keys):
+            left += [(keys[0], row), (keys[0], row + 1)]
+            right += [(keys[-1] + 1, row), (keys[-1] + 1, row + 1)]
+    points = [*left, *reversed(right)]
+    scale = cell / len(mask)
+    return "M" + "L".join(f"{x * scale:.3g} {y * scale:.3g}" for x, y in points) + "Z"
+
+
+def draw_ring(pattern: ra.Pattern, travels: ra.Pattern, ranks: int, rows: int, title: str) -> str:
+    """The mask of `pattern` in blocks, and beside it the steps of the plan of `travels`."""
+    plan = ra.make_plan(
+        travels, tokens=ranks * rows, ranks=ranks, layout="contiguous", schedule="ring"
+    )
+    mask = pattern.mask(ranks * rows)[0] > 0
+    cell, left, top = 40, 74, 84
+    steps = [plan.forward_steps(rank) for rank in range(ranks)]
+    number_of_steps = max(len(of_rank) for of_rank in steps)
+    gap, start = 104, left + ranks * cell + 86
+    width, height = start + (number_of_steps - 1) * gap + cell + 24, top + ranks * cell + 24
+    paths, left_panel, right_panel, arrows = [], [], [], []
+    for rank in range(ranks):
+        y = top + rank * cell
+        left_panel.append(text(left - 12, y + 26, f"rank {rank}", anchor="end"))
+        for step, now in enumerate(steps[rank]):
+            x = start + step * gap
+            for visit in now.visits:
+                block = mask[
+                    rank * rows : (rank + 1) * rows, visit.owner * rows : (visit.owner + 1) * rows
+                ]
+                if not block.any():
+                    continue
+                name, color = f"b{rank}_{visit.owner}", RANK_COLORS[visit.owner]
+                paths.append(f'<path id="{name}" fill="{color}" d="{outline(block, cell - 4)}"/>')
+                left_panel.append(
+                    f'<use href="#{name}" x="{left + visit.owner * cell + 2}" y="{y + 2}"/>'
+                )
+                right_panel.append(f'<use href="#{name}" x="{x + 2}" y="{y + 2}"/>')
+            for hop in now.sends:
+                for part in hop.parts:
+                    of_block = getattr(part.row_set, "rows", None)
+                    share = sum(map(len, of_block[0])) / rows if of_block else 1.0
+                    middle, to = y + cell / 2, top + hop.peer * cell + cell / 2
+                    first, last = x + cell + 3, x + gap - 9
+                    ways = [(first, middle, last, to - 4)]
+                    if hop.peer < rank:  # from the last rank around to the first one
+                        half = (first + last) / 2
+                        ways = [
+                            (first, middle, half, middle + cell / 2 - 2),
+                            (half, to - cell / 2 - 2, last, to - 4),
+                        ]
+                    for x1, y1, x2, y2 in ways:
+                        arrows.append(
+                            f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" fill="none"'
+                            f' stroke="{RANK_COLORS[part.owner]}" stroke-width="{1 + 4 * share:.2g}"'
+                            f' marker-end="url(#a{part.owner})"/>'
+                        )
+    for rank in range(ranks):
+        for column in range(ranks):
+            left_panel.insert(
+                0, box(left + column * cell + 1, top + rank * cell + 1, cell - 2, cell - 2)
+            )
+        for step in range(len(steps[rank])):
+            right_panel.insert(
+                0, box(start + step * gap + 1, top + rank * cell + 1, cell - 2, cell - 2)
+            )
+    heads = [
+        f'<marker id="a{rank}" viewBox="0 0 6 6" refX="4" refY="3" markerWidth="9" markerHeight="9"'
+        f' markerUnits="userSpaceOnUse" orient="auto"><path d="M0 0L6 3L0 6Z" fill="{RANK_COLORS[rank]}"/></marker>'
+        for rank in range(ranks)
+    ]
+    share = sum(plan.bytes_sent(rank) for rank in range(ranks)) / plan.full_ring_bytes()
+    words = [
+        text(left, 30, "The mask: queries x keys", 17, anchor="start"),
+        text(left, 52, f"{mask.mean():.0%} of all pairs", 14, "pale", "start"),
+        text(start, 30, "The plan: blocks travel", 17, anchor="start"),
+        text(start, 52, f"{share:.0%} of a full ring's bytes", 14, "pale", "start"),
+        *(text(left + (b + 0.5) * cell, top - 8, f"K{b}", 13, "pale") for b in range(ranks)),
+        *(
+            text(start + s * gap + cell / 2, top - 8, f"step {s}", 13, "pale")
+            for s in range(number_of_steps)
+        ),
+    ]
+    body = ["<defs>", *paths, *heads, "</defs>", *words, *arrows, *left_panel, *right_panel]
+    return svg(width, height, title, body)
+
+
+def draw_readme_figure() -> str:
+    pattern = ra.Causal() & ra.Window(23)
+    return draw_ring(
+        pattern,
+        pattern,
+        6,
+        16,
+        "Six ranks, a causal window: what each rank computes, and what travels when",
+    )
+
+
+def draw_textbook() -> str:
+    return draw_ring(
+        ra.Causal(),
+        ra.Full(),
+        4,
+        16,
+        "Four ranks, a causal mask: every block travels around the whole ring",
+    )
+
+
+def draw_layouts() -> str:
+    """One strip per layout, coloured by rank, and the causal work of each rank beside it."""
+    tokens, ranks, unit, left, height = 48, 4, 10, 116, 44
+    body = [
+        text(left, 28, "Who holds which token", 17, anchor="start"),
+        text(left + tokens * unit + 34, 28, "Causal work", 17, anchor="start"),
+    ]
+    for row, name in enumerate(("contiguous", "zigzag", "striped")):
+        layout, y = ra.make_layout(name, tokens=tokens, ranks=ranks), 46 + row * (height + 16)
+        body.append(text(left - 12, y + height / 2 + 5, name, anchor="end"))
+        plan = ra.make_plan(ra.Causal(), tokens=tokens, ranks=ranks, layout=name, schedule="ring")
+        busiest = max(plan.pairs(rank) for rank in range(ranks))
+        for rank in range(ranks):
+            color = RANK_COLORS[rank]
+            for position in layout.positions(rank).tolist():
+                body.append(box(left + position * unit, y, unit - 1, height, color))
+            width = 100 * plan.pairs(rank) / busiest
+            x, top = left + tokens * unit + 34, y + rank * height / ranks
+            body.append(box(x, top, width, height / ranks - 1, color))
+    for rank in range(ranks):
+        x = left + rank * 90
+        body += [
+            box(x, 228, 12, 12, RANK_COLORS[rank]),
+            text(x + 18, 239, f"rank {rank}", 14, "pale", "start"),
+        ]
+    return svg(
+        left + tokens * unit + 150,
+        252,
+        "Layouts: which rank holds which of 48 tokens, and how much each computes",
+        body,
+    )
+
+
+def draw_schedules() -> str:
+    """For each schedule a grid of ranks and steps, with the block that the rank computes with."""
+    ranks, cell, left, pitch = 8, 24, 62, 300
+    body = []
+    names = {
+        "ring": "ring, direct",
+        "double_ring(4)": "double_ring(4)",
+        "ulysses(4)": "ulysses(4)",
+        "allgather": "allgather",
+    }
+    for number, (schedule, label) in enumerate(names.items()):
+        x, y = left + number % 2 * pitch, 30 + number // 2 * 250
+        body.append(text(x, y, label, 15, "ink", "start"))
+        plan = ra.make_plan(
+            ra.Full(), tokens=64, ranks=ranks, layout="contiguous", schedule=schedule, heads=8
+        )
+        for rank in range(ranks):
+            top, at = y + 12 + rank * cell, x
+            body.append(text(x - 8, top + 16, f"rank {rank}", 12, "pale", "end"))
+            for step in plan.forward_steps(rank):
+                owners = [visit.owner for visit in step.visits]
+                if not owners:
+                    body += [
+                        box(at, top, cell - 2, cell - 2),
+                        text(at + 11, top + 16, "⇄", 13, "pale"),
+                    ]
+                width = cell if len(owners) < 2 else cell / 2
+                for owner in owners:
+                    body += [
+                        box(at, top, width - 2, cell - 2, RANK_COLORS[owner]),
+                        text(at + width / 2 - 1, top + 16, str(owner), 12, "black"),
+                    ]
+                    at += width
+                at += 0 if owners else cell
+    return svg(
+        left + pitch + 8 * cell + 16,
+        500,
+        "Schedules on eight ranks: the block in use at each step",
+        body,
+    )
+
+
+def draw_overlap() -> str:
+    """A dense ring in time: each rank computes while the next block travels, on fast and on slow links."""
+    ranks, left, width, lane = 4, 66, 590, 34
+    sizes: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+    plan = ra.make_plan(
+        ra.Full(), tokens=1 << 16, ranks=ranks, layout="contiguous", schedule="ring", **sizes
+    )
+    body, top = [], 26
+    cases = {"links of 25 GB/s: messages hide": 25e9, "links of 2 GB/s: ranks wait": 2e9}
+    machines = [
+        ra.Machine(flops=4e14, latency=1e-5, bandwidth=bandwidth, merge=1e15, gamma=0.0)
+        for bandwidth in cases.values()
+    ]
+    timelines = [ra.simulate(plan, machine) for machine in machines]
+    scale = width / max(timeline.seconds for timeline in timelines)
+    for words, machine, timeline in zip(cases, machines, timelines, strict=True):
+        visit = timeline.compute / ranks
+        message = plan.bytes_sent(0) / (ranks - 1) / machine.bandwidth + machine.latency
+        step = max(visit, message)
+        assert abs((ranks - 1) * step + visit - timeline.seconds) < 0.01 * timeline.seconds
+        title = f"{words} ({timeline.seconds * 1e3:.0f} ms, modelled)"
+        body.append(text(left, top, title, anchor="start"))
+        for rank in range(ranks):
+            y = top + 12 + rank * lane
+            body.append(text(left - 10, y + 15, f"rank {rank}", 13, "pale", "end"))
+            for number in range(ranks):
+                x, color = left + number * step * scale, RANK_COLORS[(rank - number) % ranks]
+                body.append(box(x, y, visit * scale - 1, 18, color))
+                if number < ranks - 1:
+                    body.append(box(x, y + 20, message * scale - 1, 7, color))
+        top += ranks * lane + 46
+    legend = "thick: computing with a block; thin: the message that passes it on"
+    body.append(text(left, top - 8, legend, 13, "pale", "start"))
+    return svg(
+        left + width + 24, top + 6, "Computing and messages of a dense ring of four ranks", body
+    )
+
+
+def _chart(
+    draw: Callable[[Any, str], None], title: str, size: tuple[float, float] = (7.2, 3.6)
+) -> str:
+    """A chart by matplotlib, whose ink and paper follow the reader's colour scheme."""
+    import matplotlib.pyplot as plt
+
+    ink, paper = "#010203", "#fdfeff"  # stand-ins, replaced below
+    style = {
+        **{
+            name: ink
+            for name in (
+                "text.color",
+                "axes.labelcolor",
+                "axes.edgecolor",
+                "xtick.color",
+                "ytick.color",
+            )
+        },
+        **{name: paper for name in ("figure.facecolor", "axes.facecolor")},
+        **{"svg.fonttype": "none", "svg.hashsalt": title, "legend.frameon": False, "font.size": 11},
+        **{"axes.spines.top": False, "axes.spines.right": False, "font.family": "DejaVu Sans"},
+    }
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(figsize=size, layout="constrained")
+        draw(axes, ink)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Title": title})
+        plt.close(figure)
+    drawn = buffer.getvalue().replace(ink, "var(--ink)").replace(paper, "var(--paper)")
+    colors = (
+        "<style>:root{--ink:#24292f;--paper:#fff}"
+        "@media (prefers-color-scheme:dark){:root{--ink:#e6edf3;--paper:#161b22}}</style>"
+    )
+    drawn = drawn[drawn.index("<svg") :]
+    end = drawn.index(">") + 1
+    return drawn[:end] + colors + drawn[end:]
+
+
+def draw_memory() -> str:
+    """Bytes of a rank by category, over the number of ranks."""
+    counts = (8, 16, 32, 64, 128)
+    plans = [
+        ra.make_plan(
+            ra.Causal(),
+            tokens=1 << 20,
+            ranks=ranks,
+            layout="zigzag",
+            schedule="ring",
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            dtype="bfloat16",
+        )
+        for ranks in counts
+    ]
+    parts = [ra.simulate(plan, "h100_nvlink_ib", backward=True).memory for plan in plans]
+
+    def draw(axes: Any, ink: str) -> None:
+        below = [0.0] * len(counts)
+        for color, name in zip(RANK_COLORS, parts[0], strict=False):
+            gib = [part.get(name, 0) / 2**30 for part in parts]
+            axes.bar(range(len(counts)), gib, bottom=below, color=color, label=name, width=0.6)
+            below = [a + b for a, b in zip(below, gib, strict=True)]
+        axes.set_xticks(range(len(counts)), counts)
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("GiB of a rank [modelled]")
+        axes.legend(labelcolor=ink)
+
+    return _chart(draw, "Memory of a rank by category: a causal backward over 1M tokens")
+
+
+def draw_crossover() -> str:
+    """Time of one forward over the tokens of a rank, a line per schedule."""
+    shards = [1 << power for power in range(10, 17)]
+    machine = ra.get_machine("h100_nvlink_ib")
+    schedules = ("ring", "double_ring(8)", "ulysses(8)", "allgather")
+
+    def seconds(schedule: str, shard: int) -> float:
+        plan = ra.make_plan(
+            ra.Causal(),
+            tokens=32 * shard,
+            ranks=32,
+            layout="zigzag",
+            schedule=schedule,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            dtype="bfloat16",
+        )
+        return ra.simulate(plan, machine).seconds
+
+    lines = {schedule: [seconds(schedule, shard) for shard in shards] for schedule in schedules}
+
+    def draw(axes: Any, ink: str) -> None:
+        for color, (schedule, line) in zip(RANK_COLORS, lines.items(), strict=False):
+            axes.plot(
+                shards,
+                [a / b for a, b in zip(line, lines["ring"], strict=True)],
+                "o-",
+                color=color,
+                label=schedule,
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(shards, [f"{shard // 1024}k" for shard in shards])
+        axes.set_xlabel("tokens of a rank (32 ranks, 8 in a node)")
+        axes.set_ylabel("time over that of the ring [modelled]")
+        axes.set_ylim(bottom=0)
+        axes.legend(labelcolor=ink)
+
+    return _chart(
+        draw, "Crossover of schedules: time over that of the ring, by the tokens of a rank"
+    )
+
+
+def draw_masks() -> Iterator[tuple[str, str]]:
+    """Name and drawing of each mask that docs/patterns.md shows, from the pattern that is written there."""
+    tokens, unit = 64, 2
+    side = tokens * unit
+    for name, written in re.findall(
+        r"_generated/(mask_\w+)\.svg\) \| `(.*?)` \|", (FOLDER / "patterns.md").read_text()
+    ):
+        pattern = ra.parse_pattern(written.replace("\\|", "|"))
+        path = []
+        for row, seen in enumerate(pattern.mask(tokens)[0] > 0):
+            ends = [
+                key
+                for key in range(tokens + 1)
+                if (key > 0 and seen[key - 1]) != (key < tokens and seen[key])
+            ]
+            for first, last in zip(ends[::2], ends[1::2], strict=True):
+                width = (last - first) * unit
+                path.append(f"M{4 + first * unit} {4 + row * unit}h{width}v{unit}h-{width}z")
+        cell = box(4, 4, side, side)
+        body = [cell, f'<path fill="{RANK_COLORS[0]}" d="{"".join(path)}"/>']
+        yield (
+            name,
+            svg(
+                side + 8, side + 8, "A mask of 64 tokens: lines are queries, columns are keys", body
+            ),
+        )
+
+
+def draw_all(folder: Path) -> None:
+    """Write the figures that only the site shows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawings = (
+        draw_textbook,
+        draw_layouts,
+        draw_schedules,
+        draw_overlap,
+        draw_memory,
+        draw_crossover,
+    )
+    drawn = {draw.__name__.removeprefix("draw_"): draw() for draw in drawings}
+    for name, drawing in {**drawn, **dict(draw_masks())}.items():
+        (folder / f"{name}.svg").write_text(drawing)
+
+
+if __name__ == "__main__":
+    README_FIGURE.write_text(draw_readme_figure())
