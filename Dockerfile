@@ -8,8 +8,9 @@ COPY ringattn ringattn
 COPY conf conf
 RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
         -c constraints.txt -c constraints-torch.txt . \
-    && useradd --create-home ringattn
-USER ringattn
+    && useradd --create-home --uid 10001 ringattn
+# a number, so that Kubernetes can see that it is not root
+USER 10001
 WORKDIR /home/ringattn
 ENTRYPOINT ["ringattn"]
 CMD ["doctor"]
@@ -22,8 +23,8 @@ COPY ringattn ringattn
 COPY conf conf
 RUN torch="$(python -c 'from importlib.metadata import version; print("torch==" + version("torch"))')" \
     && pip install --no-cache-dir -c constraints.txt "$torch" . \
-    && (id ringattn || useradd --create-home ringattn)
-USER ringattn
+    && useradd --create-home --uid 10001 ringattn
+USER 10001
 WORKDIR /home/ringattn
 ENTRYPOINT ["ringattn"]
 CMD ["doctor"]

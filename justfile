@@ -14,9 +14,9 @@ test *arguments:
 gpu *overrides:
     scripts/gpu {{overrides}}
 
-# Build the pages into docs/_build/html; --execute also runs the notebooks
-docs *arguments:
-    scripts/docs {{arguments}}
+# Build the pages into docs/_build/html
+docs:
+    scripts/docs
 
 # Lint, format check, types
 check:

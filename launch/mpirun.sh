@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # ringattn run on RANKS processes under mpirun, 2 by default. Arguments are overrides:
 #   RANKS=4 launch/mpirun.sh tokens=64k pattern=window           MPIRUN_ARGS="-f hosts" RANKS=16 launch/mpirun.sh
+# MPICH keeps messages of one node in /dev/shm; in Docker: docker run --ipc=host, or --shm-size=1g.
 # pip install 'ringattn[mpi]' brings mpi4py and an mpirun; MPIRUN=... chooses another mpirun.
 set -euo pipefail
 

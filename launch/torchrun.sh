@@ -2,7 +2,9 @@
 # ringattn run on this machine under torchrun, one process per GPU, or RANKS processes. Arguments are overrides:
 #   launch/torchrun.sh transport=nccl tokens=1M            RANKS=2 launch/torchrun.sh tokens=8k backward=true
 # RESTARTS=2 restarts all ranks after a rank has failed, at most twice.
-# On several machines, run this script on each with NODES=4 NODE=0..3 HEAD=host:port, a free port of the first.
+# On several machines, run this script on each with NODES=4 NODE=0..3 HEAD=host:port, a free port of the first. Where
+# NCCL or Gloo takes the wrong network, NCCL_SOCKET_IFNAME=eth0 or GLOO_SOCKET_IFNAME=eth0 names another.
+# In Docker the ranks of NCCL need more /dev/shm than its 64 MB: docker run --ipc=host, or --shm-size=8g.
 set -euo pipefail
 
 gpus="$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)"
