@@ -34,6 +34,9 @@ NAMED = 8
 #: Seconds between the message of a failing rank and the abort: at the abort MPICH's mpirun drops what it has not yet
 #: read.
 HEARD = 0.5
+#: Seconds that the other ranks leave rank 0, which Ctrl-C reaches too, to say so and to end the job. On a busy machine
+#: rank 0 may wake up late.
+PATIENCE = 10.0
 
 
 def load() -> Any:
@@ -208,7 +211,9 @@ class AbortOnError:
         world, is_ours = load().COMM_WORLD, isinstance(error, RingAttentionError)
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # mpirun sends a second SIGINT
-            if world.Get_rank() == 0:  # Ctrl-C reaches all ranks
+            if world.Get_rank() != 0:
+                time.sleep(PATIENCE)
+            else:
                 sys.stderr.write("ringattn: interrupted\n")
                 sys.stderr.flush()
             time.sleep(HEARD)
