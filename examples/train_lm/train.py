@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -74,6 +74,8 @@ class Run:
         for name in ("rows", "tokens", "steps", "checkpoint_every", "evaluate_every"):
             if not isinstance(cfg[name], int) or cfg[name] < 1:
                 raise ra.InvalidInput(f"{name}={cfg[name]}: expected a whole number >= 1")
+        if cfg.log not in ("tensorboard", "wandb", None):
+            raise ra.InvalidInput(f"log={cfg.log}: expected tensorboard, wandb or null")
         mesh = init_device_mesh("cpu", (cfg.dp, cfg.cp), mesh_dim_names=("dp", "cp"))
         self.dp, self.cp = mesh["dp"].get_local_rank(), mesh["cp"].get_local_rank()
         place = {"group": mesh["cp"].get_group(), "layout": cfg.layout, "schedule": cfg.schedule}
@@ -194,6 +196,26 @@ class Run:
         print(f"step {self.step:4d}/{self.cfg.steps}  loss {line['loss']:.4f}  {speed}{held_out}", flush=True)
 
 
+def log_to(tool: str | None, run: Run) -> Callable[..., object]:
+    """`log(numbers, step=)`, which shows the numbers of a step in TensorBoard or in Weights & Biases, or nowhere."""
+    if tool == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(run.folder, purge_step=run.step + 1)
+
+        def log(numbers: dict[str, float], step: int) -> None:
+            for name, number in numbers.items():
+                writer.add_scalar(name, number, step)
+            writer.flush()
+
+        return log
+    if tool == "wandb":
+        import wandb
+
+        return wandb.init(project="ringattn", id=run.folder.name, dir=run.folder, resume="allow").log
+    return lambda numbers, step: None
+
+
 def keep_lines(path: Path, step: int) -> None:
     """Keep the lines of losses.jsonl up to a step. A run that died has later lines, and maybe half a line."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
@@ -288,6 +310,7 @@ def train(cfg: DictConfig) -> None:
         keep_lines(run.folder / "losses.jsonl", run.step)
         begins = f"continued at step {run.step}" if run.step else "from step 0"
         print(f"{run.folder}: dp={cfg.dp} cp={cfg.cp}, {begins}", flush=True)
+    log = log_to(cfg.log if run.rank == 0 else None, run)
     killed = run.folder / "killed"
     before = peak_memory.resident()
     while run.step < cfg.steps:
@@ -301,6 +324,7 @@ def train(cfg: DictConfig) -> None:
             line["held_out"] = run.evaluate()
         if run.rank == 0:
             run.report(line)
+            log({name: number for name, number in line.items() if isinstance(number, float)}, step=run.step)
         if run.step % cfg.checkpoint_every == 0 or run.step == cfg.steps:
             run.save()
     compare(run, before)

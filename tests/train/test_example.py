@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_line import ringattn
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("tokens=96", "model.width=32", "model.window=20", "checkpoint_every=2")
@@ -58,6 +59,7 @@ def test_losses_depend_neither_on_ranks_nor_on_a_restart(tmp_path: Path) -> None
         (("resume=two", "steps=5"), "nothing to train, as two has 5"),
         (("output=two", "steps=9"), "go on with it by resume=two"),
         (("resume=three",), "no checkpoint, such as step_000020, is there"),
+        (("log=paper",), "log=paper: expected tensorboard, wandb or null"),
         (("tokens=0",), "tokens=0: expected a whole number >= 1"),
     ):
         other = run(tmp_path, *overrides)  # one process, without torchrun
@@ -69,11 +71,15 @@ def test_losses_depend_neither_on_ranks_nor_on_a_restart(tmp_path: Path) -> None
 @pytest.mark.multi
 def test_a_run_goes_on_where_it_is_asked_to(tmp_path: Path) -> None:
     """A run has a folder of its own. Half a line of a killed run, and lines after its checkpoint, are dropped."""
-    done = run(tmp_path, "steps=2")
+    done = run(tmp_path, "steps=2", "log=tensorboard")
     (folder,) = (tmp_path / "outputs" / "train_lm").iterdir()
     again = run(tmp_path, "steps=2")
     (other,) = {*(tmp_path / "outputs" / "train_lm").iterdir()} - {folder}
     assert losses(other) == losses(folder)
+    shown = EventAccumulator(str(folder)).Reload()
+    assert [event.value for name in ("loss", "held_out") for event in shown.Scalars(name)] == pytest.approx(
+        losses(folder)
+    )
     for one, place in ((done, folder), (again, other)):
         assert f"measured in {place.relative_to(tmp_path)}: " in one.stdout and "of 2 steps" in one.stdout, one.stderr
     with (folder / "losses.jsonl").open("a") as file:
