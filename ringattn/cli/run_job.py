@@ -25,6 +25,7 @@ from ..files import STDOUT, check_json, check_writable, write_json, writing
 from ..plan.plan import Plan
 from ..runtime import peak_memory as memory
 from ..simulator.numerics.oracle import oracle_rows, places, sampled_rows
+from ..simulator.progress import Listener
 from ..simulator.reporting.console import (
     Number,
     choice_record,
@@ -35,6 +36,7 @@ from ..simulator.reporting.console import (
 )
 from ..simulator.reporting.trace import write_trace
 from ..text import duration, plural, rate, size
+from ..transport.launcher import progress_stream
 from ..transport.trace import Span, Trace
 from .config.build import plan_from_config
 from .config.schema import RunConfig
@@ -104,6 +106,8 @@ class Run:
     inputs: tuple[torch.Tensor, ...]
     #: What the report says of the counted bytes.
     bytes_verb = "sent"
+    #: Called with the units of work that are done, their number and their noun.
+    tell: Listener
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -112,12 +116,13 @@ class Run:
 
     def run(self) -> None:
         """Open the input, measure, compare with the oracle, write the output, and report."""
-        self.open()
-        out, lse, measurements = self.measure()
-        error = self.compare(out)
-        if self.config.output.path is not None:
-            self.write(Path(self.config.output.path), out, lse)
-        processes = self.collect(measurements)
+        with show_progress(Console(file=progress_stream()), shown=self.rank == 0) as self.tell:
+            self.open()
+            out, lse, measurements = self.measure()
+            error = self.compare(out)
+            if self.config.output.path is not None:
+                self.write(Path(self.config.output.path), out, lse)
+            processes = self.collect(measurements)
         if self.rank == 0:
             self.report(processes, error)
 
@@ -196,10 +201,7 @@ class Run:
         The peak of memory is the peak of the first timed run.
         """
         steps, total = count(1), self._count_posts() * (self.config.repeat + 1)
-        with (
-            show_progress(Console(stderr=True), shown=self.rank == 0) as tell,
-            Trace(lambda rank: tell(min(next(steps), total), total, "steps")) as trace,
-        ):
+        with Trace(lambda rank: self.tell(min(next(steps), total), total, "steps")) as trace:
             return self._measure(trace)
 
     def _count_posts(self) -> int:

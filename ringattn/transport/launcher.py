@@ -21,7 +21,7 @@ from datetime import timedelta
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ..errors import InvalidInput, LaunchFailure, Unsupported
 
@@ -118,7 +118,8 @@ def run_local(
     `fn` is a function of an importable module; arguments and results are pickled. `timeout` (seconds) bounds the
     whole run, and `group_timeout` (default: the same) bounds every collective in the run. `threads` is torch's thread
     count per rank. After one rank has failed, the other ranks get `GRACE` seconds to end by themselves. Standard output
-    and standard error of the ranks are kept for errors; with `show` rank 0 has the standard output of this process.
+    and standard error of the ranks are kept for errors; with `show` rank 0 has the standard output of this process, and
+    shows its progress on the standard error of this process.
 
     Raises LaunchFailure with the stderr of the rank that failed first. Neither a process nor a temporary file is left
     behind, even if this process is killed, or receives SIGTERM, which ends it with SystemExit.
@@ -205,6 +206,15 @@ def drop_output() -> None:
     os.close(null)
 
 
+def progress_stream() -> TextIO:
+    """Where this process shows progress: standard error, which `run_local` gives rank 0 back with `show`."""
+    return _progress or sys.stderr
+
+
+#: The standard error of the parent of a local rank 0, whose own standard error is kept for errors.
+_progress: TextIO | None = None
+
+
 def _wait(processes: Sequence[BaseProcess], scratch: Path, timeout: float) -> None:
     """Return when all ranks have given their results. Raises LaunchFailure if a rank fails or the time is over."""
     running, failed = dict(enumerate(processes)), list[int]()
@@ -246,6 +256,9 @@ def _run_rank(scratch: Path, group: dict[str, Any], rank: int, work: bytes) -> N
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if parent is None or not parent.is_alive():
         os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0 and group["show"]:
+        global _progress
+        _progress = os.fdopen(os.dup(2), "w", buffering=1)
     with _log(scratch, rank).open("wb") as log:
         os.dup2(log.fileno(), 2)
         if rank or not group["show"]:

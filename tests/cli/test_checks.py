@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -37,7 +38,7 @@ from ringattn.simulator.reporting.console import ProgressLines, show_progress
 OTHERS: dict[str, Any] = {
     "pattern": PatternGroup("Full()"),
     "layout": LayoutGroup("contiguous"),
-    "schedule": ScheduleGroup("direct"),
+    "schedule": ScheduleGroup("ulysses(2)"),
     "tokens": 512,
     "shard": 32,
     "heads": 4,
@@ -385,9 +386,12 @@ def test_loops_within_loops_are_not_silent(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_progress_goes_to_standard_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("ringattn.simulator.reporting.console.INTERVAL", 0.0)
+    monkeypatch.setattr("ringattn.simulator.reporting.console.INTERVAL", 1.0)
     with show_progress(Console()) as tell:
         tell(3, 9, "blocks")
-    found = capsys.readouterr()
+        found, deadline = capsys.readouterr(), time.monotonic() + 60
+        while not found.err and time.monotonic() < deadline:  # a unit of work that takes long is not silent
+            time.sleep(0.1)
+            found = capsys.readouterr()
     assert (found.out, found.err) == ("", "ringattn: blocks: 3 of 9\n")
     assert "rich" not in modules_after("import ringattn as ra; ra.simulate(ra.make_plan(ra.Full(), tokens=8, ranks=2))")

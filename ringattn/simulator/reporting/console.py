@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -165,41 +167,64 @@ class _Console(Console):
 def show_progress(console: Console, *, shown: bool = True, tenths: bool = False) -> Iterator[Listener]:
     """A function that shows progress while the block runs: call it with the units done, their count and their noun.
 
-    A terminal shows a bar, which is gone after the block. Elsewhere a line with the time left goes to standard error
-    every `INTERVAL` seconds, and with `tenths` also at every tenth of the work. shown=False shows nothing.
+    A terminal shows a bar, which moves from the start on and is gone after the block. Elsewhere a line with the time
+    left goes to standard error every `INTERVAL` seconds, also in the middle of a unit, and with `tenths` at every tenth
+    of the work. shown=False shows nothing.
     """
     if not shown:
         yield lambda done, count, noun: None
     elif console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("", visible=False)  # until the first call
-            yield lambda done, count, noun: bar.update(
-                task, completed=done, total=count, description=noun, visible=True
-            )
+            task = bar.add_task("preparing", total=None)
+            yield lambda done, count, noun: bar.update(task, completed=done, total=count, description=noun)
     else:
-        yield ProgressLines(console if console.stderr else Console(stderr=True), tenths)
+        lines = ProgressLines(Console(stderr=True) if console.file is sys.stdout else console, tenths)
+        try:
+            yield lines
+        finally:
+            lines.end()
 
 
 class ProgressLines:
-    """Progress as lines of text, a line every `INTERVAL` seconds, and with `tenths` at every tenth of the work."""
+    """Progress as lines of text, a line every `INTERVAL` seconds, and with `tenths` at every tenth of the work.
+
+    A thread repeats the last line where a unit of work takes longer; `end` ends the thread.
+    """
 
     def __init__(self, console: Console, tenths: bool) -> None:
         self.console, self.tenths = console, tenths
         self.noun: str | None = None
+        self.text = "preparing"
         self.tenth = -1
         self.first = 0
         self.start = self.last_line = time.monotonic()
+        self.over, self.spoken = False, threading.Event()
+        threading.Thread(target=self._repeat, daemon=True).start()
 
     def __call__(self, done: int, count: int, noun: str) -> None:
         """Take note that `done` of `count` units of work are done."""
         now, tenth = time.monotonic(), done * LINES // count
         if noun != self.noun or done < self.first:  # another loop has begun
             self.noun, self.tenth, self.first, self.start = noun, -1, done, now
-        if not (self.tenths and tenth != self.tenth) and now - self.last_line < INTERVAL:
-            return
-        self.tenth, self.last_line = tenth, now
-        text = f"ringattn: {noun}: {done:,} of {count:,}"
+        self.text = f"{noun}: {done:,} of {count:,}"
         if done - self.first >= count / LINES and now - self.start >= 1:  # the first units tell little
-            text += f", about {duration((count - done) * (now - self.start) / (done - self.first))} left"
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self.text += f", about {duration((count - done) * (now - self.start) / (done - self.first))} left"
+        if (self.tenths and tenth != self.tenth) or now - self.last_line >= INTERVAL:
+            self.tenth, self.last_line = tenth, now
+            self._print()
+
+    def end(self) -> None:
+        """Print nothing more."""
+        self.over = True
+        self.spoken.set()
+
+    def _repeat(self) -> None:
+        while not self.over:
+            if not self.spoken.wait(INTERVAL):
+                self._print()
+            self.spoken.clear()
+
+    def _print(self) -> None:
+        self.console.print(f"ringattn: {self.text}", highlight=False, markup=False, soft_wrap=True)
+        self.spoken.set()
