@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidInput, Unsupported
-from ..kernels import available
+from ..kernels import available, missing
 from ..kernels.aten_cpu import AtenCpu
 from ..kernels.aten_cuda import AtenCuda
 from ..kernels.cuda_device import CudaDevice
@@ -69,6 +69,7 @@ def main(config: DoctorConfig) -> None:
         Number("nccl", ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else nccl),
     ]
     numbers += [Number(f"kernel {name}", state) for name, state in available().items()]
+    numbers += [Number("merges on CUDA", missing() or "by Triton")]
     numbers += _kernel_choices(config.capability)
     for package, (purpose, command) in EXTRAS.items():
         numbers.append(Number(package, _installed_version(package) or f"missing; for {purpose}: {command}"))

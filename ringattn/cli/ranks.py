@@ -145,18 +145,25 @@ def _run_local_rank(rank: int, config: C, work: Worker[C]) -> None:
         raise SystemExit(UNREAD) from None
 
 
-def _set_cuda_device(launch: Launch) -> None:
-    """Make a rank's own CUDA device the current device."""
+def _set_cuda_device(launch: Launch, setting: str) -> torch.device:
+    """Make a rank's own CUDA device the current device, and return it. Raises InvalidInput where there is none."""
+    if not torch.cuda.is_available():
+        raise InvalidInput(
+            f"{setting} needs a CUDA device, and this rank sees none (ringattn doctor says why); leave it out, or try "
+            "transport=gloo, for CPU tensors"
+        )
     # The modulo is for launchers that show each rank only its own device.
-    torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+    device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def _run_under_torchrun(launch: Launch, config: C, work: Worker[C]) -> None:
     """Run this process's rank of a torchrun job."""
     torch.set_num_threads(config.threads or int(os.environ.get("OMP_NUM_THREADS", "1")))
-    init_process_group(launch, backend=config.transport.spec, timeout=config.timeout)
-    if config.transport.spec == "nccl":
-        _set_cuda_device(launch)
+    # Before the group is made: NCCL then connects the devices at once, and no rank takes the first device.
+    device = _set_cuda_device(launch, "transport=nccl") if config.transport.spec == "nccl" else None
+    init_process_group(launch, backend=config.transport.spec, timeout=config.timeout, device=device)
     try:
         work(config, TorchDist(timeout=config.timeout))
     finally:
@@ -175,12 +182,7 @@ def _run_under_mpi(launch: Launch, config: C, work: Worker[C], verb: str) -> Non
     load()
     with AbortOnError():
         if config.transport.gpu_aware:
-            if not torch.cuda.is_available():
-                raise InvalidInput(
-                    "transport.gpu_aware=true passes CUDA tensors to MPI, and this rank sees no CUDA device (ringattn "
-                    "doctor says why); leave it out for CPU tensors"
-                )
-            _set_cuda_device(launch)
+            _set_cuda_device(launch, "transport.gpu_aware=true")
         transport = Mpi(timeout=config.timeout, gpu_aware=config.transport.gpu_aware)
         if transport.size != launch.world:
             raise InvalidInput(

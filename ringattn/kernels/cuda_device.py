@@ -36,7 +36,8 @@ FLASH = {"FA3": ((9,), 256), "FA4": ((9, 10), 128)}
 class CudaDevice:
     """A CUDA device as the choice of an op sees it.
 
-    `cudnn` is torch.backends.cudnn.version(), such as 91501, or None; `disabled` holds the ops that are switched off by
+    `cudnn` is torch.backends.cudnn.version(), such as 91501, or None without cuDNN, also on ROCm, whose MIOpen answers
+    with its own version; `disabled` holds the ops that are switched off by
     torch.backends.cuda.enable_..._sdp(False); `flash` is the implementation behind the flash op: "FA2", or the one that
     torch.nn.attention.activate_flash_attention_impl has activated.
     """
@@ -53,7 +54,8 @@ class CudaDevice:
         disabled = frozenset(op for op, name in SWITCHES.items() if not getattr(flags, f"{name}_sdp_enabled")())
         attention: Any = torch.nn.attention
         flash = attention.current_flash_attention_impl() or "FA2"
-        return cls(torch.cuda.get_device_capability(device), torch.backends.cudnn.version(), disabled, flash)
+        cudnn = None if torch.version.hip else torch.backends.cudnn.version()
+        return cls(torch.cuda.get_device_capability(device), cudnn, disabled, flash)
 
     @property
     def flash_head_dim(self) -> int:

@@ -390,7 +390,8 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "positions": ("(Tensor[] tensors, str call) -> Tensor", _positions, _fake_positions),
 }
 for _name, (_schema, _run_operator, _fake) in _OPERATORS.items():
-    _library.define(_name + _schema)
+    # A CUDA graph would replay the launches of a call without the exchanges between the ranks.
+    _library.define(_name + _schema, tags=(torch.Tag.cudagraph_unsafe,))
     _library.impl(_name, _run_operator, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ringattn::{_name}", _fake, lib=_library)
 torch.library.register_autograd("ringattn::attend", _differentiate, setup_context=_save, lib=_library)

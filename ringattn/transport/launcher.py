@@ -21,9 +21,12 @@ from datetime import timedelta
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import InvalidInput, LaunchFailure, Unsupported
+
+if TYPE_CHECKING:
+    import torch
 
 #: Lines of a failed rank's stderr that the error repeats.
 TAIL = 30
@@ -78,10 +81,10 @@ def detect(env: Mapping[str, str] | None = None) -> Launch:
     return Launch("none")
 
 
-def init_process_group(launch: Launch, *, backend: str, timeout: float) -> None:
+def init_process_group(launch: Launch, *, backend: str, timeout: float, device: torch.device | None = None) -> None:
     """Join the process group of a torchrun job (env://), also after a restart by `torchrun --max-restarts`.
 
-    `timeout` (seconds) bounds the meeting and every later collective.
+    `timeout` (seconds) bounds the meeting and every later collective. NCCL connects `device` at once.
     """
     if launch.kind != "torchrun":
         raise InvalidInput(
@@ -93,7 +96,7 @@ def init_process_group(launch: Launch, *, backend: str, timeout: float) -> None:
     store, rank, world = next(dist.rendezvous("env://", timeout=within))
     # torchrun's store outlives the ranks: after a restart Gloo would find the addresses of the previous ranks there.
     store = dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=within)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=within, device_id=device)
 
 
 def refuse_windows(what: str) -> None:

@@ -256,7 +256,8 @@ class TorchDist:
         """Let NCCL connect the ranks, in an all-gather of a byte of each."""
         mine = torch.zeros(1, dtype=torch.uint8, device=self._device)
         every = [torch.empty_like(mine) for _ in range(self.size)]
-        self._call(RECORDS, dist.all_gather(every, mine, group=self.group, async_op=True).wait)
+        work = self._call(RECORDS, partial(dist.all_gather, every, mine, group=self.group, async_op=True))
+        self._call(RECORDS, work.wait)
 
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
         """`call()`, where an error of the backend becomes a CommFailure with the name of the messages.

@@ -433,6 +433,9 @@ def test_the_switches_of_torch_are_honoured(monkeypatch: pytest.MonkeyPatch) -> 
 
     try:
         assert run(True, True, True) == "flash"
+        with monkeypatch.context() as rocm:
+            rocm.setattr(torch.version, "hip", "7.0")  # the version is that of MIOpen
+            assert CudaDevice.read(torch.device("cpu")).cudnn is None
         assert run(False, True, True) == run(False, True, True, "cudnn") == "efficient"
         assert run(True, False, False) == "flash"
         assert "no op computes bands here" in run(False, True, False)

@@ -214,3 +214,9 @@ def test_older_versions_of_torch_leave_attention_out_of_their_graphs(monkeypatch
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"torch\.compile takes attention from torch 2\.12 on"):
         torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves())
+
+
+def test_a_cuda_graph_takes_no_attention() -> None:
+    """Its replay would launch the kernels of a call, and leave out what the ranks exchange."""
+    for name in ("attend", "attend_backward", "positions"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.ringattn, name).default.tags

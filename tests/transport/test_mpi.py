@@ -132,7 +132,7 @@ def test_the_command_under_mpirun(start: Run, mpirun_path: str, inside: Run, tmp
         (("tokens=64", "output.path=no/such/x.safetensors"), "the folder no/such does not exist"),
         pytest.param(
             ("transport.gpu_aware=true", "tokens=64"),
-            "transport.gpu_aware=true passes CUDA tensors to MPI, and this rank sees no CUDA device",
+            "transport.gpu_aware=true needs a CUDA device, and this rank sees none",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU"),
         ),
         (("input=file", "input.path=none.safetensors"), "no such file"),

@@ -65,6 +65,11 @@ def test_nccl_connects_the_ranks_on_the_device_of_the_tensors(
     assert devices == [CUDA, CUDA]
     with pytest.raises(ra.InvalidInput, match=r"on cuda:0 but device_id= .* has bound the group to cuda:1"):
         bound.check(torch.device("cuda", 0))
+    names: dict[str, Any] = {"__name__": "torch.distributed.nccl"}
+    exec("def all_gather(*args, **options): raise RuntimeError('no route to host')", names)
+    monkeypatch.setattr(dist, "all_gather", names["all_gather"])
+    with pytest.raises(ra.CommFailure, match="no route to host"):
+        TorchDist().gather(b"unconnected")
 
 
 def test_a_mesh_as_group(group: dist.ProcessGroup) -> None:

@@ -195,6 +195,13 @@ def _peak(run: Callable[[], Any]) -> int:
 def measure_longest(sizes: Sizes, backward: bool, context: Context, repeat: int) -> Raw:
     """The longest sequence of a causal window under the cap, with its tensors on the device and in host memory."""
     torch.cuda.set_per_process_memory_fraction(min(1.0, sizes.cap / torch.cuda.mem_get_info()[1]))
+    try:
+        return _measure_longest(sizes, backward)
+    finally:  # the cases that follow have the whole device
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _measure_longest(sizes: Sizes, backward: bool) -> Raw:
     token_bytes = sizes.heads * sizes.head_dim * 2 * (13 if backward else 5)  # dk and dv are also there in fp32
     most = min(sizes.lengths[1], available() // 2 // token_bytes)
     lengths = [sizes.lengths[0] * 2**i * j // 4 for i in range(10) for j in (4, 5, 6, 7)]
