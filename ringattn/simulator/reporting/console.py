@@ -25,7 +25,7 @@ from ..progress import Listener
 #: Columns of standard output where it is not a terminal: wide enough for every table.
 WIDTH = 120
 #: Where there is no terminal: seconds between two lines of progress, and the lines for the whole work of `tenths`.
-INTERVAL, LINES = 30.0, 10
+INTERVAL, LINES = 25.0, 10
 
 
 @dataclass(frozen=True)
