@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from browser import BROWSER, probe
+from browser import BROWSER, OVERLAPS, probe
 
 from ringattn.cli.config.overrides import prepare
 
@@ -233,26 +233,6 @@ def test_pages_of_the_site_fit(name: str, width: int, tmp_path: Path) -> None:
     assert seen["wide"] <= seen["room"] == width
     assert seen["images"] and not seen["silent"] and not seen["broken"]
     assert "reference download" not in page.read_text()
-
-
-#: Words of figures that lie on each other, or reach beyond an edge.
-OVERLAPS = """
-  const found = [];
-  for (const figure of document.querySelectorAll("svg")) {
-    const room = figure.getBoundingClientRect();
-    const words = [...figure.querySelectorAll("text")].filter(x => x.textContent.trim());
-    const boxes = words.map(x => x.getBoundingClientRect());
-    boxes.forEach((a, i) => {
-      if (a.left < room.left || a.right > room.right || a.bottom > room.bottom) found.push(words[i].textContent);
-      boxes.slice(0, i).forEach((b, j) => {
-        const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
-        const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
-        if (wide > 1 && high > 4) found.push(words[i].textContent + " on " + words[j].textContent);
-      });
-    });
-  }
-  document.title = JSON.stringify({found, words: document.querySelectorAll("text").length});
-"""
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")

@@ -117,7 +117,8 @@ class BenchSuite:
 
     The conclusion has the keys "summary" (a sentence), "value", "target" and "met". `check` receives the folder of the
     results before anything is measured, and raises InvalidInput or Unsupported where the suite cannot run. `title`,
-    `about` and `claim` are for readers of the report.
+    `about` and `claim` are for readers of the report. `bars` is what its plot compares, in words, and a case's numbers
+    by name; without it the plot compares ratios, or times.
     """
 
     cases: Callable[[], list[BenchCase]]
@@ -126,6 +127,11 @@ class BenchSuite:
     title: str = ""
     about: tuple[str, ...] = ()
     claim: Claim | None = None
+    bars: tuple[str, Callable[[CaseRecord], dict[str, float]]] | None = None
+
+
+#: A number of a case's record; None where the record does not have it.
+Values = Callable[[CaseRecord], float | None]
 
 
 def make_settings(heads: int, head_dim: int, tokens: int, dtype: str = "float32", **more: Any) -> dict[str, Any]:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from markupsafe import Markup
+
 from ..errors import InvalidInput
 from ..files import write_text
-from ..simulator.reporting.pages import Cell, ReportTable, draw_lines, drawing, render_page, to_svg
-from ..text import duration, shorten, size
-from . import SUITES
+from ..simulator.reporting.pages import Cell, ReportTable, render_page
+from ..text import duration, plural, shorten, size
+from . import SUITES, figures
 from .case import BenchSuite, CaseRecord, iqr
 from .records import read_results
 
@@ -47,14 +49,17 @@ INDEX = (
 )
 #: Most characters of a setting and of a remark in a table.
 MOST_SETTING, MOST_REMARK = 40, 160
+#: Most characters of a conclusion in the index.
+MOST_CONCLUSION = 200
 
 
 @dataclass(frozen=True)
 class BenchReport:
-    """All that the templates say of a suite's results; `command` makes the results again."""
+    """All that the templates say of a suite's results, which `command` makes again; `stem` names its plots."""
 
     record: dict[str, Any]
     command: str
+    stem: str = ""
 
     @property
     def suite(self) -> BenchSuite | None:
@@ -73,23 +78,28 @@ class BenchReport:
 
     @property
     def conclusion(self) -> str | None:
-        """What the suite concludes from all its cases, as a sentence; None for a suite without a conclusion."""
-        if self.suite is None or self.suite.conclude is None or not self.record["cases"]:
+        """What the cases show, as a sentence; None where none was measured."""
+        suite, cases = self.suite, self.record["cases"]
+        if suite is None or not cases:
             return None
-        found = self.suite.conclude(self.record["cases"])
-        return f"{found['summary']}; target >= {found['target']}: {_yes_or_no(found['met'])}"
+        if suite.conclude is not None:
+            found = suite.conclude(cases)
+            words = f"{found['summary']}; target {'met' if found['met'] else 'missed'}."
+        else:
+            words = suite.claim.ours(cases) if suite.claim else _judge(cases)
+        return words[:1].upper() + words[1:]
 
     @property
     def tables(self) -> list[ReportTable]:
-        """The tables that have rows: by length, every column, ratios, memory against a formula, what cases conclude."""
+        """The tables that have rows: by length, ratios, memory against a formula, what cases conclude, every column."""
         cases, kind = self.record["cases"], self.record["kind"]
         tables = [
-            _by_tokens(f"median time by tokens [{kind}]", cases, _median, duration),
+            _by_tokens(f"median time by tokens [{kind}]", cases, figures.median, duration),
             _by_tokens(f"peak of tensors per token [{kind}]", cases, _tensors_per_token, size),
-            _columns(f"every column [{kind}]", cases),
             _ratios(f"ratios of times, round by round [{kind}]", cases),
             _formulas("peak memory per rank [measured] and its formula [counted]", cases),
             _summaries("what the cases conclude", cases),
+            _columns(f"every column [{kind}]", cases),
         ]
         return [table for table in tables if table.rows]
 
@@ -110,20 +120,21 @@ class BenchReport:
         ]
         return list(dict.fromkeys([*(note for case in cases for note in case["notes"]), *patterns]))
 
-    @property
-    def figures(self) -> list[tuple[str, Any]]:
-        """(title, <svg> element) of the plots over tokens; empty without several lengths, or without matplotlib."""
-        drawn = []
-        for title, value, unit in (("median time", _median, "seconds"), ("peak of tensors", _tensors, "bytes")):
-            series = _series(self.record["cases"], value)
-            if series and find_spec("matplotlib"):
-                with drawing(3.2 + 0.16 * len(series)) as figure:
-                    axes = draw_lines(figure, series, "tokens", f"{unit}, measured", log=True)
-                    axes.set_yscale("log")
-                    axes.xaxis.set_major_formatter(lambda count, place: size(count).rstrip("iB").replace(".0 ", ""))
-                    axes.grid(alpha=0.25)
-                    drawn.append((title, to_svg(figure, title)))
-        return drawn
+    @cached_property
+    def figures(self) -> list[tuple[str, Markup]]:
+        """(title, <svg> element) of each plot; empty without matplotlib."""
+        return figures.draw(self.record["cases"], self.suite)
+
+
+def _judge(cases: list[CaseRecord]) -> str:
+    """How many ratios reach their targets, and which is furthest off."""
+    ratios = [(ratio, case["case"]) for case in cases for ratio in case.get("ratios", ()) if ratio["target"]]
+    if not ratios:
+        return f"{plural(len(cases), 'case')} measured, none with a target."
+    met = sum(ratio["met"] for ratio, _ in ratios)
+    worst, name = min(ratios, key=lambda pair: pair[0]["median"] / pair[0]["target"])
+    least = f"{worst['ratio']} of {name} is {worst['median']:.2f}, target {worst['target']:.3g}"
+    return f"{met} of {plural(len(ratios), 'ratio')} reached the target; the least, {least}."
 
 
 def render(report: BenchReport, kind: str) -> str:
@@ -182,7 +193,7 @@ def _ratios(title: str, cases: list[CaseRecord]) -> ReportTable:
             case["case"],
             ratio["ratio"],
             *(Cell(f"{ratio[x]:.3f}", ratio[x]) for x in ("median", "min", "max")),
-            "" if ratio["target"] is None else f">= {ratio['target']}",
+            "" if ratio["target"] is None else f">= {ratio['target']:.3g}",
             _yes_or_no(ratio["met"]),
         ]
         for case in cases
@@ -212,7 +223,7 @@ def _summaries(title: str, cases: list[CaseRecord]) -> ReportTable:
 
 
 def _value(value: Any) -> str:
-    return Cell(f"{value:.3f}", value) if isinstance(value, float) else str(value)
+    return Cell(f"{value:.3f}", value) if isinstance(value, float) else shorten(str(value), MOST_SETTING)
 
 
 def _by_tokens(
@@ -225,36 +236,14 @@ def _by_tokens(
     for case in cases:
         number = value(case)
         text = case["failed"]["class"] if "failed" in case else "" if number is None else Cell(show(number), number)
-        rows.setdefault(line_name(case), {})[case["settings"]["tokens"]] = text
+        rows.setdefault(figures.line_name(case), {})[case["settings"]["tokens"]] = text
     cells = [[name, *(by_length.get(length, "") for length in lengths)] for name, by_length in rows.items()]
     return ReportTable(["system", *(f"{length:,}" for length in lengths)], cells if len(lengths) > 1 else [], title)
 
 
-def line_name(case: CaseRecord) -> str:
-    """The name of a system, with the real ranks that shared it."""
-    return str(case["settings"]["system"]) + (f", {case['ranks']} ranks" if case["ranks"] > 1 else "")
-
-
-def _median(case: CaseRecord) -> float | None:
-    return next((column["median"] for column in case["columns"].values()), None)
-
-
-def _tensors(case: CaseRecord) -> float | None:
-    return next((column["peaks"]["tensors"] for column in case["columns"].values() if "peaks" in column), None)
-
-
 def _tensors_per_token(case: CaseRecord) -> float | None:
-    count = _tensors(case)
+    count = figures.peak_of_tensors(case)
     return None if count is None else count / case["settings"]["tokens"]
-
-
-def _series(cases: list[CaseRecord], value: Callable[[CaseRecord], float | None]) -> dict[str, list[tuple[int, float]]]:
-    """Points (tokens, value) of each system; only systems with more than two lengths."""
-    series: dict[str, list[tuple[int, float]]] = {}
-    for case in cases:
-        if "system" in case["settings"] and (number := value(case)) is not None:
-            series.setdefault(line_name(case), []).append((case["settings"]["tokens"], number))
-    return {name: sorted(points) for name, points in series.items() if len(points) > 2}
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], noise: float) -> ReportTable:
@@ -318,10 +307,14 @@ def _yes_or_no(met: bool | None) -> str:
 
 
 def write_report(path: Path, report: BenchReport) -> list[Path]:
-    """Write the report of the results at `path` beside them, as Markdown and as a page; returns both paths."""
+    """Write the report of the results at `path` beside them, as Markdown with plots and as a page; both paths."""
     written = [path.with_suffix(".md"), path.with_suffix(".html")]
     for target, kind in zip(written, ("markdown", "html"), strict=True):
         write_text(target, render(report, kind))
+    for number, (_, svg) in enumerate(report.figures, 1):
+        # On a page of somebody else the plot has paper of its own.
+        text = svg.replace("currentColor", "#222").replace("<svg ", '<svg style="background: #fff" ', 1)
+        write_text(path.with_name(f"{report.stem}_{number}.svg"), text)
     return written
 
 
@@ -343,7 +336,7 @@ def write_index(folder: Path) -> list[Path]:
             continue
         suite, machine = report.record["suite"], report.record["machine"]
         hardware, date = f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores", machine["date"]
-        said = report.conclusion or "; ".join(report.warnings) or "see the report"
+        said = shorten(" ".join([report.conclusion or "", *report.warnings]).strip(), MOST_CONCLUSION)
         row = date, f"| {suite} | {hardware} | {date[:10]} | {said} | {page} |"
         newest[suite, hardware] = max(row, newest.get((suite, hardware), row))
     rows = ["| suite | machine | date | conclusion | report |", "|---|---|---|---|---|"]

@@ -49,7 +49,7 @@ def _measure(config: ReportConfig) -> None:
 def _show_results(path: Path) -> None:
     """Print the tables of results and write their report. Raises BenchFailure where cases have failed."""
     record = read_results(path)
-    report = BenchReport(record, make_command(record))
+    report = BenchReport(record, make_command(record), path.stem)
     for table in map(narrow, report.tables):
         get_console().print()
         print_grid(table.title, table.header, table.rows)

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import BROWSER, probe
+from browser import BROWSER, OVERLAPS, probe
 
 from ringattn.bench import runner
 from ringattn.bench.records import FORMAT, read_results
 from ringattn.bench.report import BenchReport, render, write_index
 from ringattn.bench.systems import make_system_case
+from ringattn.cli.report import make_command
 from ringattn.simulator.reporting.journal import write_line
 
 #: What a reader does, and what the page is then; the answer stands in the title.
@@ -63,6 +64,35 @@ def test_the_page_needs_nothing_else(page: str) -> None:
     assert page.count("<svg") == 2 and 'name="viewport"' in page and "prefers-color-scheme: dark" in page
     assert "&lt;script&gt;no memory" in page and "<td>OutOfMemory</td>" in page
     assert "What it was." in page
+
+
+STORED = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.name.partition("_")[0])
+def test_stored_results_have_their_page(path: Path) -> None:
+    """As the code makes it today: the conclusion, then plots, whose files are there, then tables, every column last."""
+    pytest.importorskip("matplotlib")
+    report = BenchReport(read_results(path), make_command(read_results(path)), path.stem)
+    text = path.with_suffix(".md").read_text()
+    assert text == render(report, "markdown"), f"make it again: ringattn report results={path}"
+    plots = re.findall(r"!\[(.+)\]\((.+)\)", text)
+    assert report.conclusion is not None and len(plots) == len(report.figures) > 0
+    for (title, name), (drawn, svg) in zip(plots, report.figures, strict=True):
+        stored = path.with_name(name).read_text()
+        assert title == drawn and 2000 < len(stored) < 60_000
+        assert re.findall("<text[^>]*>([^<]*)", stored) == re.findall("<text[^>]*>([^<]*)", svg)
+    assert text.index(report.conclusion) < text.index("![") < text.index("\n|")
+    if "\n## every column" in text:
+        assert text.index("\n## every column") == text.rindex("\n## ", 0, text.rindex("\n|"))
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.name.partition("_")[0])
+def test_stored_pages_fit(path: Path, width: int, tmp_path: Path) -> None:
+    seen = probe(path.with_suffix(".html").read_text(), OVERLAPS, tmp_path, width=width)
+    assert seen["words"] > 5 and not seen["found"] and not seen["silent"] and seen["wide"] <= seen["room"] == width
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")

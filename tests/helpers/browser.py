@@ -14,6 +14,28 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 AROUND = """<!doctype html><title></title><script>onmessage = told => {{ document.title = told.data; }};</script>
 <iframe src="page.html" width="{width}" height="900" style="border: 0"></iframe>"""
 
+#: Words of figures that lie on each other, or reach beyond an edge; how wide the page is and may be; how many images
+#: have no alternative text.
+OVERLAPS = """
+  const found = [];
+  for (const figure of document.querySelectorAll("svg")) {
+    const room = figure.getBoundingClientRect();
+    const words = [...figure.querySelectorAll("text")].filter(x => x.textContent.trim());
+    const boxes = words.map(x => x.getBoundingClientRect());
+    boxes.forEach((a, i) => {
+      if (a.left < room.left || a.right > room.right || a.bottom > room.bottom) found.push(words[i].textContent);
+      boxes.slice(0, i).forEach((b, j) => {
+        const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+        const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+        if (wide > 1 && high > 4) found.push(words[i].textContent + " on " + words[j].textContent);
+      });
+    });
+  }
+  document.title = JSON.stringify({found, words: document.querySelectorAll("text").length, room: innerWidth,
+    wide: document.documentElement.scrollWidth,
+    silent: [...document.images, ...document.querySelectorAll("figure")].filter(x => !x.alt && !x.ariaLabel).length});
+"""
+
 
 def probe(page: str, script: str, folder: Path, scheme: str = "light", width: int = 390) -> dict[str, Any]:
     """What `script`, run once the page is loaded, writes into the title as JSON; fails where the console has a line."""

@@ -185,4 +185,12 @@ def _conclude(records: list[CaseRecord]) -> dict[str, Any]:
     return compare_with_target(text, worst, 1.0)
 
 
-SUITE = BenchSuite(list_cases, _conclude)
+SUITE = BenchSuite(
+    list_cases,
+    _conclude,
+    title="What a call costs the host",
+    bars=(
+        "milliseconds of the host a call",
+        lambda case: {name: case["summary"][f"{name}_ms"] for name in ("forward", "backward")},
+    ),
+)

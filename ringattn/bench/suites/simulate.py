@@ -136,4 +136,8 @@ def _timing_case(name: str, *, slow: bool) -> BenchCase:
     return BenchCase(name, 1, settings, columns, rounds=1 if slow else None, notes=(TIMING_NOTE,))
 
 
-SUITE = BenchSuite(list_cases)
+SUITE = BenchSuite(
+    list_cases,
+    title="Virtual ranks beside one call, and how long a simulation takes",
+    about=("attention / virtual ranks: the same rows on one device, over a ring of virtual ranks in one process.",),
+)
