@@ -138,8 +138,10 @@ def test_a_rank_takes_a_device_that_it_sees(
     monkeypatch: pytest.MonkeyPatch, local_rank: int, devices: int, expected: int
 ) -> None:
     """Some launchers show each rank only its own device."""
-    chosen: list[int] = []
+    chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    _set_cuda_device(Launch("torchrun", rank=local_rank, world=8, local_rank=local_rank, local_world=8))
-    assert chosen == [expected]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    launch = Launch("torchrun", rank=local_rank, world=8, local_rank=local_rank, local_world=8)
+    assert _set_cuda_device(launch, "transport=nccl").index == expected
+    assert chosen == [torch.device("cuda", expected)]
