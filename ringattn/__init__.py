@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .errors import Unsupported as Unsupported
     from .functional import attention as attention
     from .functional import ring_attention as ring_attention
+    from .functional import synchronize as synchronize
     from .functional import virtual_attention as virtual_attention
     from .kernels.dropout import Dropout as Dropout
     from .layout.regular import Layout as Layout
@@ -83,7 +84,7 @@ _NAMES = {
     "simulator.timing.simulation": "simulate",
     "simulator.timing.solvers.recurrence": "Stall",
     "simulator.timing.timeline": "Timeline",
-    "functional": "attention ring_attention virtual_attention",
+    "functional": "attention ring_attention synchronize virtual_attention",
     "runtime.memory": "auto_batch_size",
     "runtime.graph_op": "keep_attention save_attention_policy",
     "compat": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -76,19 +77,21 @@ def ring_attention(
     Raises InvalidInput, Unsupported or Mismatch on every rank before the first message. Any other exception on one rank
     before the first message is a Mismatch on the other ranks. Raises CommFailure if a rank is missing.
     """
-    from .runtime.handshake import OneRank, agree  # virtual ranks shake no hands
+    from .runtime.handshake import OneRank, agree, announces  # virtual ranks shake no hands
 
     ring = get_transport(group, mesh, transport)
-    with ErrorReport(ring, "call"):
+    with ErrorReport(ring, "call", deferred=ring.defers(options.get("check"))):
         q, k, v = cast_inputs(q, k, v)
         call = read_call(
             q, k, v, pattern, layout, options, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse
         )
         ring.check(call.device)
         q, k, v = call.prepare(q, k, v, key_padding_mask)
-    plan, kernel, number = agree(ring, call)
-    job = Job(plan, ring.rank, kernel, positive(call.scale)[1], return_lse, sinks=sinks)
-    return _apply(call, OneRank(job, ring, number), plan, q, k, v, sinks)
+    deferred = announces(ring, call)
+    with ErrorReport(ring, "call", deferred=True) if deferred else nullcontext():
+        plan, kernel, number = agree(ring, call)
+        job = Job(plan, ring.rank, kernel, positive(call.scale)[1], return_lse, sinks=sinks)
+    return _apply(call, OneRank(job, ring, number, deferred), plan, q, k, v, sinks)
 
 
 def positions(
@@ -121,6 +124,18 @@ def positions(
         ring.check(call.device)
     plan, *_ = agree(ring, call, "positions")
     return plan.layout.base.positions(ring.rank)
+
+
+def synchronize(
+    group: ProcessGroup | DeviceMesh | None = None, mesh: DeviceMesh | None = None, transport: Transport | None = None
+) -> None:
+    """Return once all deferred calls of this rank were alike on all ranks; else raise their error. Collective.
+
+    With check="deferred", ranks compare their calls beside the messages. Call `synchronize` before a result is used
+    that no optimizer of torch steps by: such optimizers wait for it, and so does each call that records no gradient.
+    An error is final: the ranks of the group do not go on together.
+    """
+    get_transport(group, mesh, transport).synchronize()
 
 
 @compilable
@@ -277,4 +292,4 @@ def get_transport(
     return _transports.setdefault(new.group, new)
 
 
-__all__ = ["attention", "positions", "ring_attention", "virtual_attention"]
+__all__ = ["attention", "positions", "ring_attention", "synchronize", "virtual_attention"]

@@ -16,9 +16,8 @@ from ..functional import get_transport
 from ..kernels.dropout import finalize, key_steps
 from ..layout.regular import Layout
 from ..pattern import Documents
-from ..runtime.handshake import compare_records
 from ..train import NO_LABEL
-from ..transport.records import Exchange
+from ..transport.records import Exchange, compare_records
 
 #: Cumulative lengths [0, ..., N] for all rows, or one such list for each row.
 Borders = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor

@@ -36,9 +36,8 @@ from ..plan.schedules import resolve
 from ..plan.steps import check_rotate
 from ..runtime.autograd import compilable
 from ..runtime.call import AttentionOptions, check_option_names
-from ..runtime.handshake import compare_records
 from ..train import NO_LABEL
-from ..transport.records import ErrorReport, Exchange
+from ..transport.records import ErrorReport, Exchange, compare_records
 from ..transport.torchdist import WeakGroup, check_group
 from .borders import (
     COUNT,

@@ -26,6 +26,7 @@ from ..plan.schedules import resolve
 from ..plan.steps import check_rotate
 from ..planner import make_plan
 from ..text import did_you_mean, plural
+from ..transport.base import CHECKS
 
 if TYPE_CHECKING:
     from ..kernels.dropout import Dropout
@@ -51,6 +52,7 @@ class AttentionKeywords(TypedDict, total=False):
     rotate: str
     softcap: float | None
     dropout: float | Dropout
+    check: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,8 @@ class AttentionOptions:
         divided by 1 - p, and lse is that of all keys. The weights that fall depend on seed, batch element, head,
         query and key only. Without a seed each call takes one from torch's default CPU generator, on several ranks
         from that of rank 0. Computed by kernel "reference" only, as softcap is. Modules drop in training mode only.
+    check: when ranks compare their calls: "now", before the first message, or "deferred", beside the messages, see
+        `ringattn.synchronize`; None: RINGATTN_CHECK, or else "deferred" where the group has NCCL, and "now".
     """
 
     schedule: str = "auto"
@@ -83,6 +87,7 @@ class AttentionOptions:
     rotate: str = "auto"
     softcap: float | None = None
     dropout: float | Dropout = 0.0
+    check: str | None = None
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -265,6 +270,8 @@ def _resolve(options: AttentionOptions, head_dim: int) -> AttentionOptions:
     if options.softcap is not None and not 0 < options.softcap < inf:
         raise InvalidInput(f"softcap must be a finite number > 0, such as 50.0, got {options.softcap}; None: no cap")
     check_rotate(options.rotate)
+    if options.check not in (None, *CHECKS):
+        raise InvalidInput(f"check={options.check!r}: expected one of {', '.join(CHECKS)}")
     if options.machine is not None:
         from ..machine.presets import get_machine  # few calls name a machine
 

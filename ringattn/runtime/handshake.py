@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any
@@ -32,9 +34,17 @@ from ..errors import Mismatch
 from ..kernels.base import Kernel
 from ..layout.regular import Layout
 from ..plan.plan import Plan
-from ..text import plural
 from ..transport.base import Tags, Transport, drive
-from ..transport.records import MARK, Exchange, digest
+from ..transport.records import (
+    MARK,
+    Exchange,
+    by_rank,
+    compare,
+    compare_records,
+    describe_error,
+    digest,
+    undecoded,
+)
 from .call import Call
 from .executor import Forward, Job, backward, forward
 
@@ -53,18 +63,20 @@ def agree(transport: Transport, call: Call, stage: str = "call") -> tuple[Plan, 
 
     The number is the largest of the ranks' own, so that ranks that have left calls early agree, too. Every exception
     between the exchanges reaches all ranks. `stage` names the first exchange: ranks that make a handshake for different
-    purposes raise Mismatch.
+    purposes raise Mismatch. A call that `announces` waits for nobody: errors of other ranks come later, and are final.
     """
     remembered, kernel = transport.handshakes, call.kernel
+    if stage == "call" and announces(transport, call):
+        return announce(transport, call)
     with Exchange(transport, stage, limit=FIXED + NUMBER) as exchange:
         record = json.dumps(_record(call)).encode()
-        numbers = place.get(), next(transport.calls)
+        numbers = place.get(), transport.number()
         exchange.mine = digest(record) + remembered.history + b"".join(x.to_bytes(NUMBER, "little") for x in numbers)
         if kernel.dropout is not None and stage == "call":
             exchange.mine += (kernel.dropout.seeded().seed or 0).to_bytes(NUMBER, "little")
     for rank, raw in enumerate(exchange.records):
         if len(raw) not in (FIXED, FIXED + NUMBER):
-            raise _undecoded(rank, raw)
+            raise undecoded(rank, raw)
     _compare_places(_read_numbers(exchange.records, 2 * MARK))
     marks = tuple(raw[:MARK] for raw in exchange.records)
     plan: Plan | None = remembered.begin(marks, tuple(raw[MARK : 2 * MARK] for raw in exchange.records))
@@ -73,6 +85,32 @@ def agree(transport: Transport, call: Call, stage: str = "call") -> tuple[Plan, 
     remembered.end(marks, None if call.pattern.transient else plan)
     kernel = kernel if kernel.dropout is None else _share_seed(kernel, exchange.records)
     return plan, kernel, max(_read_numbers(exchange.records, 2 * MARK + NUMBER))
+
+
+def announces(transport: Transport, call: Call) -> bool:
+    """Whether the ranks compare a call beside its messages, as all that they need for it is known to each of them.
+
+    A layout by name needs the rows of all ranks, and dropout without a seed the seed of rank 0.
+    """
+    drawn = call.kernel.dropout is not None and call.kernel.dropout.seed is None
+    return transport.defers(call.options.check) and isinstance(call.layout, Layout) and not drawn
+
+
+def announce(transport: Transport, call: Call) -> tuple[Plan, Kernel, int]:
+    """As `agree`, by what this rank knows. All ranks compare their calls meanwhile, see `transport.comparison`."""
+    layout, number = call.layout, transport.number()
+    assert isinstance(layout, Layout)
+    plan = call.plan(layout.tokens, transport.size, layout)
+    if call.rows != layout.rows(transport.rank):
+        raise Mismatch(
+            f"rank {transport.rank} holds {call.rows} rows, where the layout {layout.name} of {layout.tokens:,} tokens "
+            f"gives it {layout.rows(transport.rank)}; shard with layout.shard_tensor(x, rank)"
+        )
+    seed = None if call.kernel.dropout is None else call.kernel.dropout.seed
+    own = {"stage": "call", "rows": None, "place": place.get(), "the seed of dropout": seed, "number": number}
+    record = {**_record(call), **own}
+    mark = transport.announce(json.dumps(record).encode())
+    return plan, call.kernel.seeded(), int.from_bytes(mark, "little")
 
 
 def _read_numbers(records: list[bytes], first: int) -> list[int]:
@@ -85,7 +123,7 @@ def _share_seed(kernel: Kernel, records: list[bytes]) -> Kernel:
     assert kernel.dropout is not None
     seeds = _read_numbers(records, FIXED)
     if kernel.dropout.seed is not None:
-        _compare([{"the seed of dropout": seed} for seed in seeds])
+        compare({rank: {"the seed of dropout": seed} for rank, seed in enumerate(seeds)})
     return kernel.seeded(seeds[0])
 
 
@@ -104,22 +142,24 @@ def _agree_in_full(transport: Transport, call: Call, record: bytes) -> Plan:
     with Exchange(transport, "arguments", LIMIT) as arguments:
         arguments.mine = record
     with Exchange(transport, "plan", LIMIT) as plans:
-        records = _decode(arguments.records)
-        _compare(records)
+        records = compare_records(arguments.records)
         rows = [fields["rows"] for fields in records]
         plan = call.plan(sum(rows), transport.size, call.layout)
         _check_rows(plan, rows)
         plans.mine = json.dumps({"layout": _spell_layout(plan.layout), "plan": plan.hash}).encode()
-    _compare(_decode(plans.records))
+    compare_records(plans.records)
     return plan
 
 
-def agree_backward(transport: Transport, number: int) -> None:
+def agree_backward(transport: Transport, number: int, *, deferred: bool) -> None:
     """Return if all ranks begin the backward of the same call, number `number`; else raise Mismatch on every rank.
 
     Ranks that run backwards in different orders would add the gradients of one call to the gradients of another. A few
     bytes from each rank prevent this. Collective.
     """
+    if deferred:
+        transport.announce(json.dumps({"stage": "backward", "of the call with digest": number}).encode())
+        return
     with Exchange(transport, "backward", NUMBER) as exchange:
         exchange.mine = number.to_bytes(NUMBER, "little")
     numbers = [int.from_bytes(raw, "little") for raw in exchange.records]
@@ -180,67 +220,6 @@ def _short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _decode(records: list[bytes]) -> list[dict[str, Any]]:
-    """The records of all ranks. Raises a Mismatch that names the first rank whose record cannot be decoded."""
-    decoded: list[dict[str, Any]] = []
-    for rank, raw in enumerate(records):
-        try:
-            fields = json.loads(raw)
-        except ValueError:  # not UTF-8, or not JSON
-            fields = None
-        if not isinstance(fields, dict) or (decoded and fields.keys() != decoded[0].keys()):
-            raise _undecoded(rank, raw)
-        decoded.append(fields)
-    return decoded
-
-
-def _undecoded(rank: int, raw: bytes) -> Mismatch:
-    """The error for a record that cannot be decoded."""
-    return Mismatch(
-        f"rank {rank} sent {plural(len(raw), 'byte')} that cannot be decoded as its part of the handshake; install the "
-        "same ringattn on all ranks, and let nothing else use this transport meanwhile"
-    )
-
-
-def compare_records(records: list[bytes]) -> list[dict[str, Any]]:
-    """The fields of all ranks' records, JSON objects. Every rank raises Mismatch where compared fields differ."""
-    decoded = _decode(records)
-    _compare(decoded)
-    return decoded
-
-
-def _compare(records: list[dict[str, Any]]) -> None:
-    """Raise a Mismatch that names the ranks and their values if a compared field differs between ranks."""
-    for name in records[0]:
-        values = [record[name] for record in records]
-        first = values[0]
-        if name in _NOT_COMPARED or all(value == first or (value != value and first != first) for value in values):
-            continue
-        if name == "layout" and _are_undecided(values):
-            continue
-        raise Mismatch(f"the ranks disagree about {name}: {_by_rank(values)}. Pass the same on all ranks")
-
-
-def _by_rank(values: list[Any]) -> str:
-    """The values of all ranks as text, each with the first of its ranks."""
-    ranks = {value: [rank for rank, other in enumerate(values) if other == value] for value in values}
-    return "; ".join(f"{value} on rank{'s' if len(who) > 1 else ''} {_list_ranks(who)}" for value, who in ranks.items())
-
-
-#: Fields of a record that may differ between ranks.
-_NOT_COMPARED = ("rows", "layout_tokens", "labels")
-
-
-def _are_undecided(layouts: list[str]) -> bool:
-    """Whether some rank names a balanced layout whose partition is known, and compared, only with the plan."""
-    return all(x.startswith("balanced") for x in layouts) and not all("partition" in x for x in layouts)
-
-
-def _list_ranks(ranks: list[int]) -> str:
-    """The first ranks of a list, as text."""
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-
-
 def _check_rows(plan: Plan, rows: list[int]) -> None:
     """Raise a Mismatch that lists the rows of all ranks if a rank's number of rows differs from the layout's."""
     layout = plan.layout.base
@@ -248,9 +227,10 @@ def _check_rows(plan: Plan, rows: list[int]) -> None:
     if rows != planned:
         more = ", pattern=..., heads=..." if layout.digest else ""
         raise Mismatch(
-            f"the shards do not fit the layout {layout.name}: the ranks hold {_by_rank(rows)}; of these "
-            f"{layout.tokens:,} tokens the layout gives {_by_rank(planned)}. A shard is wrong, or another layout has "
-            f"cut the sequence; shard with ringattn.make_layout({layout.name!r}, tokens=..., ranks={plan.ranks}{more})"
+            f"the shards do not fit the layout {layout.name}: the ranks hold {by_rank(dict(enumerate(rows)))}; "
+            f"of these {layout.tokens:,} tokens the layout gives {by_rank(dict(enumerate(planned)))}. A shard is "
+            "wrong, or another layout has cut the sequence; shard with "
+            f"ringattn.make_layout({layout.name!r}, tokens=..., ranks={plan.ranks}{more})"
             ".shard_tensor(x, rank), tokens being those of the whole sequence"
         )
 
@@ -262,15 +242,32 @@ class OneRank:
     job: Job
     transport: Transport
     number: int
+    deferred: bool
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         tags = Tags.of_call(self.number, backward=False)
-        return drive(forward(self.job, q, k, v, keep=keep, tags=tags), self.transport, self.job.rank)
+        with _told(self.transport):
+            result = drive(forward(self.job, q, k, v, keep=keep, tags=tags), self.transport, self.job.rank)
+            if self.deferred and not keep:  # no optimizer will wait for the comparison
+                self.transport.synchronize()
+            return result
 
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
     ) -> tuple[Tensor, ...]:
         """(dq, dk, dv), once the ranks have agreed on the call whose backward they run."""
-        agree_backward(self.transport, self.number)
+        agree_backward(self.transport, self.number, deferred=self.deferred)
         tags = Tags.of_call(self.number, backward=True)
-        return drive(backward(self.job, grad, grad_lse, q, k, v, result, tags=tags), self.transport, self.job.rank)
+        with _told(self.transport):
+            program = backward(self.job, grad, grad_lse, q, k, v, result, tags=tags)
+            return drive(program, self.transport, self.job.rank)
+
+
+@contextmanager
+def _told(transport: Transport) -> Iterator[None]:
+    """A context whose exception ends the calls of all ranks, which may wait for messages of this rank."""
+    try:
+        yield
+    except BaseException as error:
+        transport.fail(describe_error(error))
+        raise

@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import InvalidInput
 from ..functional import get_transport
 from ..kernels.base import wide
-from ..runtime.handshake import compare_records
-from ..transport.records import Exchange
+from ..transport.records import Exchange, compare_records
 from ..transport.torchdist import WeakGroup, check_group
 
 if TYPE_CHECKING:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from ..errors import InvalidInput, Mismatch
+from ..errors import InvalidInput
 from .records import Handshakes
 from .trace import get_trace, named_range
 
@@ -82,20 +82,33 @@ class Transport(Carrier, Protocol):
     rank: int
     size: int
     counters: Counters
-    #: The numbers of the ring's calls: 0, 1, 2 ... in the order in which all ranks call.
-    calls: Iterator[int]
     #: The latest handshakes of these ranks; `runtime.handshake.agree` fills the table.
     handshakes: Handshakes
 
     def check(self, device: torch.device) -> None:
         """Raise InvalidInput if this transport does not carry tensors of `device`."""
 
-    def gather(self, record: bytes) -> list[bytes]:
-        """Every rank's record, in rank order. Collective."""
+    def gather(self, record: bytes, stage: str = "exchange") -> list[bytes]:
+        """Every rank's record, in rank order. Collective. `stage` names the exchange in errors."""
+
+    def number(self) -> int:
+        """The number of the next call: equal on all ranks that have made the same calls."""
+
+    def defers(self, check: str | None) -> bool:
+        """Whether calls with the option `check` are compared beside their messages, not before."""
+
+    def announce(self, record: bytes) -> bytes:
+        """Begin a call that ranks compare beside its messages: `record` says it in JSON. The digest of the record."""
+
+    def synchronize(self) -> None:
+        """Return once all deferred calls of this rank were alike on all ranks; else raise their error. Collective."""
+
+    def fail(self, text: str) -> None:
+        """Tell all ranks, where the transport can, that this rank has left a call by an exception."""
 
 
 #: Tags of numbered calls are below TAGS. The tags of consecutive calls start SPAN apart.
-TAGS, SPAN = 1 << 28, 1 << 16
+TAGS, SPAN = 1 << 30, 1 << 16
 
 
 class Tags(NamedTuple):
@@ -120,10 +133,8 @@ class Tags(NamedTuple):
 PLAN_TAGS = Tags(0, 1)
 
 
-#: Bytes of the length that precedes a record, and the most bytes of a record.
-HEAD, LONGEST = 8, 1 << 32
-#: The name of a record exchange in errors.
-RECORDS = "records of all ranks, before the first message"
+#: When ranks compare a call: before its first message, or beside its messages.
+CHECKS = ("now", "deferred")
 
 
 def check_timeout(timeout: float | None) -> None:
@@ -132,25 +143,6 @@ def check_timeout(timeout: float | None) -> None:
         raise InvalidInput(
             f"timeout={timeout}: must be a number of seconds above 0; leave it out for the transport's default"
         )
-
-
-def gather_in_rounds(gather_equal: Callable[[bytes], list[bytes]], record: bytes, short: int) -> list[bytes]:
-    """Every rank's record, in rank order, by a `gather_equal` that takes records of equal length on all ranks.
-
-    The first round carries each record's length and its first `short` bytes. A second round follows if a record is
-    longer than `short` bytes. Raises Mismatch if a length is implausible.
-    """
-    first = gather_equal(len(record).to_bytes(HEAD, "little") + record[:short].ljust(short, b"\0"))
-    sizes = [int.from_bytes(raw[:HEAD], "little") for raw in first]
-    for rank, size in enumerate(sizes):
-        if size > LONGEST:  # all ranks see the same bytes, so that all ranks raise
-            raise Mismatch(
-                f"rank {rank} announces a record of {size:,} bytes, where at most {LONGEST:,} are expected: other "
-                "messages than records were received; let nothing else use this transport meanwhile"
-            )
-    longest_rest = max(sizes) - short
-    rest = gather_equal(record[short:].ljust(longest_rest, b"\0")) if longest_rest > 0 else [b""] * len(sizes)
-    return [(a[HEAD:] + b)[:size] for a, b, size in zip(first, rest, sizes, strict=True)]
 
 
 def describe_loss(transport: Transport, messages: str, timeout: float, reason: str) -> str:

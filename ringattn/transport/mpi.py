@@ -9,26 +9,23 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..errors import CommFailure, InvalidInput, RingAttentionError, Unsupported
-from .base import HEAD, RECORDS, Counters, Message, Post, check_timeout, describe_loss, gather_in_rounds, sort_by_tag
-from .records import Handshakes
+from .base import Counters, Message, Post, check_timeout, describe_loss, sort_by_tag
+from .comparison import Comparison, read_frames
+from .records import RECORDS, Handshakes
 
 INSTALL = "pip install 'ringattn[mpi]'"
 #: MPI moves most bytes while it is polled. The first BUSY polls therefore follow each other at once. Later polls sleep
 #: between SLEEP and LONGEST_SLEEP seconds, which leaves the core to the rank that is waited for.
 BUSY, SLEEP, LONGEST_SLEEP = 200, 2e-5, 1e-3
-#: Bytes of a record that the first round of `gather` carries. With HEAD they are one cache line, which is enough for
-#: the few bytes before every call.
-SHORT = 64 - HEAD
 #: Messages that an error names at most.
 NAMED = 8
 #: Seconds between the message of a failing rank and the abort: at the abort MPICH's mpirun drops what it has not yet
@@ -76,7 +73,7 @@ class Mpi:
         check_timeout(timeout)
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self.timeout, self.gpu_aware, self.counters = timeout, gpu_aware, Counters()
-        self.calls: Iterator[int] = count()
+        self._numbers = count()
         self.handshakes = Handshakes()
         # Requests hold their buffers. Open requests are kept, also after an error, so that memory that MPI may still
         # write to is not reused.
@@ -87,6 +84,26 @@ class Mpi:
         if self.size == self._mpi.COMM_WORLD.Get_size():
             _drop_names_of_shared_memory()
         self._tags = int(self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB))  # the last tag is for records
+
+    def number(self) -> int:
+        """The number of the next call of this rank."""
+        return next(self._numbers)
+
+    def defers(self, check: str | None) -> bool:
+        """False: MPI has no watcher. Raises Unsupported for check="deferred"."""
+        if check == "deferred":
+            raise Unsupported("check='deferred' needs a process group; over MPI ranks compare before each call: 'now'")
+        return False
+
+    def announce(self, record: bytes) -> bytes:
+        """Not over MPI, see `defers`."""
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Nothing: every call was compared before its messages."""
+
+    def fail(self, text: str) -> None:
+        """Nothing: `AbortOnError` ends the other ranks of a job over MPI."""
 
     def check(self, device: torch.device) -> None:
         """Raise InvalidInput or Unsupported if this transport does not carry tensors of `device`."""
@@ -126,26 +143,37 @@ class Mpi:
         """Wait for the messages of a ticket. Raises CommFailure after the timeout."""
         self._finish(*ticket)
 
-    def gather(self, record: bytes) -> list[bytes]:
-        """Every rank's record, in rank order. Collective."""
-        return gather_in_rounds(self._gather_equal, record, SHORT)
-
-    def _gather_equal(self, record: bytes) -> list[bytes]:
-        """Every rank's record, in rank order. All records are equally long."""
+    def gather(self, record: bytes, stage: str = "exchange") -> list[bytes]:
+        """Every rank's record, in rank order. Collective. Messages are those of `comparison`."""
         self._check_usable()
-        records = np.empty((self.size, len(record)), dtype=np.uint8)
-        mine = np.frombuffer(record, dtype=np.uint8)
-        records[self.rank] = mine
-        # Straight from rank to rank, so that messages that are late name the missing ranks.
-        peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        names = [f"{RECORDS}: {verb} rank {p}" for verb in ("receive from", "send to") for p in peers]
+        requests: list[Any] = []
+        names: list[str] = []
+
+        def send(peer: int, frame: bytes) -> None:
+            names.append(f"{RECORDS}: send to rank {peer}")
+            requests.append(self._comm.Isend([frame, self._mpi.BYTE], peer, self._tags))
+
         try:
-            requests = [self._comm.Irecv([records[p], self._mpi.BYTE], p, self._tags) for p in peers]
-            requests += [self._comm.Isend([mine, self._mpi.BYTE], p, self._tags) for p in peers]
+            comparison = Comparison(self.rank, self.size, send)
+            number = comparison.contribute(record, stage.encode())
+            for round in range(comparison.rounds):
+                peer = (self.rank - 2**round) % self.size
+                for kind, number, body in read_frames(self._receive(peer)):
+                    comparison.receive(peer, kind, number, body)
         except self._mpi.Exception as error:
             raise self._failure(names, str(error)) from error
         self._finish(requests, names)
-        return [row.tobytes() for row in records]
+        records = comparison.take(number)
+        assert records is not None
+        return records
+
+    def _receive(self, peer: int) -> bytearray:
+        """A record's frame from a rank."""
+        status, late = self._mpi.Status(), f"{RECORDS}: receive from rank {peer}, or from one that it waits for"
+        message = self._poll(lambda: self._comm.Improbe(peer, self._tags, status), lambda: [late])
+        data = bytearray(status.Get_count(self._mpi.BYTE))
+        message.Recv([data, self._mpi.BYTE])
+        return data
 
     def _buffer(self, message: Message, label: str) -> Any:
         """The memory of a message as mpi4py takes it, without a copy."""
@@ -166,19 +194,23 @@ class Mpi:
         """Wait until all requests are done. After the timeout, raise CommFailure with the `names` of late requests."""
         self._check_usable()
         self._open_requests[id(requests)] = requests
-        deadline, polls = time.monotonic() + self.timeout, 0
+        late = lambda: [name for name, r in zip(names, requests, strict=True) if not r.Test()]  # noqa: E731
         try:
-            while not self._mpi.Request.Testall(requests):
-                polls += 1
-                if polls > BUSY:
-                    if time.monotonic() > deadline:
-                        late = [name for name, r in zip(names, requests, strict=True) if not r.Test()]
-                        if late:
-                            raise self._failure(late, "timeout")
-                    time.sleep(min(SLEEP * (polls - BUSY), LONGEST_SLEEP))
+            self._poll(lambda: self._mpi.Request.Testall(requests), late)
         except self._mpi.Exception as error:
             raise self._failure(names, str(error)) from error
         del self._open_requests[id(requests)]
+
+    def _poll(self, ask: Callable[[], Any], late: Callable[[], list[str]]) -> Any:
+        """The first true answer. Raises CommFailure after the timeout, unless nothing is `late` any more."""
+        deadline, polls = time.monotonic() + self.timeout, 0
+        while not (answer := ask()):
+            polls += 1
+            if polls > BUSY:
+                if time.monotonic() > deadline and (names := late()):
+                    raise self._failure(names, "timeout")
+                time.sleep(min(SLEEP * (polls - BUSY), LONGEST_SLEEP))
+        return answer
 
     def _failure(self, names: list[str], reason: str) -> CommFailure:
         self._lost = True

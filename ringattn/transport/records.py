@@ -1,7 +1,7 @@
 """Records that ranks exchange beside a plan's messages: frames, errors of other ranks, and remembered handshakes.
 
 Every exchange has a stage: a name such as "plan". Each rank sends exactly one frame per exchange: magic bytes, the
-version of this protocol, the kind of the frame (a value, an error of ringattn or another exception), the name of the
+version of this protocol, the kind of the frame (a value or an exception), the name of the
 stage, and a body of bounded length. A frame that cannot be decoded, or that belongs to another stage, is a Mismatch
 that names its rank.
 
@@ -12,21 +12,24 @@ call. All ranks raise in that exchange, so that the next call finds the ranks in
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections import OrderedDict
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from ..errors import Mismatch, RingAttentionError
+from ..errors import CommFailure, Mismatch, RingAttentionError
 from ..text import plural
 
 MAGIC, VERSION = b"ra", 1
-#: Kinds of frames: a value, the text of a RingAttentionError, or the name and text of another exception.
-VALUE, WRONG, FAILED = range(3)
+#: Kinds of frames: a value, or the text of an exception.
+VALUE, FAILED = range(2)
 #: Bytes of a frame before the name of its stage: magic, version, kind, length of the name.
 PREFIX = 5
 #: Characters of an error that other ranks repeat.
 QUOTED = 1500
+#: The name of a record exchange in errors.
+RECORDS = "records of all ranks"
 #: Bytes of a digest: ranks compare digests of what they are about to do and of what they have done.
 MARK = 8
 #: Handshakes that a transport remembers, each with its plan. The number is equal on all ranks, see `Handshakes`.
@@ -36,8 +39,11 @@ REMEMBERED = 64
 class Gatherer(Protocol):
     """The part of a transport that an exchange uses."""
 
-    def gather(self, record: bytes) -> list[bytes]:
-        """Every rank's record, in rank order. Collective."""
+    def gather(self, record: bytes, stage: str) -> list[bytes]:
+        """Every rank's record, in rank order. Collective. `stage` names the exchange in errors."""
+
+    def fail(self, text: str) -> None:
+        """Tell all ranks, where the transport can, that this rank has left a call by an exception."""
 
 
 def digest(data: bytes) -> bytes:
@@ -45,15 +51,22 @@ def digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=MARK).digest()
 
 
+def describe_error(error: BaseException) -> str:
+    """An exception in the words in which other ranks repeat it."""
+    if isinstance(error, RingAttentionError):
+        return str(error)[:QUOTED]
+    return f"it raised {type(error).__name__}: {error}"[:QUOTED] + ". Look at that rank's own traceback"
+
+
 class ErrorReport:
     """`with ErrorReport(transport, stage): ...` reports an exception of the block to the other ranks.
 
-    The other ranks receive the report in their exchange of that stage. The exception propagates on this rank, even if
-    the report fails. If the block raises nothing, nothing is sent.
+    The other ranks receive the report in their exchange of that stage; with `deferred` at once, wherever they are. The
+    exception propagates on this rank, even if the report fails. If the block raises nothing, nothing is sent.
     """
 
-    def __init__(self, transport: Gatherer, stage: str) -> None:
-        self.transport, self.stage = transport, stage
+    def __init__(self, transport: Gatherer, stage: str, *, deferred: bool = False) -> None:
+        self.transport, self.stage, self.deferred = transport, stage, deferred
 
     def __enter__(self) -> Self:
         return self
@@ -64,11 +77,12 @@ class ErrorReport:
         if error is None:
             self._finish()
             return
-        is_ours = isinstance(error, RingAttentionError)
-        text = str(error) if is_ours else f"{type(error).__name__}: {error}"
-        report = frame(self.stage, text[:QUOTED].encode(errors="replace"), WRONG if is_ours else FAILED)
+        if self.deferred:
+            self.transport.fail(describe_error(error))
+            return
+        report = frame(self.stage, describe_error(error).encode(errors="replace"), FAILED)
         try:
-            self.transport.gather(report)
+            self.transport.gather(report, self.stage)
         except RingAttentionError:
             return  # the exception of the block propagates: it is the cause
 
@@ -91,12 +105,12 @@ class Exchange(ErrorReport):
 
     def _finish(self) -> None:
         assert self.limit is None or len(self.mine) <= self.limit, f"{self.stage}: {len(self.mine):,} bytes"
-        frames = self.transport.gather(frame(self.stage, self.mine, VALUE))
+        frames = self.transport.gather(frame(self.stage, self.mine, VALUE), self.stage)
         self.records = [open_frame(raw, rank, self.stage, self.limit) for rank, raw in enumerate(frames)]
 
 
 def frame(stage: str, body: bytes, kind: int) -> bytes:
-    """A frame of a stage, as it is sent. `kind` is VALUE, WRONG or FAILED."""
+    """A frame of a stage, as it is sent. `kind` is VALUE or FAILED."""
     name = stage.encode()
     return MAGIC + bytes((VERSION, kind, len(name))) + name + body
 
@@ -116,13 +130,8 @@ def open_frame(raw: bytes, rank: int, stage: str, limit: int | None = None) -> b
         )
     end = PREFIX + raw[4]
     kind, name, body = raw[3], raw[PREFIX:end].decode(errors="replace"), raw[end:]
-    if kind == WRONG:
-        raise Mismatch(f"rank {rank} cannot take part: {body.decode(errors='replace')}")
     if kind == FAILED:
-        raise Mismatch(
-            f"rank {rank} cannot take part: it raised {body.decode(errors='replace')}. Look at that rank's own "
-            "traceback"
-        )
+        raise Mismatch(f"rank {rank} cannot take part: {body.decode(errors='replace')}")
     if kind != VALUE or name != stage:
         raise Mismatch(
             f"rank {rank} is at stage {name!r} of a call where others are at stage {stage!r}: the ranks make different "
@@ -171,3 +180,84 @@ class Handshakes:
             if len(self._plans) > REMEMBERED:
                 self._plans.popitem(last=False)
         self.history = after
+
+
+def decode(records: list[bytes]) -> list[dict[str, Any]]:
+    """The records of all ranks. Raises a Mismatch that names the first rank whose record cannot be decoded."""
+    decoded: list[dict[str, Any]] = []
+    for rank, raw in enumerate(records):
+        try:
+            fields = json.loads(raw)
+        except ValueError:  # not UTF-8, or not JSON
+            fields = None
+        if not isinstance(fields, dict) or (decoded and fields.keys() != decoded[0].keys()):
+            raise undecoded(rank, raw)
+        decoded.append(fields)
+    return decoded
+
+
+def undecoded(rank: int, raw: bytes) -> Mismatch:
+    """The error for a record that cannot be decoded."""
+    return Mismatch(
+        f"rank {rank} sent {plural(len(raw), 'byte')} that cannot be decoded as its part of the handshake; install the "
+        "same ringattn on all ranks, and let nothing else use this transport meanwhile"
+    )
+
+
+def compare_records(records: list[bytes]) -> list[dict[str, Any]]:
+    """The fields of all ranks' records, JSON objects. Every rank raises Mismatch where compared fields differ."""
+    decoded = decode(records)
+    compare(dict(enumerate(decoded)))
+    return decoded
+
+
+def compare(records: dict[int, dict[str, Any]]) -> None:
+    """Raise a Mismatch that names the ranks and their values if a compared field differs between ranks."""
+    for name in next(iter(records.values())):
+        values = {rank: record[name] for rank, record in records.items()}
+        first = next(iter(values.values()))
+        alike = (value == first or (value != value and first != first) for value in values.values())
+        if name in _NOT_COMPARED or all(alike):
+            continue
+        if name == "layout" and _are_undecided([*values.values()]):
+            continue
+        raise Mismatch(f"the ranks disagree about {name}: {by_rank(values)}. Pass the same on all ranks")
+
+
+def by_rank(values: dict[int, Any]) -> str:
+    """The values of ranks as text, each with the first of its ranks."""
+    ranks = {value: [rank for rank, other in values.items() if other == value] for value in values.values()}
+    return "; ".join(f"{value} on rank{'s' if len(who) > 1 else ''} {_list_ranks(who)}" for value, who in ranks.items())
+
+
+#: Fields of a record that may differ between ranks.
+_NOT_COMPARED = ("rows", "layout_tokens", "labels")
+
+
+def _are_undecided(layouts: list[str]) -> bool:
+    """Whether some rank names a balanced layout whose partition is known, and compared, only with the plan."""
+    return all(x.startswith("balanced") for x in layouts) and not all("partition" in x for x in layouts)
+
+
+def _list_ranks(ranks: list[int]) -> str:
+    """The first ranks of a list, as text."""
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def explain(standings: dict[int, dict[str, Any]], number: int, why: str, size: int) -> RingAttentionError:
+    """The error of ranks that have not made event `number` alike, of where each rank stood, see `comparison`."""
+    silent = [rank for rank in range(size) if rank not in standings]
+    late = [rank for rank, standing in standings.items() if standing["count"] <= number]
+    if silent or (why and late):
+        who = silent or late
+        done = "does not answer" if silent else "has not joined the call of the others"
+        return CommFailure(
+            f"{RECORDS}: rank {_list_ranks(who)} {done} {why}; its process hangs, is stopped, or does something else"
+        )
+    made = {rank: json.loads(standing["record"]) for rank, standing in standings.items() if standing["record"]}
+    try:
+        compare({rank: {"call": f"{fields['stage']}"} for rank, fields in made.items()})
+        compare(made)
+    except Mismatch as error:
+        return error
+    return CommFailure(f"{RECORDS}: not done {why}, though all ranks have begun; is the network or a host slow?")

@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import CommFailure, InvalidInput, raised_below
-from .base import HEAD, RECORDS, Counters, Message, Post, check_timeout, describe_loss, gather_in_rounds, sort_by_tag
-from .records import Handshakes
+from .base import CHECKS, Counters, Message, Post, check_timeout, describe_loss, sort_by_tag
+from .channel import Channel, find_channel, get_channel
+from .records import RECORDS, Handshakes, digest
 
-#: Bytes of a record that the first round of `gather` carries: most records fit.
-SHORT = 1024 - HEAD
 #: The first tag on Gloo. Lower tags are for the program's own messages. A tag is below 2^31.
 FIRST_TAG = 1 << 30
-#: The tag of records on Gloo, which no message has.
-RECORD_TAG = 0x52410000
-#: Seconds of a wait at least: data that has arrived is found even after the deadline.
-LEAST = 0.01
 #: What a rank of a group with Gloo and NCCL tells the others beside its record: whether it has met tensors on a CUDA
 #: device, and whether NCCL has connected that device.
 NO_CUDA, UNCONNECTED, CONNECTED = b"\0", b"\1", b"\2"
 #: Packages whose Python code runs between this module and a backend.
 BETWEEN = ("torch.distributed", "contextlib")
-#: The numbers of the calls of a group, which all transports of the group share.
-_calls: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
-#: What carries the records of a group that carries CUDA tensors only, see `TorchDist._record_carrier`.
-_record_carriers: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
 class WeakGroup:
@@ -119,12 +109,12 @@ class TorchDist:
     2^30 and above; a program's own messages on the group may have any lower tags. NCCL has no tags and matches messages
     between two ranks in the order in which they are posted: on NCCL nothing else may be sent on the group between the
     first and the last message of a call. Give ring attention a group of its own if your program sends messages, too.
-    Before the first message of every pass all ranks compare that they run the same pass.
+    Before the first message of every pass, or beside its messages (`check`), all ranks compare that they run the same.
 
-    Records travel on the group's backend for the CPU, so that no pass waits for its device. A group without such a
-    backend gets one of Gloo between the same ranks: the first exchange connects every two ranks by TCP, with two
-    threads per process, and the connections end with the group. Before the first message of CUDA tensors all ranks make
-    one all-gather, by which NCCL connects them: not every rank has a message in the first step.
+    Records and comparisons travel on TCP connections of their own, so that no pass waits for its device: the first use
+    connects every rank with the ranks that are 1, 2, 4, 8 ... ahead and behind, and starts a thread that tells this
+    rank when another one fails; both end with the group. Before the first message of CUDA tensors all ranks make one
+    all-gather, by which NCCL connects them: not every rank has a message in the first step.
 
     `timeout` (seconds) bounds every wait on Gloo. The default is the group's timeout, as given to init_process_group or
     new_group. On NCCL a wait only orders streams, and the group's timeout aborts a hung message.
@@ -144,7 +134,6 @@ class TorchDist:
         #: The CUDA device of this rank, by device_id= of init_process_group or by the latest tensors.
         self._device: torch.device | None = group.bound_device_id
         self._connected: torch.device | None = None
-        self.calls = _calls.setdefault(group, count())
         check_timeout(timeout)
         self._timeout, self.counters = timeout, Counters()
         self.handshakes = Handshakes()
@@ -179,8 +168,8 @@ class TorchDist:
                 )
             self._device = device
 
-    def post(self, post: Post) -> list[tuple[Callable[[], Any], str]]:
-        """Start the messages of a step. Returns what waits for torch's works, with their names in errors."""
+    def post(self, post: Post) -> tuple[bool, list[tuple[Callable[[], Any], str]]]:
+        """Start the messages of a step. Returns whether waits block the host, and the waits with names for errors."""
         group = self.group
         self.counters.add(post)
         # Receives first, each in tag order: both sides of a pair list their messages in the same order.
@@ -194,63 +183,78 @@ class TorchDist:
         if len(works) != len(names):  # NCCL coalesces a batch into one work
             names = ["; ".join(names)] * len(works)
         if self._backends[operations[0].tensor.device.type] == "nccl":
-            return [(work.wait, name) for work, name in zip(works, names, strict=True)]
+            return False, [(work.wait, name) for work, name in zip(works, names, strict=True)]
         within = timedelta(seconds=self.timeout)
-        return [(partial(work.wait, within), name) for work, name in zip(works, names, strict=True)]
+        return True, [(partial(work.wait, within), name) for work, name in zip(works, names, strict=True)]
 
-    def wait(self, ticket: list[tuple[Callable[[], Any], str]]) -> None:
-        """Wait for the messages of a ticket. Raises CommFailure after the timeout."""
-        for wait, name in ticket:
+    def wait(self, ticket: tuple[bool, list[tuple[Callable[[], Any], str]]]) -> None:
+        """Wait for the messages of a ticket. Raises errors of other ranks, and CommFailure after the timeout."""
+        blocks, waits = ticket
+        if blocks and (channel := find_channel(self.group)) is not None:
+            channel.guard(partial(self._finish, waits))
+        else:
+            self._finish(waits)
+
+    def _finish(self, waits: list[tuple[Callable[[], Any], str]]) -> None:
+        for wait, name in waits:
             self._call(name, wait)
 
-    def gather(self, record: bytes) -> list[bytes]:
-        """Every rank's record, in rank order. Collective."""
+    def gather(self, record: bytes, stage: str = "exchange") -> list[bytes]:
+        """Every rank's record, in rank order. Collective. `stage` names the exchange in errors."""
         if "nccl" not in self._backends.values():
-            return gather_in_rounds(self._gather_equal, record, SHORT)
+            return self._gather(record, stage)
         state = NO_CUDA if self._device is None else CONNECTED if self._device == self._connected else UNCONNECTED
-        both = gather_in_rounds(self._gather_equal, state + record, SHORT)
+        both = self._gather(state + record, stage)
         states = {raw[:1] for raw in both}
         if UNCONNECTED in states and states <= {UNCONNECTED, CONNECTED}:
             self._connect()
             self._connected = self._device
         return [raw[1:] for raw in both]
 
-    def _gather_equal(self, record: bytes) -> list[bytes]:
-        """Every rank's record, in rank order. All records are equally long."""
-        carrier = self._record_carrier()
-        # Straight from rank to rank, so that a failing wait names the missing rank. An all-gather goes around a ring,
-        # and its failure names nobody.
-        mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-        records = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
-        peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        starts: list[tuple[str, Any, torch.Tensor, int]] = [
-            ("receive from", carrier.recv, records[p], p) for p in peers
-        ]
-        starts += [("send to", carrier.send, mine, p) for p in peers]
-        works: list[tuple[Any, str]] = []
-        deadline = time.monotonic() + self.timeout
-        for verb, start, data, peer in starts:
-            name = f"{RECORDS}: {verb} rank {peer}"
-            works.append((self._call(name, partial(start, [data], peer, RECORD_TAG)), name))
-        for work, name in works:
-            seconds = max(deadline - time.monotonic(), LEAST)
-            self._call(name, partial(work.wait, timedelta(seconds=seconds)))
-        return [x.numpy().tobytes() for x in records]
+    def _gather(self, record: bytes, stage: str) -> list[bytes]:
+        if self.size == 1:
+            return [record]
+        return self.channel.gather(record, json.dumps({"stage": stage}).encode(), self.timeout)
 
-    def _record_carrier(self) -> Any:
-        """The group, or for a group without a backend for the CPU a backend of Gloo between its ranks.
+    @property
+    def channel(self) -> Channel:
+        """What compares the calls of the ranks. The first use is collective."""
+        channel = get_channel(self.group, self.timeout)
+        if "nccl" in self._backends.values():
+            channel.on_error = self._abort
+        return channel
 
-        The first call is collective. torch does not register the backend, which therefore lives as long as its entry in
-        the table: as long as the group.
-        """
-        group = self.group
-        if "cpu" in self._backends:
-            return group
-        if group not in _record_carriers:
-            store = dist.PrefixStore("ringattn/records", group.get_group_store())  # type: ignore[attr-defined]
-            make = partial(dist.ProcessGroupGloo, store, self.rank, self.size, timedelta(seconds=self.timeout))
-            _record_carriers[group] = self._call(RECORDS, make)
-        return _record_carriers[group]
+    def _abort(self) -> None:
+        """End messages on NCCL that wait for a rank that will not send them (not run on a GPU yet)."""
+        self.group._get_backend(torch.device("cuda")).abort()
+
+    def number(self) -> int:
+        """The number of the next call: equal on all ranks that have made the same calls."""
+        return 0 if self.size == 1 else self.channel.comparison.count
+
+    def announce(self, record: bytes) -> bytes:
+        """Begin a call that ranks compare beside its messages: `record` says it in JSON. The digest of the record."""
+        mark = digest(record)
+        self.channel.announce(mark, record)
+        return mark
+
+    def synchronize(self) -> None:
+        """Return once all deferred calls of this rank were alike on all ranks; else raise their error. Collective."""
+        if (channel := find_channel(self.group)) is not None:
+            channel.synchronize()
+
+    def fail(self, text: str) -> None:
+        """Tell all ranks that this rank has left a call by an exception."""
+        if self.size > 1:
+            self.channel.fail(text)
+
+    def defers(self, check: str | None) -> bool:
+        """Whether calls are compared beside their messages: by the option `check`, RINGATTN_CHECK, or the backend."""
+        default = "deferred" if "nccl" in self._backends.values() else "now"
+        check = check or os.environ.get("RINGATTN_CHECK") or default
+        if check not in CHECKS:
+            raise InvalidInput(f"RINGATTN_CHECK={check}: expected one of {', '.join(CHECKS)}")
+        return check == "deferred" and self.size > 1
 
     def _connect(self) -> None:
         """Let NCCL connect the ranks, in an all-gather of a byte of each."""

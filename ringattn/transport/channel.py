@@ -1,0 +1,366 @@
+"""What carries the comparison of a process group: TCP connections between ranks, and a thread that watches them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary, finalize
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..errors import CommFailure
+from .comparison import GRACE, Comparison, Event, read_frames
+from .records import RECORDS
+
+T = TypeVar("T")
+#: Seconds that a wait for messages goes on after a process has gone: its last messages may have arrived.
+LAST_WORDS = 0.5
+#: Seconds until an idle connection is probed, between probes, and probes: of a host that is gone nothing else tells.
+KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+#: Bytes by which a rank shows that it belongs to the group.
+SECRET = 16
+#: The channel of each group. It ends with its group.
+_channels: WeakKeyDictionary[Any, Channel] = WeakKeyDictionary()
+
+
+def get_channel(group: Any, timeout: float) -> Channel:
+    """The channel of a process group. The first call is collective and connects each rank with 2 log2 P others."""
+    if group not in _channels:
+        channel = Channel(group, timeout)
+        _channels[group] = channel
+        finalize(group, channel.close)
+    return _channels[group]
+
+
+def find_channel(group: Any) -> Channel | None:
+    """The channel of a process group, if it has one."""
+    return _channels.get(group)
+
+
+def synchronize(*_: object) -> None:
+    """Return once the deferred events of this rank, in all its groups, were alike on all ranks; else raise an error."""
+    for channel in [*_channels.values()]:
+        channel.synchronize()
+
+
+@cache
+def _synchronize_before_steps() -> None:
+    """From now on no optimizer of torch steps before `synchronize` returns."""
+    register_optimizer_step_pre_hook(synchronize)
+
+
+def _forget() -> None:
+    """In a fork, which is no rank: close its copies of the connections, so that the end of the rank ends them."""
+    for channel in _channels.values():
+        channel.drop()
+    _channels.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+class Channel:
+    """The events of one rank of a group, see `comparison`. `on_error` is called, in a thread, when an error is known.
+
+    Errors of the other ranks are raised by the next call here: `announce`, `gather` or `guard`.
+    """
+
+    def __init__(self, group: Any, timeout: float) -> None:
+        self.rank, self.size, self.timeout = dist.get_rank(group), dist.get_world_size(group), timeout
+        self.comparison = Comparison(self.rank, self.size, self._send)
+        self.on_error: Callable[[], None] = lambda: None
+        #: Frames and bytes that this rank has sent.
+        self.sent_frames = self.sent_bytes = 0
+        self._changed = threading.Condition()
+        self._waiting = dict.fromkeys(self.comparison.peers, b"")
+        #: Peers whose connection takes no more bytes for now.
+        self._blocked: set[int] = set()
+        self._incoming = {peer: bytearray() for peer in self.comparison.peers}
+        self._sockets = self._connect(PrefixStore("ringattn/channel", group.get_group_store()), timeout)
+        self._wake, self._woken = socket.socketpair()
+        self._jobs: SimpleQueue[_Job[Any] | None] | None = None
+        self._closed = False
+        threading.Thread(target=self._watch, name="ringattn-channel", daemon=True).start()
+
+    # Events.
+
+    def announce(self, mark: bytes, record: bytes) -> int:
+        """Make a deferred event: its number. Raises the error of another rank, if one is known."""
+        _synchronize_before_steps()
+        with self._changed:
+            self._raise()
+            return self.comparison.announce(Event(mark, record))
+
+    def synchronize(self) -> None:
+        """Return once all deferred events of this rank were alike on all ranks; else raise their error. Collective."""
+        if self.comparison.confirmed < self.comparison.count:
+            self.gather(b"", b'{"stage": "synchronize"}', self.timeout)
+
+    def gather(self, record: bytes, label: bytes, timeout: float) -> list[bytes]:
+        """The records of all ranks, in rank order. Collective. All earlier deferred events have been compared then."""
+        with self._changed:
+            self._raise()
+            number = self.comparison.contribute(record, label)
+            records = self._wait(lambda: self.comparison.take(number), timeout)
+            if records is None:
+                self.comparison.part(number, f"within {timeout:g} s")
+                self._rouse()
+                self._wait(lambda: None, 2 * GRACE)
+                raise CommFailure(f"{RECORDS}: not done within {timeout:g} s")
+            return records
+
+    def guard(self, wait: Callable[[], T]) -> T:
+        """`wait()`, which blocks, or the error of another rank, if one becomes known meanwhile."""
+        if self._jobs is None:
+            self._jobs = SimpleQueue()
+            threading.Thread(target=self._work, name="ringattn-wait", daemon=True).start()
+        job = _Job(wait)
+        self._jobs.put(job)
+        with self._changed:
+            self._wait(lambda: job.done or None, None)
+        return job.result()
+
+    def fail(self, text: str) -> None:
+        """Tell all ranks that this rank has raised an exception, which ends their calls, too."""
+        with self._changed:
+            self.comparison.fail(text)
+
+    def _raise(self) -> None:
+        error = self.comparison.error
+        if error is not None:
+            raise type(error)(*error.args)
+        if self._closed:
+            raise CommFailure("the process group of this call was destroyed; make a new group")
+
+    def _wait(self, answer: Callable[[], T | None], timeout: float | None) -> T | None:
+        """The first answer that is not None; None after the timeout. Raises errors of other ranks."""
+        end = None if timeout is None else time.monotonic() + timeout
+        mercy: float | None = None
+        while (found := answer()) is None:
+            now = time.monotonic()
+            if self.comparison.error is not None:
+                mercy = now + LAST_WORDS * self.comparison.is_loss if mercy is None else mercy
+                if now >= mercy:
+                    self._raise()
+            ends = [x for x in (end, mercy) if x is not None]
+            if end is not None and now >= end:
+                return None
+            self._changed.wait(min(ends) - now if ends else None)
+        return found
+
+    # Connections.
+
+    def _connect(self, store: Store, timeout: float) -> dict[int, socket.socket]:
+        """A connection with each peer. Raises CommFailure with the name of a peer that is missing."""
+        end = time.monotonic() + timeout
+        host, family = _own_address(store)
+        secret = secrets.token_bytes(SECRET)
+        found: dict[int, socket.socket] = {}
+        with socket.create_server((host, 0), family=family, backlog=2 * len(self.comparison.peers)) as server:
+            port = server.getsockname()[1]
+            store.set(str(self.rank), f"{host} {port} {secret.hex()}")
+            for peer in (x for x in self.comparison.peers if x > self.rank):
+                found[peer] = self._call(store, peer, end)
+            while len(found) < len(self.comparison.peers):
+                server.settimeout(max(end - time.monotonic(), 0.01))
+                try:
+                    connection, _ = server.accept()
+                    connection.settimeout(5.0)
+                    hello = connection.recv(SECRET + 4, socket.MSG_WAITALL)
+                except OSError:
+                    missing = sorted({*self.comparison.peers} - {*found})
+                    raise self._missing(missing[0], f"it did not connect within {timeout:g} s") from None
+                if hello[:SECRET] == secret:
+                    found[int.from_bytes(hello[SECRET:], "little")] = connection
+                else:
+                    connection.close()
+        for connection in found.values():
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in KEEPALIVE.items():
+                if hasattr(socket, name):
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        return found
+
+    def _call(self, store: Store, peer: int, end: float) -> socket.socket:
+        """A connection to the server of a peer."""
+        seconds = max(end - time.monotonic(), 0.01)
+        try:
+            store.wait([str(peer)], timedelta(seconds=seconds))
+            host, port, secret = store.get(str(peer)).decode().split()
+        except RuntimeError as error:
+            raise self._missing(peer, f"it has not begun within {seconds:.0f} s") from error
+        try:
+            connection = socket.create_connection((host, int(port)), timeout=seconds)
+        except OSError as error:
+            why = f"no connection to {host}:{port} ({error}); is it the right network? GLOO_SOCKET_IFNAME names another"
+            raise self._missing(peer, why) from error
+        connection.sendall(bytes.fromhex(secret) + self.rank.to_bytes(4, "little"))
+        return connection
+
+    def _missing(self, peer: int, why: str) -> CommFailure:
+        return CommFailure(f"rank {self.rank} of {self.size}: {RECORDS}: rank {peer}: {why}")
+
+    def _send(self, peer: int, frame: bytes) -> None:
+        """Send at once what the connection takes; the thread sends the rest."""
+        self.sent_frames += 1
+        self.sent_bytes += len(frame)
+        self._waiting[peer] += frame
+        if peer not in self._blocked:
+            self._flush(peer)
+            if self._waiting[peer]:
+                self._blocked.add(peer)
+                self._rouse()
+
+    def _flush(self, peer: int) -> None:
+        try:
+            sent = self._sockets[peer].send(self._waiting[peer])
+        except BlockingIOError:
+            return
+        except OSError:  # the peer is gone, which the thread learns by itself
+            sent = len(self._waiting[peer])
+        self._waiting[peer] = self._waiting[peer][sent:]
+
+    def _rouse(self) -> None:
+        """Let the thread look at what there is to send and to wait for."""
+        self._wake.send(b".")
+
+    def _serve(self, peer: int, events: int, selector: selectors.BaseSelector) -> None:
+        """Send to a peer, and take what has arrived from it."""
+        connection = self._sockets[peer]
+        if events & selectors.EVENT_WRITE:
+            self._flush(peer)
+            if not self._waiting[peer]:
+                self._blocked.discard(peer)
+        key = selector.get_map().get(connection)
+        wants = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer in self._blocked else 0)
+        if key is not None and key.events != wants:
+            selector.modify(connection, wants, peer)
+        if not events & selectors.EVENT_READ:
+            return
+        try:
+            data = connection.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            selector.unregister(connection)
+            self.comparison.lose(peer)
+        self._incoming[peer] += data
+        for kind, number, body in read_frames(self._incoming[peer]):
+            self.comparison.receive(peer, kind, number, body)
+
+    def _watch(self) -> None:
+        """What the thread of the channel does until the channel is closed."""
+        told = False
+        with selectors.DefaultSelector() as selector:
+            for peer, connection in self._sockets.items():
+                selector.register(connection, selectors.EVENT_READ, peer)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while not self._closed:
+                deadline = self.comparison.deadline
+                ready = selector.select(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+                with self._changed:
+                    for key, events in ready:
+                        if key.data is None:
+                            self._woken.recv(1 << 12)
+                        else:
+                            self._serve(key.data, events, selector)
+                    for peer in self._blocked:
+                        self._serve(peer, 0, selector)
+                    self.comparison.tick()
+                    if self.comparison.has_news:
+                        self.comparison.has_news = False
+                        self._changed.notify_all()
+                    failed = self.comparison.error is not None
+                if failed and not told:
+                    told = True
+                    self.on_error()
+        self.drop()
+
+    def _work(self) -> None:
+        """What the thread that waits for messages does."""
+        assert self._jobs is not None
+        while (job := self._jobs.get()) is not None:
+            job.run()
+            with self._changed:
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Tell the peers that this rank has ended, and end the connections."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self.comparison.end()
+            end = time.monotonic() + 1.0
+            while any(self._waiting.values()) and time.monotonic() < end:
+                for peer, waiting in self._waiting.items():
+                    if waiting:
+                        self._flush(peer)
+                time.sleep(0.001)
+            self._changed.notify_all()
+        self._rouse()
+        if self._jobs is not None:
+            self._jobs.put(None)
+
+    def drop(self) -> None:
+        """Close the connections without a word."""
+        for connection in (*self._sockets.values(), self._wake, self._woken):
+            connection.close()
+
+
+class _Job(Generic[T]):
+    """A call that another thread makes, and its result."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self.call, self.done = call, False
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._result = self.call()
+        except BaseException as error:  # noqa: BLE001  # the thread that waits raises it
+            self._error = error
+        self.done = True
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def _own_address(store: Store) -> tuple[str, socket.AddressFamily]:
+    """Where other ranks reach this process: at GLOO_SOCKET_IFNAME, or at the interface that leads to the store."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if name and sys.platform == "linux":
+        import fcntl  # not on Windows
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            raw = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+        return socket.inet_ntoa(raw[20:24]), socket.AF_INET
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    host = getattr(store, "host", None) or socket.gethostname()  # files and tables tell no host
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return probe.getsockname()[0], family
+    except OSError:
+        return "127.0.0.1", socket.AF_INET

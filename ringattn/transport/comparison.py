@@ -1,0 +1,279 @@
+"""How ranks compare what they do, beside their messages: one rank's part, without sockets or threads.
+
+All that ranks do together is a row of events, numbered alike on all ranks: calls, backwards and exchanges of records.
+
+- A deferred event (`announce`) sends its mark, a digest, to the next rank, and goes on. Each rank compares the marks of
+  the rank before it with its own. Equality is transitive, so that one message per event compares all ranks.
+- An exchange (`contribute`) gives every rank the records of all ranks in ceil(log2 P) rounds: in round k a rank sends
+  what it has to the rank 2^k further on (Bruck et al., IEEE TPDS 8(11), 1997). A rank takes part once the marks of all
+  earlier events have arrived from the rank before it and equal its own. An exchange that ends therefore proves that
+  all ranks were alike until then.
+
+If a mark differs, or an exchange does not end in time, all ranks learn it from the rank that has found it, each rank
+tells all others where it stands, and every rank makes the same error of that (`records.explain`). An exception and the
+end of a process are told in the same way. Such an error is final: the ranks do not go on together.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from ..errors import CommFailure, Mismatch, RingAttentionError
+from .records import explain
+
+#: Kind, number of the event (or rank that begins a report), and length of what follows.
+HEAD = struct.Struct("<BQI")
+#: Kinds of frames: a mark, a round of an exchange, the end of a rank, and four reports that every rank passes on.
+MARK, ROUND, BYE, FAILED, LOST, PARTED, STANDING = range(7)
+#: Own events that are kept to say how ranks differ.
+KEPT = 4096
+#: Seconds that ranks have to say where they stand after an error was found.
+GRACE = 2.0
+
+
+class Event(NamedTuple):
+    """What a rank does: `mark` is b"" for an exchange. `record` says it in JSON."""
+
+    mark: bytes
+    record: bytes
+
+
+@dataclass
+class Gathering:
+    """An exchange under way: the records by rank, and rounds that have arrived early."""
+
+    records: dict[int, bytes] = field(default_factory=dict)
+    arrived: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    sent: int = 0
+    received: int = 0
+
+
+class Comparison:
+    """One rank's part. `send(peer, frame)` must keep the order of frames to a peer. Not for two threads at once."""
+
+    def __init__(self, rank: int, size: int, send: Callable[[int, bytes], None]) -> None:
+        self.rank, self.size, self._send = rank, size, send
+        self.rounds = (size - 1).bit_length()
+        #: The ranks that this rank exchanges frames with.
+        self.peers = sorted({(rank + way * 2**k) % size for k in range(self.rounds) for way in (1, -1)} - {rank})
+        #: Events of this rank, and how many of them the rank before has made alike.
+        self.count = self._compared = 0
+        #: Events up to here are alike on all ranks.
+        self.confirmed = 0
+        #: Why the ranks do not go on together, once that is known.
+        self.error: RingAttentionError | None = None
+        #: Whether the error is that a process is gone, which messages under way may not mind.
+        self.is_loss = False
+        self._events: dict[int, Event] = {}
+        self._before: deque[bytes] = deque()
+        self._gatherings: dict[int, Gathering] = {}
+        self._ended: dict[int, int] = {}
+        self._reports: set[tuple[int, int]] = set()
+        self._standings: dict[int, dict[str, Any]] = {}
+        self._parted: tuple[int, str] | None = None
+        self.deadline: float | None = None
+        #: Set where an exchange has ended or an error is known.
+        self.has_news = False
+
+    # What this rank does.
+
+    def announce(self, event: Event) -> int:
+        """Make a deferred event; its number."""
+        number = self._add(event)
+        self._send((self.rank + 1) % self.size, _frame(MARK, number, event.mark))
+        self._advance()
+        return number
+
+    def contribute(self, record: bytes, label: bytes) -> int:
+        """Begin an exchange of records; its number, for `take`. `label` says in JSON what it is for."""
+        number = self._add(Event(b"", label))
+        self._gathering(number).records[self.rank] = record
+        self._advance()
+        return number
+
+    def take(self, number: int) -> list[bytes] | None:
+        """The records of all ranks, in rank order, once the exchange has ended."""
+        if self._gatherings[number].received < self.rounds:
+            return None
+        records = self._gatherings.pop(number).records
+        self.confirmed = max(self.confirmed, number + 1)
+        return [records[rank] for rank in range(self.size)]
+
+    def fail(self, text: str) -> None:
+        """Tell all ranks that this rank has raised an exception."""
+        if self.error is None:
+            self._report(FAILED, self.rank, text.encode())
+            self._end_by(
+                CommFailure(
+                    f"rank {self.rank} of {self.size} left an earlier call by an error, and the other ranks have "
+                    "stopped; end the job, or make a new group on all ranks"
+                )
+            )
+
+    def part(self, number: int, why: str) -> None:
+        """Tell all ranks that they have not made event `number` alike: `why` is "late", or "" if marks differ."""
+        if self.error is None and self._parted is None:
+            self._report(PARTED, self.rank, json.dumps([number, why]).encode())
+            self._stand(number, why)
+
+    def end(self) -> None:
+        """Tell the peers that this rank makes no more events."""
+        for peer in self.peers:
+            self._send(peer, _frame(BYE, self.count, b""))
+
+    # What others tell.
+
+    def receive(self, peer: int, kind: int, number: int, body: bytes) -> None:
+        """Take a frame of a peer."""
+        if kind == MARK:
+            self._before.append(body)
+        elif kind == ROUND:
+            round, parts = body[0], _unpack(body[1:])
+            if round == 0:
+                self._before.append(b"")
+            ranks = ((self.rank - 2**round - distance) % self.size for distance in range(len(parts)))
+            self._gathering(number).arrived[round] = dict(zip(ranks, parts, strict=True))
+        elif kind == BYE:
+            self._ended[peer] = number
+        elif (kind, number) not in self._reports:
+            self._report(kind, number, body, but=peer)
+            self._hear(kind, number, body)
+        self._advance()
+
+    def lose(self, peer: int) -> None:
+        """A peer's connection has ended."""
+        if peer not in self._ended:
+            self._tell_loss(peer, f"rank {peer} is gone: its process has ended, or its host; look for its first error")
+
+    def tick(self) -> None:
+        """Make the error of what is known, if the ranks have had their time to say where they stand."""
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            self._conclude()
+
+    def _hear(self, kind: int, rank: int, body: bytes) -> None:
+        """Take a report that rank `rank` has begun."""
+        if kind == STANDING:
+            self._standings[rank] = json.loads(body)
+        elif kind == PARTED and self._parted is None:
+            self._stand(*json.loads(body))
+        elif kind == LOST:
+            self._end_by(CommFailure(body.decode()), is_loss=True)
+        elif kind == FAILED:
+            self._end_by(Mismatch(f"rank {rank} cannot take part: {body.decode(errors='replace')}"))
+
+    def _stand(self, number: int, why: str) -> None:
+        """Tell all ranks what this rank has done at event `number`."""
+        self._parted, self.deadline = (number, why), time.monotonic() + GRACE
+        event = self._events.get(number)
+        mine = {"count": self.count, "record": None if event is None else event.record.decode()}
+        self._standings[self.rank] = mine
+        self._report(STANDING, self.rank, json.dumps(mine).encode())
+
+    def _report(self, kind: int, rank: int, body: bytes, but: int | None = None) -> None:
+        """Pass a report on to all peers, once."""
+        self._reports.add((kind, rank))
+        for peer in self.peers:
+            if peer != but:
+                self._send(peer, _frame(kind, rank, body))
+
+    # What follows of both.
+
+    def _add(self, event: Event) -> int:
+        number = self.count
+        self._events[number] = event
+        self._events.pop(number - KEPT, None)
+        self.count += 1
+        return number
+
+    def _gathering(self, number: int) -> Gathering:
+        return self._gatherings.setdefault(number, Gathering())
+
+    def _advance(self) -> None:
+        """Compare the marks that are there, and go on with exchanges."""
+        while self._before and self._compared < self.count and self._parted is None:
+            if self._events[self._compared].mark != self._before.popleft():
+                self.part(self._compared, "")
+            else:
+                self._compared += 1
+        for number, gathering in [*self._gatherings.items()]:
+            self._exchange(number, gathering)
+        for peer, count in self._ended.items():
+            if self.count > count and self._parted is None:
+                self._tell_loss(peer, f"rank {peer} has left the group, while rank {self.rank} makes another call")
+        if self._parted is not None and len(self._standings) == self.size:
+            self._conclude()
+
+    def _tell_loss(self, peer: int, text: str) -> None:
+        """Tell all ranks that a peer is gone."""
+        if self.error is None:
+            self._report(LOST, peer, text.encode())
+            self._end_by(CommFailure(text), is_loss=True)
+
+    def _end_by(self, error: RingAttentionError, *, is_loss: bool = False) -> None:
+        """Keep the first error, which ends the calls of this rank."""
+        if self.error is None:
+            self.error, self.is_loss, self.has_news, self.deadline = error, is_loss, True, None
+
+    def _exchange(self, number: int, gathering: Gathering) -> None:
+        """Send and take the rounds of an exchange for which everything is there."""
+        if self.rank not in gathering.records or self._compared < number or self.error or self._parted:
+            return
+        while gathering.received < self.rounds:
+            round, reach = gathering.received, 2**gathering.received
+            if gathering.sent == round:
+                parts = [gathering.records[(self.rank - x) % self.size] for x in range(min(reach, self.size - reach))]
+                frame = _frame(ROUND, number, bytes((round,)) + _pack(parts))
+                self._send((self.rank + reach) % self.size, frame)
+                gathering.sent += 1
+            if round not in gathering.arrived:
+                return
+            gathering.records.update(gathering.arrived.pop(round))
+            gathering.received += 1
+        self.has_news = True
+
+    def _conclude(self) -> None:
+        """Make the error of where the ranks stand."""
+        assert self._parted is not None
+        self.deadline = None
+        number, why = self._parted
+        self._end_by(explain(self._standings, number, why, self.size))
+
+
+def _frame(kind: int, number: int, body: bytes) -> bytes:
+    return HEAD.pack(kind, number, len(body)) + body
+
+
+def read_frames(data: bytearray) -> Iterator[tuple[int, int, bytes]]:
+    """The whole frames at the beginning of `data` as kind, number and body, which are taken off."""
+    while len(data) >= HEAD.size:
+        kind, number, length = HEAD.unpack_from(data)
+        if len(data) < HEAD.size + length:
+            return
+        body = bytes(data[HEAD.size : HEAD.size + length])
+        del data[: HEAD.size + length]
+        yield kind, number, body
+
+
+def _pack(parts: list[bytes]) -> bytes:
+    """The parts. Equal neighbours are written once: equal records take no more bytes on more ranks."""
+    return b"".join(_RUN.pack(len([*run]), len(part)) + part for part, run in groupby(parts))
+
+
+def _unpack(data: bytes) -> list[bytes]:
+    parts, first = list[bytes](), 0
+    while first < len(data):
+        times, length = _RUN.unpack_from(data, first)
+        first += _RUN.size + length
+        parts += [data[first - length : first]] * times
+    return parts
+
+
+#: How often a part of a round is repeated, and its length.
+_RUN = struct.Struct("<HI")
