@@ -34,7 +34,7 @@ from ..errors import Mismatch
 from ..kernels.base import Kernel
 from ..layout.regular import Layout
 from ..plan.plan import Plan
-from ..transport.base import Tags, Transport, drive
+from ..transport.base import TAG_BITS, Tags, Transport, drive
 from ..transport.records import (
     MARK,
     Exchange,
@@ -70,7 +70,7 @@ def agree(transport: Transport, call: Call, stage: str = "call") -> tuple[Plan, 
         return announce(transport, call)
     with Exchange(transport, stage, limit=FIXED + NUMBER) as exchange:
         record = json.dumps(_record(call)).encode()
-        numbers = place.get(), transport.number()
+        numbers = place.get(), next(transport.calls)
         exchange.mine = digest(record) + remembered.history + b"".join(x.to_bytes(NUMBER, "little") for x in numbers)
         if kernel.dropout is not None and stage == "call":
             exchange.mine += (kernel.dropout.seeded().seed or 0).to_bytes(NUMBER, "little")
@@ -98,7 +98,7 @@ def announces(transport: Transport, call: Call) -> bool:
 
 def announce(transport: Transport, call: Call) -> tuple[Plan, Kernel, int]:
     """As `agree`, by what this rank knows. All ranks compare their calls meanwhile, see `transport.comparison`."""
-    layout, number = call.layout, transport.number()
+    layout = call.layout
     assert isinstance(layout, Layout)
     plan = call.plan(layout.tokens, transport.size, layout)
     if call.rows != layout.rows(transport.rank):
@@ -107,10 +107,9 @@ def announce(transport: Transport, call: Call) -> tuple[Plan, Kernel, int]:
             f"gives it {layout.rows(transport.rank)}; shard with layout.shard_tensor(x, rank)"
         )
     seed = None if call.kernel.dropout is None else call.kernel.dropout.seed
-    own = {"stage": "call", "rows": None, "place": place.get(), "the seed of dropout": seed, "number": number}
+    own = {"stage": "call", "rows": None, "place": place.get(), "the seed of dropout": seed}
     record = {**_record(call), **own}
-    mark = transport.announce(json.dumps(record).encode())
-    return plan, call.kernel.seeded(), int.from_bytes(mark, "little")
+    return plan, call.kernel.seeded(), transport.announce(json.dumps(record).encode())
 
 
 def _read_numbers(records: list[bytes], first: int) -> list[int]:
@@ -158,7 +157,8 @@ def agree_backward(transport: Transport, number: int, *, deferred: bool) -> None
     bytes from each rank prevent this. Collective.
     """
     if deferred:
-        transport.announce(json.dumps({"stage": "backward", "of the call with digest": number}).encode())
+        record = {"stage": "backward", "call whose backward they run": number >> TAG_BITS}
+        transport.announce(json.dumps(record).encode())
         return
     with Exchange(transport, "backward", NUMBER) as exchange:
         exchange.mine = number.to_bytes(NUMBER, "little")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -82,6 +82,8 @@ class Transport(Carrier, Protocol):
     rank: int
     size: int
     counters: Counters
+    #: The numbers of this rank's calls, 0, 1, 2 ..., of which ranks take the largest.
+    calls: Iterator[int]
     #: The latest handshakes of these ranks; `runtime.handshake.agree` fills the table.
     handshakes: Handshakes
 
@@ -91,14 +93,15 @@ class Transport(Carrier, Protocol):
     def gather(self, record: bytes, stage: str = "exchange") -> list[bytes]:
         """Every rank's record, in rank order. Collective. `stage` names the exchange in errors."""
 
-    def number(self) -> int:
-        """The number of the next call: equal on all ranks that have made the same calls."""
-
     def defers(self, check: str | None) -> bool:
         """Whether calls with the option `check` are compared beside their messages, not before."""
 
-    def announce(self, record: bytes) -> bytes:
-        """Begin a call that ranks compare beside its messages: `record` says it in JSON. The digest of the record."""
+    def announce(self, record: bytes) -> int:
+        """Begin a call that ranks compare beside its messages: `record` says it in JSON.
+
+        Returns the number of the call: its place among all calls, and in the last TAG_BITS bits what tells it from
+        another call at the same place.
+        """
 
     def synchronize(self) -> None:
         """Return once all deferred calls of this rank were alike on all ranks; else raise their error. Collective."""
@@ -107,8 +110,9 @@ class Transport(Carrier, Protocol):
         """Tell all ranks, where the transport can, that this rank has left a call by an exception."""
 
 
-#: Tags of numbered calls are below TAGS. The tags of consecutive calls start SPAN apart.
-TAGS, SPAN = 1 << 30, 1 << 16
+#: Tags of numbered calls are below TAGS, and begin at the last TAG_BITS bits of the number times SPAN.
+TAG_BITS, SPAN = 14, 1 << 16
+TAGS = SPAN << TAG_BITS
 
 
 class Tags(NamedTuple):

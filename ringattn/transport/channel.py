@@ -30,6 +30,8 @@ T = TypeVar("T")
 LAST_WORDS = 0.5
 #: Seconds until an idle connection is probed, between probes, and probes: of a host that is gone nothing else tells.
 KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+#: Seconds that the end of a group waits for a connection, and for a thread.
+PARTING = 1.0
 #: Bytes by which a rank shows that it belongs to the group.
 SECRET = 16
 #: The channel of each group. It ends with its group.
@@ -53,7 +55,8 @@ def find_channel(group: Any) -> Channel | None:
 def synchronize(*_: object) -> None:
     """Return once the deferred events of this rank, in all its groups, were alike on all ranks; else raise an error."""
     for channel in [*_channels.values()]:
-        channel.synchronize()
+        if not channel.has_raised:
+            channel.synchronize()
 
 
 @cache
@@ -82,6 +85,8 @@ class Channel:
         self.rank, self.size, self.timeout = dist.get_rank(group), dist.get_world_size(group), timeout
         self.comparison = Comparison(self.rank, self.size, self._send)
         self.on_error: Callable[[], None] = lambda: None
+        #: Whether this rank has been told of an error.
+        self.has_raised = False
         #: Frames and bytes that this rank has sent.
         self.sent_frames = self.sent_bytes = 0
         self._changed = threading.Condition()
@@ -93,7 +98,8 @@ class Channel:
         self._wake, self._woken = socket.socketpair()
         self._jobs: SimpleQueue[_Job[Any] | None] | None = None
         self._closed = False
-        threading.Thread(target=self._watch, name="ringattn-channel", daemon=True).start()
+        self._threads: list[threading.Thread] = []
+        self._start(self._watch)
 
     # Events.
 
@@ -116,9 +122,7 @@ class Channel:
             number = self.comparison.contribute(record, label)
             records = self._wait(lambda: self.comparison.take(number), timeout)
             if records is None:
-                self.comparison.part(number, f"within {timeout:g} s")
-                self._rouse()
-                self._wait(lambda: None, 2 * GRACE)
+                self._part(number)
                 raise CommFailure(f"{RECORDS}: not done within {timeout:g} s")
             return records
 
@@ -126,21 +130,33 @@ class Channel:
         """`wait()`, which blocks, or the error of another rank, if one becomes known meanwhile."""
         if self._jobs is None:
             self._jobs = SimpleQueue()
-            threading.Thread(target=self._work, name="ringattn-wait", daemon=True).start()
+            self._start(self._work)
         job = _Job(wait)
         self._jobs.put(job)
         with self._changed:
             self._wait(lambda: job.done or None, None)
-        return job.result()
+            if isinstance(job.error, CommFailure):  # of a neighbour, which may itself have waited
+                self._part(self.comparison.count - 1)
+        if job.error is not None:
+            raise job.error
+        return job.result
+
+    def _part(self, number: int) -> None:
+        """Raise the error of where all ranks stand, as event `number` does not end."""
+        self.comparison.part(number, "in time")
+        self._rouse()
+        self._wait(lambda: None, 2 * GRACE)
 
     def fail(self, text: str) -> None:
         """Tell all ranks that this rank has raised an exception, which ends their calls, too."""
+        self.has_raised = True
         with self._changed:
             self.comparison.fail(text)
 
     def _raise(self) -> None:
         error = self.comparison.error
         if error is not None:
+            self.has_raised = True
             raise type(error)(*error.args)
         if self._closed:
             raise CommFailure("the process group of this call was destroyed; make a new group")
@@ -291,7 +307,8 @@ class Channel:
                 if failed and not told:
                     told = True
                     self.on_error()
-        self.drop()
+        with self._changed:
+            self.drop()
 
     def _work(self) -> None:
         """What the thread that waits for messages does."""
@@ -301,6 +318,11 @@ class Channel:
             with self._changed:
                 self._changed.notify_all()
 
+    def _start(self, work: Callable[[], None]) -> None:
+        """Start a thread, which does not keep the process alive."""
+        self._threads.append(threading.Thread(target=work, name=f"ringattn{work.__name__}", daemon=True))
+        self._threads[-1].start()
+
     def close(self) -> None:
         """Tell the peers that this rank has ended, and end the connections."""
         with self._changed:
@@ -308,16 +330,19 @@ class Channel:
                 return
             self._closed = True
             self.comparison.end()
-            end = time.monotonic() + 1.0
+            end = time.monotonic() + PARTING
             while any(self._waiting.values()) and time.monotonic() < end:
                 for peer, waiting in self._waiting.items():
                     if waiting:
                         self._flush(peer)
                 time.sleep(0.001)
             self._changed.notify_all()
-        self._rouse()
+            self._rouse()
         if self._jobs is not None:
             self._jobs.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(PARTING)
 
     def drop(self) -> None:
         """Close the connections without a word."""
@@ -330,19 +355,15 @@ class _Job(Generic[T]):
 
     def __init__(self, call: Callable[[], T]) -> None:
         self.call, self.done = call, False
-        self._error: BaseException | None = None
+        self.result: T
+        self.error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            self._result = self.call()
+            self.result = self.call()
         except BaseException as error:  # noqa: BLE001  # the thread that waits raises it
-            self._error = error
+            self.error = error
         self.done = True
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._result
 
 
 def _own_address(store: Store) -> tuple[str, socket.AddressFamily]:

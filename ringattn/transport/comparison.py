@@ -106,6 +106,10 @@ class Comparison:
         self.confirmed = max(self.confirmed, number + 1)
         return [records[rank] for rank in range(self.size)]
 
+    def next_sender(self, number: int) -> int:
+        """The rank whose frame an exchange waits for."""
+        return (self.rank - 2 ** self._gatherings[number].received) % self.size
+
     def fail(self, text: str) -> None:
         """Tell all ranks that this rank has raised an exception."""
         if self.error is None:

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -73,8 +73,9 @@ class Mpi:
         check_timeout(timeout)
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self.timeout, self.gpu_aware, self.counters = timeout, gpu_aware, Counters()
-        self._numbers = count()
+        self.calls: Iterator[int] = count()
         self.handshakes = Handshakes()
+        self._comparison, self._record_sends = Comparison(self.rank, self.size, self._send), list[Any]()
         # Requests hold their buffers. Open requests are kept, also after an error, so that memory that MPI may still
         # write to is not reused.
         self._open_requests: dict[int, list[Any]] = {}
@@ -85,17 +86,13 @@ class Mpi:
             _drop_names_of_shared_memory()
         self._tags = int(self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB))  # the last tag is for records
 
-    def number(self) -> int:
-        """The number of the next call of this rank."""
-        return next(self._numbers)
-
     def defers(self, check: str | None) -> bool:
         """False: MPI has no watcher. Raises Unsupported for check="deferred"."""
         if check == "deferred":
             raise Unsupported("check='deferred' needs a process group; over MPI ranks compare before each call: 'now'")
         return False
 
-    def announce(self, record: bytes) -> bytes:
+    def announce(self, record: bytes) -> int:
         """Not over MPI, see `defers`."""
         raise NotImplementedError
 
@@ -146,34 +143,30 @@ class Mpi:
     def gather(self, record: bytes, stage: str = "exchange") -> list[bytes]:
         """Every rank's record, in rank order. Collective. Messages are those of `comparison`."""
         self._check_usable()
-        requests: list[Any] = []
-        names: list[str] = []
-
-        def send(peer: int, frame: bytes) -> None:
-            names.append(f"{RECORDS}: send to rank {peer}")
-            requests.append(self._comm.Isend([frame, self._mpi.BYTE], peer, self._tags))
-
         try:
-            comparison = Comparison(self.rank, self.size, send)
-            number = comparison.contribute(record, stage.encode())
-            for round in range(comparison.rounds):
-                peer = (self.rank - 2**round) % self.size
-                for kind, number, body in read_frames(self._receive(peer)):
-                    comparison.receive(peer, kind, number, body)
+            number = self._comparison.contribute(record, stage.encode())
+            while (records := self._comparison.take(number)) is None:
+                self._receive(number)
         except self._mpi.Exception as error:
-            raise self._failure(names, str(error)) from error
-        self._finish(requests, names)
-        records = comparison.take(number)
-        assert records is not None
+            raise self._failure([RECORDS], str(error)) from error
+        sends, self._record_sends = self._record_sends, []
+        self._finish(sends, [f"{RECORDS}: send"] * len(sends))
         return records
 
-    def _receive(self, peer: int) -> bytearray:
-        """A record's frame from a rank."""
-        status, late = self._mpi.Status(), f"{RECORDS}: receive from rank {peer}, or from one that it waits for"
-        message = self._poll(lambda: self._comm.Improbe(peer, self._tags, status), lambda: [late])
+    def _send(self, peer: int, frame: bytes) -> None:
+        self._record_sends.append(self._comm.Isend([frame, self._mpi.BYTE], peer, self._tags))
+
+    def _receive(self, number: int) -> None:
+        """Take one frame, of this exchange or of an earlier one that an exception has interrupted here."""
+        status = self._mpi.Status()
+        message = self._poll(
+            lambda: self._comm.Improbe(self._mpi.ANY_SOURCE, self._tags, status),
+            lambda: [f"{RECORDS}: receive from rank {self._comparison.next_sender(number)}, or one that it waits for"],
+        )
         data = bytearray(status.Get_count(self._mpi.BYTE))
         message.Recv([data, self._mpi.BYTE])
-        return data
+        for kind, of, body in read_frames(data):
+            self._comparison.receive(status.Get_source(), kind, of, body)
 
     def _buffer(self, message: Message, label: str) -> Any:
         """The memory of a message as mpi4py takes it, without a copy."""

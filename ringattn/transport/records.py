@@ -252,12 +252,12 @@ def explain(standings: dict[int, dict[str, Any]], number: int, why: str, size: i
         who = silent or late
         done = "does not answer" if silent else "has not joined the call of the others"
         return CommFailure(
-            f"{RECORDS}: rank {_list_ranks(who)} {done} {why}; its process hangs, is stopped, or does something else"
+            f"rank {_list_ranks(who)} {done} {why}; its process hangs, is stopped, or does something else"
         )
-    made = {rank: json.loads(standing["record"]) for rank, standing in standings.items() if standing["record"]}
+    made = {rank: json.loads(raw) for rank in range(size) if (raw := standings[rank]["record"])}
     try:
         compare({rank: {"call": f"{fields['stage']}"} for rank, fields in made.items()})
         compare(made)
     except Mismatch as error:
         return error
-    return CommFailure(f"{RECORDS}: not done {why}, though all ranks have begun; is the network or a host slow?")
+    return CommFailure(f"a message did not arrive {why}, though no rank is late; is the network or a host slow?")

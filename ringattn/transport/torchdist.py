@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import CommFailure, InvalidInput, raised_below
-from .base import CHECKS, Counters, Message, Post, check_timeout, describe_loss, sort_by_tag
+from .base import CHECKS, TAG_BITS, Counters, Message, Post, check_timeout, describe_loss, sort_by_tag
 from .channel import Channel, find_channel, get_channel
 from .records import RECORDS, Handshakes, digest
 
@@ -24,6 +25,8 @@ FIRST_TAG = 1 << 30
 #: What a rank of a group with Gloo and NCCL tells the others beside its record: whether it has met tensors on a CUDA
 #: device, and whether NCCL has connected that device.
 NO_CUDA, UNCONNECTED, CONNECTED = b"\0", b"\1", b"\2"
+#: The numbers of the calls of a group, which all transports of the group share.
+_calls: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 #: Packages whose Python code runs between this module and a backend.
 BETWEEN = ("torch.distributed", "contextlib")
 
@@ -134,6 +137,7 @@ class TorchDist:
         #: The CUDA device of this rank, by device_id= of init_process_group or by the latest tensors.
         self._device: torch.device | None = group.bound_device_id
         self._connected: torch.device | None = None
+        self.calls = _calls.setdefault(group, count())
         check_timeout(timeout)
         self._timeout, self.counters = timeout, Counters()
         self.handshakes = Handshakes()
@@ -228,15 +232,13 @@ class TorchDist:
         """End messages on NCCL that wait for a rank that will not send them (not run on a GPU yet)."""
         self.group._get_backend(torch.device("cuda")).abort()
 
-    def number(self) -> int:
-        """The number of the next call: equal on all ranks that have made the same calls."""
-        return 0 if self.size == 1 else self.channel.comparison.count
-
-    def announce(self, record: bytes) -> bytes:
-        """Begin a call that ranks compare beside its messages: `record` says it in JSON. The digest of the record."""
+    def announce(self, record: bytes) -> int:
+        """Begin a call that ranks compare beside its messages; the number of the call, see `Transport`."""
         mark = digest(record)
-        self.channel.announce(mark, record)
-        return mark
+        place = self.channel.announce(mark, record)
+        # Calls that differ have other tags: a message of one never meets the other's, which may have another size.
+        own = int.from_bytes(digest(mark + place.to_bytes(8, "little")), "little") % (1 << TAG_BITS)
+        return place << TAG_BITS | own
 
     def synchronize(self) -> None:
         """Return once all deferred calls of this rank were alike on all ranks; else raise their error. Collective."""

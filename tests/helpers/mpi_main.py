@@ -19,7 +19,7 @@ import torch
 import ringattn as ra
 from ringattn import Causal, Full, Sinks, Strided, Window, mix
 from ringattn.transport.base import Message, Post
-from ringattn.transport.mpi import SHORT, AbortOnError, Mpi
+from ringattn.transport.mpi import AbortOnError, Mpi
 
 PATTERNS = (Causal(), Window(5, 9), Causal() & (Sinks(2) | Window(7)), mix(Causal(), Strided(3)))
 
@@ -37,15 +37,12 @@ def records(transport: Mpi) -> list[int]:
     for scale in (0, 1, 5000, 300_000):
         mine = [bytes([rank]) * (rank * scale) for rank in range(transport.size)]
         assert transport.gather(mine[transport.rank]) == mine
-    # The few bytes before every call of ring_attention take one collective, a long record two.
-    rounds = []
-    gather = transport._gather_equal
-    transport._gather_equal = lambda record: rounds.append(len(record)) or gather(record)  # type: ignore[method-assign, func-returns-value]
+    frames = []
+    receive = transport._receive
+    transport._receive = lambda number: frames.append(number) or receive(number)  # type: ignore[method-assign, func-returns-value]
     lengths = [len(x) for x in transport.gather(bytes(transport.rank))]
-    transport.gather(bytes(SHORT))
-    transport.gather(bytes(SHORT + 10 * (transport.rank == 0)))
-    transport._gather_equal = gather  # type: ignore[method-assign]
-    assert rounds == [64, 64, 64, 10]
+    transport._receive = receive  # type: ignore[method-assign]
+    assert len(frames) == (transport.size - 1).bit_length()
     return lengths
 
 

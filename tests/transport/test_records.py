@@ -1,4 +1,4 @@
-"""The parts of a handshake without ranks: the table that all remember alike, frames, and lengths."""
+"""The parts of a handshake without ranks: the table that all remember alike, and frames."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from ringattn import Mismatch
 from ringattn.transport import records
-from ringattn.transport.base import HEAD, LONGEST, gather_in_rounds
 from ringattn.transport.records import REMEMBERED, VALUE, Exchange, Handshakes, digest, frame, open_frame
 
 
@@ -62,7 +61,7 @@ def test_frames() -> None:
 class Lost:
     """A transport whose ranks are gone."""
 
-    def gather(self, record: bytes) -> list[bytes]:
+    def gather(self, record: bytes, stage: str) -> list[bytes]:
         from ringattn import CommFailure
 
         raise CommFailure("the others are gone")
@@ -71,9 +70,3 @@ class Lost:
 def test_an_exception_that_nobody_can_be_told_of_is_raised_nevertheless() -> None:
     with pytest.raises(ZeroDivisionError), Exchange(Lost(), "plan"):
         raise ZeroDivisionError
-
-
-def test_a_length_that_no_record_has_names_its_rank() -> None:
-    heads = [(4).to_bytes(HEAD, "little") + b"good", (LONGEST + 1).to_bytes(HEAD, "little") + b"rats"]
-    with pytest.raises(Mismatch, match="rank 1 announces a record of 4,294,967,297 bytes"):
-        gather_in_rounds(lambda record: heads, b"good", 4)
