@@ -77,7 +77,7 @@ def ring_attention(
     Raises InvalidInput, Unsupported or Mismatch on every rank before the first message. Any other exception on one rank
     before the first message is a Mismatch on the other ranks. Raises CommFailure if a rank is missing.
     """
-    from .runtime.handshake import OneRank, agree, announces  # virtual ranks shake no hands
+    from .runtime.handshake import OneRank, agree, announce, announces  # virtual ranks shake no hands
 
     ring = get_transport(group, mesh, transport)
     with ErrorReport(ring, "call", deferred=ring.defers(options.get("check"))):
@@ -89,7 +89,7 @@ def ring_attention(
         q, k, v = call.prepare(q, k, v, key_padding_mask)
     deferred = announces(ring, call)
     with ErrorReport(ring, "call", deferred=True) if deferred else nullcontext():
-        plan, kernel, number = agree(ring, call)
+        plan, kernel, number = announce(ring, call) if deferred else agree(ring, call)
         job = Job(plan, ring.rank, kernel, positive(call.scale)[1], return_lse, sinks=sinks)
     return _apply(call, OneRank(job, ring, number, deferred), plan, q, k, v, sinks)
 
@@ -274,7 +274,7 @@ def _apply(
     return (layout.unstack(out), layout.unstack(lse)) if call.return_lse else layout.unstack(out)
 
 
-#: One transport per process group, so that its handshakes are remembered. An entry ends with its group.
+#: One transport per process group. An entry ends with its group.
 _transports: WeakKeyDictionary[ProcessGroup, TorchDist] = WeakKeyDictionary()
 
 

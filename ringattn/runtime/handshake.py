@@ -1,21 +1,16 @@
-"""The handshake before the first message: checks of one rank's arguments, and a comparison of all ranks' arguments.
+"""The handshake of a call: ranks compare what they are about to do, before its first message or beside its messages.
 
-The handshake has at most three exchanges. In each exchange every rank sends exactly one record.
+Before the first message, every rank gives in one exchange a digest of its arguments, in one spelling for all forms of
+equal arguments, and what may differ between ranks: its rows, above all. Where the digests are equal, every rank makes
+the plan by itself, which is the same on all ranks. Else a second exchange, "arguments", compares the arguments in full,
+and a third one, "plan", the plans, as a layout may be given by name on one rank and as an object on another.
 
-1. "call" ("positions" if only positions are asked for): a digest of this rank's arguments, in one spelling for all
-   forms of equal arguments, and the history of its table of remembered handshakes. If the histories differ, all ranks
-   clear their tables, so that all tables are equal. All ranks then look up the digests of all ranks. Either all ranks
-   find a plan, which ends the handshake, or no rank does.
-2. "arguments": the arguments in full, which are compared.
-3. "plan": the hash of the plan that this rank has made from the arguments. If all hashes are equal, all ranks
-   remember the plan.
+Beside the messages (`announces`), a rank sends the digest and goes on, see `transport.comparison`.
 
 Which exchange follows depends only on what all ranks have received in the previous exchange, so that all ranks enter
-the same exchanges. If a rank raises between two exchanges, its error replaces its record in the next exchange and ends
-the handshake on all ranks (`transport.records`): that rank raises its own exception, the other ranks raise a Mismatch
-that names the rank. A rank can still leave in the middle, for example when it is interrupted within an exchange. Its
-next "call" then meets the other ranks at another stage, all ranks raise, and the ranks are in step again. The history
-of that rank's table differs from then on, which the next call finds.
+the same exchanges. If a rank raises before an exchange, its error replaces its record and ends the handshake on all
+ranks (`transport.records`): that rank raises its own exception, the other ranks raise a Mismatch that names the rank.
+An exception after the last exchange ends the calls of all ranks (`Transport.fail`).
 """
 
 from __future__ import annotations
@@ -33,27 +28,18 @@ from torch import Tensor
 from ..errors import Mismatch
 from ..kernels.base import Kernel
 from ..layout.regular import Layout
-from ..plan.plan import Plan
+from ..plan.plan import FORMAT, Plan
 from ..transport.base import TAG_BITS, Tags, Transport, drive
-from ..transport.records import (
-    MARK,
-    Exchange,
-    by_rank,
-    compare,
-    compare_records,
-    describe_error,
-    digest,
-    undecoded,
-)
+from ..transport.records import MARK, Exchange, by_rank, compare, compare_records, describe_error, digest, undecoded
 from .call import Call
 from .executor import Forward, Job, backward, forward
 
 #: The most bytes of a record of arguments. Long fields are shortened to digests.
 LIMIT = 1 << 14
-#: Bytes of the number of a call, and of its place.
+#: Bytes of a number in a record.
 NUMBER = 8
-#: Bytes of a call's record: digest, history, place in a compiled graph, number; with dropout a seed follows.
-FIXED = 2 * MARK + 2 * NUMBER
+#: Bytes of a call's record: digest, rows, place in a compiled graph; with dropout a seed follows.
+FIXED = MARK + 2 * NUMBER
 #: The place of a call among those of its compiled graph, from 1 on; 0 outside of such graphs.
 place: ContextVar[int] = ContextVar("ringattn_place", default=0)
 
@@ -61,30 +47,34 @@ place: ContextVar[int] = ContextVar("ringattn_place", default=0)
 def agree(transport: Transport, call: Call, stage: str = "call") -> tuple[Plan, Kernel, int]:
     """The plan that all ranks of the transport run, this rank's kernel, and the number of the call. Collective.
 
-    The number is the largest of the ranks' own, so that ranks that have left calls early agree, too. Every exception
-    between the exchanges reaches all ranks. `stage` names the first exchange: ranks that make a handshake for different
-    purposes raise Mismatch. A call that `announces` waits for nobody: errors of other ranks come later, and are final.
+    `stage` names the first exchange: ranks that make a handshake for different purposes raise Mismatch.
     """
-    remembered, kernel = transport.handshakes, call.kernel
-    if stage == "call" and announces(transport, call):
-        return announce(transport, call)
+    kernel = call.kernel
     with Exchange(transport, stage, limit=FIXED + NUMBER) as exchange:
         record = json.dumps(_record(call)).encode()
-        numbers = place.get(), next(transport.calls)
-        exchange.mine = digest(record) + remembered.history + b"".join(x.to_bytes(NUMBER, "little") for x in numbers)
+        numbers = [call.rows, place.get()]
         if kernel.dropout is not None and stage == "call":
-            exchange.mine += (kernel.dropout.seeded().seed or 0).to_bytes(NUMBER, "little")
+            numbers.append(kernel.dropout.seeded().seed or 0)
+        exchange.mine = digest(record) + b"".join(x.to_bytes(NUMBER, "little") for x in numbers)
     for rank, raw in enumerate(exchange.records):
         if len(raw) not in (FIXED, FIXED + NUMBER):
             raise undecoded(rank, raw)
-    _compare_places(_read_numbers(exchange.records, 2 * MARK))
-    marks = tuple(raw[:MARK] for raw in exchange.records)
-    plan: Plan | None = remembered.begin(marks, tuple(raw[MARK : 2 * MARK] for raw in exchange.records))
-    if plan is None:
-        plan = _agree_in_full(transport, call, record)
-    remembered.end(marks, None if call.pattern.transient else plan)
+    _compare_places(_read_numbers(exchange.records, MARK + NUMBER))
+    alike = len({raw[:MARK] for raw in exchange.records}) == 1
+    if not alike:
+        with Exchange(transport, "arguments", LIMIT) as arguments:
+            arguments.mine = record
+        compare_records(arguments.records)
+    rows = _read_numbers(exchange.records, MARK)
+    with Exchange(transport, "plan", LIMIT) if not alike else _told(transport) as plans:
+        plan = call.plan(sum(rows), transport.size, call.layout)
+        _check_rows(plan, dict(enumerate(rows)))
+        if plans is not None:
+            plans.mine = json.dumps({"layout": _spell_layout(plan.layout), "plan": plan.hash}).encode()
+    if plans is not None:
+        compare_records(plans.records)
     kernel = kernel if kernel.dropout is None else _share_seed(kernel, exchange.records)
-    return plan, kernel, max(_read_numbers(exchange.records, 2 * MARK + NUMBER))
+    return plan, kernel, transport.events << TAG_BITS
 
 
 def announces(transport: Transport, call: Call) -> bool:
@@ -97,18 +87,13 @@ def announces(transport: Transport, call: Call) -> bool:
 
 
 def announce(transport: Transport, call: Call) -> tuple[Plan, Kernel, int]:
-    """As `agree`, by what this rank knows. All ranks compare their calls meanwhile, see `transport.comparison`."""
+    """As `agree`, for a call that `announces`: waits for no rank. Errors of other ranks come later, and are final."""
     layout = call.layout
     assert isinstance(layout, Layout)
     plan = call.plan(layout.tokens, transport.size, layout)
-    if call.rows != layout.rows(transport.rank):
-        raise Mismatch(
-            f"rank {transport.rank} holds {call.rows} rows, where the layout {layout.name} of {layout.tokens:,} tokens "
-            f"gives it {layout.rows(transport.rank)}; shard with layout.shard_tensor(x, rank)"
-        )
+    _check_rows(plan, {transport.rank: call.rows})
     seed = None if call.kernel.dropout is None else call.kernel.dropout.seed
-    own = {"stage": "call", "rows": None, "place": place.get(), "the seed of dropout": seed}
-    record = {**_record(call), **own}
+    record = {"stage": "call", "place": place.get(), "tokens": layout.tokens, "seed of dropout": seed, **_record(call)}
     return plan, call.kernel.seeded(), transport.announce(json.dumps(record).encode())
 
 
@@ -136,20 +121,6 @@ def _compare_places(places: list[int]) -> None:
         )
 
 
-def _agree_in_full(transport: Transport, call: Call, record: bytes) -> Plan:
-    """The plan after the exchanges "arguments" and "plan". Every rank raises Mismatch if arguments or plans differ."""
-    with Exchange(transport, "arguments", LIMIT) as arguments:
-        arguments.mine = record
-    with Exchange(transport, "plan", LIMIT) as plans:
-        records = compare_records(arguments.records)
-        rows = [fields["rows"] for fields in records]
-        plan = call.plan(sum(rows), transport.size, call.layout)
-        _check_rows(plan, rows)
-        plans.mine = json.dumps({"layout": _spell_layout(plan.layout), "plan": plan.hash}).encode()
-    compare_records(plans.records)
-    return plan
-
-
 def agree_backward(transport: Transport, number: int, *, deferred: bool) -> None:
     """Return if all ranks begin the backward of the same call, number `number`; else raise Mismatch on every rank.
 
@@ -162,9 +133,9 @@ def agree_backward(transport: Transport, number: int, *, deferred: bool) -> None
         return
     with Exchange(transport, "backward", NUMBER) as exchange:
         exchange.mine = number.to_bytes(NUMBER, "little")
-    numbers = [int.from_bytes(raw, "little") for raw in exchange.records]
+    numbers = _read_numbers(exchange.records, 0)
     if any(other != number for other in numbers):
-        calls = "; ".join(f"rank {rank} runs that of call {other + 1:,}" for rank, other in enumerate(numbers))
+        calls = "; ".join(f"rank {rank} runs that of call {other >> TAG_BITS:,}" for rank, other in enumerate(numbers))
         raise Mismatch(
             f"the ranks run backwards of different calls of their group: {calls}. Run backwards and calls in the same "
             "order on all ranks"
@@ -172,10 +143,7 @@ def agree_backward(transport: Transport, number: int, *, deferred: bool) -> None
 
 
 def _record(call: Call) -> dict[str, Any]:
-    """What this rank is about to do. Options of every name are in it, each in one spelling for equal arguments.
-
-    `rows`, and `layout_tokens` (the tokens that a Layout was made for), may differ between ranks and are not compared.
-    """
+    """What this rank is about to do. Options of every name are in it, each in one spelling for equal arguments."""
     layout, pattern = call.layout, repr(call.pattern)
     if call.pattern.transient:
         pattern = f"{_SELECTED} {_short_digest(pattern)}"
@@ -185,11 +153,10 @@ def _record(call: Call) -> dict[str, Any]:
         "dropout": _spell_dropout(call.kernel),
         "pattern": _shorten(pattern),
         "layout": layout if isinstance(layout, str) else _spell_layout(layout),
-        "layout_tokens": layout.tokens if isinstance(layout, Layout) else None,
         "return_lse": call.return_lse,
         "sinks": call.sinks,
         "key_padding_mask": call.key_padding_mask,
-        "rows": call.rows,
+        "plans": FORMAT,
         **call.sizes,
         "device": call.device.type,
         "requires_grad": call.requires_grad,
@@ -220,17 +187,16 @@ def _short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _check_rows(plan: Plan, rows: list[int]) -> None:
-    """Raise a Mismatch that lists the rows of all ranks if a rank's number of rows differs from the layout's."""
+def _check_rows(plan: Plan, rows: dict[int, int]) -> None:
+    """Raise a Mismatch that lists the rows of ranks if a rank's number of rows differs from the layout's."""
     layout = plan.layout.base
-    planned = [layout.rows(rank) for rank in range(plan.ranks)]
+    planned = {rank: layout.rows(rank) for rank in rows}
     if rows != planned:
         more = ", pattern=..., heads=..." if layout.digest else ""
         raise Mismatch(
-            f"the shards do not fit the layout {layout.name}: the ranks hold {by_rank(dict(enumerate(rows)))}; "
-            f"of these {layout.tokens:,} tokens the layout gives {by_rank(dict(enumerate(planned)))}. A shard is "
-            "wrong, or another layout has cut the sequence; shard with "
-            f"ringattn.make_layout({layout.name!r}, tokens=..., ranks={plan.ranks}{more})"
+            f"the shards do not fit the layout {layout.name}: the ranks hold {by_rank(rows)}; of these "
+            f"{layout.tokens:,} tokens the layout gives {by_rank(planned)}. A shard is wrong, or another layout has "
+            f"cut the sequence; shard with ringattn.make_layout({layout.name!r}, tokens=..., ranks={plan.ranks}{more})"
             ".shard_tensor(x, rank), tokens being those of the whole sequence"
         )
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from ..errors import InvalidInput
-from .records import Handshakes
 from .trace import get_trace, named_range
 
 
@@ -82,10 +81,10 @@ class Transport(Carrier, Protocol):
     rank: int
     size: int
     counters: Counters
-    #: The numbers of this rank's calls, 0, 1, 2 ..., of which ranks take the largest.
-    calls: Iterator[int]
-    #: The latest handshakes of these ranks; `runtime.handshake.agree` fills the table.
-    handshakes: Handshakes
+
+    @property
+    def events(self) -> int:
+        """Exchanges and deferred calls so far: as many on all ranks."""
 
     def check(self, device: torch.device) -> None:
         """Raise InvalidInput if this transport does not carry tensors of `device`."""

@@ -9,8 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from ..errors import CommFailure, InvalidInput, RingAttentionError, Unsupported
 from .base import Counters, Message, Post, check_timeout, describe_loss, sort_by_tag
 from .comparison import Comparison, read_frames
-from .records import RECORDS, Handshakes
+from .records import RECORDS
 
 INSTALL = "pip install 'ringattn[mpi]'"
 #: MPI moves most bytes while it is polled. The first BUSY polls therefore follow each other at once. Later polls sleep
@@ -73,8 +72,6 @@ class Mpi:
         check_timeout(timeout)
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self.timeout, self.gpu_aware, self.counters = timeout, gpu_aware, Counters()
-        self.calls: Iterator[int] = count()
-        self.handshakes = Handshakes()
         self._comparison, self._record_sends = Comparison(self.rank, self.size, self._send), list[Any]()
         # Requests hold their buffers. Open requests are kept, also after an error, so that memory that MPI may still
         # write to is not reused.
@@ -91,6 +88,11 @@ class Mpi:
         if check == "deferred":
             raise Unsupported("check='deferred' needs a process group; over MPI ranks compare before each call: 'now'")
         return False
+
+    @property
+    def events(self) -> int:
+        """Exchanges so far: as many on all ranks."""
+        return self._comparison.count
 
     def announce(self, record: bytes) -> int:
         """Not over MPI, see `defers`."""

@@ -1,4 +1,4 @@
-"""Records that ranks exchange beside a plan's messages: frames, errors of other ranks, and remembered handshakes.
+"""Records that ranks exchange beside a plan's messages: frames, errors of other ranks, and comparisons.
 
 Every exchange has a stage: a name such as "plan". Each rank sends exactly one frame per exchange: magic bytes, the
 version of this protocol, the kind of the frame (a value or an exception), the name of the
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections import OrderedDict
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -32,8 +30,6 @@ QUOTED = 1500
 RECORDS = "records of all ranks"
 #: Bytes of a digest: ranks compare digests of what they are about to do and of what they have done.
 MARK = 8
-#: Handshakes that a transport remembers, each with its plan. The number is equal on all ranks, see `Handshakes`.
-REMEMBERED = 64
 
 
 class Gatherer(Protocol):
@@ -146,42 +142,6 @@ def open_frame(raw: bytes, rank: int, stage: str, limit: int | None = None) -> b
     return body
 
 
-class Handshakes:
-    """The latest handshakes of a transport, by the marks of all ranks: a table that is equal on every rank.
-
-    The table changes only by `begin` and `end`, which depend only on what all ranks have seen. `history` is a digest of
-    all changes. Ranks exchange their histories with their marks. If the histories differ, because a rank has left a
-    call in the middle or has made its transport anew, all ranks clear their tables in the same call. All ranks
-    therefore know alike whether a handshake is remembered, and all ranks drop the same least recently used handshake.
-    """
-
-    def __init__(self) -> None:
-        self.history = bytes(MARK)
-        self._plans: OrderedDict[tuple[bytes, ...], Any] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    def begin(self, marks: tuple[bytes, ...], histories: tuple[bytes, ...]) -> Any:
-        """The plan remembered under these marks, or None. Afterwards all ranks hold the same table."""
-        if any(history != self.history for history in histories):
-            self._plans.clear()
-            self.history = digest(b"".join(histories))
-        return self._plans.get(marks)
-
-    def end(self, marks: tuple[bytes, ...], plan: Any) -> None:
-        """Record that the handshake of these marks has succeeded. `plan` is remembered unless it is None."""
-        after = digest(self.history + b"".join(marks))
-        # Until the last line the history is unique to this rank, so that an interruption here clears all tables.
-        self.history = os.urandom(MARK)
-        if plan is not None:
-            self._plans[marks] = plan
-            self._plans.move_to_end(marks)
-            if len(self._plans) > REMEMBERED:
-                self._plans.popitem(last=False)
-        self.history = after
-
-
 def decode(records: list[bytes]) -> list[dict[str, Any]]:
     """The records of all ranks. Raises a Mismatch that names the first rank whose record cannot be decoded."""
     decoded: list[dict[str, Any]] = []
@@ -231,7 +191,7 @@ def by_rank(values: dict[int, Any]) -> str:
 
 
 #: Fields of a record that may differ between ranks.
-_NOT_COMPARED = ("rows", "layout_tokens", "labels")
+_NOT_COMPARED = ("rows", "labels")
 
 
 def _are_undecided(layouts: list[str]) -> bool:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -18,15 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import CommFailure, InvalidInput, raised_below
 from .base import CHECKS, TAG_BITS, Counters, Message, Post, check_timeout, describe_loss, sort_by_tag
 from .channel import Channel, find_channel, get_channel
-from .records import RECORDS, Handshakes, digest
+from .records import RECORDS, digest
 
 #: The first tag on Gloo. Lower tags are for the program's own messages. A tag is below 2^31.
 FIRST_TAG = 1 << 30
 #: What a rank of a group with Gloo and NCCL tells the others beside its record: whether it has met tensors on a CUDA
 #: device, and whether NCCL has connected that device.
 NO_CUDA, UNCONNECTED, CONNECTED = b"\0", b"\1", b"\2"
-#: The numbers of the calls of a group, which all transports of the group share.
-_calls: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 #: Packages whose Python code runs between this module and a backend.
 BETWEEN = ("torch.distributed", "contextlib")
 
@@ -137,10 +134,8 @@ class TorchDist:
         #: The CUDA device of this rank, by device_id= of init_process_group or by the latest tensors.
         self._device: torch.device | None = group.bound_device_id
         self._connected: torch.device | None = None
-        self.calls = _calls.setdefault(group, count())
         check_timeout(timeout)
         self._timeout, self.counters = timeout, Counters()
-        self.handshakes = Handshakes()
 
     @property
     def timeout(self) -> float:
@@ -231,6 +226,12 @@ class TorchDist:
     def _abort(self) -> None:
         """End messages on NCCL that wait for a rank that will not send them (not run on a GPU yet)."""
         self.group._get_backend(torch.device("cuda")).abort()
+
+    @property
+    def events(self) -> int:
+        """Exchanges and deferred calls so far: as many on all ranks."""
+        channel = find_channel(self.group)
+        return 0 if channel is None else channel.comparison.count
 
     def announce(self, record: bytes) -> int:
         """Begin a call that ranks compare beside its messages; the number of the call, see `Transport`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ class Silent:
     rank, size = 0, 4
 
     def __init__(self) -> None:
-        self.counters, self.calls, self.handshakes = Counters(), count(), {}
+        self.counters, self.events = Counters(), 0
         self.waited: list[Any] = []
 
     def check(self, device: torch.device) -> None: ...
@@ -79,8 +78,11 @@ class Silent:
     def wait(self, ticket: Any) -> None:
         self.waited.append(ticket)
 
-    def gather(self, record: bytes) -> list[bytes]:
+    def gather(self, record: bytes, stage: str) -> list[bytes]:
         return [record] * 4
+
+    def defers(self, check: str | None) -> bool:
+        return False
 
 
 def test_only_what_is_left_of_a_delay_is_slept(clock: list[float], tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from ringattn.plan import row_sets
 from ringattn.planner import make_plan
 from ringattn.runtime.executor import Job, backward, forward
 from ringattn.transport.base import Counters, Post, drive
-from ringattn.transport.records import Handshakes
 
 BF16, FP32 = torch.bfloat16, torch.float32
 RANKS, RANK, HEADS, DIM = 4, 2, 4, 64
@@ -93,13 +91,16 @@ class NoMessages:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.counters, self.calls, self.handshakes = Counters(), count(), Handshakes()
+        self.counters, self.events = Counters(), 0
 
     def check(self, device: torch.device) -> None:
         assert device == CUDA
 
-    def gather(self, record: bytes) -> list[bytes]:
+    def gather(self, record: bytes, stage: str) -> list[bytes]:
         return [record] * self.size
+
+    def defers(self, check: str | None) -> bool:
+        return False
 
     def post(self, post: Post) -> None:
         for message in (*post.sends, *post.recvs):

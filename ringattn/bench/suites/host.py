@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from ...plan.work import Work
 from ...planner import make_plan
 from ...runtime.executor import Job, backward, forward
 from ...transport.base import Counters, Post, Tags, drive
-from ...transport.records import Handshakes
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Run, compare_with_target
 
 #: One rank of RANKS in a causal ring; few tokens, so that copies and merges take no time of their own.
@@ -40,7 +38,7 @@ class Silent:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.counters, self.calls, self.handshakes = Counters(), count(), Handshakes()
+        self.counters, self.events = Counters(), 0
 
     def check(self, device: torch.device) -> None:
         """Tensors of every device are accepted."""
@@ -52,8 +50,21 @@ class Silent:
     def wait(self, ticket: None) -> None:
         """Return at once."""
 
-    def gather(self, record: bytes) -> list[bytes]:
+    def gather(self, record: bytes, stage: str = "") -> list[bytes]:
+        self.events += 1
         return [record] * self.size
+
+    def defers(self, check: str | None) -> bool:
+        return False
+
+    def announce(self, record: bytes) -> int:
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Nothing is deferred."""
+
+    def fail(self, text: str) -> None:
+        """Nobody is to be told."""
 
 
 class NoKernel(AtenCpu):
