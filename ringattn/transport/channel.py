@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -85,6 +86,8 @@ class Channel:
         self.rank, self.size, self.timeout = dist.get_rank(group), dist.get_world_size(group), timeout
         self.comparison = Comparison(self.rank, self.size, self._send)
         self.on_error: Callable[[], None] = lambda: None
+        #: The CUDA device that NCCL has connected.
+        self.device: torch.device | None = None
         #: Whether this rank has been told of an error.
         self.has_raised = False
         #: Frames and bytes that this rank has sent.

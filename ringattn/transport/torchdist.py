@@ -133,7 +133,6 @@ class TorchDist:
         self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         #: The CUDA device of this rank, by device_id= of init_process_group or by the latest tensors.
         self._device: torch.device | None = group.bound_device_id
-        self._connected: torch.device | None = None
         check_timeout(timeout)
         self._timeout, self.counters = timeout, Counters()
 
@@ -202,12 +201,12 @@ class TorchDist:
         """Every rank's record, in rank order. Collective. `stage` names the exchange in errors."""
         if "nccl" not in self._backends.values():
             return self._gather(record, stage)
-        state = NO_CUDA if self._device is None else CONNECTED if self._device == self._connected else UNCONNECTED
+        state = NO_CUDA if self._device is None else CONNECTED if self._device == self.channel.device else UNCONNECTED
         both = self._gather(state + record, stage)
         states = {raw[:1] for raw in both}
         if UNCONNECTED in states and states <= {UNCONNECTED, CONNECTED}:
             self._connect()
-            self._connected = self._device
+            self.channel.device = self._device
         return [raw[1:] for raw in both]
 
     def _gather(self, record: bytes, stage: str) -> list[bytes]:
@@ -257,7 +256,9 @@ class TorchDist:
         check = check or os.environ.get("RINGATTN_CHECK") or default
         if check not in CHECKS:
             raise InvalidInput(f"RINGATTN_CHECK={check}: expected one of {', '.join(CHECKS)}")
-        return check == "deferred" and self.size > 1
+        if check == "now" or self.size == 1:
+            return False
+        return self._device is None or self._device == self.channel.device  # else NCCL first connects the ranks
 
     def _connect(self) -> None:
         """Let NCCL connect the ranks, in an all-gather of a byte of each."""
