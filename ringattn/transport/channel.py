@@ -31,6 +31,8 @@ T = TypeVar("T")
 LAST_WORDS = 0.5
 #: Seconds until an idle connection is probed, between probes, and probes: of a host that is gone nothing else tells.
 KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+#: Seconds between two tries of a connection.
+RETRY = 0.05
 #: Seconds that the end of a group waits for a connection, and for a thread.
 PARTING = 1.0
 #: Bytes by which a rank shows that it belongs to the group.
@@ -201,8 +203,9 @@ class Channel:
                     hello = connection.recv(SECRET + 4, socket.MSG_WAITALL)
                 except OSError:
                     missing = sorted({*self.comparison.peers} - {*found})
-                    raise self._missing(missing[0], f"it did not connect within {timeout:g} s") from None
+                    raise self._missing(missing[0], "it has not connected in time") from None
                 if hello[:SECRET] == secret:
+                    connection.sendall(b"+")
                     found[int.from_bytes(hello[SECRET:], "little")] = connection
                 else:
                     connection.close()
@@ -216,20 +219,24 @@ class Channel:
         return found
 
     def _call(self, store: Store, peer: int, end: float) -> socket.socket:
-        """A connection to the server of a peer."""
-        seconds = max(end - time.monotonic(), 0.01)
-        try:
-            store.wait([str(peer)], timedelta(seconds=seconds))
+        """A connection to the server of a peer. Tries again, as the store may still have the address of an older group."""
+        why = "it has not begun in time"
+        while (seconds := end - time.monotonic()) > 0:
+            try:
+                store.wait([str(peer)], timedelta(seconds=seconds))
+            except RuntimeError:  # the store's timeout
+                break
             host, port, secret = store.get(str(peer)).decode().split()
-        except RuntimeError as error:
-            raise self._missing(peer, f"it has not begun within {seconds:.0f} s") from error
-        try:
-            connection = socket.create_connection((host, int(port)), timeout=seconds)
-        except OSError as error:
-            why = f"no connection to {host}:{port} ({error}); is it the right network? GLOO_SOCKET_IFNAME names another"
-            raise self._missing(peer, why) from error
-        connection.sendall(bytes.fromhex(secret) + self.rank.to_bytes(4, "little"))
-        return connection
+            try:
+                connection = socket.create_connection((host, int(port)), timeout=seconds)
+                connection.sendall(bytes.fromhex(secret) + self.rank.to_bytes(4, "little"))
+                if connection.recv(1):
+                    return connection
+                connection.close()
+            except OSError as error:
+                why = f"no connection to {host}:{port} ({error}); GLOO_SOCKET_IFNAME names another network interface"
+            time.sleep(RETRY)
+        raise self._missing(peer, why)
 
     def _missing(self, peer: int, why: str) -> CommFailure:
         return CommFailure(f"rank {self.rank} of {self.size}: {RECORDS}: rank {peer}: {why}")
