@@ -9,8 +9,8 @@ import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import fields
 from importlib import import_module
 from tempfile import TemporaryDirectory
@@ -58,15 +58,26 @@ def main() -> None:
     """Run the command line of `ringattn` and `python -m ringattn`."""
     if sys.platform == "win32" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # a pipe has another encoding there, without the signs of pictures
+    with _telling_errors(), ending_at_once():
+        _dispatch(sys.argv[1:])
+
+
+@contextmanager
+def _telling_errors() -> Iterator[None]:
+    """Print an error of the block in a line and end; end silently where nobody reads standard output."""
     try:
-        with ending_at_once():
-            _dispatch(sys.argv[1:])
-            sys.stdout.flush()
+        yield
+        sys.stdout.flush()
     except RingAttentionError as error:
         _fail(error)
     except BrokenPipeError:
         drop_output()
         raise SystemExit(UNREAD) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:  # writers of files raise errors of their own
+            raise
+        drop_output()
+        _fail(InvalidInput(f"standard output: could not be written ({error.strerror}); make room where it goes"))
 
 
 def _dispatch(arguments: list[str]) -> None:
@@ -222,7 +233,7 @@ class _Task:
 
     def __call__(self, composed: Any) -> None:
         omegaconf = import_module("omegaconf")
-        try:
+        with _telling_errors():  # of an error that leaves this function, Hydra would print the traceback
             check_parameters(composed)
             try:
                 config = omegaconf.OmegaConf.to_object(composed)
@@ -232,18 +243,7 @@ class _Task:
             run: Callable[[Any], object] = import_module(f".{self.verb}", __package__).main
             with ending_tidily(launched=self.verb in RANK_VERBS and detect().kind != "none"):
                 run(config)
-            sys.stdout.flush()
-            self.running = False
-        except RingAttentionError as error:
-            _fail(error)
-        except BrokenPipeError:  # caught here, as Hydra would print its traceback
-            drop_output()
-            raise SystemExit(UNREAD) from None
-        except OSError as error:
-            if error.errno != errno.ENOSPC or error.filename is not None:  # writers of files raise errors of their own
-                raise
-            drop_output()
-            _fail(InvalidInput(f"standard output: could not be written ({error.strerror}); make room where it goes"))
+        self.running = False
 
 
 def _fail(error: RingAttentionError) -> NoReturn:

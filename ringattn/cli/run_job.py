@@ -22,6 +22,7 @@ from .. import __version__
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
 from ..files import STDOUT, check_json, check_writable, write_json, writing
+from ..functional import virtual_attention
 from ..plan.plan import Plan
 from ..runtime import peak_memory as memory
 from ..simulator.numerics.oracle import oracle_rows, places, sampled_rows
@@ -98,9 +99,9 @@ class RankMeasurements:
 
 
 class Run:
-    """One process with the whole input. Runs on several processes, or on parts of the input, override its methods."""
+    """Virtual ranks in one process with the whole input. Runs on several processes, or on parts of the input, override
+    its methods."""
 
-    ranks: int
     rank = 0
     plan: Plan
     inputs: tuple[torch.Tensor, ...]
@@ -110,7 +111,7 @@ class Run:
     tell: Listener
 
     def __init__(self, config: RunConfig) -> None:
-        self.config = config
+        self.config, self.ranks = config, config.ranks
         self.device = torch.device("cpu")
         self.cotangent: torch.Tensor | None = None
 
@@ -147,7 +148,9 @@ class Run:
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and the log-sum-exp of a forward."""
-        raise NotImplementedError
+        q, k, v = self.inputs
+        out, lse = virtual_attention(q, k, v, self.plan.pattern, ranks=self.ranks, **self.options())
+        return out, lse
 
     def backward(self, out: torch.Tensor) -> object:
         """Run a backward. Every backward of this run has the same random cotangent."""
@@ -155,9 +158,9 @@ class Run:
             self.cotangent = torch.randn_like(out)
         return torch.autograd.grad(out, self.inputs, self.cotangent)
 
-    def count_bytes(self) -> int:
-        """The bytes that this process has sent since the last call."""
-        return 0
+    def count_bytes(self, *, backward: bool) -> int:
+        """The bytes that this process has sent in the pass that has just ended."""
+        return self.plan.bytes_sent(backward=backward)  # virtual messages are the planned messages, one for one
 
     def barrier(self) -> None:
         """Wait until every process is here."""
@@ -229,11 +232,11 @@ class Run:
             (out, lse), seconds = self._time(self.attend)
             measurements.forward.append(seconds)
             begun = self._begun
-            measurements.sent["forward"] = self.count_bytes()
+            measurements.sent["forward"] = self.count_bytes(backward=False)
             if self.config.backward:
                 _, seconds = self._time(partial(self.backward, out))
                 measurements.backward.append(seconds)
-                measurements.sent["backward"] = self.count_bytes()
+                measurements.sent["backward"] = self.count_bytes(backward=True)
             if run == 1:
                 measurements.peak = memory.peak()
                 if self.device.type == "cuda":

@@ -143,7 +143,7 @@ class StreamedRun(Run):
                     self.storage.rows("out", rows).mul_(self.plan.pattern.output_scale)
         return measured
 
-    def count_bytes(self) -> int:
+    def count_bytes(self, *, backward: bool) -> int:
         counters = self.stream.counters
         copied = counters.sent_bytes + counters.received_bytes
         counters.reset()

@@ -240,7 +240,7 @@ class StudyGroup:
     """
 
     name: str = "sweep"
-    axes: dict[str, Any] = field(default_factory=dict)
+    axes: dict[str, list[Any]] = field(default_factory=dict)
     together: list[Any] = field(default_factory=list)
     plots: list[str] = field(default_factory=lambda: ["stack", "efficiency", "memory"])
     x: str | None = None

@@ -107,15 +107,13 @@ def _pass_values(timeline: Timeline, plan: Plan) -> dict[str, Any]:
 class ExecutionTask:
     """What is executed of a plan, and its seconds at the assumed rates.
 
-    `how` is "whole" (all ranks), "some" (`count` ranks from `first` on), "rows" (`count` sampled query rows), or
-    "nothing", for the reason `why`.
+    `how` is "whole" (all ranks), "some" (`count` ranks from `first` on), or "rows" (`count` sampled query rows).
     """
 
     how: str
-    first: int = 0
-    count: int = 0
-    seconds: float = 0.0
-    why: str = ""
+    first: int
+    count: int
+    seconds: float
 
 
 def make_executed_plan(config: SimulateConfig) -> Plan:
@@ -164,20 +162,17 @@ def plan_execution(plan: Plan, options: ExecuteGroup) -> ExecutionTask:
     return ExecutionTask("rows", 0, options.rows, seconds)
 
 
-def skip_task(task: ExecutionTask, options: ExecuteGroup, left: float) -> ExecutionTask:
-    """The task of executing nothing, because only `left` seconds of the budget are left."""
+def describe_left_out(task: ExecutionTask, budget: float, left: float) -> dict[str, Any]:
+    """The record of a task that is not executed, because only `left` seconds of the budget are left."""
     work = plural(task.count, "row" if task.how == "rows" else "whole rank")
-    reason = (
-        f"not executed: {work} would take {duration(task.seconds)} at the assumed rates, and {duration(left)} of the "
-        f"budget of {duration(float(options.budget or 0))} were left at its turn"
-    )
-    return ExecutionTask("nothing", why=reason)
+    return {
+        "why not": f"not executed: {work} would take {duration(task.seconds)} at the assumed rates, and "
+        f"{duration(left)} of the budget of {duration(budget)} were left at its turn"
+    }
 
 
 def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup) -> dict[str, Any]:
     """Run a task; returns the record of the execution by column name, without times."""
-    if task.how == "nothing":
-        return {"why not": task.why}
     numerics = import_module("...simulator.numerics", __package__).numerics  # needs torch
     ranks = range(task.first, task.first + task.count)
     settings: dict[str, Any] = {"mode": "sample", "rows": options.rows}

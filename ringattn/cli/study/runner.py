@@ -24,7 +24,7 @@ from ...plan.plan import Plan
 from ...simulator.progress import Listener
 from ...simulator.reporting.console import print_plain, show_progress
 from ...simulator.reporting.journal import Journal, git, source
-from ...simulator.reporting.pages import FORMATS, check_matplotlib, render_page
+from ...simulator.reporting.pages import check_matplotlib, render_page
 from ...text import plural
 from ..config.groups import StudyGroup, check_least
 from ..config.schema import SimulateConfig, parse_size
@@ -32,12 +32,12 @@ from . import plots
 from .evaluation import (
     ExecutionTask,
     SimulationCache,
+    describe_left_out,
     evaluate,
     execute,
     execution_inputs,
     make_executed_plan,
     plan_execution,
-    skip_task,
 )
 from .report import StudyReport, describe_machines, extrapolate, machines_of, name_points
 from .space import Point, digest, group_by_plan, list_points
@@ -47,11 +47,6 @@ FORMAT = "ringattn study 2"
 JOURNAL = "points.jsonl"
 #: Where studies without an output.path have their folders.
 STUDIES = Path(OUTPUTS) / "simulate"
-#: The files that every study ends with, beside its journal and its plots.
-FILES = (
-    *("sweep.csv", "summary.json", "report.md", "report.html"),
-    *("config.yaml", "overrides.yaml", "provenance.json"),
-)
 #: Records of points, or of executions, by the number of the point.
 Records = dict[int, dict[str, Any]]
 
@@ -135,8 +130,8 @@ def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
     study.prepare()
     folder, head = study.folder, study.head
     with Journal(folder / JOURNAL, head) as journal:
-        for name in (*FILES, *(f"{name}.{kind}" for name in study.config.study.plots for kind in FORMATS)):
-            check_writable(folder / name)
+        for path in folder.iterdir():  # what is there of an earlier run is replaced at the end
+            check_writable(path)
         records = _evaluate_points(study.points, journal, tell)
         executed = _execute_plans(study, journal, tell)
         tell(1, 1, "tables, plots and reports")
@@ -196,8 +191,9 @@ def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
     for turn, (key, plan, task) in enumerate(tasks, 1):
         tell(turn - 1, len(tasks), f"executing, {plan.tokens:,} tokens")
         if key not in journal.records:
-            affordable = task if task.seconds <= left else skip_task(task, options, left)
-            journal.add(key, {"values": execute(plan, affordable, options)})
+            affordable = task.seconds <= left
+            done = execute(plan, task, options) if affordable else describe_left_out(task, options.budget, left)
+            journal.add(key, {"values": done})
         values[key] = {"turn": turn, **journal.records[key]["values"]}
         left -= task.seconds if "how" in values[key] else 0.0
     return {point.number: values[key] for key, points in sharing.items() for point in points}

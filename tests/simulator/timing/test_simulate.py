@@ -372,7 +372,7 @@ def test_wrong_commands(tmp_path: Path) -> None:
         (("numerics.rows=3",), "numerics.rows=3 has no meaning with mode=timing; leave it out"),
         (("mode=validate", "tokens=2k"), "tokens=2k has no meaning with mode=validate"),
         (("experiment=validate", "passes=3"), "passes=3 has no meaning with mode=validate"),
-        (("stalls=[[1, 2]]",), "is not [rank, step, seconds]"),
+        (("stalls=[[1, 2]]",), "stalls=[[1, 2]]: expected a list of [rank, step, seconds]"),
         (("slow=3",), "slow=3: expected factors by rank"),
         (("ranks=262144", "tokens=1G", "machine.buffers=2"), "receive slots are more than"),
     ):
