@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from ..errors import InvalidInput, RingAttentionError
 from ..text import did_you_mean
 from ..transport.launcher import UNREAD, detect, drop_output, refuse_windows
-from .config.folders import user_folders, verb_help
+from .config.folders import heading, user_folders, verb_help
 from .config.overrides import (
     JSON_KEYS,
     as_study,
@@ -34,16 +34,8 @@ from .config.overrides import (
 from .config.schema import SCHEMAS, conf_dir
 from .signals import ending_at_once, ending_tidily
 
-VERBS = {
-    "run": "attention over a text, a file or random numbers, on local ranks, torchrun, mpirun or virtual ranks",
-    "plan": "who computes what and who sends what to whom, counted, without torch",
-    "simulate": "the time of a plan on a machine, by models: exposed time, memory, links, failures, energy, cost",
-    "advise": "the best ways to train a model on a cluster: parallelism, plan, memory, time, cost, what changes them",
-    "report": "a suite of measurements as a page: report standard; or two results compared: report --compare OLD NEW",
-    "bench": "report under its older name: bench suite=ring",
-    "calibrate": "measures kernels, merging, links, overlap and noise here, and writes a machine file",
-    "doctor": "what this machine and installation can run, and what to install for the rest",
-}
+#: `bench` is the older name of `report`.
+VERBS = (*SCHEMAS, "bench")
 #: What Hydra raises, besides its own errors, for overrides of its own keys or of groups that it cannot use.
 HYDRA_ERRORS = (ValueError, TypeError, AttributeError, KeyError, AssertionError, ImportError, RuntimeError)
 #: Verbs that every rank of a launched job runs.
@@ -98,8 +90,9 @@ def _dispatch(arguments: list[str]) -> None:
 
 
 def _usage() -> str:
-    width = max(map(len, VERBS))
-    lines = [f"  {verb:<{width}}  {text}" for verb, text in VERBS.items()]
+    width = max(map(len, SCHEMAS))
+    heads = {verb: heading((conf_dir() / f"{verb}.yaml").read_text(encoding="utf-8"))[0] for verb in SCHEMAS}
+    lines = [f"  {verb:<{width}}  {head.partition(': ')[2]}" for verb, head in heads.items()]
     return "\n".join(
         [
             "ringattn <verb> [key=value ...]",

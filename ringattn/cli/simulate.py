@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 
-from ..errors import InvalidInput
 from ..files import STDOUT, check_json, write_json
 from ..machine.machine import MACHINE_NUMBERS, Machine
 from ..plan.plan import Plan
@@ -28,8 +27,9 @@ from ..simulator.timing.costs import JOULES_PER_KWH
 from ..simulator.timing.simulation import simulate_passes
 from ..simulator.timing.timeline import CAUSES, Timeline
 from ..simulator.timing.window import window
-from ..text import did_you_mean, digits, duration, plural, size
+from ..text import digits, duration, plural, size
 from .config.build import plan_from_config, simulate_options
+from .config.groups import check_choice
 from .config.schema import SimulateConfig
 
 MODES = ("timing", "validate", "numerics", "published")
@@ -44,11 +44,7 @@ RECORDED = (
 
 def main(config: SimulateConfig) -> None:
     """Print the timeline of a forward, and with backward=true of a backward; write the numbers as JSON to a path."""
-    if config.mode not in MODES:
-        raise InvalidInput(
-            f"mode={config.mode}: {did_you_mean(config.mode, MODES)}expected {', '.join(MODES)}; for attention over "
-            "virtual ranks on your own inputs, use ringattn run transport=virtual"
-        )
+    check_choice("mode", config.mode, MODES)
     is_study = config.mode == "timing" and config.model.spec is None and (config.study.axes or config.study.together)
     if is_study:  # its points are checked
         import_module(".study.runner", __package__).main(config)

@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import Any
 
 from ...errors import InvalidInput, Unsupported
-from ...machine.machine import Machine
 from ...plan.plan import Plan
 from ...simulator.timing.simulation import simulate_passes
 from ...simulator.timing.timeline import CAUSES, Timeline
@@ -22,8 +21,6 @@ from ..config.groups import ExecuteGroup
 from ..config.schema import SimulateConfig
 from .space import Point
 
-#: Recorded values by (plan hash, machine, backward, options): points with equal keys are simulated once.
-SimulationCache = dict[tuple[Any, ...], dict[str, Any]]
 #: Assumed rates of one core in fp64: elements of K and V per second that sampled rows visit; elements per second of
 #: whole ranks, which are generated, visited and compared; multiplications per second.
 VISITED_RATE, WHOLE_RATE, PRODUCT_RATE = 1.0e8, 1.0e7, 5.0e9
@@ -32,8 +29,8 @@ VISITED_RATE, WHOLE_RATE, PRODUCT_RATE = 1.0e8, 1.0e7, 5.0e9
 WHOLE_SHARE, WHOLE_SECONDS, FEWEST_RANKS = 0.02, 1.0, 16
 
 
-def evaluate(config: SimulateConfig, cache: SimulationCache) -> dict[str, Any]:
-    """The record of a point; simulations are taken from `cache`, or added to it.
+def evaluate(config: SimulateConfig) -> dict[str, Any]:
+    """The record of a point.
 
     {"status": "ok", "values": by column name, "not modelled": texts}, or {"status": "refused", "why": text}, with the
     counted values where a plan exists.
@@ -52,27 +49,12 @@ def evaluate(config: SimulateConfig, cache: SimulationCache) -> dict[str, Any]:
             "machine": config.machine.spec,
             "pairs": plan.cache.answer("study.pairs", plan.pairs),
         }
-        options = simulate_options(config)
-        if not machine.jitter:
-            options["seed"] = 0  # the seed has no effect without jitter
-        key = plan.hash, machine, config.backward, repr(options)
-        if key not in cache:
-            cache[key] = _simulate_values(plan, machine, config.backward, options)
+        timelines = simulate_passes(plan, machine, config.backward, simulate_options(config))
     except (InvalidInput, Unsupported) as error:
         return {"status": "refused", "why": str(error), **({"values": values} if values else {})}
-    simulated = cache[key]
-    return {"status": "ok", "values": {**values, **simulated["values"]}, "not modelled": simulated["not modelled"]}
-
-
-def _simulate_values(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """The values of all passes by column name, and what the model leaves out."""
-    timelines = simulate_passes(plan, machine, backward, options)
-    values = {
-        f"{timeline.direction} {name}": value
-        for timeline in timelines
-        for name, value in _pass_values(timeline, plan).items()
-    }
-    return {"values": values, "not modelled": [*timelines[0].unmodelled, *timelines[0].notes]}
+    for timeline in timelines:
+        values |= {f"{timeline.direction} {name}": value for name, value in _pass_values(timeline, plan).items()}
+    return {"status": "ok", "values": values, "not modelled": [*timelines[0].unmodelled, *timelines[0].notes]}
 
 
 def _pass_values(timeline: Timeline, plan: Plan) -> dict[str, Any]:

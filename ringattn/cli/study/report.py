@@ -175,15 +175,9 @@ class StudyReport:
     def points(self) -> list[ReportTable]:
         """The tables of all points."""
         table = self.table
-        described = {"point", "status", "why", *DESCRIPTION, *table.axes}
-        labels = [
-            column.name
-            for column in table.columns
-            if not column.unit and not column.word and " " not in column.name and column.name not in described
-        ]
         varied = [name for name in self._described if name not in self.shared and name not in table.axes]
         passes = ([f"{direction} {name}" for name in PASS_COLUMNS] for direction in DIRECTIONS)
-        groups = (*passes, ["pairs", *varied, *labels])
+        groups = (*passes, ["pairs", *varied, *table.labels])
         found = [[name for name in names if any(name in row for row in table.rows)] for names in groups]
         return [part for names in found if names for part in self._tabulate(table.rows, names)]
 

@@ -40,15 +40,14 @@ MOST_POINTS = 1_000_000
 class Point:
     """One point of a study.
 
-    `number` is its place in the order of the axes, `settings` has the values of the axes by key, `together` the keys
-    that vary together, `labels` the values of label.NAME, and `config` the whole configuration.
+    `number` is its place in the order of the axes, `settings` has the values of the axes by key, `labels` the values of
+    label.NAME, and `config` the whole configuration.
     """
 
     number: int
     settings: dict[str, Any]
     labels: dict[str, Any]
     config: SimulateConfig
-    together: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -107,8 +106,7 @@ def list_points(config: SimulateConfig, overrides: Sequence[str] = ()) -> list[P
     combinations = (
         {**entry, **dict(zip(axes, values, strict=True))} for entry in entries for values in product(*axes.values())
     )
-    together = tuple(dict.fromkeys(key for entry in entries for key in entry if not key.startswith("label.")))
-    points = [replace(make.point(number, settings), together=together) for number, settings in enumerate(combinations)]
+    points = [make.point(number, settings) for number, settings in enumerate(combinations)]
     _check_points(points)
     return points
 

@@ -368,7 +368,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_wrong_commands(tmp_path: Path) -> None:
     for arguments, words in (
-        (("mode=numbers",), "mode=numbers: did you mean 'numerics'? expected timing, validate, numerics"),
+        (("mode=numbers",), "mode=numbers: did you mean 'numerics'? expected one of timing, validate"),
         (("numerics.rows=3",), "numerics.rows=3 has no meaning with mode=timing; leave it out"),
         (("mode=validate", "tokens=2k"), "tokens=2k has no meaning with mode=validate"),
         (("experiment=validate", "passes=3"), "passes=3 has no meaning with mode=validate"),
