@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -62,7 +63,8 @@ def main(config: SimulateConfig) -> None:
     with show_progress(Console(stderr=True)) as tell, listening(tell):
         timelines = simulate_passes(plan, machine, config.backward, options)
         if config.trace is not None:
-            _write_trace(config, plan, machine, timelines)
+            faults = {name: options[name] for name in ("slow", "slow_links", "stalls")}
+            write_trace(config.trace, "modelled", _trace_spans(plan, machine, timelines, faults))
     tables = {timeline.direction: _timeline_numbers(timeline) for timeline in timelines}
     if config.output.path is not None:
         write_json(config.output.path, _record(plan, machine, timelines, tables))
@@ -70,12 +72,9 @@ def main(config: SimulateConfig) -> None:
         _print(plan, machine, timelines, tables)
 
 
-def _write_trace(config: SimulateConfig, plan: Plan, machine: Machine, timelines: list[Timeline]) -> None:
-    """Write when the first ranks begin their first steps, and when their messages travel, one pass after the other."""
-    assert config.trace is not None
-    options, since = simulate_options(config), 0.0
-    faults = {name: options[name] for name in ("slow", "slow_links", "stalls")}
-    spans: list[Row] = []
+def _trace_spans(plan: Plan, machine: Machine, timelines: list[Timeline], faults: dict[str, Any]) -> Iterator[Row]:
+    """When the first ranks begin their first steps, and when their messages travel, one pass after the other."""
+    since = 0.0
     for timeline in timelines:
         shown = window(
             plan,
@@ -85,9 +84,8 @@ def _write_trace(config: SimulateConfig, plan: Plan, machine: Machine, timelines
             backward=timeline.direction == "backward",
             **faults,
         )
-        spans += modelled_spans(shown, timeline.direction, since)
+        yield from modelled_spans(shown, timeline.direction, since)
         since += timeline.seconds
-    write_trace(config.trace, "modelled", spans)
 
 
 def _print(plan: Plan, machine: Machine, timelines: list[Timeline], tables: dict[str, list[Number]]) -> None:

@@ -54,15 +54,8 @@ def test_plan_prints_counted_facts_and_writes_json(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["p.json"], "plan leaves nothing else behind"
 
 
-def test_balanced_layouts_are_written_in_three_ways(inside: Inside, tmp_path: Path) -> None:
-    for override, name in (
-        (("layout=balanced",), "balanced(31)"),
-        (("layout=balanced", "layout.chunk=50"), "balanced(50)"),
-        (("layout=balanced(20)",), "balanced(20)"),
-    ):
-        done = inside("plan", "ranks=4", "tokens=1000", "pattern=Documents([700, 300])", *override, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert f"{name} on 4 ranks" in done.stdout
+#: A plan of two documents.
+DOCUMENTS = ("plan", "ranks=4", "tokens=1000", "pattern=Documents([700, 300])")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +67,9 @@ def test_balanced_layouts_are_written_in_three_ways(inside: Inside, tmp_path: Pa
         (("run", "--cfg", "job", "--resolve"), "spec: Causal()"),
         (("plan", "--help"), "pattern=causal | dilated | "),
         (("help", "run", "machine"), "machine.latency=null"),
+        ((*DOCUMENTS, "layout=balanced"), "balanced(31) on 4 ranks"),
+        ((*DOCUMENTS, "layout=balanced", "layout.chunk=50"), "balanced(50) on 4 ranks"),
+        ((*DOCUMENTS, "layout=balanced(20)"), "balanced(20) on 4 ranks"),
         (("plan", "experiment=window_64k"), "over 65,536 tokens, contiguous on 4 ranks"),
         (("simulate", "machine.memory=8G", "ranks=2"), "8.0 GiB"),
         (("simulate", "ranks=1", "tokens=64"), "over 64 tokens, contiguous on 1 rank, ring, B=1 H=1 K=1 D=64 float32"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -251,10 +252,6 @@ def _header(table: Table, name: str) -> str:
     return f"{name}, {column.word}" if column.word and column.word != "kind" else name
 
 
-def _per_second(value: float) -> str:
-    return rate(value, "tokens/s")
-
-
 def show_value(table: Table, name: str, row: Row) -> str:
     """A row's value for people; with its word where the rows of the column differ in the word."""
     value = row.get(name)
@@ -268,6 +265,6 @@ def show_value(table: Table, name: str, row: Row) -> str:
     if name.startswith("machine."):  # the header has the unit
         return f"{value:.4g}"
     plain = f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-    by_unit = {"s": duration, "bytes": size, "bytes per rank": size, "tokens/s": _per_second}
+    by_unit = {"s": duration, "bytes": size, "bytes per rank": size, "tokens/s": partial(rate, unit="tokens/s")}
     text = by_unit[column.unit](value) if column.unit in by_unit else plain
     return f"{text} [{table.word_of(name, row)}]" if column.word == "kind" else text

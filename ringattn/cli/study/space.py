@@ -161,8 +161,9 @@ class _PointMaker:
     def __init__(self, base: SimulateConfig, overrides: Sequence[str]) -> None:
         self.base, self.overrides = base, overrides
         self.node, self.compose = cache(self._node), cache(self._compose)
+        to_plain: Any = OmegaConf.to_container
         #: The values of keys outside the groups, in the type of the key, by key and text.
-        self.read = cache(lambda key, text: _to_plain(_set(OmegaConf.structured(SimulateConfig), key, text))[key])
+        self.read = cache(lambda key, text: to_plain(_set(OmegaConf.structured(SimulateConfig), key, text))[key])
 
     def point(self, number: int, settings: dict[str, Any]) -> Point:
         """The point with these settings. Raises InvalidInput for values that cannot be read."""
@@ -205,11 +206,6 @@ class _PointMaker:
             return compose("simulate", [*self.overrides, *chosen])[group]
         except HydraException as error:
             raise explain("simulate", error) from None
-
-
-def _to_plain(config: Any) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(config)
-    return plain
 
 
 def _set(config: Any, key: str, text: str) -> Any:
