@@ -117,16 +117,6 @@ class StudyReport:
     remark: str
 
     @property
-    def count(self) -> int:
-        """The number of points."""
-        return len(self.table.rows)
-
-    @property
-    def refused(self) -> int:
-        """The number of points without numbers."""
-        return sum(row["status"] == "refused" for row in self.table.rows)
-
-    @property
     def refusals(self) -> list[str]:
         """One line for each reason, with the points that were refused for it."""
         numbers: dict[str, list[int]] = {}
@@ -187,11 +177,10 @@ class StudyReport:
         """Tables with a row for each executed plan in the order of the turns; none where the study executes nothing."""
         if not any("executed how" in row or "executed why not" in row for row in self.table.rows):
             return []
-        plan_columns = [name for name in PLAN_COLUMNS if name in self._names]
         by_turn: dict[Any, Row] = {}
         for row in self.table.rows:  # points that differ only in the machine share one execution, and its turn
             if any(name.startswith("executed ") for name in row):
-                plan_key = str([row.get(name) for name in plan_columns])
+                plan_key = str([row.get(name) for name in PLAN_COLUMNS])
                 by_turn.setdefault(row.get("executed turn", plan_key), row)
         rows = sorted(by_turn.values(), key=lambda row: row.get("executed turn", 0))
         names = [f"executed {name}" for name in EXECUTED_COLUMNS]

@@ -71,12 +71,12 @@ def main(config: SimulateConfig) -> None:
         if folder.exists():
             sys.stderr.write(f"ringattn: {folder} keeps the finished points; the same command continues from there\n")
         raise
-    print_plain(f"{_summarize(table.rows)}; {folder / 'report.md'}, report.html, sweep.csv, summary.json")
+    print_plain(f"{_summarize(table)}; {folder / 'report.md'}, report.html, sweep.csv, summary.json")
 
 
-def _summarize(rows: Sequence[Row]) -> str:
+def _summarize(table: Table) -> str:
     """How many points have numbers and of which kinds, how many were refused, and how many plans were executed."""
-    refused = sum(row["status"] == "refused" for row in rows)
+    rows, refused = table.rows, table.refused
     kinds = {row[f"{name} kind"] for row in rows for name in DIRECTIONS if f"{name} kind" in row}
     words = ", ".join(sorted(kinds, reverse=True))
     text = f"{plural(len(rows) - refused, 'point')} [{words}], {refused:,} refused"
@@ -130,7 +130,7 @@ def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
         executed = _execute_plans(study, journal, tell)
         tell(1, 1, "tables, plots and reports")
         table = make_table(study.config.study, study.points, records, executed)
-        if table.rows and all(row["status"] == "refused" for row in table.rows):
+        if table.rows and table.refused == len(table.rows):
             raise InvalidInput(f"every point of the study is refused, the first because: {table.rows[0]['why']}")
         _write_files(study, head, table, records)
     if wrong := [row["point"] for row in table.rows if _is_wrong(row)]:

@@ -93,6 +93,11 @@ class Table:
     together: tuple[str, ...]
     labels: tuple[str, ...]
 
+    @property
+    def refused(self) -> int:
+        """The number of points without numbers."""
+        return sum(row["status"] == "refused" for row in self.rows)
+
     def column(self, name: str) -> Column:
         """The column of this name."""
         return next(column for column in self.columns if column.name == name)
@@ -205,7 +210,7 @@ def to_json(table: Table, head: Mapping[str, Any], not_modelled: Sequence[str], 
     """All numbers as JSON, each column with its unit and word; the word "kind" refers to the row's column `kind`."""
     summary = {
         **head,
-        "counts": {status: sum(row["status"] == status for row in table.rows) for status in ("ok", "refused")},
+        "counts": {"ok": len(table.rows) - table.refused, "refused": table.refused},
         "axes": list(table.axes),
         "columns": [{"name": column.name, "unit": column.unit, "word": column.word} for column in table.columns],
         "not modelled": list(not_modelled),
