@@ -5,7 +5,7 @@ The sentences around these contents are in templates/report.j2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -254,6 +254,7 @@ def show_value(table: Table, name: str, row: Row) -> str:
     if name.startswith("machine."):  # the header has the unit
         return f"{value:.4g}"
     plain = f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-    by_unit = {"s": duration, "bytes": size, "bytes per rank": size, "tokens/s": partial(rate, unit="tokens/s")}
+    by_unit: dict[str, Callable[[float], str]] = {"s": duration, "bytes": size, "bytes per rank": size}
+    by_unit["tokens/s"] = partial(rate, unit="tokens/s")
     text = by_unit[column.unit](value) if column.unit in by_unit else plain
     return f"{text} [{table.word_of(name, row)}]" if column.word == "kind" else text
