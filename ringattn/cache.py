@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import Field
-from functools import wraps
+from functools import cached_property, wraps
 from itertools import islice
 from threading import RLock
 from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
@@ -150,6 +150,14 @@ class Value:
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+
+    def kept_hash(self) -> int:
+        """The hash of all fields, computed once: the `__hash__` of values that are long, or keys of many tables."""
+        return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}

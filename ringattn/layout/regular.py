@@ -272,12 +272,7 @@ class Balanced(Layout):
         if not all(0 <= owner < self.ranks for _, owner in self.runs):
             raise InvalidInput(f"balanced: an owner is one of the {self.ranks} ranks, got {shown}")
 
-    def __hash__(self) -> int:
-        return self._hash  # cached: every call looks its plan up by layout
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.tokens, self.ranks, self.chunk, self.runs))
+    __hash__ = Layout.kept_hash  # every call looks its plan up by layout
 
     @cached_property
     def digest(self) -> str:

@@ -128,13 +128,7 @@ class KernelTimes(Value):
                 f"kernel times: {', '.join(missing)} missing; measure all shapes with ringattn calibrate"
             )
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.head_dim, self.dtype, self.overhead, self.grids, self.extrapolate, self.heads))
-
-    def __hash__(self) -> int:
-        """The hash of all fields, computed once: the grids are long."""
-        return self._hash
+    __hash__ = Value.kept_hash  # the grids are long
 
     @cached_property
     def _grids(self) -> dict[tuple[str, bool], TimeGrid]:

@@ -69,10 +69,14 @@ class Rotation:
         return RankPlan(rank, self.keys.forward(rank), backward, kept)
 
     def _count_steps(self, steps: Callable[[int], tuple[Step, ...]]) -> tuple[int, int]:
-        """The bytes that some ranks send in their steps."""
-        ranks = representatives(self.keys.demand)
-        sent = sum(self.size(part) for r in ranks for step in steps(r) for hop in step.sends for part in hop.parts)
-        return sent, sent
+        """(bytes between nodes, all bytes) that some ranks send in their steps."""
+        node, between, every = self.keys.ranks_per_node, 0, 0
+        for rank in representatives(self.keys.demand):
+            for hop in (hop for step in steps(rank) for hop in step.sends):
+                size = sum(map(self.size, hop.parts))
+                every += size
+                between += size if rank // node != hop.peer // node else 0
+        return between, every
 
 
 @dataclass(frozen=True, kw_only=True)

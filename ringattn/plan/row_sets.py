@@ -70,12 +70,7 @@ class RowSet(Value):
         """The rows of one head of the set."""
         return self.rows[0] if len(self.rows) == 1 else self.rows[self.index[head]]
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.heads, self.rows))
-
-    def __hash__(self) -> int:
-        return self._hash
+    __hash__ = Value.kept_hash
 
 
 #: The rows of one block, as disjoint sets: either `WHOLE_BLOCK`, or any number of `RowSet`s, or `NO_ROWS`.

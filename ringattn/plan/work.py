@@ -45,12 +45,7 @@ class Work(Value):
     k_shift: int = 0
     sequences: tuple[Work, ...] = ()
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
-
-    def __hash__(self) -> int:  # kept, as works are keys of many tables
-        return self._hash
+    __hash__ = Value.kept_hash  # works are keys of many tables
 
     @cached_property
     def dense(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from heapq import merge
 from typing import NamedTuple
@@ -306,7 +306,7 @@ class RingSchedule(Route):
                 return self.edge(owner, ring, distance)
         return None
 
-    def returned(self, edge: Edge, carried: RowSets, siblings: Iterable[Edge] | None = None) -> RowSets:
+    def returned(self, edge: Edge, carried: RowSets) -> RowSets:
         return carried  # a ring has no sibling edges
 
     def count_moved(self, owners: Sequence[int]) -> int:
