@@ -21,7 +21,6 @@ from .row_sets import (
     RowSet,
     RowSets,
     count_rows,
-    count_union,
     group_heads,
     to_ranges,
     union,
@@ -135,12 +134,8 @@ class BlockDemand(ABC):
         return union(self._local_pieces(ranks, owner), self.block_heads, self.layout.rows(owner))
 
     def count_needed(self, ranks: tuple[range, ...], owner: int) -> int:
-        """The number of rows of all heads in `needed_rows`, without making the row sets where possible."""
-        if self.row_reach is not None:
-            return self.row_reach.count(ranks, owner)
-        if len(self.layout.shard(owner)) > self.most_ranges:
-            return count_rows(self.needed_rows(ranks, owner), self.block_heads, self.layout.rows(owner))
-        return count_union(self._local_pieces(ranks, owner), self.block_heads, self.layout.rows(owner))
+        """The number of rows of all heads in `needed_rows`."""
+        return count_rows(self.needed_rows(ranks, owner), self.block_heads, self.layout.rows(owner))
 
     def _local_pieces(self, ranks: tuple[range, ...], owner: int) -> Iterator[tuple[range, range]]:
         """(heads of the block, local rows) of the block of `owner` that some rank of `ranks` needs."""
@@ -277,7 +272,7 @@ class KeyDemand(BlockDemand):
         Works of a `RowSet` hold the pairs of its heads, and index the tensor of the row set.
         """
         if isinstance(row_set, RowSet):
-            return tuple(restrict_keys(self.works(rank, owner, ALL_ROWS), row_set, self.group))
+            return tuple(restrict_keys(self.works(rank, owner, ALL_ROWS), row_set))
         q_rows, k_rows = self.layout.shard(rank), self.layout.shard(owner)
         few = q_rows and k_rows and max(len(q_rows), len(k_rows)) <= MOST_RANGES
         if few and is_dense(self.pattern, q_rows, k_rows, self.heads):

@@ -83,33 +83,17 @@ ONE_ROW: Final = RowSet((0,), ((range(1),),))
 
 def union(pieces: Iterable[tuple[range, range]], heads: int, rows: int) -> RowSets:
     """The union of pieces (heads, local rows) of a block of `heads` heads and `rows` rows."""
-    per_head = _ranges_per_head(pieces, heads, rows)
-    if per_head is None:
-        return WHOLE_BLOCK
-    ascending = {ranges: _ascending(ranges) for ranges in set(per_head)}
-    return group_heads([ascending[ranges] for ranges in per_head], rows)
-
-
-def count_union(pieces: Iterable[tuple[range, range]], heads: int, rows: int) -> int:
-    """The number of rows of all heads in `union`, without making the ranges that hold the rows."""
-    per_head = _ranges_per_head(pieces, heads, rows)
-    if per_head is None:
-        return heads * rows
-    counts = {ranges: _count(ranges) for ranges in set(per_head)}
-    return sum(counts[ranges] for ranges in per_head)
-
-
-def _ranges_per_head(pieces: Iterable[tuple[range, range]], heads: int, rows: int) -> list[frozenset[range]] | None:
-    """The ranges of each head, which may overlap; None where one piece is the whole block."""
     by_heads: dict[range, set[range]] = {}
     for piece_heads, piece_rows in pieces:
         if len(piece_rows) == rows and len(piece_heads) == heads:
-            return None  # further pieces can add nothing
+            return WHOLE_BLOCK  # further pieces can add nothing
         by_heads.setdefault(piece_heads, set()).add(piece_rows)
-    return [
+    per_head = [
         frozenset(part for piece_heads, parts in by_heads.items() if head in piece_heads for part in parts)
         for head in range(heads)
     ]
+    ascending = {ranges: _ascending(ranges) for ranges in set(per_head)}
+    return group_heads([ascending[ranges] for ranges in per_head], rows)
 
 
 def subtract(row_sets: RowSets, others: Sequence[RowSets], heads: int, rows: int) -> RowSets:
@@ -216,26 +200,11 @@ def _ascending(ranges: frozenset[range]) -> Ranges:
         return tuple(ranges)
     if all(r.step == 1 for r in ranges):
         return merge_runs(ranges)
-    first, mask = _mark_members(ranges)
-    return to_ranges(np.flatnonzero(mask) + first)
-
-
-def _count(ranges: frozenset[range]) -> int:
-    """How many numbers the union of ranges holds."""
-    if len(ranges) < 2:
-        return sum(map(len, ranges))
-    if all(r.step == 1 for r in ranges):  # a mask would be as long as the block
-        return sum(map(len, merge_runs(ranges)))
-    return int(np.count_nonzero(_mark_members(ranges)[1]))
-
-
-def _mark_members(ranges: frozenset[range]) -> tuple[int, np.ndarray]:
-    """(first, mask) of the union of ranges: its least member, and which first + i are members: bool [span]."""
     first, stop = min(r.start for r in ranges), max(r[-1] for r in ranges) + 1
     mask = np.zeros(stop - first, dtype=bool)
     for r in ranges:
         mask[r.start - first : r[-1] + 1 - first : r.step] = True
-    return first, mask
+    return to_ranges(np.flatnonzero(mask) + first)
 
 
 def group_heads(per_head: list[Ranges], rows: int) -> RowSets:
