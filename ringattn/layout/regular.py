@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from itertools import groupby, pairwise
 from math import gcd
 
-from ..cache import Cache
+from ..cache import Cache, cached
 from ..errors import InvalidInput
 from ..pattern import Pattern, as_pattern
 from ..pattern.tile import merge_runs
@@ -103,14 +103,12 @@ class Striped(Layout):
     def name(self) -> str:
         return f"striped({self.block})"
 
-    def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
-        return self._spans.answer(ranks, lambda: self._find_span(ranks))
-
     @cached_property
-    def _spans(self) -> Cache:
+    def cache(self) -> Cache:
         return Cache(SPAN_BYTES)
 
-    def _find_span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
+    @cached
+    def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         width = len(ranks) * self.block
         if len(ranks) == self.ranks:
             return nonempty(range(self.tokens)), True

@@ -112,9 +112,10 @@ def subtract(row_sets: RowSets, others: Sequence[RowSets], heads: int, rows: int
             if all(len(run) > 2 for run in runs):  # `to_ranges` may join shorter runs to ranges of a larger step
                 per_head.append(runs)
                 continue
-        mask = _mask(row_sets, head, rows)
-        for other in others:
-            mask &= ~_mask(other, head, rows)
+        mask = np.zeros(rows, dtype=bool)
+        for parts, held in ((kept, True), (removed, False)):
+            for part in parts:
+                mask[part.start : part.stop : part.step] = held
         per_head.append(to_ranges(np.flatnonzero(mask)))
     return group_heads(per_head, rows)
 
@@ -160,14 +161,6 @@ def to_numbers(ranges: Ranges) -> np.ndarray:
     """The members of ranges, int64, in the order of the ranges."""
     parts = [np.arange(r.start, r.stop, r.step) for r in ranges]
     return np.concatenate(parts) if len(parts) != 1 else parts[0]
-
-
-def _mask(row_sets: RowSets, head: int, rows: int) -> np.ndarray:
-    """Which rows of one head the sets hold: bool [rows]."""
-    mask = np.zeros(rows, dtype=bool)
-    for part in _rows_of_head(row_sets, head, rows):
-        mask[part.start : part.stop : part.step] = True
-    return mask
 
 
 def _rows_of_head(row_sets: RowSets, head: int, rows: int) -> list[range]:

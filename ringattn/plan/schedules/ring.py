@@ -66,22 +66,15 @@ def _needed(demand: BlockDemand, way: Way, first: int, ranks: int, owner: int, o
     return any(demand.needs(q, k) for q in runs(first, ranks, size) for k in runs(owner, owners, size))
 
 
+@cached
 def count_hops(demand: BlockDemand, owner: int, way: Way) -> int:
-    """The number of hops of the block of `owner`: the distance of the farthest rank on a way that needs the block."""
-    known = _list_hops(demand, way)
-    return _find_hops(demand, owner, way) if known is None else known[owner]
+    """The number of hops of the block of `owner`: the distance of the farthest rank on a way that needs the block.
 
-
-@cached
-def _list_hops(demand: BlockDemand, way: Way) -> list[int] | None:
-    """By owner, the answer of `count_hops`; None where no table knows."""
+    Found by halving where no table knows.
+    """
     by_hop = _count_all_carried(demand, way)
-    return None if by_hop is None else np.count_nonzero(by_hop, axis=1).tolist()
-
-
-@cached
-def _find_hops(demand: BlockDemand, owner: int, way: Way) -> int:
-    """The answer of `count_hops`, found by halving."""
+    if by_hop is not None:
+        return int(np.count_nonzero(by_hop[owner]))
 
     def reached(distance: int) -> bool:  # monotone: some rank at this distance or beyond needs the block
         return _needed(demand, way, owner + way.sign * distance, way.limit - distance + 1, owner, 1)
@@ -179,22 +172,13 @@ def _count_all_carried(demand: BlockDemand, way: Way) -> np.ndarray | None:
     return _count_carried(demand, way) if way.limit and demand.row_reach is not None else None
 
 
-@cached
-def _rows_along_by_owner(demand: BlockDemand, way: Way) -> dict[int, int]:
-    """By owner, the rows of `rows_along`, for the blocks of `sampled_reach`; empty where there is no table."""
-    reach, carried = demand.sampled_reach, _count_carried(demand, way)
-    if reach is None or carried is None:
-        return {}
-    rows = carried.sum(1) * demand.block_heads
-    return dict(zip(reach.blocks, rows.tolist(), strict=True))
-
-
 def rows_along(demand: BlockDemand, owners: Sequence[int], way: Way) -> int:
     """The number of rows of all heads that the blocks of `owners` send along a way, summed over their hops."""
-    by_owner, moved = _rows_along_by_owner(demand, way), 0
+    reach, carried, moved = demand.sampled_reach, _count_carried(demand, way), 0
+    by_owner = {} if reach is None or carried is None else dict(zip(reach.blocks, carried.sum(1).tolist(), strict=True))
     for owner in owners:
         if owner in by_owner:
-            moved += by_owner[owner]
+            moved += by_owner[owner] * demand.block_heads
             continue
         hops = 0
         for distance, rows in row_counts(demand, owner, way):
