@@ -92,9 +92,7 @@ class Strided(Pattern):
     def __post_init__(self) -> None:
         self._normalize(step=check_integer(self.step, "Strided: step", 1, "Strided(4)"))
 
-    @property
-    def period(self) -> int | None:
-        return 1
+    period = 1
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         if not q or not k:
