@@ -41,10 +41,6 @@ class Contiguous(Layout):
         bounds = [self.tokens * i // self.ranks for i in (ranks.start, ranks.stop)]
         return nonempty(range(*bounds)), True
 
-    @property
-    def regular(self) -> bool:
-        return self.tokens >= self.ranks
-
     def owner(self, position: int) -> int:
         return ((position + 1) * self.ranks - 1) // self.tokens
 
@@ -72,10 +68,6 @@ class Zigzag(Layout):
         if low and high and low.stop == high.start:
             return (range(low.start, high.stop),), True
         return nonempty(low, high), True
-
-    @property
-    def regular(self) -> bool:
-        return self.tokens >= 2 * self.ranks
 
     def owner(self, position: int) -> int:
         chunk = ((position + 1) * 2 * self.ranks - 1) // self.tokens

@@ -109,21 +109,6 @@ class BlockDemand(ABC):
 
         return find_row_reach(self.pattern, self.side, self.layout, sampled(self.layout.ranks), self.block_heads)
 
-    def all_needed(self, rank: int, owners: range) -> bool:
-        """A cheap sufficient test that `rank` needs a row of every block of `owners`; False means unknown."""
-        layout = self.layout
-        return layout.regular and any(
-            self._surely_needs_all(mine, block) for mine in layout.shard(rank) for block in layout.span(owners)[0]
-        )
-
-    def _surely_needs_all(self, mine: range, block: range) -> bool:
-        """A cheap sufficient test that `mine` needs every position of `block`; False means unknown."""
-        run = self.pattern.run(self.side, mine[0], mine[-1]) if mine.step == block.step == 1 else None
-        if run is not None:
-            return bool(run[0] <= block.start and block.stop - 1 <= run[1])
-        q, k = self._sides(mine, block)
-        return is_dense(self.pattern, (q,), (k,), self.heads)
-
     @cached
     def needed_rows(self, ranks: tuple[range, ...], owner: int) -> RowSets:
         """The rows of the block of `owner` that some rank of `ranks` needs."""

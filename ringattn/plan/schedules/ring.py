@@ -38,22 +38,19 @@ def ranks_beyond(demand: BlockDemand, owner: int, way: Way, distance: int) -> tu
     return runs(start, length, demand.layout.ranks)
 
 
-def search(
-    some: Callable[[int, int], bool], near: int, far: int, every: Callable[[int, int], bool] | None = None
-) -> Iterator[int]:
+def search(some: Callable[[int, int], bool], near: int, far: int) -> Iterator[int]:
     """The distances far .. near that hold something, descending, found by halving.
 
-    `some(near, far)` says whether some distance of a part holds something. `every(near, far)` is a cheap sufficient
-    test that every distance of the part does.
+    `some(near, far)` says whether some distance of a part holds something.
     """
     if near > far or not some(near, far):
         return
-    if near == far or (every is not None and every(near, far)):
-        yield from range(far, near - 1, -1)
+    if near == far:
+        yield near
         return
     middle = (near + far) // 2
-    yield from search(some, middle + 1, far, every)
-    yield from search(some, near, middle, every)
+    yield from search(some, middle + 1, far)
+    yield from search(some, near, middle)
 
 
 def _needed(demand: BlockDemand, way: Way, first: int, ranks: int, owner: int, owners: int) -> bool:
@@ -111,18 +108,14 @@ def passing(demand: BlockDemand, rank: int, way: Way, distances: range | None = 
     def arrives(near: int, far: int) -> bool:
         return _needed(demand, way, rank, way.limit - near + 1, rank - way.sign * near, far - near + 1)
 
-    def all_arrive(near: int, far: int) -> bool:
-        start = rank - (far if way.sign > 0 else -near)
-        return all(demand.all_needed(rank, owners) for owners in runs(start, far - near + 1, demand.layout.ranks))
-
     by_hop = _count_all_carried(demand, way)
     if by_hop is not None:
         hops = np.arange(way.limit, 0, -1) if distances is None else np.array(distances, dtype=np.int64)
         arriving = by_hop[(rank - way.sign * hops) % demand.layout.ranks, way.limit - hops] > 0
         return iter(hops[arriving].tolist())
     if distances is None:
-        return search(arrives, 1, way.limit, all_arrive)
-    return search(arrives, distances[-1], distances[0], all_arrive) if distances else iter(())
+        return search(arrives, 1, way.limit)
+    return search(arrives, distances[-1], distances[0]) if distances else iter(())
 
 
 @cached
