@@ -23,7 +23,7 @@ from .config.build import plan_from_config
 from .config.schema import PlanConfig
 
 #: Up to this many ranks all ranks are counted; more ranks only where that takes at most so many lookups of tiles.
-SMALL_RANKS, MAX_LOOKUPS = 64, 1_500_000
+SMALL_RANKS, MAX_LOOKUPS = 64, 1_800_000
 #: The most ranks in the table, spread evenly over all ranks.
 TABLE_RANKS = 16
 #: Names of the passes, and whether each is a backward.

@@ -176,8 +176,8 @@ def trimmed(rows: int, keys: int, lo: int | None, hi: int | None) -> Work | None
     return whole.narrow((first, last), (left, right))
 
 
-def mark_pairs(found: np.ndarray, whole: Work, kv_heads: int) -> None:
-    """Add the pairs of a work to `found` [H, queries, keys]."""
+def mark_pairs(found: np.ndarray, whole: Work, kv_heads: int | None) -> None:
+    """Add the pairs of a work to `found` [H, queries, keys]; `kv_heads` None: those of its heads are not checked."""
     for turn in range(whole.repeat):
         rows = [i + turn * whole.q_shift for i in whole.q]
         keys = [j + turn * whole.k_shift for run in whole.k for j in run]
@@ -188,6 +188,6 @@ def mark_pairs(found: np.ndarray, whole: Work, kv_heads: int) -> None:
         assert seen.any(1).all(), "every row of a work sees a key"
         assert whole.dense == seen.all() or not whole.dense
         for head in whole.heads:
-            assert head * kv_heads // len(found) in whole.kv
+            assert kv_heads is None or head * kv_heads // len(found) in whole.kv
             np.add.at(found[head], np.ix_(rows, keys), seen.astype(int))
         assert set(rows) <= set(whole.rows)
