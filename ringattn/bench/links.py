@@ -155,8 +155,8 @@ class DelayedTransport(_Wrapper):
         return *key, self._turns[key]
 
 
-class InstantTransport(_Wrapper):
-    """A transport whose messages take no time and bring zeros: a program on it takes the time of its computing."""
+class InstantMessages:
+    """Messages that take no time and bring zeros: a program with them takes the time of its computing."""
 
     def post(self, post: Post) -> None:
         """Fill the receive buffers with zeros."""
@@ -165,6 +165,10 @@ class InstantTransport(_Wrapper):
 
     def wait(self, ticket: None) -> None:
         """Return at once: no message is in flight."""
+
+
+class InstantTransport(InstantMessages, _Wrapper):
+    """A transport with `InstantMessages`."""
 
 
 def run_nodes(function: Callable[..., Any], links: Links, *args: Any, timeout: float = 120.0) -> list[Any]:

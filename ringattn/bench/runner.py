@@ -33,7 +33,8 @@ from ..text import duration
 from ..transport.base import Transport
 from ..transport.launcher import run_local
 from . import get_cases
-from .case import BenchCase, BenchColumn, CaseRecord, Context, Run, iqr
+from .case import TOLERANCE, BenchCase, BenchColumn, CaseRecord, Context, Run, iqr
+from .libraries import say_what_lacks
 from .links import NETWORK, run_nodes
 from .records import FORMAT, open_results
 
@@ -192,8 +193,8 @@ def classify(error: Exception) -> str:
 def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat: int) -> dict[str, Any]:
     """Raw numbers of one rank: a warm-up, the check of its results, `repeat` rounds of every column, and its memory.
 
-    {"times": seconds by column, "errors": by name, "peaks": bytes by column}, or {"bytes": by round, "allowed": bytes,
-    "errors": {}}.
+    {"times": seconds by column, "errors": by name, "peaks": bytes by column}, with {"details": {"missing": reasons by
+    column}} where columns may be missing; or {"bytes": by round, "allowed": bytes, "errors": {}}.
     """
     context = Context(rank, case.ranks, case.settings, transport)
     repeat = min(repeat, case.rounds or repeat)
@@ -202,14 +203,43 @@ def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat
     if case.formula_bytes is not None:
         return _measure_memory(case, context, repeat)
     runs: dict[str, tuple[int, Run | None]] = {}
+    results: dict[str, Any] = {}
+    missing: dict[str, str] = {}
     for column in case.columns:
-        runs[column.name] = (column.threads, column.make(context))
-    results = {name: time_run(*run)[1] for name, run in runs.items()}
+        run, result, reason = None, None, ""
+        torch.set_num_threads(column.threads)
+        try:
+            run = column.make(context)
+            result = run() if run is not None else None
+        except case.lacking as error:
+            reason = say_what_lacks(error)
+        if case.lacking:
+            reason = max(_of_all_ranks(reason), key=len)
+        if reason:
+            missing[column.name] = reason
+        else:
+            runs[column.name], results[column.name] = (column.threads, run), result
     errors = case.check(context, results) if case.check else {}
-    del results
+    if case.lacking:
+        errors = _of_all_ranks(errors)[0]
+        wrong = {name: error for name, error in errors.items() if not error < TOLERANCE}
+        missing |= {name: f"wrong: relative error {error:.1e}; not timed" for name, error in wrong.items()}
+        runs = {name: run for name, run in runs.items() if name not in wrong}
+    del run, result, results
     times = time_rounds(runs, repeat)
-    del runs
-    return {"times": times, "errors": errors, "peaks": {x.name: weigh(x, context) for x in case.columns}}
+    weighed = [column for column in case.columns if column.weighed and column.name in runs]
+    runs.clear()  # its inputs do not belong to the peaks
+    peaks = {column.name: weigh(column, context) for column in weighed}
+    details = {"details": {"missing": missing}} if case.lacking else {}
+    return {"times": times, "errors": errors, "peaks": peaks, **details}
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    """The values of all ranks. Collective."""
+    values = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 class TensorBytes(TorchDispatchMode):
@@ -309,23 +339,9 @@ def _measure_memory(case: BenchCase, context: Context, repeat: int) -> dict[str,
     A run of a few tokens comes first: it loads libraries and opens connections.
     """
     assert case.formula_bytes is not None
-    peak_memory.return_freed()
     (column,) = case.columns
-    torch.set_num_threads(column.threads)
-    small = column.make(replace(context, settings={**context.settings, "tokens": 16 * context.ranks}))
-    if small is not None:
-        small()
-    del small
-    rises = []
-    for _ in range(repeat):
-        _barrier()
-        base = peak_memory.resident()
-        peak_memory.reset_peak()
-        run = column.make(context)
-        if run is not None:
-            run()
-        rises.append(peak_memory.peak() - base)
-        del run
+    weigh(column, replace(context, settings={**context.settings, "tokens": 16 * context.ranks}))
+    rises = [weigh(column, context)["process"] for _ in range(repeat)]
     return {"bytes": rises, "allowed": case.formula_bytes(context), "errors": {}}
 
 

@@ -10,7 +10,7 @@ import torch
 
 import ringattn as ra
 from ringattn.bench import get_cases, runner
-from ringattn.bench.case import TOLERANCE, BenchCase
+from ringattn.bench.case import HEAD_DIM, HEADS, TOLERANCE, BenchCase
 from ringattn.bench.links import Links, run_nodes
 from ringattn.bench.suites import schedules
 from ringattn.cli.config.schema import RunConfig
@@ -135,11 +135,11 @@ def test_outer_bytes_are_those_of_the_formula(nodes: int, ranks_per_node: int) -
     links = Links(nodes, ranks_per_node, 1e9, 1e10)
     tokens = 16 * links.ranks
     found = schedules._double_ring_case("x", links, tokens, None).settings["outer_bytes"]
-    block = 16 * 2 * schedules.HEADS * schedules.HEAD_DIM * 4
+    block = 16 * 2 * HEADS * HEAD_DIM * 4
     assert found["ring"]["forward"] == (links.ranks - 1) * block
     assert found[f"double_ring({ranks_per_node})"]["forward"] == (nodes - 1) * ranks_per_node * block
     if nodes == ranks_per_node == 2:
-        row = 16 * 2 * schedules.HEADS * 4  # lse and delta
+        row = 16 * 2 * HEADS * 4  # lse and delta
         assert found["ring"]["backward"] == 3 * (block + row) + 3 * block // 2  # q and dout, and dq
         assert found["double_ring(2)"]["backward"] == 2 * block
 

@@ -30,7 +30,7 @@ from ...simulator.calibrate.measuring_ranks import MeasuringRanks, Settings
 from ...simulator.numerics.oracle import oracle_rows_alone, sampled_rows
 from ...text import size
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, relative_error
-from ..libraries import CANNOT_RUN, LIBRARIES, Attend, list_masks, make_call
+from ..libraries import CANNOT_RUN, LIBRARIES, Attend, list_masks, make_call, say_what_lacks
 from ..records import slug
 from ..runner import describe_host
 
@@ -146,7 +146,7 @@ def measure_columns(
         except CANNOT_RUN as error:
             if column not in LIBRARIES:
                 raise
-            missing[column] = f"cannot run: {(str(error) or repr(error)).splitlines()[0][:160]}"
+            missing[column] = say_what_lacks(error)
     exact = results["ringattn"] if backward else [oracle_rows_alone(pattern, rows, q.cpu(), k.cpu(), v.cpu())]
     errors = {column: max(map(relative_error, found, exact)) for column, found in results.items()}
     limit = GRAD_TOLERANCE if backward else TOLERANCE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -12,13 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...kernels.aten_cpu import AtenCpu
-from ...pattern import parse_pattern
 from ...plan.work import Work
 from ...planner import make_plan
 from ...runtime.executor import Job, backward, forward
-from ...transport.base import Counters, Post, Tags, drive
-from ...transport.records import Handshakes
+from ...transport.base import Tags, drive
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Run, compare_with_target
+from ..links import InstantMessages
 
 #: One rank of RANKS in a causal ring; few tokens, so that copies and merges take no time of their own.
 RANKS, RANK, HEADS, HEAD_DIM, TOKENS = 8, 3, 2, 16, 128
@@ -33,27 +31,6 @@ NOTE = (
     "receives; without the handshake, autograd, kernels and messages; launches: ops that are no views, kernels as one "
     "op each; bytes: what these ops read and write but for kernels, for 128 tokens of 2 heads of 16 in fp32"
 )
-
-
-class Silent:
-    """A transport of one rank without other ranks: zeros arrive, and all ranks send the records of this rank."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.counters, self.calls, self.handshakes = Counters(), count(), Handshakes()
-
-    def check(self, device: torch.device) -> None:
-        """Tensors of every device are accepted."""
-
-    def post(self, post: Post) -> None:
-        for message in post.recvs:
-            message.data.zero_()
-
-    def wait(self, ticket: None) -> None:
-        """Return at once."""
-
-    def gather(self, record: bytes) -> list[bytes]:
-        return [record] * self.size
 
 
 class NoKernel(AtenCpu):
@@ -98,19 +75,11 @@ class LaunchCounter(TorchDispatchMode):
 
 def make_passes(schedule: str, rotate: str = "auto") -> tuple[NoKernel, dict[str, Callable[[], Any]]]:
     """(kernel, {"forward": run, "backward": run}): warm passes of one rank without messages and kernels."""
-    plan = make_plan(
-        parse_pattern("Causal()"),
-        tokens=TOKENS,
-        ranks=RANKS,
-        layout="zigzag",
-        schedule=schedule,
-        heads=HEADS,
-        head_dim=HEAD_DIM,
-        rotate=rotate,
-    )
+    sizes: dict[str, Any] = {"tokens": TOKENS, "ranks": RANKS, "heads": HEADS, "head_dim": HEAD_DIM}
+    plan = make_plan("Causal()", layout="zigzag", schedule=schedule, rotate=rotate, **sizes)
     q, k, v, grad = (torch.zeros(1, HEADS, plan.layout.rows(RANK), HEAD_DIM, device="cpu") for _ in range(4))
     kernel = NoKernel()
-    job, carrier = Job(plan, RANK, kernel, HEAD_DIM**-0.5), Silent(RANK, RANKS)
+    job, carrier = Job(plan, RANK, kernel, HEAD_DIM**-0.5), InstantMessages()
 
     def run_forward() -> Any:
         return drive(forward(job, q, k, v, keep=True, tags=Tags.of_call(0, backward=False)), carrier)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...functional import attention, ring_attention
+from ...functional import attention
 from ...pattern import parse_pattern
 from ...plan.plan import Plan
 from ...plan.steps import Hop, Step
@@ -23,12 +23,12 @@ from ..case import (
     Run,
     check_error,
     make_call,
+    make_ring,
     make_settings,
     make_shards,
 )
 from ..links import InstantTransport, Links
 
-HEADS, HEAD_DIM = 8, 64
 #: Lengths of 16 documents. Their ends are not the ends of shards.
 DOCUMENTS = [200, 317, 150, 403, 61, 298, 350, 244, 411, 90, 333, 275, 180, 366, 222, 196]
 MESSAGES_NOTE = (
@@ -83,7 +83,7 @@ def _local_case(
     schedules = ("allgather", "ring", "direct")
     columns = [
         *(BenchColumn(f"{schedule}_messages", 1, _make_messages(schedule)) for schedule in schedules),
-        *(BenchColumn(schedule, 1, _make_call(schedule)) for schedule in schedules),
+        *(BenchColumn(schedule, 1, partial(make_ring, schedule=schedule)) for schedule in schedules),
     ]
     ratios = (
         Ratio("allgather_messages", "ring_messages", ring_target),
@@ -99,7 +99,7 @@ def _double_ring_case(
 ) -> BenchCase:
     """Time of dense calls by the ring over that by the double ring."""
     double_ring = f"double_ring({links.ranks_per_node})"
-    columns = [BenchColumn(schedule, 1, _make_call(schedule)) for schedule in ("ring", double_ring)]
+    columns = [BenchColumn(schedule, 1, partial(make_ring, schedule=schedule)) for schedule in ("ring", double_ring)]
     settings = _settings(tokens, "Full()", "contiguous", backward)
     return _case(name, links, settings, columns, (Ratio("ring", double_ring, target),), DOUBLE_NOTE)
 
@@ -107,8 +107,8 @@ def _double_ring_case(
 def _overlap_case(name: str, links: Links, tokens: int) -> BenchCase:
     """Time of a dense ring without communication over that with communication."""
     columns = [
-        BenchColumn("compute", 1, _make_call("ring", instant=True)),
-        BenchColumn("ring", 1, _make_call("ring")),
+        BenchColumn("compute", 1, lambda context: make_ring(context, transport=InstantTransport(_transport(context)))),
+        BenchColumn("ring", 1, make_ring),
         BenchColumn("ring_messages", 1, _make_messages("ring")),
     ]
     hops_per_visit = (links.ranks - 1) / links.ranks
@@ -129,12 +129,12 @@ def _case(
 
 
 def _settings(tokens: int, pattern: str, layout: str, backward: bool) -> dict[str, Any]:
-    return make_settings(HEADS, HEAD_DIM, tokens, pattern=pattern, layout=layout, backward=backward)
+    return make_settings(tokens, pattern=pattern, layout=layout, backward=backward)
 
 
 def _plan(settings: dict[str, Any], ranks: int, schedule: str) -> Plan:
-    sizes = {key: settings[key] for key in ("tokens", "layout", "heads", "kv_heads", "head_dim", "dtype", "batch")}
-    return make_plan(parse_pattern(settings["pattern"]), ranks=ranks, schedule=schedule, **sizes)
+    names = ("pattern", "tokens", "layout", "heads", "kv_heads", "head_dim", "dtype", "batch")
+    return make_plan(**{name: settings[name] for name in names}, ranks=ranks, schedule=schedule)
 
 
 def _count_outer_bytes(plan: Plan, links: Links) -> dict[str, int]:
@@ -159,19 +159,6 @@ def _hop_bytes(plan: Plan, hop: Hop) -> int:
 def _transport(context: Context) -> Transport:
     assert context.transport is not None, "the cases of this suite run behind links"
     return context.transport
-
-
-def _make_call(schedule: str, *, instant: bool = False) -> Callable[[Context], Run]:
-    """Makes a call of ring_attention; with `instant`, its messages take no time."""
-
-    def make(context: Context) -> Run:
-        settings = context.settings
-        transport = InstantTransport(_transport(context)) if instant else _transport(context)
-        pattern, layout = parse_pattern(settings["pattern"]), settings["layout"]
-        attend = partial(ring_attention, pattern=pattern, transport=transport, layout=layout, schedule=schedule)
-        return make_call(context, attend)
-
-    return make
 
 
 def _make_messages(schedule: str) -> Callable[[Context], Run]:

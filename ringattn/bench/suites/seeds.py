@@ -14,6 +14,8 @@ from ...nn import MultiheadRingAttention
 from ...pattern import parse_pattern
 from ...runtime.graph_op import keep_attention
 from ..case import (
+    HEAD_DIM,
+    HEADS,
     BenchCase,
     BenchColumn,
     BenchSuite,
@@ -25,8 +27,6 @@ from ..case import (
     make_settings,
 )
 from ..systems import (
-    HEAD_DIM,
-    HEADS,
     SYSTEMS,
     fastest,
     find_cases,
@@ -221,7 +221,7 @@ def make_checkpoint_case(recompute: str) -> BenchCase:
     return BenchCase(
         f"checkpoint_{recompute}",
         1,
-        make_settings(HEADS, HEAD_DIM, CHECKPOINT_TOKENS, pattern=pattern, layers=layers, recompute=recompute),
+        make_settings(CHECKPOINT_TOKENS, pattern=pattern, layers=layers, recompute=recompute),
         (BenchColumn("step", 1, make),),
         formula_bytes=formula,
         notes=(CHECKPOINT_NOTE,),
