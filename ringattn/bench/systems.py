@@ -116,7 +116,6 @@ def list_system_cases(
     *,
     ranks: Sequence[int] = (1,),
     dtype: str = "float32",
-    timeout: float = 600.0,
     until_failure: bool = False,
     settings: dict[str, Any] | None = None,
     label: str | None = None,
@@ -135,11 +134,9 @@ def list_system_cases(
         for count in ranks:
             after = None
             for tokens in (x for x in lengths if x <= (most or {}).get(name, x)):
-                case = make_system_case(
-                    name, tokens, count, dtype, timeout, label=label, may_fail=until_failure, after=after, settings=own
-                )
-                after = case.name if until_failure else None
-                cases.append(case)
+                limits = {"may_fail": until_failure, "after": after}
+                cases.append(make_system_case(name, tokens, count, dtype, label=label, settings=own, **limits))
+                after = cases[-1].name if until_failure else None
     return cases
 
 
@@ -152,16 +149,14 @@ def make_system_case(
     tokens: int,
     ranks: int = 1,
     dtype: str = "float32",
-    timeout: float = 600.0,
     *,
     label: str | None = None,
-    may_fail: bool = False,
-    after: str | None = None,
     settings: dict[str, Any] | None = None,
+    **limits: Any,
 ) -> BenchCase:
     """One case: the forward of a system without gradients; `settings` are added to, or replace, those of the system.
 
-    `label` is the system's name in the report.
+    `label` is the system's name in the report; `limits` are `may_fail` and `after` of the case.
     """
     kind, _, ring_size = name.partition("_r")
     system = SYSTEMS[kind]
@@ -180,10 +175,9 @@ def make_system_case(
         (BenchColumn("forward", threads, _make_forward),),
         check=_check,
         notes=NOTES,
-        timeout=timeout,
+        timeout=600.0,
         weight=4.0 * ranks + tokens / 16384,
-        may_fail=may_fail,
-        after=after,
+        **limits,
     )
 
 

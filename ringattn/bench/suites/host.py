@@ -11,10 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...kernels.aten_cpu import AtenCpu
+from ...kernels.base import Kernel
+from ...plan.plan import Plan
 from ...plan.work import Work
 from ...planner import make_plan
 from ...runtime.executor import Job, backward, forward
-from ...transport.base import Tags, drive
+from ...transport.base import Carrier, Tags, drive
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Run, compare_with_target
 from ..links import InstantMessages
 
@@ -73,13 +75,11 @@ class LaunchCounter(TorchDispatchMode):
         return result
 
 
-def make_passes(schedule: str, rotate: str = "auto") -> tuple[NoKernel, dict[str, Callable[[], Any]]]:
-    """(kernel, {"forward": run, "backward": run}): warm passes of one rank without messages and kernels."""
-    sizes: dict[str, Any] = {"tokens": TOKENS, "ranks": RANKS, "heads": HEADS, "head_dim": HEAD_DIM}
-    plan = make_plan("Causal()", layout="zigzag", schedule=schedule, rotate=rotate, **sizes)
-    q, k, v, grad = (torch.zeros(1, HEADS, plan.layout.rows(RANK), HEAD_DIM, device="cpu") for _ in range(4))
-    kernel = NoKernel()
-    job, carrier = Job(plan, RANK, kernel, HEAD_DIM**-0.5), InstantMessages()
+def make_passes(plan: Plan, rank: int, kernel: Kernel, carrier: Carrier) -> dict[str, Callable[[], Any]]:
+    """{"forward": run, "backward": run}: warm passes of one rank in fp32, for each run the executor's program."""
+    shape = plan.batch, plan.heads, plan.layout.rows(rank), plan.head_dim
+    q, k, v, grad = (torch.zeros(shape, device="cpu") for _ in range(4))
+    job = Job(plan, rank, kernel, plan.head_dim**-0.5)
 
     def run_forward() -> Any:
         return drive(forward(job, q, k, v, keep=True, tags=Tags.of_call(0, backward=False)), carrier)
@@ -90,12 +90,19 @@ def make_passes(schedule: str, rotate: str = "auto") -> tuple[NoKernel, dict[str
         return drive(backward(job, grad, None, q, k, v, result, tags=Tags.of_call(0, backward=True)), carrier)
 
     run_backward()
-    return kernel, {"forward": run_forward, "backward": run_backward}
+    return {"forward": run_forward, "backward": run_backward}
+
+
+def _make_host_passes(schedule: str, rotate: str) -> tuple[NoKernel, dict[str, Callable[[], Any]]]:
+    """The kernel, and `make_passes` of one rank without messages and kernels."""
+    sizes: dict[str, Any] = {"tokens": TOKENS, "ranks": RANKS, "heads": HEADS, "head_dim": HEAD_DIM}
+    plan, kernel = make_plan("Causal()", layout="zigzag", schedule=schedule, rotate=rotate, **sizes), NoKernel()
+    return kernel, make_passes(plan, RANK, kernel, InstantMessages())
 
 
 def count_passes(schedule: str, rotate: str = "auto") -> Iterator[tuple[str, dict[str, float]]]:
     """For each pass the launches, kernel calls, launches per kernel call, and bytes of all ops but the kernels'."""
-    kernel, passes = make_passes(schedule, rotate)
+    kernel, passes = _make_host_passes(schedule, rotate)
     for name, run in passes.items():
         kernel.calls = 0
         with LaunchCounter() as counter:
@@ -126,7 +133,7 @@ def _case(schedule: str, rotate: str) -> BenchCase:
 
 
 def _make(context: Context, column: str) -> Run:
-    _, passes = make_passes(context.settings["schedule"], context.settings["rotate"])
+    _, passes = _make_host_passes(context.settings["schedule"], context.settings["rotate"])
     run = passes[column]
 
     def many() -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
-
-import torch
 
 from ...functional import attention
 from ...pattern import parse_pattern
 from ...plan.plan import Plan
-from ...plan.steps import Hop, Step
 from ...planner import make_plan
-from ...transport.base import Message, Post, Transport
+from ...transport.base import Transport
 from ..case import (
     BenchCase,
     BenchColumn,
@@ -28,13 +24,14 @@ from ..case import (
     make_shards,
 )
 from ..links import InstantTransport, Links
+from .host import NoKernel, make_passes
 
 #: Lengths of 16 documents. Their ends are not the ends of shards.
 DOCUMENTS = [200, 317, 150, 403, 61, 298, 350, 244, 411, 90, 333, 275, 180, 366, 222, 196]
 MESSAGES_NOTE = (
-    "columns named after a schedule and _messages: the schedule's time in communication, that is the messages of its "
-    "plan without computing, each posted and waited for at its step; columns named after a schedule alone are whole "
-    "calls"
+    "columns named after a schedule and _messages: the schedule's time in communication, that is the executor's run of "
+    "its plan without kernels, each message packed, posted and waited for at its step; columns named after a schedule "
+    "alone are whole calls"
 )
 COMPUTE_NOTE = (
     "column compute: the same call over a transport whose messages take no time, so that compute / ring is 1 minus the "
@@ -82,7 +79,7 @@ def _local_case(
     """Time in communication of an all-gather over that of schedules that send only what a local pattern needs."""
     schedules = ("allgather", "ring", "direct")
     columns = [
-        *(BenchColumn(f"{schedule}_messages", 1, _make_messages(schedule)) for schedule in schedules),
+        *(BenchColumn(f"{schedule}_messages", 1, partial(_make_messages, schedule=schedule)) for schedule in schedules),
         *(BenchColumn(schedule, 1, partial(make_ring, schedule=schedule)) for schedule in schedules),
     ]
     ratios = (
@@ -109,7 +106,7 @@ def _overlap_case(name: str, links: Links, tokens: int) -> BenchCase:
     columns = [
         BenchColumn("compute", 1, lambda context: make_ring(context, transport=InstantTransport(_transport(context)))),
         BenchColumn("ring", 1, make_ring),
-        BenchColumn("ring_messages", 1, _make_messages("ring")),
+        BenchColumn("ring_messages", 1, partial(_make_messages, schedule="ring")),
     ]
     hops_per_visit = (links.ranks - 1) / links.ranks
     ratios = (Ratio("compute", "ring", 0.9), Ratio("compute", "ring_messages", 2.0, work=hops_per_visit))
@@ -146,14 +143,10 @@ def _count_outer_bytes(plan: Plan, links: Links) -> dict[str, int]:
             node = links.node(rank)
             steps = plan.for_rank(rank).backward if backward else plan.for_rank(rank).forward
             outer_hops = (hop for step in steps for hop in step.sends if links.node(hop.peer) != node)
-            by_node[node] += sum(_hop_bytes(plan, hop) for hop in outer_hops)
+            by_node[node] += sum(plan.part_bytes(part) for hop in outer_hops for part in hop.parts)
         return max(by_node)
 
     return {"forward": count(False), "backward": count(True)}
-
-
-def _hop_bytes(plan: Plan, hop: Hop) -> int:
-    return sum(map(plan.part_bytes, hop.parts))
 
 
 def _transport(context: Context) -> Transport:
@@ -161,40 +154,19 @@ def _transport(context: Context) -> Transport:
     return context.transport
 
 
-def _make_messages(schedule: str) -> Callable[[Context], Run]:
-    """Makes a run of the plan's messages, posted and waited for in the steps in which the executor does so."""
+def _make_messages(context: Context, schedule: str) -> Run:
+    """A run of the executor without kernels: the plan's messages, posted and waited for in its steps; returns bytes."""
+    transport, plan = _transport(context), _plan(context.settings, context.ranks, schedule)
+    passes = make_passes(plan, context.rank, NoKernel(), transport)
+    runs = [passes[name] for name in ("forward", "backward") if name == "forward" or context.settings["backward"]]
 
-    def make(context: Context) -> Run:
-        transport, plan = _transport(context), _plan(context.settings, context.ranks, schedule)
-        rank_plan = plan.for_rank(context.rank)
+    def run() -> int:
+        bytes_before = transport.counters.sent_bytes
+        for one in runs:
+            one()
+        return transport.counters.sent_bytes - bytes_before
 
-        def message(hop: Hop) -> Message:
-            data = torch.zeros(_hop_bytes(plan, hop), dtype=torch.uint8, device="cpu")
-            return Message(hop.peer, hop.tag, data)
-
-        def make_posts(step: Step) -> list[tuple[int, Post]]:
-            return [
-                (end, Post(tuple(map(message, sends)), tuple(map(message, recvs)), "messages"))
-                for end, sends, recvs in step.posts
-            ]
-
-        passes = [rank_plan.forward, *([rank_plan.backward] if context.settings["backward"] else [])]
-        programs = [list(map(make_posts, steps)) for steps in passes]
-
-        def run() -> int:
-            bytes_before = transport.counters.sent_bytes
-            for steps in programs:
-                tickets: list[tuple[int, Any]] = []
-                for index, step in enumerate(steps):
-                    tickets += [(until, transport.post(post)) for until, post in step]
-                    for until, ticket in tickets:
-                        if until == index:
-                            transport.wait(ticket)
-            return transport.counters.sent_bytes - bytes_before
-
-        return run
-
-    return make
+    return run
 
 
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
