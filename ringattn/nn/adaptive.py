@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
-from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from safetensors.torch import load, save
 from torch import nn
 
 from ..errors import InvalidInput, Mismatch
@@ -19,14 +18,10 @@ from ..runtime.autograd import compilable
 from ..runtime.call import cast_inputs
 from ..runtime.softmax import merge
 from ..transport.records import Exchange
-from .core import CoreKeywords, RingAttention
+from .core import CoreKeywords, RingAttention, check_kv_heads
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-#: Head of the record that a rank sends: tokens of a block, number of blocks, seed, and how many blocks of queries and
-#: of keys the record has sums for.
-HEAD = "<5q"
 
 
 class SelectedBlocks(BlockSparse):
@@ -80,8 +75,7 @@ class AdaptiveAttention(RingAttention):
                 raise InvalidInput(f"{name}={value!r} must be an integer >= 1")
         if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < float("inf"):
             raise InvalidInput(f"noise={noise!r} must be a number >= 0; try noise=0 for no noise")
-        if kv_heads < 1 or num_heads % kv_heads:
-            raise InvalidInput(f"num_heads must be a multiple of kv_heads >= 1, got {num_heads} and {kv_heads}")
+        check_kv_heads(num_heads, kv_heads)
         top_k(block, k, np.zeros((1, 1)), density=density)  # checks k and density
         self.block, self.k, self.density, self.causal = block, k, density, causal
         self.rank, self.noise = rank, noise
@@ -251,12 +245,12 @@ def _block_sums(x: torch.Tensor, weight: torch.Tensor, block: torch.Tensor, tota
 
 
 def _pack_sums(sums: list[torch.Tensor], block: int, total: int, seed: int) -> bytes:
-    """This rank's record: the sums of the blocks in which this rank has rows, after a head by HEAD."""
-    touched = [x[..., -1].any(0).any(0).nonzero().flatten().cpu() for x in sums]
-    record = struct.pack(HEAD, block, total, seed, *map(len, touched))
-    for blocks, x in zip(touched, sums, strict=True):
-        record += blocks.numpy().tobytes() + x[:, :, blocks.to(x.device)].cpu().contiguous().numpy().tobytes()
-    return record
+    """This rank's record: the sums of the blocks in which this rank has rows, after [block, total, seed]."""
+    record = {"head": torch.tensor([block, total, seed], device="cpu")}
+    for name, x in zip("qk", sums, strict=True):
+        blocks = x[..., -1].any(0).any(0).nonzero().flatten()
+        record |= {f"{name}_blocks": blocks.cpu(), f"{name}_sums": x[:, :, blocks].cpu().contiguous()}
+    return save(record)
 
 
 def _add_all_sums(sums: list[torch.Tensor], block: int, records: list[bytes]) -> tuple[list[torch.Tensor], int]:
@@ -265,7 +259,8 @@ def _add_all_sums(sums: list[torch.Tensor], block: int, records: list[bytes]) ->
     `sums` are this rank's own; all ranks have the same heads and dims. Raises Mismatch with the rank whose record has
     another block size.
     """
-    heads = [struct.unpack_from(HEAD, record) for record in records]
+    found = list(map(load, records))
+    heads = [record["head"].tolist() for record in found]
     for rank, (other, *_) in enumerate(heads):
         if other != block:
             raise Mismatch(
@@ -274,13 +269,7 @@ def _add_all_sums(sums: list[torch.Tensor], block: int, records: list[bytes]) ->
             )
     total = max(head[1] for head in heads)
     all_sums = [x.new_zeros((*x.shape[:2], total + 1, x.shape[3]), device="cpu") for x in sums]
-    for record, head in zip(records, heads, strict=True):
-        offset = struct.calcsize(HEAD)
-        for x, count in zip(all_sums, head[3:], strict=True):
-            blocks = torch.from_numpy(np.frombuffer(record, np.int64, count, offset).copy())
-            offset += blocks.nbytes
-            shape = (*x.shape[:2], count, x.shape[3])
-            values = np.frombuffer(record, x.numpy().dtype, prod(shape), offset).copy()
-            offset += values.nbytes
-            x.index_add_(2, blocks, torch.from_numpy(values).view(shape))
+    for record in found:
+        for name, x in zip("qk", all_sums, strict=True):
+            x.index_add_(2, record[f"{name}_blocks"], record[f"{name}_sums"])
     return [x.to(sums[0].device) for x in all_sums], heads[0][2]

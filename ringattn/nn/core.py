@@ -52,6 +52,12 @@ def option_names(module: type[nn.Module]) -> set[str]:
     return names | {name for name, one in signature(module).parameters.items() if one.default is not one.empty}
 
 
+def check_kv_heads(num_heads: int, kv_heads: int) -> None:
+    """Raise InvalidInput unless `kv_heads` divides `num_heads`."""
+    if kv_heads < 1 or num_heads % kv_heads:
+        raise InvalidInput(f"num_heads must be a multiple of kv_heads >= 1, got {num_heads} and {kv_heads}")
+
+
 class _Place:
     """The group, mesh or transport of a module. Copies of the module share it, because a process group has no copies.
 
