@@ -109,7 +109,7 @@ class MessageBoard:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
-class _Wrapper:
+class Wrapper:
     """A transport that passes everything but messages on to `inner`."""
 
     def __init__(self, inner: Transport) -> None:
@@ -119,7 +119,7 @@ class _Wrapper:
         return getattr(self.inner, name)
 
 
-class DelayedTransport(_Wrapper):
+class DelayedTransport(Wrapper):
     """A transport between ranks of one machine whose messages arrive no sooner than on the links of a MessageBoard.
 
     The messages are really sent, too. Their modelled time passes while the rank computes; a wait sleeps for what is
@@ -167,7 +167,7 @@ class InstantMessages:
         """Return at once: no message is in flight."""
 
 
-class InstantTransport(InstantMessages, _Wrapper):
+class InstantTransport(InstantMessages, Wrapper):
     """A transport with `InstantMessages`."""
 
 
