@@ -127,14 +127,14 @@ class Claim:
 class BenchSuite:
     """A suite: a function that lists its cases, and what it concludes from the records of all measured cases.
 
-    The conclusion has the keys "summary" (a sentence), "value", "target" and "met". `check` receives the folder of the
-    results before anything is measured, and raises InvalidInput or Unsupported where the suite cannot run. `title`,
-    `about` and `claim` are for readers of the report. `bars` is what its plot compares, in words, and a case's numbers
-    by name; without it the plot compares ratios, or times.
+    The conclusion is a sentence, and whether the target is met. `check` receives the folder of the results before
+    anything is measured, and raises InvalidInput or Unsupported where the suite cannot run. `title`, `about` and
+    `claim` are for readers of the report. `bars` is what its plot compares, in words, and a case's numbers by name;
+    without it the plot compares ratios, or times.
     """
 
     cases: Callable[[], list[BenchCase]]
-    conclude: Callable[[list[CaseRecord]], dict[str, Any]] | None = None
+    conclude: Callable[[list[CaseRecord]], tuple[str, bool]] | None = None
     check: Callable[[Path], None] | None = None
     title: str = ""
     about: tuple[str, ...] = ()
@@ -243,11 +243,6 @@ def check_error(name: str, results: Sequence[torch.Tensor], exact: Sequence[torc
     error = max(relative_error(x, y) for x, y in zip(results, exact, strict=True))
     assert error < TOLERANCE, f"{name} is wrong by {error:.1e}"
     return error
-
-
-def compare_with_target(summary: str, value: float, target: float) -> dict[str, Any]:
-    """The conclusion of a suite whose `value` is to be at least `target`."""
-    return {"summary": summary, "value": value, "target": target, "met": value >= target}
 
 
 def iqr(values: list[float]) -> float:

@@ -24,7 +24,6 @@ from ..case import (
     Context,
     Ratio,
     check_error,
-    compare_with_target,
     make_ring,
     make_settings,
 )
@@ -154,7 +153,7 @@ def _judge(record: CaseRecord) -> list[dict[str, Any]]:
     return [{"best": best, "auto": picked, "auto / best": ratio, "worst / best": worst, "near": ratio <= 1 / NEAR}]
 
 
-def _conclude(records: list[CaseRecord]) -> dict[str, Any]:
+def _conclude(records: list[CaseRecord]) -> tuple[str, bool]:
     """The share of settings in which auto picked the fastest schedule, or a schedule that is nearly as fast."""
     measured, modelled = (
         [row for record in records if bool(record["columns"]) is timed for row in record.get("summary", ())]
@@ -170,7 +169,7 @@ def _conclude(records: list[CaseRecord]) -> dict[str, Any]:
     if measured and modelled:
         near = sum(row["near"] for row in modelled)
         text += f"; on presets in {near} of {len(modelled)} settings (modelled)"
-    return compare_with_target(text, share, TARGET)
+    return text, share >= TARGET
 
 
 @dataclass(frozen=True)

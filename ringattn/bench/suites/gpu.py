@@ -328,7 +328,7 @@ def list_rows(record: CaseRecord) -> list[dict[str, str]]:
     ]
 
 
-def conclude(records: list[CaseRecord]) -> dict[str, Any]:
+def conclude(records: list[CaseRecord]) -> tuple[str, bool]:
     """How many cases were measured, on what; and the median share of matmul's rate."""
     done = [record for record in records if "failed" not in record]
     hardware = done[0]["details"]["hardware"] if done else {}
@@ -337,7 +337,7 @@ def conclude(records: list[CaseRecord]) -> dict[str, Any]:
     text += f"; median share of matmul's rate {median(shares):.1%}" if shares else ""
     if DEVICE != "cuda":
         text = f"EMULATED on a CPU, the times mean nothing: {text}"
-    return {"summary": text, "value": len(done), "target": len(records), "met": len(done) == len(records)}
+    return text, len(done) == len(records)
 
 
 def check(folder: Path) -> None:
