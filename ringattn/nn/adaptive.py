@@ -162,16 +162,16 @@ class AdaptiveAttention(RingAttention):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """Global positions int64 [N] of the rows. If the arguments of one rank are wrong, all ranks raise."""
-        error = None
-        if isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.ndim == k.ndim == 4:
-            expected, actual = (*self.query.shape[:2], len(self.key)), (q.shape[1], q.shape[3], k.shape[1])
-            if actual != expected:
-                error = InvalidInput(
-                    f"q has {actual[0]} heads of dim {actual[1]} and k {actual[2]} heads, but the scorer was made for "
-                    f"num_heads={expected[0]}, head_dim={expected[1]}, kv_heads={expected[2]}; make the module for the "
-                    "shapes of q and k"
+        with self.report_errors("positions"):
+            heads, head_dim, kv_heads = *self.query.shape[:2], len(self.key)
+            is_whole = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.ndim == k.ndim == 4
+            if is_whole and (q.shape[1], q.shape[3], k.shape[1]) != (heads, head_dim, kv_heads):
+                raise InvalidInput(
+                    f"q has {q.shape[1]} heads of dim {q.shape[3]} and k {k.shape[1]} heads, but the scorer was made "
+                    f"for num_heads={heads}, head_dim={head_dim}, kv_heads={kv_heads}; make the module for the shapes "
+                    "of q and k"
                 )
-        return self.positions(q, k, v, key_padding_mask=mask, error=error)
+        return self.positions(q, k, v, key_padding_mask=mask)
 
     def _block_means(
         self,
