@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sweep
 import torch
 import torch.distributed as dist
 import transformers as hf
@@ -97,42 +98,13 @@ def agreements(rank: int, names: list[str], tokens: int) -> list[tuple[float, fl
     return found
 
 
-def batches(rank: int, name: str, checkpointing: bool, packed: bool) -> tuple[float, float]:
-    """Largest differences of logits and gradients from each sequence run alone, eagerly.
-
-    The second row of the batch has left padding; with `packed` the rows have different documents instead.
-    """
-    tokens, layout = 37, "striped(3)"
-    alone = [(0, 0, 9), (0, 9, tokens), (1, 0, tokens)] if packed else [(0, 0, tokens), (1, 14, tokens)]
-    ids = torch.randint(61, (2, tokens), generator=torch.Generator().manual_seed(2))
-    labels = ids.clone()
-    whole = {"input_ids": ids, "labels": labels}
-    if not packed:
-        mask = whole["attention_mask"] = torch.ones_like(ids)
-        mask[1, :14], labels[1, :14] = 0, -100
+def batches(rank: int, name: str, bound: float) -> dict[str, str]:
+    """What `sweep` finds for each kind of batch, with differences of at most `bound`."""
     eager = make(name, attn_implementation="eager")
-    total = sum(stop - start - 1 for _, start, stop in alone)
-    loss, expected = torch.zeros(()), []
-    for row, start, stop in alone:
-        part = ids[row : row + 1, start:stop]
-        expected.append(eager(part, use_cache=False).logits[0])
-        loss = loss + torch.nn.functional.cross_entropy(expected[-1][:-1], part[0, 1:], reduction="sum") / total
-    gradients = torch.autograd.grad(loss, list(eager.parameters()))
-    model = parallelize(make(name), layout=layout).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    batch = shard_batch(whole, layout=layout, cu_seqlens=[[0, 9, tokens], [0, tokens]] if packed else None)
-    result = model(**batch, use_cache=False, num_items_in_batch=total)
-    result.loss.backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-    logits = gather_logits(result.logits, layout=layout)
-    wrong = max(
-        float((logits[row, start:stop] - right).detach().abs().max())
-        for (row, start, stop), right in zip(alone, expected, strict=True)
-    )
-    pairs = zip(model.parameters(), gradients, strict=True)
-    return wrong, max(float((p.grad - g).abs().max()) for p, g in pairs)
+    ids = torch.randint(1, 61, (2, sweep.TOKENS), generator=torch.Generator().manual_seed(2))
+    expected = {mode: sweep.run_alone(eager, mode, ids) for mode in sweep.PARTS}
+    model, layout = parallelize(make(name), layout="striped(3)"), "striped(3)"
+    return {mode: sweep.compare(model, None, layout, mode, right, ids, bound) for mode, right in expected.items()}
 
 
 def by_length(rank: int, name: str, layout: str, kind: str) -> list[float]:

@@ -32,15 +32,10 @@ def test_logits_and_gradients_are_those_of_the_eager_model(run_ranks, ranks: int
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    ("name", "checkpointing", "packed"),
-    [("Gemma 2, softcap", False, False), ("GPT-OSS, sinks", True, False), ("Mistral, window", True, True)],
-)
-def test_padded_and_packed_rows_equal_sequences_alone(  # type: ignore[no-untyped-def]
-    run_ranks, name: str, checkpointing: bool, packed: bool
-) -> None:
-    for logits, gradients in run_ranks(model_cases.batches, 2, name, checkpointing, packed, timeout=120):
-        assert logits <= 32 * EPS and gradients <= 32 * EPS
+@pytest.mark.parametrize("name", ["Gemma 2, softcap", "GPT-OSS, sinks", "Mistral, window"])
+def test_padded_and_packed_rows_equal_sequences_alone(run_ranks, name: str) -> None:  # type: ignore[no-untyped-def]
+    for found in run_ranks(model_cases.batches, 2, name, 32 * EPS, timeout=120):
+        assert found == dict.fromkeys(("packed", "padded", "checkpointed"), "exact")
 
 
 @pytest.mark.multi
