@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import log
 from pathlib import Path
 from statistics import median
@@ -213,9 +214,7 @@ def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat
             result = run() if run is not None else None
         except case.lacking as error:
             reason = say_what_lacks(error)
-        if case.lacking:
-            reason = max(_of_all_ranks(reason), key=len)
-        if reason:
+        if reason := max(_of_all_ranks(reason), key=len):
             missing[column.name] = reason
         else:
             runs[column.name], results[column.name] = (column.threads, run), result
@@ -226,7 +225,7 @@ def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat
         missing |= {name: f"wrong: relative error {error:.1e}; not timed" for name, error in wrong.items()}
         runs = {name: run for name, run in runs.items() if name not in wrong}
     del run, result, results
-    times = time_rounds(runs, repeat)
+    times = take_turns({name: partial(time_run, *run) for name, run in runs.items()}, repeat)
     weighed = [column for column in case.columns if column.weighed and column.name in runs]
     runs.clear()  # its inputs do not belong to the peaks
     peaks = {column.name: weigh(column, context) for column in weighed}
@@ -307,25 +306,24 @@ def weigh(column: BenchColumn, context: Context) -> dict[str, int]:
     return peaks
 
 
-def time_rounds(
-    runs: dict[str, tuple[int, Run | None]], repeat: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, list[float]]:
-    """Seconds of every column in every round, by (threads, run) of each column. Columns alternate within a round."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
+def take_turns(timers: dict[str, Callable[[], float]], repeat: int) -> dict[str, list[float]]:
+    """Seconds of every column in every round, as `timers` measure them. Columns alternate within a round."""
+    times: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(repeat):
-        for name, run in runs.items():
-            times[name].append(time_run(*run, clock=clock)[0])
+        for name, timer in timers.items():
+            times[name].append(timer())
     return times
 
 
-def time_run(threads: int, run: Run | None, clock: Callable[[], float] = time.perf_counter) -> tuple[float, Any]:
-    """(seconds, result) of one run between two barriers, so that the slowest rank counts."""
+def time_run(threads: int, run: Run | None) -> float:
+    """Seconds of one run between two barriers, so that the slowest rank counts."""
     torch.set_num_threads(threads)
     _barrier()
-    start = clock()
-    result = run() if run is not None else None
+    start = time.perf_counter()
+    if run is not None:
+        run()
     _barrier()
-    return clock() - start, result
+    return time.perf_counter() - start
 
 
 def _barrier() -> None:

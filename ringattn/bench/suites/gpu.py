@@ -32,7 +32,7 @@ from ...text import size
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, relative_error
 from ..libraries import CANNOT_RUN, LIBRARIES, Attend, list_masks, make_call, say_what_lacks
 from ..records import slug
-from ..runner import describe_host
+from ..runner import describe_host, take_turns
 
 #: The type of the device. Tests put "cpu" here, and stand-ins for torch.cuda: the results are then labelled emulated.
 DEVICE = "cuda"
@@ -152,10 +152,7 @@ def measure_columns(
     limit = GRAD_TOLERANCE if backward else TOLERANCE
     assert max(errors.values()) < limit, f"results differ by more than {limit}: {errors}"
     calls = {column: min(MOST_CALLS, 1 + int(sizes.enough / max(_time(run, 1), 1e-9))) for column, run in runs.items()}
-    times: dict[str, list[float]] = {column: [] for column in runs}
-    for _ in range(repeat):
-        for column, run in runs.items():
-            times[column].append(_time(run, calls[column]))
+    times = take_turns({column: partial(_time, run, calls[column]) for column, run in runs.items()}, repeat)
     peaks = {column: _peak(run) for column, run in runs.items()}
     details = {"hardware": describe_device(), "missing": missing, "peaks": peaks, "calls": calls}
     return {"times": times, "errors": errors, "details": details}
