@@ -284,7 +284,7 @@ def test_wrong_requests() -> None:
         (lambda: simulate(plan, EVEN, slow={7: 2.0}), InvalidInput, r"slow: rank 7 is not one of 0 \.\. 3"),
         (lambda: simulate(plan, EVEN, slow=[1.0]), InvalidInput, "a factor for each of 4 ranks"),
         (lambda: simulate(plan, EVEN, slow={1: 0.0}), InvalidInput, "factors must be finite and > 0"),
-        (lambda: simulate(plan, EVEN, slow=3), InvalidInput, "slow=3: expected factors by rank"),  # type: ignore[arg-type]
+        (lambda: simulate(plan, EVEN, slow=3), InvalidInput, "slow: expected a factor for each of 4 ranks"),  # type: ignore[arg-type]
         (lambda: simulate(plan, EVEN, slow={1: "x"}), InvalidInput, "a factor is not a number .*'x'"),  # type: ignore[dict-item]
         (lambda: simulate(plan, EVEN, stalls=[Stall(9, 0, 1.0)]), InvalidInput, r"expected a rank 0 \.\. 3"),
         (lambda: simulate(plan, EVEN, stalls=[(1, 0, 1.0)]), InvalidInput, "is no Stall"),  # type: ignore[list-item]
@@ -373,7 +373,7 @@ def test_wrong_commands(tmp_path: Path) -> None:
         (("mode=validate", "tokens=2k"), "tokens=2k has no meaning with mode=validate"),
         (("experiment=validate", "passes=3"), "passes=3 has no meaning with mode=validate"),
         (("stalls=[[1, 2]]",), "is not [rank, step, seconds]"),
-        (("slow=3",), "slow=3: expected factors by rank"),
+        (("slow=3",), "slow: expected a factor for each of"),
         (("ranks=262144", "tokens=1G", "machine.buffers=2"), "receive slots are more than"),
     ):
         done = ringattn("simulate", *arguments, cwd=tmp_path)
