@@ -27,26 +27,6 @@ CLOSE = 1e-12
 EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7, merge=1e8, gamma=0.1)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_dense_plans_by_every_solver(backward: bool) -> None:
-    plan = make_plan(Full(), tokens=8 * 6, ranks=8, schedule="ring", heads=2)
-    alike, nodes = EVEN, replace(EVEN, ranks_per_node=2, node_bandwidth=1e9)
-    for machine, solvers in (
-        (alike, ("periodic", "stencil", "events")),
-        (nodes, ("periodic", "stencil", "events")),
-    ):
-        seconds = [simulate(plan, machine, backward=backward, solver=solver).seconds for solver in solvers]
-        assert simulate(plan, machine, backward=backward).solver == solvers[0]
-        assert seconds == pytest.approx([seconds[0]] * len(seconds), rel=CLOSE)
-    if not backward:
-        found = [
-            simulate(plan, alike, slow={3: 1.5}, stalls=[Stall(6, 2, 0.1)], solver=solver)
-            for solver in ("events", "stencil")
-        ]
-        assert found[0].finish == pytest.approx(found[1].finish, rel=CLOSE)
-        assert simulate(plan, alike, slow={3: 1.5}).solver == "stencil"
-
-
 @given(
     problems(most_tokens=24, most_ranks=6),
     st.sampled_from(["ring", "direct", "allgather", "double_ring(1)"]),
