@@ -6,10 +6,12 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,8 +25,9 @@ from ringattn.cli.config.overrides import prepare
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-#: What starts a sample that needs several ranks, and is only compiled.
+#: What starts a sample that needs several ranks, or another file, and is only compiled.
 SEVERAL_RANKS = ("# torchrun", "# mpirun")
+OF_OTHER_FILES = ("# app.py",)
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -53,7 +56,7 @@ def test_python_samples_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None
     names: dict[str, object] = {}
     for sample, shown in re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", page.read_text(), re.DOTALL):
         code = compile(sample, str(page), "exec")
-        if sample.startswith(SEVERAL_RANKS):
+        if sample.startswith((*SEVERAL_RANKS, *OF_OTHER_FILES)):
             continue
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(code, names)
@@ -92,6 +95,46 @@ def test_commands_parse(page: Path) -> None:
             words = ["ringattn", "run", *words[1:]] if words[0] == "scripts/run" else []
         if len(words) > 1 and words[0] == "ringattn" and not words[1].startswith(("-", "<")):
             prepare(words[1], [word for word in words[2:] if "=" in word])
+
+
+#: Runs a program as an installation does that `build_editable` made: by the .pth file of its wheel.
+INSTALLED = """
+import runpy, site, sys
+known, folder, sys.argv = [*sys.path], sys.argv[1], sys.argv[2:]
+site.addsitedir(folder)
+sys.path[:] = [sys.path[0], *(x for x in sys.path if x not in known), *known[1:]]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("way", ["build_editable", "build_wheel"])
+def test_another_hydra_application_has_our_groups(way: str, tmp_path: Path) -> None:
+    """The sample of the page, beside an installation of each kind; a group of the application goes before ours."""
+    page = (ROOT / "docs/command_line.md").read_text()
+    (sample,) = [block for block in blocks(ROOT / "docs/command_line.md", "python") if block.startswith("# app.py")]
+    (settings,) = re.findall(r"`(defaults: \[.*?\])`", page)
+    build = f"import hatchling.build as b; print(b.{way}({str(tmp_path)!r}))"
+    pytest.importorskip("hatchling")
+    done = subprocess.run([sys.executable, "-c", build], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    zipfile.ZipFile(tmp_path / done.stdout.strip()).extractall(tmp_path / "site")
+    (tmp_path / "app.py").write_text(sample)
+    (tmp_path / "app.yaml").write_text(settings)
+    (tmp_path / "boot.py").write_text(INSTALLED)
+    (tmp_path / "pattern").mkdir()
+    (tmp_path / "pattern" / "causal.yaml").write_text("spec: Full()\n")
+
+    def run(*overrides: str) -> str:
+        words = ["boot.py", str(tmp_path / "site"), "app.py", *overrides, "hydra.run.dir=."]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert run() == "(Causal() & Window(left=4095, right=0)) h100_nvlink_ib"
+    assert run("pattern.left=7", "machine=l20_pcie") == "(Causal() & Window(left=7, right=0)) l20_pcie"
+    assert run("pattern=causal").startswith("Full()")
 
 
 def test_there_are_samples() -> None:
