@@ -235,7 +235,7 @@ def test_the_device_holds_nothing_that_grows_with_tokens(pattern: Pattern, backw
 def test_a_chosen_chunk_fits(dtype: torch.dtype, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """`row_bytes` is enough for what lives on the device, and not far too much; a chosen chunk takes half of it."""
     facts = {"heads": 4, "kv_heads": 2, "head_dim": 32, "value_dim": 32, "dtype": str(dtype)[6:], "batch": 1}
-    per_row = row_bytes(**facts, backward=backward)
+    per_row, _ = row_bytes(**facts, backward=backward)
     for pattern in (Causal(), Full()):
         peak = device_peak(pattern, 2048, 512, dtype, backward=backward)
         assert 0.5 * 512 * per_row <= peak <= 1.2 * 512 * per_row  # `Apart` copies blocks that hops read, too
@@ -253,7 +253,7 @@ def test_a_chosen_chunk_fits(dtype: torch.dtype, backward: bool, monkeypatch: py
 def test_memory_that_the_allocator_holds_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has freed tensors gets the chunk of a process that never had them."""
     facts = {"heads": 4, "kv_heads": 2, "head_dim": 32, "value_dim": 32, "dtype": "float32", "batch": 1}
-    per_row = row_bytes(**facts, backward=True)
+    per_row, _ = row_bytes(**facts, backward=True)
     for driver, reserved, allocated, rows in ((1000, 0, 0, 500), (400, 650, 50, 500), (1000, 300, 300, 500)):
         bytes_of = {"mem_get_info": (driver * per_row, 0), "memory_reserved": reserved, "memory_allocated": allocated}
         for name, value in bytes_of.items():
