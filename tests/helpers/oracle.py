@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from ringattn.kernels.base import Kernel, band, wide
 from ringattn.pattern import Pattern
 from ringattn.plan.work import Work
+from ringattn.runtime.softmax import merge_
 
 Tensor = torch.Tensor
 
@@ -174,6 +176,40 @@ def trimmed(rows: int, keys: int, lo: int | None, hi: int | None) -> Work | None
         return None
     whole = Work(range(4), range(2), range(rows), (range(keys),), lo, hi)
     return whole.narrow((first, last), (left, right))
+
+
+def visible(work: Work) -> Tensor:
+    """Bool [rows, keys]: which keys the rows of a work see."""
+    return band(len(work.q), work.keys, work.lo, work.hi, torch.device("cpu"))
+
+
+def solve_calls(kernel: Kernel, case: Case, work: Work) -> Result:
+    """The results and gradients of a work by the calls of a kernel, merged and added as the executor does."""
+    q, k, v = case.inputs
+    kind = wide(q.dtype)
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=kind, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=kind, device=q.device)
+    local = Work(work.heads, work.kv, range(len(work.q)), (range(work.keys),), work.lo, work.hi)
+    for call, rows, keys in _calls(kernel, local):
+        part, part_lse = kernel.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], call, case.factor)
+        assert part_lse.dtype == kind and part_lse.shape == part.shape[:3]
+        assert (part_lse != -torch.inf).all(), "every row of a call sees a key"
+        merge_(out[:, :, rows], lse[:, :, rows], part, part_lse)
+    grads = tuple(torch.zeros(x.shape, dtype=torch.float64, device=q.device) for x in case.inputs)
+    for call, rows, keys in _calls(kernel.for_backward(), local):
+        parts = kernel.backward(
+            *(case.grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys]),
+            *(out[:, :, rows].to(q.dtype), lse[:, :, rows], call, case.factor),
+        )
+        for total, where, part in zip(grads, (rows, keys, keys), parts, strict=True):
+            total[:, :, where] += part
+    return Result(out, lse, grads)
+
+
+def _calls(kernel: Kernel, work: Work) -> Iterator[tuple[Work, slice, slice]]:
+    """The calls of a kernel, with their rows and their keys."""
+    for call in (single for batch in kernel.split(work) for single in batch.singles()):
+        yield call, slice(call.q.start, call.q.stop), slice(call.k[0].start, call.k[-1].stop)
 
 
 def mark_pairs(found: np.ndarray, whole: Work, kv_heads: int) -> None:

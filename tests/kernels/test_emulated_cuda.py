@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from emulated_ops import EmulatedOps, emulate
-from oracle import Case, Result, dense, error, errors, make_case, stored, trimmed
+from oracle import Case, Result, dense, error, errors, make_case, solve_calls, stored, trimmed, visible
 
 import ringattn as ra
 from ringattn.kernels import aten_cuda, get_kernel
 from ringattn.kernels.aten_cuda import AtenCuda
-from ringattn.kernels.base import band, cut
+from ringattn.kernels.base import cut
 from ringattn.kernels.cuda_device import KNOWN_CUDNN, WHOLE_TILES_CUDNN, CudaDevice, efficient_reads, flash_reads
 from ringattn.plan.work import Work
 
@@ -220,10 +220,6 @@ def all_works() -> list[Work]:
     return [work for rows, keys in SHAPES for lo, hi in BANDS if (work := trimmed(rows, keys, lo, hi)) is not None]
 
 
-def visible(work: Work) -> torch.Tensor:
-    return band(len(work.q), work.keys, work.lo, work.hi, torch.device("cpu"))
-
-
 @pytest.mark.parametrize("reads", [flash_reads, efficient_reads])
 def test_cuts_hold_the_pairs_of_the_work(reads: Callable[[Work], bool]) -> None:
     several = 0
@@ -270,33 +266,10 @@ def test_every_choice_gives_dense_attention(
     for work in all_works()[place % 3 :: 3]:
         q, grad = make(4, len(work.q), 16), make(4, len(work.q), 24)
         k, v = make(2, work.keys, 16), make(2, work.keys, 24)
-        leaves = [x.double().requires_grad_() for x in (q, k, v)]
-        wide = [leaves[0], *(x.repeat_interleave(2, 1) for x in leaves[1:])]
-        logits = (wide[0] @ wide[1].mT * 0.3).masked_fill(~visible(work), -torch.inf)
-        lse, out = logits.logsumexp(-1), logits.softmax(-1) @ wide[2]
-        truth = torch.autograd.grad((out * grad.double()).sum(), leaves)
-        grads = [torch.zeros(x.shape, dtype=torch.float64) for x in (q, k, v)]
-        total = torch.zeros(2, 4, len(work.q), 24, dtype=torch.float64)
-        norm = torch.full((2, 4, len(work.q)), -torch.inf, dtype=torch.float64)
-        for call in kernel.split(work):
-            rows = slice(call.q.start - work.q.start, call.q.stop - work.q.start)
-            (run,) = call.k
-            keys = slice(run.start - work.k[0].start, run.stop - work.k[0].start)
-            mine = [x[:, :, rows] for x in (grad, q)]
-            part, part_lse = kernel.forward(mine[1], k[:, :, keys], v[:, :, keys], call, 0.3)
-            both = torch.logaddexp(norm[:, :, rows], part_lse.double())
-            old, new = ((x - both).exp().unsqueeze(-1) for x in (norm[:, :, rows], part_lse.double()))
-            total[:, :, rows], norm[:, :, rows] = total[:, :, rows] * old + part.double() * new, both
-            found = kernel.backward(
-                *(mine[0], mine[1], k[:, :, keys], v[:, :, keys]),
-                *(out.to(dtype)[:, :, rows], lse.float()[:, :, rows], call, 0.3),
-            )
-            for x, y, some in zip(grads, found, (rows, keys, keys), strict=True):
-                x[:, :, some] += y.double()
+        case = Case(q, k, v, grad, scale=0.3)
+        found, truth = solve_calls(kernel, case, work), dense(case, visible(work))
         limit = 1e-5 if dtype == torch.float32 else 3e-2
-        assert error(total, out) <= limit and error(norm, lse) <= limit, work
-        for x, y in zip(grads, truth, strict=True):
-            assert error(x, y) <= limit, work
+        assert max(errors(found, truth)) <= limit and error(found.lse, truth.lse) <= limit, work
     assert ops.calls
 
 
