@@ -67,7 +67,7 @@ def dense(
     case: Case, mask: Tensor, output_scale: float = 1.0, *, softcap: float | None = None, sinks: Tensor | None = None,
     factors: Tensor | float = 1.0,
 ) -> Result:  # fmt: skip
-    """fp64 softmax with multiplicities `mask` [H, N, N]; rows that see no key are 0, their lse -inf.
+    """fp64 softmax with multiplicities `mask` [H, N, N] or [B, H, N, N]; rows that see no key are 0, their lse -inf.
 
     sinks [H]: logits of one more key each, whose gradient is then the last. factors: of the weights, by dropout.
     """
@@ -137,7 +137,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 
 
 def errors(found: Result, truth: Result) -> list[float]:
-    """Errors of out, dq, dk, dv."""
+    """Errors of out, dq, dk, dv, and of the gradient of the sinks if there are sinks."""
     pairs = zip((found.out, *found.grads), (truth.out, *truth.grads), strict=True)
     return [error(a, b) for a, b in pairs]
 
@@ -150,13 +150,14 @@ def same_lse(found: Tensor, truth: Tensor, tolerance: float) -> None:
 
 
 def solve(attend: Callable[..., Any], case: Case, *arguments: Any, **options: Any) -> Result:
-    """The results and gradients of a function such as `ringattn.attention`."""
+    """The results and gradients of a function such as `ringattn.attention`; the gradient of `sinks=` comes last."""
     inputs = case.leaves()
     out, lse = attend(*inputs, *arguments, return_lse=True, scale=case.scale, **options)
+    leaves = inputs if options.get("sinks") is None else (*inputs, options["sinks"])
     if case.grad_lse is None:
-        grads = torch.autograd.grad(out, inputs, case.grad)
+        grads = torch.autograd.grad(out, leaves, case.grad)
     else:
-        grads = torch.autograd.grad((out, lse), inputs, (case.grad, case.grad_lse.to(lse.dtype)))
+        grads = torch.autograd.grad((out, lse), leaves, (case.grad, case.grad_lse.to(lse.dtype)))
     return Result(out.detach(), lse.detach(), grads)
 
 
