@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from ringattn.kernels.base import Kernel, band, wide
@@ -211,6 +212,24 @@ def _calls(kernel: Kernel, work: Work) -> Iterator[tuple[Work, slice, slice]]:
     """The calls of a kernel, with their rows and their keys."""
     for call in (single for batch in kernel.split(work) for single in batch.singles()):
         yield call, slice(call.q.start, call.q.stop), slice(call.k[0].start, call.k[-1].stop)
+
+
+def note_passes(patch: pytest.MonkeyPatch, runner: type, *kinds: str) -> list[tuple[str, Any]]:
+    """Where runners of a class note the passes of these kinds that they run from now on: (kind, runner)."""
+    passes: list[tuple[str, Any]] = []
+
+    def note(kind: str) -> Callable[..., Any]:
+        honest = getattr(runner, kind)
+
+        def noted(self: Any, *arguments: Any, **options: Any) -> Any:
+            passes.append((kind, self))
+            return honest(self, *arguments, **options)
+
+        return noted
+
+    for kind in kinds:
+        patch.setattr(runner, kind, note(kind))
+    return passes
 
 
 def mark_pairs(found: np.ndarray, whole: Work, kv_heads: int) -> None:
