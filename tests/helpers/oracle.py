@@ -150,10 +150,11 @@ def same_lse(found: Tensor, truth: Tensor, tolerance: float) -> None:
     assert error(found[some], truth[some]) <= tolerance
 
 
-def solve(attend: Callable[..., Any], case: Case, *arguments: Any, **options: Any) -> Result:
+def solve(attend: Callable[..., Any], case: Case, *arguments: Any, return_lse: bool = True, **options: Any) -> Result:
     """The results and gradients of a function such as `ringattn.attention`; the gradient of `sinks=` comes last."""
     inputs = case.leaves()
-    out, lse = attend(*inputs, *arguments, return_lse=True, scale=case.scale, **options)
+    result = attend(*inputs, *arguments, return_lse=return_lse, scale=case.scale, **options)
+    out, lse = result if return_lse else (result, torch.empty(0))
     leaves = inputs if options.get("sinks") is None else (*inputs, options["sinks"])
     if case.grad_lse is None:
         grads = torch.autograd.grad(out, leaves, case.grad)
