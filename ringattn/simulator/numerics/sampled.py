@@ -26,7 +26,7 @@ from ...plan.row_sets import WHOLE_BLOCK, AllRows, RowSet, RowSets
 from ...plan.schedules import make_schedule
 from ...plan.schedules.base import Edge, Route
 from ...plan.work import Work
-from ...runtime.accumulators import KernelInputs, RowViews
+from ...runtime.accumulators import RowViews, select_inputs
 from ...runtime.softmax import merge_
 from ..progress import track
 from ..timing.solvers.jitter import check_seed
@@ -108,11 +108,10 @@ def sample(
     scale, factor = plan.head_dim**-0.5, plan.pattern.output_scale
     out = torch.zeros(1, plan.heads, len(order), plan.value_dim, dtype=q.dtype, device="cpu")
     lse = torch.full(out.shape[:3], -torch.inf, dtype=q.dtype, device="cpu")
-    inputs = KernelInputs()
     walk = Walk(plan, source, homes, fault)
     for block, calls in walk.visits():
         for call, index in split_calls(kernel, calls):
-            (x,), (y, z) = inputs.select(call, None, RowViews(q[:, :, index]), block)
+            (x,), (y, z) = select_inputs(call, None, RowViews(q[:, :, index]), block)
             heads = slice(call.heads.start, call.heads.stop, call.heads.step)
             total, total_lse = out[:, heads, index], lse[:, heads, index]
             merge_(total, total_lse, *kernel.forward(x, y, z, call, scale))
