@@ -5,6 +5,7 @@ FROM python:3.12-slim AS cpu
 WORKDIR /app
 COPY pyproject.toml constraints.txt constraints-torch.txt README.md LICENSE ./
 COPY ringattn ringattn
+COPY hydra_plugins hydra_plugins
 COPY conf conf
 RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
         -c constraints.txt -c constraints-torch.txt . \
@@ -20,6 +21,7 @@ FROM pytorch/pytorch:2.11.0-cuda13.0-cudnn9-runtime AS cuda
 WORKDIR /app
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY ringattn ringattn
+COPY hydra_plugins hydra_plugins
 COPY conf conf
 RUN torch="$(python -c 'from importlib.metadata import version; print("torch==" + version("torch"))')" \
     && pip install --no-cache-dir -c constraints.txt "$torch" . \

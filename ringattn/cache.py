@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import Field
-from functools import wraps
+from functools import cached_property, wraps
 from itertools import islice
 from threading import RLock
-from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
-P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: Bytes counted per entry in addition to the bytes of its value: the key and the dictionary slots.
 ENTRY = 256
@@ -83,30 +83,19 @@ class Cache:
         self._sizes[key] = size
 
 
-class HasCache(Protocol):
-    """An object that keeps answers as long as it lives."""
-
-    @property
-    def cache(self) -> Cache:
-        """The answers of the functions of this object that are marked `cached`."""
-
-
-Owner = TypeVar("Owner", bound=HasCache)
-
-
-def cached(compute: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
-    """A function of an object and of hashable arguments whose answers are kept in the cache of the object.
+def cached(compute: F) -> F:
+    """A function of an object and of hashable arguments whose answers are kept in the `cache` of the object.
 
     The function and its arguments are the key, so that the answers of two functions cannot meet. An argument that is
     left out and the same argument given make two keys.
     """
 
     @wraps(compute)
-    def answer(owner: Owner, /, *arguments: P.args, **named: P.kwargs) -> T:
+    def answer(owner: Any, /, *arguments: Any, **named: Any) -> Any:
         key = (compute, *arguments, *named.items())
         return owner.cache.answer(key, lambda: compute(owner, *arguments, **named))
 
-    return answer
+    return cast("F", answer)
 
 
 def estimate_bytes(value: object) -> int:
@@ -150,6 +139,14 @@ class Value:
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+
+    def kept_hash(self) -> int:
+        """The hash of all fields, computed once: the `__hash__` of values that are long, or keys of many tables."""
+        return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}

@@ -149,7 +149,8 @@ def create_block_sparse_attention(
     - "base": on q, k, v [B, N, H, D];
     - "hierarchical": "base" with pattern="hierarchical";
     - "multihead": on [B, N, embed_dim]; needs embed_dim= and num_heads=;
-    - "adaptive": on q, k, v, with learned blocks; needs num_heads= and head_dim=, and takes no pattern.
+    - "adaptive": on q, k, v, with learned blocks; needs num_heads= and head_dim=, and takes no pattern. With embed_dim=
+      in place of head_dim= it is on [B, N, embed_dim].
 
     `pattern` is a Pattern or its text, a name of PRESETS, or a name of FAMILIES (default "local_window"). A family
     takes `block`, the tokens of a block (default 128), and `density`, the fraction of the key blocks that a query block
@@ -162,14 +163,18 @@ def create_block_sparse_attention(
         raise InvalidInput(f"variant={variant!r}: {did_you_mean(variant, VARIANTS)}expected {', '.join(VARIANTS)}")
     place = _place("auto", ring_size)
     if variant == "adaptive":
-        check_option_names(options, option_names(AdaptiveAttention) | {"num_heads", "head_dim"})
-        _require_options(options, "num_heads", "head_dim")
+        if density is not None or "k" not in options:
+            options["density"] = 0.1 if density is None else density
         if segment_lengths is not None and any(rate != 1 for rate in dilation_rates or ()):
             raise InvalidInput("the adaptive variant chooses its own blocks: leave out dilation_rates above 1")
         if pattern is not None:
             raise InvalidInput(f"the adaptive variant learns its pattern: leave out pattern={pattern!r}")
-        arguments = {"causal": causal, "order": "BNHD", **_selection_size(options, density), **place, **options}
-        return AdaptiveAttention(block=block or 128, **arguments)
+        options = {"block": block or 128, "causal": causal, **place, **options}
+        if "embed_dim" in options:
+            return MultiheadAdaptiveAttention(**{"batch_first": True, **options})
+        check_option_names(options, option_names(AdaptiveAttention) | {"num_heads", "head_dim"})
+        _require_options(options, "num_heads", "head_dim")
+        return AdaptiveAttention(**{"order": "BNHD", **options})
     if variant == "hierarchical":
         if pattern not in (None, "hierarchical"):
             raise InvalidInput(f"variant='hierarchical' is a pattern of its own: leave out pattern={pattern!r}")
@@ -185,15 +190,13 @@ def create_block_sparse_attention(
     return BlockSparseAttention(chosen, **{"order": "BNHD", **place, **options})
 
 
-def create_multihead_block_sparse(embed_dim: int, num_heads: int, **options: Any) -> MultiheadAttention:
+def create_multihead_block_sparse(
+    embed_dim: int, num_heads: int, *, adaptive: bool = False, **options: Any
+) -> MultiheadAttention:
     """`create_block_sparse_attention("multihead", ...)`, on [B, N, embed_dim]; with adaptive=True a
     `MultiheadAdaptiveAttention`, whose density defaults to 0.1 unless k= is given."""
-    if options.pop("adaptive", False):
-        density = _read_density(options, options.pop("density", None))
-        place = _place("auto", options.pop("ring_size", None))
-        arguments = {"batch_first": True, **_selection_size(options, density), **place, **options}
-        return MultiheadAdaptiveAttention(embed_dim, num_heads, **arguments)
-    return create_block_sparse_attention("multihead", embed_dim=embed_dim, num_heads=num_heads, **options)
+    variant = "adaptive" if adaptive else "multihead"
+    return create_block_sparse_attention(variant, embed_dim=embed_dim, num_heads=num_heads, **options)
 
 
 def BlockSparseAdaptive(
@@ -213,13 +216,6 @@ def get_block_sparse_preset(name: str) -> Pattern:
     if name not in PRESETS:
         raise InvalidInput(f"preset {name!r}: {did_you_mean(name, PRESETS)}expected one of {', '.join(PRESETS)}")
     return PRESETS[name]
-
-
-def _selection_size(options: dict[str, Any], density: float | None) -> dict[str, Any]:
-    """The density= option of an adaptive module: the given density, else 0.1 unless `options` give k=."""
-    if density is None and "k" in options:
-        return {}
-    return {"density": 0.1 if density is None else density}
 
 
 def _find_pattern(pattern: str | Pattern, density: float | None, block: int | None) -> Pattern:

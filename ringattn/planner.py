@@ -75,15 +75,13 @@ def make_plan(
     def make(layout: Layout, schedule: str) -> Plan:
         return arrange(bound, layout, schedule, sizes)
 
-    def make_named() -> Plan:
-        return make(layouts[0], schedule)
-
-    def make_chosen() -> Plan:
+    def make_it() -> Plan:
+        if not choosing:
+            return make(layouts[0], schedule)
         from .simulator.timing.auto import choose
 
         assert on_machine is not None
         return choose(make, layouts, None if schedule == "auto" else (schedule,), on_machine)
 
-    make_it = make_chosen if choosing else make_named
     key = tuple(layouts), schedule, on_machine if choosing else None, bound, sizes
     return make_it() if pattern.transient else _plans.answer(key, make_it)

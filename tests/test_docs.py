@@ -6,10 +6,12 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,13 +20,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from browser import BROWSER, OVERLAPS, probe
+from safetensors.torch import save_file
 
+from ringattn.cli import advise
+from ringattn.cli.config.groups import AdviseOutputGroup
 from ringattn.cli.config.overrides import prepare
+from ringattn.cli.config.schema import AdviseConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-#: What starts a sample that needs several ranks, and is only compiled.
+#: What starts a sample that needs several ranks, or another file, and is only compiled.
 SEVERAL_RANKS = ("# torchrun", "# mpirun")
+OF_OTHER_FILES = ("# app.py",)
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -53,7 +60,7 @@ def test_python_samples_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None
     names: dict[str, object] = {}
     for sample, shown in re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", page.read_text(), re.DOTALL):
         code = compile(sample, str(page), "exec")
-        if sample.startswith(SEVERAL_RANKS):
+        if sample.startswith((*SEVERAL_RANKS, *OF_OTHER_FILES)):
             continue
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(code, names)
@@ -80,18 +87,109 @@ def test_the_table_of_support_names_tests_that_exist() -> None:
     assert not [(file, test) for file, test in named if f"def {test}(" not in (ROOT / file).read_text()]
 
 
+def commands_of(page: Path) -> list[str]:
+    """The lines of the page's shell samples, and commands within its text."""
+    joined = [block.replace("\\\n", "") for block in blocks(page, "bash")]
+    lines = [" ".join(line.split("#")[0].split()) for block in joined for line in block.splitlines()]
+    return lines + re.findall(r"`((?:ringattn|scripts/)[^`]*)`", page.read_text())
+
+
 @pytest.mark.parametrize("page", with_samples("bash"), ids=name_of)
 def test_commands_parse(page: Path) -> None:
-    joined = [block.replace("\\\n", "") for block in blocks(page, "bash")]
-    commands = [line.split("#")[0] for block in joined for line in block.splitlines()]
-    commands += re.findall(r"`((?:ringattn|scripts/)[^`]*)`", page.read_text())
-    for command in commands:
+    for command in commands_of(page):
         words = shlex.split(command)
         if words and words[0].startswith("scripts/"):
             assert (ROOT / words[0]).is_file()
             words = ["ringattn", "run", *words[1:]] if words[0] == "scripts/run" else []
         if len(words) > 1 and words[0] == "ringattn" and not words[1].startswith(("-", "<")):
             prepare(words[1], [word for word in words[2:] if "=" in word])
+
+
+#: Runs a program as an installation does that `build_editable` made: by the .pth file of its wheel.
+INSTALLED = """
+import runpy, site, sys
+known, folder, sys.argv = [*sys.path], sys.argv[1], sys.argv[2:]
+site.addsitedir(folder)
+sys.path[:] = [sys.path[0], *(x for x in sys.path if x not in known), *known[1:]]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("way", ["build_editable", "build_wheel"])
+def test_another_hydra_application_has_our_groups(way: str, tmp_path: Path) -> None:
+    """The sample of the page, beside an installation of each kind; a group of the application goes before ours."""
+    page = (ROOT / "docs/command_line.md").read_text()
+    (sample,) = [block for block in blocks(ROOT / "docs/command_line.md", "python") if block.startswith("# app.py")]
+    (settings,) = re.findall(r"`(defaults: \[.*?\])`", page)
+    build = f"import hatchling.build as b; print(b.{way}({str(tmp_path)!r}))"
+    pytest.importorskip("hatchling")
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    zipfile.ZipFile(tmp_path / done.stdout.strip()).extractall(tmp_path / "site")
+    (tmp_path / "app.py").write_text(sample)
+    (tmp_path / "app.yaml").write_text(settings)
+    (tmp_path / "boot.py").write_text(INSTALLED)
+    (tmp_path / "pattern").mkdir()
+    (tmp_path / "pattern" / "causal.yaml").write_text("spec: Full()\n")
+
+    def run(*overrides: str) -> str:
+        words = ["boot.py", str(tmp_path / "site"), "app.py", *overrides, "hydra.run.dir=."]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert run() == "(Causal() & Window(left=4095, right=0)) h100_nvlink_ib"
+    assert run("pattern.left=7", "machine=l20_pcie") == "(Causal() & Window(left=7, right=0)) l20_pcie"
+    assert run("pattern=causal").startswith("Full()")
+
+
+#: Takes seconds of one core at most; all others run where RINGATTN_EVERY_COMMAND is set, which takes an hour.
+QUICK = re.compile(r"ringattn (plan|doctor|run .*--|simulate (model|ranks=256|study=stragglers|mode=\S+$))")
+#: What the samples read; `calibrate` writes machine.yaml for those after it.
+STORED = {"outputs/bench/standard_1.jsonl": "standard", "old.jsonl": "standard", "new.jsonl": "standard"}
+COMMANDS = dict.fromkeys(
+    command
+    for page in PAGES
+    for command in commands_of(page)
+    if re.match(r"(ringattn \S+ [^.]|scripts/(run|train))", command)
+    and not re.search(r"NAME|\.\.\.|suite=gpu|stream=disk$", command)
+)
+
+
+@pytest.mark.timeout(3600 if "RINGATTN_EVERY_COMMAND" in os.environ else 120)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run(command: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    if not QUICK.match(command) and "RINGATTN_EVERY_COMMAND" not in os.environ:
+        pytest.skip("takes long; RINGATTN_EVERY_COMMAND=1 runs it")
+    folder = tmp_path_factory.getbasetemp() / "commands"
+    (folder / "outputs/bench").mkdir(parents=True, exist_ok=True)
+    for name, suite in STORED.items():
+        (folder / name).write_bytes(next(ROOT.glob(f"benchmarks/{suite}_*.jsonl")).read_bytes())
+    tensors = {name: torch.randn(1, 2, 4096, 16) for name in ("q", "k", "v")}
+    save_file(tensors, folder / "qkv.safetensors")
+    words = shlex.split(command)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    programs = {  # of a script, what it does after its set-up
+        "ringattn": ["-m", "ringattn"],
+        "scripts/run": ["-m", "ringattn", "run", "layout=zigzag"],
+        "scripts/train": [*launch, str(ROOT / "examples/train_lm/train.py"), "cp=2"],
+    }
+    done = subprocess.run(
+        [sys.executable, *programs[words[0]], *words[1:]],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
 
 
 def test_there_are_samples() -> None:
@@ -225,14 +323,40 @@ LOOK = """
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 @pytest.mark.skipif(not SITE.is_dir(), reason="needs the pages: scripts/docs")
 @pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("name", ["index", "textbook", "notebooks/planning_a_cluster"])
+@pytest.mark.parametrize("name", ["index", "textbook", "simulation", "command_line", "notebooks/planning_a_cluster"])
 def test_pages_of_the_site_fit(name: str, width: int, tmp_path: Path) -> None:
     page = SITE / f"{name}.html"
     base = f'<head><base href="{page.as_uri()}">'
     seen = probe(page.read_text().replace("<head>", base, 1), LOOK, tmp_path, width=width)
     assert seen["wide"] <= seen["room"] == width
-    assert seen["images"] and not seen["silent"] and not seen["broken"]
+    assert not seen["silent"] and not seen["broken"] and (seen["images"] or name == "command_line")
     assert "reference download" not in page.read_text()
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_stored_study_fits(width: int, tmp_path: Path) -> None:
+    (page,) = ROOT.glob("benchmarks/billion_*/report.html")
+    seen = probe(page.read_text(), OVERLAPS, tmp_path, width=width)
+    assert not seen["found"] and seen["wide"] <= seen["room"] == width
+
+
+@pytest.fixture(scope="module")
+def advice(tmp_path_factory: pytest.TempPathFactory) -> str:
+    pytest.importorskip("matplotlib")
+    page = tmp_path_factory.mktemp("advice") / "advice.html"
+    config = AdviseConfig(tokens="32k", gpus=4, batch=1, output=AdviseOutputGroup(page=str(page)))
+    with contextlib.redirect_stdout(io.StringIO()):
+        advise.main(config)
+    return page.read_text()
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_of_advice_fits(advice: str, width: int, tmp_path: Path) -> None:
+    seen = probe(advice, OVERLAPS, tmp_path, width=width)
+    assert seen["words"] > 20 and not seen["silent"]
+    assert not seen["found"] and seen["wide"] <= seen["room"] == width
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")

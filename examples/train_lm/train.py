@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import shutil
 import signal
@@ -193,7 +192,7 @@ class Run:
             file.write(json.dumps(line) + "\n")
         held_out = f"  held out {line['held_out']:.4f}" if "held_out" in line else ""
         speed = f"{line['tokens_per_second']:,.0f} tokens/s"
-        print(f"step {self.step:4d}/{self.cfg.steps}  loss {line['loss']:.4f}  {speed}{held_out}", flush=True)
+        print(f"step {self.step:4d}/{self.cfg.steps}  loss {line['loss']:.4f} nats/byte  {speed}{held_out}", flush=True)
 
 
 def log_to(tool: str | None, run: Run) -> Callable[..., object]:
@@ -233,9 +232,9 @@ def plot(run: Run) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for key, label, style in (("loss", "training, the step's rows", "-"), ("held_out", "topics held out", "o-")):
-        points = [(line["step"], line[key] / math.log(2)) for line in lines if key in line]
+        points = [(line["step"], line[key]) for line in lines if key in line]
         axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.5, markersize=4)
-    axes.set(xlabel="step", ylabel="loss (bits per byte)", ylim=(0, None), xlim=(0, None))
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None), xlim=(0, None))
     ranks = ", then ".join(dict.fromkeys(line["ranks"] for line in lines))
     axes.set_title(
         f"A byte-level decoder on the topics of Python's help: {run.folder.name}\n"

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
 
-from ..layout.regular import make_layout
+from ..functional import ring_attention
+from ..layout.regular import Layout, make_layout
+from ..pattern import parse_pattern
 from ..transport.base import Transport
 from .links import Links
 
@@ -20,6 +25,8 @@ Run = Callable[[], Any]
 CaseRecord = dict[str, Any]
 #: Most relative error of a result in fp32; a result with a larger error is wrong, and is not timed.
 TOLERANCE = 1e-5
+#: Heads and head dimension of a case where its suite does not say otherwise.
+HEADS, HEAD_DIM = 8, 64
 
 
 @dataclass(frozen=True)
@@ -37,12 +44,14 @@ class BenchColumn:
     """One of the things that a case compares.
 
     `make(context)` is called once per process and returns the function that is timed, or None on a rank that only waits
-    for the others. `threads` is torch's thread count during the run.
+    for the others. `threads` is torch's thread count during the run. The tensors of a column that is not `weighed` are
+    not counted.
     """
 
     name: str
     threads: int
     make: Callable[[Context], Run | None]
+    weighed: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,9 @@ class BenchCase:
     may_fail: bool = False
     #: A shorter case: where it failed, or shows that a call would take too long, this case is not tried.
     after: str | None = None
+    #: Errors that say that a column cannot run here. In a case that has some, such a column, and one whose error is
+    #: TOLERANCE or more, is missing, with the reason in "details", and the others are timed.
+    lacking: tuple[type[Exception], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,14 +127,14 @@ class Claim:
 class BenchSuite:
     """A suite: a function that lists its cases, and what it concludes from the records of all measured cases.
 
-    The conclusion has the keys "summary" (a sentence), "value", "target" and "met". `check` receives the folder of the
-    results before anything is measured, and raises InvalidInput or Unsupported where the suite cannot run. `title`,
-    `about` and `claim` are for readers of the report. `bars` is what its plot compares, in words, and a case's numbers
-    by name; without it the plot compares ratios, or times.
+    The conclusion is a sentence, and whether the target is met. `check` receives the folder of the results before
+    anything is measured, and raises InvalidInput or Unsupported where the suite cannot run. `title`, `about` and
+    `claim` are for readers of the report. `bars` is what its plot compares, in words, and a case's numbers by name;
+    without it the plot compares ratios, or times.
     """
 
     cases: Callable[[], list[BenchCase]]
-    conclude: Callable[[list[CaseRecord]], dict[str, Any]] | None = None
+    conclude: Callable[[list[CaseRecord]], tuple[str, bool]] | None = None
     check: Callable[[Path], None] | None = None
     title: str = ""
     about: tuple[str, ...] = ()
@@ -134,7 +146,9 @@ class BenchSuite:
 Values = Callable[[CaseRecord], float | None]
 
 
-def make_settings(heads: int, head_dim: int, tokens: int, dtype: str = "float32", **more: Any) -> dict[str, Any]:
+def make_settings(
+    tokens: int, dtype: str = "float32", *, heads: int = HEADS, head_dim: int = HEAD_DIM, **more: Any
+) -> dict[str, Any]:
     """The settings of a case of attention with a batch of 1."""
     sizes = {"batch": 1, "heads": heads, "kv_heads": heads, "head_dim": head_dim, "dtype": dtype, "tokens": tokens}
     return sizes | more
@@ -165,10 +179,21 @@ def make_inputs(settings: dict[str, Any], count: int, tokens: int | None = None)
     return inputs
 
 
-def make_shards(context: Context, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of this rank's rows of tensors of the whole sequence, in the layout of the settings."""
-    layout = make_layout(context.settings["layout"], tokens=context.settings["tokens"], ranks=context.ranks)
-    return [layout.shard_tensor(x, context.rank).clone() for x in tensors]
+def get_layout(context: Context, name: str | None = None) -> Layout:
+    """The layout of the settings, or of this name, for the tokens and ranks of a case."""
+    return make_layout(name or context.settings["layout"], tokens=context.settings["tokens"], ranks=context.ranks)
+
+
+def make_shards(context: Context, tensors: Sequence[torch.Tensor], layout: str | None = None) -> list[torch.Tensor]:
+    """Copies of this rank's rows of tensors of the whole sequence, by `get_layout`."""
+    return [get_layout(context, layout).shard_tensor(x, context.rank).clone() for x in tensors]
+
+
+def gather(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The tensor of the whole sequence of which every rank has its shard. Collective."""
+    shards = [x.new_empty((*x.shape[:2], layout.rows(rank), x.shape[3])) for rank in range(layout.ranks)]
+    dist.all_gather(shards, x.contiguous())
+    return layout.unshard_tensor(shards)
 
 
 def make_pass(attend: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], grad: torch.Tensor | None) -> Run:
@@ -182,11 +207,30 @@ def make_pass(attend: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor
     return run
 
 
-def make_call(context: Context, attend: Callable[..., torch.Tensor], *, whole: bool = False) -> Run:
+def make_call(
+    context: Context, attend: Callable[..., torch.Tensor], *, whole: bool = False, layout: str | None = None
+) -> Run:
     """As `make_pass`, of this rank's shards, or of the whole sequence; with gradients where the settings have them."""
-    inputs = make_inputs(context.settings, 4)
-    q, k, v, grad = inputs if whole else make_shards(context, inputs)
-    return make_pass(attend, [q, k, v], grad if context.settings["backward"] else None)
+    inputs = make_inputs(context.settings, 4 if context.settings.get("backward") else 3)
+    q, k, v, *grad = inputs if whole else make_shards(context, inputs, layout)
+    return make_pass(attend, [q, k, v], grad[0] if grad else None)
+
+
+def make_alone(context: Context, attend: Callable[..., torch.Tensor]) -> Run | None:
+    """As `make_call` of the whole sequence, on rank 0; the other ranks wait."""
+    return None if context.rank else make_call(context, attend, whole=True)
+
+
+def make_single(context: Context) -> Run | None:
+    """torch's own dense or causal attention, by `make_alone`."""
+    return make_alone(context, partial(scaled_dot_product_attention, is_causal=context.settings["causal"]))
+
+
+def make_ring(context: Context, schedule: str = "ring", transport: Transport | None = None) -> Run:
+    """Our attention on the ranks of a case, by a schedule; over `transport` in place of that of the context."""
+    pattern, layout = parse_pattern(context.settings["pattern"]), context.settings["layout"]
+    options: Any = {"schedule": schedule, "transport": transport or context.transport}
+    return make_call(context, partial(ring_attention, pattern=pattern, layout=layout, **options))
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
@@ -199,11 +243,6 @@ def check_error(name: str, results: Sequence[torch.Tensor], exact: Sequence[torc
     error = max(relative_error(x, y) for x, y in zip(results, exact, strict=True))
     assert error < TOLERANCE, f"{name} is wrong by {error:.1e}"
     return error
-
-
-def compare_with_target(summary: str, value: float, target: float) -> dict[str, Any]:
-    """The conclusion of a suite whose `value` is to be at least `target`."""
-    return {"summary": summary, "value": value, "target": target, "met": value >= target}
 
 
 def iqr(values: list[float]) -> float:

@@ -13,14 +13,21 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..errors import Unsupported
 from ..pattern import BlockSparse, Causal, Dilated, Documents, Full, Pattern, Window
+from ..text import shorten
 
 LIBRARIES = ("cuDNN", "flash", "FlexAttention")
 #: Errors that say that a library cannot compute a call here, for lack of the library, of a backend or of memory.
-CANNOT_RUN = (ImportError, TypeError, RuntimeError, Unsupported)
+CANNOT_RUN: tuple[type[Exception], ...] = (ImportError, TypeError, RuntimeError, Unsupported)
 
 Tensor = torch.Tensor
 #: out of q, k, v, all [1, H, N, D].
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def say_what_lacks(error: Exception) -> str:
+    """Why a library cannot compute a call, on one line."""
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"cannot run: {type(error).__name__}: {shorten(first, 120)}"
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class MessageBoard:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
-class _Wrapper:
+class Wrapper:
     """A transport that passes everything but messages on to `inner`."""
 
     def __init__(self, inner: Transport) -> None:
@@ -119,7 +119,7 @@ class _Wrapper:
         return getattr(self.inner, name)
 
 
-class DelayedTransport(_Wrapper):
+class DelayedTransport(Wrapper):
     """A transport between ranks of one machine whose messages arrive no sooner than on the links of a MessageBoard.
 
     The messages are really sent, too. Their modelled time passes while the rank computes; a wait sleeps for what is
@@ -155,8 +155,8 @@ class DelayedTransport(_Wrapper):
         return *key, self._turns[key]
 
 
-class InstantTransport(_Wrapper):
-    """A transport whose messages take no time and bring zeros: a program on it takes the time of its computing."""
+class InstantMessages:
+    """Messages that take no time and bring zeros: a program with them takes the time of its computing."""
 
     def post(self, post: Post) -> None:
         """Fill the receive buffers with zeros."""
@@ -165,6 +165,10 @@ class InstantTransport(_Wrapper):
 
     def wait(self, ticket: None) -> None:
         """Return at once: no message is in flight."""
+
+
+class InstantTransport(InstantMessages, Wrapper):
+    """A transport with `InstantMessages`."""
 
 
 def run_nodes(function: Callable[..., Any], links: Links, *args: Any, timeout: float = 120.0) -> list[Any]:

@@ -83,8 +83,8 @@ class BenchReport:
         if suite is None or not cases:
             return None
         if suite.conclude is not None:
-            found = suite.conclude(cases)
-            words = f"{found['summary']}; target {'met' if found['met'] else 'missed'}."
+            text, met = suite.conclude(cases)
+            words = f"{text}; target {'met' if met else 'missed'}."
         else:
             words = suite.claim.ours(cases) if suite.claim else _judge(cases)
         return words[:1].upper() + words[1:]

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import log
 from pathlib import Path
 from statistics import median
@@ -33,7 +34,8 @@ from ..text import duration
 from ..transport.base import Transport
 from ..transport.launcher import run_local
 from . import get_cases
-from .case import BenchCase, BenchColumn, CaseRecord, Context, Run, iqr
+from .case import TOLERANCE, BenchCase, BenchColumn, CaseRecord, Context, Run, iqr
+from .libraries import say_what_lacks
 from .links import NETWORK, run_nodes
 from .records import FORMAT, open_results
 
@@ -192,8 +194,8 @@ def classify(error: Exception) -> str:
 def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat: int) -> dict[str, Any]:
     """Raw numbers of one rank: a warm-up, the check of its results, `repeat` rounds of every column, and its memory.
 
-    {"times": seconds by column, "errors": by name, "peaks": bytes by column}, or {"bytes": by round, "allowed": bytes,
-    "errors": {}}.
+    {"times": seconds by column, "errors": by name, "peaks": bytes by column}, with {"details": {"missing": reasons by
+    column}} where columns may be missing; or {"bytes": by round, "allowed": bytes, "errors": {}}.
     """
     context = Context(rank, case.ranks, case.settings, transport)
     repeat = min(repeat, case.rounds or repeat)
@@ -202,14 +204,41 @@ def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat
     if case.formula_bytes is not None:
         return _measure_memory(case, context, repeat)
     runs: dict[str, tuple[int, Run | None]] = {}
+    results: dict[str, Any] = {}
+    missing: dict[str, str] = {}
     for column in case.columns:
-        runs[column.name] = (column.threads, column.make(context))
-    results = {name: time_run(*run)[1] for name, run in runs.items()}
+        run, result, reason = None, None, ""
+        torch.set_num_threads(column.threads)
+        try:
+            run = column.make(context)
+            result = run() if run is not None else None
+        except case.lacking as error:
+            reason = say_what_lacks(error)
+        if reason := max(_of_all_ranks(reason), key=len):
+            missing[column.name] = reason
+        else:
+            runs[column.name], results[column.name] = (column.threads, run), result
     errors = case.check(context, results) if case.check else {}
-    del results
-    times = time_rounds(runs, repeat)
-    del runs
-    return {"times": times, "errors": errors, "peaks": {x.name: weigh(x, context) for x in case.columns}}
+    if case.lacking:
+        errors = _of_all_ranks(errors)[0]
+        wrong = {name: error for name, error in errors.items() if not error < TOLERANCE}
+        missing |= {name: f"wrong: relative error {error:.1e}; not timed" for name, error in wrong.items()}
+        runs = {name: run for name, run in runs.items() if name not in wrong}
+    del run, result, results
+    times = take_turns({name: partial(time_run, *run) for name, run in runs.items()}, repeat)
+    weighed = [column for column in case.columns if column.weighed and column.name in runs]
+    runs.clear()  # its inputs do not belong to the peaks
+    peaks = {column.name: weigh(column, context) for column in weighed}
+    details = {"details": {"missing": missing}} if case.lacking else {}
+    return {"times": times, "errors": errors, "peaks": peaks, **details}
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    """The values of all ranks. Collective."""
+    values = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 class TensorBytes(TorchDispatchMode):
@@ -277,25 +306,24 @@ def weigh(column: BenchColumn, context: Context) -> dict[str, int]:
     return peaks
 
 
-def time_rounds(
-    runs: dict[str, tuple[int, Run | None]], repeat: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, list[float]]:
-    """Seconds of every column in every round, by (threads, run) of each column. Columns alternate within a round."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
+def take_turns(timers: dict[str, Callable[[], float]], repeat: int) -> dict[str, list[float]]:
+    """Seconds of every column in every round, as `timers` measure them. Columns alternate within a round."""
+    times: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(repeat):
-        for name, run in runs.items():
-            times[name].append(time_run(*run, clock=clock)[0])
+        for name, timer in timers.items():
+            times[name].append(timer())
     return times
 
 
-def time_run(threads: int, run: Run | None, clock: Callable[[], float] = time.perf_counter) -> tuple[float, Any]:
-    """(seconds, result) of one run between two barriers, so that the slowest rank counts."""
+def time_run(threads: int, run: Run | None) -> float:
+    """Seconds of one run between two barriers, so that the slowest rank counts."""
     torch.set_num_threads(threads)
     _barrier()
-    start = clock()
-    result = run() if run is not None else None
+    start = time.perf_counter()
+    if run is not None:
+        run()
     _barrier()
-    return clock() - start, result
+    return time.perf_counter() - start
 
 
 def _barrier() -> None:
@@ -309,23 +337,9 @@ def _measure_memory(case: BenchCase, context: Context, repeat: int) -> dict[str,
     A run of a few tokens comes first: it loads libraries and opens connections.
     """
     assert case.formula_bytes is not None
-    peak_memory.return_freed()
     (column,) = case.columns
-    torch.set_num_threads(column.threads)
-    small = column.make(replace(context, settings={**context.settings, "tokens": 16 * context.ranks}))
-    if small is not None:
-        small()
-    del small
-    rises = []
-    for _ in range(repeat):
-        _barrier()
-        base = peak_memory.resident()
-        peak_memory.reset_peak()
-        run = column.make(context)
-        if run is not None:
-            run()
-        rises.append(peak_memory.peak() - base)
-        del run
+    weigh(column, replace(context, settings={**context.settings, "tokens": 16 * context.ranks}))
+    rises = [weigh(column, context)["process"] for _ in range(repeat)]
     return {"bytes": rises, "allowed": case.formula_bytes(context), "errors": {}}
 
 

@@ -16,23 +16,26 @@ import torch
 import torch.distributed as dist
 
 from .. import compat
-from ..layout.regular import make_layout
+from ..layout.regular import Layout
 from ..nn import AdaptiveAttention, MultiheadAttention, RingAttention
 from ..pattern import Dilated
 from ..simulator.numerics.oracle import oracle_rows, places, sampled_rows
 from ..text import duration, size
 from .case import (
+    HEAD_DIM,
+    HEADS,
     BenchCase,
     BenchColumn,
     CaseRecord,
     Context,
     Run,
+    gather,
+    get_layout,
     make_inputs,
     make_settings,
     make_shards,
 )
 
-HEADS, HEAD_DIM = 8, 64
 #: Arguments of multihead modules.
 SIZES: dict[str, Any] = {"embed_dim": HEADS * HEAD_DIM, "num_heads": HEADS}
 #: Rows that are compared with fp64 softmaxes, and the most relative error of a right result.
@@ -113,7 +116,6 @@ def list_system_cases(
     *,
     ranks: Sequence[int] = (1,),
     dtype: str = "float32",
-    timeout: float = 600.0,
     until_failure: bool = False,
     settings: dict[str, Any] | None = None,
     label: str | None = None,
@@ -132,11 +134,9 @@ def list_system_cases(
         for count in ranks:
             after = None
             for tokens in (x for x in lengths if x <= (most or {}).get(name, x)):
-                case = make_system_case(
-                    name, tokens, count, dtype, timeout, label=label, may_fail=until_failure, after=after, settings=own
-                )
-                after = case.name if until_failure else None
-                cases.append(case)
+                limits = {"may_fail": until_failure, "after": after}
+                cases.append(make_system_case(name, tokens, count, dtype, label=label, settings=own, **limits))
+                after = cases[-1].name if until_failure else None
     return cases
 
 
@@ -149,20 +149,18 @@ def make_system_case(
     tokens: int,
     ranks: int = 1,
     dtype: str = "float32",
-    timeout: float = 600.0,
     *,
     label: str | None = None,
-    may_fail: bool = False,
-    after: str | None = None,
     settings: dict[str, Any] | None = None,
+    **limits: Any,
 ) -> BenchCase:
     """One case: the forward of a system without gradients; `settings` are added to, or replace, those of the system.
 
-    `label` is the system's name in the report.
+    `label` is the system's name in the report; `limits` are `may_fail` and `after` of the case.
     """
     kind, _, ring_size = name.partition("_r")
     system = SYSTEMS[kind]
-    chosen = make_settings(HEADS, HEAD_DIM, tokens, dtype, system=label or name, kind_of_system=kind)
+    chosen = make_settings(tokens, dtype, system=label or name, kind_of_system=kind)
     chosen |= {"ring_size": int(ring_size)} if ring_size else {}
     chosen |= {**system.settings, **(settings or {})}
     if system.settings is BRANCHES:
@@ -177,10 +175,9 @@ def make_system_case(
         (BenchColumn("forward", threads, _make_forward),),
         check=_check,
         notes=NOTES,
-        timeout=timeout,
+        timeout=600.0,
         weight=4.0 * ranks + tokens / 16384,
-        may_fail=may_fail,
-        after=after,
+        **limits,
     )
 
 
@@ -212,10 +209,10 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     """The largest relative error of sampled rows; every rank checks the rows of its shard."""
     settings, (module, inputs, out) = context.settings, results["forward"]
     tokens, tolerance = settings["tokens"], TOLERANCES[settings["dtype"]]
-    positions = make_layout(settings["layout"], tokens=tokens, ranks=context.ranks).positions(context.rank)
-    rows = sampled_rows(tokens, ROWS)
+    layout, rows = get_layout(context), sampled_rows(tokens, ROWS)
+    positions = layout.positions(context.rank)
     with torch.no_grad():
-        exact = compute_exact_rows(module, inputs, rows, positions, tokens, context.ranks)
+        exact = compute_exact_rows(module, inputs, rows, positions, layout)
     place = places(rows, positions)
     mine = [i for i, row in enumerate(rows) if row in place]
     found = out[:, [place[rows[i]] for i in mine]].flatten(2).double()
@@ -226,7 +223,7 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
 
 
 def compute_exact_rows(
-    module: Module, inputs: list[torch.Tensor], rows: list[int], positions: np.ndarray, tokens: int, ranks: int
+    module: Module, inputs: list[torch.Tensor], rows: list[int], positions: np.ndarray, layout: Layout
 ) -> torch.Tensor:
     """The rows `rows` of the module's output in fp64, [B, len(rows), H * D], on all ranks. Collective."""
     if isinstance(module, MultiheadAttention):
@@ -236,11 +233,14 @@ def compute_exact_rows(
         core = module
         q, k, v = (x.transpose(1, 2) for x in inputs)
     if isinstance(core, AdaptiveAttention):
-        exact = _exact_adaptive_rows(core, rows, *(_gather(x, ranks) for x in (q, k, v)))
+        whole = [gather(x, layout) if layout.ranks > 1 else x for x in (q, k, v)]
+        exact = _exact_adaptive_rows(core, rows, *whole)
     else:
-        pattern = core.pattern.bind(HEADS, tokens)
-        reduce: Any = partial(_all_reduce, ranks=ranks)
-        exact = oracle_rows(pattern, tokens, rows, HEAD_DIM**-0.5, positions, q, k, v, reduce) * pattern.output_scale
+        pattern = core.pattern.bind(HEADS, layout.tokens)
+        reduce: Any = partial(_all_reduce, ranks=layout.ranks)
+        exact = (
+            oracle_rows(pattern, layout.tokens, rows, HEAD_DIM**-0.5, positions, q, k, v, reduce) * pattern.output_scale
+        )
     exact = exact.transpose(1, 2).flatten(2)
     if isinstance(module, MultiheadAttention):
         norm: Any = module.norm
@@ -265,15 +265,6 @@ def _exact_adaptive_rows(
     logits = q[0, :, rows].double() @ k[0].double().mT * HEAD_DIM**-0.5 + scores[:, at][:, :, of_key]
     logits = logits.masked_fill(~blocks[:, at][:, :, of_key], -torch.inf)
     return (logits.softmax(-1) @ v[0].double())[None]
-
-
-def _gather(x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """The whole sequence of equal contiguous shards [B, H, n, D]."""
-    if ranks == 1:
-        return x
-    shards = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
-    dist.all_gather(shards, x.contiguous())
-    return torch.cat(shards, 2)
 
 
 def _all_reduce(x: torch.Tensor, most: bool, ranks: int) -> torch.Tensor:

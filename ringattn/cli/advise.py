@@ -16,6 +16,7 @@ from ..simulator.models.config import load_model
 from ..simulator.reporting.console import print_grid, print_paragraph, show_progress
 from ..simulator.reporting.pages import check_matplotlib
 from ..text import did_you_mean
+from .config.groups import refuse_stdout
 from .config.schema import AdviseConfig, parse_size
 
 
@@ -23,8 +24,9 @@ def main(config: AdviseConfig) -> None:
     """Print the advice; write it as JSON to `output.path`, and as a page to `output.page`."""
     check_json(config.output.path)
     if config.output.page is not None:
-        if config.output.page == STDOUT:
-            raise InvalidInput("output.page=-: a page is written to a file only; try output.page=advice.html")
+        refuse_stdout(
+            "output.page", config.output.page, "a page is written to a file only; try output.page=advice.html"
+        )
         check_matplotlib("leave output.page out")
         check_writable(Path(config.output.page))
     question = Question(

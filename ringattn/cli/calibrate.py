@@ -17,10 +17,10 @@ from ..machine.machine import MACHINE_NUMBERS
 from ..simulator.calibrate.measure import Calibration, CalibrationSizes, calibrate
 from ..simulator.calibrate.measuring_ranks import MeasuringRanks, Settings
 from ..simulator.reporting.console import Number, format_quantity, get_console, print_grid, print_numbers
-from ..text import did_you_mean, duration, plural
+from ..text import duration, plural
 from ..transport.base import Transport
 from ..transport.launcher import detect
-from .config.groups import check_least
+from .config.groups import check_choice, check_least
 from .config.schema import CalibrateConfig, parse_size
 from .ranks import check_ranks, rank_device, start_ranks
 
@@ -48,15 +48,10 @@ def check(config: CalibrateConfig) -> tuple[CalibrationSizes, Settings, Path]:
     """
     config.check()
     check_least(config, repeat=1, heads=1, head_dim=1, seconds=0)
-    if config.dtype not in ITEM_BYTES:
-        raise InvalidInput(
-            f"dtype={config.dtype}: {did_you_mean(config.dtype, ITEM_BYTES)}expected one of {', '.join(ITEM_BYTES)}"
-        )
-    devices = ("cpu", "cuda") if config.transport.spec == "none" else ("cpu",)
-    if config.device not in devices:
-        raise InvalidInput(
-            f"device={config.device}: expected {' or '.join(devices)} with {config.transport.spec} ranks"
-        )
+    check_choice("dtype", config.dtype, ITEM_BYTES)
+    if config.device != "cpu" and config.transport.spec != "none":
+        raise InvalidInput(f"device={config.device}: expected cpu with {config.transport.spec} ranks")
+    check_choice("device", config.device, ("cpu", "cuda"))
     if config.output.path is None:
         raise InvalidInput("output.path is missing: the machine file to write, such as output.path=machine.yaml")
     check_writable(Path(config.output.path))

@@ -16,7 +16,7 @@ from ..files import check_readable
 from ..layout.regular import Layout
 from ..nn import rotate
 from ..simulator.numerics.source import counter_normal
-from .config.groups import check_file
+from .config.groups import check_choice, check_file
 from .config.schema import RunConfig
 from .tensor_files import DTYPES, StoredTensor, read_npz, read_safetensors
 
@@ -48,8 +48,7 @@ def open_source(config: RunConfig) -> InputSource:
         check_file("input", "file", config.input.path, "a .safetensors or .npz file with q, k and v")
         return _open_file(Path(str(config.input.path)))
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-    if config.dtype not in dtypes:
-        raise InvalidInput(f"dtype={config.dtype}: not supported; expected one of {', '.join(dtypes)}")
+    check_choice("dtype", config.dtype, dtypes)
     kv_heads = config.heads if config.kv_heads is None else config.kv_heads
     width = config.head_dim
     shape = InputShape(config.batch, config.heads, kv_heads, config.size(), width, width, dtypes[config.dtype])

@@ -9,8 +9,8 @@ import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import fields
 from importlib import import_module
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from ..errors import InvalidInput, RingAttentionError
 from ..text import did_you_mean
 from ..transport.launcher import UNREAD, detect, drop_output, refuse_windows
-from .config.folders import user_folders, verb_help
+from .config.folders import heading, user_folders, verb_help
 from .config.overrides import (
     JSON_KEYS,
     as_study,
@@ -34,16 +34,8 @@ from .config.overrides import (
 from .config.schema import SCHEMAS, conf_dir
 from .signals import ending_at_once, ending_tidily
 
-VERBS = {
-    "run": "attention over a text, a file or random numbers, on local ranks, torchrun, mpirun or virtual ranks",
-    "plan": "who computes what and who sends what to whom, counted, without torch",
-    "simulate": "the time of a plan on a machine, by models: exposed time, memory, links, failures, energy, cost",
-    "advise": "the best ways to train a model on a cluster: parallelism, plan, memory, time, cost, what changes them",
-    "report": "a suite of measurements as a page: report standard; or two results compared: report --compare OLD NEW",
-    "bench": "report under its older name: bench suite=ring",
-    "calibrate": "measures kernels, merging, links, overlap and noise here, and writes a machine file",
-    "doctor": "what this machine and installation can run, and what to install for the rest",
-}
+#: `bench` is the older name of `report`.
+VERBS = (*SCHEMAS, "bench")
 #: What Hydra raises, besides its own errors, for overrides of its own keys or of groups that it cannot use.
 HYDRA_ERRORS = (ValueError, TypeError, AttributeError, KeyError, AssertionError, ImportError, RuntimeError)
 #: Verbs that every rank of a launched job runs.
@@ -58,15 +50,26 @@ def main() -> None:
     """Run the command line of `ringattn` and `python -m ringattn`."""
     if sys.platform == "win32" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # a pipe has another encoding there, without the signs of pictures
+    with _telling_errors(), ending_at_once():
+        _dispatch(sys.argv[1:])
+
+
+@contextmanager
+def _telling_errors() -> Iterator[None]:
+    """Print an error of the block in a line and end; end silently where nobody reads standard output."""
     try:
-        with ending_at_once():
-            _dispatch(sys.argv[1:])
-            sys.stdout.flush()
+        yield
+        sys.stdout.flush()
     except RingAttentionError as error:
         _fail(error)
     except BrokenPipeError:
         drop_output()
         raise SystemExit(UNREAD) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:  # writers of files raise errors of their own
+            raise
+        drop_output()
+        _fail(InvalidInput(f"standard output: could not be written ({error.strerror}); make room where it goes"))
 
 
 def _dispatch(arguments: list[str]) -> None:
@@ -87,8 +90,9 @@ def _dispatch(arguments: list[str]) -> None:
 
 
 def _usage() -> str:
-    width = max(map(len, VERBS))
-    lines = [f"  {verb:<{width}}  {text}" for verb, text in VERBS.items()]
+    width = max(map(len, SCHEMAS))
+    heads = {verb: heading((conf_dir() / f"{verb}.yaml").read_text(encoding="utf-8"))[0] for verb in SCHEMAS}
+    lines = [f"  {verb:<{width}}  {head.partition(': ')[2]}" for verb, head in heads.items()]
     return "\n".join(
         [
             "ringattn <verb> [key=value ...]",
@@ -222,7 +226,7 @@ class _Task:
 
     def __call__(self, composed: Any) -> None:
         omegaconf = import_module("omegaconf")
-        try:
+        with _telling_errors():  # of an error that leaves this function, Hydra would print the traceback
             check_parameters(composed)
             try:
                 config = omegaconf.OmegaConf.to_object(composed)
@@ -232,18 +236,7 @@ class _Task:
             run: Callable[[Any], object] = import_module(f".{self.verb}", __package__).main
             with ending_tidily(launched=self.verb in RANK_VERBS and detect().kind != "none"):
                 run(config)
-            sys.stdout.flush()
-            self.running = False
-        except RingAttentionError as error:
-            _fail(error)
-        except BrokenPipeError:  # caught here, as Hydra would print its traceback
-            drop_output()
-            raise SystemExit(UNREAD) from None
-        except OSError as error:
-            if error.errno != errno.ENOSPC or error.filename is not None:  # writers of files raise errors of their own
-                raise
-            drop_output()
-            _fail(InvalidInput(f"standard output: could not be written ({error.strerror}); make room where it goes"))
+        self.running = False
 
 
 def _fail(error: RingAttentionError) -> NoReturn:

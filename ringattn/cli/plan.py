@@ -23,7 +23,7 @@ from .config.build import plan_from_config
 from .config.schema import PlanConfig
 
 #: Up to this many ranks all ranks are counted; more ranks only where that takes at most so many lookups of tiles.
-SMALL_RANKS, MAX_LOOKUPS = 64, 1_500_000
+SMALL_RANKS, MAX_LOOKUPS = 64, 1_800_000
 #: The most ranks in the table, spread evenly over all ranks.
 TABLE_RANKS = 16
 #: Names of the passes, and whether each is a backward.
@@ -40,7 +40,7 @@ def main(config: PlanConfig) -> None:
     lookups = count_lookups(plan, plan.ranks // 2) if plan.ranks > SMALL_RANKS else 0
     count = min(plan.ranks, TABLE_RANKS)
     # None: the steps of a single rank would take too long.
-    ranks = [] if lookups is None else [plan.ranks * i // count for i in range(count)]
+    ranks = [] if lookups is None else _count_ranks(plan, [plan.ranks * i // count for i in range(count)])
     counts_all = lookups is not None and lookups * plan.ranks <= MAX_LOOKUPS
     totals = _count_totals(plan, counts_all)
     if path != STDOUT:
@@ -50,7 +50,7 @@ def main(config: PlanConfig) -> None:
             "rotates": plan.rotates,
             "totals": totals,
             "totals_left_out": None if counts_all else TOTALS_LEFT_OUT,
-            "ranks": _count_ranks(plan, range(plan.ranks) if counts_all else ranks),
+            "ranks": _count_ranks(plan, range(plan.ranks)) if counts_all else ranks,
         }
         write_json(path, {**json.loads(plan.to_json()), "counted": counted, "choice": choice_record(plan.choice)})
 
@@ -85,7 +85,7 @@ def _count_sent(plan: Plan, rank: int | None, backward: bool) -> dict[str, int]:
     return {"bytes": plan.bytes_sent(rank, backward=backward), "messages": plan.messages(rank, backward=backward)}
 
 
-def _print(plan: Plan, ranks: list[int], totals: dict[str, Any], *, ascii: bool) -> None:
+def _print(plan: Plan, ranks: list[dict[str, Any]], totals: dict[str, Any], *, ascii: bool) -> None:
     """Print the picture, the table of ranks and the totals of a plan."""
     print_plain(
         f"{plan.pattern!r} over {plural(plan.tokens, 'token')}, {plan.layout.name} on {plural(plan.ranks, 'rank')}"
@@ -93,9 +93,9 @@ def _print(plan: Plan, ranks: list[int], totals: dict[str, Any], *, ascii: bool)
     if ranks:
         print_plain(plan.picture(ascii=ascii))
         rows = []
-        for rank in ranks:
-            sent = (size(plan.bytes_sent(rank, backward=backward)) for backward in DIRECTIONS.values())
-            rows.append((f"rank {rank}", f"{plan.layout.rows(rank):,}", f"{plan.pairs(rank):,}", *sent))
+        for each in ranks:
+            sent = (size(each[name]["bytes"]) for name in DIRECTIONS)
+            rows.append((f"rank {each['rank']}", f"{each['tokens']:,}", f"{each['pairs']:,}", *sent))
         print_grid("", ("[counted]", "tokens", "pairs", "sends forward", "sends backward"), rows)
     else:
         get_console().print(

@@ -17,6 +17,7 @@ from ..transport.base import Transport
 from ..transport.launcher import UNREAD, Launch, detect, drop_output, init_process_group, run_local
 from ..transport.mpi import INSTALL, AbortOnError, Mpi, load
 from ..transport.torchdist import TorchDist
+from .config.groups import check_choice, check_least
 from .config.schema import CalibrateConfig, RunConfig
 
 #: Transports whose ranks a launcher may have started.
@@ -41,11 +42,9 @@ def check_ranks(config: RankConfig, alone: str) -> None:
 
     `alone` is the transport of the verb that is one process.
     """
-    transport, known = config.transport.spec, (*LAUNCHED, alone, *REGISTERED_TRANSPORTS.installed)
-    if transport not in known:
-        raise InvalidInput(f"transport={transport}: expected one of {', '.join(known)}")
-    if config.ranks < 1:
-        raise InvalidInput(f"ranks={config.ranks}: must be at least 1")
+    transport = config.transport.spec
+    check_choice("transport", transport, (*LAUNCHED, alone, *REGISTERED_TRANSPORTS.installed))
+    check_least(config, ranks=1)
     launch = detect()
     if launch.kind != "none" and transport in LAUNCHED and config.ranks not in (type(config)().ranks, launch.world):
         raise InvalidInput(

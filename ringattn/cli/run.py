@@ -10,7 +10,7 @@ import torch
 
 from ..errors import InvalidInput
 from ..files import STDOUT
-from ..functional import ring_attention, virtual_attention
+from ..functional import ring_attention
 from ..transport.base import Message, Post, Transport
 from ..transport.launcher import detect
 from ..transport.records import Exchange
@@ -37,7 +37,7 @@ def main(config: RunConfig) -> None:
         start_ranks(config, _worker, "run", _check_before_start)
         return
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    (VirtualRun if config.stream is None else StreamedRun)(config).run()
+    (Run if config.stream is None else StreamedRun)(config).run()
 
 
 def _check_paths(config: RunConfig) -> None:
@@ -64,24 +64,6 @@ def _check_before_start(config: RunConfig) -> None:
 def _worker(config: RunConfig, transport: Transport) -> None:
     """What a rank does."""
     RankRun(config, transport).run()
-
-
-class VirtualRun(Run):
-    """All ranks in this process."""
-
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
-        self.ranks = config.ranks
-
-    def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v = self.inputs
-        out, lse = virtual_attention(q, k, v, self.plan.pattern, ranks=self.ranks, **self.options())
-        return out, lse
-
-    def collect(self, measurements: RankMeasurements) -> list[RankMeasurements]:
-        # Virtual messages are the planned messages, one for one, so that the plan can count them.
-        measurements.sent = {"forward": self.plan.bytes_sent(), "backward": self.plan.bytes_sent(backward=True)}
-        return [measurements]
 
 
 class RankRun(Run):
@@ -114,7 +96,7 @@ class RankRun(Run):
     def barrier(self) -> None:
         self._exchange("barrier", b"")
 
-    def count_bytes(self) -> int:
+    def count_bytes(self, *, backward: bool) -> int:
         sent = self.transport.counters.sent_bytes
         self.transport.counters.reset()
         return sent

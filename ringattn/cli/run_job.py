@@ -22,6 +22,7 @@ from .. import __version__
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
 from ..files import STDOUT, check_json, check_writable, write_json, writing
+from ..functional import virtual_attention
 from ..plan.plan import Plan
 from ..runtime import peak_memory as memory
 from ..simulator.numerics.oracle import oracle_rows, places, sampled_rows
@@ -49,14 +50,8 @@ SAMPLED_RANKS = 16
 
 def plan_run(config: RunConfig, source: InputSource, ranks: int) -> Plan:
     """The plan of a configuration with the sizes of its input, on the device of its transport. Raises InvalidInput."""
-    shape = source.shape
     device = "cuda" if config.transport.spec == "nccl" or config.transport.gpu_aware else "cpu"
-    plan = plan_from_config(
-        config,
-        config.machine.made(device, ranks),
-        ranks=ranks,
-        **vars(shape),
-    )
+    plan = plan_from_config(config, config.machine.made(device, ranks), ranks=ranks, **vars(source.shape))
     if plan.layout.stacked > 1:
         raise InvalidInput(
             f"pattern={plan.pattern.unstacked!r}: ringattn run has one pattern for all rows of the batch; try ringattn "
@@ -80,14 +75,13 @@ def check_memory(plan: Plan, rows: int) -> None:
 
 @dataclass
 class RankMeasurements:
-    """What one process measured: seconds of each timed pass, bytes sent by pass, and bytes of memory.
+    """What one process measured: seconds of each timed run and bytes sent, by pass, and bytes of memory.
 
     `peak` and `before` are resident bytes of the host. `device_peak` and `device_before` are bytes of tensors on the
     CUDA device; None without one.
     """
 
-    forward: list[float] = field(default_factory=list)
-    backward: list[float] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
     peak: int = 0
     before: int = 0
@@ -98,9 +92,9 @@ class RankMeasurements:
 
 
 class Run:
-    """One process with the whole input. Runs on several processes, or on parts of the input, override its methods."""
+    """Virtual ranks in one process with the whole input. Runs on several processes, or on parts of the input, override
+    its methods."""
 
-    ranks: int
     rank = 0
     plan: Plan
     inputs: tuple[torch.Tensor, ...]
@@ -110,7 +104,7 @@ class Run:
     tell: Listener
 
     def __init__(self, config: RunConfig) -> None:
-        self.config = config
+        self.config, self.ranks = config, config.ranks
         self.device = torch.device("cpu")
         self.cotangent: torch.Tensor | None = None
 
@@ -147,7 +141,9 @@ class Run:
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and the log-sum-exp of a forward."""
-        raise NotImplementedError
+        q, k, v = self.inputs
+        out, lse = virtual_attention(q, k, v, self.plan.pattern, ranks=self.ranks, **self.options())
+        return out, lse
 
     def backward(self, out: torch.Tensor) -> object:
         """Run a backward. Every backward of this run has the same random cotangent."""
@@ -155,9 +151,9 @@ class Run:
             self.cotangent = torch.randn_like(out)
         return torch.autograd.grad(out, self.inputs, self.cotangent)
 
-    def count_bytes(self) -> int:
-        """The bytes that this process has sent since the last call."""
-        return 0
+    def count_bytes(self, *, backward: bool) -> int:
+        """The bytes that this process has sent in the pass that has just ended."""
+        return self.plan.bytes_sent(backward=backward)  # virtual messages are the planned messages, one for one
 
     def barrier(self) -> None:
         """Wait until every process is here."""
@@ -226,32 +222,32 @@ class Run:
                 if self.device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(self.device)
                     measurements.device_before = torch.cuda.memory_allocated(self.device)
-            (out, lse), seconds = self._time(self.attend)
-            measurements.forward.append(seconds)
+            out, lse = self._time(measurements, "forward", self.attend)
             begun = self._begun
-            measurements.sent["forward"] = self.count_bytes()
             if self.config.backward:
-                _, seconds = self._time(partial(self.backward, out))
-                measurements.backward.append(seconds)
-                measurements.sent["backward"] = self.count_bytes()
+                self._time(measurements, "backward", partial(self.backward, out))
             if run == 1:
                 measurements.peak = memory.peak()
                 if self.device.type == "cuda":
                     measurements.device_peak = torch.cuda.max_memory_allocated(self.device)
         if self.config.trace is not None:
             measurements.spans = [span._replace(start=span.start - begun, end=span.end - begun) for span in trace.spans]
-        del measurements.forward[0], measurements.backward[:1]
+        for seconds in measurements.seconds.values():
+            del seconds[0]
         return out.detach(), lse.detach(), measurements
 
-    def _time(self, call: Callable[[], T]) -> tuple[T, float]:
-        """The result of a call and its seconds, from when every process starts to when every process has ended."""
+    def _time(self, measurements: RankMeasurements, name: str, call: Callable[[], T]) -> T:
+        """The result of a pass; its bytes and its seconds, from the start of all processes to the end of all, are
+        added."""
         self.barrier()
         self._begun = start = time.perf_counter()
         result = call()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.barrier()
-        return result, time.perf_counter() - start
+        measurements.seconds.setdefault(name, []).append(time.perf_counter() - start)
+        measurements.sent[name] = self.count_bytes(backward=name == "backward")
+        return result
 
     def sampled_error(
         self,
@@ -295,19 +291,18 @@ class Run:
     def record(self, processes: list[RankMeasurements], error: float | None) -> dict[str, Any]:
         """The measurements of all processes as plain data: seconds, bytes, and the relative error."""
         plan, config = self.plan, self.config
-        passes: dict[str, Any] = {}
-        for name, times in (("forward", processes[0].forward), ("backward", processes[0].backward)):
-            if times:
-                is_backward = name == "backward"
-                passes[name] = {
-                    "seconds": times,
-                    "median": median(times),
-                    "tokens_per_second": plan.tokens / median(times),
-                    "kind": "measured",
-                    f"bytes_{self.bytes_verb}": [process.sent[name] for process in processes],
-                    "planned_bytes": plan.bytes_sent(backward=is_backward),
-                    "full_ring_bytes": plan.full_ring_bytes(backward=is_backward),
-                }
+        passes = {
+            name: {
+                "seconds": times,
+                "median": median(times),
+                "tokens_per_second": plan.tokens / median(times),
+                "kind": "measured",
+                f"bytes_{self.bytes_verb}": [process.sent[name] for process in processes],
+                "planned_bytes": plan.bytes_sent(backward=name == "backward"),
+                "full_ring_bytes": plan.full_ring_bytes(backward=name == "backward"),
+            }
+            for name, times in processes[0].seconds.items()
+        }
         return {
             "plan": json.loads(plan.to_json()),
             "where": self.where(),

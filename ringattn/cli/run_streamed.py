@@ -16,6 +16,7 @@ from ..runtime.call import read_call
 from ..runtime.host import Storage
 from ..runtime.offload import HostTensors, check_chunk, get_device, make_stream
 from ..text import plural
+from .config.groups import check_choice
 from .config.schema import RunConfig, parse_size
 from .inputs import NAMES, FileSource, InputSource, RandomSource, open_source
 from .run_job import RankMeasurements, Run, check_memory, check_outputs, save_output
@@ -57,8 +58,7 @@ class StreamedRun(Run):
 
     def open(self) -> None:
         config = self.config
-        if config.stream not in ("host", "disk"):
-            raise InvalidInput(f"stream={config.stream}: expected host or disk")
+        check_choice("stream", str(config.stream), ("host", "disk"))
         chunk = None if config.chunk is None else parse_size(config.chunk, "chunk")
         check_chunk(chunk)
         self.device = get_device(config.device)
@@ -143,7 +143,7 @@ class StreamedRun(Run):
                     self.storage.rows("out", rows).mul_(self.plan.pattern.output_scale)
         return measured
 
-    def count_bytes(self) -> int:
+    def count_bytes(self, *, backward: bool) -> int:
         counters = self.stream.counters
         copied = counters.sent_bytes + counters.received_bytes
         counters.reset()

@@ -14,12 +14,10 @@ from ..transport.launcher import TERMINATED, terminable
 
 #: Exit status after Ctrl-C.
 INTERRUPTED = 130
-#: By signal: the word that is printed, and the exit status.
-SIGNALS = {signal.SIGINT: ("interrupted", INTERRUPTED), signal.SIGTERM: ("terminated", TERMINATED)}
-#: By signal: Python's own handler.
-_DEFAULT_HANDLERS: dict[signal.Signals, Any] = {
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGTERM: signal.SIG_DFL,
+#: By signal: the word that is printed, the exit status, and Python's own handler.
+SIGNALS: dict[int, tuple[str, int, Any]] = {
+    signal.SIGINT: ("interrupted", INTERRUPTED, signal.default_int_handler),
+    signal.SIGTERM: ("terminated", TERMINATED, signal.SIG_DFL),
 }
 
 
@@ -30,14 +28,14 @@ def ending_at_once() -> Iterator[None]:
     An exception could be raised within imports, Hydra or OmegaConf, which would take it for an error of their own.
     Signals that somebody else handles or ignores stay as they are.
     """
-    ours = [number for number, handler in _DEFAULT_HANDLERS.items() if _handler(number) == handler]
-    for number in ours:
-        signal.signal(number, _end)
+    ours = {number: handler for number, (_, _, handler) in SIGNALS.items() if _handler(number) == handler}
     try:
+        for number in ours:
+            signal.signal(number, _end)
         yield
     finally:
-        for number in ours:
-            signal.signal(number, _DEFAULT_HANDLERS[number])
+        for number, handler in ours.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -50,7 +48,7 @@ def ending_tidily(launched: bool) -> Iterator[None]:
     ours = [number for number in SIGNALS if _handler(number) == _end]
     try:
         for number in ours:
-            signal.signal(number, _DEFAULT_HANDLERS[number])
+            signal.signal(number, SIGNALS[number][2])
         with nullcontext() if launched else terminable():
             yield
     except KeyboardInterrupt:
@@ -65,16 +63,15 @@ def ending_tidily(launched: bool) -> Iterator[None]:
             signal.signal(number, _end)
 
 
-def _handler(number: signal.Signals) -> Any:
+def _handler(number: int) -> Any:
     """The handler of a signal; None outside the main thread, which alone can set handlers."""
     return signal.getsignal(number) if threading.current_thread() is threading.main_thread() else None
 
 
 def _end(number: int, frame: FrameType | None = None) -> NoReturn:
     _print_word(number)
-    os._exit(SIGNALS[signal.Signals(number)][1])
+    os._exit(SIGNALS[number][1])
 
 
 def _print_word(number: int) -> None:
-    word, _ = SIGNALS[signal.Signals(number)]
-    os.write(2, f"ringattn: {word}\n".encode())  # sys.stderr may be in the middle of a line
+    os.write(2, f"ringattn: {SIGNALS[number][0]}\n".encode())  # sys.stderr may be in the middle of a line

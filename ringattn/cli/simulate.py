@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
 from rich.console import Console
 
-from ..errors import InvalidInput
 from ..files import STDOUT, check_json, write_json
 from ..machine.machine import MACHINE_NUMBERS, Machine
 from ..plan.plan import Plan
@@ -28,8 +28,9 @@ from ..simulator.timing.costs import JOULES_PER_KWH
 from ..simulator.timing.simulation import simulate_passes
 from ..simulator.timing.timeline import CAUSES, Timeline
 from ..simulator.timing.window import window
-from ..text import did_you_mean, digits, duration, plural, size
+from ..text import digits, duration, plural, size
 from .config.build import plan_from_config, simulate_options
+from .config.groups import check_choice
 from .config.schema import SimulateConfig
 
 MODES = ("timing", "validate", "numerics", "published")
@@ -44,11 +45,7 @@ RECORDED = (
 
 def main(config: SimulateConfig) -> None:
     """Print the timeline of a forward, and with backward=true of a backward; write the numbers as JSON to a path."""
-    if config.mode not in MODES:
-        raise InvalidInput(
-            f"mode={config.mode}: {did_you_mean(config.mode, MODES)}expected {', '.join(MODES)}; for attention over "
-            "virtual ranks on your own inputs, use ringattn run transport=virtual"
-        )
+    check_choice("mode", config.mode, MODES)
     is_study = config.mode == "timing" and config.model.spec is None and (config.study.axes or config.study.together)
     if is_study:  # its points are checked
         import_module(".study.runner", __package__).main(config)
@@ -66,7 +63,8 @@ def main(config: SimulateConfig) -> None:
     with show_progress(Console(stderr=True)) as tell, listening(tell):
         timelines = simulate_passes(plan, machine, config.backward, options)
         if config.trace is not None:
-            _write_trace(config, plan, machine, timelines)
+            faults = {name: options[name] for name in ("slow", "slow_links", "stalls")}
+            write_trace(config.trace, "modelled", _trace_spans(plan, machine, timelines, faults))
     tables = {timeline.direction: _timeline_numbers(timeline) for timeline in timelines}
     if config.output.path is not None:
         write_json(config.output.path, _record(plan, machine, timelines, tables))
@@ -74,12 +72,9 @@ def main(config: SimulateConfig) -> None:
         _print(plan, machine, timelines, tables)
 
 
-def _write_trace(config: SimulateConfig, plan: Plan, machine: Machine, timelines: list[Timeline]) -> None:
-    """Write when the first ranks begin their first steps, and when their messages travel, one pass after the other."""
-    assert config.trace is not None
-    options, since = simulate_options(config), 0.0
-    faults = {name: options[name] for name in ("slow", "slow_links", "stalls")}
-    spans: list[Row] = []
+def _trace_spans(plan: Plan, machine: Machine, timelines: list[Timeline], faults: dict[str, Any]) -> Iterator[Row]:
+    """When the first ranks begin their first steps, and when their messages travel, one pass after the other."""
+    since = 0.0
     for timeline in timelines:
         shown = window(
             plan,
@@ -89,9 +84,8 @@ def _write_trace(config: SimulateConfig, plan: Plan, machine: Machine, timelines
             backward=timeline.direction == "backward",
             **faults,
         )
-        spans += modelled_spans(shown, timeline.direction, since)
+        yield from modelled_spans(shown, timeline.direction, since)
         since += timeline.seconds
-    write_trace(config.trace, "modelled", spans)
 
 
 def _print(plan: Plan, machine: Machine, timelines: list[Timeline], tables: dict[str, list[Number]]) -> None:

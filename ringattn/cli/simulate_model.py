@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console
 
-from ..errors import InvalidInput
 from ..files import STDOUT, check_json, write_json
 from ..machine.bands import describe_band
 from ..machine.presets import CURRENCY
@@ -19,8 +18,8 @@ from ..simulator.models.training import PUBLISHED_STEPS, StepEstimate
 from ..simulator.progress import listening
 from ..simulator.reporting.console import Number, print_grid, print_numbers, print_paragraph, show_progress
 from ..simulator.timing.costs import JOULES_PER_KWH, SECONDS_PER_HOUR
-from ..text import did_you_mean, digits, duration, plural, rate, size
-from .config.groups import check_file
+from ..text import digits, duration, plural, rate, size
+from .config.groups import check_choice, check_file
 from .config.schema import SimulateConfig
 from .simulate import machine_record
 
@@ -34,10 +33,7 @@ NOT_MODELLED = (
 
 def main(config: SimulateConfig) -> None:
     """Print the tables of a model's phase; write the numbers as JSON to a path."""
-    if config.phase not in PHASES:
-        raise InvalidInput(
-            f"phase={config.phase}: {did_you_mean(config.phase, PHASES)}expected one of {', '.join(PHASES)}"
-        )
+    check_choice("phase", config.phase, PHASES)
     check_json(config.output.path)
     check_file("model", config.model.spec, config.model.path, "the config.json of a Hugging Face model")
     model = load_model(config.model.path or str(config.model.spec))

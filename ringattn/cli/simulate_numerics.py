@@ -18,10 +18,10 @@ from ..simulator.numerics.result import NumericsReport
 from ..simulator.numerics.sampled import chosen_rows
 from ..simulator.progress import listening
 from ..simulator.reporting.console import Number, describe_plan, get_console, print_numbers, show_progress
-from ..text import did_you_mean, plural, size
+from ..text import plural, size
 from ..transport.launcher import refuse_windows
 from .config.build import plan_from_config
-from .config.groups import NumericsGroup, check_least
+from .config.groups import NumericsGroup, check_choice, check_least
 from .config.schema import SimulateConfig, parse_size
 from .ranks import check_threads
 
@@ -37,10 +37,7 @@ def main(config: SimulateConfig) -> NumericsReport:
     """
     refuse_windows("mode=numerics")
     options = config.numerics
-    if options.way not in MODES:
-        raise InvalidInput(
-            f"numerics.way={options.way}: {did_you_mean(options.way, MODES)}expected {' or '.join(MODES)}"
-        )
+    check_choice("numerics.way", options.way, MODES)
     check_threads("numerics.threads", options.threads)
     if options.spread is not None:
         check_least(options, "numerics.", spread=1)

@@ -6,8 +6,7 @@ import csv
 from dataclasses import asdict
 from pathlib import Path
 
-from ..errors import InvalidInput
-from ..files import STDOUT, write_json, writing
+from ..files import write_json, writing
 from ..machine.bands import BANDS, SIZES, describe_band
 from ..simulator.published.errors import (
     ErrorStatistics,
@@ -21,15 +20,13 @@ from ..simulator.published.errors import (
 from ..simulator.published.predictions import CAUSES, SOURCES, PredictedRow, predict_measurements, read_measurements
 from ..simulator.reporting.console import get_console, print_grid, print_paragraph
 from ..simulator.reporting.pages import check_matplotlib
+from .config.groups import refuse_stdout
 from .config.schema import SimulateConfig
 
 
 def main(config: SimulateConfig) -> None:
     """Print the errors by family and by cause; write predictions.csv, summary.json and a scatter plot to a folder."""
-    if config.output.path == STDOUT:
-        raise InvalidInput(
-            "output.path=-: mode=published writes several files; give a folder, such as output.path=errors"
-        )
+    refuse_stdout("output.path", config.output.path, "mode=published writes several files; try output.path=errors")
     if config.output.path is not None:
         check_matplotlib("leave output.path out")
     predictions = predict_measurements(read_measurements())

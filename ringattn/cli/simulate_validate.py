@@ -16,7 +16,7 @@ import torch.distributed as dist
 from msgspec import Struct
 
 from ..errors import InvalidInput
-from ..files import STDOUT, Count, Positive, as_kind, check_json, write_json
+from ..files import Count, Positive, as_kind, check_json, write_json
 from ..machine.file import read_calibration
 from ..machine.kernel_times import BEYOND
 from ..machine.machine import Machine
@@ -39,7 +39,7 @@ from ..text import duration, plural
 from ..transport.launcher import detect, run_local
 from ..transport.torchdist import TorchDist
 from . import calibrate
-from .config.groups import ConfigGroup, OutputGroup, TransportGroup, check_least
+from .config.groups import ConfigGroup, OutputGroup, TransportGroup, check_least, refuse_stdout
 from .config.schema import CalibrateConfig, SimulateConfig, parse_size
 from .ranks import check_ranks, check_threads
 
@@ -49,7 +49,8 @@ def main(config: SimulateConfig) -> None:
     _check(config)
     with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
         path = Path(config.machine.path or Path(scratch) / "machine.yaml")
-        calibration = made = None
+        calibration = None
+        made: dict[str, Any] = {"kernel": "auto", **{x: getattr(config, x) for x in ("heads", "head_dim", "dtype")}}
         if config.machine.path is None:
             # Wrong held-out rows raise before minutes are spent on the calibration.
             rows = _held_out_rows(config, [parse_size(n, "validate.rows") for n in config.validate.rows])
@@ -110,10 +111,7 @@ def _check(config: SimulateConfig) -> None:
         raise InvalidInput(f"validate.ranks={options.ranks}: expected numbers of ranks >= 2, such as [2,4]")
     check_threads("validate.threads", options.threads)
     check_least(options, "validate.", repeat=1, seconds=0)
-    if config.output.path == STDOUT:
-        raise InvalidInput(
-            "output.path=-: mode=validate prints tables while it measures; give a file, such as output.path=errors.json"
-        )
+    refuse_stdout("output.path", config.output.path, "mode=validate prints tables; try output.path=errors.json")
     check_json(config.output.path)
 
 
@@ -157,14 +155,14 @@ def _settings(made: dict[str, Any], config: SimulateConfig) -> Settings:
 
 
 def _measure(
-    rows: Sequence[int], made: dict[str, Any] | None, calibration: CalibrateConfig | None, config: SimulateConfig
+    rows: Sequence[int], made: dict[str, Any], calibration: CalibrateConfig | None, config: SimulateConfig
 ) -> dict[int, list[Runs]]:
     """The runs of the held-out passes by number of ranks, measured on new local ranks, and calibrated in between.
 
-    `made` says how the machine was calibrated; None: the ranks do so by `calibration`.
+    `made` says how the machine was calibrated, or is, by `calibration`.
     """
     options = config.validate
-    threads = options.threads or (made or {}).get("threads") or max(1, (os.cpu_count() or 1) // options.ranks[0])
+    threads = options.threads or made.get("threads") or max(1, (os.cpu_count() or 1) // options.ranks[0])
     count = max(options.ranks)
     each = plural(len(validation_cases(rows, count)), "kind")
     get_console().print(f"measuring {each} of passes on {' and '.join(map(str, options.ranks))} ranks")
@@ -183,17 +181,15 @@ def _measure(
 def _measure_rank(
     rank: int,
     rows: Sequence[int],
-    made: dict[str, Any] | None,
+    made: dict[str, Any],
     calibration: CalibrateConfig | None,
     config: SimulateConfig,
 ) -> dict[int, list[Runs]]:
     """The runs of each pass by number of ranks, which one rank measures between the rounds of its calibration."""
-    calibrated = {**vars(calibration), "kernel": calibration.kernel.spec} if calibration is not None else made
-    assert calibrated is not None, "without a calibration there is a machine file"
-    rounds = _Rounds(rows, _settings(calibrated, config), config)
+    rounds = _Rounds(rows, _settings(made, config), config)
     if calibration is None:
         for _ in rounds.everyone.rounds(rounds.settings):
-            rounds.measure(calibrated.get("pace"))
+            rounds.measure(made.get("pace"))
     elif rank < calibration.ranks:
         calibrate.measure_on(
             calibration, rounds.teams[calibration.ranks].transport, lambda ranks: rounds.measure_announced(ranks.pace)

@@ -198,13 +198,10 @@ def find_documents(
 
 def count_positions(tokens: torch.Tensor, mask: torch.Tensor | None, documents: Documents | None) -> torch.Tensor:
     """Positions [B, N]: from the first token that is not padding, and in each document from 0."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     if documents is not None:
-        begin = torch.zeros_like(positions)
-        for row in range(len(tokens)):
-            for start in documents.row(row).starts[:-1]:
-                begin[row, start:] = start
-        return positions - begin
+        places = np.arange(tokens.shape[1])
+        rows = [count_from_borders(places, documents, row) for row in range(len(tokens))]
+        return torch.tensor(np.array(rows), device=tokens.device).view_as(tokens)
     if mask is not None:
         return (mask.long().cumsum(-1) - 1).clamp(min=0)
-    return positions
+    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

@@ -64,11 +64,6 @@ class Layout(Value, ABC):
         """How many rows of a batch lie one after another; 1: the layout is that of one sequence."""
         return 1
 
-    @property
-    def regular(self) -> bool:
-        """True if every range of every `span` is known to hold a row of each of its ranks; False means unknown."""
-        return False
-
     def shard(self, rank: int) -> tuple[range, ...]:
         """The positions that `rank` owns, as few disjoint, non-empty ranges in local order.
 
@@ -199,10 +194,6 @@ class Stacked(Layout):
     @property
     def digest(self) -> str:
         return self.base.digest
-
-    @property
-    def regular(self) -> bool:
-        return self.base.regular
 
     def owner(self, position: int) -> int:
         return self.base.owner(position % self.base.tokens)

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from itertools import groupby, pairwise
 from math import gcd
 
-from ..cache import Cache
+from ..cache import Cache, cached
 from ..errors import InvalidInput
 from ..pattern import Pattern, as_pattern
 from ..pattern.tile import merge_runs
@@ -40,10 +40,6 @@ class Contiguous(Layout):
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         bounds = [self.tokens * i // self.ranks for i in (ranks.start, ranks.stop)]
         return nonempty(range(*bounds)), True
-
-    @property
-    def regular(self) -> bool:
-        return self.tokens >= self.ranks
 
     def owner(self, position: int) -> int:
         return ((position + 1) * self.ranks - 1) // self.tokens
@@ -73,10 +69,6 @@ class Zigzag(Layout):
             return (range(low.start, high.stop),), True
         return nonempty(low, high), True
 
-    @property
-    def regular(self) -> bool:
-        return self.tokens >= 2 * self.ranks
-
     def owner(self, position: int) -> int:
         chunk = ((position + 1) * 2 * self.ranks - 1) // self.tokens
         return min(chunk, 2 * self.ranks - 1 - chunk)
@@ -103,14 +95,12 @@ class Striped(Layout):
     def name(self) -> str:
         return f"striped({self.block})"
 
-    def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
-        return self._spans.answer(ranks, lambda: self._find_span(ranks))
-
     @cached_property
-    def _spans(self) -> Cache:
+    def cache(self) -> Cache:
         return Cache(SPAN_BYTES)
 
-    def _find_span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
+    @cached
+    def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         width = len(ranks) * self.block
         if len(ranks) == self.ranks:
             return nonempty(range(self.tokens)), True
@@ -272,12 +262,7 @@ class Balanced(Layout):
         if not all(0 <= owner < self.ranks for _, owner in self.runs):
             raise InvalidInput(f"balanced: an owner is one of the {self.ranks} ranks, got {shown}")
 
-    def __hash__(self) -> int:
-        return self._hash  # cached: every call looks its plan up by layout
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.tokens, self.ranks, self.chunk, self.runs))
+    __hash__ = Layout.kept_hash  # every call looks its plan up by layout
 
     @cached_property
     def digest(self) -> str:

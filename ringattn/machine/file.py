@@ -69,41 +69,25 @@ def write_machine(
     lines that were fitted to them.
     """
     yaml = import_module("yaml")  # PyYAML has no type annotations
-    record: dict[str, object] = {"format": FORMAT, "made": made or {}, "values": _values_part(machine)}
-    if machine.flops_dtype is not None:
-        record["flops_dtype"] = machine.flops_dtype
-    if machine.kernel is not None:
-        record["kernel"] = _kernel_part(machine.kernel)
-    if machine.kernel_rates is not None:
-        record["kernel_rates"] = {"source": machine.source("kernel_rates"), **asdict(machine.kernel_rates)}
-    if machine.residuals:
-        values = [list(pair) for pair in machine.residuals]
-        record["residuals"] = {"unit": "[modelled s, measured s / modelled s]", "source": "measured", "values": values}
-    record.update({key: part for key, part in (("samples", samples), ("fits", fits)) if part is not None})
-    with writing(path) as temporary:
-        temporary.write_text(yaml.safe_dump(record, sort_keys=False, allow_unicode=True), encoding="utf-8")
-
-
-def _values_part(machine: Machine) -> dict[str, dict[str, object]]:
-    """The part `values` of a file: each number of the machine that is not None, with unit and source."""
-    return {
+    values = {
         name: {"value": value, "unit": number.unit, "source": machine.source(name)}
         for name, number in MACHINE_NUMBERS.items()
         if (value := getattr(machine, name)) is not None
     }
-
-
-def _kernel_part(times: KernelTimes) -> dict[str, object]:
-    """The part `kernel` of a file."""
-    return {
-        "unit": "useful flop/s, after an overhead of s per call (forward, backward)",
-        "source": "measured",
-        "head_dim": times.head_dim,
-        "dtype": times.dtype,
-        "heads": times.heads,
-        "overhead": list(times.overhead),
-        "grids": [asdict(grid) for grid in times.grids],
-    }
+    record: dict[str, object] = {"format": FORMAT, "made": made or {}, "values": values}
+    if machine.flops_dtype is not None:
+        record["flops_dtype"] = machine.flops_dtype
+    if machine.kernel is not None:
+        unit = "useful flop/s, after an overhead of s per call (forward, backward)"
+        record["kernel"] = {"unit": unit, "source": "measured", **asdict(machine.kernel)}
+    if machine.kernel_rates is not None:
+        record["kernel_rates"] = {"source": machine.source("kernel_rates"), **asdict(machine.kernel_rates)}
+    if machine.residuals:
+        unit, pairs = "[modelled s, measured s / modelled s]", [*map(list, machine.residuals)]
+        record["residuals"] = {"unit": unit, "source": "measured", "values": pairs}
+    record.update({key: part for key, part in (("samples", samples), ("fits", fits)) if part is not None})
+    with writing(path) as temporary:
+        temporary.write_text(yaml.safe_dump(record, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def read_machine(path: Path) -> Machine:

@@ -50,15 +50,11 @@ class TimeGrid:
         for name, sizes in (("rows", self.rows), ("keys", self.keys)):
             if not sizes or any(a >= b for a, b in pairwise(sizes)):
                 raise InvalidInput(f"kernel times: {name}={sizes} must be ascending numbers >= 1")
-        if len(self.rates) != len(self.rows) or any(len(rates_of_row) != len(self.keys) for rates_of_row in self.rates):
+        by_keys = (*self.rates, *([] if self.ragged is None else [self.ragged]))
+        if len(self.rates) != len(self.rows) or any(len(numbers) != len(self.keys) for numbers in by_keys):
             raise InvalidInput(
-                f"kernel times: {self.shape} needs a rate for each of {self.rows} rows x {self.keys} keys; measure the "
-                "missing rates"
-            )
-        if self.ragged is not None and len(self.ragged) != len(self.keys):
-            raise InvalidInput(
-                f"kernel times: ragged={self.ragged} of {self.shape} must be a factor for each of {self.keys}; measure "
-                "the factors again"
+                f"kernel times: {self.shape} needs a rate for each of {self.rows} rows x {self.keys} keys, and "
+                "ragged, if given, a factor for each of the keys; measure the missing ones"
             )
 
     def rate(self, rows: int, keys: int) -> float:
@@ -128,13 +124,7 @@ class KernelTimes(Value):
                 f"kernel times: {', '.join(missing)} missing; measure all shapes with ringattn calibrate"
             )
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.head_dim, self.dtype, self.overhead, self.grids, self.extrapolate, self.heads))
-
-    def __hash__(self) -> int:
-        """The hash of all fields, computed once: the grids are long."""
-        return self._hash
+    __hash__ = Value.kept_hash  # the grids are long
 
     @cached_property
     def _grids(self) -> dict[tuple[str, bool], TimeGrid]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
-from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from safetensors.torch import load, save
 from torch import nn
 
 from ..errors import InvalidInput, Mismatch
@@ -19,14 +18,10 @@ from ..runtime.autograd import compilable
 from ..runtime.call import cast_inputs
 from ..runtime.softmax import merge
 from ..transport.records import Exchange
-from .core import CoreKeywords, RingAttention
+from .core import CoreKeywords, RingAttention, check_kv_heads
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-#: Head of the record that a rank sends: tokens of a block, number of blocks, seed, and how many blocks of queries and
-#: of keys the record has sums for.
-HEAD = "<5q"
 
 
 class SelectedBlocks(BlockSparse):
@@ -80,8 +75,7 @@ class AdaptiveAttention(RingAttention):
                 raise InvalidInput(f"{name}={value!r} must be an integer >= 1")
         if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < float("inf"):
             raise InvalidInput(f"noise={noise!r} must be a number >= 0; try noise=0 for no noise")
-        if kv_heads < 1 or num_heads % kv_heads:
-            raise InvalidInput(f"num_heads must be a multiple of kv_heads >= 1, got {num_heads} and {kv_heads}")
+        check_kv_heads(num_heads, kv_heads)
         top_k(block, k, np.zeros((1, 1)), density=density)  # checks k and density
         self.block, self.k, self.density, self.causal = block, k, density, causal
         self.rank, self.noise = rank, noise
@@ -168,16 +162,16 @@ class AdaptiveAttention(RingAttention):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """Global positions int64 [N] of the rows. If the arguments of one rank are wrong, all ranks raise."""
-        error = None
-        if isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.ndim == k.ndim == 4:
-            expected, actual = (*self.query.shape[:2], len(self.key)), (q.shape[1], q.shape[3], k.shape[1])
-            if actual != expected:
-                error = InvalidInput(
-                    f"q has {actual[0]} heads of dim {actual[1]} and k {actual[2]} heads, but the scorer was made for "
-                    f"num_heads={expected[0]}, head_dim={expected[1]}, kv_heads={expected[2]}; make the module for the "
-                    "shapes of q and k"
+        with self.report_errors("positions"):
+            heads, head_dim, kv_heads = *self.query.shape[:2], len(self.key)
+            is_whole = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.ndim == k.ndim == 4
+            if is_whole and (q.shape[1], q.shape[3], k.shape[1]) != (heads, head_dim, kv_heads):
+                raise InvalidInput(
+                    f"q has {q.shape[1]} heads of dim {q.shape[3]} and k {k.shape[1]} heads, but the scorer was made "
+                    f"for num_heads={heads}, head_dim={head_dim}, kv_heads={kv_heads}; make the module for the shapes "
+                    "of q and k"
                 )
-        return self.positions(q, k, v, key_padding_mask=mask, error=error)
+        return self.positions(q, k, v, key_padding_mask=mask)
 
     def _block_means(
         self,
@@ -251,12 +245,12 @@ def _block_sums(x: torch.Tensor, weight: torch.Tensor, block: torch.Tensor, tota
 
 
 def _pack_sums(sums: list[torch.Tensor], block: int, total: int, seed: int) -> bytes:
-    """This rank's record: the sums of the blocks in which this rank has rows, after a head by HEAD."""
-    touched = [x[..., -1].any(0).any(0).nonzero().flatten().cpu() for x in sums]
-    record = struct.pack(HEAD, block, total, seed, *map(len, touched))
-    for blocks, x in zip(touched, sums, strict=True):
-        record += blocks.numpy().tobytes() + x[:, :, blocks.to(x.device)].cpu().contiguous().numpy().tobytes()
-    return record
+    """This rank's record: the sums of the blocks in which this rank has rows, after [block, total, seed]."""
+    record = {"head": torch.tensor([block, total, seed], device="cpu")}
+    for name, x in zip("qk", sums, strict=True):
+        blocks = x[..., -1].any(0).any(0).nonzero().flatten()
+        record |= {f"{name}_blocks": blocks.cpu(), f"{name}_sums": x[:, :, blocks].cpu().contiguous()}
+    return save(record)
 
 
 def _add_all_sums(sums: list[torch.Tensor], block: int, records: list[bytes]) -> tuple[list[torch.Tensor], int]:
@@ -265,7 +259,8 @@ def _add_all_sums(sums: list[torch.Tensor], block: int, records: list[bytes]) ->
     `sums` are this rank's own; all ranks have the same heads and dims. Raises Mismatch with the rank whose record has
     another block size.
     """
-    heads = [struct.unpack_from(HEAD, record) for record in records]
+    found = list(map(load, records))
+    heads = [record["head"].tolist() for record in found]
     for rank, (other, *_) in enumerate(heads):
         if other != block:
             raise Mismatch(
@@ -274,13 +269,7 @@ def _add_all_sums(sums: list[torch.Tensor], block: int, records: list[bytes]) ->
             )
     total = max(head[1] for head in heads)
     all_sums = [x.new_zeros((*x.shape[:2], total + 1, x.shape[3]), device="cpu") for x in sums]
-    for record, head in zip(records, heads, strict=True):
-        offset = struct.calcsize(HEAD)
-        for x, count in zip(all_sums, head[3:], strict=True):
-            blocks = torch.from_numpy(np.frombuffer(record, np.int64, count, offset).copy())
-            offset += blocks.nbytes
-            shape = (*x.shape[:2], count, x.shape[3])
-            values = np.frombuffer(record, x.numpy().dtype, prod(shape), offset).copy()
-            offset += values.nbytes
-            x.index_add_(2, blocks, torch.from_numpy(values).view(shape))
+    for record in found:
+        for name, x in zip("qk", all_sums, strict=True):
+            x.index_add_(2, record[f"{name}_blocks"], record[f"{name}_sums"])
     return [x.to(sums[0].device) for x in all_sums], heads[0][2]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..errors import InvalidInput, RingAttentionError
+from ..errors import InvalidInput
 from ..functional import check_arguments, get_transport, positions, ring_attention, virtual_attention
 from ..layout.regular import DEFAULT_LAYOUT, Layout
 from ..pattern import Causal, Dilated, Pattern, as_pattern
@@ -50,6 +50,12 @@ def option_names(module: type[nn.Module]) -> set[str]:
     """The optional keyword arguments of a module's constructor, those of its bases and `AttentionOptions` included."""
     names = set(CoreKeywords.__annotations__) if issubclass(module, RingAttention) else set()
     return names | {name for name, one in signature(module).parameters.items() if one.default is not one.empty}
+
+
+def check_kv_heads(num_heads: int, kv_heads: int) -> None:
+    """Raise InvalidInput unless `kv_heads` divides `num_heads`."""
+    if kv_heads < 1 or num_heads % kv_heads:
+        raise InvalidInput(f"num_heads must be a multiple of kv_heads >= 1, got {num_heads} and {kv_heads}")
 
 
 class _Place:
@@ -214,26 +220,21 @@ class RingAttention(nn.Module):
         *,
         is_causal: bool = False,
         key_padding_mask: torch.Tensor | None = None,
-        error: RingAttentionError | None = None,
     ) -> torch.Tensor:
         """Global positions int64 [N] of the rows of q [B, H, N, D], on the device of q. Collective if `attend` is.
 
-        Checks the arguments and raises as `attend` does. `error` is an error that the caller has already found: this
-        rank raises `error`, and all other ranks raise a Mismatch.
+        Checks the arguments and raises as `attend` does.
         """
         keywords = {"layout": self.layout, "key_padding_mask": key_padding_mask, **self._call_options().keywords()}
         arguments: dict[str, Any] = {"pattern": self._pattern(is_causal), **keywords}
         if self.sharded:
-            rows = positions(q, k, v, error=error, **self._place.keywords, **arguments)
-            return torch.from_numpy(rows).to(q.device)
-        if error is not None:
-            raise error
+            return torch.from_numpy(positions(q, k, v, **self._place.keywords, **arguments)).to(q.device)
         check_arguments(q, k, v, **arguments)
         return torch.arange(q.shape[2], device=q.device)
 
-    def report_errors(self) -> AbstractContextManager[object]:
-        """A context for local work between two collective calls: reports an exception of the work to all ranks."""
-        return ErrorReport(get_transport(**self._place.keywords), "call") if self.sharded else nullcontext()
+    def report_errors(self, stage: str = "call") -> AbstractContextManager[object]:
+        """A context for local work before a collective call of this stage: reports an exception to all ranks."""
+        return ErrorReport(get_transport(**self._place.keywords), stage) if self.sharded else nullcontext()
 
     def _call_options(self) -> AttentionOptions:
         """The options of a call: those of the module, without dropout unless it is in training mode."""

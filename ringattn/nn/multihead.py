@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import InvalidInput, Unsupported
 from ..kernels.base import wide
-from ..pattern import Dilated, Pattern
+from ..pattern import Pattern
 from ..runtime.call import check_option_names
 from ..text import did_you_mean
 from .adaptive import AdaptiveAttention
-from .core import RingAttention, option_names
+from .core import DilatedAttention, RingAttention, check_kv_heads, option_names
 
 if TYPE_CHECKING:
     from ..kernels.dropout import Dropout
@@ -85,7 +85,11 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if kv_heads is None else kv_heads
-        _check_unsupported(add_bias_kv, add_zero_attn)
+        for name, value, kind in (("add_bias_kv", add_bias_kv, "learned"), ("add_zero_attn", add_zero_attn, "zero")):
+            if value:
+                raise Unsupported(
+                    f"{name}: a {kind} key has no position, and so no place in a pattern or a layout; leave out {name}"
+                )
         _check_heads(embed_dim, num_heads, kv_heads)
         if not isinstance(core, RingAttention):
             raise InvalidInput(f"core must be a ringattn.nn.RingAttention, got {type(core).__name__}")
@@ -178,7 +182,15 @@ class MultiheadAttention(nn.Module):
         q = self._to_batch_first(query)
         k = q if key is query else self._to_batch_first(key)
         v = k if value is key else self._to_batch_first(value)
-        out = self._forward(q, k, v, key_padding_mask, is_causal)
+        inputs = (q, k, v, key_padding_mask, is_causal)
+        if self.recompute != "none" and torch.is_grad_enabled():
+            from ..runtime.graph_op import keep_attention  # registers operators, which few programs need
+
+            keep: dict[str, Any] = {"context_fn": keep_attention} if self.recompute == "projections" else {}
+            heads = checkpoint(self._attend, *inputs, use_reentrant=False, **keep)
+        else:
+            heads = self._attend(*inputs)
+        out = self.out_proj(heads if self.norm is None else self.norm(heads))
         if unbatched:
             return out.squeeze(0), None
         return out if self.batch_first else out.transpose(0, 1), None
@@ -188,25 +200,6 @@ class MultiheadAttention(nn.Module):
         if x.ndim == 2:
             return x.unsqueeze(0)
         return x if self.batch_first else x.transpose(0, 1)
-
-    def _forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        is_causal: bool,
-    ) -> torch.Tensor:
-        """The output [B, N, E] of inputs [B, N, dim]."""
-        inputs = (query, key, value, mask, is_causal)
-        if self.recompute != "none" and torch.is_grad_enabled():
-            from ..runtime.graph_op import keep_attention  # registers operators, which few programs need
-
-            keep: dict[str, Any] = {"context_fn": keep_attention} if self.recompute == "projections" else {}
-            heads = checkpoint(self._attend, *inputs, use_reentrant=False, **keep)
-        else:
-            heads = self._attend(*inputs)
-        return self.out_proj(heads if self.norm is None else self.norm(heads))
 
     def _attend(
         self,
@@ -287,8 +280,8 @@ class MultiheadBlockSparseAttention(MultiheadRingAttention):
     """`MultiheadRingAttention` under the name that the block-sparse factories use; takes any pattern."""
 
 
-class MultiheadDilatedAttention(MultiheadRingAttention):
-    """`MultiheadRingAttention` under `Dilated(segment_lengths, dilation_rates, ...)`."""
+class MultiheadDilatedAttention(MultiheadAttention):
+    """`MultiheadAttention` around `DilatedAttention(segment_lengths, dilation_rates)`; `options` are those of both."""
 
     def __init__(
         self,
@@ -296,14 +289,12 @@ class MultiheadDilatedAttention(MultiheadRingAttention):
         num_heads: int,
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
-        *,
-        mix: str = "lse",
-        offsets: str | None = None,
-        causal: bool = False,
         **options: Any,
     ) -> None:
-        pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), causal=causal, mix=mix, offsets=offsets)
-        super().__init__(embed_dim, num_heads, pattern, **options)
+        projection, core = _split_options(options, DilatedAttention)
+        super().__init__(
+            embed_dim, num_heads, core=DilatedAttention(segment_lengths, dilation_rates, **core), **projection
+        )
 
 
 class MultiheadAdaptiveAttention(MultiheadAttention):
@@ -338,17 +329,7 @@ def _check_heads(embed_dim: int, num_heads: int, kv_heads: int) -> None:
             raise InvalidInput(f"{name} must be an integer, got {value!r}")
     if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
         raise InvalidInput(f"embed_dim must be a multiple of num_heads, both >= 1, got {embed_dim} and {num_heads}")
-    if kv_heads < 1 or num_heads % kv_heads:
-        raise InvalidInput(f"num_heads must be a multiple of kv_heads >= 1, got {num_heads} and {kv_heads}")
-
-
-def _check_unsupported(add_bias_kv: bool, add_zero_attn: bool) -> None:
-    """Raise Unsupported for an option of torch.nn.MultiheadAttention that is not offered here."""
-    for name, value, key in (("add_bias_kv", add_bias_kv, "learned"), ("add_zero_attn", add_zero_attn, "zero")):
-        if value:
-            raise Unsupported(
-                f"{name}: a {key} key has no position, and so no place in a pattern or a layout; leave out {name}"
-            )
+    check_kv_heads(num_heads, kv_heads)
 
 
 def check_rotary(head_dim: int, base: float) -> None:

@@ -75,9 +75,9 @@ def parse_pattern(text: str) -> Pattern:
 
     Raises InvalidInput, with a hint for a misspelled name, if `text` does not spell a pattern.
     """
-    from .parse import parse  # few calls spell their pattern
+    from .parse import PatternParser  # few calls spell their pattern
 
-    return parse(text, PATTERNS)
+    return PatternParser(text, PATTERNS).parse()
 
 
 def as_pattern(pattern: Pattern | str) -> Pattern:

@@ -197,14 +197,12 @@ class Pattern(Value, ABC):
 class BandPattern(Pattern):
     """A pattern of all pairs whose distance q - k lies in a band, the same for all queries."""
 
+    period = 1
+
     @property
     @abstractmethod
     def bounds(self) -> tuple[int | None, int | None]:
         """The least and the largest distance q - k; None is no bound."""
-
-    @property
-    def period(self) -> int | None:
-        return 1
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         tile = make_tile(heads, q, k, *self.bounds)

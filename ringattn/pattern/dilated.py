@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import InvalidInput
 from ..text import did_you_mean
-from .base import ONE_HEAD, Or, Pattern
+from .base import ONE_HEAD, Or, Pattern, check_integer
 from .tile import Tile, intersect, make_tile
 
 #: The branches of LongNet (Ding et al. 2023, arXiv:2307.02486). A rate need not divide its segment, as 6 and 16384.
@@ -176,7 +176,4 @@ def _check_integers(name: str, source: object) -> tuple[int, ...]:
     values = source.tolist() if isinstance(source, np.ndarray) else source
     if not isinstance(values, list | tuple) or not values:
         raise InvalidInput(f"Dilated: {name} must be a list of integers >= 1, got {values!r}; try {name}=(2, 4)")
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise InvalidInput(f"Dilated: {name} must be integers >= 1, got {values!r}; try {name}=(2, 4)")
-    return tuple(map(int, values))
+    return tuple(check_integer(value, f"Dilated: of {name}, one", 1, f"{name}=(2, 4)") for value in values)

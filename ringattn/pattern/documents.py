@@ -58,12 +58,7 @@ class Documents(Pattern):
         else:
             self._normalize(lengths=_read_lengths(values, cumulative))
 
-    def __hash__(self) -> int:
-        return self._hash  # cached: plans are looked up by pattern often, and there may be a million lengths
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self.lengths)
+    __hash__ = Pattern.kept_hash  # plans are looked up by pattern often, and there may be a million lengths
 
     @property
     def rows(self) -> int | None:

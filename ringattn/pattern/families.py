@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -48,6 +49,8 @@ class Family(BlockTable):
                     f"{self.spelling}: {self.width_field}={width!r} and density={self.density!r}; give one"
                 )
             self._normalize(density=check_density(self.density, self.spelling))
+        elif getattr(self, self.width_field) is None:
+            raise InvalidInput(f"{self.spelling}: give {self.width_field}= or density=; try {self.example}")
         if self.total is not None:
             self._normalize(total=self._integer("total", self.total, 0))
         self._check_fields()
@@ -59,11 +62,6 @@ class Family(BlockTable):
     @abstractmethod
     def _check_fields(self) -> None:
         """Check and normalize the parameters of the family."""
-
-    def _require_width(self) -> None:
-        """Raise InvalidInput if neither the width parameter nor `density` is given."""
-        if self.density is None and getattr(self, self.width_field) is None:
-            raise InvalidInput(f"{self.spelling}: give {self.width_field}= or density=; try {self.example}")
 
     def _integer(self, name: str, value: object, least: int) -> int:
         return check_integer(value, f"{self.spelling}: {name}", least, self.example)
@@ -132,7 +130,6 @@ class GlobalLocal(Family):
         return None if self.globals else super().period  # globals are at the start of the sequence
 
     def _check_fields(self) -> None:
-        self._require_width()
         if self.blocks is not None:
             self._normalize(blocks=self._integer("blocks", self.blocks, 0))
         self._normalize(globals=self._integer("globals", self.globals, 0))
@@ -153,38 +150,36 @@ class GlobalLocal(Family):
         if first < self.globals:
             return [candidates]
         global_rows = clip(candidates, 0, self.globals - 1)
-        if self.blocks is not None:
-            return [global_rows, clip(candidates, first - self.blocks, last + self.blocks)]
-        width, total = self._width_and_total()
         # The window moves right with its query block, so the query blocks whose window meets [first, last] are
         # adjacent.
-        least = low if first < self.globals + width else first - width + 1 + width // 2
-        most = high if last >= total - width else last + width // 2
-        return [global_rows, clip(candidates, least, most)]
+        least = bisect_right(candidates, first, key=lambda row: self._window(row).stop)
+        return [
+            global_rows,
+            candidates[least : bisect_right(candidates, last, key=lambda row: self._window(row).start)],
+        ]
 
     def key_runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
         if row < self.globals:
             yield range(first, last + 1)
             return
-        if self.blocks is not None:
-            window = range(max(0, row - self.blocks), row + self.blocks + 1)
-        else:
-            width, total = self._width_and_total()
-            start = max(self.globals, min(row - width // 2, total - width))
-            window = range(start, start + width)
-        yield from join_runs(clip(run, first, last) for run in (range(self.globals), window))
+        yield from join_runs(clip(run, first, last) for run in (range(self.globals), self._window(row)))
 
-    def _width_and_total(self) -> tuple[int, int]:
-        """(blocks of a window, key blocks of the sequence) under `density`."""
+    def _window(self, row: int) -> range:
+        """The local key blocks of a query block; under `blocks`, also those beyond the ends of the sequence."""
+        if self.blocks is not None:
+            return range(row - self.blocks, row + self.blocks + 1)
         kept, total = self.blocks_and_total()
-        return kept - self.globals, total
+        width = kept - self.globals
+        start = max(self.globals, min(row - width // 2, total - width))
+        return range(start, start + width)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         i, j = q // self.block, k // self.block
         is_global = (i < self.globals) | (j < self.globals)
         if self.blocks is not None:
             return is_global | (np.abs(i - j) <= self.blocks)
-        width, total = self._width_and_total()
+        kept, total = self.blocks_and_total()
+        width = kept - self.globals
         offset = j - np.clip(i - width // 2, self.globals, max(self.globals, total - width))
         return is_global | ((offset >= 0) & (offset < width))
 
@@ -220,7 +215,6 @@ class StridedBlocks(Family):
     total: int | None = None
 
     def _check_fields(self) -> None:
-        self._require_width()
         if self.stride is not None:
             self._normalize(stride=self._integer("stride", self.stride, 1))
 
@@ -280,10 +274,15 @@ class DilatedBlocks(Family):
     density: float | None = None
     total: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.offsets is None and self.density is None:
+            self._normalize(offsets=OFFSETS)
+        super().__post_init__()
+
     def _check_fields(self) -> None:
-        if self.density is not None:
+        offsets = self.offsets
+        if offsets is None:
             return
-        offsets = OFFSETS if self.offsets is None else self.offsets
         if not isinstance(offsets, list | tuple):
             raise InvalidInput(f"dilated_blocks: offsets={offsets!r} must be a list of integers; try offsets=(1, 2, 4)")
         distances = {self._integer("an offset", offset, 0) for offset in offsets}
@@ -398,7 +397,6 @@ class Hierarchical(Family):
         return self.block * lcm(*(stride for stride, _ in self.levels))
 
     def _check_fields(self) -> None:
-        self._require_width()
         if self.levels is None:
             return
         pairs = self.levels

@@ -14,20 +14,14 @@ from .base import Pattern
 SHOWN = 300
 
 
-def parse(text: str, functions: Mapping[str, Callable[..., Pattern]]) -> Pattern:
-    """The pattern that `text` spells, such as "Causal() & Window(4096)".
+class PatternParser:
+    """Reads a text that may call `functions` by name with literals or patterns, and join patterns by & and |."""
 
-    The text may call the `functions` by name with literal arguments or patterns, and join patterns by & and |. Raises
-    InvalidInput for any other text.
-    """
-    return _Parser(text, functions).parse()
-
-
-class _Parser:
     def __init__(self, text: str, functions: Mapping[str, Callable[..., Pattern]]) -> None:
         self.text, self.functions = text, functions
 
     def parse(self) -> Pattern:
+        """The pattern that the text spells. Raises InvalidInput for any other text."""
         try:
             tree = ast.parse(self.text.strip(), mode="eval").body
         except (SyntaxError, RecursionError, MemoryError) as error:

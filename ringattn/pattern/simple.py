@@ -15,9 +15,7 @@ from .tile import Tile, clip, intersect, make_tile
 class Full(BandPattern):
     """Every query attends every key of the sequence, earlier and later ones: softmax(q k^T) without a mask."""
 
-    @property
-    def bounds(self) -> tuple[int | None, int | None]:
-        return None, None
+    bounds = None, None
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         return np.ones(np.broadcast_shapes(q.shape, k.shape), dtype=bool)
@@ -27,9 +25,7 @@ class Full(BandPattern):
 class Causal(BandPattern):
     """Query q attends key k iff k <= q, so q attends q + 1 keys. `Causal() & Sinks(4)` hides the future of sinks."""
 
-    @property
-    def bounds(self) -> tuple[int | None, int | None]:
-        return 0, None
+    bounds = 0, None
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         return k <= q
@@ -96,9 +92,7 @@ class Strided(Pattern):
     def __post_init__(self) -> None:
         self._normalize(step=check_integer(self.step, "Strided: step", 1, "Strided(4)"))
 
-    @property
-    def period(self) -> int | None:
-        return 1
+    period = 1
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         if not q or not k:

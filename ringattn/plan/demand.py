@@ -21,14 +21,12 @@ from .row_sets import (
     RowSet,
     RowSets,
     count_rows,
-    count_union,
     group_heads,
     to_ranges,
     union,
 )
 from .work import (
     Work,
-    is_dense,
     join_keys,
     join_repetitions,
     join_tiles,
@@ -36,7 +34,6 @@ from .work import (
     lower,
     restrict_keys,
     restrict_queries,
-    split_heads,
 )
 
 if TYPE_CHECKING:
@@ -110,21 +107,6 @@ class BlockDemand(ABC):
 
         return find_row_reach(self.pattern, self.side, self.layout, sampled(self.layout.ranks), self.block_heads)
 
-    def all_needed(self, rank: int, owners: range) -> bool:
-        """A cheap sufficient test that `rank` needs a row of every block of `owners`; False means unknown."""
-        layout = self.layout
-        return layout.regular and any(
-            self._surely_needs_all(mine, block) for mine in layout.shard(rank) for block in layout.span(owners)[0]
-        )
-
-    def _surely_needs_all(self, mine: range, block: range) -> bool:
-        """A cheap sufficient test that `mine` needs every position of `block`; False means unknown."""
-        run = self.pattern.run(self.side, mine[0], mine[-1]) if mine.step == block.step == 1 else None
-        if run is not None:
-            return bool(run[0] <= block.start and block.stop - 1 <= run[1])
-        q, k = self._sides(mine, block)
-        return is_dense(self.pattern, (q,), (k,), self.heads)
-
     @cached
     def needed_rows(self, ranks: tuple[range, ...], owner: int) -> RowSets:
         """The rows of the block of `owner` that some rank of `ranks` needs."""
@@ -135,12 +117,8 @@ class BlockDemand(ABC):
         return union(self._local_pieces(ranks, owner), self.block_heads, self.layout.rows(owner))
 
     def count_needed(self, ranks: tuple[range, ...], owner: int) -> int:
-        """The number of rows of all heads in `needed_rows`, without making the row sets where possible."""
-        if self.row_reach is not None:
-            return self.row_reach.count(ranks, owner)
-        if len(self.layout.shard(owner)) > self.most_ranges:
-            return count_rows(self.needed_rows(ranks, owner), self.block_heads, self.layout.rows(owner))
-        return count_union(self._local_pieces(ranks, owner), self.block_heads, self.layout.rows(owner))
+        """The number of rows of all heads in `needed_rows`."""
+        return count_rows(self.needed_rows(ranks, owner), self.block_heads, self.layout.rows(owner))
 
     def _local_pieces(self, ranks: tuple[range, ...], owner: int) -> Iterator[tuple[range, range]]:
         """(heads of the block, local rows) of the block of `owner` that some rank of `ranks` needs."""
@@ -277,11 +255,8 @@ class KeyDemand(BlockDemand):
         Works of a `RowSet` hold the pairs of its heads, and index the tensor of the row set.
         """
         if isinstance(row_set, RowSet):
-            return tuple(restrict_keys(self.works(rank, owner, ALL_ROWS), row_set, self.group))
+            return tuple(restrict_keys(self.works(rank, owner, ALL_ROWS), row_set))
         q_rows, k_rows = self.layout.shard(rank), self.layout.shard(owner)
-        few = q_rows and k_rows and max(len(q_rows), len(k_rows)) <= MOST_RANGES
-        if few and is_dense(self.pattern, q_rows, k_rows, self.heads):
-            return self._dense_works(sum(map(len, q_rows)), sum(map(len, k_rows)))
         tiles = list(local_tiles(self.pattern, q_rows, k_rows, self.heads))
         return tuple(lower(join_tiles(tiles), self.group))
 
@@ -295,12 +270,6 @@ class KeyDemand(BlockDemand):
         if len(first) <= most:
             return self.joined_works(rank, owner), True
         return tuple(join_repetitions(join_keys(lower(first[:most], self.group)))), False
-
-    @cached
-    def _dense_works(self, rows: int, keys: int) -> tuple[Work, ...]:
-        """The works of a visit in which every row sees every key."""
-        parts = split_heads(range(self.heads), self.group)
-        return tuple(Work(heads, kv, range(rows), (range(keys),)) for heads, kv in parts)
 
 
 class QueryDemand(BlockDemand):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cache import Cache, cached, estimate_bytes
 from ..errors import InvalidInput
-from ..layout.regular import DEFAULT_LAYOUT, Balanced, Layout, make_layout
+from ..layout.regular import Balanced, Layout, make_layout, restore_layout
 from ..pattern import Pattern, parse_pattern
 from .demand import ANSWERS, KeyDemand, QueryDemand
 from .row_sets import ONE_ROW, RowSet
@@ -69,10 +69,14 @@ class Rotation:
         return RankPlan(rank, self.keys.forward(rank), backward, kept)
 
     def _count_steps(self, steps: Callable[[int], tuple[Step, ...]]) -> tuple[int, int]:
-        """The bytes that some ranks send in their steps."""
-        ranks = representatives(self.keys.demand)
-        sent = sum(self.size(part) for r in ranks for step in steps(r) for hop in step.sends for part in hop.parts)
-        return sent, sent
+        """(bytes between nodes, all bytes) that some ranks send in their steps."""
+        node, between, every = self.keys.ranks_per_node, 0, 0
+        for rank in representatives(self.keys.demand):
+            for hop in (hop for step in steps(rank) for hop in step.sends):
+                size = sum(map(self.size, hop.parts))
+                every += size
+                between += size if rank // node != hop.peer // node else 0
+        return between, every
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,8 +268,16 @@ class Plan(PlanSizes):
         """The plan that `to_json` or `ringattn plan output.path=` wrote. Raises InvalidInput on any other text."""
         from .record import read_record  # a plan that is not read does not load it
 
-        record, arguments = read_record(text, FORMAT)
-        plan = build_plan(parse_pattern(record.pattern), **arguments)
+        record = read_record(text, FORMAT)
+        pattern, tokens, ranks = parse_pattern(record.pattern), record.tokens, record.ranks
+        sizes = PlanSizes(**{entry.name: getattr(record, entry.name) for entry in fields(PlanSizes)})
+        pattern.check(tokens, sizes.heads)
+        if record.partition is None:
+            layout = make_layout(record.layout, tokens=tokens, ranks=ranks, pattern=pattern, heads=sizes.heads)
+        else:
+            layout = restore_layout(record.layout, tokens, ranks, record.partition)
+        schedule = resolve(record.schedule, ranks, sizes.heads, sizes.kv_heads)
+        plan = arrange(pattern.bind(sizes.heads, tokens), layout, schedule, sizes)
         if plan.hash != record.hash:
             raise InvalidInput(f"the plan has hash {plan.hash}, its text {record.hash}: it was edited; make it anew")
         return plan
@@ -310,19 +322,6 @@ class Plan(PlanSizes):
             **self.sizes,
             "batch": self.batch * self.layout.stacked,
         }
-
-
-def build_plan(
-    pattern: Pattern, *, tokens: int, ranks: int, schedule: str, layout: str | Layout = DEFAULT_LAYOUT, **sizes: Any
-) -> Plan:
-    """The plan with a named layout and schedule, and `PlanSizes`. Raises InvalidInput."""
-    checked = PlanSizes(**sizes)
-    pattern.check(tokens, checked.heads)
-    partition = make_layout(layout, tokens=tokens, ranks=ranks, pattern=pattern, heads=checked.heads)
-    name = resolve(schedule, ranks, checked.heads, checked.kv_heads)
-    if name == "auto":
-        raise InvalidInput("schedule='auto' is chosen by make_plan; build_plan takes a named schedule")
-    return arrange(pattern.bind(checked.heads, tokens), partition, name, checked)
 
 
 def arrange(bound: Pattern, layout: Layout, schedule: str, sizes: PlanSizes) -> Plan:

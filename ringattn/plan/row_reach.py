@@ -71,10 +71,6 @@ class RowReach(ABC):
         must list all blocks.
         """
 
-    @abstractmethod
-    def count(self, ranks: Ranks, owner: int) -> int:
-        """The number of rows of all heads that some rank of `ranks` needs. The tables must list all blocks."""
-
     def needs(self, ranks: range, owners: range) -> bool:
         """Whether some rank of `ranks` needs a row of some block of `owners`. The tables must list all blocks."""
         return bool(self.visits[ranks.start : ranks.stop, owners.start : owners.stop].any())
@@ -181,10 +177,6 @@ class RunReach(RowReach):
             ranges = to_ranges(to_numbers(ranges))
         return self._row_sets(ranges, start)
 
-    def count(self, ranks: Ranks, owner: int) -> int:
-        ends = zip(self._lengths(owner), *self._find_ends(ranks, owner), strict=True)
-        return sum(min(first + last, length) for length, first, last in ends) * self.heads
-
     def _lengths(self, owner: int) -> list[int]:
         """The lengths of the runs of a block."""
         borders = self._runs.borders
@@ -244,9 +236,6 @@ class StripedReach(RowReach):
             mask &= ~self._mask(other, owner)
         ranges = find_runs(mask) if self._rows[owner][1] <= most else to_ranges(mask.nonzero()[0])
         return self._row_sets(ranges, len(mask))
-
-    def count(self, ranks: Ranks, owner: int) -> int:
-        return int(np.count_nonzero(self._mask(ranks, owner))) * self.heads
 
     def _mask(self, ranks: Ranks, owner: int) -> np.ndarray:
         """Which rows of the block of `owner`, in local order, some rank of `ranks` needs: bool [rows]."""

@@ -70,12 +70,7 @@ class RowSet(Value):
         """The rows of one head of the set."""
         return self.rows[0] if len(self.rows) == 1 else self.rows[self.index[head]]
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.heads, self.rows))
-
-    def __hash__(self) -> int:
-        return self._hash
+    __hash__ = Value.kept_hash
 
 
 #: The rows of one block, as disjoint sets: either `WHOLE_BLOCK`, or any number of `RowSet`s, or `NO_ROWS`.
@@ -88,33 +83,17 @@ ONE_ROW: Final = RowSet((0,), ((range(1),),))
 
 def union(pieces: Iterable[tuple[range, range]], heads: int, rows: int) -> RowSets:
     """The union of pieces (heads, local rows) of a block of `heads` heads and `rows` rows."""
-    per_head = _ranges_per_head(pieces, heads, rows)
-    if per_head is None:
-        return WHOLE_BLOCK
-    ascending = {ranges: _ascending(ranges) for ranges in set(per_head)}
-    return group_heads([ascending[ranges] for ranges in per_head], rows)
-
-
-def count_union(pieces: Iterable[tuple[range, range]], heads: int, rows: int) -> int:
-    """The number of rows of all heads in `union`, without making the ranges that hold the rows."""
-    per_head = _ranges_per_head(pieces, heads, rows)
-    if per_head is None:
-        return heads * rows
-    counts = {ranges: _count(ranges) for ranges in set(per_head)}
-    return sum(counts[ranges] for ranges in per_head)
-
-
-def _ranges_per_head(pieces: Iterable[tuple[range, range]], heads: int, rows: int) -> list[frozenset[range]] | None:
-    """The ranges of each head, which may overlap; None where one piece is the whole block."""
     by_heads: dict[range, set[range]] = {}
     for piece_heads, piece_rows in pieces:
         if len(piece_rows) == rows and len(piece_heads) == heads:
-            return None  # further pieces can add nothing
+            return WHOLE_BLOCK  # further pieces can add nothing
         by_heads.setdefault(piece_heads, set()).add(piece_rows)
-    return [
+    per_head = [
         frozenset(part for piece_heads, parts in by_heads.items() if head in piece_heads for part in parts)
         for head in range(heads)
     ]
+    ascending = {ranges: _ascending(ranges) for ranges in set(per_head)}
+    return group_heads([ascending[ranges] for ranges in per_head], rows)
 
 
 def subtract(row_sets: RowSets, others: Sequence[RowSets], heads: int, rows: int) -> RowSets:
@@ -133,9 +112,10 @@ def subtract(row_sets: RowSets, others: Sequence[RowSets], heads: int, rows: int
             if all(len(run) > 2 for run in runs):  # `to_ranges` may join shorter runs to ranges of a larger step
                 per_head.append(runs)
                 continue
-        mask = _mask(row_sets, head, rows)
-        for other in others:
-            mask &= ~_mask(other, head, rows)
+        mask = np.zeros(rows, dtype=bool)
+        for parts, held in ((kept, True), (removed, False)):
+            for part in parts:
+                mask[part.start : part.stop : part.step] = held
         per_head.append(to_ranges(np.flatnonzero(mask)))
     return group_heads(per_head, rows)
 
@@ -183,14 +163,6 @@ def to_numbers(ranges: Ranges) -> np.ndarray:
     return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
 
-def _mask(row_sets: RowSets, head: int, rows: int) -> np.ndarray:
-    """Which rows of one head the sets hold: bool [rows]."""
-    mask = np.zeros(rows, dtype=bool)
-    for part in _rows_of_head(row_sets, head, rows):
-        mask[part.start : part.stop : part.step] = True
-    return mask
-
-
 def _rows_of_head(row_sets: RowSets, head: int, rows: int) -> list[range]:
     """The rows of one head that the sets hold, as ranges."""
     if row_sets == WHOLE_BLOCK:
@@ -221,26 +193,11 @@ def _ascending(ranges: frozenset[range]) -> Ranges:
         return tuple(ranges)
     if all(r.step == 1 for r in ranges):
         return merge_runs(ranges)
-    first, mask = _mark_members(ranges)
-    return to_ranges(np.flatnonzero(mask) + first)
-
-
-def _count(ranges: frozenset[range]) -> int:
-    """How many numbers the union of ranges holds."""
-    if len(ranges) < 2:
-        return sum(map(len, ranges))
-    if all(r.step == 1 for r in ranges):  # a mask would be as long as the block
-        return sum(map(len, merge_runs(ranges)))
-    return int(np.count_nonzero(_mark_members(ranges)[1]))
-
-
-def _mark_members(ranges: frozenset[range]) -> tuple[int, np.ndarray]:
-    """(first, mask) of the union of ranges: its least member, and which first + i are members: bool [span]."""
     first, stop = min(r.start for r in ranges), max(r[-1] for r in ranges) + 1
     mask = np.zeros(stop - first, dtype=bool)
     for r in ranges:
         mask[r.start - first : r[-1] + 1 - first : r.step] = True
-    return first, mask
+    return to_ranges(np.flatnonzero(mask) + first)
 
 
 def group_heads(per_head: list[Ranges], rows: int) -> RowSets:

@@ -45,12 +45,7 @@ class Work(Value):
     k_shift: int = 0
     sequences: tuple[Work, ...] = ()
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
-
-    def __hash__(self) -> int:  # kept, as works are keys of many tables
-        return self._hash
+    __hash__ = Value.kept_hash  # works are keys of many tables
 
     @cached_property
     def dense(self) -> bool:
@@ -204,19 +199,6 @@ MAX_JOINED = 32
 HeadPairs = list[tuple[int, int]]
 
 
-def is_dense(pattern: Pattern, q_rows: tuple[range, ...], k_rows: tuple[range, ...], heads: int) -> bool:
-    """Whether all heads see all pairs of these positions exactly once, with one tile for each two ranges."""
-    for q in q_rows:
-        for k in k_rows:
-            tiles = pattern.tiles(q, k, range(heads))
-            first = next(tiles, None)
-            if first is None or not first.dense or (first.q, first.k, first.heads) != (q, k, range(heads)):
-                return False
-            if next(tiles, None) is not None:
-                return False
-    return True
-
-
 def local_tiles(pattern: Pattern, q_shard: tuple[range, ...], k_shard: tuple[range, ...], heads: int) -> Iterator[Tile]:
     """Tiles and their bands in local row indices; a tile with a band has equal q and k steps."""
     first_q = 0
@@ -334,46 +316,21 @@ def _locate_run(numbers: np.ndarray, run: range) -> Ranges:
     return to_ranges(np.searchsorted(numbers, np.arange(run.start, run.stop, run.step)))
 
 
-def restrict_keys(works: Iterable[Work], row_set: RowSet, group: int) -> Iterator[Work]:
+def restrict_keys(works: Iterable[Work], row_set: RowSet) -> Iterator[Work]:
     """Works on a whole block as works on the tensor of `row_set`, which must hold the key rows that they need.
 
-    `group` query heads share a key/value head. Heads whose rows have different places in the tensor become works of
-    their own.
+    Heads whose rows have different places in the tensor become works of their own.
     """
     places = _RowPlaces(row_set)
     for work in works:
-        whole_groups = len(work.heads) != len(work.kv)  # else one query head for each key/value head
-        chain: list[tuple[int, int, Ranges]] = []
-        for place, head in enumerate(work.kv):
-            if head not in row_set.index:
-                continue
-            link = (place, row_set.index[head], places.locate(head, work.k))
-            if chain and not _extends(chain, link, whole_groups):
-                yield _restrict(work, chain, group if whole_groups else 0)
-                chain = []
-            chain.append(link)
-        if chain:
-            yield _restrict(work, chain, group if whole_groups else 0)
-
-
-def _extends(chain: list[tuple[int, int, Ranges]], link: tuple[int, int, Ranges], consecutive: bool) -> bool:
-    """Whether a head has the rows of the chain, and equal distances in the work and in the row set.
-
-    A link is (index of the head in the work, index of the head in the row set, rows).
-    """
-    step = link[0] - chain[-1][0], link[1] - chain[-1][1]
-    if link[2] != chain[-1][2] or step[1] < 1 or (consecutive and step[0] != 1):
-        return False
-    return len(chain) == 1 or step == (chain[1][0] - chain[0][0], chain[1][1] - chain[0][1])
-
-
-def _restrict(work: Work, chain: list[tuple[int, int, Ranges]], group: int) -> Work:
-    """The work for the key/value heads of a chain; `group` = 0: one query head for each key/value head."""
-    (first, place, runs), (last, end, _) = chain[0], chain[-1]
-    kv = range(place, end + 1, (end - place) // max(len(chain) - 1, 1) or 1)
-    step = (last - first) // max(len(chain) - 1, 1) or 1
-    heads = work.heads[first * group : (last + 1) * group] if group else work.heads[first : last + 1 : step]
-    return replace(work, heads=heads, kv=kv, k=runs)
+        shared = len(work.heads) // len(work.kv)
+        pairs_by_rows: dict[Ranges, HeadPairs] = {}
+        for place, head in enumerate(work.heads):
+            kv = work.kv[place // shared]
+            if kv in places.index:
+                pairs_by_rows.setdefault(places.locate(kv, work.k), []).append((head, places.index[kv]))
+        for rows, pairs in pairs_by_rows.items():
+            yield from (replace(work, heads=heads, kv=kv, k=rows) for heads, kv in _join_heads(pairs))
 
 
 def restrict_queries(works: Iterable[Work], row_set: RowSet) -> Iterator[Work]:

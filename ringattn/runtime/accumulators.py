@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from math import prod
 from types import ModuleType
 
 import torch
@@ -65,38 +64,29 @@ class RowViews:
         return views
 
 
-class KernelInputs:
-    """The rows that kernel calls read: views, or a copy in a workspace where the keys of a call are several runs."""
+def select_inputs(
+    work: Work, batch: slice | None, by_query: RowViews, by_key: RowViews
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """The rows that a call reads in tensors of query rows and of key rows: views, or a copy where the keys are several
+    runs.
 
-    def __init__(self) -> None:
-        self._workspaces: dict[int, torch.Tensor] = {}
+    `batch` None is the whole batch.
+    """
+    if work.gathered:
+        gather = _packing().gather
+        rows = tuple([gather(x, work) for x in by_query.of(batch)])
+        return rows, tuple([gather(x, work, by_key=True) for x in by_key.of(batch)])
+    rows = by_query.select(work.heads, work.q, batch, work.repeat, work.q_shift)
+    runs = [by_key.select(work.kv, run, batch, work.repeat, work.k_shift) for run in work.k]
+    if len(runs) == 1:
+        return rows, runs[0]
+    return rows, tuple([_concatenate(of_tensor, work.keys) for of_tensor in zip(*runs, strict=True)])
 
-    def select(
-        self, work: Work, batch: slice | None, by_query: RowViews, by_key: RowViews
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """The rows of a call in tensors of query rows and of key rows. Copied keys are valid until the next call.
 
-        `batch` None is the whole batch.
-        """
-        if work.gathered:
-            gather = _packing().gather
-            rows = tuple([gather(x, work) for x in by_query.of(batch)])
-            return rows, tuple([gather(x, work, by_key=True) for x in by_key.of(batch)])
-        rows = by_query.select(work.heads, work.q, batch, work.repeat, work.q_shift)
-        runs = [by_key.select(work.kv, run, batch, work.repeat, work.k_shift) for run in work.k]
-        if len(runs) == 1:
-            return rows, runs[0]
-        parts = enumerate(zip(*runs, strict=True))
-        return rows, tuple([self._concatenate(place, of_tensor, work.keys) for place, of_tensor in parts])
-
-    def _concatenate(self, place: int, runs: tuple[torch.Tensor, ...], keys: int) -> torch.Tensor:
-        """Runs of key rows as one tensor in workspace number `place`."""
-        like = runs[0]
-        shape = (*like.shape[:2], keys, like.shape[3])
-        size = prod(shape) * like.element_size()
-        if place not in self._workspaces or self._workspaces[place].numel() < size:
-            self._workspaces[place] = empty((size,), torch.uint8, like.device)
-        return torch.cat(runs, 2, out=self._workspaces[place][:size].view(like.dtype).view(shape))
+def _concatenate(runs: tuple[torch.Tensor, ...], keys: int) -> torch.Tensor:
+    """Runs of key rows as one tensor."""
+    like = runs[0]
+    return torch.cat(runs, 2, out=empty((*like.shape[:2], keys, like.shape[3]), like.dtype, like.device))
 
 
 def _select(x: torch.Tensor, heads: range, rows: range, repeat: int, shift: int) -> torch.Tensor:
@@ -114,8 +104,22 @@ def _select(x: torch.Tensor, heads: range, rows: range, repeat: int, shift: int)
     )
 
 
-def accumulate(sums: RowViews, work: Work, batch: slice | None, *parts: torch.Tensor, by_key: bool = False) -> None:
-    """Add `parts` [B or repeat, heads, rows, D or more] to those rows of `sums` [B, H, n, D] that a call has read."""
+def accumulate(
+    sums: RowViews,
+    work: Work,
+    batch: slice | None,
+    *parts: torch.Tensor,
+    by_key: bool = False,
+    is_new: bool = False,
+) -> None:
+    """Add `parts` [B or repeat, heads, rows, D or more] to those rows of `sums` [B, H, n, D] that a call has read.
+
+    `is_new`: the sums are arbitrary, and the parts, which are all of their rows, are written to them.
+    """
+    if is_new:
+        for total, part in zip(sums.tensors, parts, strict=True):
+            total.copy_(crop_to(part, total.shape[-1]))
+        return
     if work.gathered:
         for total, part in zip(sums.of(batch), parts, strict=True):
             _packing().scatter_add(total, work, crop_to(part, total.shape[-1]), by_key=by_key)
@@ -233,12 +237,6 @@ class OutputAccumulator:
         if self.out is None:
             self.out = empty((batch, rows, heads, width), self.q.dtype, self.q.device).transpose(1, 2)
         self.lse = empty((batch, rows, heads), torch.float64, self.q.device).transpose(1, 2)
-
-
-def write(sums: RowViews, *parts: torch.Tensor) -> None:
-    """Write `parts` [B, H, n, D or more] to all of `sums`."""
-    for total, part in zip(sums.tensors, parts, strict=True):
-        total.copy_(crop_to(part, total.shape[-1]))
 
 
 def make_sums(*like: torch.Tensor) -> Tensors:

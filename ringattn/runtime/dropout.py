@@ -11,7 +11,7 @@ from ..plan.plan import Plan
 from ..plan.row_sets import RowSet, to_numbers
 from ..plan.steps import Part
 from ..plan.work import Work
-from .accumulators import KernelInputs, RowViews
+from .accumulators import RowViews, select_inputs
 
 
 class DroppingKernels:
@@ -24,13 +24,13 @@ class DroppingKernels:
         first = rank % plan.ulysses_size * ring_plan.heads
         (heads, rows), (kv_heads, columns) = (_places(ring_plan, x, device) for x in (queries, keys))
         assert kernel.dropout is not None and kernel.dropout.seed is not None
-        self.kernel, self._inputs = kernel, KernelInputs()
+        self.kernel = kernel
         self._streams = RowViews(row_streams(kernel.dropout.seed, batch, heads + first, rows))
         self._steps = RowViews(key_steps(columns).expand(batch, len(kv_heads), -1).unsqueeze(-1))
 
     def select(self, work: Work, batch: slice | None) -> Kernel:
-        """The kernel for one call, for some elements of the batch; None is all of them. Valid until the next call."""
-        streams, steps = self._inputs.select(work, batch, self._streams, self._steps)
+        """The kernel for one call, for some elements of the batch; None is all of them."""
+        streams, steps = select_inputs(work, batch, self._streams, self._steps)
         return self.kernel.derive(numbers=(*streams, *steps))
 
 

@@ -19,13 +19,12 @@ from ..plan.plan import Plan
 from ..transport.base import PLAN_TAGS, Program, Tags
 from ..transport.trace import named_range
 from .accumulators import (
-    KernelInputs,
     OutputAccumulator,
     RowViews,
     accumulate,
     align_rows,
     make_sums,
-    write,
+    select_inputs,
 )
 from .memory import empty
 from .rank_program import RankProgram, Visit, backward_program, batches, exchanges_heads, forward_program
@@ -55,11 +54,6 @@ class Job:
     lse: bool = False
     cast_grads: bool = True
     sinks: Tensor | None = None
-
-    def gradients(self, sums: Tensors, inputs: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) as the backward returns them, from their sums and the inputs q, k, v."""
-        dq, dk, dv = (as_dtype(x, like.dtype) if self.cast_grads else x for x, like in zip(sums, inputs, strict=True))
-        return dq, dk, dv
 
 
 @dataclass(frozen=True)
@@ -117,9 +111,8 @@ def backward(
     """
     program = backward_program(job.plan, job.rank, job.kernel, q.device)
     run = PassTensors(program.memory, q.device, tags)
-    run_ring = _backward_by_queries if program.rotates == "queries" else _backward_by_keys
     if program.enter is None or program.leave is None:
-        return (yield from run_ring(job, program, run, grad, grad_lse, q, k, v, result))
+        return (yield from _backward_ring(job, program, run, grad, grad_lse, (q, k, v), result))
     *kept, q, k, v, out, lse = result.kept
     # The plan counts the bytes of a gradient of lse, whether there is such a gradient or not.
     column = torch.zeros_like(result.lse) if grad_lse is None else grad_lse.to(result.lse.dtype)
@@ -127,7 +120,7 @@ def backward(
     column, grad = yield from _exchange(run, program.enter, (column.unsqueeze(-1), grad), label)
     grad_lse = None if grad_lse is None else column.squeeze(-1)
     result = Forward(out, lse, tuple(kept))
-    gradients = yield from run_ring(job, program, run, grad, grad_lse, q, k, v, result)
+    gradients = yield from _backward_ring(job, program, run, grad, grad_lse, (q, k, v), result)
     label = f"backward step {program.leave.index}, exchange of dq, dk and dv"
     dq, dk, dv = yield from _exchange(run, program.leave, gradients, label)
     return dq, _sum_copies(dk, job.plan.kv_heads), _sum_copies(dv, job.plan.kv_heads)
@@ -152,7 +145,7 @@ def _forward_ring(
     """The forward of the ring: rows of queries as its plan deals them out."""
     q, k, v = map(align_rows, (q, k, v))
     run.give(program.own["kv"], (k, v))
-    output, inputs, count = OutputAccumulator(q, v.shape[-1], out), KernelInputs(), q.size(0)
+    output, count = OutputAccumulator(q, v.shape[-1], out), q.size(0)
     own = RowViews(q)
     for index, step in enumerate(program.steps, program.first):
         yield from run.perform(step.posts, f"forward step {index}")
@@ -164,7 +157,7 @@ def _forward_ring(
                 for part in visit.parts:
                     for call in part.calls:
                         for batch in batches(call.work, count):
-                            (x,), (keys, values) = inputs.select(call.work, batch, own, block)
+                            (x,), (keys, values) = select_inputs(call.work, batch, own, block)
                             kernel = job.kernel if dropping is None else dropping.select(call.work, batch)
                             partial = kernel.forward(x, keys, values, call.work, job.scale)
                             output.add(part.section, call, *partial, batch)
@@ -175,83 +168,59 @@ def _forward_ring(
     return Forward(*output.finish(program.empty, job.sinks), run.get(program.kept))
 
 
-def _backward_by_keys(
+def _backward_ring(
     job: Job,
     program: RankProgram,
     run: PassTensors,
     grad: Tensor,
     grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: Tensors,
     result: Forward,
 ) -> Program[tuple[Tensor, Tensor, Tensor]]:
-    """`backward` of the ring where blocks of keys and values come to the queries of this rank."""
-    grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))
+    """`backward` of the ring: blocks of keys and values come to the queries of this rank, or queries, with their dO,
+    lse and delta, come to the keys of this rank."""
+    grad, q, k, v, out = map(align_rows, (grad, *inputs, result.out))
     dq, dk, dv = make_sums(q, k, v)
-    run.give(program.own["kv"], (k, v))
-    run.give(program.kept, result.kept)
-    run.give(program.sums["grad"], (dk, dv))
-    inputs, query, column = KernelInputs(), q, 1.0
-    if grad_lse is not None:
-        query = with_column(q, 0.0)
-        if job.kernel.dropout is None:
+    by_queries = program.rotates == "queries"
+    if by_queries:
+        assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
+        row_delta = delta(grad, out, grad_lse)
+        run.give(program.own["q"], (q, grad))
+        run.give(program.own["row"], (result.lse, delta_factor(grad, row_delta) if _sends_factors(job) else row_delta))
+        run.give(program.sums["dq"], (dq,))
+        own = RowViews(with_column(k, 0.0), with_column(v, 0.0)) if job.lse else RowViews(k, v)
+    else:
+        run.give(program.own["kv"], (k, v))
+        run.give(program.kept, result.kept)
+        run.give(program.sums["grad"], (dk, dv))
+        query = q if grad_lse is None else with_column(q, 0.0)
+        if grad_lse is not None and job.kernel.dropout is None:
             out, grad = with_column(out, 0.0), with_column(grad, grad_lse.to(grad.dtype))
-        else:  # dropout scales dO v^T but not dlse, which therefore becomes a part of delta
+        elif grad_lse is not None:  # dropout scales dO v^T but not dlse, which therefore becomes a part of delta
             grad, out = with_delta(grad, delta(grad, out, grad_lse), wider=True)
-            column = 0.0
-    rows, sums_of_rows = RowViews(grad, query, out, result.lse), RowViews(dq)
+        own = RowViews(grad, query, out, result.lse)
+    own_sums = RowViews(dk, dv) if by_queries else RowViews(dq)
     for index, step in enumerate(program.steps, program.first):
         yield from run.perform(step.posts, f"backward step {index}")
         for visit in step.visits:
             with named_range(job.rank, f"backward step {index}, block of rank {visit.part.owner}"):
                 yield from run.perform(visit.copies)
-                block = run.get(visit.block)
+                block, sums = run.get(visit.block), RowViews(*run.get(visit.sums))
+                if by_queries:
+                    rows = RowViews(*_query_inputs(job, block, run.get(visit.rows)))
+                    _differentiate(job, visit, rows, own, (sums, own_sums), (visit.is_new, False))
+                    continue
                 if grad_lse is not None:
-                    block = with_column(block[0], 0.0), with_column(block[1], column)
-                sums = sums_of_rows, RowViews(*run.get(visit.sums))
-                _differentiate(job, visit, inputs, rows, RowViews(*block), sums, (False, visit.is_new))
+                    block = with_column(block[0], 0.0), with_column(block[1], float(job.kernel.dropout is None))
+                _differentiate(job, visit, own, RowViews(*block), (own_sums, sums), (False, visit.is_new))
         yield from run.perform(step.waits)
-    return job.gradients((dq, dk, dv), (q, k, v))
-
-
-def _backward_by_queries(
-    job: Job,
-    program: RankProgram,
-    run: PassTensors,
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    result: Forward,
-) -> Program[tuple[Tensor, Tensor, Tensor]]:
-    """`backward` of the ring where queries, with their dO, lse and delta, come to the keys of this rank."""
-    assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
-    grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))
-    dq, dk, dv = make_sums(q, k, v)
-    row_delta = delta(grad, out, grad_lse)
-    run.give(program.own["q"], (q, grad))
-    run.give(program.own["row"], (result.lse, delta_factor(grad, row_delta) if _sends_factors(job) else row_delta))
-    run.give(program.sums["dq"], (dq,))
-    inputs, sums_of_keys = KernelInputs(), RowViews(dk, dv)
-    keys = RowViews(with_column(k, 0.0), with_column(v, 0.0)) if job.lse else RowViews(k, v)
-    for index, step in enumerate(program.steps, program.first):
-        yield from run.perform(step.posts, f"backward step {index}")
-        for visit in step.visits:
-            with named_range(job.rank, f"backward step {index}, block of rank {visit.part.owner}"):
-                yield from run.perform(visit.copies)
-                rows = RowViews(*_query_inputs(job, run.get(visit.block), run.get(visit.rows)))
-                sums = RowViews(*run.get(visit.sums)), sums_of_keys
-                _differentiate(job, visit, inputs, rows, keys, sums, (visit.is_new, False))
-        yield from run.perform(step.waits)
-    return job.gradients((dq, dk, dv), (q, k, v))
+    dq, dk, dv = (as_dtype(x, y.dtype) if job.cast_grads else x for x, y in zip((dq, dk, dv), inputs, strict=True))
+    return dq, dk, dv
 
 
 def _differentiate(
     job: Job,
     visit: Visit,
-    inputs: KernelInputs,
     by_query: RowViews,
     by_key: RowViews,
     sums: tuple[RowViews, RowViews],
@@ -266,17 +235,11 @@ def _differentiate(
     count, dropping = total.size(0), _dropping(job, visit, total)
     for work in visit.works:
         for batch in batches(work, count):
-            (grad, q, out, lse), (k, v) = inputs.select(work, batch, by_query, by_key)
+            (grad, q, out, lse), (k, v) = select_inputs(work, batch, by_query, by_key)
             kernel = job.kernel if dropping is None else dropping.select(work, batch)
             dq, *of_keys = kernel.backward(grad, q, k, v, out, lse, work, job.scale)
-            if is_new[0]:
-                write(sums[0], dq)
-            else:
-                accumulate(sums[0], work, batch, dq)
-            if is_new[1]:
-                write(sums[1], *of_keys)
-            else:
-                accumulate(sums[1], work, batch, *of_keys, by_key=True)
+            accumulate(sums[0], work, batch, dq, is_new=is_new[0])
+            accumulate(sums[1], work, batch, *of_keys, by_key=True, is_new=is_new[1])
             del dq, of_keys  # free them before the next call allocates its own
 
 

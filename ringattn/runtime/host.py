@@ -44,13 +44,7 @@ class Host:
         self.plan, self.storage, self.device, self.counters = plan, storage, device, counters
         #: The planned messages of the running rank by peer, tag, and whether the rank sends the message.
         self._hops: dict[tuple[int, int, bool], Hop] = {}
-        on_cuda = device.type == "cuda"
-        self._inbound: torch.cuda.Stream | None = torch.cuda.Stream(device) if on_cuda else None
-        self._outbound: torch.cuda.Stream | None = torch.cuda.Stream(device) if on_cuda else None
-        #: For each copy under way the event that is recorded after the copy; for a copy to the host also the writes to
-        #: storage that follow, in the order of the copies.
-        self._arriving: deque[torch.cuda.Event] = deque()
-        self._leaving: deque[tuple[torch.cuda.Event, list[Callable[[], object]]]] = deque()
+        self._inbound, self._outbound = (_Direction(device, inward=inward) for inward in (True, False))
 
     def run(self, program: Program[T], steps: Sequence[Step]) -> T:
         """Run the program of a rank whose plan has these steps, and return the program's result."""
@@ -65,33 +59,31 @@ class Host:
     def load(self, names: Sequence[str], rows: range) -> list[Tensor]:
         """Rows of stored tensors on the device; the stored rows themselves on a CPU."""
         stored = [self.storage.rows(name, rows) for name in names]
-        if self._inbound is None:
+        if self._inbound.stream is None:
             return stored
         tensors = [torch.empty_like(x, device=self.device) for x in stored]
-        self.wait(self._copy_in(tensors, [partial(_fill, x) for x in stored]))
+        self.wait(self._inbound.carry(tensors, [partial(_fill, x) for x in stored]))
         return tensors
 
     def store(self, rows: range, tensors: dict[str, Tensor], *, add: bool = False) -> None:
         """Write tensors to rows of the stored tensors of the same names, or add them, at the latest in `finish`."""
         stored = [self.storage.rows(name, rows) for name in tensors]
-        self._copy_out([*tensors.values()], [x.add_ if add else x.copy_ for x in stored])
+        self._outbound.carry([*tensors.values()], [x.add_ if add else x.copy_ for x in stored])
 
     def finish(self) -> None:
         """Wait until everything that leaves the device is in storage."""
-        while self._leaving:
-            self._write_oldest()
+        while self._outbound.under_way:
+            self._outbound.end_oldest()
 
     def post(self, post: Post) -> list[torch.cuda.Event]:
         """Start to copy what arrives to the device, and to the stored sums what the rank sends."""
         self.counters.add(post)
-        sent = [self._hops[message.peer, message.tag, True] for message in post.sends]
-        received = [self._hops[message.peer, message.tag, False] for message in post.recvs]
-        return [
-            *self._copy_out([m.data for m in post.sends], [partial(self._copy_stored, hop, add=True) for hop in sent]),
-            *self._copy_in(
-                [m.data for m in post.recvs], [partial(self._copy_stored, hop, add=False) for hop in received]
-            ),
-        ]
+        events = []
+        for direction, messages, is_send in ((self._outbound, post.sends, True), (self._inbound, post.recvs, False)):
+            hops = [self._hops[message.peer, message.tag, is_send] for message in messages]
+            uses = [partial(self._copy_stored, hop, add=is_send) for hop in hops]
+            events += direction.carry([message.data for message in messages], uses)
+        return events
 
     def wait(self, ticket: list[torch.cuda.Event]) -> None:
         """Order later computation after the copies of a ticket, without waiting for the device."""
@@ -112,57 +104,51 @@ class Host:
                 for shared in copies:
                     copy_rows(to, of, RowIndex.of(shared, to.shape, of.shape, to.device), add=add)
 
-    def _copy_in(self, targets: list[Tensor], fill: list[Callable[[Tensor], object]]) -> list[torch.cuda.Event]:
-        """Let each function of `fill` fill a tensor of the device; an event that is recorded after the copies."""
-        if self._inbound is None or not targets:
-            for write, target in zip(fill, targets, strict=True):
-                write(target)
-            return []
-        if len(self._arriving) == UNDER_WAY:
-            self._arriving.popleft().synchronize()
-        pinned = [_pinned(x) for x in targets]
-        for write, x in zip(fill, pinned, strict=True):
-            write(x)
-        self._arriving.append(self._copy(self._inbound, targets, pinned, on_device=targets))
-        return [self._arriving[-1]]
 
-    def _copy_out(self, sources: list[Tensor], take: list[Callable[[Tensor], object]]) -> list[torch.cuda.Event]:
-        """Hand each function of `take` a tensor of the device, in host memory; an event recorded after the copies."""
-        if self._outbound is None or not sources:
-            for read, source in zip(take, sources, strict=True):
-                read(source)
+class _Direction:
+    """Copies to the device (`inward`), or to the host, on a stream of their own; for a CPU nothing is copied.
+
+    `under_way` has for each copy the event that is recorded after the copy, and the writes to storage that follow.
+    """
+
+    def __init__(self, device: torch.device, *, inward: bool) -> None:
+        self.device, self.inward = device, inward
+        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.under_way: deque[tuple[torch.cuda.Event, list[Callable[[], object]]]] = deque()
+
+    def carry(self, tensors: list[Tensor], uses: Sequence[Callable[[Tensor], object]]) -> list[torch.cuda.Event]:
+        """Let each function of `uses` fill a tensor of the device, or take what leaves the device, in host memory.
+
+        Copies run after all work launched so far and beside all later work. Returns the event recorded after them.
+        """
+        if self.stream is None or not tensors:
+            for use, x in zip(uses, tensors, strict=True):
+                use(x)
             return []
-        if len(self._leaving) == UNDER_WAY:
-            self._write_oldest()
-        pinned = [_pinned(x) for x in sources]
-        copied = self._copy(self._outbound, pinned, sources, on_device=sources)
-        self._leaving.append((copied, [partial(read, x) for read, x in zip(take, pinned, strict=True)]))
+        if len(self.under_way) == UNDER_WAY:
+            self.end_oldest()
+        pinned = [torch.empty_like(x, device="cpu", pin_memory=True) for x in tensors]
+        on_host = [partial(use, x) for use, x in zip(uses, pinned, strict=True)]
+        if self.inward:
+            for fill in on_host:
+                fill()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            for target, source in zip(*((tensors, pinned) if self.inward else (pinned, tensors)), strict=True):
+                target.copy_(source, non_blocking=True)
+        for x in tensors:  # its memory is not reused before the copy, also where an error drops x at once
+            x.record_stream(self.stream)
+        copied = self.stream.record_event()
+        self.under_way.append((copied, [] if self.inward else [*on_host]))
         return [copied]
 
-    def _write_oldest(self) -> None:
-        """Write to storage what the oldest copy under way has brought to the host."""
-        copied, writes = self._leaving.popleft()
+    def end_oldest(self) -> None:
+        """Wait for the oldest copy under way, and write to storage what it has brought to the host."""
+        copied, writes = self.under_way.popleft()
         copied.synchronize()
         for write in writes:
             write()
 
-    def _copy(
-        self, stream: torch.cuda.Stream, targets: list[Tensor], sources: list[Tensor], *, on_device: list[Tensor]
-    ) -> torch.cuda.Event:
-        """Copy after all work launched so far and beside all later work; an event that is recorded after the copies."""
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
-        for x in on_device:  # its memory is not reused before the copy, also where an error drops x at once
-            x.record_stream(stream)
-        return stream.record_event()
-
 
 def _fill(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
-
-
-def _pinned(like: Tensor) -> Tensor:
-    """A tensor in pinned memory with the shape and the order of strides of `like`."""
-    return torch.empty_like(like, device="cpu", pin_memory=True)

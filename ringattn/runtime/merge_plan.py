@@ -85,12 +85,15 @@ def _plan_merges(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
                 planned[visit].append((index, calls))
                 last_visit[index] = visit
         sections.append(Section(span, bool(partials.max() <= 1), mixed or not partials.all()))
+    gaps = zip(
+        [0, *(span.stop for span in spans)], [*(span.start for span in spans), plan.layout.rows(rank)], strict=True
+    )
     return MergePlan(
         tuple(
             tuple(VisitPart(sections[i], calls, last_visit[i] == visit) for i, calls in parts)
             for visit, parts in enumerate(planned)
         ),
-        tuple(_gaps(spans, plan.layout.rows(rank))),
+        tuple(range(first, stop) for first, stop in gaps if first < stop),
     )
 
 
@@ -120,31 +123,17 @@ def _mark_calls(
 
 def _spans(works: list[Work], least: int) -> Iterator[range]:
     """Runs of rows whose ends no work crosses. Adjacent runs are joined until they have `least` rows."""
-    start = stop = None
-    for rows in sorted((work.rows for work in works), key=lambda r: r.start):
-        if (
-            start is not None
-            and stop is not None
-            and rows.start >= stop
-            and (rows.start != stop or stop - start >= least)
-        ):
-            yield range(start, stop)
-            start = stop = None
-        start = rows.start if start is None else start
-        stop = rows.stop if stop is None else max(stop, rows.stop)
-    if start is not None and stop is not None:
-        yield range(start, stop)
-
-
-def _gaps(spans: list[range], rows: int) -> Iterator[range]:
-    """The runs of rows 0 .. rows - 1 that lie in no span."""
-    first = 0
-    for span in spans:
-        if span.start > first:
-            yield range(first, span.start)
-        first = span.stop
-    if first < rows:
-        yield range(first, rows)
+    span = None
+    for rows in sorted((work.rows for work in works), key=lambda rows: rows.start):
+        if span is None:
+            span = rows
+        elif rows.start > span.stop or (rows.start == span.stop and len(span) >= least):
+            yield span
+            span = rows
+        else:
+            span = range(span.start, max(span.stop, rows.stop))
+    if span is not None:
+        yield span
 
 
 def _counts(partials: np.ndarray, work: Work, origin: int) -> np.ndarray:

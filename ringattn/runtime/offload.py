@@ -17,7 +17,6 @@ from ..cache import Cache, cached
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput, OutOfMemory, Unsupported
 from ..kernels.base import Kernel, positive, wide
-from ..pattern import Pattern
 from ..plan.plan import Plan
 from ..plan.schedules.direct import PullSchedule
 from ..plan.steps import Hop, RankPlan, Step
@@ -178,25 +177,14 @@ def make_stream(call: Call, *, chunk: int | None, backward: bool) -> HostStream:
     rows = chunk_rows(tokens, device=device, backward=backward, **sizes) if chunk is None else chunk
 
     def make() -> StreamedPlan:
-        return _make_streamed_plan(call.pattern, tokens, rows, sizes)
+        """The plan with one rank per chunk."""
+        ranks, options = max(1, -(-tokens // rows)), {"layout": "contiguous", "schedule": "direct", "rotate": "keys"}
+        plan = make_plan(call.pattern, tokens=tokens, ranks=ranks, **options, **sizes)
+        return StreamedPlan(**{entry.name: getattr(plan, entry.name) for entry in fields(plan)})
 
     key = call.pattern, tokens, rows, *sizes.items()
     plan = make() if call.pattern.transient else _streams.answer(key, make)
     return HostStream(plan, call.kernel, call.scale, device)
-
-
-def _make_streamed_plan(pattern: Pattern, tokens: int, chunk: int, sizes: dict[str, Any]) -> StreamedPlan:
-    """The plan with one rank per chunk of `chunk` rows."""
-    plan = make_plan(
-        pattern,
-        tokens=tokens,
-        ranks=max(1, -(-tokens // chunk)),
-        layout="contiguous",
-        schedule="direct",
-        rotate="keys",
-        **sizes,
-    )
-    return StreamedPlan(**{entry.name: getattr(plan, entry.name) for entry in fields(plan)})
 
 
 #: The plans of recent streams.
@@ -234,22 +222,25 @@ def get_device(device: torch.device | str | None) -> torch.device:
 
 def row_bytes(
     *, heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: str, batch: int, backward: bool
-) -> int:
-    """Bytes on the device per row of a chunk, with e bytes per number and w = max(e, 4).
+) -> tuple[int, int]:
+    """(bytes on the device per row of a chunk, bytes per row of the results in storage).
 
-    Forward: q, out, the chunk's own K/V block and two K/V buffers in e bytes. The sums of out and one visit's output in
-    w bytes. q and one K/V block again in w bytes, for kernels that compute in fp32. lse and its partials. Backward: q,
-    out, dO and the own K/V block in e bytes, and again in w bytes for kernels that compute in fp32. dq, dk, dv and the
-    gradients of two visits in w bytes. Four buffers of K/V or dK/dV size in w bytes. lse.
+    With e bytes per number and w = max(e, 4) the device holds, in the forward: q, out, the chunk's own K/V block and
+    two K/V buffers in e bytes. The sums of out and one visit's output in w bytes. q and one K/V block again in w bytes,
+    for kernels that compute in fp32. lse and its partials. Backward: q, out, dO and the own K/V block in e bytes, and
+    again in w bytes for kernels that compute in fp32. dq, dk, dv and the gradients of two visits in w bytes. Four
+    buffers of K/V or dK/dV size in w bytes. lse.
     """
     item = ITEM_BYTES[dtype]
     w, pair = max(item, 4), kv_heads * (head_dim + value_dim)
+    results = heads * (value_dim * item + w)
     if backward:
+        results += heads * head_dim * item + pair * (w + item)
         own = heads * (head_dim + 2 * value_dim) + pair
         numbers = own * (item + w) + (3 * (heads * head_dim + pair) + 4 * pair) * w
     else:
         numbers = (heads * (head_dim + value_dim) + 3 * pair) * item + (heads * (head_dim + 2 * value_dim) + pair) * w
-    return batch * (numbers + 16 * heads)
+    return batch * (numbers + 16 * heads), batch * results
 
 
 def chunk_rows(tokens: int, *, device: torch.device, backward: bool, **sizes: Any) -> int:
@@ -259,13 +250,13 @@ def chunk_rows(tokens: int, *, device: torch.device, backward: bool, **sizes: An
     that give heads different numbers of rows need more buffers in the backward; a smaller chunk= makes room for them.
     Raises OutOfMemory if one row does not fit.
     """
-    per_row = row_bytes(backward=backward, **sizes)
+    per_row, result_bytes = row_bytes(backward=backward, **sizes)
     if device.type == "cuda":
         # What the allocator has reserved and does not use is free for us, and not for the driver.
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free, where = torch.cuda.mem_get_info(device)[0] + idle, str(device)
     else:
-        free, where = available() - tokens * _result_bytes(backward=backward, **sizes), "host memory"
+        free, where = available() - tokens * result_bytes, "host memory"
     rows = int(free * SHARE) // max(per_row, 1)
     if rows < 1 and tokens:
         raise OutOfMemory(
@@ -273,15 +264,3 @@ def chunk_rows(tokens: int, *, device: torch.device, backward: bool, **sizes: An
             "memory, or give chunk= to try anyway"
         )
     return max(1, min(tokens, rows // MULTIPLE * MULTIPLE or rows))
-
-
-def _result_bytes(
-    *, heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: str, batch: int, backward: bool
-) -> int:
-    """Bytes per token of the results in storage."""
-    item = ITEM_BYTES[dtype]
-    w = max(item, 4)
-    row = heads * (value_dim * item + w)
-    if backward:
-        row += heads * head_dim * item + kv_heads * (head_dim + value_dim) * (w + item)
-    return batch * row

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import torch
 
 from ..kernels.base import Kernel
 from ..plan.plan import Plan
-from ..plan.steps import Kind, Part, Step
+from ..plan.steps import Kind, Part
 from ..plan.work import Work
 from .merge_plan import VisitPart, make_merge_plan
 from .message_buffers import Recorder, tensor_specs
@@ -75,15 +75,14 @@ class RankProgram:
 def forward_program(plan: Plan, rank: int, kernel: Kernel, device: torch.device, *, keep: bool) -> RankProgram:
     """The forward of `rank` with the calls that `kernel` makes. Cached by the plan."""
     return plan.cache.answer(
-        (forward_program, rank, kernel.key, device, keep), lambda: _resolve_forward(plan, rank, kernel, device, keep)
+        (forward_program, rank, kernel.key, device, keep), lambda: _resolve(plan, rank, kernel, device, keep=keep)
     )
 
 
 def backward_program(plan: Plan, rank: int, kernel: Kernel, device: torch.device) -> RankProgram:
     """The backward of `rank` with the calls that `kernel` makes. Cached by the plan."""
-    return plan.cache.answer(
-        (backward_program, rank, kernel.key, device), lambda: _resolve_backward(plan, rank, kernel, device)
-    )
+    key = backward_program, rank, kernel.key, device
+    return plan.cache.answer(key, lambda: _resolve(plan, rank, kernel, device, keep=True, backward=True))
 
 
 def exchanges_heads(plan: Plan) -> bool:
@@ -106,60 +105,18 @@ def batches(work: Work, count: int) -> Sequence[slice | None]:
     return [slice(first, first + size) for first in range(0, count, size)]
 
 
-def _resolve_forward(plan: Plan, rank: int, kernel: Kernel, device: torch.device, keep: bool) -> RankProgram:
-    ring_plan, owner = plan.ring_plan(rank)
-    rank_plan = plan.for_rank(rank)
-    merge_plan = make_merge_plan(ring_plan, owner, kernel)
-    parts = iter(merge_plan.visits)
-
-    def visit(state: RankState, block: Part) -> Visit:
-        mine, numbers = next(parts), state.block(block)
-        return Visit(state.recorder.collect(), block, numbers, parts=mine)
-
-    kept = rank_plan.kept if keep else ()
-    return _resolve(
-        plan, rank, rank_plan.forward, ("kv",), kept, visit, device, ("qkv", "out"), merge_plan.empty, given=False
-    )
-
-
-def _resolve_backward(plan: Plan, rank: int, kernel: Kernel, device: torch.device) -> RankProgram:
-    ring_plan, owner = plan.ring_plan(rank)
-    rank_plan = plan.for_rank(rank)
-    by_queries = ring_plan.rotates == "queries"
-    works = iter(_backward_works(ring_plan, owner, kernel))
-
-    def visit(state: RankState, block: Part) -> Visit | None:
-        mine = next(works)
-        if by_queries and not mine:
-            return None
-        numbers = state.block(block)
-        rows = state.block(Part("row", block.owner, block.row_set)) if by_queries else ()
-        part = Part("dq" if by_queries else "grad", block.owner, block.row_set)
-        is_new = state.is_new(part) and len(mine) == 1 and _covers(mine[0], part, ring_plan)
-        sums = state.sums(part, zero=not is_new)
-        copies = state.recorder.collect()
-        return Visit(copies, block, numbers, works=mine, rows=rows, sums=sums, is_new=is_new)
-
-    own: tuple[Kind, ...] = ("q", "row") if by_queries else ("kv",)
-    kept = () if by_queries else rank_plan.kept
-    return _resolve(plan, rank, rank_plan.backward, own, kept, visit, device, ("dout", "dqkv"), (), given=True)
-
-
 def _resolve(
-    plan: Plan,
-    rank: int,
-    steps: tuple[Step, ...],
-    own: tuple[Kind, ...],
-    kept: tuple[Part, ...],
-    visit: Callable[[RankState, Part], Visit | None],
-    device: torch.device,
-    exchanged: tuple[Kind, Kind],
-    empty: tuple[range, ...],
-    *,
-    given: bool,
+    plan: Plan, rank: int, kernel: Kernel, device: torch.device, *, keep: bool, backward: bool = False
 ) -> RankProgram:
-    """The program of these steps, with visits as `visit` writes them down. `exchanged`: what enters and leaves."""
+    """The forward, or the backward, of `rank`."""
     ring_plan, owner = plan.ring_plan(rank)
+    rank_plan = plan.for_rank(rank)
+    steps = rank_plan.backward if backward else rank_plan.forward
+    rotates = ring_plan.rotates if backward else "keys"
+    kept = rank_plan.kept if keep and rotates == "keys" else ()
+    merges = None if backward else make_merge_plan(ring_plan, owner, kernel)
+    works = iter(_backward_works(ring_plan, owner, kernel) if merges is None else merges.visits)
+    exchanged: tuple[Kind, Kind] = ("dout", "dqkv") if backward else ("qkv", "out")
     with torch.inference_mode(False):  # index tensors outlive the inference mode of the caller
         recorder = Recorder(plan, _largest_message(plan, rank), device)
         enter = leave = None
@@ -169,13 +126,20 @@ def _resolve(
 
             ring_steps = range(1, len(steps) - 1)
             enter = HeadExchange(recorder, plan, rank, steps, to_heads=True).record(exchanged[0])
-        state = RankState(recorder, ring_plan, owner, steps, own, kept, given=given)
+        own: tuple[Kind, ...] = ("kv",) if rotates == "keys" else ("q", "row")
+        state = RankState(recorder, ring_plan, owner, steps, own, kept, given=backward)
         written = []
         for index in ring_steps:
             state.start(index)
-            posts = recorder.collect()
-            visits = [visit(state, block) for block in steps[index].visits]
-            written.append(RingStep(posts, tuple(x for x in visits if x is not None), state.finish(index)))
+            posts, visits = recorder.collect(), []
+            for block in steps[index].visits:
+                mine = next(works)
+                if merges is not None:
+                    numbers = state.block(block)
+                    visits.append(Visit(recorder.collect(), block, numbers, parts=mine))
+                elif mine or rotates == "keys":
+                    visits.append(_backward_visit(state, ring_plan, block, mine))
+            written.append(RingStep(posts, tuple(visits), state.finish(index)))
         if exchanges_heads(plan):
             leave = HeadExchange(recorder, plan, rank, steps, to_heads=False).record(exchanged[1])
     return RankProgram(
@@ -184,12 +148,23 @@ def _resolve(
         {part.kind: numbers for part, numbers in state.own.items()},
         {part.kind: numbers for part, numbers in state.own_sums.items()},
         tuple(number for part in kept for number in state.blocks[part]),
-        ring_plan.rotates if given else "keys",
+        rotates,
         ring_steps.start,
-        empty,
+        () if merges is None else merges.empty,
         enter,
         leave,
     )
+
+
+def _backward_visit(state: RankState, plan: Plan, block: Part, works: tuple[Work, ...]) -> Visit:
+    """The visit of a backward that makes these calls, written down."""
+    by_queries = plan.rotates == "queries"
+    numbers = state.block(block)
+    rows = state.block(Part("row", block.owner, block.row_set)) if by_queries else ()
+    part = Part("dq" if by_queries else "grad", block.owner, block.row_set)
+    is_new = state.is_new(part) and len(works) == 1 and _covers(works[0], part, plan)
+    sums = state.sums(part, zero=not is_new)
+    return Visit(state.recorder.collect(), block, numbers, works=works, rows=rows, sums=sums, is_new=is_new)
 
 
 def _backward_works(plan: Plan, rank: int, kernel: Kernel) -> list[tuple[Work, ...]]:

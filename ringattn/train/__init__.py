@@ -198,6 +198,3 @@ def _sum_losses(
     pairs = zip(hidden.split(chunk), labels.split(chunk), strict=True)
     sums = [checkpoint(part, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
     return torch.stack(sums).sum() if sums else hidden.sum() * 0.0
-
-
-__all__ = ["count_labels", "linear_cross_entropy", "mean_over_ranks"]

@@ -10,8 +10,8 @@ import torch
 
 import ringattn as ra
 from ringattn.bench import get_cases, runner
-from ringattn.bench.case import TOLERANCE, BenchCase
-from ringattn.bench.links import Links, run_nodes
+from ringattn.bench.case import HEAD_DIM, HEADS, TOLERANCE, BenchCase
+from ringattn.bench.links import Links, Wrapper, run_nodes
 from ringattn.bench.suites import schedules
 from ringattn.cli.config.schema import RunConfig
 from ringattn.cli.run_job import Run
@@ -29,17 +29,12 @@ def small() -> list[BenchCase]:
     ]
 
 
-class Heard:
+class Heard(Wrapper):
     """A transport that notes what it is asked for."""
 
     def __init__(self, inner: Transport) -> None:
-        self.inner, self.heard = inner, []
-        self.rank, self.size = inner.rank, inner.size
-        self.counters, self.check, self.wait, self.defers = inner.counters, inner.check, inner.wait, inner.defers
-
-    @property
-    def events(self) -> int:
-        return self.inner.events
+        super().__init__(inner)
+        self.heard: list[str] = []
 
     def post(self, post: Post) -> Any:
         self.heard.append("messages")
@@ -59,21 +54,23 @@ def warm_start(rank: int, transport: Transport) -> list[str]:
     return heard.heard
 
 
-def measure_small(rank: int, transport: Transport) -> tuple[list[str], dict[str, dict[str, Any]]]:
+#: What a rank said in a case of two rounds, and what it measured, by case.
+Measured = tuple[list[str], dict[str, dict[str, Any]]]
+
+
+def measure_small(rank: int, transport: Transport) -> Measured:
     events = warm_start(rank, transport)
     return events, {case.name: runner.measure_case(case, rank, transport, 2) for case in small()}
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[tuple[list[str], dict[str, dict[str, Any]]]]:
-    """What each rank said in a case of two rounds, and what it measured, by case; one start for all tests."""
+def measured() -> list[Measured]:
+    """One start of ranks for all tests."""
     return run_nodes(measure_small, LINKS, timeout=90)
 
 
 @pytest.mark.multi
-def test_plans_are_compared_and_links_opened_before_the_timing(
-    measured: list[tuple[list[str], dict[str, dict[str, Any]]]],
-) -> None:
+def test_plans_are_compared_and_links_opened_before_the_timing(measured: list[Measured]) -> None:
     for events, _ in measured:
         warm, timed = events[: events.index("timing")], events[events.index("timing") + 1 :]
         talk = [event for event in warm if event != "messages"]
@@ -117,9 +114,7 @@ def test_a_run_is_not_timed_before_it_is_warm() -> None:
         ("overlap", ["compute", "ring", "ring_messages"]),
     ],
 )
-def test_what_is_timed_is_right(
-    name: str, columns: list[str], measured: list[tuple[list[str], dict[str, dict[str, Any]]]]
-) -> None:
+def test_what_is_timed_is_right(name: str, columns: list[str], measured: list[Measured]) -> None:
     for _, cases in measured:
         found = cases[name]
         assert list(found["times"]) == columns and all(len(times) == 2 for times in found["times"].values())
@@ -136,11 +131,11 @@ def test_outer_bytes_are_those_of_the_formula(nodes: int, ranks_per_node: int) -
     links = Links(nodes, ranks_per_node, 1e9, 1e10)
     tokens = 16 * links.ranks
     found = schedules._double_ring_case("x", links, tokens, None).settings["outer_bytes"]
-    block = 16 * 2 * schedules.HEADS * schedules.HEAD_DIM * 4
+    block = 16 * 2 * HEADS * HEAD_DIM * 4
     assert found["ring"]["forward"] == (links.ranks - 1) * block
     assert found[f"double_ring({ranks_per_node})"]["forward"] == (nodes - 1) * ranks_per_node * block
     if nodes == ranks_per_node == 2:
-        row = 16 * 2 * schedules.HEADS * 4  # lse and delta
+        row = 16 * 2 * HEADS * 4  # lse and delta
         assert found["ring"]["backward"] == 3 * (block + row) + 3 * block // 2  # q and dout, and dq
         assert found["double_ring(2)"]["backward"] == 2 * block
 

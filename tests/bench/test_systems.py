@@ -123,7 +123,7 @@ def test_a_case_that_would_take_too_long_is_not_tried(tmp_path: Path) -> None:
 
 
 def test_long_inputs_have_no_equal_rows() -> None:
-    settings = make_settings(2, 16, 3 * DRAWN // 2, "bfloat16")
+    settings = make_settings(3 * DRAWN // 2, "bfloat16", heads=2, head_dim=16)
     x, y = make_inputs(settings, 2)
     assert torch.equal(x, make_inputs(settings, 1)[0]) and not torch.equal(x, y)
     blocks = [x[0, h, first : first + DRAWN // 2].double() for h in (0, 1) for first in (0, DRAWN // 2, DRAWN)]

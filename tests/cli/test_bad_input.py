@@ -13,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from command_line import Inside
 from measured import measured_machine
+from safetensors.torch import save_file
 
 from ringattn.cli.tensor_files import read_npz
 from ringattn.errors import InvalidInput
@@ -42,12 +44,15 @@ def test_npz_that_numpy_writes_is_read_and_a_broken_one_refused(tmp_path: Path, 
         read_npz(path, NAMES)
 
 
+BOMB = "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
 YAML: list[tuple[str, Callable[[str], str], str]] = [
     ("aliases", lambda text: "a: &a [x, x]\nb: [*a, *a]\n", "unknown field a"),
+    ("bomb", lambda text: f"a0: &a0 [x, x]\n{BOMB}", "aliases written out"),
     ("itself", lambda text: "a: &a\n  b: *a\n", "aliases written out"),
     ("deep", lambda text: "a: " + "[" * 5000 + "]" * 5000, "nested more than 32 deep"),
     ("deep mappings", lambda text: "{a: " * 300 + "1" + "}" * 300, "nested more than 32 deep"),
     ("large", lambda text: "a: " + "x" * (1 << 26), "too many for such a file"),
+    ("many", lambda text: "a: [" + "x," * 200_000 + "]", "has more than 100,000 values"),
     ("twice", lambda text: text.replace("made:", "made:\n  a: 1\nmade:"), "a key is there twice"),
     ("a large number", lambda text: text.replace("value: 0.03", "value: 1" + "0" * 400), "must be a number from 0 to"),
     ("a larger number", lambda text: text.replace("value: 0.03", "value: 1" + "0" * 5000), "is not valid YAML"),
@@ -74,9 +79,81 @@ def test_numbers_of_machine_files_as_people_write_them(tmp_path: Path) -> None:
     assert read_machine(path).gamma == 0.03
 
 
+def make_files(folder: Path) -> None:
+    """Files and folders that calls below name: q, k and v that do not fit or are not whole, pipes and links."""
+    q, k, v = good = tuple(torch.ones(1, heads, 40, 8) for heads in (4, 2, 2))
+    for name, tensors in (
+        ("good", good),
+        ("two", (q, k)),
+        ("mixed", (q, k, v.double())),
+        ("short", (q, k[:, :, :39].contiguous(), v)),
+    ):
+        save_file(dict(zip(NAMES, tensors, strict=False)), folder / f"{name}.safetensors")
+    (folder / "cut.safetensors").write_bytes((folder / "good.safetensors").read_bytes()[:-100])
+    (folder / "cut.npz").write_bytes(b"PK\x03\x04 not whole")
+    (folder / "x.txt").write_text("abc")
+    (folder / "folder.safetensors").mkdir()
+    os.mkfifo(folder / "pipe")
+    (folder / "link").symlink_to("nowhere/x.json")
+    (folder / "circle").symlink_to("circle")
+
+
+#: A run on the tensors of a file.
+FILE = ("run", "input=file", "output.path=y.safetensors")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ((*FILE, "input.path=none.safetensors"), "no such file"),
+        ((*FILE, "input.path=cut.safetensors"), "not a whole safetensors file"),
+        ((*FILE, "input.path=two.safetensors"), "has no tensor 'v'"),
+        ((*FILE, "input.path=mixed.safetensors"), "do not fit each other"),
+        ((*FILE, "input.path=short.safetensors"), "do not fit each other"),
+        ((*FILE, "input.path=cut.npz"), "write the file again with numpy.savez"),
+        ((*FILE, "input.path=x.txt"), "expected a .safetensors or .npz file"),
+        (("run", "input=file"), "input=file needs input.path=..., a .safetensors or .npz file"),
+        (("run", "input=file", "input.path=./x.npz", "output.path=x.npz"), "is the input, which would be lost"),
+        (("run", "input=random", "output.path=x.pt"), "output.path=x.pt: safetensors is what is written"),
+        (("run", "tokens=64", "output.path=folder.safetensors"), "is a folder"),
+        (("run", "input.path=x.txt", "tokens=10"), "has only 3 bytes; try tokens=3"),
+        ((*VIRTUAL, "kernel=aten_cuda", "input=random"), "needs tensors on a cuda device"),
+        (("paln",), "did you mean 'plan'?"),
+        (("run", "--help", "machines"), "takes the name of a group: pattern, layout"),
+        (("run", "--ranks", "4"), "--ranks: unknown option; write ranks=4; values"),
+        (("simulate", "--tokens=4k"), "write tokens=4k; values"),
+        (("plan", "ranks=1.5"), "ranks=1.5: not a whole number; write 4096, 64k"),
+        (("run", "wire_dtype=bfloat16"), "Key 'wire_dtype' not in 'RunConfig'; did you mean 'comm_dtype'?"),
+        (("run", "input.pth=x"), "Key 'pth' not in 'InputGroup'; did you mean 'path'?"),
+        (("run", "pattern=casual"), "'pattern/casual'; did you mean 'causal'? expected one of causal, dilated"),
+        (("run", "experiment=validate"), "In 'experiment/validate': ConfigKeyError raised while composing config"),
+        (("plan", "-m", "ranks=2,two", "tokens=64"), "ranks=two: expected a whole number, such as 8 or 64k"),
+        (("plan", "-m", "ranks=2,4", "output.path=p.json"), "'output.path=p_${hydra:job.num}.json'"),
+        (("simulate", "-m", "mode=numerics", "seed=1,2", "output.path=x.json"), "every job would replace"),
+        (("simulate", "-m", "experiment=validate", "heads=1,2"), "study.axes={'heads': ['1', '2']} has no meaning"),
+        (("plan", "output.path=/proc/p.json"), "no file can be made in /proc"),
+        (("plan", "ranks=2", "output.path=no/such/p.json"), "the folder no/such does not exist"),
+        (("plan", "pattern=Causal() & Windw(3)"), "did you mean 'Window'"),
+        (("simulate", "backward=maybe"), "backward=maybe: expected true or false"),
+        (("simulate", "slow={1"), "slow={1: no viable alternative at input '{1'"),
+        (("simulate", "tokens=${nope}"), "Interpolation key 'nope' not found; ringattn"),
+        (("calibrate", "rows=5"), "rows=5: Invalid value assigned: int is not a ListConfig"),
+        (("plan", "machine.flops=fast"), "machine.flops=fast: expected a number, such as 2.5"),
+        (("bench", "suite=ring", "cases=[x]"), "cases=x: unknown; expected some of dense_4096"),
+        (("report", "standard", "longg"), "Error parsing override 'longg' missing EQUAL"),
+        (("report", "billion", "cases=x"), "Key 'cases' not in 'SimulateConfig'"),
+        (("report", "standard", "memory=8GB"), "memory=8GB: not a whole number"),
+        (("report", "compare=[old.jsonl]"), "compare: expected two results"),
+        (("report", "--compare", "it's old.jsonl", "new.jsonl", "noise=0.2"), "compare=it's old.jsonl: no such file"),
+        (("plan", "--compare", "old.jsonl", "new.jsonl"), "--compare is an option of ringattn report"),
+        (("report", "results=old.jsonl"), "results=old.jsonl: no such file"),
+        (("bench", "--json"), "--json: ringattn report prints no JSON; it is for run, plan, simulate"),
+        (("run", "output.report=missing/x.json"), "the folder missing does not exist"),
+        (("simulate", "study=scaling", "--json"), "a study is a folder of files"),
+        (("simulate", "mode=numerics", "tokens=64", "trace=t.json"), "trace=t.json has no meaning"),
+        (("simulate", "model=llama3_8b", "trace=t.json"), "trace=t.json has no meaning"),
+        (("advise", "gpus=8", "output.page=-"), "output.page=-: a page is written to a file only"),
+        (("doctor", "capability=new"), "expected a compute capability such as 9.0"),
         (("plan", "pattern=null"), "Config group override must be"),
         (("plan", "-m", "pattern=causal,nul"), "Could not find 'pattern/nul'"),
         (("plan", "tokens=" + "9" * 400), "is larger than 2^63 - 1"),
@@ -106,13 +183,11 @@ def test_numbers_of_machine_files_as_people_write_them(tmp_path: Path) -> None:
     ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",
 )  # fmt: skip
 def test_a_line_and_nothing_else(inside: Inside, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to("nowhere/x.json")
-    (tmp_path / "circle").symlink_to("circle")
+    make_files(tmp_path)
     before = sorted(tmp_path.iterdir())
     done = inside(*arguments, cwd=tmp_path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert words in done.stderr and len(done.stderr) < 1500, done.stderr
+    assert words in done.stderr and len(done.stderr) < 1500 and not done.stdout, done.stderr
     assert [path for path in sorted(tmp_path.iterdir()) if path.name != "outputs"] == before
 
 
@@ -159,9 +234,3 @@ def test_signals_at_start_up(tmp_path: Path, number: int, status: int, word: str
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )
     assert (done.returncode, done.stderr) == (status, f"ringattn: {word}\n")
-
-
-def test_a_page_of_advise_needs_a_file(inside: Inside, tmp_path: Path) -> None:
-    done = inside("advise", "model=llama3_8b", "tokens=8k", "gpus=8", "output.page=-", cwd=tmp_path)
-    assert done.returncode == 2 and "output.page=-: a page is written to a file only" in done.stderr
-    assert not list(tmp_path.iterdir())

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -99,19 +96,6 @@ def test_ranks_write_what_they_print(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("bench", "--json"), "--json: ringattn report prints no JSON; it is for run, plan, simulate"),
-        (("run", "output.report=missing/x.json"), "the folder missing does not exist"),
-        (("simulate", "study=scaling", "--json"), "a study is a folder of files"),
-    ],
-)
-def test_json_that_cannot_be_written(tmp_path: Path, arguments: tuple[str, ...], words: str, inside: Inside) -> None:
-    done = inside(*arguments, cwd=tmp_path)
-    assert done.returncode == 2 and words in done.stderr and not done.stdout
-
-
-@pytest.mark.parametrize(
     ("line", "wanted", "unwanted"),
     [
         ("ringattn si", {"simulate", "run"}, set()),
@@ -119,19 +103,12 @@ def test_json_that_cannot_be_written(tmp_path: Path, arguments: tuple[str, ...],
         ("ringattn plan ", {"ranks=", "pattern=", "output."}, {"transport=", "study=", "kernel=", "input="}),
     ],
 )
-def test_completion_answers(tmp_path: Path, line: str, wanted: set[str], unwanted: set[str]) -> None:
+def test_completion_answers(
+    tmp_path: Path, line: str, wanted: set[str], unwanted: set[str], inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the keys and options that the verb takes, and no others."""
-    command = [sys.executable, "-m", "ringattn", "-sc", "query=bash"]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=60,
-        env={**os.environ, "COMP_LINE": line},
-        check=True,
-    )
-    offered = set(done.stdout.split())
+    monkeypatch.setenv("COMP_LINE", line)
+    offered = set(inside("-sc", "query=bash", cwd=tmp_path).stdout.split())
     assert wanted <= offered and not unwanted & offered
 
 
@@ -145,19 +122,9 @@ def test_aliases_of_a_users_file_are_read(tmp_path: Path, inside: Inside) -> Non
     assert done.returncode == 0 and "Dilated(segments=(8, 16), rates=(1, 2)" in done.stdout, done.stderr
 
 
-BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
-    [
-        (BOMB, "has more than 100,000 values"),
-        ("a: &a [*a]\n", "has more than 100,000 values"),
-        ("a: " + "[" * 5000 + "]" * 5000, "is nested more than 32 deep"),
-        ("a: [" + "x," * 200_000 + "]", "has more than 100,000 values"),
-        ("spec: [\n", "is not valid YAML (while parsing"),
-    ],
-    ids=["aliases", "itself", "deep", "large", "broken"],
+    [("a: &a [*a]\n", "has more than 100,000 values"), ("spec: [\n", "is not valid YAML (while parsing")],
 )
 def test_files_that_nobody_can_mean_are_refused_before_they_are_built(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "pattern").mkdir()

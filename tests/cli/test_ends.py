@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from command_line import Inside
+from command_line import Inside, room, started
 
 from ringattn.errors import InvalidInput, LaunchFailure
 from ringattn.files import write_text, writing
 from ringattn.transport.launcher import run_local
 
-COMMAND = (sys.executable, "-m", "ringattn")
 SMALL = ("tokens=64", "heads=2", "head_dim=16", "repeat=1", "threads=1", "input=random")
-
-
-@contextmanager
-def room(size: int) -> Iterator[None]:
-    """No file may grow beyond `size` bytes: writing meets an error as on a full disk, at a byte of our choice."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_what_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path) -> None:
@@ -54,9 +39,8 @@ def test_only_failures_to_write_are_told_as_such(tmp_path: Path) -> None:
 def test_a_disk_that_gets_full(tmp_path: Path) -> None:
     """The output is 1 MiB, and the files that a run needs are less than a tenth of that. Every rank is told."""
     common = ("tokens=2k", "heads=8", "head_dim=16", "repeat=1", "threads=1", "input=random", "sample=0")
-    arguments = [*COMMAND, "run", "ranks=2", *common, "output.path=o.safetensors"]
     with room(200_000):
-        done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        done = started("run", "ranks=2", *common, "output.path=o.safetensors", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "o.safetensors: could not be written (" in done.stderr and "make room in" in done.stderr
     assert "Traceback" not in done.stderr
@@ -87,15 +71,7 @@ def test_folders_that_cannot_be_written(inside: Inside, arguments: tuple[str, ..
 
 def test_standard_output_on_a_full_disk(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [*COMMAND, "simulate", "ranks=2"],
-            cwd=tmp_path,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = started("simulate", "ranks=2", cwd=tmp_path, stdout=full)
     told = "ringattn: standard output: could not be written (No space left on device); make room where it goes\n"
     assert (done.returncode, done.stderr) == (2, told)
 
@@ -108,15 +84,7 @@ def test_a_reader_that_is_gone(tmp_path: Path, arguments: tuple[str, ...]) -> No
     read, write = os.pipe()
     os.close(read)
     try:
-        done = subprocess.run(
-            [*COMMAND, *arguments],
-            cwd=tmp_path,
-            stdout=write,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = started(*arguments, cwd=tmp_path, stdout=write)
     finally:
         os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
@@ -127,7 +95,7 @@ def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     process = subprocess.Popen(
-        [*COMMAND, "run", "ranks=2", *SMALL, "repeat=1000000"],
+        [sys.executable, "-m", "ringattn", "run", "ranks=2", *SMALL, "repeat=1000000"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

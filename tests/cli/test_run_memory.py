@@ -13,7 +13,7 @@ import torch
 from ringattn.cli import run as run_verb
 
 
-class CudaRun(run_verb.VirtualRun):
+class CudaRun(run_verb.Run):
     """A run that takes the CPU for a CUDA device once its inputs are there."""
 
     def open(self) -> None:
@@ -37,7 +37,7 @@ def test_the_peak_of_the_device(inside: Callable[..., Any], monkeypatch: pytest.
     (process,) = json.loads((tmp_path / "report.json").read_text())["processes"]
     assert not calls and process["device_peak_bytes"] is None and "peak memory of the process" in told
 
-    monkeypatch.setattr(run_verb, "VirtualRun", CudaRun)
+    monkeypatch.setattr(run_verb, "Run", CudaRun)
     told = inside(*command, cwd=tmp_path).stdout
     (process,) = json.loads((tmp_path / "report.json").read_text())["processes"]
     assert calls == [

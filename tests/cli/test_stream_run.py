@@ -16,32 +16,12 @@ from oracle import Case, Result, dense, error, errors, make_case
 from safetensors.torch import load_file, save_file
 
 import ringattn as ra
-from ringattn.cli.config.schema import (
-    ConfigGroup,
-    InputGroup,
-    LayoutGroup,
-    MachineGroup,
-    PatternGroup,
-    RunConfig,
-    RunOutputGroup,
-    ScheduleGroup,
-    TransportGroup,
-)
+from ringattn.cli.config.schema import InputGroup, PatternGroup, RunConfig, RunOutputGroup, TransportGroup
 from ringattn.cli.inputs import open_source
 from ringattn.cli.run import main
 from ringattn.errors import InvalidInput, RingAttentionError
 
 TOKENS = 301
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "ringattn", "run", "threads=1", *arguments]
-
-
-def ringattn(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    done = command_line.ringattn("run", "threads=1", *arguments, cwd=cwd)
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
 
 
 def stored(folder: Path, dtype: torch.dtype, *, dout: bool = True, tokens: int = TOKENS) -> Case:
@@ -108,7 +88,9 @@ def test_disk_round_trip(
 
 def test_host(tmp_path: Path) -> None:
     arguments = ("input=random", "tokens=500", "heads=4", "kv_heads=2", "head_dim=8", "repeat=1", "backward=true")
-    done = ringattn(
+    done = command_line.ringattn(
+        "run",
+        "threads=1",
         "stream=host",
         "chunk=128",
         "output.path=a.safetensors",
@@ -135,7 +117,7 @@ def test_a_run_that_is_ended_leaves_no_file(tmp_path: Path, number: signal.Signa
     results.mkdir()
     (results / "out.safetensors").write_text("from before")
     run = subprocess.Popen(
-        command(*DISK, "chunk=20", "repeat=100000"),
+        [sys.executable, "-m", "ringattn", "run", "threads=1", *DISK, "chunk=20", "repeat=100000"],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -159,12 +141,8 @@ def test_a_run_that_is_ended_leaves_no_file(tmp_path: Path, number: signal.Signa
 def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
     stored(tmp_path, torch.float32)
     (tmp_path / "results").mkdir()
-    code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); "
-        f"sys.argv = ['ringattn', 'run', *{DISK!r}, 'hydra.output_subdir=null', 'hydra/job_logging=none']; "
-        "from ringattn.cli.main import main; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=100)
+    with command_line.room(20_000):
+        done = command_line.started("run", *DISK, "hydra.output_subdir=null", "hydra/job_logging=none", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "results (File too large); give another output.path=" in done.stderr
     assert not list((tmp_path / "results").iterdir())
@@ -172,27 +150,15 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
 
 def config(**options: object) -> RunConfig:
     """What the command line gives `main`, of a small causal run on files in the working directory."""
-    path = options.pop("path", None)
-    groups = {
-        "pattern": PatternGroup("Causal()"),
-        "layout": LayoutGroup("contiguous"),
-        "schedule": ScheduleGroup("auto"),
-        "machine": MachineGroup("auto"),
-        "transport": TransportGroup("gloo"),
-        "kernel": ConfigGroup("auto"),
-        "input": InputGroup("file", "in.safetensors"),
-        "threads": torch.get_num_threads(),
-        "repeat": 1,
-        "chunk": 64,
-        "output": RunOutputGroup(None if path is None else str(path)),
-    }
-    return RunConfig(**{**groups, **options})  # type: ignore[arg-type]
+    base = {"input": InputGroup("file", "in.safetensors"), "threads": torch.get_num_threads(), "repeat": 1, "chunk": 64}
+    output = RunOutputGroup(options.pop("path", None))  # type: ignore[arg-type]
+    return RunConfig(output=output, **{**base, **options})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"stream": "tape"}, "stream=tape: expected host or disk"),
+        ({"stream": "tape"}, "stream=tape: expected one of host, disk"),
         (
             {"stream": "disk", "input": InputGroup("text")},
             "stream=disk reads input=file input.path=..., not input=text",

@@ -64,12 +64,6 @@ def test_a_simulation_is_traced(inside: Inside, tmp_path: Path) -> None:
     assert {"b", "e"} <= {event["ph"] for event in events}
 
 
-@pytest.mark.parametrize("arguments", [("simulate", "mode=numerics", "tokens=64"), ("simulate", "model=llama3_8b")])
-def test_what_has_no_steps_has_no_trace(arguments: tuple[str, ...], inside: Inside, tmp_path: Path) -> None:
-    done = inside(*arguments, "trace=t.json", cwd=tmp_path)
-    assert done.returncode == 2 and "trace=t.json" in done.stderr and not (tmp_path / "t.json").exists()
-
-
 def test_profilers_show_visits() -> None:
     q, k, v = (torch.randn(1, 2, 512, 8, requires_grad=True) for _ in range(3))
     with torch.profiler.profile() as profile:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 #: The fixture `inside`: as `ringattn`, in the process of the test.
 Inside = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -48,11 +51,24 @@ def _run(script: str, arguments: tuple[str, ...], cwd: Path, folder: str) -> Non
     runpy.run_path(script, run_name="__main__") if script else main()
 
 
-def started(*arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def started(
+    *arguments: str, cwd: Path, launcher: tuple[str, ...] = (), stdout: Any = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
     """`ringattn ARGUMENTS` as a user starts it, or by a launcher such as torchrun."""
     command = [sys.executable, *launcher, "-m", "ringattn", *arguments]
-    env = {k: v for k, v in os.environ.items() if k not in CLEARED}
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, env=env, check=False)
+    env, pipe = {k: v for k, v in os.environ.items() if k not in CLEARED}, subprocess.PIPE
+    return subprocess.run(command, stdout=stdout, stderr=pipe, text=True, cwd=cwd, timeout=120, env=env, check=False)
+
+
+@contextmanager
+def room(size: int) -> Iterator[None]:
+    """No file may grow beyond `size` bytes: writing meets an error as on a full disk, at a byte of our choice."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def modules_after(statement: str) -> set[str]:

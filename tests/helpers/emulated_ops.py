@@ -178,19 +178,27 @@ class EmulatedOps:
         self._begin("flash", q, k, v)
         check_readable(q, k, v)
         assert rest[4:] == (0.0, False, False)
-        if rest[0] is not None:
-            self.packed += 1
-            out, lse = torch.empty_like(q), torch.full((q.shape[1], len(q)), torch.nan)
-            for rows, keys, bias in packed_sequences(q, k, rest[:4], window):
-                one = (x[None, run].transpose(1, 2) for x, run in ((q, rows), (k, keys), (v, keys)))
-                part, part_lse = attend(*one, bias, scale)
-                out[rows], lse[:, rows] = part[0].transpose(0, 1).to(q.dtype), part_lse[0].float()
-            return out, lse, None, None
-        assert rest[:4] == (None, None, q.shape[1], k.shape[1])
+        self.packed += rest[0] is not None
+        # [flash_api] out is empty_like(q) in [B, N, H, D], lse is [B, H, N] in fp32, of packed calls [H, total].
+        lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.nan)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for rows, keys, bias in self._sequences(q, k, rest[:4], window):
+            one = (x[run].transpose(0, 1)[None] for x, run in ((q, rows), (k, keys), (v, keys)))
+            part, part_lse = attend(*one, bias, scale)
+            out[rows] = part[0].transpose(0, 1).to(q.dtype)
+            lse.mT[rows] = part_lse[0].mT.float()
+        return out, lse, None, None
+
+    def _sequences(
+        self, q: Tensor, k: Tensor, lengths: Any, window: dict[str, int]
+    ) -> Iterator[tuple[Any, Any, Tensor]]:
+        """(rows, keys, bias) of every sequence of a call; without lengths the elements of the batch."""
+        if lengths[0] is not None:
+            yield from packed_sequences(q, k, lengths, window)
+            return
+        assert lengths == (None, None, q.shape[1], k.shape[1])
         bias = flash_window(q.shape[1], k.shape[1], window["window_size_left"], window["window_size_right"])
-        out, lse = attend(*(x.transpose(1, 2) for x in (q, k, v)), bias, scale)
-        # [flash_api] out is empty_like(q) in [B, N, H, D], lse is [B, H, N] in fp32.
-        return out.to(q.dtype).transpose(1, 2).contiguous(), lse.float(), None, None
+        yield from ((element, element, bias) for element in range(len(q)))
 
     def _flash_attention_backward(
         self,
@@ -211,22 +219,16 @@ class EmulatedOps:
             raise RuntimeError("Flash attention currently doesn't support training with head_dim in (192, 224] here")
         # [flash_api] the kernel reads lse as [B, H, N], of packed calls as [H, total], in fp32 without strides.
         assert lse.is_contiguous() and lse.dtype == torch.float32 and rest[4:6] == (0.0, False)
-        if rest[0] is not None:
-            assert lse.shape == (q.shape[1], len(q))
-            # [flash_api] dq, dk and dv are empty_like: what no sequence holds stays arbitrary.
-            results = [torch.full_like(x, torch.nan) for x in (q, k, v)]
-            for rows, keys, bias in packed_sequences(q, k, rest[:4], window):
-                runs = (rows, rows, keys, keys, rows)
-                one = (x[None, run].transpose(1, 2) for x, run in zip((grad, q, k, v, out), runs, strict=True))
-                parts = differentiate(*one, lse[None, :, rows], bias, scale)
-                for x, run, part in zip(results, (rows, keys, keys), parts, strict=True):
-                    x[run] = part[0].transpose(0, 1).to(x.dtype)
-            return results
-        assert rest[:4] == (None, None, q.shape[1], k.shape[1])
-        assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
-        bias = flash_window(q.shape[1], k.shape[1], window["window_size_left"], window["window_size_right"])
-        grads = differentiate(*(x.transpose(1, 2) for x in (grad, q, k, v, out)), lse, bias, scale)
-        return [x.to(q.dtype).transpose(1, 2) for x in grads]
+        assert lse.shape == (*q.shape[:-3], q.shape[-2], q.shape[-3])
+        # [flash_api] dq, dk and dv are empty_like: what no sequence holds stays arbitrary.
+        results = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+        for rows, keys, bias in self._sequences(q, k, rest[:4], window):
+            runs = (rows, rows, keys, keys, rows)
+            one = (x[run].transpose(0, 1)[None] for x, run in zip((grad, q, k, v, out), runs, strict=True))
+            parts = differentiate(*one, lse.mT[rows].mT[None], bias, scale)
+            for x, run, part in zip(results, (rows, keys, keys), parts, strict=True):
+                x[run] = part[0].transpose(0, 1).to(x.dtype)
+        return results
 
     def _check_cudnn(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """What cuDNN refuses, or computes wrongly, of q [B, H, N, D], k and v."""

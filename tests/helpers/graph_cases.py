@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from oracle import note_passes
 from rank_pool import told_by
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,15 +42,6 @@ def errors(rank: int) -> list[str]:
 
 def order(rank: int) -> tuple[bool, list[tuple[str, int]]]:
     """Whether two independent compiled calls are the eager ones, and the passes of this rank."""
-    passes: list[tuple[str, int]] = []
-    honest = {kind: getattr(OneRank, kind) for kind in ("forward", "backward")}
-
-    def note(kind: str) -> Any:
-        def counted(self: OneRank, *arguments: Any, **options: Any) -> Any:
-            passes.append((kind, self.job.plan.heads))
-            return honest[kind](self, *arguments, **options)
-
-        return counted
 
     def call(q: torch.Tensor, pattern: ra.Pattern, group: Any) -> torch.Tensor:
         a, b = (ra.ring_attention(x, x, x, pattern, layout="zigzag", group=group) for x in (q, q[:, 1:].sin()))
@@ -61,9 +53,8 @@ def order(rank: int) -> tuple[bool, list[tuple[str, int]]]:
     wanted = call(q, pattern, dist.group.WORLD)
     (gradient,) = torch.autograd.grad(wanted.sum(), q)
     torch._dynamo.reset()
-    for kind in honest:
-        setattr(OneRank, kind, note(kind))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        passes = note_passes(patch, OneRank, "forward", "backward")
         compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
         out = compiled(q, pattern, dist.group.WORLD)
         (found,) = torch.autograd.grad(out.sum(), q)
@@ -71,10 +62,8 @@ def order(rank: int) -> tuple[bool, list[tuple[str, int]]]:
         assert other not in _transports
         compiled(q.detach(), pattern, other)
         assert other in _transports, "the graph of one group is not that of another"
-    finally:
-        for kind, function in honest.items():
-            setattr(OneRank, kind, function)
-    return torch.equal(out, wanted) and torch.equal(found, gradient), passes
+    heads = [(kind, runner.job.plan.heads) for kind, runner in passes]
+    return torch.equal(out, wanted) and torch.equal(found, gradient), heads
 
 
 class Block(nn.Module):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sweep
 import torch
 import torch.distributed as dist
 import transformers as hf
@@ -31,14 +33,6 @@ BASE = {
     "max_position_embeddings": 512,
 }
 MIXED = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
-#: Options of `parallelize` that no call could use, by their names in the test.
-TYPOS: dict[str, dict[str, Any]] = {
-    "schedule typo": {"schedule": "rong"},
-    "layout typo": {"layout": "zagzig"},
-    "kernel typo": {"kernel": "atencpu"},
-    "machine typo": {"machine": "cqu"},
-    "rotate typo": {"rotate": "values"},
-}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 #: Models of every family by name: the class of the model, that of its configuration, and settings.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -104,42 +98,13 @@ def agreements(rank: int, names: list[str], tokens: int) -> list[tuple[float, fl
     return found
 
 
-def batches(rank: int, name: str, checkpointing: bool, packed: bool) -> tuple[float, float]:
-    """Largest differences of logits and gradients from each sequence run alone, eagerly.
-
-    The second row of the batch has left padding; with `packed` the rows have different documents instead.
-    """
-    tokens, layout = 37, "striped(3)"
-    alone = [(0, 0, 9), (0, 9, tokens), (1, 0, tokens)] if packed else [(0, 0, tokens), (1, 14, tokens)]
-    ids = torch.randint(61, (2, tokens), generator=torch.Generator().manual_seed(2))
-    labels = ids.clone()
-    whole = {"input_ids": ids, "labels": labels}
-    if not packed:
-        mask = whole["attention_mask"] = torch.ones_like(ids)
-        mask[1, :14], labels[1, :14] = 0, -100
+def batches(rank: int, name: str, bound: float) -> dict[str, str]:
+    """What `sweep` finds for each kind of batch, with differences of at most `bound`."""
     eager = make(name, attn_implementation="eager")
-    total = sum(stop - start - 1 for _, start, stop in alone)
-    loss, expected = torch.zeros(()), []
-    for row, start, stop in alone:
-        part = ids[row : row + 1, start:stop]
-        expected.append(eager(part, use_cache=False).logits[0])
-        loss = loss + torch.nn.functional.cross_entropy(expected[-1][:-1], part[0, 1:], reduction="sum") / total
-    gradients = torch.autograd.grad(loss, list(eager.parameters()))
-    model = parallelize(make(name), layout=layout).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    batch = shard_batch(whole, layout=layout, cu_seqlens=[[0, 9, tokens], [0, tokens]] if packed else None)
-    result = model(**batch, use_cache=False, num_items_in_batch=total)
-    result.loss.backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-    logits = gather_logits(result.logits, layout=layout)
-    wrong = max(
-        float((logits[row, start:stop] - right).detach().abs().max())
-        for (row, start, stop), right in zip(alone, expected, strict=True)
-    )
-    pairs = zip(model.parameters(), gradients, strict=True)
-    return wrong, max(float((p.grad - g).abs().max()) for p, g in pairs)
+    ids = torch.randint(1, 61, (2, sweep.TOKENS), generator=torch.Generator().manual_seed(2))
+    expected = {mode: sweep.run_alone(eager, mode, ids) for mode in sweep.PARTS}
+    model, layout = parallelize(make(name), layout="striped(3)"), "striped(3)"
+    return {mode: sweep.compare(model, None, layout, mode, right, ids, bound) for mode, right in expected.items()}
 
 
 def by_length(rank: int, name: str, layout: str, kind: str) -> list[float]:
@@ -178,13 +143,14 @@ def by_length(rank: int, name: str, layout: str, kind: str) -> list[float]:
 
 VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
 BLOOM = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}
-#: Models that are refused: the class of the model, that of its configuration, and settings.
-REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "alibi": ("BloomForCausalLM", "BloomConfig", BLOOM),
-    "image": ("ViTModel", "ViTConfig", VIT),
-    "classes": ("LlamaForSequenceClassification", "LlamaConfig", BASE),
-    "answers": ("LlamaForQuestionAnswering", "LlamaConfig", BASE),
-}  # fmt: skip
+HEAD = "a head that reads whole sequences"
+#: Models that are refused: the class of the model, that of its configuration, settings, and what the model has.
+REFUSED: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+    ("BloomForCausalLM", "BloomConfig", BLOOM, "ALiBi"),
+    ("ViTModel", "ViTConfig", VIT, "inputs other than tokens"),
+    ("LlamaForSequenceClassification", "LlamaConfig", BASE, HEAD),
+    ("LlamaForQuestionAnswering", "LlamaConfig", BASE, HEAD),
+)
 
 
 #: Models with a loss, by the class of the model and that of its configuration.
@@ -270,44 +236,52 @@ def passed_keywords() -> tuple[set[str], set[str]]:
     return attention, masks
 
 
-def refused_batches(rank: int) -> dict[str, str]:
-    """What `shard_batch` says to batches that it cannot cut, and whether a config stays that of its other model."""
-    ids = torch.zeros(1, 8, dtype=torch.long)
-    wrong: dict[str, Any] = {
-        "few": {"input_ids": ids[:, :1]},
-        "list": {"input_ids": [[1, 2, 3]]},
-        "labels": {"input_ids": ids, "labels": None},
-        "missing": {"labels": ids},
-        "no dict": ids,
-        "unknown": {"input_ids": ids, "pixels": ids},
-        "inside": {"input_ids": ids, "cu_seqlens": [0, 3, 8]},
-    }
-    found = {name: told_by(lambda: shard_batch(batch, layout="zigzag")) for name, batch in wrong.items()}
-    ramp, once = torch.arange(8).unsqueeze(0), [0, 3, 8]
-    found["already"] = told_by(lambda: shard_batch({"input_ids": ramp, "labels": ramp + 1}, layout="zigzag"))
+def says(words: str, call: Any) -> None:
+    """Assert that what a call raised begins with these words, "fine" where it raised nothing."""
+    text = told_by(call)
+    assert text.startswith(words), text
+
+
+def refused_batches(rank: int) -> None:
+    """What `shard_batch` says to batches that it cannot cut, and that a config stays that of its other model."""
+    cut = functools.partial(shard_batch, layout="zigzag")
+    ids, ramp = torch.zeros(1, 8, dtype=torch.long), torch.arange(8).unsqueeze(0)
+    for batch, words in (
+        ({"input_ids": ids[:, :1]}, "1 tokens leave a rank of 2 without rows"),
+        ({"input_ids": [[1, 2, 3]]}, "input_ids must be a tensor [batch, tokens], got list"),
+        ({"input_ids": ids, "labels": None}, "labels must be a tensor [batch, tokens], got NoneType"),
+        ({"labels": ids}, "a batch needs input_ids"),
+        (ids, "a batch is a dict of tensors"),
+        ({"input_ids": ids, "pixels": ids}, "['pixels'] cannot be cut"),
+        ({"input_ids": ids, "cu_seqlens": [0, 3, 8]}, "cu_seqlens is no tensor of a batch; give the borders beside it"),
+        ({"input_ids": ramp, "labels": ramp + 1}, "labels are shifted already"),
+    ):
+        says(f"InvalidInput: {words}", lambda: cut(batch))
     by_index = {"input_ids": ramp, "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]], dtype=torch.int32)}
-    same = [shard_batch(by_index, layout="zigzag"), shard_batch({"input_ids": ramp}, layout="zigzag", cu_seqlens=once)]
-    found["seq_idx"] = str(all(torch.equal(same[0][name], same[1][name]) for name in same[1]))
+    one, other = cut(by_index), cut({"input_ids": ramp}, cu_seqlens=[0, 3, 8])
+    assert all(torch.equal(one[name], other[name]) for name in other)
     by_index["cu_seq_lens_q"] = torch.tensor([0, 4, 8], dtype=torch.int32)
-    found["seq_idx other"] = told_by(lambda: shard_batch(by_index, layout="zigzag"))
+    says("InvalidInput: seq_idx begins documents at [[0, 3, 8]], cu_seq_lens_q at [[0, 4, 8]]", lambda: cut(by_index))
     first = make("Llama")
     second = hf.LlamaForCausalLM(first.config)
     parallelize(first, layout="zigzag")
-    found["config"] = second.config._attn_implementation
-    found["logits"] = told_by(lambda: second(ids))
-    found["shape"] = told_by(lambda: gather_logits(ids if rank else ids[..., None], layout="zigzag"))
-    text, borders = torch.arange(8).unsqueeze(0), [0, 4, 9 if rank else 8]
-    others = {
-        "input_ids": ({"input_ids": text + rank}, None),
-        "labels": ({"input_ids": text, "labels": text.roll(rank)}, None),
-        "cu_seqlens": ({"input_ids": text}, [0, 5 - rank, 8]),
-        "same": ({"input_ids": text, "labels": text}, [0, 5, 8]),
-    }
-    for name, (batch, starts) in others.items():
-        found[f"other {name}"] = told_by(lambda: first(**shard_batch(batch, layout="zigzag", cu_seqlens=starts)))
-    found["seed"] = told_by(lambda: check(first, seed=rank))
-    found["borders"] = told_by(lambda: first(**shard_batch({"input_ids": ids}, layout="zigzag", cu_seqlens=borders)))
-    return found
+    assert second.config._attn_implementation == "sdpa"
+    says("fine", lambda: second(ids))
+    for name, batch, borders in (
+        ("input_ids", {"input_ids": ramp + rank}, None),
+        ("labels", {"input_ids": ramp, "labels": ramp.roll(rank)}, None),
+        ("cu_seqlens", {"input_ids": ramp}, [0, 5 - rank, 8]),
+    ):
+        words = f"Mismatch: {name} of the whole batch are not the same on rank 0 and rank 1: ranks"
+        says(words, lambda: first(**cut(batch, cu_seqlens=borders)))
+    says("fine", lambda: first(**cut({"input_ids": ramp, "labels": ramp}, cu_seqlens=[0, 5, 8])))
+    says("Mismatch: the ranks disagree about seed: 0 on rank 0; 1 on rank 1", lambda: check(first, seed=rank))
+    # Of what one rank alone gets wrong the other rank hears.
+    kind = "InvalidInput: " if rank else "Mismatch: rank 1 cannot take part: "
+    words = "logits must be [batch, tokens, classes], got (1, 8)"
+    says(kind + words, lambda: gather_logits(ids if rank else ids[..., None], layout="zigzag"))
+    words, borders = "Documents: the 2 lengths sum to 9, the sequence has 8 tokens", [0, 4, 9 if rank else 8]
+    says(kind + words, lambda: first(**cut({"input_ids": ids}, cu_seqlens=borders)))
 
 
 def trained(rank: int, *words: str) -> tuple[list[dict[str, float]], str, int]:
@@ -334,56 +308,81 @@ def trained(rank: int, *words: str) -> tuple[list[dict[str, float]], str, int]:
     return log, kind, len(left)
 
 
-def refusals(rank: int) -> dict[str, str]:
+def refusals(rank: int) -> None:
     """What is said to models and calls that cannot be honoured."""
-    found = {}
-    batch = shard_batch({"input_ids": torch.zeros(1, 40, dtype=torch.long)}, layout="zigzag")
-    model = parallelize(make("Mistral, window"), layout="zigzag")
+
+    def ring(name: str, **changes: Any) -> Any:
+        return parallelize(make(name, **changes), layout="zigzag")
+
+    ids = torch.zeros(1, 40, dtype=torch.long)
+    batch = shard_batch({"input_ids": ids}, layout="zigzag")
+    model = ring("Mistral, window")
     with pytest.MonkeyPatch.context() as patch:  # as if a window of W keys meant W keys before the row's own
         patch.setattr(adapter, "Window", lambda left, right: ra.Window(left + 1, right))
-        found["off by one"] = told_by(lambda: check(model))
-    found["short"] = told_by(lambda: check(parallelize(make("Mistral, window"), layout="zigzag"), 12))
+        says("Mismatch: the parallelized model is not its eager self", lambda: check(model))
+    words = "InvalidInput: check: a window of 9 keys hides nothing"
+    says(words, lambda: check(ring("Mistral, window"), 12))
     dropping = parallelize(make("Llama", attention_dropout=0.1), layout="zigzag", kernel="aten_cpu").train()
-    found["dropout"] = told_by(lambda: dropping(**batch))
-    llama = parallelize(make("Llama"), layout="zigzag")
-    found["positions"] = told_by(lambda: llama(batch["input_ids"]))
+    says("Unsupported: kernel aten_cpu has no dropout", lambda: dropping(**batch))
+    llama = ring("Llama")
+    missing = "InvalidInput: position_ids is missing"
+    says(missing, lambda: llama(batch["input_ids"]))
+    alone = "Mismatch: rank 0 cannot take part: position_ids is missing" if rank else missing
+    says(alone, lambda: llama(**batch) if rank else llama(batch["input_ids"]))
     moved = {**batch, "position_ids": batch["position_ids"] + rank}
-    found["moved"] = told_by(lambda: llama(**moved))
-    found["on one rank"] = told_by(lambda: llama(batch["input_ids"]) if rank == 0 else llama(**batch))
-    found["generate"] = told_by(lambda: llama.generate(**batch, max_new_tokens=2))
-    found["group"] = told_by(lambda: parallelize(make("Llama"), 2, layout="zigzag"))  # type: ignore[arg-type]
+    words = "position_ids of rank 1 are not those of its rows under layout 'zigzag' of 40 tokens"
+    says(f"{'InvalidInput' if rank else 'Mismatch: rank 1 cannot take part'}: {words}", lambda: llama(**moved))
+    says("Unsupported: generate() of a parallelized model", lambda: llama.generate(**batch, max_new_tokens=2))
     chunked = make("Gemma 3, hybrid")
     chunked.config.layer_types = ["full_attention", "chunked_attention"]
-    found["layers"] = told_by(lambda: parallelize(chunked, layout="zigzag"))
-    found["router"] = told_by(lambda: parallelize(make("Mixtral", output_router_logits=True), layout="zigzag"))
-    found["option"] = told_by(lambda: parallelize(make("Llama"), layout="zigzag", softcap=3.0))  # type: ignore[call-arg]
-    found["weights"] = told_by(lambda: llama(**batch, output_attentions=True))
-    for name, options in TYPOS.items():
-        found[name] = told_by(lambda: parallelize(make("Llama"), **{"layout": "zigzag", **options}))
-    found["linear"] = told_by(lambda: parallelize(torch.nn.Linear(2, 2), layout="zigzag"))  # type: ignore[arg-type]
-    pooling = parallelize(hf.BertModel(hf.BertConfig(**BASE)), layout="zigzag")
-    found["pooler"] = told_by(lambda: pooling(**batch))
-    found["keep"] = told_by(lambda: llama(**batch, logits_to_keep=8))
-    ids = torch.zeros(1, 40, dtype=torch.long)
-    labelled = shard_batch({"input_ids": ids, "labels": ids}, layout="zigzag")
-    found["by hand"] = told_by(lambda: llama(**{**batch, "labels": ids}))
-    found["aligned"] = told_by(
-        lambda: llama(**shard_batch({"input_ids": ids, "labels": ids}, layout="zigzag", shift=False))
+    says(
+        "Unsupported: Gemma3ForCausalLM has layers of type chunked_attention",
+        lambda: parallelize(chunked, layout="zigzag"),
     )
-    found["shifted"] = told_by(lambda: parallelize(make("RoBERTa, positions from 2"), layout="zigzag")(**labelled))
-    found["smoothed"] = told_by(lambda: llama(**{name: x for name, x in labelled.items() if name != "labels"}))
-    found["uncounted"] = told_by(lambda: llama(**{name: x for name, x in labelled.items() if name != "batch_digest"}))
+    router = "Unsupported: MixtralForCausalLM has an auxiliary loss of its routers"
+    says(router, lambda: ring("Mixtral", output_router_logits=True))
+    says("Unsupported: output_attentions=True", lambda: llama(**batch, output_attentions=True))
+    for options, words in (
+        ({"group": 2}, "group=2: expected a ProcessGroup"),
+        ({"softcap": 3.0}, "unknown option 'softcap'"),
+        ({"schedule": "rong"}, "unknown schedule 'rong'"),
+        ({"layout": "zagzig"}, "unknown layout 'zagzig'"),
+        ({"kernel": "atencpu"}, "unknown kernel 'atencpu'"),
+        ({"machine": "cqu"}, "unknown machine 'cqu'"),
+        ({"rotate": "values"}, "rotate='values'"),
+    ):
+        says(f"InvalidInput: {words}", lambda: parallelize(make("Llama"), **{"layout": "zigzag", **options}))
+    says(
+        "InvalidInput: Linear is no model of transformers", lambda: parallelize(torch.nn.Linear(2, 2), layout="zigzag")
+    )  # type: ignore[arg-type]
+    pooling = parallelize(hf.BertModel(hf.BertConfig(**BASE)), layout="zigzag")
+    words = "Unsupported: BertModel returns a tuple (return_dict=False), or a pooler_output"
+    says(words, lambda: pooling(**batch))
+    says("Unsupported: logits_to_keep=8 keeps rows of this rank", lambda: llama(**batch, logits_to_keep=8))
+    labelled, aligned = (
+        shard_batch({"input_ids": ids, "labels": ids}, layout="zigzag", shift=x) for x in (True, False)
+    )
+    says("InvalidInput: labels of 40 tokens for 20 rows", lambda: llama(**{**batch, "labels": ids}))
+    words = "InvalidInput: labels not shifted to the next token, of which LlamaForCausalLM"
+    says(words, lambda: llama(**aligned))
+    words = "InvalidInput: labels shifted to the next token, of which RobertaForMaskedLM"
+    says(words, lambda: ring("RoBERTa, positions from 2")(**labelled))
+    for name, words in (
+        ("labels", "shift_labels without labels"),
+        ("batch_digest", "num_items_in_batch is missing"),
+    ):
+        says(f"InvalidInput: {words}", lambda: llama(**{key: x for key, x in labelled.items() if key != name}))
     by_hand = {name: x for name, x in batch.items() if name != "batch_digest"}
-    found["length"] = told_by(lambda: parallelize(make("longrope"), layout="zigzag")(**by_hand))
+    says("InvalidInput: batch_digest is missing: rope", lambda: ring("longrope")(**by_hand))
     llama.set_attn_implementation("sdpa")
-    found["sdpa"] = told_by(lambda: llama(**batch))
-    text = ids[:, :5]
-    again = unparallelize(llama).generate(text, max_new_tokens=3, do_sample=False)
-    found["again"] = str(torch.equal(again, make("Llama").generate(text, max_new_tokens=3, do_sample=False)))
-    for name, (kind, config, settings) in REFUSED.items():
+    says("InvalidInput: attention 'sdpa' was set after parallelize", lambda: llama(**batch))
+    again, plain = (
+        x.generate(ids[:, :5], max_new_tokens=3, do_sample=False) for x in (unparallelize(llama), make("Llama"))
+    )
+    assert torch.equal(again, plain)
+    for kind, config, settings, words in REFUSED:
         model = getattr(hf, kind)(getattr(hf, config)(**settings))
-        found[name] = told_by(lambda: parallelize(model, layout="zigzag"))
-    return found
+        says(f"Unsupported: {kind} has {words}", lambda: parallelize(model, layout="zigzag"))
 
 
 def compiled(rank: int, packings: int) -> tuple[bool, int]:

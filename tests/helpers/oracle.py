@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from ringattn.kernels.base import Kernel, band, wide
 from ringattn.pattern import Pattern
 from ringattn.plan.work import Work
+from ringattn.runtime.softmax import merge_
 
 Tensor = torch.Tensor
 
@@ -65,7 +68,7 @@ def dense(
     case: Case, mask: Tensor, output_scale: float = 1.0, *, softcap: float | None = None, sinks: Tensor | None = None,
     factors: Tensor | float = 1.0,
 ) -> Result:  # fmt: skip
-    """fp64 softmax with multiplicities `mask` [H, N, N]; rows that see no key are 0, their lse -inf.
+    """fp64 softmax with multiplicities `mask` [H, N, N] or [B, H, N, N]; rows that see no key are 0, their lse -inf.
 
     sinks [H]: logits of one more key each, whose gradient is then the last. factors: of the weights, by dropout.
     """
@@ -135,7 +138,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 
 
 def errors(found: Result, truth: Result) -> list[float]:
-    """Errors of out, dq, dk, dv."""
+    """Errors of out, dq, dk, dv, and of the gradient of the sinks if there are sinks."""
     pairs = zip((found.out, *found.grads), (truth.out, *truth.grads), strict=True)
     return [error(a, b) for a, b in pairs]
 
@@ -147,14 +150,16 @@ def same_lse(found: Tensor, truth: Tensor, tolerance: float) -> None:
     assert error(found[some], truth[some]) <= tolerance
 
 
-def solve(attend: Callable[..., Any], case: Case, *arguments: Any, **options: Any) -> Result:
-    """The results and gradients of a function such as `ringattn.attention`."""
+def solve(attend: Callable[..., Any], case: Case, *arguments: Any, return_lse: bool = True, **options: Any) -> Result:
+    """The results and gradients of a function such as `ringattn.attention`; the gradient of `sinks=` comes last."""
     inputs = case.leaves()
-    out, lse = attend(*inputs, *arguments, return_lse=True, scale=case.scale, **options)
+    result = attend(*inputs, *arguments, return_lse=return_lse, scale=case.scale, **options)
+    out, lse = result if return_lse else (result, torch.empty(0))
+    leaves = inputs if options.get("sinks") is None else (*inputs, options["sinks"])
     if case.grad_lse is None:
-        grads = torch.autograd.grad(out, inputs, case.grad)
+        grads = torch.autograd.grad(out, leaves, case.grad)
     else:
-        grads = torch.autograd.grad((out, lse), inputs, (case.grad, case.grad_lse.to(lse.dtype)))
+        grads = torch.autograd.grad((out, lse), leaves, (case.grad, case.grad_lse.to(lse.dtype)))
     return Result(out.detach(), lse.detach(), grads)
 
 
@@ -176,8 +181,60 @@ def trimmed(rows: int, keys: int, lo: int | None, hi: int | None) -> Work | None
     return whole.narrow((first, last), (left, right))
 
 
-def mark_pairs(found: np.ndarray, whole: Work, kv_heads: int) -> None:
-    """Add the pairs of a work to `found` [H, queries, keys]."""
+def visible(work: Work) -> Tensor:
+    """Bool [rows, keys]: which keys the rows of a work see."""
+    return band(len(work.q), work.keys, work.lo, work.hi, torch.device("cpu"))
+
+
+def solve_calls(kernel: Kernel, case: Case, work: Work) -> Result:
+    """The results and gradients of a work by the calls of a kernel, merged and added as the executor does."""
+    q, k, v = case.inputs
+    kind = wide(q.dtype)
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=kind, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=kind, device=q.device)
+    local = Work(work.heads, work.kv, range(len(work.q)), (range(work.keys),), work.lo, work.hi)
+    for call, rows, keys in _calls(kernel, local):
+        part, part_lse = kernel.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], call, case.factor)
+        assert part_lse.dtype == kind and part_lse.shape == part.shape[:3]
+        assert (part_lse != -torch.inf).all(), "every row of a call sees a key"
+        merge_(out[:, :, rows], lse[:, :, rows], part, part_lse)
+    grads = tuple(torch.zeros(x.shape, dtype=torch.float64, device=q.device) for x in case.inputs)
+    for call, rows, keys in _calls(kernel.for_backward(), local):
+        parts = kernel.backward(
+            *(case.grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys]),
+            *(out[:, :, rows].to(q.dtype), lse[:, :, rows], call, case.factor),
+        )
+        for total, where, part in zip(grads, (rows, keys, keys), parts, strict=True):
+            total[:, :, where] += part
+    return Result(out, lse, grads)
+
+
+def _calls(kernel: Kernel, work: Work) -> Iterator[tuple[Work, slice, slice]]:
+    """The calls of a kernel, with their rows and their keys."""
+    for call in (single for batch in kernel.split(work) for single in batch.singles()):
+        yield call, slice(call.q.start, call.q.stop), slice(call.k[0].start, call.k[-1].stop)
+
+
+def note_passes(patch: pytest.MonkeyPatch, runner: type, *kinds: str) -> list[tuple[str, Any]]:
+    """Where runners of a class note the passes of these kinds that they run from now on: (kind, runner)."""
+    passes: list[tuple[str, Any]] = []
+
+    def note(kind: str) -> Callable[..., Any]:
+        honest = getattr(runner, kind)
+
+        def noted(self: Any, *arguments: Any, **options: Any) -> Any:
+            passes.append((kind, self))
+            return honest(self, *arguments, **options)
+
+        return noted
+
+    for kind in kinds:
+        patch.setattr(runner, kind, note(kind))
+    return passes
+
+
+def mark_pairs(found: np.ndarray, whole: Work, kv_heads: int | None) -> None:
+    """Add the pairs of a work to `found` [H, queries, keys]; `kv_heads` None: those of its heads are not checked."""
     for turn in range(whole.repeat):
         rows = [i + turn * whole.q_shift for i in whole.q]
         keys = [j + turn * whole.k_shift for run in whole.k for j in run]
@@ -188,6 +245,6 @@ def mark_pairs(found: np.ndarray, whole: Work, kv_heads: int) -> None:
         assert seen.any(1).all(), "every row of a work sees a key"
         assert whole.dense == seen.all() or not whole.dense
         for head in whole.heads:
-            assert head * kv_heads // len(found) in whole.kv
+            assert kv_heads is None or head * kv_heads // len(found) in whole.kv
             np.add.at(found[head], np.ix_(rows, keys), seen.astype(int))
         assert set(rows) <= set(whole.rows)

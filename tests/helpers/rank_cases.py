@@ -327,3 +327,10 @@ WRONG = (
         "Mismatch: rank 1 cannot take part: pat",
     ),
 )
+
+
+def check_told(told: list[list[str]]) -> None:
+    """What two ranks were told in `errors_on_every_rank`."""
+    for good, bad, (on_bad, on_good) in zip(*told, WRONG, strict=True):
+        assert bad.startswith(on_bad)
+        assert good.startswith(on_good)

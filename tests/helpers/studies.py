@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from ringattn.cli.config.groups import LayoutGroup, PatternGroup, ScheduleGroup, StudyGroup
+from ringattn.cli.config.groups import LayoutGroup, StudyGroup
 from ringattn.cli.config.schema import MachineGroup, SimulateConfig
 from ringattn.cli.study.runner import Study
 from ringattn.cli.study.space import list_points
@@ -14,9 +14,7 @@ from ringattn.cli.study.space import list_points
 
 def config(**more: Any) -> SimulateConfig:
     base: dict[str, Any] = {
-        "pattern": PatternGroup("Causal()"),
         "layout": LayoutGroup("zigzag"),
-        "schedule": ScheduleGroup("ring"),
         "machine": MachineGroup("h100_nvlink_ib"),
         "tokens": 4096,
         "ranks": 4,

@@ -31,8 +31,9 @@ from ringattn.train import mean_over_ranks
 from ringattn.transport import launcher
 
 TOKENS, CLASSES = 41, 99
-#: The sequences of each kind of batch: (row, first token, end). Those of a padded batch stand at the ends of its rows.
-PARTS = {"packed": [(0, 0, 17), (0, 17, TOKENS)], "padded": [(0, 0, TOKENS), (1, 11, TOKENS)]}
+#: The sequences of each kind of batch: (row, first token, end). Those of a padded batch stand at the ends of its rows,
+#: and the rows of a packed batch have documents of their own.
+PARTS = {"packed": [(0, 0, 17), (0, 17, TOKENS), (1, 0, TOKENS)], "padded": [(0, 0, TOKENS), (1, 11, TOKENS)]}
 PARTS["checkpointed"] = PARTS["packed"]
 #: Automatic mappings of transformers, and the fields of a result that are compared.
 HEADS = "CAUSAL_LM MASKED_LM TOKEN_CLASSIFICATION SEQUENCE_CLASSIFICATION QUESTION_ANSWERING"
@@ -185,12 +186,13 @@ def run_alone(model: Any, mode: str, ids: torch.Tensor) -> tuple[list[Any], list
     )
 
 
-def compare(model: Any, group: Any, layout: str, mode: str, expected: Any, ids: torch.Tensor) -> str:
-    """ "exact", or WRONG and the differences of fields, gradients and loss that are too large."""
+def compare(
+    model: Any, group: Any, layout: str, mode: str, expected: Any, ids: torch.Tensor, bound: float = BOUND
+) -> str:
+    """ "exact", or WRONG and the differences of fields, gradients and loss that are above `bound`."""
     rank, ranks, name = dist.get_rank(group), dist.get_world_size(group), type(model).__name__
-    batch = {"input_ids": ids if mode == "padded" else ids[:1]}
-    batch.update(make_labels(name, batch["input_ids"]))
-    borders = None if mode == "padded" else [0, 17, TOKENS]
+    batch = {"input_ids": ids, **make_labels(name, ids)}
+    borders = None if mode == "padded" else [[0, 17, TOKENS], [0, TOKENS]]
     if mode == "padded":
         batch["attention_mask"] = torch.ones_like(ids)
         batch["attention_mask"][1, :11] = 0
@@ -205,7 +207,7 @@ def compare(model: Any, group: Any, layout: str, mode: str, expected: Any, ids: 
     loss, whole = torch.zeros(()), fields(result)
     for n, x in fields(result).items():
         if x.ndim > 1 and x.shape[1] == cut.rows(rank):
-            weight = weights(x)[: len(x)]
+            weight = weights(x)
             if mode == "padded":
                 weight[1, :11] = 0
             loss = loss + (x * cut.shard_tensor(weight, rank, dim=1)).sum()
@@ -225,7 +227,7 @@ def compare(model: Any, group: Any, layout: str, mode: str, expected: Any, ids: 
         mine = torch.zeros_like(p) if p.grad is None else p.grad
         dist.all_reduce(mine, group=group)
         wrong["gradients"] = max(wrong.get("gradients", 0.0), float((mine - g).abs().max()) / largest)
-    bad = {n: round(x, 4) for n, x in wrong.items() if not x < BOUND}
+    bad = {n: f"{x:.2g}" for n, x in wrong.items() if not x < bound}
     return f"WRONG {bad}" if bad else "exact"
 
 

@@ -4,8 +4,9 @@ refuses."""
 from __future__ import annotations
 
 import itertools
+from collections import namedtuple
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from itertools import combinations
 from random import Random
 from typing import Any
@@ -13,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from emulated_ops import EmulatedOps, emulate
-from oracle import Case, Result, dense, error, errors, make_case, stored, trimmed
+from oracle import Case, Result, dense, error, errors, make_case, solve_calls, stored, trimmed, visible
 
 import ringattn as ra
 from ringattn.kernels import aten_cuda, get_kernel
 from ringattn.kernels.aten_cuda import AtenCuda
-from ringattn.kernels.base import band, cut
+from ringattn.kernels.base import cut
 from ringattn.kernels.cuda_device import KNOWN_CUDNN, WHOLE_TILES_CUDNN, CudaDevice, efficient_reads, flash_reads
 from ringattn.plan.work import Work
 
@@ -44,36 +45,6 @@ PATTERNS = {
 }
 
 
-@dataclass(frozen=True)
-class RingCase:
-    """One configuration of a virtual ring; the names say what varies."""
-
-    pattern: str
-    kernel: str
-    dtype: torch.dtype
-    dims: tuple[int, int]
-    heads: tuple[int, int]
-    batch: int
-    tokens: int
-    ranks: int
-    layout: str
-    schedule: str
-    rotate: str
-    return_lse: bool
-    cotangent: str
-    inputs: str
-    capability: tuple[int, int]
-
-    @property
-    def allowed(self) -> bool:
-        """Whether the call is one that a CUDA machine computes."""
-        flash = self.kernel.endswith(("flash", "cudnn"))
-        old = self.capability < (8, 0) and (flash or self.dtype == torch.bfloat16)
-        no_room = self.return_lse and max(self.dims) > 248
-        teams = "(2)" in self.schedule and (self.ranks % 2 or (self.schedule == "ulysses(2)" and self.heads[1] % 2))
-        return not old and not no_room and not teams
-
-
 VALUES: dict[str, tuple[Any, ...]] = {
     "pattern": (*PATTERNS, *DOCUMENTS),
     "kernel": ("aten_cuda", "aten_cuda:flash", "aten_cuda:cudnn", "aten_cuda:efficient"),
@@ -93,11 +64,24 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
+#: One configuration of a virtual ring; the names say what varies.
+RingCase = namedtuple("RingCase", VALUES)  # type: ignore[misc]
+
+
+def is_allowed(case: RingCase) -> bool:
+    """Whether the call is one that a CUDA machine computes."""
+    flash = case.kernel.endswith(("flash", "cudnn"))
+    old = case.capability < (8, 0) and (flash or case.dtype == torch.bfloat16)
+    no_room = case.return_lse and max(case.dims) > 248
+    teams = "(2)" in case.schedule and (case.ranks % 2 or (case.schedule == "ulysses(2)" and case.heads[1] % 2))
+    return not old and not no_room and not teams
+
+
 def random_case(source: Random) -> RingCase:
     """A random configuration that a CUDA machine computes."""
     while True:
-        case = RingCase(**{name: source.choice(values) for name, values in VALUES.items()})
-        if case.allowed:
+        case = RingCase(*map(source.choice, VALUES.values()))
+        if is_allowed(case):
             return case
 
 
@@ -112,8 +96,7 @@ def covering_cases(seed: int, most: int) -> Iterator[RingCase]:
 
 def pairs(case: RingCase) -> set[object]:
     """The pairs of values that a configuration holds, with their fields."""
-    values = [(field.name, getattr(case, field.name)) for field in fields(case)]
-    return set(combinations(values, 2))
+    return set(combinations(case._asdict().items(), 2))
 
 
 def make_pattern(name: str, tokens: int) -> ra.Pattern:
@@ -220,10 +203,6 @@ def all_works() -> list[Work]:
     return [work for rows, keys in SHAPES for lo, hi in BANDS if (work := trimmed(rows, keys, lo, hi)) is not None]
 
 
-def visible(work: Work) -> torch.Tensor:
-    return band(len(work.q), work.keys, work.lo, work.hi, torch.device("cpu"))
-
-
 @pytest.mark.parametrize("reads", [flash_reads, efficient_reads])
 def test_cuts_hold_the_pairs_of_the_work(reads: Callable[[Work], bool]) -> None:
     several = 0
@@ -270,33 +249,10 @@ def test_every_choice_gives_dense_attention(
     for work in all_works()[place % 3 :: 3]:
         q, grad = make(4, len(work.q), 16), make(4, len(work.q), 24)
         k, v = make(2, work.keys, 16), make(2, work.keys, 24)
-        leaves = [x.double().requires_grad_() for x in (q, k, v)]
-        wide = [leaves[0], *(x.repeat_interleave(2, 1) for x in leaves[1:])]
-        logits = (wide[0] @ wide[1].mT * 0.3).masked_fill(~visible(work), -torch.inf)
-        lse, out = logits.logsumexp(-1), logits.softmax(-1) @ wide[2]
-        truth = torch.autograd.grad((out * grad.double()).sum(), leaves)
-        grads = [torch.zeros(x.shape, dtype=torch.float64) for x in (q, k, v)]
-        total = torch.zeros(2, 4, len(work.q), 24, dtype=torch.float64)
-        norm = torch.full((2, 4, len(work.q)), -torch.inf, dtype=torch.float64)
-        for call in kernel.split(work):
-            rows = slice(call.q.start - work.q.start, call.q.stop - work.q.start)
-            (run,) = call.k
-            keys = slice(run.start - work.k[0].start, run.stop - work.k[0].start)
-            mine = [x[:, :, rows] for x in (grad, q)]
-            part, part_lse = kernel.forward(mine[1], k[:, :, keys], v[:, :, keys], call, 0.3)
-            both = torch.logaddexp(norm[:, :, rows], part_lse.double())
-            old, new = ((x - both).exp().unsqueeze(-1) for x in (norm[:, :, rows], part_lse.double()))
-            total[:, :, rows], norm[:, :, rows] = total[:, :, rows] * old + part.double() * new, both
-            found = kernel.backward(
-                *(mine[0], mine[1], k[:, :, keys], v[:, :, keys]),
-                *(out.to(dtype)[:, :, rows], lse.float()[:, :, rows], call, 0.3),
-            )
-            for x, y, some in zip(grads, found, (rows, keys, keys), strict=True):
-                x[:, :, some] += y.double()
+        case = Case(q, k, v, grad, scale=0.3)
+        found, truth = solve_calls(kernel, case, work), dense(case, visible(work))
         limit = 1e-5 if dtype == torch.float32 else 3e-2
-        assert error(total, out) <= limit and error(norm, lse) <= limit, work
-        for x, y in zip(grads, truth, strict=True):
-            assert error(x, y) <= limit, work
+        assert max(errors(found, truth)) <= limit and error(found.lse, truth.lse) <= limit, work
     assert ops.calls
 
 
@@ -335,19 +291,23 @@ def test_the_matrix_covers_pairs() -> None:
     assert len(possible - met) <= 0.01 * len(possible)
 
 
-def test_the_mode_of_the_caller_stays_as_it_is() -> None:
-    """Deterministic mode of torch is the caller's, warn_only included."""
+@pytest.fixture
+def determinism() -> Iterator[None]:
+    """torch's deterministic mode may change in the test."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
-        for enabled, warn_only in ((False, False), (True, True), (True, False)):
-            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-            for wanted in (False, True):
-                with aten_cuda._deterministic(wanted):
-                    assert torch.are_deterministic_algorithms_enabled() == (enabled or wanted)
-                assert torch.are_deterministic_algorithms_enabled() == enabled
-                assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.mark.parametrize(("enabled", "warn_only"), [(False, False), (True, True), (True, False)])
+def test_the_mode_of_the_caller_stays_as_it_is(determinism: None, enabled: bool, warn_only: bool) -> None:
+    """Deterministic mode of torch is the caller's, warn_only included."""
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    for wanted in (False, True):
+        with aten_cuda._deterministic(wanted):
+            assert torch.are_deterministic_algorithms_enabled() == (enabled or wanted)
+        assert torch.are_deterministic_algorithms_enabled() == enabled
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
 
 
 def test_head_dims_without_room_for_the_gradient_of_lse_are_refused(ops: EmulatedOps) -> None:
@@ -458,15 +418,11 @@ def test_kernels_that_cut_in_another_way_have_another_name() -> None:
     assert len(names) == 4
 
 
-def test_determinism_of_torch_as_a_whole_is_honoured() -> None:
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
-        torch.use_deterministic_algorithms(True)
-        assert taken() == "flash" and "not deterministic" in taken(choice="cudnn")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        assert taken() == "cudnn"
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+def test_determinism_of_torch_as_a_whole_is_honoured(determinism: None) -> None:
+    torch.use_deterministic_algorithms(True)
+    assert taken() == "flash" and "not deterministic" in taken(choice="cudnn")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert taken() == "cudnn"
 
 
 def test_one_layout_of_gradients_for_a_plan_of_cudnn(ops: EmulatedOps) -> None:

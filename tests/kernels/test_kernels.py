@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from emulated_device import DEVICE
-from oracle import error, trimmed
+from oracle import Case, Result, dense, error, solve_calls, trimmed, visible
 
 from ringattn import InvalidInput, Unsupported
 from ringattn.kernels import available, get_kernel
-from ringattn.kernels.base import Kernel, band
 from ringattn.plan.work import Work
 from ringattn.runtime.softmax import merge, merge_
 
@@ -31,36 +32,20 @@ def dtypes(name: str) -> list[torch.dtype]:
     return [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def tensors(work: Work, name: str, dtype: torch.dtype, dim: int = 16) -> list[torch.Tensor]:
+def case_of(work: Work, name: str, dtype: torch.dtype) -> Case:
     source = torch.Generator().manual_seed(3)
     sizes = ((4, len(work.q)), (2, work.keys), (2, work.keys), (4, len(work.q)))
-    made = [torch.randn(2, h, n, dim, generator=source, dtype=torch.float64) for h, n in sizes]
-    return [x.to(dtype).to(device(name)) for x in made]
+    made = [torch.randn(2, h, n, 16, generator=source, dtype=torch.float64) for h, n in sizes]
+    return Case(*(x.to(dtype).to(device(name)) for x in made), scale=0.25)
 
 
-def run(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work) -> tuple[torch.Tensor, ...]:
-    """All calls of a work merged, as the executor does."""
-    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=kind, device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=kind, device=q.device)
-    local = Work(work.heads, work.kv, range(len(work.q)), (range(work.keys),), work.lo, work.hi)
-    for call in (single for batch in kernel.split(local) for single in batch.singles()):
-        rows, keys = slice(call.q.start, call.q.stop), slice(call.k[0].start, call.k[-1].stop)
-        part, part_lse = kernel.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], call, 0.25)
-        assert part_lse.dtype == kind and part_lse.shape == part.shape[:3]
-        assert (part_lse != -torch.inf).all(), "every row of a call sees a key"
-        merge_(out[:, :, rows], lse[:, :, rows], part, part_lse)
-    return out, lse
-
-
-def truth(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v = (x.double() for x in (q, k, v))
-    scores = q @ k.repeat_interleave(2, 1).mT * 0.25
-    i, j = torch.arange(len(work.q), device=q.device)[:, None], torch.arange(work.keys, device=q.device)[None, :]
-    for bound, hidden in ((work.lo, lambda b: i - j < b), (work.hi, lambda b: i - j > b)):
-        if bound is not None:
-            scores = scores.masked_fill(hidden(bound), -torch.inf)
-    return scores.softmax(-1) @ v.repeat_interleave(2, 1), scores.logsumexp(-1)
+def check(found: Result, case: Case, work: Work) -> None:
+    """out, lse and the gradients are those of dense attention in fp64."""
+    truth = dense(case, visible(work).to(case.q.device))
+    limit = LIMIT[case.q.dtype]
+    assert error(found.out, truth.out) <= limit and error(found.lse, truth.lse) <= limit, (work, case.q.dtype)
+    for a, b in zip(found.grads, truth.grads, strict=True):
+        assert error(a, b) <= 4 * limit, (work, case.q.dtype)
 
 
 LIMIT = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -80,51 +65,28 @@ def test_every_band_and_rectangle(name: str, shape: tuple[int, int]) -> None:
         if work is None:
             continue
         for dtype in dtypes(name)[place % 2 :: 2]:  # the next band or shape has the others
-            q, k, v, grad = tensors(work, name, dtype)
-            kernel = get_kernel(name, q, k, v)
-            out, lse = run(kernel, q, k, v, work)
-            wanted, wanted_lse = truth(q, k, v, work)
-            assert error(out, wanted) <= LIMIT[dtype], (lo, hi, dtype)
-            assert error(lse, wanted_lse) <= LIMIT[dtype], (lo, hi, dtype)
-
-            leaves = [x.double().requires_grad_() for x in (q, k, v)]
-            grads = torch.autograd.grad(truth(*leaves, work)[0], leaves, grad.double())
-            found = [torch.zeros_like(x) for x in grads]
-            local = Work(work.heads, work.kv, range(len(work.q)), (range(work.keys),), work.lo, work.hi)
-            for call in (single for batch in kernel.for_backward().split(local) for single in batch.singles()):
-                rows, keys = slice(call.q.start, call.q.stop), slice(call.k[0].start, call.k[-1].stop)
-                pieces = kernel.backward(
-                    grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows].to(dtype),
-                    lse[:, :, rows], call, 0.25,
-                )  # fmt: skip
-                for target, where, piece in zip(found, (rows, keys, keys), pieces, strict=True):
-                    target[:, :, where] += piece
-            for a, b in zip(found, grads, strict=True):
-                assert error(a, b) <= 4 * LIMIT[dtype], (lo, hi, dtype)
+            case = case_of(work, name, dtype)
+            check(solve_calls(get_kernel(name, *case.inputs), case, work), case, work)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_strided_and_overlapping_views(name: str) -> None:
     dtype = dtypes(name)[0] if name.startswith("aten_cuda") else torch.float32
     work = Work(range(4), range(2), range(40), (range(40),))
-    base = [torch.randn(2, h, 120, 16).to(dtype).to(device(name)) for h in (4, 2, 2)]
-    views = [x[:, :, 1:120:3] for x in base]
-    kernel = get_kernel(name, *views)
-    found = run(kernel, *views, work)
-    plain = run(kernel, *(x.contiguous() for x in views), work)
-    assert error(found[0], plain[0].double()) <= LIMIT[dtype]
+    views = [torch.randn(2, h, 120, 16).to(dtype).to(device(name))[:, :, 1:120:3] for h in (4, 2, 2, 4)]
     turned = [x.mT.contiguous().mT for x in views]  # the last stride is not 1
-    assert error(run(kernel, *turned, work)[0], plain[0].double()) <= LIMIT[dtype]
-    assert error(run(kernel, *views, work)[0], truth(*views, work)[0]) <= LIMIT[dtype]
+    for tensors in (views, turned):
+        case = Case(*tensors, scale=0.25)
+        check(solve_calls(get_kernel(name, *case.inputs), case, work), case, work)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_large_logits_stay_finite(name: str) -> None:
-    dtype = dtypes(name)[0]
     work = Work(range(4), range(2), range(64), (range(64),), 0, None)
-    q, k, v, _ = tensors(work, name, dtype)
-    out, lse = run(get_kernel(name, q, k, v), q * 100, k * 100, v, work)
-    assert out.isfinite().all() and lse.isfinite().all()
+    case = case_of(work, name, dtypes(name)[0])
+    case = replace(case, q=case.q * 100, k=case.k * 100)
+    found = solve_calls(get_kernel(name, *case.inputs), case, work)
+    assert found.out.isfinite().all() and found.lse.isfinite().all()
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -132,11 +94,11 @@ def test_a_bad_key_reaches_every_row_that_sees_it_and_no_other_head(name: str) -
     dtype = dtypes(name)[-1]
     for lo, hi in ((0, None), (-3, 20)):
         work = Work(range(4), range(2), range(300), (range(300),), lo, hi)
-        q, k, v, _ = tensors(work, name, dtype)
-        v[0, 1, 150, 0] = torch.nan
-        k[1, 0, 200, 5] = torch.nan
-        out, _ = run(get_kernel(name, q, k, v), q, k, v, work)
-        seen = band(300, 300, lo, hi, q.device)
+        case = case_of(work, name, dtype)
+        case.v[0, 1, 150, 0] = torch.nan
+        case.k[1, 0, 200, 5] = torch.nan
+        out = solve_calls(get_kernel(name, *case.inputs), case, work).out
+        seen = visible(work).to(out.device)
         assert out[0, 2:, :, 0][:, seen[:, 150]].isnan().all() and out[1, :2][:, seen[:, 200]].isnan().all()
         assert out[0, :2].isfinite().all() and out[1, 2:].isfinite().all()
 

@@ -157,24 +157,3 @@ def test_equal_partitions_are_equal() -> None:
     a, b = Balanced(40, 2, 10, ((0, 0), (2, 1))), Balanced(40, 2, 10, ((0, 0), (1, 0), (2, 1), (3, 1)))
     assert a == b and hash(a) == hash(b) and a.digest == b.digest
     assert a != dataclasses.replace(a, runs=((0, 1), (2, 0)))
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("balanced(8)", {}, "weighs chunks by the pairs of a pattern, got pattern=None; try make_layout('balanced(8)'"),
-        ("balanced", {"pattern": "Causl()"}, "did you mean 'Causal'"),
-        ("balanced(0)", {"pattern": Full()}, "the chunk is a number of tokens >= 1, got 0; try balanced(128)"),
-        ("balanced", {"pattern": Full(), "tokens": -1}, "tokens=-1"),
-        ("balanced", {"pattern": Full(), "ranks": 0}, "ranks=0"),
-        ("balanced", {"pattern": Full(), "heads": 0}, "heads=0"),
-        ("balanced", {"pattern": Documents((5,))}, "the 1 lengths sum to 5"),
-        ("balanced(block=8)", {"pattern": Full()}, "unknown layout"),
-        ("striped(auto)", {}, "unknown layout"),
-        ("ballanced", {}, "did you mean 'balanced'"),
-    ],
-)
-def test_errors(name: str, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidInput) as caught:
-        make_layout(name, **{"tokens": 8, "ranks": 2, **options})
-    assert words in str(caught.value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import LAYOUTS, patterns
 
-from ringattn import InvalidInput, Layout, make_layout
+from ringattn import Documents, Full, InvalidInput, Layout, make_layout
 
 
 @st.composite
@@ -75,18 +77,28 @@ def test_striped_takes_the_shorter_description() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens", "ranks", "words"),
+    ("name", "options", "words"),
     [
-        ("zig-zag", 8, 2, "did you mean 'zigzag'"),
-        ("contiguous(3)", 8, 2, "unknown layout"),
-        ("striped(0)", 8, 2, "block is a number of tokens >= 1"),
-        ("zigzag", -1, 2, "tokens=-1"),
-        ("zigzag", 8, 0, "ranks=0"),
+        ("zig-zag", {}, "did you mean 'zigzag'"),
+        ("contiguous(3)", {}, "unknown layout"),
+        ("striped(0)", {}, "block is a number of tokens >= 1"),
+        ("zigzag", {"tokens": -1}, "tokens=-1"),
+        ("zigzag", {"ranks": 0}, "ranks=0"),
+        ("balanced(8)", {}, "weighs chunks by the pairs of a pattern, got pattern=None; try make_layout('balanced(8)'"),
+        ("balanced", {"pattern": "Causl()"}, "did you mean 'Causal'"),
+        ("balanced(0)", {"pattern": Full()}, "the chunk is a number of tokens >= 1, got 0; try balanced(128)"),
+        ("balanced", {"pattern": Full(), "tokens": -1}, "tokens=-1"),
+        ("balanced", {"pattern": Full(), "ranks": 0}, "ranks=0"),
+        ("balanced", {"pattern": Full(), "heads": 0}, "heads=0"),
+        ("balanced", {"pattern": Documents((5,))}, "the 1 lengths sum to 5"),
+        ("balanced(block=8)", {"pattern": Full()}, "unknown layout"),
+        ("striped(auto)", {}, "unknown layout"),
+        ("ballanced", {}, "did you mean 'balanced'"),
     ],
 )
-def test_errors(name: str, tokens: int, ranks: int, words: str) -> None:
+def test_errors(name: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        make_layout(name, tokens=tokens, ranks=ranks)
+        make_layout(name, **{"tokens": 8, "ranks": 2, **options})
     assert words in str(caught.value)
 
 

@@ -14,6 +14,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from oracle import Case, Result, dense, errors, same_lse, solve
 from rank_pool import told_by
 from torch.utils.checkpoint import checkpoint
 
@@ -50,52 +51,29 @@ def dense_factors(dropout: ra.Dropout, tokens: int = TOKENS) -> torch.Tensor:
     return factors
 
 
-def make_leaves(dtype: torch.dtype = torch.float64, tokens: int = TOKENS) -> tuple[list[torch.Tensor], Tensors]:
-    """([q, k, v, sinks], (dO, dlse))."""
-    source = torch.Generator().manual_seed(11)
-    shapes = [(BATCH, HEADS, tokens, DIM), *[(BATCH, KV_HEADS, tokens, DIM)] * 2, (HEADS,)]
-    shapes += [(BATCH, HEADS, tokens, DIM), (BATCH, HEADS, tokens)]
-    *leaves, grad, grad_lse = (torch.randn(s, generator=source, dtype=torch.float64).to(dtype) for s in shapes)
-    return [x.requires_grad_() for x in leaves], (grad, grad_lse)
-
-
-def differentiate(out: torch.Tensor, lse: torch.Tensor, leaves: list[torch.Tensor], grads: Tensors) -> Tensors:
-    """(out, lse, gradients), of the rows that see a key."""
-    seen = lse.detach().isfinite()
-    found = torch.autograd.grad((out, lse[seen]), leaves, (grads[0].to(out.dtype), grads[1].to(lse.dtype)[seen]))
-    return out.detach(), lse.detach(), *found
-
-
-def dense(
-    leaves: list[torch.Tensor], grads: Tensors, visible: torch.Tensor, *more: Any, sinks: bool = False, **options: Any
-) -> Tensors:
-    """`differentiate` of the oracle, whose pairs count `visible` times [H or B, H, N, N]."""
-    case = oracle.Case(*leaves[:3], *grads)
-    found = oracle.dense(case, visible, *more, sinks=leaves[3] if sinks else None, **options)
-    return found.out, found.lse, *found.grads
+def make_case(dtype: torch.dtype = torch.float64) -> Case:
+    return oracle.make_case(TOKENS, HEADS, KV_HEADS, dtype, batch=BATCH, dim=DIM, lse=True, seed=11)
 
 
 def on_ranks(rank: int) -> dict[str, Any]:
     """How far real ranks are from virtual ones with the same seed, and what wrong calls are told."""
     size, found = dist.get_world_size(), {}
-    whole, (grad, grad_lse) = make_leaves()
-    layout = ra.make_layout("zigzag", tokens=TOKENS, ranks=size)
+    whole, layout = make_case(), ra.make_layout("zigzag", tokens=TOKENS, ranks=size)
 
     def shard(x: torch.Tensor, dim: int = -2) -> torch.Tensor:
         return layout.shard_tensor(x.detach(), rank, dim).contiguous()
 
-    local = [shard(x).requires_grad_() for x in whole[:3]]
+    assert whole.grad_lse is not None
+    mine = Case(*map(shard, (*whole.inputs, whole.grad)), shard(whole.grad_lse, -1))
+    local, grad = mine.leaves(), mine.grad
 
     def ring(dropout: Any, **options: Any) -> Tensors:
-        out, lse = ra.ring_attention(*local, ra.Causal(), layout="zigzag", dropout=dropout, return_lse=True, **options)
-        return differentiate(out, lse, local, (shard(grad), shard(grad_lse, -1)))
+        result = solve(ra.ring_attention, mine, Causal(), layout="zigzag", dropout=dropout, **options)
+        return result.out, result.lse, *result.grads
 
     def virtual(dropout: Any) -> Tensors:
-        out, lse = ra.virtual_attention(
-            *whole[:3], ra.Causal(), ranks=size, layout="zigzag", dropout=dropout, return_lse=True
-        )
-        out, lse, *gradients = differentiate(out, lse, whole[:3], (grad, grad_lse))
-        return shard(out), shard(lse, -1), *map(shard, gradients)
+        result = solve(ra.virtual_attention, whole, Causal(), ranks=size, layout="zigzag", dropout=dropout)
+        return shard(result.out), shard(result.lse, -1), *map(shard, result.grads)
 
     def equal(a: Tensors, b: Tensors) -> bool:
         return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
@@ -109,7 +87,7 @@ def on_ranks(rank: int) -> dict[str, Any]:
     module = ra.nn.RingAttention(ra.Causal(), group=dist.group.WORLD, layout="zigzag", dropout=0.3)
     torch.manual_seed(rank)
     out = checkpoint(module, *local, use_reentrant=False)
-    found["recomputed"] = equal(torch.autograd.grad(out, local, shard(grad)), _plain(module, rank, local, shard(grad)))
+    found["recomputed"] = equal(torch.autograd.grad(out, local, grad), _plain(module, rank, local, grad))
     found["seeds"] = told_by(lambda: ring(ra.Dropout(0.3, seed=rank)))
     found["p"] = told_by(lambda: ring(ra.Dropout(0.3 + rank / 10, seed=1)))
     found["one"] = told_by(lambda: ring(DROPOUT if rank == 0 else 0.0))
@@ -118,7 +96,7 @@ def on_ranks(rank: int) -> dict[str, Any]:
     return found
 
 
-def _plain(module: ra.nn.RingAttention, rank: int, local: list[torch.Tensor], grad: torch.Tensor) -> Tensors:
+def _plain(module: ra.nn.RingAttention, rank: int, local: Tensors, grad: torch.Tensor) -> Tensors:
     """The gradients without checkpointing, from the same state of torch's generator."""
     torch.manual_seed(rank)
     return torch.autograd.grad(module(*local), local, grad)
@@ -148,17 +126,15 @@ factors_of = cache(dense_factors)
 
 
 @cache
-def truth(name: str) -> tuple[torch.Tensor, ...]:
-    leaves, grads = make_leaves()
+def truth(name: str) -> Result:
     visible = torch.from_numpy(PATTERNS[name].mask(TOKENS, HEADS))
-    return dense(leaves, grads, visible, factors=factors_of(DROPOUT), output_scale=PATTERNS[name].output_scale)
+    factors = factors_of(DROPOUT)
+    return dense(make_case(), visible, PATTERNS[name].output_scale, factors=factors)
 
 
-def check(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], tolerance: float = 1e-12) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours.isinf(), theirs.isinf())
-        error = (ours - theirs).masked_fill(theirs.isinf(), 0.0).abs().max()
-        assert error <= tolerance * max(1.0, float(theirs.masked_fill(theirs.isinf(), 0.0).abs().max()))
+def check(found: Result, expected: Result, tolerance: float = 1e-12) -> None:
+    assert max(errors(found, expected)) <= tolerance
+    same_lse(found.lse, expected.lse, tolerance)
 
 
 def test_the_generator_is_splitmix64() -> None:
@@ -172,42 +148,21 @@ def test_the_generator_is_splitmix64() -> None:
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_equals_a_dense_softmax_whatever_the_ranks(name: str) -> None:
-    leaves, grads = make_leaves()
     for ranks, layout, schedule, rotate in RINGS:
-        out, lse = ra.virtual_attention(
-            *leaves[:3],
-            PATTERNS[name],
-            ranks=ranks,
-            layout=layout,
-            schedule=schedule,
-            rotate=rotate,
-            dropout=DROPOUT,
-            return_lse=True,
-        )
-        check(differentiate(out, lse, leaves[:3], grads), truth(name))
+        options = {"ranks": ranks, "layout": layout, "schedule": schedule, "rotate": rotate, "dropout": DROPOUT}
+        check(solve(ra.virtual_attention, make_case(), PATTERNS[name], **options), truth(name))
 
 
 @pytest.mark.parametrize("rotate", ["keys", "queries"])
 def test_with_padding_sinks_and_softcap(rotate: str) -> None:
-    leaves, grads = make_leaves()
-    mask = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+    case, mask = make_case(), torch.zeros(BATCH, TOKENS, dtype=torch.bool)
     mask[0, :5], mask[1, -4:] = True, True  # the first rows of element 0 see nothing but a sink
     visible = torch.from_numpy(PATTERNS["window"].mask(TOKENS, HEADS)) * ~mask[:, None, None]
-    for sinks in (True, False):
-        out, lse = ra.virtual_attention(
-            *leaves[:3],
-            PATTERNS["window"],
-            ranks=3,
-            layout="zigzag",
-            rotate=rotate,
-            dropout=DROPOUT,
-            softcap=1.5,
-            sinks=leaves[3] if sinks else None,
-            key_padding_mask=mask,
-            return_lse=True,
-        )
-        expected = dense(leaves, grads, visible, factors=factors_of(DROPOUT), softcap=1.5, sinks=sinks)
-        check(differentiate(out, lse, leaves if sinks else leaves[:3], grads), expected)
+    learned = torch.linspace(-2, 2, HEADS, dtype=torch.float64, requires_grad=True)
+    options = {"ranks": 3, "layout": "zigzag", "rotate": rotate, "dropout": DROPOUT, "key_padding_mask": mask}
+    for sinks in (learned, None):
+        found = solve(ra.virtual_attention, case, PATTERNS["window"], softcap=1.5, sinks=sinks, **options)
+        check(found, dense(case, visible, factors=factors_of(DROPOUT), softcap=1.5, sinks=sinks))
 
 
 @pytest.mark.parametrize(
@@ -215,54 +170,47 @@ def test_with_padding_sinks_and_softcap(rotate: str) -> None:
     [(torch.float32, None, 1e-5), (torch.bfloat16, None, 3e-2), (torch.float32, "bfloat16", 3e-2)],
 )
 def test_narrow_numbers(dtype: torch.dtype, comm_dtype: str | None, tolerance: float) -> None:
-    leaves, grads = make_leaves(dtype)
-    visible = torch.from_numpy(PATTERNS["causal"].mask(TOKENS, HEADS))
-    expected = dense(leaves, tuple(x.double() for x in grads), visible, factors=factors_of(DROPOUT))
+    case = make_case(dtype)
+    expected = dense(case, torch.from_numpy(PATTERNS["causal"].mask(TOKENS, HEADS)), factors=factors_of(DROPOUT))
     for rotate in ("keys", "queries"):
-        out, lse = ra.virtual_attention(
-            *leaves[:3], Causal(), ranks=3, rotate=rotate, comm_dtype=comm_dtype, dropout=DROPOUT, return_lse=True
-        )
-        check(differentiate(out, lse, leaves[:3], grads), expected, tolerance)
+        options = {"ranks": 3, "rotate": rotate, "comm_dtype": comm_dtype, "dropout": DROPOUT}
+        check(solve(ra.virtual_attention, case, Causal(), **options), expected, tolerance)
 
 
 def test_one_device_streams_and_small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    leaves, grads = make_leaves()
     for stream in ({}, {"stream": "host", "chunk": 7}):
         for name in ("documents", "blocks"):
-            out, lse = ra.attention(*leaves[:3], PATTERNS[name], dropout=DROPOUT, return_lse=True, **stream)
-            check(differentiate(out, lse, leaves[:3], grads), truth(name))
+            check(solve(ra.attention, make_case(), PATTERNS[name], dropout=DROPOUT, **stream), truth(name))
     monkeypatch.setattr(reference, "ROWS", 4)
     monkeypatch.setattr(rank_program, "BATCH_ROWS", 16)
     # A plan remembers its calls: a pattern of another spelling has a plan of its own.
-    out, lse = ra.virtual_attention(
-        *leaves[:3], Causal() & Window(9, 1), ranks=2, layout="striped", dropout=DROPOUT, return_lse=True
-    )
-    check(differentiate(out, lse, leaves[:3], grads), truth("window"))
+    pattern, options = Causal() & Window(9, 1), {"ranks": 2, "layout": "striped", "dropout": DROPOUT}
+    check(solve(ra.virtual_attention, make_case(), pattern, **options), truth("window"))
 
 
 def test_no_dropout_costs_nothing() -> None:
-    leaves, _ = make_leaves()
-    plain = ra.virtual_attention(*leaves[:3], Causal(), ranks=2)
+    leaves = make_case().leaves()
+    plain = ra.virtual_attention(*leaves, Causal(), ranks=2)
     state = torch.get_rng_state()
     for none in (0, 0.0, ra.Dropout(0.0), ra.Dropout(0, seed=3)):
-        assert torch.equal(ra.virtual_attention(*leaves[:3], Causal(), ranks=2, dropout=none), plain)
-        ra.attention(*leaves[:3], Causal(), dropout=none, kernel="aten_cpu")
+        assert torch.equal(ra.virtual_attention(*leaves, Causal(), ranks=2, dropout=none), plain)
+        ra.attention(*leaves, Causal(), dropout=none, kernel="aten_cpu")
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_seed_is_drawn_for_each_call() -> None:
-    leaves, _ = make_leaves()
+    leaves = make_case().leaves()
     for draw in (
-        lambda: ra.attention(*leaves[:3], Causal(), dropout=0.5),
+        lambda: ra.attention(*leaves, Causal(), dropout=0.5),
         lambda: ra.attention(
-            *leaves[:3],
+            *leaves,
             Causal(),
             dropout=ra.Dropout(0.5),
             key_padding_mask=torch.zeros(BATCH, TOKENS, dtype=torch.bool),
             stream="host",
             chunk=9,
         ),
-        lambda: ra.virtual_attention(*leaves[:3], Causal(), ranks=3, dropout=0.5),
+        lambda: ra.virtual_attention(*leaves, Causal(), ranks=3, dropout=0.5),
     ):
         torch.manual_seed(7)
         first, second = draw(), draw()
@@ -312,10 +260,10 @@ def test_statistics() -> None:
     ],
 )
 def test_errors_say_what_to_try(dropout: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
-    leaves, _ = make_leaves()
+    leaves = make_case().leaves()
     for call in (ra.attention, lambda *given, **named: ra.virtual_attention(*given, ranks=2, **named)):
         with pytest.raises(error, match=words):
-            call(*leaves[:3], Causal(), dropout=dropout, **options)
+            call(*leaves, Causal(), dropout=dropout, **options)
     if error is InvalidInput:
         with pytest.raises(error, match=words):
             ra.nn.RingAttention(Causal(), dropout=dropout)
@@ -328,14 +276,14 @@ def test_wrong_seeds(seed: Any) -> None:
 
 
 def test_modules_drop_in_training_and_are_copied_with_their_options() -> None:
-    leaves, _ = make_leaves()
+    leaves = make_case().leaves()
     module = ra.nn.RingAttention(Causal(), ranks=2, dropout=DROPOUT)
-    expected = ra.virtual_attention(*leaves[:3], Causal(), ranks=2, dropout=DROPOUT)
+    expected = ra.virtual_attention(*leaves, Causal(), ranks=2, dropout=DROPOUT)
     for same in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert torch.equal(same(*leaves[:3]), expected) and repr(DROPOUT) in repr(same)
-    plain = ra.virtual_attention(*leaves[:3], Causal(), ranks=2)
-    assert torch.equal(module.eval()(*leaves[:3]), plain)
-    assert ra.nn.RingAttention(Causal(), dropout=0.1, kernel="aten_cpu").eval()(*leaves[:3]).shape == plain.shape
+        assert torch.equal(same(*leaves), expected) and repr(DROPOUT) in repr(same)
+    plain = ra.virtual_attention(*leaves, Causal(), ranks=2)
+    assert torch.equal(module.eval()(*leaves), plain)
+    assert ra.nn.RingAttention(Causal(), dropout=0.1, kernel="aten_cpu").eval()(*leaves).shape == plain.shape
 
 
 MODULES: dict[str, Callable[..., Any]] = {

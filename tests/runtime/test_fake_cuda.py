@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -102,12 +102,12 @@ class NoMessages:
     def defers(self, check: str | None) -> bool:
         return False
 
+    def wait(self, ticket: None) -> None:
+        pass
+
     def post(self, post: Post) -> None:
         for message in (*post.sends, *post.recvs):
             assert (message.data.device, message.data.dtype) == (CUDA, torch.uint8)
-
-    def wait(self, ticket: None) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -117,28 +117,21 @@ class Ring:
     pattern: ra.Pattern
     forward: float
     backward: float
-    tokens: int = 4096
-    options: tuple[tuple[str, Any], ...] = ()
-    kv_heads: int = HEADS
-    dtype: torch.dtype = BF16
+    options: dict[str, str] = field(default_factory=dict)
     lse: bool = False
-
-
-def options(**named: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple(named.items())
 
 
 #: Ceilings: all launches of a pass, those of a call's start and end among them, over its visits. Lower them when a
 #: change makes fewer.
 RINGS = {
     "causal": Ring(ra.Causal(), 14, 19.5),
-    "causal, queries travel": Ring(ra.Causal(), 14, 29.25, options=options(rotate="queries")),
+    "causal, queries travel": Ring(ra.Causal(), 14, 29.25, options={"rotate": "queries"}),
     "causal, gradient of lse": Ring(ra.Causal(), 14, 25.25, lse=True),
     "documents": Ring(ra.Documents((1500, 500, 96, 2000)) & ra.Causal(), 15.25, 17.75),
     "dilated": Ring(ra.Dilated((1024, 4096), (1, 4)), 28.25, 30.75),
     "block mask": Ring(ra.BlockSparse(128, np.random.default_rng(0).random((1, 32, 32)) < 0.3), 22.25, 27.75),
     "index lists": Ring(ra.Causal() & ra.Window(1000), 22.75, 27.25),
-    "ulysses": Ring(ra.Causal(), 27.5, 37, options=options(schedule="ulysses(2)")),
+    "ulysses": Ring(ra.Causal(), 27.5, 37, options={"schedule": "ulysses(2)"}),
 }
 #: Rings whose first call brings index lists, or the lengths of sequences, to the device.
 WITH_INDICES = ("index lists", "ulysses", "documents", "dilated", "block mask")
@@ -146,25 +139,13 @@ WITH_INDICES = ("index lists", "ulysses", "documents", "dilated", "block mask")
 
 def run(ring: Ring) -> tuple[int, Recorder, Recorder]:
     """The visits of a rank, and the records of its forward and its backward."""
-    settings = {"layout": "zigzag", "schedule": "ring", "rotate": "keys", **dict(ring.options)}
+    settings: dict[str, Any] = {"layout": "zigzag", "schedule": "ring", "rotate": "keys", **ring.options}
     plan = make_plan(
-        ring.pattern,
-        tokens=ring.tokens,
-        ranks=RANKS,
-        heads=HEADS,
-        kv_heads=ring.kv_heads,
-        head_dim=DIM,
-        value_dim=DIM,
-        dtype=str(ring.dtype)[6:],
-        batch=1,
-        **settings,
+        ring.pattern, tokens=4096, ranks=RANKS, heads=HEADS, head_dim=DIM, dtype="bfloat16", batch=1, **settings
     )
     rows, visits = plan.layout.rows(RANK), sum(len(step.visits) for step in plan.for_rank(RANK).forward)
-    job = Job(plan, RANK, AtenCuda(None, ring.dtype, deterministic=False), 0.1, lse=ring.lse)
-    q, k, v, grad = (
-        torch.empty(1, heads, rows, DIM, dtype=ring.dtype, device=CUDA)
-        for heads in (HEADS, ring.kv_heads, ring.kv_heads, HEADS)
-    )
+    job = Job(plan, RANK, AtenCuda(None, BF16, deterministic=False), 0.1, lse=ring.lse)
+    q, k, v, grad = (torch.empty(1, HEADS, rows, DIM, dtype=BF16, device=CUDA) for _ in range(4))
     carrier = NoMessages(RANK, RANKS)
     with Recorder() as first:
         result = drive(forward(job, q, k, v, keep=True), carrier)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from graph_cases import in_graphs
+from oracle import note_passes
 from torch._dynamo.utils import counters
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -100,14 +101,7 @@ def test_numbers_may_change_from_call_to_call() -> None:
 @in_graphs
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_the_ring_runs_once_where_a_checkpoint_selects_it(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    forwards: list[int] = []
-    honest = AllRanks.forward
-
-    def counted(self: AllRanks, *arguments: Any, **options: Any) -> Any:
-        forwards.append(1)
-        return honest(self, *arguments, **options)
-
-    monkeypatch.setattr(AllRanks, "forward", counted)
+    forwards = note_passes(monkeypatch, AllRanks, "forward")
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         return ra.virtual_attention(q.sin(), k, v, PATTERN, ranks=3).cos()
@@ -126,18 +120,7 @@ def test_the_ring_runs_once_where_a_checkpoint_selects_it(backend: str | None, m
 @in_graphs
 def test_independent_calls_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward as in the program, backward the other way round, whatever torch's passes do."""
-    passes: list[tuple[str, int]] = []
-    honest = {kind: getattr(AllRanks, kind) for kind in ("forward", "backward")}
-
-    def note(kind: str) -> Callable[..., Any]:
-        def counted(self: AllRanks, *arguments: Any, **options: Any) -> Any:
-            passes.append((kind, self.plan.ranks))
-            return honest[kind](self, *arguments, **options)
-
-        return counted
-
-    for kind in honest:
-        monkeypatch.setattr(AllRanks, kind, note(kind))
+    passes = note_passes(monkeypatch, AllRanks, "forward", "backward")
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         parts = [ra.virtual_attention(q * ranks, k, v, PATTERN, ranks=ranks) for ranks in (2, 1, 3)]
@@ -145,7 +128,9 @@ def test_independent_calls_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> 
 
     torch._dynamo.reset()
     run(torch.compile(call, fullgraph=True, backend="aot_eager"))
-    assert passes == [("forward", n) for n in (2, 1, 3)] + [("backward", n) for n in (3, 1, 2)]
+    assert [(kind, runner.plan.ranks) for kind, runner in passes] == [("forward", n) for n in (2, 1, 3)] + [
+        ("backward", n) for n in (3, 1, 2)
+    ]
 
 
 def test_opcheck() -> None:

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from oracle import note_passes
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
@@ -50,7 +51,6 @@ def test_a_real_lack_of_memory() -> None:
     it."""
     code = """
 import resource, torch, ringattn as ra
-from ringattn.runtime.peak_memory import resident
 q = torch.zeros(1, 1, 1, 8).expand(1 << 14, 8, 256, 8)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 29), used + (1 << 29)))
@@ -64,7 +64,6 @@ found, out = ra.auto_batch_size(lambda batch: ra.attention(q[:batch], q[:batch],
 assert 1 <= found < 1 << 14 and len(out) == found
 print("batch", found)
 """
-    code = code.replace("from ringattn.runtime.peak_memory import resident\n", "")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "batch" in done.stdout
@@ -101,14 +100,7 @@ def test_checkpoints_have_equal_gradients(ranks: int, monkeypatch: pytest.Monkey
     x = torch.randn(2, 16, 50, generator=source, dtype=torch.float64, requires_grad=True)
     cotangent = torch.randn(2, 16, 50, generator=source, dtype=torch.float64)
     function = partial(layer, ranks=ranks)
-    forwards = []
-    honest = AllRanks.forward
-
-    def counted(self, *arguments, **options):  # type: ignore[no-untyped-def]
-        forwards.append(1)
-        return honest(self, *arguments, **options)
-
-    monkeypatch.setattr(AllRanks, "forward", counted)
+    forwards = note_passes(monkeypatch, AllRanks, "forward")
     plain = torch.autograd.grad(function(weight, x), (weight, x), cotangent)
     assert len(forwards) == 1
     full = torch.autograd.grad(checkpoint(function, weight, x, use_reentrant=False), (weight, x), cotangent)

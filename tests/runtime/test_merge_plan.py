@@ -42,15 +42,13 @@ def test_a_merge_plan_copies_first_and_merges_after(
     plan = make_plan(
         pattern, tokens=tokens, ranks=ranks, layout=layout, schedule="ring", heads=heads, kv_heads=kv_heads
     )
-    before, merge_plan.SECTION_ROWS = merge_plan.SECTION_ROWS, least
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merge_plan, "SECTION_ROWS", least)
         plan.cache.clear()
         for rank in range(ranks):
             for kernel in (AtenCpu(), Reference()):
                 check(merge_plan.make_merge_plan(plan, rank, kernel), plan, rank)
-    finally:
-        merge_plan.SECTION_ROWS = before
-        plan.cache.clear()
+    plan.cache.clear()
 
 
 def check(found: merge_plan.MergePlan, plan: ra.Plan, rank: int) -> None:

@@ -28,19 +28,11 @@ def padding(batch: int = 4, tokens: int = TOKENS) -> torch.Tensor:
     return mask
 
 
-def element(case: Case, i: int) -> Case:
-    lse = None if case.grad_lse is None else case.grad_lse[i : i + 1]
-    return Case(*(x[i : i + 1] for x in (*case.inputs, case.grad)), lse, case.scale)
-
-
 def wanted(case: Case, pattern: Pattern, mask: torch.Tensor, oracle=dense) -> Result:  # type: ignore[no-untyped-def]
-    """The oracle of each batch element with its own mask, put together."""
+    """The oracle of each batch element with its own mask."""
     heads, tokens = case.q.shape[1:3]
-    seen = torch.from_numpy(pattern.mask(tokens, heads))
-    scale = pattern.bind(heads, tokens).output_scale
-    found = [oracle(element(case, i), seen * ~mask[i], scale) for i in range(case.q.shape[0])]
-    grads = (torch.cat(x) for x in zip(*(r.grads for r in found), strict=True))
-    return Result(torch.cat([r.out for r in found]), torch.cat([r.lse for r in found]), tuple(grads))
+    seen = torch.from_numpy(pattern.mask(tokens, heads)) * ~mask[:, None, None]
+    return oracle(case, seen, pattern.bind(heads, tokens).output_scale)
 
 
 def run(case: Case, pattern: Pattern, mask: torch.Tensor, **options) -> Result:  # type: ignore[no-untyped-def]

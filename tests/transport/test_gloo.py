@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import rank_cases
+from rank_cases import check_told
 
 from ringattn.errors import LaunchFailure
 from ringattn.transport import launcher
@@ -32,11 +33,7 @@ def test_balanced_shards_on_real_ranks(run_ranks: Run) -> None:
 
 
 def test_every_rank_is_told_before_the_first_message(run_ranks: Run) -> None:
-    told = run_ranks(rank_cases.errors_on_every_rank, 2, timeout=60)
-    assert len(told[0]) == len(told[1]) == len(rank_cases.WRONG)
-    for good, bad, (on_bad, on_good) in zip(told[0], told[1], rank_cases.WRONG, strict=True):
-        assert bad.startswith(on_bad)
-        assert good.startswith(on_good)
+    check_told(run_ranks(rank_cases.errors_on_every_rank, 2, timeout=60))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

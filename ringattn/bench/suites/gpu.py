@@ -30,9 +30,9 @@ from ...simulator.calibrate.measuring_ranks import MeasuringRanks, Settings
 from ...simulator.numerics.oracle import oracle_rows_alone, sampled_rows
 from ...text import size
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, relative_error
-from ..libraries import CANNOT_RUN, LIBRARIES, Attend, list_masks, make_call
+from ..libraries import CANNOT_RUN, LIBRARIES, Attend, list_masks, make_call, say_what_lacks
 from ..records import slug
-from ..runner import describe_host
+from ..runner import describe_host, take_turns
 
 #: The type of the device. Tests put "cpu" here, and stand-ins for torch.cuda: the results are then labelled emulated.
 DEVICE = "cuda"
@@ -146,16 +146,13 @@ def measure_columns(
         except CANNOT_RUN as error:
             if column not in LIBRARIES:
                 raise
-            missing[column] = f"cannot run: {(str(error) or repr(error)).splitlines()[0][:160]}"
+            missing[column] = say_what_lacks(error)
     exact = results["ringattn"] if backward else [oracle_rows_alone(pattern, rows, q.cpu(), k.cpu(), v.cpu())]
     errors = {column: max(map(relative_error, found, exact)) for column, found in results.items()}
     limit = GRAD_TOLERANCE if backward else TOLERANCE
     assert max(errors.values()) < limit, f"results differ by more than {limit}: {errors}"
     calls = {column: min(MOST_CALLS, 1 + int(sizes.enough / max(_time(run, 1), 1e-9))) for column, run in runs.items()}
-    times: dict[str, list[float]] = {column: [] for column in runs}
-    for _ in range(repeat):
-        for column, run in runs.items():
-            times[column].append(_time(run, calls[column]))
+    times = take_turns({column: partial(_time, run, calls[column]) for column, run in runs.items()}, repeat)
     peaks = {column: _peak(run) for column, run in runs.items()}
     details = {"hardware": describe_device(), "missing": missing, "peaks": peaks, "calls": calls}
     return {"times": times, "errors": errors, "details": details}
@@ -328,7 +325,7 @@ def list_rows(record: CaseRecord) -> list[dict[str, str]]:
     ]
 
 
-def conclude(records: list[CaseRecord]) -> dict[str, Any]:
+def conclude(records: list[CaseRecord]) -> tuple[str, bool]:
     """How many cases were measured, on what; and the median share of matmul's rate."""
     done = [record for record in records if "failed" not in record]
     hardware = done[0]["details"]["hardware"] if done else {}
@@ -337,7 +334,7 @@ def conclude(records: list[CaseRecord]) -> dict[str, Any]:
     text += f"; median share of matmul's rate {median(shares):.1%}" if shares else ""
     if DEVICE != "cuda":
         text = f"EMULATED on a CPU, the times mean nothing: {text}"
-    return {"summary": text, "value": len(done), "target": len(records), "met": len(done) == len(records)}
+    return text, len(done) == len(records)
 
 
 def check(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +13,21 @@ from ...functional import attention
 from ...pattern import parse_pattern
 from ...planner import make_plan
 from ...simulator.numerics.oracle import oracle_rows_alone, sampled_rows
-from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, check_error, make_inputs, make_settings
+from ..case import (
+    HEAD_DIM,
+    HEADS,
+    BenchCase,
+    BenchColumn,
+    BenchSuite,
+    Context,
+    Ratio,
+    Run,
+    check_error,
+    make_inputs,
+    make_settings,
+)
 
-HEADS, HEAD_DIM, TOKENS = 8, 64, 8192
+TOKENS = 8192
 #: Tokens of the cases that measure how time and memory scale.
 MOST_TOKENS = 1 << 18
 #: Work of a backward in units of its forward: five matrix products against two.
@@ -59,17 +71,13 @@ def list_cases() -> list[BenchCase]:
     ]
 
 
-def _settings(tokens: int, pattern: str, dtype: str = "float32", **more: Any) -> dict[str, Any]:
-    return make_settings(HEADS, HEAD_DIM, tokens, dtype, pattern=pattern, **more)
-
-
 def _make_dense(context: Context) -> Run:
     q, k, v = make_inputs(context.settings, 3)
     return lambda: scaled_dot_product_attention(q, k, v)
 
 
-def _make_forward(context: Context) -> Run:
-    q, k, v = make_inputs(context.settings, 3)
+def _make_forward(context: Context, tokens: int | None = None) -> Run:
+    q, k, v = make_inputs(context.settings, 3, tokens)
     pattern = parse_pattern(context.settings["pattern"])
     return lambda: attention(q, k, v, pattern)
 
@@ -89,11 +97,11 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
 
 
 def _rate_case(name: str, pattern: str, target: float | None) -> BenchCase:
-    plan = make_plan(parse_pattern(pattern), tokens=TOKENS, ranks=1, heads=HEADS)
+    plan = make_plan(pattern, tokens=TOKENS, ranks=1, heads=HEADS)
     return BenchCase(
         name,
         1,
-        _settings(TOKENS, pattern, density=plan.density),
+        make_settings(TOKENS, pattern=pattern, density=plan.density),
         (
             BenchColumn("dense", 1, _make_dense),
             BenchColumn("forward", 1, _make_forward),
@@ -109,19 +117,11 @@ def _rate_case(name: str, pattern: str, target: float | None) -> BenchCase:
 
 
 def _scaling_case(name: str, pattern: str) -> BenchCase:
-    def make_attention(tokens: int) -> Callable[[Context], Run]:
-        def make(context: Context) -> Run:
-            q, k, v = make_inputs(context.settings, 3, tokens)
-            parsed = parse_pattern(pattern)
-            return lambda: attention(q, k, v, parsed)
-
-        return make
-
     return BenchCase(
         f"scaling_{name}",
         1,
-        _settings(MOST_TOKENS, pattern, "bfloat16"),
-        (BenchColumn("short", 1, make_attention(TOKENS)), BenchColumn("long", 1, make_attention(MOST_TOKENS))),
+        make_settings(MOST_TOKENS, "bfloat16", pattern=pattern),
+        (BenchColumn("short", 1, partial(_make_forward, tokens=TOKENS)), BenchColumn("long", 1, _make_forward)),
         (Ratio("short", "long", 0.9, work=MOST_TOKENS / TOKENS),),
         rounds=3,
         notes=(SCALING_NOTE,),
@@ -136,7 +136,7 @@ def _memory_case(name: str, pattern: str) -> BenchCase:
     return BenchCase(
         f"memory_{name}",
         1,
-        _settings(MOST_TOKENS, pattern, "bfloat16"),
+        make_settings(MOST_TOKENS, "bfloat16", pattern=pattern),
         (BenchColumn("forward", 1, _make_forward),),
         formula_bytes=formula,
         limit=1.25,

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import scaled_dot_product_attention
 
 from ...errors import Unsupported
 from ...functional import ring_attention, virtual_attention
-from ...layout.regular import Layout, make_layout
 from ...pattern import Causal, Full
 from ...planner import make_plan
 from ...simulator.timing.costs import memory
 from ..case import (
+    HEAD_DIM,
+    HEADS,
     BenchCase,
     BenchColumn,
     BenchSuite,
@@ -23,15 +23,18 @@ from ..case import (
     Ratio,
     Run,
     check_error,
+    gather,
+    get_layout,
     make_call,
     make_inputs,
     make_pass,
+    make_ring,
     make_settings,
     make_shards,
+    make_single,
 )
 
 CORES = 2
-HEADS, HEAD_DIM = 8, 64
 #: Columns of torch's own ring by the method that rotates K and V: torch's default, and messages between neighbours.
 TEMPLATES = {"template": "allgather", "template_a2a": "alltoall"}
 NOTE = (
@@ -68,21 +71,8 @@ def list_cases() -> list[BenchCase]:
 
 
 def _settings(tokens: int, causal: bool, backward: bool, **more: Any) -> dict[str, Any]:
-    layout = "zigzag" if causal else "contiguous"
-    return make_settings(HEADS, HEAD_DIM, tokens, causal=causal, layout=layout, backward=backward, **more)
-
-
-def _make_single(context: Context) -> Run | None:
-    """One call on the whole sequence, on rank 0 with all cores; the other ranks wait."""
-    if context.rank:
-        return None
-    return make_call(context, partial(scaled_dot_product_attention, is_causal=context.settings["causal"]), whole=True)
-
-
-def _make_ring(context: Context) -> Run:
-    pattern = Causal() if context.settings["causal"] else Full()
-    layout = context.settings["layout"]
-    return make_call(context, partial(ring_attention, pattern=pattern, layout=layout, schedule="ring"))
+    pattern, layout = ("Causal()", "zigzag") if causal else ("Full()", "contiguous")
+    return make_settings(tokens, pattern=pattern, causal=causal, layout=layout, backward=backward, **more)
 
 
 def make_template(context: Context, rotate: str) -> Run:
@@ -116,19 +106,11 @@ def make_template(context: Context, rotate: str) -> Run:
     return run
 
 
-def gather(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The tensor of the whole sequence of which every rank has its shard. Collective."""
-    shards = [x.new_empty((*x.shape[:2], layout.rows(rank), x.shape[3])) for rank in range(layout.ranks)]
-    dist.all_gather(shards, x.contiguous())
-    return layout.unshard_tensor(shards)
-
-
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     """Largest relative error of each column against the single call, over the output and the gradients; on rank 0."""
-    layout = make_layout(context.settings["layout"], tokens=context.settings["tokens"], ranks=context.ranks)
     errors = {}
     for name in ("ring", *TEMPLATES):
-        tensors = [gather(x, layout) for x in results[name]]
+        tensors = [gather(x, get_layout(context)) for x in results[name]]
         if context.rank == 0:
             errors[name] = check_error(name, tensors, results["single"])
     return errors
@@ -136,8 +118,8 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
 
 def _ring_case(name: str, tokens: int, causal: bool, backward: bool, target: float | None) -> BenchCase:
     columns = (
-        BenchColumn("single", CORES, _make_single),
-        BenchColumn("ring", 1, _make_ring),
+        BenchColumn("single", CORES, make_single),
+        BenchColumn("ring", 1, make_ring),
         *(BenchColumn(column, 1, partial(make_template, rotate=rotate)) for column, rotate in TEMPLATES.items()),
     )
     ratios = (Ratio("single", "ring", target), *(Ratio(column, "ring", 1.0) for column in TEMPLATES))
@@ -145,18 +127,18 @@ def _ring_case(name: str, tokens: int, causal: bool, backward: bool, target: flo
 
 
 def _make_virtual_ring(context: Context) -> Run:
-    q, k, v = make_inputs(context.settings, 3)
     pattern = Causal() if context.settings["causal"] else Full()
-    return lambda: (virtual_attention(q, k, v, pattern, ranks=context.settings["virtual_ranks"], schedule="ring"),)
+    ring = partial(virtual_attention, pattern=pattern, ranks=context.settings["virtual_ranks"], schedule="ring")
+    return make_call(context, ring, whole=True)
 
 
 def _check_virtual(context: Context, results: dict[str, Any]) -> dict[str, float]:
-    return {"virtual": check_error("the virtual ring", results["virtual"][:1], results["single"][:1])}
+    return {"virtual": check_error("the virtual ring", results["virtual"], results["single"])}
 
 
 def _virtual_case(name: str, causal: bool, target: float) -> BenchCase:
     settings = {**_settings(8192, causal, False, virtual_ranks=8), "layout": "contiguous"}
-    columns = (BenchColumn("single", CORES, _make_single), BenchColumn("virtual", CORES, _make_virtual_ring))
+    columns = (BenchColumn("single", CORES, make_single), BenchColumn("virtual", CORES, _make_virtual_ring))
     return BenchCase(name, 1, settings, columns, (Ratio("single", "virtual", target),), _check_virtual)
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
-from ...functional import attention, ring_attention
+from ...functional import attention
 from ...pattern import parse_pattern
 from ...plan.plan import Plan
-from ...plan.steps import Hop, Step
 from ...planner import make_plan
-from ...transport.base import Message, Post, Transport
+from ...transport.base import Transport
 from ..case import (
     BenchCase,
     BenchColumn,
@@ -23,18 +19,19 @@ from ..case import (
     Run,
     check_error,
     make_call,
+    make_ring,
     make_settings,
     make_shards,
 )
 from ..links import InstantTransport, Links
+from .host import NoKernel, make_passes
 
-HEADS, HEAD_DIM = 8, 64
 #: Lengths of 16 documents. Their ends are not the ends of shards.
 DOCUMENTS = [200, 317, 150, 403, 61, 298, 350, 244, 411, 90, 333, 275, 180, 366, 222, 196]
 MESSAGES_NOTE = (
-    "columns named after a schedule and _messages: the schedule's time in communication, that is the messages of its "
-    "plan without computing, each posted and waited for at its step; columns named after a schedule alone are whole "
-    "calls"
+    "columns named after a schedule and _messages: the schedule's time in communication, that is the executor's run of "
+    "its plan without kernels, each message packed, posted and waited for at its step; columns named after a schedule "
+    "alone are whole calls"
 )
 COMPUTE_NOTE = (
     "column compute: the same call over a transport whose messages take no time, so that compute / ring is 1 minus the "
@@ -82,8 +79,8 @@ def _local_case(
     """Time in communication of an all-gather over that of schedules that send only what a local pattern needs."""
     schedules = ("allgather", "ring", "direct")
     columns = [
-        *(BenchColumn(f"{schedule}_messages", 1, _make_messages(schedule)) for schedule in schedules),
-        *(BenchColumn(schedule, 1, _make_call(schedule)) for schedule in schedules),
+        *(BenchColumn(f"{schedule}_messages", 1, partial(_make_messages, schedule=schedule)) for schedule in schedules),
+        *(BenchColumn(schedule, 1, partial(make_ring, schedule=schedule)) for schedule in schedules),
     ]
     ratios = (
         Ratio("allgather_messages", "ring_messages", ring_target),
@@ -99,7 +96,7 @@ def _double_ring_case(
 ) -> BenchCase:
     """Time of dense calls by the ring over that by the double ring."""
     double_ring = f"double_ring({links.ranks_per_node})"
-    columns = [BenchColumn(schedule, 1, _make_call(schedule)) for schedule in ("ring", double_ring)]
+    columns = [BenchColumn(schedule, 1, partial(make_ring, schedule=schedule)) for schedule in ("ring", double_ring)]
     settings = _settings(tokens, "Full()", "contiguous", backward)
     return _case(name, links, settings, columns, (Ratio("ring", double_ring, target),), DOUBLE_NOTE)
 
@@ -107,9 +104,9 @@ def _double_ring_case(
 def _overlap_case(name: str, links: Links, tokens: int) -> BenchCase:
     """Time of a dense ring without communication over that with communication."""
     columns = [
-        BenchColumn("compute", 1, _make_call("ring", instant=True)),
-        BenchColumn("ring", 1, _make_call("ring")),
-        BenchColumn("ring_messages", 1, _make_messages("ring")),
+        BenchColumn("compute", 1, lambda context: make_ring(context, transport=InstantTransport(_transport(context)))),
+        BenchColumn("ring", 1, make_ring),
+        BenchColumn("ring_messages", 1, partial(_make_messages, schedule="ring")),
     ]
     hops_per_visit = (links.ranks - 1) / links.ranks
     ratios = (Ratio("compute", "ring", 0.9), Ratio("compute", "ring_messages", 2.0, work=hops_per_visit))
@@ -129,12 +126,12 @@ def _case(
 
 
 def _settings(tokens: int, pattern: str, layout: str, backward: bool) -> dict[str, Any]:
-    return make_settings(HEADS, HEAD_DIM, tokens, pattern=pattern, layout=layout, backward=backward)
+    return make_settings(tokens, pattern=pattern, layout=layout, backward=backward)
 
 
 def _plan(settings: dict[str, Any], ranks: int, schedule: str) -> Plan:
-    sizes = {key: settings[key] for key in ("tokens", "layout", "heads", "kv_heads", "head_dim", "dtype", "batch")}
-    return make_plan(parse_pattern(settings["pattern"]), ranks=ranks, schedule=schedule, **sizes)
+    names = ("pattern", "tokens", "layout", "heads", "kv_heads", "head_dim", "dtype", "batch")
+    return make_plan(**{name: settings[name] for name in names}, ranks=ranks, schedule=schedule)
 
 
 def _count_outer_bytes(plan: Plan, links: Links) -> dict[str, int]:
@@ -146,14 +143,10 @@ def _count_outer_bytes(plan: Plan, links: Links) -> dict[str, int]:
             node = links.node(rank)
             steps = plan.for_rank(rank).backward if backward else plan.for_rank(rank).forward
             outer_hops = (hop for step in steps for hop in step.sends if links.node(hop.peer) != node)
-            by_node[node] += sum(_hop_bytes(plan, hop) for hop in outer_hops)
+            by_node[node] += sum(plan.part_bytes(part) for hop in outer_hops for part in hop.parts)
         return max(by_node)
 
     return {"forward": count(False), "backward": count(True)}
-
-
-def _hop_bytes(plan: Plan, hop: Hop) -> int:
-    return sum(map(plan.part_bytes, hop.parts))
 
 
 def _transport(context: Context) -> Transport:
@@ -161,53 +154,19 @@ def _transport(context: Context) -> Transport:
     return context.transport
 
 
-def _make_call(schedule: str, *, instant: bool = False) -> Callable[[Context], Run]:
-    """Makes a call of ring_attention; with `instant`, its messages take no time."""
+def _make_messages(context: Context, schedule: str) -> Run:
+    """A run of the executor without kernels: the plan's messages, posted and waited for in its steps; returns bytes."""
+    transport, plan = _transport(context), _plan(context.settings, context.ranks, schedule)
+    passes = make_passes(plan, context.rank, NoKernel(), transport)
+    runs = [passes[name] for name in ("forward", "backward") if name == "forward" or context.settings["backward"]]
 
-    def make(context: Context) -> Run:
-        settings = context.settings
-        transport = InstantTransport(_transport(context)) if instant else _transport(context)
-        pattern, layout = parse_pattern(settings["pattern"]), settings["layout"]
-        attend = partial(ring_attention, pattern=pattern, transport=transport, layout=layout, schedule=schedule)
-        return make_call(context, attend)
+    def run() -> int:
+        bytes_before = transport.counters.sent_bytes
+        for one in runs:
+            one()
+        return transport.counters.sent_bytes - bytes_before
 
-    return make
-
-
-def _make_messages(schedule: str) -> Callable[[Context], Run]:
-    """Makes a run of the plan's messages, posted and waited for in the steps in which the executor does so."""
-
-    def make(context: Context) -> Run:
-        transport, plan = _transport(context), _plan(context.settings, context.ranks, schedule)
-        rank_plan = plan.for_rank(context.rank)
-
-        def message(hop: Hop) -> Message:
-            data = torch.zeros(_hop_bytes(plan, hop), dtype=torch.uint8, device="cpu")
-            return Message(hop.peer, hop.tag, data)
-
-        def make_posts(step: Step) -> list[tuple[int, Post]]:
-            return [
-                (end, Post(tuple(map(message, sends)), tuple(map(message, recvs)), "messages"))
-                for end, sends, recvs in step.posts
-            ]
-
-        passes = [rank_plan.forward, *([rank_plan.backward] if context.settings["backward"] else [])]
-        programs = [list(map(make_posts, steps)) for steps in passes]
-
-        def run() -> int:
-            bytes_before = transport.counters.sent_bytes
-            for steps in programs:
-                tickets: list[tuple[int, Any]] = []
-                for index, step in enumerate(steps):
-                    tickets += [(until, transport.post(post)) for until, post in step]
-                    for until, ticket in tickets:
-                        if until == index:
-                            transport.wait(ticket)
-            return transport.counters.sent_bytes - bytes_before
-
-        return run
-
-    return make
+    return run
 
 
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:

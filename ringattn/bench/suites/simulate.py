@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...functional import attention
 from ...kernels import get_kernel
 from ...machine.machine import Machine
-from ...pattern import Full, parse_pattern
+from ...pattern import Full
 from ...plan.plan import Plan
 from ...planner import make_plan
 from ...simulator.numerics.source import TensorSource, make_source
 from ...simulator.numerics.whole import Outcome, execute, make_groups
 from ...simulator.timing.simulation import simulate
 from ...simulator.timing.timeline import Timeline
-from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, check_error
+from ..case import HEADS, BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, check_error, make_pass, make_settings
 
-HEADS, HEAD_DIM, TOKENS, RANKS = 8, 64, 65536, 1024
+TOKENS, RANKS = 65536, 1024
 #: Virtual ranks may take 1.3 times as long as one device.
 TARGET = 1 / 1.3
 #: Ranks, and steps, of the timelines.
@@ -44,67 +43,42 @@ def list_cases() -> list[BenchCase]:
 
 
 def _virtual_case(name: str, pattern: str, *, backward: bool = False) -> BenchCase:
-    settings = {
-        "heads": HEADS,
-        "head_dim": HEAD_DIM,
-        "dtype": "float32",
-        "tokens": TOKENS,
-        "virtual_ranks": RANKS,
-        "pattern": pattern,
-    }
     return BenchCase(
         name,
         1,
-        settings,
-        (
-            BenchColumn("attention", 1, _make_attention(backward)),
-            BenchColumn("virtual ranks", 1, _make_virtual_ranks(backward)),
-        ),
+        make_settings(TOKENS, virtual_ranks=RANKS, pattern=pattern, backward=backward),
+        (BenchColumn("attention", 1, _make_attention), BenchColumn("virtual ranks", 1, _make_virtual_ranks)),
         (Ratio("attention", "virtual ranks", TARGET),),
-        None if backward else _check,
+        _check,
         notes=(VIRTUAL_NOTE,),
     )
 
 
 def _plan(context: Context) -> Plan:
     settings = context.settings
-    sizes = {name: settings[name] for name in ("tokens", "heads", "head_dim", "dtype")}
-    pattern, ranks = parse_pattern(settings["pattern"]), settings["virtual_ranks"]
-    return make_plan(pattern, ranks=ranks, schedule="ring", rotate="keys", **sizes)
+    sizes = {name: settings[name] for name in ("pattern", "tokens", "heads", "head_dim", "dtype")}
+    return make_plan(**sizes, ranks=settings["virtual_ranks"], schedule="ring", rotate="keys")
 
 
-def _make_attention(backward: bool) -> Callable[[Context], Run]:
-    def make(context: Context) -> Run:
-        plan = _plan(context)
-        source = make_source(plan)
-        q, k, v, grad = (source.rows(name, range(plan.tokens)) for name in ("q", "k", "v", "grad"))
-        if not backward:
-            return lambda: attention(q, k, v, plan.pattern)
-        inputs = [x.requires_grad_() for x in (q, k, v)]
-        return lambda: torch.autograd.grad(attention(q, k, v, plan.pattern), inputs, grad)
-
-    return make
+def _make_attention(context: Context) -> Run:
+    plan = _plan(context)
+    source = make_source(plan)
+    *inputs, grad = (source.rows(name, range(plan.tokens)) for name in ("q", "k", "v", "grad"))
+    return make_pass(partial(attention, pattern=plan.pattern), inputs, grad if context.settings["backward"] else None)
 
 
-def _make_virtual_ranks(backward: bool) -> Callable[[Context], Run]:
-    def make(context: Context) -> Run:
-        plan = _plan(context)
-        source = TensorSource.of(make_source(plan))
-        row = source.rows("q", range(1))
-        kernel = get_kernel("auto", row, row, row)
-        groups = make_groups(plan, range(plan.ranks), backward=backward)
+def _make_virtual_ranks(context: Context) -> Run:
+    plan, backward = _plan(context), context.settings["backward"]
+    source = TensorSource.of(make_source(plan))
+    row = source.rows("q", range(1))
+    kernel = get_kernel("auto", row, row, row)
+    groups = make_groups(plan, range(plan.ranks), backward=backward)
 
-        def run() -> list[Outcome]:
-            scale = plan.head_dim**-0.5
-            return [
-                outcome
-                for group in groups
-                for outcome in execute(group, source, lambda: kernel, scale, grads=backward)[0]
-            ]
+    def run() -> list[Outcome]:
+        executed = (execute(group, source, lambda: kernel, plan.head_dim**-0.5, grads=backward) for group in groups)
+        return [outcome for outcomes, *_ in executed for outcome in outcomes]
 
-        return run
-
-    return make
+    return run
 
 
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
@@ -114,7 +88,7 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
         rank: outcome.out[i : i + 1] for outcome in results["virtual ranks"] for i, rank in enumerate(outcome.ranks)
     }
     out = layout.unshard_tensor([shards[rank] for rank in range(layout.ranks)])
-    return {"virtual ranks": check_error("the result of virtual ranks", [out], [results["attention"]])}
+    return {"virtual ranks": check_error("the result of virtual ranks", [out], results["attention"][:1])}
 
 
 def _timing_case(name: str, *, slow: bool) -> BenchCase:

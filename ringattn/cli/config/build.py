@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from msgspec import ValidationError, convert
 
 from ...errors import InvalidInput
 from ...machine.machine import Machine
@@ -10,9 +12,6 @@ from ...pattern import parse_pattern
 from ...plan.plan import Plan
 from ...planner import make_plan
 from .schema import ProblemSizes, SimulateConfig
-
-if TYPE_CHECKING:
-    from ...simulator.timing.solvers.recurrence import Stall
 
 #: The largest sizes that plans are made for, and why. Models have some hundred heads.
 LIMITS = {
@@ -46,24 +45,13 @@ def plan_from_config(config: ProblemSizes, machine: Machine | None = None, **rep
 
 def simulate_options(config: SimulateConfig) -> dict[str, Any]:
     """The options of `timing.simulate` in a configuration. Raises InvalidInput for stalls that cannot be read."""
-    return {
-        "slow": config.slow,
-        "slow_links": config.slow_links,
-        "stalls": _read_stalls(config.stalls),
-        "passes": config.passes,
-        "solver": config.solver,
-        "seed": config.seed,
-    }
-
-
-def _read_stalls(stalls: Any) -> list[Stall]:
     from ...simulator.timing.solvers.recurrence import Stall  # only simulate needs the timing model
 
-    if stalls is not None and not isinstance(stalls, list):
-        raise InvalidInput(f"stalls={stalls!r}: expected a list of [rank, step, seconds]; try 'stalls=[[3, 0, 0.5]]'")
-    for stall in stalls or ():
-        if not isinstance(stall, list) or len(stall) != 3 or [type(x) for x in stall[:2]] != [int, int]:
-            raise InvalidInput(f"stalls: {stall!r} is not [rank, step, seconds]; try 'stalls=[[3, 0, 0.5]]'")
-        if not isinstance(stall[2], int | float):
-            raise InvalidInput(f"stalls: {stall[2]!r} in {stall!r} is not a number of seconds")
-    return [Stall(rank, step, float(seconds)) for rank, step, seconds in stalls or ()]
+    try:
+        stalls = convert(config.stalls or [], list[tuple[int, int, float]])
+    except ValidationError as error:
+        raise InvalidInput(
+            f"stalls={config.stalls}: expected a list of [rank, step, seconds] ({error}); try 'stalls=[[3, 0, 0.5]]'"
+        ) from None
+    names = ("slow", "slow_links", "passes", "solver", "seed")
+    return {**{name: getattr(config, name) for name in names}, "stalls": [Stall(*stall) for stall in stalls]}

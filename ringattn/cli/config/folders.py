@@ -11,31 +11,11 @@ from ...errors import InvalidInput
 from ...files import decode, read_text
 from ...machine.machine import MACHINE_NUMBERS
 from ...machine.presets import PRESETS
+from ...simulator.models.config import MODELS
 from .groups import PARAMETER_GROUPS
-from .overrides import JSON_KEYS, MODELS, WRITTEN
+from .overrides import JSON_KEYS, WRITTEN
 from .schema import conf_dir
 
-#: What people type first, by verb.
-EXAMPLES = {
-    "run": (
-        "ranks=4 tokens=32k pattern=window backward=true",
-        "transport=virtual ranks=16",
-        "stream=host",
-    ),
-    "plan": (
-        "ranks=8 pattern=window layout=zigzag",
-        "ranks=64 layout=auto --json",
-        "-m schedule=ring,direct",
-    ),
-    "simulate": (
-        "ranks=1024 tokens=64M machine=h100_nvlink_ib",
-        "model=llama3_8b tokens=1M cp=32 tp=8 machine=h100_nvlink_ib",
-        "-m ranks=64,512,4096 schedule=ring,allgather machine=h100_nvlink_ib",
-    ),
-    "advise": ("model=llama3_8b gpus=64", "gpus=256 tokens=1M by=cost", "gpus=256 output.page=advice.html"),
-    "report": ("standard", "ring repeat=3", "--compare old.jsonl new.jsonl"),
-    "calibrate": ("output.path=machine.yaml", "ranks=4 seconds=60", "transport=mpi"),
-}
 #: Options of every verb; --json is an option of the verbs in `JSON_KEYS` only, and --compare of report only.
 OPTIONS = {
     "-m": "one job for each combination of values, such as ranks=2,4,8; for simulate, one study",
@@ -82,7 +62,7 @@ def load_config(path: Path) -> dict[str, Any]:
 
 
 def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path], suites: Iterable[str] = ()) -> str:
-    """The help text of a verb: examples, its keys with defaults as its YAML has them, groups, options.
+    """The help text of a verb: examples and its keys with defaults as its YAML has them, groups, options.
 
     `topics` are groups, whose options and numbers are then all that is told; `suites` are names that follow the keys.
     Raises InvalidInput for an unknown topic, and where a config file cannot be read.
@@ -96,8 +76,7 @@ def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path], suites:
             raise InvalidInput(f"{topic}: ringattn {verb} --help takes the name of a group: {', '.join(groups)}")
     if topics:
         return "\n".join(line for topic in topics for line in groups[topic]).strip()
-    lines = [*_heading(head), "", f"usage: ringattn {verb} [key=value ...] [options]"]
-    lines += ["", *(f"  ringattn {verb} {example}".rstrip() for example in EXAMPLES.get(verb, ()))]
+    lines = [*heading(head), "", f"usage: ringattn {verb} [key=value ...] [options]"]
     lines += ["", "keys, with their defaults (a key within a section is section.key)", *keys.splitlines()]
     if groups:
         lines += ["", f"groups, each told by ringattn {verb} --help GROUP"]
@@ -111,25 +90,28 @@ def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path], suites:
 
 def _group_lines(group: str, default: str, folders: Sequence[Path]) -> list[str]:
     """The lines of a config group: each option with its comment and its parameters; the first folder that has one."""
-    machines = {name: preset.about for name, preset in PRESETS.items()}
-    texts = {name: f"# {about}" for name, about in {"machine": machines, "model": MODELS}.get(group, {}).items()}
+    abouts = {
+        "machine": {x: preset.about for x, preset in PRESETS.items()},
+        "model": {x: MODELS[x]["about"] for x in MODELS},
+    }
+    texts = {name: f"# {about}" for name, about in abouts.get(group, {}).items()}
     for folder in reversed(folders):
         texts |= {path.stem: path.read_text(encoding="utf-8") for path in (folder / group).glob("*.yaml")}
     texts.pop("custom", None)
     written = f"; or written out, such as {WRITTEN[group]}" if group in WRITTEN else ""
     lines = ["", f"{group}={' | '.join(sorted(texts))}", f"    default: {default}{written}"]
     for option, text in sorted(texts.items()):
-        lines += [f"  {option:<20}{line}" if not place else f"    {line}" for place, line in enumerate(_heading(text))]
+        lines += [f"  {option:<20}{line}" if not place else f"    {line}" for place, line in enumerate(heading(text))]
         if group in (*PARAMETER_GROUPS, "input", "transport"):
-            body = text.splitlines()[len(_heading(text)) :]
+            body = text.splitlines()[len(heading(text)) :]
             lines += [f"    {line}" for line in body if not line.startswith(("spec:", "name:"))]
     if group == "machine":
         lines += [f"    machine.{name}=null  # {number.help}" for name, number in MACHINE_NUMBERS.items()]
     return lines
 
 
-def _heading(text: str) -> list[str]:
-    """What a config file says of its option: the comment lines at its top."""
+def heading(text: str) -> list[str]:
+    """What a config file says of its verb or option: the comment lines at its top."""
     lines = [line for line in text.splitlines() if not line.startswith("# @package")]
     end = next((place for place, line in enumerate(lines) if not line.startswith("# ")), len(lines))
     return [line.removeprefix("# ") for line in lines[:end]] or [""]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ...errors import InvalidInput
+from ...files import STDOUT
 from ...machine.file import read_machine
 from ...machine.machine import MACHINE_NUMBERS, Machine
 from ...machine.presets import get_machine
+from ...text import did_you_mean
 
 #: A whole number as people write it: 4096, 1e9 or 64k. `schema.parse_size` reads it.
 Size = int | float | str
@@ -37,6 +39,12 @@ def _changed(key: str, value: object, default: object) -> Iterator[str]:
         yield f"{key.removesuffix('.spec')}={value}"
 
 
+def check_choice(key: str, value: str, names: Collection[str]) -> None:
+    """Raise InvalidInput where the value of a key is none of these names."""
+    if value not in names:
+        raise InvalidInput(f"{key}={value}: {did_you_mean(value, names)}expected one of {', '.join(names)}")
+
+
 def check_least(config: object, prefix: str = "", **least: int) -> None:
     """Raise InvalidInput where a number is below its least; `prefix` is that of its group."""
     for name, number in least.items():
@@ -50,6 +58,12 @@ def check_file(group: str, spec: str | None, path: str | None, what: str) -> Non
         raise InvalidInput(f"{group}=file needs {group}.path=..., {what}; or give its path as {group}=./my.file")
     if spec != "file" and path is not None:
         raise InvalidInput(f"{group}.path={path} has no meaning with {group}={spec}; leave it out, or {group} itself")
+
+
+def refuse_stdout(name: str, path: str | None, instead: str) -> None:
+    """Raise InvalidInput where an output that cannot be printed is sent to standard output."""
+    if path == STDOUT:
+        raise InvalidInput(f"{name}=-: {instead}")
 
 
 @dataclass
@@ -240,11 +254,10 @@ class StudyGroup:
     """
 
     name: str = "sweep"
-    axes: dict[str, Any] = field(default_factory=dict)
+    axes: dict[str, list[Any]] = field(default_factory=dict)
     together: list[Any] = field(default_factory=list)
     plots: list[str] = field(default_factory=lambda: ["stack", "efficiency", "memory"])
     x: str | None = None
     y: str | None = None
     execute: ExecuteGroup = field(default_factory=ExecuteGroup)
     extrapolate: Any = None
-    progress: bool = True

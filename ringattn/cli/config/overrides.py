@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 from ...errors import InvalidInput
 from ...files import STDOUT
 from ...machine.presets import PRESETS
+from ...simulator.models.config import MODELS
 from ...text import did_you_mean
 from .groups import PARAMETER_GROUPS
 from .schema import SCHEMAS, conf_dir, parse_size
@@ -29,15 +30,6 @@ WRITTEN = {
     "layout": '"layout=striped(64)"',
     "schedule": '"schedule=ulysses(4, direct)"',
     "kernel": "kernel=aten_cuda:flash",
-}
-#: The models of `simulate`, beside the config.json of any other.
-MODELS = {
-    "gpt_oss_120b": "GPT-OSS 120B: 128 experts, 4 for each token; every other layer has a window of 128 tokens",
-    "gpt_oss_20b": "GPT-OSS 20B: 32 experts, 4 for each token; every other layer has a window of 128 tokens",
-    "llama3_405b": "Llama 3.1 405B",
-    "llama3_70b": "Llama 3 70B",
-    "llama3_8b": "Llama 3 8B",
-    "mistral_7b": "Mistral 7B v0.1, whose layers have windows of 4,096 tokens",
 }
 #: By verb: the key whose value `-` prints JSON, and nothing else, on standard output.
 JSON_KEYS = {"run": "output.report", "plan": "output.path", "simulate": "output.path", "advise": "output.path"}

@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import Any
 
 from ...errors import InvalidInput, Unsupported
-from ...machine.machine import Machine
 from ...plan.plan import Plan
 from ...simulator.timing.simulation import simulate_passes
 from ...simulator.timing.timeline import CAUSES, Timeline
@@ -22,8 +21,6 @@ from ..config.groups import ExecuteGroup
 from ..config.schema import SimulateConfig
 from .space import Point
 
-#: Recorded values by (plan hash, machine, backward, options): points with equal keys are simulated once.
-SimulationCache = dict[tuple[Any, ...], dict[str, Any]]
 #: Assumed rates of one core in fp64: elements of K and V per second that sampled rows visit; elements per second of
 #: whole ranks, which are generated, visited and compared; multiplications per second.
 VISITED_RATE, WHOLE_RATE, PRODUCT_RATE = 1.0e8, 1.0e7, 5.0e9
@@ -32,8 +29,8 @@ VISITED_RATE, WHOLE_RATE, PRODUCT_RATE = 1.0e8, 1.0e7, 5.0e9
 WHOLE_SHARE, WHOLE_SECONDS, FEWEST_RANKS = 0.02, 1.0, 16
 
 
-def evaluate(config: SimulateConfig, cache: SimulationCache) -> dict[str, Any]:
-    """The record of a point; simulations are taken from `cache`, or added to it.
+def evaluate(config: SimulateConfig) -> dict[str, Any]:
+    """The record of a point.
 
     {"status": "ok", "values": by column name, "not modelled": texts}, or {"status": "refused", "why": text}, with the
     counted values where a plan exists.
@@ -52,27 +49,12 @@ def evaluate(config: SimulateConfig, cache: SimulationCache) -> dict[str, Any]:
             "machine": config.machine.spec,
             "pairs": plan.cache.answer("study.pairs", plan.pairs),
         }
-        options = simulate_options(config)
-        if not machine.jitter:
-            options["seed"] = 0  # the seed has no effect without jitter
-        key = plan.hash, machine, config.backward, repr(options)
-        if key not in cache:
-            cache[key] = _simulate_values(plan, machine, config.backward, options)
+        timelines = simulate_passes(plan, machine, config.backward, simulate_options(config))
     except (InvalidInput, Unsupported) as error:
         return {"status": "refused", "why": str(error), **({"values": values} if values else {})}
-    simulated = cache[key]
-    return {"status": "ok", "values": {**values, **simulated["values"]}, "not modelled": simulated["not modelled"]}
-
-
-def _simulate_values(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """The values of all passes by column name, and what the model leaves out."""
-    timelines = simulate_passes(plan, machine, backward, options)
-    values = {
-        f"{timeline.direction} {name}": value
-        for timeline in timelines
-        for name, value in _pass_values(timeline, plan).items()
-    }
-    return {"values": values, "not modelled": [*timelines[0].unmodelled, *timelines[0].notes]}
+    for timeline in timelines:
+        values |= {f"{timeline.direction} {name}": value for name, value in _pass_values(timeline, plan).items()}
+    return {"status": "ok", "values": values, "not modelled": [*timelines[0].unmodelled, *timelines[0].notes]}
 
 
 def _pass_values(timeline: Timeline, plan: Plan) -> dict[str, Any]:
@@ -107,15 +89,13 @@ def _pass_values(timeline: Timeline, plan: Plan) -> dict[str, Any]:
 class ExecutionTask:
     """What is executed of a plan, and its seconds at the assumed rates.
 
-    `how` is "whole" (all ranks), "some" (`count` ranks from `first` on), "rows" (`count` sampled query rows), or
-    "nothing", for the reason `why`.
+    `how` is "whole" (all ranks), "some" (`count` ranks from `first` on), or "rows" (`count` sampled query rows).
     """
 
     how: str
-    first: int = 0
-    count: int = 0
-    seconds: float = 0.0
-    why: str = ""
+    first: int
+    count: int
+    seconds: float
 
 
 def make_executed_plan(config: SimulateConfig) -> Plan:
@@ -164,20 +144,17 @@ def plan_execution(plan: Plan, options: ExecuteGroup) -> ExecutionTask:
     return ExecutionTask("rows", 0, options.rows, seconds)
 
 
-def skip_task(task: ExecutionTask, options: ExecuteGroup, left: float) -> ExecutionTask:
-    """The task of executing nothing, because only `left` seconds of the budget are left."""
+def describe_left_out(task: ExecutionTask, budget: float, left: float) -> dict[str, Any]:
+    """The record of a task that is not executed, because only `left` seconds of the budget are left."""
     work = plural(task.count, "row" if task.how == "rows" else "whole rank")
-    reason = (
-        f"not executed: {work} would take {duration(task.seconds)} at the assumed rates, and {duration(left)} of the "
-        f"budget of {duration(float(options.budget or 0))} were left at its turn"
-    )
-    return ExecutionTask("nothing", why=reason)
+    return {
+        "why not": f"not executed: {work} would take {duration(task.seconds)} at the assumed rates, and "
+        f"{duration(left)} of the budget of {duration(budget)} were left at its turn"
+    }
 
 
 def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup) -> dict[str, Any]:
     """Run a task; returns the record of the execution by column name, without times."""
-    if task.how == "nothing":
-        return {"why not": task.why}
     numerics = import_module("...simulator.numerics", __package__).numerics  # needs torch
     ranks = range(task.first, task.first + task.count)
     settings: dict[str, Any] = {"mode": "sample", "rows": options.rows}

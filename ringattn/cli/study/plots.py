@@ -12,7 +12,7 @@ import numpy as np
 
 from ...errors import InvalidInput
 from ...simulator.reporting.pages import COLOURS, draw_lines, save_figure
-from ...text import did_you_mean
+from ..config.groups import check_choice
 from .tables import WAITS, Row, Table, efficiency, is_number, total
 
 #: Panels side by side; on a phone, a page shows them 160 pixels wide. Most numbers below the bars of a panel.
@@ -27,8 +27,7 @@ def check_names(names: Iterable[str]) -> None:
         if name in seen:
             raise InvalidInput(f"study.plots: {name} is there twice; name each plot once")
         seen.add(name)
-        if name not in PLOTS:
-            raise InvalidInput(f"study.plots: {did_you_mean(name, PLOTS)}{name!r} is none of {', '.join(PLOTS)}")
+        check_choice("study.plots", name, PLOTS)
 
 
 def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | None]:

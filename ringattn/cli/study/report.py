@@ -5,9 +5,10 @@ The sentences around these contents are in templates/report.j2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,16 +117,6 @@ class StudyReport:
     remark: str
 
     @property
-    def count(self) -> int:
-        """The number of points."""
-        return len(self.table.rows)
-
-    @property
-    def refused(self) -> int:
-        """The number of points without numbers."""
-        return sum(row["status"] == "refused" for row in self.table.rows)
-
-    @property
     def refusals(self) -> list[str]:
         """One line for each reason, with the points that were refused for it."""
         numbers: dict[str, list[int]] = {}
@@ -175,15 +166,9 @@ class StudyReport:
     def points(self) -> list[ReportTable]:
         """The tables of all points."""
         table = self.table
-        described = {"point", "status", "why", *DESCRIPTION, *table.axes}
-        labels = [
-            column.name
-            for column in table.columns
-            if not column.unit and not column.word and " " not in column.name and column.name not in described
-        ]
         varied = [name for name in self._described if name not in self.shared and name not in table.axes]
         passes = ([f"{direction} {name}" for name in PASS_COLUMNS] for direction in DIRECTIONS)
-        groups = (*passes, ["pairs", *varied, *labels])
+        groups = (*passes, ["pairs", *varied, *table.labels])
         found = [[name for name in names if any(name in row for row in table.rows)] for names in groups]
         return [part for names in found if names for part in self._tabulate(table.rows, names)]
 
@@ -192,11 +177,10 @@ class StudyReport:
         """Tables with a row for each executed plan in the order of the turns; none where the study executes nothing."""
         if not any("executed how" in row or "executed why not" in row for row in self.table.rows):
             return []
-        plan_columns = [name for name in PLAN_COLUMNS if name in self._names]
         by_turn: dict[Any, Row] = {}
         for row in self.table.rows:  # points that differ only in the machine share one execution, and its turn
             if any(name.startswith("executed ") for name in row):
-                plan_key = str([row.get(name) for name in plan_columns])
+                plan_key = str([row.get(name) for name in PLAN_COLUMNS])
                 by_turn.setdefault(row.get("executed turn", plan_key), row)
         rows = sorted(by_turn.values(), key=lambda row: row.get("executed turn", 0))
         names = [f"executed {name}" for name in EXECUTED_COLUMNS]
@@ -257,10 +241,6 @@ def _header(table: Table, name: str) -> str:
     return f"{name}, {column.word}" if column.word and column.word != "kind" else name
 
 
-def _per_second(value: float) -> str:
-    return rate(value, "tokens/s")
-
-
 def show_value(table: Table, name: str, row: Row) -> str:
     """A row's value for people; with its word where the rows of the column differ in the word."""
     value = row.get(name)
@@ -274,6 +254,7 @@ def show_value(table: Table, name: str, row: Row) -> str:
     if name.startswith("machine."):  # the header has the unit
         return f"{value:.4g}"
     plain = f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-    by_unit = {"s": duration, "bytes": size, "bytes per rank": size, "tokens/s": _per_second}
+    by_unit: dict[str, Callable[[float], str]] = {"s": duration, "bytes": size, "bytes per rank": size}
+    by_unit["tokens/s"] = partial(rate, unit="tokens/s")
     text = by_unit[column.unit](value) if column.unit in by_unit else plain
     return f"{text} [{table.word_of(name, row)}]" if column.word == "kind" else text

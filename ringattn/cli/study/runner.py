@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 import re
 import sys
@@ -19,25 +17,24 @@ from rich.console import Console
 
 from ... import __version__
 from ...errors import InvalidInput, NumericsFailure, RingAttentionError
-from ...files import OUTPUTS, STDOUT, check_writable, make_folder, write_text
+from ...files import OUTPUTS, check_writable, make_folder, write_text
 from ...plan.plan import Plan
 from ...simulator.progress import Listener
 from ...simulator.reporting.console import print_plain, show_progress
 from ...simulator.reporting.journal import Journal, git, source
-from ...simulator.reporting.pages import FORMATS, check_matplotlib, render_page
+from ...simulator.reporting.pages import check_matplotlib, render_page
 from ...text import plural
-from ..config.groups import StudyGroup, check_least
+from ..config.groups import StudyGroup, check_least, refuse_stdout
 from ..config.schema import SimulateConfig, parse_size
 from . import plots
 from .evaluation import (
     ExecutionTask,
-    SimulationCache,
+    describe_left_out,
     evaluate,
     execute,
     execution_inputs,
     make_executed_plan,
     plan_execution,
-    skip_task,
 )
 from .report import StudyReport, describe_machines, extrapolate, machines_of, name_points
 from .space import Point, digest, group_by_plan, list_points
@@ -47,46 +44,39 @@ FORMAT = "ringattn study 2"
 JOURNAL = "points.jsonl"
 #: Where studies without an output.path have their folders.
 STUDIES = Path(OUTPUTS) / "simulate"
-#: The files that every study ends with, beside its journal and its plots.
-FILES = (
-    *("sweep.csv", "summary.json", "report.md", "report.html"),
-    *("config.yaml", "overrides.yaml", "provenance.json"),
-)
 #: Records of points, or of executions, by the number of the point.
 Records = dict[int, dict[str, Any]]
 
 
 def main(config: SimulateConfig) -> None:
     """Run a study, or continue one, and print where its files are."""
-    if config.output.path == STDOUT:
-        raise InvalidInput("output.path=-: a study is a folder of files; give a folder, such as output.path=scaling")
+    refuse_stdout("output.path", config.output.path, "a study is a folder of files; try output.path=scaling")
     hydra_config = import_module("hydra.core.hydra_config").HydraConfig
     overrides, search_path = [], []
     if hydra_config.initialized():  # it is not for a caller in Python
         given = hydra_config.get().overrides
         overrides = list(given.task)
         search_path = [each for each in given.hydra if each.startswith("hydra.searchpath=")]
-    text = import_module("omegaconf").OmegaConf.to_yaml(asdict(config))
-    study = Study(config, list_points(config, [*overrides, *search_path]), Path("."), text, overrides)
+    study = Study(config, list_points(config, [*overrides, *search_path]), Path("."), overrides)
     if config.output.path is None:  # a folder that only this study uses: the same command continues there
         name = re.sub(r"[^A-Za-z0-9]+", "-", config.study.name)
-        folder = STUDIES / f"{name}-{hashlib.sha256(json.dumps(study.head, sort_keys=True).encode()).hexdigest()[:8]}"
+        folder = STUDIES / f"{name}-{digest(study.head)[:8]}"
     else:
         folder = Path(config.output.path)
     study = dataclasses.replace(study, folder=folder)
     try:
-        with show_progress(Console(stderr=True), shown=config.study.progress, tenths=True) as tell:
+        with show_progress(Console(stderr=True), tenths=True) as tell:
             table = run(study, tell)
     except KeyboardInterrupt:
         if folder.exists():
             sys.stderr.write(f"ringattn: {folder} keeps the finished points; the same command continues from there\n")
         raise
-    print_plain(f"{_summarize(table.rows)}; {folder / 'report.md'}, report.html, sweep.csv, summary.json")
+    print_plain(f"{_summarize(table)}; {folder / 'report.md'}, report.html, sweep.csv, summary.json")
 
 
-def _summarize(rows: Sequence[Row]) -> str:
+def _summarize(table: Table) -> str:
     """How many points have numbers and of which kinds, how many were refused, and how many plans were executed."""
-    refused = sum(row["status"] == "refused" for row in rows)
+    rows, refused = table.rows, table.refused
     kinds = {row[f"{name} kind"] for row in rows for name in DIRECTIONS if f"{name} kind" in row}
     words = ", ".join(sorted(kinds, reverse=True))
     text = f"{plural(len(rows) - refused, 'point')} [{words}], {refused:,} refused"
@@ -96,12 +86,11 @@ def _summarize(rows: Sequence[Row]) -> str:
 
 @dataclass(frozen=True)
 class Study:
-    """A study and the folder of its files. `yaml`, the configuration, and `overrides` are stored beside the results."""
+    """A study, the folder of its files, and the overrides of the command line that made it."""
 
     config: SimulateConfig
     points: Sequence[Point]
     folder: Path
-    yaml: str = ""
     overrides: Sequence[str] = ()
 
     @property
@@ -135,13 +124,13 @@ def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
     study.prepare()
     folder, head = study.folder, study.head
     with Journal(folder / JOURNAL, head) as journal:
-        for name in (*FILES, *(f"{name}.{kind}" for name in study.config.study.plots for kind in FORMATS)):
-            check_writable(folder / name)
+        for path in folder.iterdir():  # what is there of an earlier run is replaced at the end
+            check_writable(path)
         records = _evaluate_points(study.points, journal, tell)
         executed = _execute_plans(study, journal, tell)
         tell(1, 1, "tables, plots and reports")
-        table = make_table(study.points, records, executed)
-        if table.rows and all(row["status"] == "refused" for row in table.rows):
+        table = make_table(study.config.study, study.points, records, executed)
+        if table.rows and table.refused == len(table.rows):
             raise InvalidInput(f"every point of the study is refused, the first because: {table.rows[0]['why']}")
         _write_files(study, head, table, records)
     if wrong := [row["point"] for row in table.rows if _is_wrong(row)]:
@@ -162,11 +151,10 @@ def _is_wrong(row: Row) -> bool:
 def _evaluate_points(points: Sequence[Point], journal: Journal, tell: Listener) -> Records:
     """The records of points: from the journal, else computed now; the journal then has all."""
     records = {}
-    cache: SimulationCache = {}
     for done, point in enumerate(group_by_plan(points)):
         if point.key not in journal.records:
             tell(done, len(points), "points")
-            journal.add(point.key, evaluate(point.config, cache))
+            journal.add(point.key, evaluate(point.config))
         records[point.number] = journal.records[point.key]
     return records
 
@@ -196,8 +184,9 @@ def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
     for turn, (key, plan, task) in enumerate(tasks, 1):
         tell(turn - 1, len(tasks), f"executing, {plan.tokens:,} tokens")
         if key not in journal.records:
-            affordable = task if task.seconds <= left else skip_task(task, options, left)
-            journal.add(key, {"values": execute(plan, affordable, options)})
+            affordable = task.seconds <= left
+            done = execute(plan, task, options) if affordable else describe_left_out(task, options.budget, left)
+            journal.add(key, {"values": done})
         values[key] = {"turn": turn, **journal.records[key]["values"]}
         left -= task.seconds if "how" in values[key] else 0.0
     return {point.number: values[key] for key, points in sharing.items() for point in points}
@@ -236,9 +225,7 @@ def _write_files(study: Study, head: dict[str, Any], table: Table, records: Reco
         remark=remark,
     )
     for name, text in {
-        "config.yaml": study.yaml,
-        "overrides.yaml": "".join(f"- {json.dumps(override)}\n" for override in study.overrides),
-        "provenance.json": json.dumps(provenance, indent=1) + "\n",
+        "config.yaml": import_module("omegaconf").OmegaConf.to_yaml(asdict(study.config)),
         "sweep.csv": to_csv(table),
         "summary.json": to_json(table, provenance, not_modelled, more),
         "report.md": render_page(__package__ or "", "report.j2", "markdown", {"report": report}),
@@ -256,7 +243,7 @@ def check_study(options: StudyGroup, points: Sequence[Point]) -> None:
     plots.check_names(options.plots)
     if options.plots:
         check_matplotlib("leave plots out with study.plots=[]")
-        planned = make_table(points, {point.number: {"status": "planned"} for point in points}, {})
+        planned = make_table(options, points, {point.number: {"status": "planned"} for point in points}, {})
         _, y = plots.choose_axes(planned, options.x, options.y)
         if "crossover" in options.plots and y is None:
             raise InvalidInput(

@@ -40,15 +40,14 @@ MOST_POINTS = 1_000_000
 class Point:
     """One point of a study.
 
-    `number` is its place in the order of the axes, `settings` has the values of the axes by key, `together` the keys
-    that vary together, `labels` the values of label.NAME, and `config` the whole configuration.
+    `number` is its place in the order of the axes, `settings` has the values of the axes by key, `labels` the values of
+    label.NAME, and `config` the whole configuration.
     """
 
     number: int
     settings: dict[str, Any]
     labels: dict[str, Any]
     config: SimulateConfig
-    together: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -86,19 +85,17 @@ def list_points(config: SimulateConfig, overrides: Sequence[str] = ()) -> list[P
 
     `overrides` are those of the command line, by which Hydra composes the groups that axes change.
     """
-    axes: dict[str, list[Any]] = {str(key): values for key, values in config.study.axes.items()}
-    for key, values in axes.items():
-        if not isinstance(values, list) or not values:
-            raise InvalidInput(f"study.axes.{key}={values!r}: expected a list of values, such as [8, 64, 512]")
-    entries: list[dict[str, Any]] = []
-    for entry in config.study.together or [{}]:
+    axes, entries = config.study.axes, config.study.together or [{}]
+    for entry in entries:
         if not isinstance(entry, Mapping):
             raise InvalidInput(
                 f"study.together: {entry!r} is not a set of keys and values, such as {{tokens: 8192, ranks: 1}}"
             )
-        entries.append({str(key): value for key, value in entry.items()})
-        if repeated := sorted({*entries[-1]} & {*axes}):
-            raise InvalidInput(f"study: {repeated[0]} is an axis and in `together`; keep only one of the two")
+    for key, values in axes.items():
+        if not values:
+            raise InvalidInput(f"study.axes.{key}=[]: expected a list of values, such as [8, 64, 512]")
+        if any(key in entry for entry in entries):
+            raise InvalidInput(f"study: {key} is an axis and in `together`; keep only one of the two")
     given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
     for key in {*axes, *(key for entry in entries for key in entry)}:
         _check_axis(key, given)
@@ -109,8 +106,7 @@ def list_points(config: SimulateConfig, overrides: Sequence[str] = ()) -> list[P
     combinations = (
         {**entry, **dict(zip(axes, values, strict=True))} for entry in entries for values in product(*axes.values())
     )
-    together = tuple(dict.fromkeys(key for entry in entries for key in entry if not key.startswith("label.")))
-    points = [replace(make.point(number, settings), together=together) for number, settings in enumerate(combinations)]
+    points = [make.point(number, settings) for number, settings in enumerate(combinations)]
     _check_points(points)
     return points
 
@@ -165,8 +161,9 @@ class _PointMaker:
     def __init__(self, base: SimulateConfig, overrides: Sequence[str]) -> None:
         self.base, self.overrides = base, overrides
         self.node, self.compose = cache(self._node), cache(self._compose)
+        to_plain: Any = OmegaConf.to_container
         #: The values of keys outside the groups, in the type of the key, by key and text.
-        self.read = cache(lambda key, text: _to_plain(_set(OmegaConf.structured(SimulateConfig), key, text))[key])
+        self.read = cache(lambda key, text: to_plain(_set(OmegaConf.structured(SimulateConfig), key, text))[key])
 
     def point(self, number: int, settings: dict[str, Any]) -> Point:
         """The point with these settings. Raises InvalidInput for values that cannot be read."""
@@ -209,11 +206,6 @@ class _PointMaker:
             return compose("simulate", [*self.overrides, *chosen])[group]
         except HydraException as error:
             raise explain("simulate", error) from None
-
-
-def _to_plain(config: Any) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(config)
-    return plain
 
 
 def _set(config: Any, key: str, text: str) -> Any:

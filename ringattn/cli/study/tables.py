@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...machine.machine import MACHINE_NUMBERS
+from ..config.groups import StudyGroup
 from .space import Point
 
 Row = dict[str, Any]
@@ -83,13 +84,19 @@ class Table:
     """Rows by column name. A row lacks the columns of numbers that were refused or not executed.
 
     `axes` are the names of the columns that are axes or vary together, in their order; `together` are those of them
-    that vary together.
+    that vary together, and `labels` the columns that are labels.
     """
 
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     axes: tuple[str, ...]
-    together: tuple[str, ...] = ()
+    together: tuple[str, ...]
+    labels: tuple[str, ...]
+
+    @property
+    def refused(self) -> int:
+        """The number of points without numbers."""
+        return sum(row["status"] == "refused" for row in self.rows)
 
     def column(self, name: str) -> Column:
         """The column of this name."""
@@ -146,7 +153,9 @@ def efficiency(row: Row) -> float:
     return total(row, "compute") / total(row, "time") if total(row, "time") else float("nan")
 
 
-def make_table(points: Sequence[Point], records: Mapping[int, Row], executed: Mapping[int, Row]) -> Table:
+def make_table(
+    options: StudyGroup, points: Sequence[Point], records: Mapping[int, Row], executed: Mapping[int, Row]
+) -> Table:
     """The table of a study from the records of its points and of their executions, both by the number of the point."""
     rows = []
     for point in points:
@@ -162,13 +171,12 @@ def make_table(points: Sequence[Point], records: Mapping[int, Row], executed: Ma
             **{f"executed {name}": value for name, value in executed.get(point.number, {}).items()},
         }
         rows.append({name: value for name, value in row.items() if value is not None})
-    axes, together, labels = (
-        tuple(dict.fromkeys(name for point in points for name in names(point)))
-        for names in (lambda p: p.settings, lambda p: p.together, lambda p: p.labels)
-    )
+    axes = tuple(dict.fromkeys(name for point in points for name in point.settings))
+    labels = tuple(dict.fromkeys(name for point in points for name in point.labels))
+    together = tuple(axis for axis in axes if axis not in options.axes)
     names = dict.fromkeys(["point", *axes, *labels, *(name for row in rows for name in row)])
     columns = tuple(Column(name) if name in labels else _make_column(name) for name in names)
-    return Table(columns, tuple(rows), axes, together)
+    return Table(columns, tuple(rows), axes, together, labels)
 
 
 def _describe(point: Point) -> Row:
@@ -202,7 +210,7 @@ def to_json(table: Table, head: Mapping[str, Any], not_modelled: Sequence[str], 
     """All numbers as JSON, each column with its unit and word; the word "kind" refers to the row's column `kind`."""
     summary = {
         **head,
-        "counts": {status: sum(row["status"] == status for row in table.rows) for status in ("ok", "refused")},
+        "counts": {"ok": len(table.rows) - table.refused, "refused": table.refused},
         "axes": list(table.axes),
         "columns": [{"name": column.name, "unit": column.unit, "word": column.word} for column in table.columns],
         "not modelled": list(not_modelled),

@@ -9,10 +9,10 @@ messages.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from math import lcm
 from typing import ClassVar, NamedTuple
 
@@ -147,30 +147,24 @@ class Route(Schedule):
 
     def last_edges(self, owner: int) -> Iterator[Edge]:
         """The edges of the block of `owner` on which rows arrive that go no further."""
-        return (edge for edge, _ in self.edges_of(owner) if self.stopping(edge) != NO_ROWS)
+        return (edge for edge in self.edges_of(owner) if self.stopping(edge) != NO_ROWS)
 
-    def edges_of(self, owner: int) -> Iterator[tuple[Edge, tuple[Edge, ...]]]:
-        """All edges of the block of `owner`, each with the edges on which its source passes the block on."""
-        todo: list[tuple[Edge, tuple[Edge, ...]]] = [(edge, ()) for edge in self.first_edges(owner)]
+    def edges_of(self, owner: int) -> Iterator[Edge]:
+        """All edges of the block of `owner`."""
+        todo = [*self.first_edges(owner)]
         while todo:
-            edge, siblings = todo.pop()
-            next_edges = self.next_edges(edge)
-            todo += [(e, next_edges) for e in next_edges]
-            yield edge, siblings
+            edge = todo.pop()
+            todo += self.next_edges(edge)
+            yield edge
 
-    def returned(self, edge: Edge, carried: RowSets, siblings: Iterable[Edge] | None = None) -> RowSets:
+    def returned(self, edge: Edge, carried: RowSets) -> RowSets:
         """Of the rows `carried` on a relayed edge those that the backward returns on it, and on no sibling before it.
 
-        `siblings` are the edges on which the source of the edge passes rows of the block on; None: they are looked up.
+        Siblings are the edges on which the source of the edge passes rows of the block on.
         """
-        earlier = []
-        if siblings is None:
-            siblings = self.next_edges(self.edges_by_owner(edge.source)[edge.owner])
-        for sibling in siblings:
-            if sibling == edge:
-                break
-            earlier.append(self.carried(sibling))
-        return self._subtract(edge.owner, carried, earlier)
+        siblings = self.next_edges(self.edges_by_owner(edge.source)[edge.owner])
+        earlier = takewhile(lambda sibling: sibling != edge, siblings)
+        return self._subtract(edge.owner, carried, [*map(self.carried, earlier)])
 
     def kept_rows(self, rank: int) -> dict[Edge, RowSets]:
         """By edge, the rows that `rank` keeps for the backward: of the latest rows that stop there, one block at most.
@@ -303,7 +297,7 @@ class Route(Schedule):
         key = (Route.edges_by_owner, type(self), self.ranks_per_node, rank)
         return self._cache.answer(key, lambda: {e.owner: e for e in [*self.arrivals(rank)][::-1]})
 
-    def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int]:
+    def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int] | None:
         """As in `Schedule`. Where keys travel, blocks skip rows that their readers have kept since the forward."""
         owners = representatives(self.demand)
         sent = self.count_moved(owners) * (block + sums) - (0 if queries else self.count_kept(owners) * block)
@@ -311,7 +305,7 @@ class Route(Schedule):
 
     def count_moved(self, owners: Sequence[int]) -> int:
         """The rows of all heads that move on the edges of the blocks of `owners`, summed over the edges."""
-        return sum(self._count(owner, self.carried(edge)) for owner in owners for edge, _ in self.edges_of(owner))
+        return sum(self._count(owner, self.carried(edge)) for owner in owners for edge in self.edges_of(owner))
 
     def count_kept(self, ranks: Sequence[int]) -> int:
         """The rows of all heads that `ranks` keep from the forward.

@@ -65,15 +65,14 @@ class DoubleRingSchedule(Route):
             range(run.start + node * self.ranks_per_node, run.stop + node * self.ranks_per_node) for run in places
         )
 
-    def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int]:
+    def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int] | None:
         """As in `Schedule`; of more than EXACT ranks, an estimate from the rows that a ring of whole nodes carries.
 
         The searches along the ring of nodes skip rows that no rank needs, while the steps of a single rank may hold the
         rows of all ranks.
         """
         if self.demand.layout.ranks <= EXACT:
-            _, every = super().count_backward_bytes(block, sums, queries=queries)
-            return self._count_between_nodes(block, sums, queries=queries), every
+            return None
         demand = self.demand.on_layout(self.demand.layout.grouped(self.ranks_per_node))
         way = Way(+1, demand.layout.ranks - 1)
         sent = 0
@@ -82,27 +81,6 @@ class DoubleRingSchedule(Route):
             kept = 0 if queries else min(rows, demand.block_heads * demand.layout.rows(owner))
             sent += rows * (block + sums) - kept * block
         return sent, sent
-
-    def _count_between_nodes(self, block: int, sums: int, *, queries: bool) -> int:
-        """Bytes between nodes of a backward. Blocks or sums follow the edges, the others go from owner to reader."""
-        follows, skips = (block, sums) if queries else (sums, block)
-        sent = 0
-        for owner in range(self.demand.layout.ranks):
-            for edge, siblings in self.edges_of(owner):
-                if self._crosses(edge.source, edge.target):
-                    carried = self.carried(edge)
-                    sent += follows * self._count(owner, carried)
-                    if edge.source != owner:  # a row that two sibling edges carry comes back on one of them
-                        sent += skips * self._count(owner, self.returned(edge, carried, siblings))
-                if self._crosses(owner, edge.target):
-                    sent += skips * self._count(owner, self.stopping(edge))
-            if not queries:
-                kept = self.kept_rows(owner).items()
-                sent -= skips * sum(self._count(e.owner, rows) for e, rows in kept if self._crosses(e.owner, owner))
-        return sent
-
-    def _crosses(self, rank: int, other: int) -> bool:
-        return rank // self.ranks_per_node != other // self.ranks_per_node
 
     def _edge(self, owner: int, t: int, j: int) -> tuple[Edge, ...]:
         """The edge by which the block of `owner` gets to its step (t, j); () where no rank that it serves needs it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from heapq import merge
 from typing import NamedTuple
@@ -38,22 +38,19 @@ def ranks_beyond(demand: BlockDemand, owner: int, way: Way, distance: int) -> tu
     return runs(start, length, demand.layout.ranks)
 
 
-def search(
-    some: Callable[[int, int], bool], near: int, far: int, every: Callable[[int, int], bool] | None = None
-) -> Iterator[int]:
+def search(some: Callable[[int, int], bool], near: int, far: int) -> Iterator[int]:
     """The distances far .. near that hold something, descending, found by halving.
 
-    `some(near, far)` says whether some distance of a part holds something. `every(near, far)` is a cheap sufficient
-    test that every distance of the part does.
+    `some(near, far)` says whether some distance of a part holds something.
     """
     if near > far or not some(near, far):
         return
-    if near == far or (every is not None and every(near, far)):
-        yield from range(far, near - 1, -1)
+    if near == far:
+        yield near
         return
     middle = (near + far) // 2
-    yield from search(some, middle + 1, far, every)
-    yield from search(some, near, middle, every)
+    yield from search(some, middle + 1, far)
+    yield from search(some, near, middle)
 
 
 def _needed(demand: BlockDemand, way: Way, first: int, ranks: int, owner: int, owners: int) -> bool:
@@ -66,22 +63,15 @@ def _needed(demand: BlockDemand, way: Way, first: int, ranks: int, owner: int, o
     return any(demand.needs(q, k) for q in runs(first, ranks, size) for k in runs(owner, owners, size))
 
 
+@cached
 def count_hops(demand: BlockDemand, owner: int, way: Way) -> int:
-    """The number of hops of the block of `owner`: the distance of the farthest rank on a way that needs the block."""
-    known = _list_hops(demand, way)
-    return _find_hops(demand, owner, way) if known is None else known[owner]
+    """The number of hops of the block of `owner`: the distance of the farthest rank on a way that needs the block.
 
-
-@cached
-def _list_hops(demand: BlockDemand, way: Way) -> list[int] | None:
-    """By owner, the answer of `count_hops`; None where no table knows."""
+    Found by halving where no table knows.
+    """
     by_hop = _count_all_carried(demand, way)
-    return None if by_hop is None else np.count_nonzero(by_hop, axis=1).tolist()
-
-
-@cached
-def _find_hops(demand: BlockDemand, owner: int, way: Way) -> int:
-    """The answer of `count_hops`, found by halving."""
+    if by_hop is not None:
+        return int(np.count_nonzero(by_hop[owner]))
 
     def reached(distance: int) -> bool:  # monotone: some rank at this distance or beyond needs the block
         return _needed(demand, way, owner + way.sign * distance, way.limit - distance + 1, owner, 1)
@@ -118,18 +108,14 @@ def passing(demand: BlockDemand, rank: int, way: Way, distances: range | None = 
     def arrives(near: int, far: int) -> bool:
         return _needed(demand, way, rank, way.limit - near + 1, rank - way.sign * near, far - near + 1)
 
-    def all_arrive(near: int, far: int) -> bool:
-        start = rank - (far if way.sign > 0 else -near)
-        return all(demand.all_needed(rank, owners) for owners in runs(start, far - near + 1, demand.layout.ranks))
-
     by_hop = _count_all_carried(demand, way)
     if by_hop is not None:
         hops = np.arange(way.limit, 0, -1) if distances is None else np.array(distances, dtype=np.int64)
         arriving = by_hop[(rank - way.sign * hops) % demand.layout.ranks, way.limit - hops] > 0
         return iter(hops[arriving].tolist())
     if distances is None:
-        return search(arrives, 1, way.limit, all_arrive)
-    return search(arrives, distances[-1], distances[0], all_arrive) if distances else iter(())
+        return search(arrives, 1, way.limit)
+    return search(arrives, distances[-1], distances[0]) if distances else iter(())
 
 
 @cached
@@ -179,22 +165,13 @@ def _count_all_carried(demand: BlockDemand, way: Way) -> np.ndarray | None:
     return _count_carried(demand, way) if way.limit and demand.row_reach is not None else None
 
 
-@cached
-def _rows_along_by_owner(demand: BlockDemand, way: Way) -> dict[int, int]:
-    """By owner, the rows of `rows_along`, for the blocks of `sampled_reach`; empty where there is no table."""
-    reach, carried = demand.sampled_reach, _count_carried(demand, way)
-    if reach is None or carried is None:
-        return {}
-    rows = carried.sum(1) * demand.block_heads
-    return dict(zip(reach.blocks, rows.tolist(), strict=True))
-
-
 def rows_along(demand: BlockDemand, owners: Sequence[int], way: Way) -> int:
     """The number of rows of all heads that the blocks of `owners` send along a way, summed over their hops."""
-    by_owner, moved = _rows_along_by_owner(demand, way), 0
+    reach, carried, moved = demand.sampled_reach, _count_carried(demand, way), 0
+    by_owner = {} if reach is None or carried is None else dict(zip(reach.blocks, carried.sum(1).tolist(), strict=True))
     for owner in owners:
         if owner in by_owner:
-            moved += by_owner[owner]
+            moved += by_owner[owner] * demand.block_heads
             continue
         hops = 0
         for distance, rows in row_counts(demand, owner, way):
@@ -306,7 +283,7 @@ class RingSchedule(Route):
                 return self.edge(owner, ring, distance)
         return None
 
-    def returned(self, edge: Edge, carried: RowSets, siblings: Iterable[Edge] | None = None) -> RowSets:
+    def returned(self, edge: Edge, carried: RowSets) -> RowSets:
         return carried  # a ring has no sibling edges
 
     def count_moved(self, owners: Sequence[int]) -> int:

@@ -12,7 +12,7 @@ from ...kernels import get_kernel
 from ...kernels.base import Kernel, wide
 from ...machine.kernel_times import BACKWARD, WHOLE_KEYS
 from ...plan.work import Work
-from ...runtime.accumulators import KernelInputs, RowViews, accumulate
+from ...runtime.accumulators import RowViews, accumulate, select_inputs
 from ...runtime.rank_program import batches
 from ...runtime.softmax import merge_
 from ..timing.kernel_seconds import lower_to_tiles
@@ -95,14 +95,13 @@ def make_call(
     lse = torch.full((1, heads, len(work.q)), math.log(work.keys), device=device, dtype=wide(dtype))
     scale = head_dim**-0.5
     kernel_calls = list((kernel.for_backward() if backward else kernel).split(work))
-    inputs = KernelInputs()
     query, by_row = RowViews(q), RowViews(grad, q, out, lse)
 
     def run_forward() -> None:
         keys = RowViews(k, v)
         for call in kernel_calls:
             for batch in batches(call, len(q)):
-                (x,), (y, z) = inputs.select(call, batch, query, keys)
+                (x,), (y, z) = select_inputs(call, batch, query, keys)
                 kernel.forward(x, y, z, call, scale)
 
     dq, dk, dv = (torch.zeros(x.shape, device=device, dtype=wide(dtype)) for x in (q, k, v))
@@ -112,7 +111,7 @@ def make_call(
         keys = RowViews(k, v)
         for call in kernel_calls:
             for batch in batches(call, len(q)):
-                (dout, x, o, total), (y, z) = inputs.select(call, batch, by_row, keys)
+                (dout, x, o, total), (y, z) = select_inputs(call, batch, by_row, keys)
                 dq_part, *key_parts = kernel.backward(dout, x, y, z, o, total, call, scale)
                 accumulate(of_rows, call, batch, dq_part)
                 accumulate(of_keys, call, batch, *key_parts, by_key=True)

@@ -167,17 +167,6 @@ _STORED: dict[str | None, tuple[float | None, float | None]] = {
     "mxfp4": (17 / 32, None),  # 32 numbers of 4 bits share a scale of 8 bits (OCP Microscaling Formats 1.0)
     "fp8": (1 + 4 / 128**2, 1 + 4 / 128**2),  # blocks of 128 x 128 share an fp32 scale
 }
-#: Why a model type is not modelled.
-_NOT_MODELLED = {
-    "deepseek_v2": "it has latent attention (MLA) and shared experts",
-    "deepseek_v3": "it has latent attention (MLA) and shared experts",
-    "kimi_k2": "it has latent attention (MLA) and shared experts",
-    "llama4": "it attends within chunks, and has shared experts",
-    "llama4_text": "it attends within chunks, and has shared experts",
-    "qwen2_moe": "it has shared experts",
-    "qwen3_next": "it has linear attention and shared experts",
-    "gemma3n": "its layers have inputs of their own and share keys and values",
-}
 
 
 def _llama_vectors(c: HuggingFaceConfig, q: int, kv: int, d: int) -> int:
@@ -210,9 +199,8 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
         config = {"quantization_config": quantized, **inner, "model_type": kind}
     kind = None if config.get("model_type") is None else str(config["model_type"])
     if kind is not None and kind not in _VECTORS:
-        why = f", as {_NOT_MODELLED[kind]}" if kind in _NOT_MODELLED else ""
         raise InvalidInput(
-            f"model {name}: model_type={kind!r} is not modelled{why}; {did_you_mean(kind, _VECTORS)}expected one of "
+            f"model {name}: model_type={kind!r} is not modelled; {did_you_mean(kind, _VECTORS)}expected one of "
             f"{', '.join(_VECTORS)}, or make a ringattn.simulator.models.config.ModelConfig"
         )
     given = {**_DEFAULTS.get(kind or "", {}), **{key: value for key, value in config.items() if value is not None}}

@@ -7,7 +7,7 @@ band) or what arrives (owner, swap, stale, hop, lost, scaled). The executor and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -17,10 +17,9 @@ from ...layout.regular import Layout
 from ...plan.demand import KeyDemand
 from ...plan.plan import Plan
 from ...plan.row_sets import ALL_ROWS, AllRows, RowSet
-from ...plan.steps import Part
+from ...plan.steps import Part, RankPlan
 from ...plan.work import Work
 from ...text import did_you_mean
-from .lockstep import Batched
 from .source import RowSource
 
 #: What each kind of fault does.
@@ -122,18 +121,24 @@ def _off_by_one(work: Work) -> Work:
     return replace(work, k=(*work.k[:-1], work.k[-1][:-1])) if len(work.k[-1]) > 1 else replace(work, k=work.k[:-1])
 
 
-@dataclass(frozen=True)
-class FaultyPlan(Batched):
-    """A plan with the steps of another one and a fault in what a visit computes."""
+@dataclass(frozen=True, kw_only=True)
+class FaultyPlan(Plan):
+    """A plan with the steps of `base` and a fault in what a visit computes."""
 
-    fault: Fault | None = None
+    base: Plan
+    fault: Fault
 
     @cached_property
     def demand(self) -> KeyDemand:
-        assert self.fault is not None
-        return _FaultyDemand(super().demand, self.fault)
+        return _FaultyDemand(self.base.demand, self.fault)
+
+    def for_rank(self, rank: int) -> RankPlan:
+        return self.base.for_rank(rank)
 
 
 def with_fault(plan: Plan, fault: Fault) -> Plan:
     """The plan with a fault in what it computes; the same plan where the fault is in what arrives."""
-    return FaultyPlan.of(plan, fault=fault) if fault.kind in _PLANNED else plan
+    if fault.kind not in _PLANNED:
+        return plan
+    inputs = {entry.name: getattr(plan, entry.name) for entry in fields(Plan)}
+    return FaultyPlan(**{**inputs, "rotate": plan.rotates}, base=plan, fault=fault)

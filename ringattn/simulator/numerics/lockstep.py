@@ -9,7 +9,7 @@ thousands of ranks take as many calls as a few.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from ...errors import InvalidInput
-from ...plan.demand import KeyDemand
 from ...plan.plan import Plan
-from ...plan.steps import Hop, Part, RankPlan, Step
+from ...plan.steps import Hop, Part, Step
 from ...runtime.message_buffers import message_views
 from ...transport.base import Message, Post, Program
 from ...transport.virtual import WATCHED, in_turns
@@ -42,31 +41,10 @@ class Cohort:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan with one batch element per member."""
-        return Batched.of(self.whole, batch=len(self.ranks))
-
-
-@dataclass(frozen=True)
-class Batched(Plan):
-    """A plan with a larger batch that takes its steps from `base`, the same plan with a batch of one."""
-
-    base: Plan | None = None
-
-    @classmethod
-    def of(cls, plan: Plan, **changes: Any) -> Batched:
-        """`plan` with changed sizes that shares the steps and the demand of `plan`."""
-        return cls(
-            **{f.name: getattr(plan, f.name) for f in fields(Plan)} | {"rotate": plan.rotates} | changes, base=plan
-        )
-
-    @cached_property
-    def demand(self) -> KeyDemand:
-        assert self.base is not None
-        return self.base.demand
-
-    def for_rank(self, rank: int) -> RankPlan:
-        assert self.base is not None
-        return self.base.for_rank(rank)
+        """The plan with one batch element per member, whose demand shares the answers of the whole plan's."""
+        plan = replace(self.whole, batch=len(self.ranks), rotate=self.whole.rotates)
+        plan.demand.share_answers(self.whole.demand)
+        return plan
 
 
 def shape(plan: Plan, rank: int, *, backward: bool) -> object:

@@ -10,7 +10,7 @@ does not grow with the number of steps; a route lists them in arcs that can be f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, count
@@ -26,7 +26,7 @@ from ...plan.row_sets import WHOLE_BLOCK, AllRows, RowSet, RowSets
 from ...plan.schedules import make_schedule
 from ...plan.schedules.base import Edge, Route
 from ...plan.work import Work
-from ...runtime.accumulators import KernelInputs, RowViews
+from ...runtime.accumulators import RowViews, select_inputs
 from ...runtime.softmax import merge_
 from ..progress import track
 from ..timing.solvers.jitter import check_seed
@@ -108,19 +108,15 @@ def sample(
     scale, factor = plan.head_dim**-0.5, plan.pattern.output_scale
     out = torch.zeros(1, plan.heads, len(order), plan.value_dim, dtype=q.dtype, device="cpu")
     lse = torch.full(out.shape[:3], -torch.inf, dtype=q.dtype, device="cpu")
-    inputs = KernelInputs()
-
-    def merge(block: RowViews, calls: Calls) -> None:
+    walk = Walk(plan, source, homes, fault)
+    for block, calls in walk.visits():
         for call, index in split_calls(kernel, calls):
-            (x,), (y, z) = inputs.select(call, None, RowViews(q[:, :, index]), block)
+            (x,), (y, z) = select_inputs(call, None, RowViews(q[:, :, index]), block)
             heads = slice(call.heads.start, call.heads.stop, call.heads.step)
             total, total_lse = out[:, heads, index], lse[:, heads, index]
             merge_(total, total_lse, *kernel.forward(x, y, z, call, scale))
             if isinstance(index, torch.Tensor):  # else these are views
                 out[:, heads, index], lse[:, heads, index] = total, total_lse
-
-    walk = Walk(plan, source, homes, fault)
-    walk.run(merge)
     report.visits, report.unsent = sum(one.visits for one in walk.streams), walk.unsent
     truth = exact_rows(true.pattern, source, places, scale)
     for i in range(len(order)):
@@ -167,10 +163,6 @@ class SampledArc:
     visits: int = 0
 
 
-#: Computes the works of a visit with keys and values as they arrived.
-Compute = Callable[[RowViews, Calls], None]
-
-
 @dataclass
 class Walk:
     """All visits of some rows of some ranks."""
@@ -197,8 +189,11 @@ class Walk:
                     self.streams.append(SampledArc(rank, local, first, mine[arc]))
                 first += len(local)
 
-    def run(self, compute: Compute) -> None:
-        """Visit owner after owner, always the nearest owner that an arc waits for, until no arc waits."""
+    def visits(self) -> Iterator[tuple[RowViews, Calls]]:
+        """Visit owner after owner, always the nearest owner that an arc waits for, until no arc waits.
+
+        Yields the works of each visit after the keys and values as they arrived.
+        """
         size, at, hops = self.plan.ranks, 0, 0
         for one in reversed(self.streams):
             one.next = next(one.blocks, None)
@@ -216,7 +211,12 @@ class Walk:
                 came = (at, at) if self.fault is None else self.fault.delivered(one.rank, at, size)
                 groups.setdefault((came, one.next[1]), []).append(one)
             for (came, row_sets), group in groups.items():
-                seen = {rank for row_set in row_sets for rank in self._visit(at, came, row_set, group, compute)}
+                seen: set[int] = set()
+                for row_set in row_sets:
+                    calls = self._find_calls(at, row_set, group, seen)
+                    if calls:
+                        blocks = {owner: self.source.block(self.plan.layout, owner, row_set) for owner in {*came}}
+                        yield RowViews(blocks[came[0]][0], blocks[came[1]][1]), calls
                 for one in group:
                     one.visits += one.rank in seen
             for one in reversed(here):  # the farthest first: what is known of it holds for those that are nearer
@@ -237,12 +237,9 @@ class Walk:
         self.unsent += edge not in self.route.departures(edge.source, (edge.owner, edge.target))
         return edge.owner, self.route.carried(edge)
 
-    def _visit(
-        self, owner: int, came: tuple[int, int], row_set: RowSet | AllRows, group: list[SampledArc], compute: Compute
-    ) -> set[int]:
-        """Compute with one delivered block; returns the ranks with a row that saw a key of the block."""
+    def _find_calls(self, owner: int, row_set: RowSet | AllRows, group: list[SampledArc], seen: set[int]) -> Calls:
+        """The works of a delivered block; adds to `seen` the ranks with a row that sees a key of the block."""
         calls: Calls = {}
-        seen: set[int] = set()
         for one in group:
             works = self.plan.demand.works(one.rank, owner, row_set)
             for work, turn, places in _lowered(works, one.local):
@@ -251,14 +248,7 @@ class Walk:
                 while not set(rows).isdisjoint(calls.get((work, turn), ())):
                     turn += 1  # another arc of the rank brought the same keys
                 calls.setdefault((work, turn), []).extend(rows)
-        if not calls:
-            return seen
-        layout, source = self.plan.layout, self.source
-        k, v = source.block(layout, came[0], row_set)
-        if came[1] != came[0]:
-            _, v = source.block(layout, came[1], row_set)
-        compute(RowViews(k, v), calls)
-        return seen
+        return calls
 
 
 def get_route(plan: Plan) -> Route:

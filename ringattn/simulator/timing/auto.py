@@ -37,7 +37,7 @@ FULL = 1e12
 #: Predicted times within this factor are equal: the first in the order of the candidates, the simplest, is taken.
 EQUAL = 1.02
 #: The budget of `count_lookups`: about a second.
-BUDGET = 60_000
+BUDGET = 72_000
 #: A lookup between rows with steps costs as much as this many lookups between adjacent rows.
 STRIDED = 10
 #: An answer that a pattern gives for a whole rectangle, without tiles, costs as much as this many lookups.

@@ -56,20 +56,15 @@ def parse_factors(name: str, factors: Factors | None, ranks: int) -> np.ndarray 
         return None
     if isinstance(factors, Mapping):
         for rank in factors:
-            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
+            if rank not in range(ranks):
                 raise InvalidInput(f"{name}: rank {rank!r} is not one of 0 .. {ranks - 1}; try {{0: 1.5}}")
-    elif not isinstance(factors, list | tuple | np.ndarray):
-        raise InvalidInput(f"{name}={factors!r}: expected factors by rank such as {{0: 1.5}}, or one for each rank")
+        factors = [factors.get(rank, 1.0) for rank in range(ranks)]
     try:
-        if isinstance(factors, Mapping):
-            by_rank = np.ones(ranks)
-            by_rank[list(factors)] = list(factors.values())
-        else:
-            by_rank = np.asarray(factors, dtype=np.float64)
+        by_rank = np.asarray(factors, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise InvalidInput(f"{name}: a factor is not a number ({error}); try {{0: 1.5}}") from error
     if by_rank.shape != (ranks,):
-        raise InvalidInput(f"{name}: expected a factor for each of {ranks:,} ranks, got shape {by_rank.shape}")
+        raise InvalidInput(f"{name}: expected a factor for each of {ranks:,} ranks, or by rank such as {{0: 1.5}}")
     if not (np.isfinite(by_rank) & (by_rank > 0)).all():
         raise InvalidInput(f"{name}: factors must be finite and > 0; the factor 1.5 takes half as long again")
     return None if (by_rank == 1.0).all() else by_rank

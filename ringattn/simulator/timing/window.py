@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from ...machine.machine import Machine
 from .problem import make_ring_problem
 from .rates import Factors, Faults, Rates, parse_factors
 from .solvers.delay import DelayState
-from .solvers.event_loop import StepTimes, simulate_events
+from .solvers.event_loop import run_events
 from .solvers.recurrence import Phase, Ring, Stall
 
 if TYPE_CHECKING:
@@ -137,20 +138,15 @@ def _list_messages(ring: Ring, phase: Phase, step: int, now: np.ndarray, ranks: 
 
 
 def _simulate_window(rates: Rates, faults: Faults, ranks: range, steps: range, why: str) -> StepWindow:
-    """The window by the event solver."""
+    """The window by the event solver. Between two of its steps a rank does nothing."""
     begun = np.full((len(steps) + 1, len(ranks)), np.nan)
     busy = np.full((len(steps), len(ranks)), np.nan)
-
-    def note(times: StepTimes) -> None:
-        if times.rank not in ranks:
-            return
-        column = times.rank - ranks.start
-        for step in range(times.step, times.next_step + 1):  # the steps between are those in which it does nothing
-            at = step - steps.start
-            if 0 <= at <= len(steps):
-                begun[at, column] = times.begun if step == times.step else times.next_begun
-            if 0 <= at < len(steps) and step < times.next_step:
-                busy[at, column] = times.busy if step == times.step else 0.0
-
-    simulate_events(rates, faults, why, observe=note)
+    for column, rank in enumerate(run_events(rates, faults, why)[ranks.start : ranks.stop]):
+        clocks = [*rank.clock, *(clock + 1 for clock in rank.clock[-1:])]
+        for row, step in enumerate(range(steps.start, steps.stop + 1)):
+            if clocks and clocks[0] <= step <= clocks[-1]:
+                number = bisect_left(clocks, step)
+                begun[row, column] = rank.begun[number]
+                if row < len(steps) and step < clocks[-1]:
+                    busy[row, column] = rank.busy[number] if clocks[number] == step else 0.0
     return StepWindow(ranks, steps, begun, busy, None)

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Inside
+from command_line import Inside, room, started
 from studies import files, read, study
 
 from ringattn import InvalidInput
 from ringattn.cli.config.schema import SimulateConfig
 from ringattn.cli.study import runner
-from ringattn.cli.study.evaluation import SimulationCache
 from ringattn.cli.study.runner import run
 from ringattn.simulator.reporting.journal import Journal, read_journal, write_line
 
@@ -140,11 +139,11 @@ def test_a_study_that_is_interrupted_says_how_to_go_on(
     arguments = ("simulate", "-m", "ranks=2,4,8", "tokens=4k", "study.plots=[]", "output.path=out")
     real, done = runner.evaluate, []
 
-    def interrupted(config: SimulateConfig, cache: SimulationCache) -> dict[str, Any]:
+    def interrupted(config: SimulateConfig) -> dict[str, Any]:
         done.append(config.ranks)
         if len(done) == 3:
             raise KeyboardInterrupt
-        return real(config, cache)
+        return real(config)
 
     monkeypatch.setattr(runner, "evaluate", interrupted)
     first = inside(*arguments, cwd=tmp_path)
@@ -180,23 +179,13 @@ def test_folders_that_cannot_be_used_are_refused_before_the_first_point(
 
 def test_a_full_disk_ends_a_study_that_goes_on_later(tmp_path: Path) -> None:
     """Files of a process may not grow beyond 4 KiB: the points before that are kept, in whole lines."""
-    command = [sys.executable, "-m", "ringattn", "simulate", *SWEEP[:-1], "study.plots=[]", "output.path=out"]
-    limited = (
-        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); sys.argv[0] = 'ringattn'"
-    )
-    code = f"{limited}; runpy.run_module('ringattn', run_name='__main__')"
-    full = subprocess.run(
-        [sys.executable, "-c", code, *command[3:]],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    arguments = ("simulate", *SWEEP[:-1], "study.plots=[]", "output.path=out")
+    with room(4096):
+        full = started(*arguments, cwd=tmp_path)
     assert full.returncode == 2, full.stderr
     assert "points.jsonl: could not be written" in full.stderr and "the same command goes on" in full.stderr
     journal = tmp_path / "out" / "points.jsonl"
     kept = journal.read_bytes().splitlines()[:-1]
     assert len(kept) > 1
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=100)
+    assert started(*arguments, cwd=tmp_path).returncode == 0
     assert journal.read_bytes().splitlines()[: len(kept)] == kept and len(journal.read_bytes().splitlines()) == 13

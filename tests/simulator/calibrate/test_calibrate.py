@@ -143,35 +143,30 @@ def test_ragged_tiles_take_longer() -> None:
         assert (dense.keys, band.ragged) == (ROWS, None)
 
 
-def test_a_backward_has_a_call_of_its_own() -> None:
-    plan = ra.make_plan(ra.Full(), tokens=4096, ranks=2)
-    for values, expected in (({"call": 0.5}, 0.5), ({"call": 0.5, "call_backward": 0.25}, 0.25)):
-        calls = [ra.simulate(plan, machine(latency=0, **values), backward=way).exposed["call"] for way in (False, True)]
-        assert calls == [0.5, expected]
+#: Nodes of two; a rank exchanges a record with one rank of its node and with six of other nodes.
+LINKS = {"latency": 0.5, "node_latency": 0.25, "ranks_per_node": 2}
+#: Bytes of q, k, v and the output of a rank.
+OWN = 3 * 2048 * (8 + 2 + 2 + 8) * 64 * 4
 
 
-def test_a_call_exchanges_a_record_with_every_other_rank() -> None:
-    """One rank of its node and six of other nodes, at the latencies of their links."""
-    plan = ra.make_plan(ra.Full(), tokens=4096, ranks=8)
-    links = {"latency": 0.5, "node_latency": 0.25, "ranks_per_node": 2}
-    for way in (False, True):
-        found = ra.simulate(plan, machine(call=1.0, **links), backward=way)
-        assert found.exposed["call"] == pytest.approx(1.0 + 0.25 + 6 * 0.5)
-        on_shared_cores = ra.simulate(plan, machine(call=1.0, cores=1, **links), backward=way)
-        assert on_shared_cores.exposed["call"] == pytest.approx(2 * found.exposed["call"])
-        assert ra.simulate(plan, machine(**links), backward=way).exposed["call"] == 0, "not known"
-
-
-def test_a_call_goes_over_its_tensors() -> None:
-    """q, k, v and the output of a rank at so many bytes per second, and once per rank that shares a core."""
-    plan = ra.make_plan(ra.Full(), tokens=4096, ranks=2, heads=8, kv_heads=2, head_dim=64, dtype="float32", batch=3)
-    nbytes = 3 * 2048 * (8 + 2 + 2 + 8) * 64 * 4
-    for values, expected in (({"sweep": 1e9}, (1e9, 1e9)), ({"sweep": 1e9, "sweep_backward": 5e8}, (1e9, 5e8))):
-        for way in (False, True):
-            found = ra.simulate(plan, machine(call=0.25, **values), backward=way)
-            assert found.exposed["call"] == pytest.approx(0.25 + nbytes / expected[way])
-    shared = ra.simulate(plan, machine(sweep=1e9, cores=1, ranks_per_node=2))
-    assert shared.exposed["call"] == pytest.approx(2 * nbytes / 1e9)
+@pytest.mark.parametrize(
+    ("ranks", "values", "forward", "backward"),
+    [
+        (2, {"call": 0.5}, 0.5, 0.5),
+        (2, {"call": 0.5, "call_backward": 0.25}, 0.5, 0.25),
+        (8, {"call": 1.0, **LINKS}, 1.0 + 0.25 + 6 * 0.5, 1.0 + 0.25 + 6 * 0.5),
+        (8, {"call": 1.0, "cores": 1, **LINKS}, 2 * 4.25, 2 * 4.25),
+        (8, LINKS, 0.0, 0.0),
+        (2, {"call": 0.25, "sweep": 1e9}, 0.25 + OWN / 1e9, 0.25 + OWN / 1e9),
+        (2, {"call": 0.25, "sweep": 1e9, "sweep_backward": 5e8}, 0.25 + OWN / 1e9, 0.25 + OWN / 5e8),
+        (2, {"sweep": 1e9, "cores": 1, "ranks_per_node": 2}, 2 * OWN / 1e9, 2 * OWN / 1e9),
+    ],
+)
+def test_what_a_call_takes(ranks: int, values: dict[str, float], forward: float, backward: float) -> None:
+    """Its own seconds, a record to every other rank, and its tensors; ranks that share a core add up."""
+    plan = ra.make_plan(ra.Full(), tokens=2048 * ranks, ranks=ranks, heads=8, kv_heads=2, head_dim=64, batch=3)
+    calls = [ra.simulate(plan, machine(**values), backward=way).exposed["call"] for way in (False, True)]
+    assert calls == pytest.approx([forward, backward])
 
 
 def test_jitter_is_recovered_and_its_scale_does_not_matter() -> None:

@@ -109,7 +109,7 @@ def test_configs_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None
         ("[]", "Expected object, got array"),
         (json.dumps({"model_type": "llama"}), "missing required field hidden_size"),
         (json.dumps({**SMALL, "model_type": "lama"}), "model_type='lama' .*did you mean 'llama'"),
-        (json.dumps({"model_type": "deepseek_v3"}), "latent attention"),
+        (json.dumps({"model_type": "deepseek_v3"}), "model_type='deepseek_v3' is not modelled; expected one of llama"),
         (json.dumps({**SMALL, "model_type": "qwen3_moe"}), "moe_intermediate_size: Expected int, got null"),
         (json.dumps({**SMALL, "num_attention_heads": "6"}), "num_attention_heads: Expected int, got str"),
         (json.dumps({**SMALL, "quantization_config": {"quant_method": "awq"}}), "quant_method='awq' is not modelled"),

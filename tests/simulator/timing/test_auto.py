@@ -81,12 +81,6 @@ def test_the_layout_of_many_ranks_is_balanced() -> None:
     assert plan.layout.name == "zigzag"
 
 
-def test_dense_patterns_are_estimated_on_262_144_ranks() -> None:
-    plan = chosen(Full(), 1 << 18, "h100_nvlink_ib", tokens=1 << 30)
-    assert plan.choice is not None and plan.choice.picked.prediction is not None
-    assert any("of 262,144" in c.basis for c in plan.choice.candidates)
-
-
 def test_what_does_not_fit_is_left_out() -> None:
     machine = MACHINES["h100_nvlink_ib"]
     options = {"layout": "zigzag", "tokens": 1 << 18, "head_dim": 128}

@@ -11,7 +11,7 @@ from event_oracle import EventOracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn import Causal, Machine, Pattern, Plan, Stall, Unsupported, Window, make_plan, simulate
+from ringattn import Causal, Full, InvalidInput, Machine, Pattern, Plan, Stall, Unsupported, Window, make_plan, simulate
 from ringattn.simulator.timing.band.counts import BandCounts
 from ringattn.simulator.timing.problem import RingProblem, make_ring_problem
 from ringattn.simulator.timing.rates import Faults, Rates
@@ -184,10 +184,11 @@ def test_what_is_not_modelled_is_told() -> None:
     assert jitter.solver == "stencil + jitter" and jitter.exposed["jitter"] > 0
 
 
-def test_many_ranks_are_swept() -> None:
-    """1,024 causal zigzag ranks; a rank that is slower delays them all."""
-    plan = make_plan(Causal(), tokens=1024 * 64, ranks=1024, layout="zigzag", schedule="ring", heads=8, kv_heads=2)
-    machine = Machine(1e11, 1e-5, 5e10)
-    found = simulate(plan, machine)
-    slow = simulate(plan, machine, slow={5: 1.5})
-    assert slow.seconds == pytest.approx(1.5 * found.seconds, rel=1e-3) and slow.traffic == found.traffic
+def test_windows_that_nobody_knows_are_refused() -> None:
+    plan = make_plan(Full(), tokens=64, ranks=4, schedule="ring")
+    for ranks, steps in ((range(0, 5), range(2)), (range(2), range(7, 9)), (range(0), range(2))):
+        with pytest.raises(InvalidInput, match="the pass has"):
+            window(plan, EVEN, ranks=ranks, steps=steps)
+    many = make_plan(Causal(), tokens=1 << 30, ranks=1 << 18, heads=8, layout="zigzag", schedule="ring")
+    with pytest.raises(Unsupported):
+        window(many, Machine(1e12, 1e-6, 1e12), ranks=range(4), steps=range(1 << 14, (1 << 14) + 4))

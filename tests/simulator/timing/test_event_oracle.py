@@ -20,6 +20,7 @@ from ringattn.simulator.timing.rates import Faults
 from ringattn.simulator.timing.solvers import delay, event_loop
 from ringattn.simulator.timing.solvers.event_loop import CardUse, share_evenly
 from ringattn.simulator.timing.solvers.recurrence import NeighborMessages, Phase, Ring
+from ringattn.simulator.timing.window import window
 
 CLOSE = 1e-9
 
@@ -83,15 +84,26 @@ def draw(count: int) -> Iterator[Drawn]:
 
 
 def check(one: Drawn, solver: str = "auto") -> str:
-    """The finish of every rank, and what the pass waits for, against the oracle; the name of the solver."""
+    """When every rank begins its steps and finishes, and what the pass waits for, against the oracle; the solver."""
     oracle = EventOracle(one.plan, one.machine, one.backward, **one.faults)
     wanted, busiest = oracle.run(), oracle.busiest()
+    shown = window(
+        one.plan,
+        one.machine,
+        ranks=range(one.plan.ranks),
+        steps=range(oracle.count),
+        backward=one.backward,
+        **one.faults,
+    )
+    for found, expected in ((shown.begun, oracle.begun), (shown.busy, np.array(oracle.busy).T)):
+        known = np.isfinite(found)  # a rank need not have the first or the last steps of the pass
+        assert known.any(axis=0).all() and found[known] == pytest.approx(expected[known], rel=CLOSE), one
     peers = max(oracle.run(instant=True)) - busiest
-    found = simulate(one.plan, one.machine, backward=one.backward, solver=solver, **one.faults)
-    assert found.finish == pytest.approx(wanted, rel=CLOSE), (solver, one)
+    timeline = simulate(one.plan, one.machine, backward=one.backward, solver=solver, **one.faults)
+    assert timeline.finish == pytest.approx(wanted, rel=CLOSE), (solver, one)
     waits = {"wait for peers": peers, "wait for messages": max(wanted) - busiest - peers}
-    assert {cause: found.exposed[cause] for cause in waits} == pytest.approx(waits, abs=CLOSE * max(wanted))
-    return found.solver
+    assert {cause: timeline.exposed[cause] for cause in waits} == pytest.approx(waits, abs=CLOSE * max(wanted))
+    return timeline.solver
 
 
 def with_slots(one: Drawn) -> Drawn:
@@ -107,6 +119,8 @@ def check_all(count: int) -> Counter[str]:
         if solver == "events":
             continue
         solvers[check(one, "events")] += 1
+        if solver == "periodic":
+            check(one, "stencil")
         with suppress(Unsupported):  # messages between ranks that are not neighbours have one slot
             check(with_slots(one))
             solvers["slots"] += 1

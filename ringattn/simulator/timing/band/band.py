@@ -7,7 +7,7 @@ Then the pairs of two chunks depend on their distance alone, so that counts of 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -244,17 +244,19 @@ def find_rank_breakpoints(band: Band, ways: Sequence[Way], traffic: BandTraffic,
             hops = distance - moving.lag
             turn = way.sign * (hops + traffic.homeward)[:, None]
             points.append((find_owner_breakpoints(band, way, hops) + turn) % band.ranks)
-        turn = way.sign * distance[:, None]
-        points += [_replace_outside(_repeat_steps(point, distance), band.ranks) for point in _pair_points(band, turn)]
+        points.append(_join(_pair_points(band, way.sign * distance[:, None]), len(distance), band.ranks))
     return np.concatenate(points, axis=1)
 
 
 def find_owner_breakpoints(band: Band, way: Way, hops: np.ndarray) -> np.ndarray:
     """Owners at which a run may begin whose blocks send equally many rows on each hop, int64 [hops, points]."""
-    points = [
-        _replace_outside(_repeat_steps(point, hops), band.ranks) for point in _row_points(band, way, hops[:, None])
-    ]
-    return np.concatenate(points, axis=1)
+    return _join(_row_points(band, way, hops[:, None]), len(hops), band.ranks)
+
+
+def _join(points: Iterable[np.ndarray], steps: int, ranks: int) -> np.ndarray:
+    """Points [1 or steps, ...] of every step, [steps, points], with rank 0 for those outside of 0 .. ranks - 1."""
+    joined = np.concatenate([np.broadcast_to(point, (steps, point.shape[1])) for point in points], axis=1)
+    return np.where((joined >= 0) & (joined < ranks), joined, 0)
 
 
 def _limit_distances(band: Band) -> np.ndarray:
@@ -297,13 +299,3 @@ def _halves(twice: np.ndarray) -> Iterator[np.ndarray]:
     """Halves of integers, rounded down and rounded up."""
     yield twice // 2
     yield (twice + 1) // 2
-
-
-def _repeat_steps(points: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Points [1 or steps, points] for every step, [steps, points]."""
-    return np.broadcast_to(points, (len(steps), points.shape[1]))
-
-
-def _replace_outside(points: np.ndarray, ranks: int) -> np.ndarray:
-    """The points, with rank 0 for those that are outside of 0 .. ranks - 1."""
-    return np.where((points >= 0) & (points < ranks), points, 0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..problem import RingProblem, TimingProblem
-from .recurrence import Phase, Ring
+from .recurrence import Ring
 
 #: Two sums of the same numbers in different orders differ by at most this share.
 ROUNDING = 1e-12
@@ -29,15 +29,6 @@ class Loads:
     def none(cls, ranks: int) -> Loads:
         """Loads of 0 seconds, to be added to."""
         return cls(*(np.zeros(ranks) for _ in range(4)))
-
-    def add(self, ring: Ring, phase: Phase) -> None:
-        """Add what ranks do in all steps of a phase, except stalls, in place."""
-        for total, seconds in (
-            (self.compute, phase.compute),
-            (self.merge, phase.merge),
-            (self.interference, ring.busy(phase) - phase.merge - phase.compute),
-        ):
-            total += phase.steps * seconds
 
     @property
     def busiest(self) -> float:
@@ -98,7 +89,9 @@ def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
     direct: list[np.ndarray] = []
     messages = 0
     for phase in ring.phases() if callable(ring.phases) else ring.phases:
-        loads.add(ring, phase)
+        loads.compute[:] += phase.steps * phase.compute
+        loads.merge[:] += phase.steps * phase.merge
+        loads.interference[:] += phase.steps * (ring.busy(phase) - phase.merge - phase.compute)
         for lane in phase.messages:
             sent = np.broadcast_to(np.asarray(lane.bytes, dtype=np.int64) * np.isfinite(lane.seconds), (ring.ranks,))
             messages += copies * phase.steps * int(np.count_nonzero(sent))

@@ -14,7 +14,7 @@ that share cores are those of one step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -37,22 +37,6 @@ MOST_RANKS, MOST_EVENTS = 4096, 1_000_000
 RANKS_COUNTED_FIRST = 8
 #: The step of a rank that does nothing.
 IDLE = Step()
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """When a rank begins a step of the pass, for how long it is `busy`, and when it begins its next step, `next_step`;
-    in seconds."""
-
-    rank: int
-    step: int
-    begun: float
-    busy: float
-    next_begun: float
-    next_step: int
-
-
-Observer = Callable[[StepTimes], None]
 
 
 @dataclass(frozen=True)
@@ -96,22 +80,36 @@ class _Post:
 
 
 @dataclass
-class _RankProgress:
-    """A rank's steps, and where the rank is among them.
+class RankProgress:
+    """A rank's steps, and when the rank begins each of them.
 
-    By step of the rank: its `clock`, the step of the pass; `busy` seconds, and posted messages. `begun` is when step
-    `step` began, `done` when its visits are done, None before that. By step, `open` counts the awaited messages that
-    have not ended, and `ended` holds the end of the last of those that have.
+    By step of the rank: its `clock`, the step of the pass; `busy` seconds, and posted messages. `begun` holds the times
+    of the steps that have begun, and at last when the rank has finished. By step, `open` counts the awaited messages
+    that have not ended, and `ended` holds the end of the last of those that have.
     """
 
     clock: list[int] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
     posts: list[list[_TimedHop]] = field(default_factory=list)
-    begun: float = 0.0
-    step: int = 0
+    begun: list[float] = field(default_factory=list)
     open: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     ended: dict[int, float] = field(default_factory=dict)
-    done: float | None = None
+    #: Whether the messages of the latest step are posted.
+    posted: bool = False
+
+    @property
+    def step(self) -> int:
+        """The latest step that has begun."""
+        return len(self.begun) - 1
+
+    def begin_next_step(self) -> bool:
+        """Begin the next step once the latest has posted, and all messages that it waits for have ended."""
+        if not self.posted or self.open[self.step]:
+            return False
+        done = self.begun[-1] + self.busy[self.step]
+        self.begun.append(max(done, self.ended.get(self.step, 0.0)))
+        self.posted = False
+        return True
 
 
 def simulate_events(
@@ -119,7 +117,6 @@ def simulate_events(
     faults: Faults,
     why: str = "every step of every rank",
     noise: np.random.Generator | None = None,
-    observe: Observer | None = None,
 ) -> Solved:
     """Simulate every step and message of a plan; `why` says in reports and errors why that is done.
 
@@ -128,61 +125,51 @@ def simulate_events(
     """
     _check_size(rates, why)
     ranks, loads, traffic = _prepare(rates, faults, noise)
-    finish = _run(ranks, instant=False, observe=observe)
+    finish = _run(ranks, instant=False)
     peers = float(_run(ranks, instant=True).max(initial=0.0))
     return Solved("events", float(finish.max(initial=0.0)), finish, why, loads, traffic, peers=peers)
 
 
-def _run(ranks: list[_RankProgress], *, instant: bool, observe: Observer | None = None) -> np.ndarray:
+def run_events(rates: Rates, faults: Faults, why: str) -> list[RankProgress]:
+    """All ranks, with the times at which they begin their steps; arguments and errors as of `simulate_events`."""
+    _check_size(rates, why)
+    ranks, _, _ = _prepare(rates, faults, None)
+    _run(ranks, instant=False)
+    return ranks
+
+
+def _run(ranks: list[RankProgress], *, instant: bool) -> np.ndarray:
     """Run all ranks through their steps, and return when each has finished. `instant`: messages take no time.
 
     The order in which ranks are taken changes no time: each is a sum of seconds after the times of other ranks.
     """
-    _reset(ranks)
+    for index, rank in enumerate(ranks):
+        rank.begun, rank.posted = [0.0], False
+        rank.open.clear()
+        rank.ended.clear()
+        for message in (message for posts in rank.posts for message in posts):
+            message.posted.clear()
+            rank.open[message.awaited[index]] += 1
     ready = list(range(len(ranks)))
     while ready:
         index = ready.pop()
         rank = ranks[index]
         if rank.step == len(rank.busy):
             continue
-        rank.done = rank.begun + rank.busy[rank.step]
+        rank.posted = True
         changed = {index}
         for message in rank.posts[rank.step]:
-            message.posted.append(rank.begun)
+            message.posted.append(rank.begun[-1])
             if len(message.posted) == 2:
                 end = max(message.posted) + (0.0 if instant else message.seconds)
                 for other, step in message.awaited.items():
                     ranks[other].open[step] -= 1
                     ranks[other].ended[step] = max(ranks[other].ended.get(step, 0.0), end)
                 changed |= message.awaited.keys()
-        ready += [other for other in changed if _begin_next_step(other, ranks[other], observe)]
+        ready += [other for other in changed if ranks[other].begin_next_step()]
     stuck = [index for index, rank in enumerate(ranks) if rank.step < len(rank.busy)]
     assert not stuck, f"ranks {stuck[:5]} wait for messages that nobody sends"
-    return np.array([rank.begun for rank in ranks])
-
-
-def _reset(ranks: list[_RankProgress]) -> None:
-    """Put all ranks before their first step."""
-    for index, rank in enumerate(ranks):
-        rank.begun, rank.step, rank.done = 0.0, 0, None
-        rank.open.clear()
-        rank.ended.clear()
-        for message in (message for posts in rank.posts for message in posts):
-            message.posted.clear()
-            rank.open[message.awaited[index]] += 1
-
-
-def _begin_next_step(index: int, rank: _RankProgress, observe: Observer | None) -> bool:
-    """Begin the next step of a rank whose visits are done, once all messages that the rank waits for have ended."""
-    if rank.done is None or rank.open[rank.step]:
-        return False
-    following = max(rank.done, rank.ended.get(rank.step, 0.0))
-    if observe is not None:
-        now = rank.clock[rank.step]
-        then = rank.clock[rank.step + 1] if rank.step + 1 < len(rank.clock) else now + 1
-        observe(StepTimes(index, now, rank.begun, rank.busy[rank.step], following, then))
-    rank.begun, rank.step, rank.done = following, rank.step + 1, None
-    return True
+    return np.array([rank.begun[-1] for rank in ranks])
 
 
 def _check_size(rates: Rates, why: str) -> None:
@@ -211,21 +198,21 @@ def _check_size(rates: Rates, why: str) -> None:
 
 def _prepare(
     rates: Rates, faults: Faults, noise: np.random.Generator | None
-) -> tuple[list[_RankProgress], Loads, Traffic]:
+) -> tuple[list[RankProgress], Loads, Traffic]:
     """All ranks before their first step, with what they will do and send."""
     plan = rates.plan
     messages: dict[tuple[int, int, int], _TimedHop] = {}
     link_bytes: defaultdict[tuple[int, int], int] = defaultdict(int)
     cards: defaultdict[tuple[int, bool], list[tuple[CardUse, _Post]]] = defaultdict(list)
     loads = Loads.none(plan.ranks)
-    ranks: list[_RankProgress] = []
+    ranks: list[RankProgress] = []
     message_count, steps_of_ranks, clocks = _list_steps(rates)
     stalls = _stalls_by_step(faults, len(clocks))
     visit_seconds: list[list[float]] = []
     for index, steps in enumerate(steps_of_ranks):
         late = {step: seconds for (rank, step), seconds in stalls.items() if rank == index}
         by_clock = {clocks[step.clock]: step for step in steps}
-        rank = _RankProgress(clock=sorted({*by_clock, *late}))
+        rank = RankProgress(clock=sorted({*by_clock, *late}))
         # A rank counts its steps, and those in which it does nothing but stall.
         place = {clock: number for number, clock in enumerate(rank.clock)}
         own_number = [place[clocks[step.clock]] for step in steps]
@@ -266,7 +253,7 @@ def _prepare(
 
 
 def _share_cores(
-    cores: int, ranks_per_node: int, ranks: list[_RankProgress], loads: Loads, stalls: dict[tuple[int, int], float]
+    cores: int, ranks_per_node: int, ranks: list[RankProgress], loads: Loads, stalls: dict[tuple[int, int], float]
 ) -> None:
     """Lengthen what the ranks of a node do at one step of the pass, but for stalls, as far as they share the cores.
 
@@ -314,7 +301,10 @@ def _busy_seconds(
     rates: Rates, faults: Faults, index: int, step: Step, noise: np.random.Generator | None
 ) -> tuple[float, float]:
     """Seconds of the visits of a step, and of merging their results."""
-    ring_plan, step_visits = visits(rates.plan, index, step, rates.backward)
+    ring_plan, place = rates.plan.ring_plan(index)
+    # Visits to several parts of one owner's block count as one visit. Where queries rotate, they come from the owner.
+    owners = sorted({part.owner for part in step.visits})
+    step_visits = [(owner, place) if rates.turned else (place, owner) for owner in owners]
     slow = 1.0 if faults.slow is None else float(faults.slow[index])
     compute = slow * rates.visits(ring_plan, step_visits)
     if noise is not None and rates.machine.jitter:
@@ -398,18 +388,6 @@ def share_cores(seconds: Sequence[float], cores: int) -> list[float]:
         now += (seconds[index] - served) * max(1.0, (len(seconds) - ended) / cores)
         ends[index], served = now, seconds[index]
     return ends
-
-
-def visits(plan: Plan, rank: int, step: Step, backward: bool) -> tuple[Plan, list[tuple[int, int]]]:
-    """The visits of a rank's step: the plan of the rank's heads, and (rank of the queries, rank of the keys) there.
-
-    Visits to several parts of one owner's block count as one visit.
-    """
-    ring_plan, place = plan.ring_plan(rank)
-    # Where queries rotate, the queries of the owner visit the keys of this rank.
-    queries_arrive = backward and plan.rotates == "queries"
-    owners = sorted({part.owner for part in step.visits})
-    return ring_plan, [(owner, place) if queries_arrive else (place, owner) for owner in owners]
 
 
 def rank_steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:

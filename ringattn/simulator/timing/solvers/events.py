@@ -45,14 +45,15 @@ class EventSolver(Solver):
         if problem.ring is not None:
             return simulate_events(rates, faults, "asked for")
         if rates.plan.ranks <= SIMULATED_WHOLE:
-            return simulate_events(rates, faults, f"{problem.not_a_ring}; few ranks")
-        if faults or rates.machine.jitter:
-            obstacle = "slow ranks, stalls and jitter have no copies in a smaller plan"
-            return simulate_events(rates, faults, f"{problem.not_a_ring}; {obstacle}")
-        folded = simulate_folded(rates, problem.not_a_ring)
-        if isinstance(folded, Solved):
-            return folded
-        return simulate_events(rates, faults, f"{problem.not_a_ring}; {folded}")
+            why = "few ranks"
+        elif faults or rates.machine.jitter:
+            why = "slow ranks, stalls and jitter have no copies in a smaller plan"
+        else:
+            folded = simulate_folded(rates, problem.not_a_ring)
+            if isinstance(folded, Solved):
+                return folded
+            why = folded
+        return simulate_events(rates, faults, f"{problem.not_a_ring}; {why}")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,24 @@
+"""Config groups of ringattn for other applications of Hydra: `pattern=window` finds conf/pattern/window.yaml."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+
+class RingattnSearchPath(SearchPathPlugin):
+    """Appends the folder of the groups, so that those of the application itself come first."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        found = find_spec("ringattn")  # imports nothing: every application of Hydra here runs this
+        if found is None or found.origin is None:
+            return
+        package = Path(found.origin).parent
+        places = (package.parent / "conf", package / "conf")  # of a checkout, of a wheel
+        folder = next((place for place in places if (place / "pattern" / "causal.yaml").is_file()), None)
+        known = {entry.path.removeprefix("file://") for entry in search_path.get_path() if entry.path}
+        if folder is not None and str(folder) not in known:
+            search_path.append("ringattn", f"file://{folder}")
