@@ -65,17 +65,18 @@ def ring_attention(
         as in gpt-oss. Differentiable; not the pattern `Sinks`, which lets rows see first tokens. Values are not
         checked: -inf is a key without weight, inf takes all weight (out 0, lse 1e30), and NaN makes out NaN.
     return_lse: also return the log-sum-exp of the scaled logits, of the sink's among them.
-    options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate`, `softcap` and
-        `dropout`, see `runtime.call.AttentionOptions`.
+    options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate`, `softcap`,
+        `dropout` and `check`, see `runtime.call.AttentionOptions`.
 
-    All ranks call with equal arguments and matching shapes. Every call compares a digest of the arguments before the
-    first message; new shapes or arguments are compared in full. A rank waits for the others as long as the timeout of
-    the group, or of `transport`, allows: where a rank fails after its first message, the others learn it only then.
+    All ranks call with equal arguments and matching shapes. Ranks compare digests of their arguments, before the first
+    message or, with check="deferred", beside the messages: results are then right after `synchronize`. A rank waits for
+    the others as long as the timeout of the group, or of `transport`, allows.
 
     Returns out [B, H, n, Dv] in the dtype of q. With `return_lse` returns (out, lse), lse [B, H, n] in fp32 (fp64 for
     fp64); both are differentiable. Rows that see no key have out 0 and lse -inf.
-    Raises InvalidInput, Unsupported or Mismatch on every rank before the first message. Any other exception on one rank
-    before the first message is a Mismatch on the other ranks. Raises CommFailure if a rank is missing.
+    Raises InvalidInput, Unsupported or Mismatch on every rank before the first message, or with check="deferred" at the
+    latest in `synchronize`. Any other exception on one rank is a Mismatch on the other ranks; after the first message,
+    and with check="deferred", it ends the calls of the group. Raises CommFailure if a rank is missing.
     """
     from .runtime.handshake import OneRank, agree, announce, announces  # virtual ranks shake no hands
 
@@ -167,6 +168,8 @@ def virtual_attention(
     call = read_call(
         q, k, v, pattern, cut, options, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse
     )
+    if call.options.check is not None:
+        raise InvalidInput(f"check={call.options.check!r}: ranks of one process compare nothing; leave it out")
     q, k, v = call.prepare(q, k, v, key_padding_mask)
     plan = call.plan(call.rows, int(ranks), layout)
     runner = AllRanks(plan, call.kernel.seeded(), positive(call.scale)[1], return_lse, sinks)

@@ -133,7 +133,9 @@ def test_modules_pass_on_all_options() -> None:
         "comm_dtype": "bfloat16", "rotate": "queries", "softcap": 4.0,
         "dropout": ra.Dropout(0.1, seed=3),
     }  # fmt: skip
-    assert given.keys() == set(options.AttentionKeywords.__annotations__)
+    assert given.keys() | {"check"} == set(options.AttentionKeywords.__annotations__)
+    with pytest.raises(InvalidInput, match="check='now': ranks of one process compare nothing"):
+        ra.virtual_attention(q, k, v, Causal(), ranks=3, check="now")
     module = ra.nn.RingAttention(Causal(), ranks=3, layout="zigzag", **given)
     wanted = ra.virtual_attention(q, k, v, Causal(), ranks=3, layout="zigzag", return_lse=True, **given)
     assert all(torch.equal(a, b) for a, b in zip(module(q, k, v, return_lse=True), wanted, strict=True))

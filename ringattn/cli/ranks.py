@@ -69,6 +69,8 @@ def check_ranks(config: RankConfig, alone: str) -> None:
         )
     if config.transport.gpu_aware and transport != "mpi":
         raise InvalidInput(f"transport.gpu_aware=true is an option of transport=mpi, not of {transport}; leave it out")
+    if config.transport.check and transport not in ("gloo", "nccl"):
+        raise InvalidInput(f"transport.check is an option of transport=gloo and nccl, not of {transport}; leave it out")
 
 
 def check_threads(name: str, threads: int | None) -> None:

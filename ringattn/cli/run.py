@@ -90,7 +90,8 @@ class RankRun(Run):
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = self.inputs
-        out, lse = ring_attention(q, k, v, self.plan.pattern, transport=self.transport, **self.options())
+        options = {**self.options(), "transport": self.transport, "check": self.config.transport.check}
+        out, lse = ring_attention(q, k, v, self.plan.pattern, **options)
         return out, lse
 
     def barrier(self) -> None:

@@ -209,7 +209,7 @@ class Machine:
     call: float | None = MachineNumber(
         unit="s",
         meaning="the seconds of a call beside its visits, messages and records: buffers, the program itself; where it "
-        "is known, a record for every other rank takes the latency of its link",
+        "is known, each of ceil(log2 P) rounds of records takes the latency of a link",
         example=1e-3,
         may_be_zero=True,
         effect="what a call takes beside visits and messages",

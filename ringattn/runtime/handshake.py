@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any
@@ -30,7 +28,7 @@ from ..kernels.base import Kernel
 from ..layout.regular import Layout
 from ..plan.plan import FORMAT, Plan
 from ..transport.base import TAG_BITS, Tags, Transport, drive
-from ..transport.records import MARK, Exchange, by_rank, compare, compare_records, describe_error, digest, undecoded
+from ..transport.records import MARK, ErrorReport, Exchange, by_rank, compare, compare_records, digest, undecoded
 from .call import Call
 from .executor import Forward, Job, backward, forward
 
@@ -66,13 +64,12 @@ def agree(transport: Transport, call: Call, stage: str = "call") -> tuple[Plan, 
             arguments.mine = record
         compare_records(arguments.records)
     rows = _read_numbers(exchange.records, MARK)
-    with Exchange(transport, "plan", LIMIT) if not alike else _told(transport) as plans:
+    plans = Exchange(transport, "plan", LIMIT)
+    with ErrorReport(transport, stage, deferred=True) if alike else plans:
         plan = call.plan(sum(rows), transport.size, call.layout)
         _check_rows(plan, dict(enumerate(rows)))
-        if plans is not None:
-            plans.mine = json.dumps({"layout": _spell_layout(plan.layout), "plan": plan.hash}).encode()
-    if plans is not None:
-        compare_records(plans.records)
+        plans.mine = b"" if alike else json.dumps({"layout": _spell_layout(plan.layout), "plan": plan.hash}).encode()
+    compare_records(plans.records)
     kernel = kernel if kernel.dropout is None else _share_seed(kernel, exchange.records)
     return plan, kernel, transport.events << TAG_BITS
 
@@ -212,7 +209,7 @@ class OneRank:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         tags = Tags.of_call(self.number, backward=False)
-        with _told(self.transport):
+        with ErrorReport(self.transport, "call", deferred=True):
             result = drive(forward(self.job, q, k, v, keep=keep, tags=tags), self.transport, self.job.rank)
             if self.deferred and not keep:  # no optimizer will wait for the comparison
                 self.transport.synchronize()
@@ -224,16 +221,6 @@ class OneRank:
         """(dq, dk, dv), once the ranks have agreed on the call whose backward they run."""
         agree_backward(self.transport, self.number, deferred=self.deferred)
         tags = Tags.of_call(self.number, backward=True)
-        with _told(self.transport):
+        with ErrorReport(self.transport, "call", deferred=True):
             program = backward(self.job, grad, grad_lse, q, k, v, result, tags=tags)
             return drive(program, self.transport, self.job.rank)
-
-
-@contextmanager
-def _told(transport: Transport) -> Iterator[None]:
-    """A context whose exception ends the calls of all ranks, which may wait for messages of this rank."""
-    try:
-        yield
-    except BaseException as error:
-        transport.fail(describe_error(error))
-        raise

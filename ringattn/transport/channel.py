@@ -193,7 +193,7 @@ class Channel:
         with socket.create_server((host, 0), family=family, backlog=2 * len(self.comparison.peers)) as server:
             port = server.getsockname()[1]
             store.set(str(self.rank), f"{host} {port} {secret.hex()}")
-            for peer in (x for x in self.comparison.peers if x > self.rank):
+            for peer in (x for x in reversed(self.comparison.peers) if x > self.rank):
                 found[peer] = self._call(store, peer, end)
             while len(found) < len(self.comparison.peers):
                 server.settimeout(max(end - time.monotonic(), 0.01))
@@ -219,7 +219,7 @@ class Channel:
         return found
 
     def _call(self, store: Store, peer: int, end: float) -> socket.socket:
-        """A connection to the server of a peer. Tries again, as the store may still have the address of an older group."""
+        """A connection to the server of a peer, tried again where the store has the address of an older group."""
         why = "it has not begun in time"
         while (seconds := end - time.monotonic()) > 0:
             try:
@@ -366,14 +366,15 @@ class _Job(Generic[T]):
     def __init__(self, call: Callable[[], T]) -> None:
         self.call, self.done = call, False
         self.result: T
-        self.error: BaseException | None = None
+        self.error: RuntimeError | None = None
 
     def run(self) -> None:
         try:
             self.result = self.call()
-        except BaseException as error:  # noqa: BLE001  # the thread that waits raises it
+        except RuntimeError as error:
             self.error = error
-        self.done = True
+        finally:
+            self.done = True
 
 
 def _own_address(store: Store) -> tuple[str, socket.AddressFamily]:

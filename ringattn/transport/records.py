@@ -167,7 +167,8 @@ def undecoded(rank: int, raw: bytes) -> Mismatch:
 def compare_records(records: list[bytes]) -> list[dict[str, Any]]:
     """The fields of all ranks' records, JSON objects. Every rank raises Mismatch where compared fields differ."""
     decoded = decode(records)
-    compare(dict(enumerate(decoded)))
+    if decoded:
+        compare(dict(enumerate(decoded)))
     return decoded
 
 

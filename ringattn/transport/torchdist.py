@@ -255,7 +255,7 @@ class TorchDist:
         default = "deferred" if "nccl" in self._backends.values() else "now"
         check = check or os.environ.get("RINGATTN_CHECK") or default
         if check not in CHECKS:
-            raise InvalidInput(f"RINGATTN_CHECK={check}: expected one of {', '.join(CHECKS)}")
+            raise InvalidInput(f"check={check!r}, or RINGATTN_CHECK: expected one of {', '.join(CHECKS)}")
         if check == "now" or self.size == 1:
             return False
         return self._device is None or self._device == self.channel.device  # else NCCL first connects the ranks

@@ -171,9 +171,10 @@ class ModelGroup:
 
 @dataclass
 class TransportGroup(ConfigGroup):
-    """A transport. `gpu_aware` hands CUDA tensors to MPI."""
+    """A transport. `gpu_aware` hands CUDA tensors to MPI; `check` is the option of attention."""
 
     gpu_aware: bool = False
+    check: str | None = None
 
 
 @dataclass
