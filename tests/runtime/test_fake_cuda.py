@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 import ringattn as ra
 from ringattn import kernels
-from ringattn.bench.suites.host import Silent
 from ringattn.kernels.aten_cuda import AtenCuda
 from ringattn.kernels.cuda_device import CudaDevice
 from ringattn.nn import MultiheadRingAttention
 from ringattn.plan import row_sets
 from ringattn.planner import make_plan
 from ringattn.runtime.executor import Job, backward, forward
-from ringattn.transport.base import Post, drive
+from ringattn.transport.base import Counters, Post, drive
+from ringattn.transport.records import Handshakes
 
 BF16, FP32 = torch.bfloat16, torch.float32
 RANKS, RANK, HEADS, DIM = 4, 2, 4, 64
@@ -87,11 +88,21 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-class NoMessages(Silent):
+class NoMessages:
     """A transport of equal ranks that carries nothing, and checks what it is handed."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.counters, self.calls, self.handshakes = Counters(), count(), Handshakes()
 
     def check(self, device: torch.device) -> None:
         assert device == CUDA
+
+    def gather(self, record: bytes) -> list[bytes]:
+        return [record] * self.size
+
+    def wait(self, ticket: None) -> None:
+        pass
 
     def post(self, post: Post) -> None:
         for message in (*post.sends, *post.recvs):
