@@ -102,7 +102,7 @@ def test_a_run_is_not_timed_before_it_is_warm() -> None:
     """The first call, in which the ranks compare plans and open their connections, is not among the times."""
     run = Counted(RunConfig(repeat=3))
     *_, seen = run.measure()
-    assert run.events == ["attend"] * 4 and len(seen.forward) == 3
+    assert run.events == ["attend"] * 4 and len(seen.seconds["forward"]) == 3
 
 
 @pytest.mark.multi
