@@ -92,7 +92,10 @@ def ring_attention(
     with ErrorReport(ring, "call", deferred=True) if deferred else nullcontext():
         plan, kernel, number = announce(ring, call) if deferred else agree(ring, call)
         job = Job(plan, ring.rank, kernel, positive(call.scale)[1], return_lse, sinks=sinks)
-    return _apply(call, OneRank(job, ring, number, deferred), plan, q, k, v, sinks)
+    result = _apply(call, OneRank(job, ring, number, deferred), plan, q, k, v, sinks)
+    if deferred and not call.requires_grad:  # no optimizer will wait for the comparison
+        ring.synchronize()
+    return result
 
 
 def positions(

@@ -65,7 +65,8 @@ def agree(transport: Transport, call: Call, stage: str = "call") -> tuple[Plan, 
         compare_records(arguments.records)
     rows = _read_numbers(exchange.records, MARK)
     plans = Exchange(transport, "plan", LIMIT)
-    with ErrorReport(transport, stage, deferred=True) if alike else plans:
+    # What cannot be planned is an error of the arguments, which are alike: all ranks raise it.
+    with ErrorReport(transport, stage, deferred=True, common=(ValueError,)) if alike else plans:
         plan = call.plan(sum(rows), transport.size, call.layout)
         _check_rows(plan, dict(enumerate(rows)))
         plans.mine = b"" if alike else json.dumps({"layout": _spell_layout(plan.layout), "plan": plan.hash}).encode()
@@ -210,10 +211,7 @@ class OneRank:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         tags = Tags.of_call(self.number, backward=False)
         with ErrorReport(self.transport, "call", deferred=True):
-            result = drive(forward(self.job, q, k, v, keep=keep, tags=tags), self.transport, self.job.rank)
-            if self.deferred and not keep:  # no optimizer will wait for the comparison
-                self.transport.synchronize()
-            return result
+            return drive(forward(self.job, q, k, v, keep=keep, tags=tags), self.transport, self.job.rank)
 
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Never, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -127,8 +127,7 @@ class Channel:
             number = self.comparison.contribute(record, label)
             records = self._wait(lambda: self.comparison.take(number), timeout)
             if records is None:
-                self._part(number)
-                raise CommFailure(f"{RECORDS}: not done within {timeout:g} s")
+                self._part(number, f"{RECORDS}: not done within {timeout:g} s")
             return records
 
     def guard(self, wait: Callable[[], T]) -> T:
@@ -141,16 +140,17 @@ class Channel:
         with self._changed:
             self._wait(lambda: job.done or None, None)
             if isinstance(job.error, CommFailure):  # of a neighbour, which may itself have waited
-                self._part(self.comparison.count - 1)
+                self._part(self.comparison.count - 1, str(job.error))
         if job.error is not None:
             raise job.error
         return job.result
 
-    def _part(self, number: int) -> None:
-        """Raise the error of where all ranks stand, as event `number` does not end."""
-        self.comparison.part(number, "in time")
+    def _part(self, number: int, why: str) -> Never:
+        """Raise the error of where all ranks stand, as event `number` does not end. `why` says what has not ended."""
+        self.comparison.part(number, why)
         self._rouse()
         self._wait(lambda: None, 2 * GRACE)
+        raise CommFailure(why)
 
     def fail(self, text: str) -> None:
         """Tell all ranks that this rank has raised an exception, which ends their calls, too."""

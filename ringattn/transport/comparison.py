@@ -122,7 +122,7 @@ class Comparison:
             )
 
     def part(self, number: int, why: str) -> None:
-        """Tell all ranks that they have not made event `number` alike: `why` is "late", or "" if marks differ."""
+        """Tell all ranks that event `number` was not made alike: `why` says what is late, "" that marks differ."""
         if self.error is None and self._parted is None:
             self._report(PARTED, self.rank, json.dumps([number, why]).encode())
             self._stand(number, why)

@@ -57,12 +57,15 @@ def describe_error(error: BaseException) -> str:
 class ErrorReport:
     """`with ErrorReport(transport, stage): ...` reports an exception of the block to the other ranks.
 
-    The other ranks receive the report in their exchange of that stage; with `deferred` at once, wherever they are. The
-    exception propagates on this rank, even if the report fails. If the block raises nothing, nothing is sent.
+    The other ranks receive the report in their exchange of that stage; with `deferred` at once, wherever they are, but
+    for errors that are `common` to all ranks. The exception propagates on this rank, even if the report fails. If the
+    block raises nothing, nothing is sent.
     """
 
-    def __init__(self, transport: Gatherer, stage: str, *, deferred: bool = False) -> None:
-        self.transport, self.stage, self.deferred = transport, stage, deferred
+    def __init__(
+        self, transport: Gatherer, stage: str, *, deferred: bool = False, common: tuple[type[Exception], ...] = ()
+    ) -> None:
+        self.transport, self.stage, self.deferred, self.common = transport, stage, deferred, common
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +77,8 @@ class ErrorReport:
             self._finish()
             return
         if self.deferred:
-            self.transport.fail(describe_error(error))
+            if not isinstance(error, self.common):
+                self.transport.fail(describe_error(error))
             return
         report = frame(self.stage, describe_error(error).encode(errors="replace"), FAILED)
         try:
@@ -206,14 +210,17 @@ def _list_ranks(ranks: list[int]) -> str:
 
 
 def explain(standings: dict[int, dict[str, Any]], number: int, why: str, size: int) -> RingAttentionError:
-    """The error of ranks that have not made event `number` alike, of where each rank stood, see `comparison`."""
+    """The error of ranks that have not made event `number` alike, of where each rank stood, see `comparison`.
+
+    `why` says what did not end in time; "" where the marks of two ranks differ.
+    """
     silent = [rank for rank in range(size) if rank not in standings]
-    late = [rank for rank, standing in standings.items() if standing["count"] <= number]
+    least = min(standing["count"] for standing in standings.values())
+    late = [rank for rank in range(size) if rank in standings and standings[rank]["count"] == least <= number]
     if silent or (why and late):
-        who = silent or late
         done = "does not answer" if silent else "has not joined the call of the others"
         return CommFailure(
-            f"rank {_list_ranks(who)} {done} {why}; its process hangs, is stopped, or does something else"
+            f"rank {_list_ranks(silent or late)} {done}: its process hangs, is stopped, or does something else ({why})"
         )
     made = {rank: json.loads(raw) for rank in range(size) if (raw := standings[rank]["record"])}
     try:
@@ -221,4 +228,4 @@ def explain(standings: dict[int, dict[str, Any]], number: int, why: str, size: i
         compare(made)
     except Mismatch as error:
         return error
-    return CommFailure(f"a message did not arrive {why}, though no rank is late; is the network or a host slow?")
+    return CommFailure(why)

@@ -147,10 +147,10 @@ def test_late_and_silent_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
         for rank in (0, 1, 2, 4, 5, 6, 7):
             network.ranks[rank].contribute(b"", b"{}")
         network.deliver()
-        network.ranks[0].part(0, "in time")
+        network.ranks[0].part(0, "it took 2 s")
         network.deliver()
         for rank in network.ranks:
             rank.tick()
             if rank.rank != 3:
                 done = "does not answer" if stopped else "has not joined the call of the others"
-                assert f"rank 3 {done} in time" in str(rank.error)
+                assert f"rank 3 {done}: its process" in str(rank.error) and "(it took 2 s)" in str(rank.error)
