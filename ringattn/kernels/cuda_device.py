@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..dtypes import dtype_name
 from ..plan.work import Work
 from .base import is_causal
 
@@ -74,9 +75,11 @@ class CudaDevice:
         if op in self.disabled:
             return f"torch.backends.cuda.enable_{SWITCHES[op]}_sdp(False) is in force"
         if op != "efficient" and dtype not in HALF_DTYPES:
-            return f"it computes float16 and bfloat16, not {_name(dtype)}"
+            return f"it computes float16 and bfloat16, not {dtype_name(dtype)}"
         if self.capability < (8, 0) and (op != "efficient" or dtype == torch.bfloat16):
-            return f"it needs compute capability 8.0 for {_name(dtype)}, this device has {_version(self.capability)}"
+            return (
+                f"it needs compute capability 8.0 for {dtype_name(dtype)}, this device has {_version(self.capability)}"
+            )
         if op == "cudnn" and (self.cudnn is None or self.cudnn < KNOWN_CUDNN):
             return f"it needs cuDNN {KNOWN_CUDNN}, torch.backends.cudnn.version() is {self.cudnn}"
         if op == "flash" and self.flash in FLASH:
@@ -108,10 +111,6 @@ class CudaDevice:
         if self.capability[0] not in (9, 10):
             return f"it is faster than flash on 9.0 and 10.x, this device has {_version(self.capability)}"
         return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _version(capability: tuple[int, int]) -> str:

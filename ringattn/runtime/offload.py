@@ -178,7 +178,8 @@ def make_stream(call: Call, *, chunk: int | None, backward: bool) -> HostStream:
 
     def make() -> StreamedPlan:
         """The plan with one rank per chunk."""
-        ranks, options = max(1, -(-tokens // rows)), {"layout": "contiguous", "schedule": "direct", "rotate": "keys"}
+        options: dict[str, Any] = {"layout": "contiguous", "schedule": "direct", "rotate": "keys"}
+        ranks = max(1, -(-tokens // rows))
         plan = make_plan(call.pattern, tokens=tokens, ranks=ranks, **options, **sizes)
         return StreamedPlan(**{entry.name: getattr(plan, entry.name) for entry in fields(plan)})
 

@@ -39,13 +39,15 @@ def return_freed() -> bool:
 
 def resident() -> int:
     """Bytes resident now (Linux); elsewhere the peak since the start of the process."""
-    return _status_bytes("VmRSS") if _STATUS.exists() else peak()
+    now = _read(_STATUS, "VmRSS")
+    return peak() if now is None else now
 
 
 def peak() -> int:
     """The largest number of bytes resident since `reset_peak`, or since the start of the process."""
-    if _STATUS.exists():
-        return _status_bytes("VmHWM")
+    most = _read(_STATUS, "VmHWM")
+    if most is not None:
+        return most
     import resource  # not on Windows, where what calls this is refused
 
     unit = 1 if sys.platform == "darwin" else 1024
@@ -54,10 +56,7 @@ def peak() -> int:
 
 def free() -> int | None:
     """Bytes that the system can give to programs now without swapping; None where the system does not say."""
-    for line in _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else ():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    return _read(_MEMINFO, "MemAvailable")
 
 
 def available() -> int:
@@ -70,9 +69,9 @@ def available() -> int:
     return free_bytes
 
 
-def _status_bytes(name: str) -> int:
-    """A field of /proc/self/status, which is in KiB there."""
-    for line in _STATUS.read_text().splitlines():
+def _read(path: Path, name: str) -> int | None:
+    """A field of a file of /proc, which counts KiB, in bytes; None where the system has no such file or field."""
+    for line in path.read_text().splitlines() if path.exists() else ():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
-    raise AssertionError(name)
+    return None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -115,7 +115,7 @@ def _resolve(
     rotates = ring_plan.rotates if backward else "keys"
     kept = rank_plan.kept if keep and rotates == "keys" else ()
     merges = None if backward else make_merge_plan(ring_plan, owner, kernel)
-    works = iter(_backward_works(ring_plan, owner, kernel) if merges is None else merges.visits)
+    works: Iterator[Any] = iter(_backward_works(ring_plan, owner, kernel) if merges is None else merges.visits)
     exchanged: tuple[Kind, Kind] = ("dout", "dqkv") if backward else ("qkv", "out")
     with torch.inference_mode(False):  # index tensors outlive the inference mode of the caller
         recorder = Recorder(plan, _largest_message(plan, rank), device)
