@@ -222,7 +222,7 @@ EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7)
         ({"backward": "yes"}, "backward='yes': expected True or False"),
         ({"solver": 5}, "solver=5: expected one of auto"),
         ({"seed": -1}, "seed=-1: expected an integer >= 0"),
-        ({"slow": np.ones((2, 2))}, "got shape (2, 2)"),
+        ({"slow": np.ones((2, 2))}, "slow: expected a factor for each of 4 ranks"),
         ({"slow_links": {0: "x"}}, "slow_links: a factor is not a number"),
         ({"stalls": [Stall(0, 0, -1.0)]}, "a step >= 0 and seconds >= 0"),
     ],
