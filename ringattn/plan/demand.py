@@ -27,6 +27,7 @@ from .row_sets import (
 )
 from .work import (
     Work,
+    is_dense,
     join_keys,
     join_repetitions,
     join_tiles,
@@ -34,6 +35,7 @@ from .work import (
     lower,
     restrict_keys,
     restrict_queries,
+    split_heads,
 )
 
 if TYPE_CHECKING:
@@ -257,6 +259,9 @@ class KeyDemand(BlockDemand):
         if isinstance(row_set, RowSet):
             return tuple(restrict_keys(self.works(rank, owner, ALL_ROWS), row_set))
         q_rows, k_rows = self.layout.shard(rank), self.layout.shard(owner)
+        few = q_rows and k_rows and max(len(q_rows), len(k_rows)) <= MOST_RANGES
+        if few and is_dense(self.pattern, q_rows, k_rows, self.heads):
+            return self._dense_works(sum(map(len, q_rows)), sum(map(len, k_rows)))
         tiles = list(local_tiles(self.pattern, q_rows, k_rows, self.heads))
         return tuple(lower(join_tiles(tiles), self.group))
 
@@ -270,6 +275,12 @@ class KeyDemand(BlockDemand):
         if len(first) <= most:
             return self.joined_works(rank, owner), True
         return tuple(join_repetitions(join_keys(lower(first[:most], self.group)))), False
+
+    @cached
+    def _dense_works(self, rows: int, keys: int) -> tuple[Work, ...]:
+        """The works of a visit in which every row sees every key."""
+        parts = split_heads(range(self.heads), self.group)
+        return tuple(Work(heads, kv, range(rows), (range(keys),)) for heads, kv in parts)
 
 
 class QueryDemand(BlockDemand):

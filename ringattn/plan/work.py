@@ -199,6 +199,19 @@ MAX_JOINED = 32
 HeadPairs = list[tuple[int, int]]
 
 
+def is_dense(pattern: Pattern, q_rows: tuple[range, ...], k_rows: tuple[range, ...], heads: int) -> bool:
+    """Whether all heads see all pairs of these positions exactly once, with one tile for each two ranges."""
+    for q in q_rows:
+        for k in k_rows:
+            tiles = pattern.tiles(q, k, range(heads))
+            first = next(tiles, None)
+            if first is None or not first.dense or (first.q, first.k, first.heads) != (q, k, range(heads)):
+                return False
+            if next(tiles, None) is not None:
+                return False
+    return True
+
+
 def local_tiles(pattern: Pattern, q_shard: tuple[range, ...], k_shard: tuple[range, ...], heads: int) -> Iterator[Tile]:
     """Tiles and their bands in local row indices; a tile with a band has equal q and k steps."""
     first_q = 0
