@@ -35,6 +35,8 @@ KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 RETRY = 0.05
 #: Seconds that the end of a group waits for a connection, and for a thread.
 PARTING = 1.0
+#: Seconds that whoever connects has to show the secret.
+STRANGER = 5.0
 #: Bytes by which a rank shows that it belongs to the group.
 SECRET = 16
 #: The channel of each group. It ends with its group.
@@ -71,6 +73,7 @@ def _synchronize_before_steps() -> None:
 def _forget() -> None:
     """In a fork, which is no rank: close its copies of the connections, so that the end of the rank ends them."""
     for channel in _channels.values():
+        channel.is_closed = True
         channel.drop()
     _channels.clear()
 
@@ -92,8 +95,8 @@ class Channel:
         self.device: torch.device | None = None
         #: Whether this rank has been told of an error.
         self.has_raised = False
-        #: Frames and bytes that this rank has sent.
-        self.sent_frames = self.sent_bytes = 0
+        #: Frames that this rank has sent.
+        self.sent_frames = 0
         self._changed = threading.Condition()
         self._waiting = dict.fromkeys(self.comparison.peers, b"")
         #: Peers whose connection takes no more bytes for now.
@@ -102,7 +105,7 @@ class Channel:
         self._sockets = self._connect(PrefixStore("ringattn/channel", group.get_group_store()), timeout)
         self._wake, self._woken = socket.socketpair()
         self._jobs: SimpleQueue[_Job[Any] | None] | None = None
-        self._closed = False
+        self.is_closed = False
         self._threads: list[threading.Thread] = []
         self._start(self._watch)
 
@@ -163,7 +166,7 @@ class Channel:
         if error is not None:
             self.has_raised = True
             raise type(error)(*error.args)
-        if self._closed:
+        if self.is_closed:
             raise CommFailure("the process group of this call was destroyed; make a new group")
 
     def _wait(self, answer: Callable[[], T | None], timeout: float | None) -> T | None:
@@ -199,16 +202,14 @@ class Channel:
                 server.settimeout(max(end - time.monotonic(), 0.01))
                 try:
                     connection, _ = server.accept()
-                    connection.settimeout(5.0)
-                    hello = connection.recv(SECRET + 4, socket.MSG_WAITALL)
-                except OSError:
-                    missing = sorted({*self.comparison.peers} - {*found})
-                    raise self._missing(missing[0], "it has not connected in time") from None
-                if hello[:SECRET] == secret:
-                    connection.sendall(b"+")
-                    found[int.from_bytes(hello[SECRET:], "little")] = connection
-                else:
+                except TimeoutError:
+                    missing = min({*self.comparison.peers} - {*found})
+                    raise self._missing(missing, "it has not connected in time") from None
+                peer = _admit(connection, secret)
+                if peer is None:
                     connection.close()
+                else:
+                    found[peer] = connection
         for connection in found.values():
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -244,7 +245,6 @@ class Channel:
     def _send(self, peer: int, frame: bytes) -> None:
         """Send at once what the connection takes; the thread sends the rest."""
         self.sent_frames += 1
-        self.sent_bytes += len(frame)
         self._waiting[peer] += frame
         if peer not in self._blocked:
             self._flush(peer)
@@ -298,7 +298,7 @@ class Channel:
             for peer, connection in self._sockets.items():
                 selector.register(connection, selectors.EVENT_READ, peer)
             selector.register(self._woken, selectors.EVENT_READ)
-            while not self._closed:
+            while not self.is_closed:
                 deadline = self.comparison.deadline
                 ready = selector.select(None if deadline is None else max(deadline - time.monotonic(), 0.0))
                 with self._changed:
@@ -335,10 +335,10 @@ class Channel:
 
     def close(self) -> None:
         """Tell the peers that this rank has ended, and end the connections."""
+        if self.is_closed:
+            return
         with self._changed:
-            if self._closed:
-                return
-            self._closed = True
+            self.is_closed = True
             self.comparison.end()
             end = time.monotonic() + PARTING
             while any(self._waiting.values()) and time.monotonic() < end:
@@ -375,6 +375,19 @@ class _Job(Generic[T]):
             self.error = error
         finally:
             self.done = True
+
+
+def _admit(connection: socket.socket, secret: bytes) -> int | None:
+    """The rank at the other end of a connection, which is told that it is in; None for whoever lacks the secret."""
+    connection.settimeout(STRANGER)
+    try:
+        hello = connection.recv(SECRET + 4, socket.MSG_WAITALL)
+        if len(hello) < SECRET + 4 or not secrets.compare_digest(hello[:SECRET], secret):
+            return None
+        connection.sendall(b"+")
+    except OSError:
+        return None
+    return int.from_bytes(hello[SECRET:], "little")
 
 
 def _own_address(store: Store) -> tuple[str, socket.AddressFamily]:
