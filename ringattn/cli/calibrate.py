@@ -16,7 +16,7 @@ from ..machine.file import write_machine
 from ..machine.machine import MACHINE_NUMBERS
 from ..simulator.calibrate.measure import Calibration, CalibrationSizes, calibrate
 from ..simulator.calibrate.measuring_ranks import MeasuringRanks, Settings
-from ..simulator.reporting.console import Number, format_quantity, get_console, print_grid, print_numbers
+from ..simulator.reporting.console import Number, announcing, format_quantity, get_console, print_grid, print_numbers
 from ..text import duration, plural
 from ..transport.base import Transport
 from ..transport.launcher import detect
@@ -79,12 +79,8 @@ def measure_on(
             f"{team.size} ranks on nodes of {team.ranks_per_node}: links are measured between nodes with equally "
             "many ranks; start the same number of ranks on each node"
         )
-
-    def tell(text: str) -> None:
-        if team.rank == 0:
-            get_console().print(f"measuring {text}")
-
-    calibration = calibrate(team, settings, sizes, config.machine.made(device.type), tell, between)
+    with announcing(shown=team.rank == 0) as announce:
+        calibration = calibrate(team, settings, sizes, config.machine.made(device.type), announce, between)
     if team.rank == 0:
         made = {  # where, when and with which settings
             **describe_host(),

@@ -12,7 +12,7 @@ from ..bench.report import BenchReport, compare, narrow, write_index, write_repo
 from ..bench.runner import BenchOptions, run_suite
 from ..errors import BenchFailure, InvalidInput
 from ..files import OUTPUTS, make_folder
-from ..simulator.reporting.console import get_console, print_grid, print_paragraph
+from ..simulator.reporting.console import announcing, get_console, print_grid, print_paragraph
 from ..text import plural
 from .config.groups import check_least
 from .config.overrides import quote
@@ -41,8 +41,8 @@ def _measure(config: ReportConfig) -> None:
         suite.check(folder)
     make_folder(folder)
     options = BenchOptions(config.suite, config.cases, config.repeat, folder, memory)
-    console = get_console()
-    path = run_suite(options, lambda text: console.print(f"measuring {text}", highlight=False, soft_wrap=True))
+    with announcing() as announce:
+        path = run_suite(options, announce)
     _show_results(path)
 
 

@@ -6,10 +6,10 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,6 +20,7 @@ from ...machine.machine import MACHINE_NUMBERS
 from ...plan.choice import Choice
 from ...plan.plan import Plan
 from ...text import duration, plural, rate, size
+from ...transport.launcher import progress_stream
 from ..progress import Listener
 
 #: Columns of standard output where it is not a terminal: wide enough for every table.
@@ -179,11 +180,26 @@ def show_progress(console: Console, *, shown: bool = True, tenths: bool = False)
             task = bar.add_task("preparing", total=None)
             yield lambda done, count, noun: bar.update(task, completed=done, total=count, description=noun)
     else:
-        lines = ProgressLines(Console(stderr=True) if console.file is sys.stdout else console, tenths)
-        try:
+        with ProgressLines(Console(stderr=True) if console.file is sys.stdout else console, tenths) as lines:
             yield lines
-        finally:
-            lines.end()
+
+
+@contextmanager
+def announcing(*, shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """A function that prints what is measured next. Meanwhile standard error shows that work goes on: a terminal at
+    once, else a line every `INTERVAL` seconds. shown=False shows nothing."""
+    if not shown:
+        yield lambda text: None
+        return
+    out, err = get_console(), Console(file=progress_stream())
+    live = out if out.is_terminal else err
+    with live.status("preparing") if live.is_terminal else ProgressLines(err, tenths=False) as shower:
+
+        def announce(text: str) -> None:
+            out.print(f"measuring {text}", highlight=False, soft_wrap=True)
+            shower.update(f"measuring {text}")
+
+        yield announce
 
 
 class ProgressLines:
@@ -202,6 +218,19 @@ class ProgressLines:
         self.over, self.spoken = False, threading.Event()
         threading.Thread(target=self._repeat, daemon=True).start()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Print nothing more."""
+        self.over = True
+        self.spoken.set()
+
+    def update(self, text: str) -> None:
+        """What the next lines say."""
+        self.text = text
+        self.spoken.set()
+
     def __call__(self, done: int, count: int, noun: str) -> None:
         """Take note that `done` of `count` units of work are done."""
         now, tenth = time.monotonic(), done * LINES // count
@@ -213,11 +242,6 @@ class ProgressLines:
         if (self.tenths and tenth != self.tenth) or now - self.last_line >= INTERVAL:
             self.tenth, self.last_line = tenth, now
             self._print()
-
-    def end(self) -> None:
-        """Print nothing more."""
-        self.over = True
-        self.spoken.set()
 
     def _repeat(self) -> None:
         while not self.over:
