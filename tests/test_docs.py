@@ -310,6 +310,15 @@ def test_headlines_are_those_of_the_newest_stored_runs() -> None:
     assert f"takes {100 - 100 * float(beside('sdpa', 'causal', 'forward')):.0f} % less" in readme
 
 
+def test_errors_on_published_measurements_are_those_of_their_page() -> None:
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/simulation.md", "benchmarks/published.md")]
+    (row,) = re.findall(r"^\| all \| .*$", pages[2], re.MULTILINE)
+    assert row in pages[1]
+    count, half, most = re.findall(r"\| all \| (\d+) \| ([\d.]+) / ([\d.]+) %", row)[0]
+    words = f"half of {count} published measurements are met within {float(half):g} %, 90 % within {float(most):g} %"
+    assert words in " ".join(pages[0].split())
+
+
 SITE = ROOT / "docs/_build/html"
 #: How wide the page is and may be, and which images have no alternative text or do not show.
 LOOK = """
