@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 #: Units of long durations: name, seconds per unit, and from how many units on the unit is used.
 _LONG_UNITS = (("min", 60.0, 2), ("h", 3600.0, 2), ("days", 86400.0, 2), ("years", 31557600.0, 1))
@@ -13,29 +13,40 @@ RENAMED = {"wire_dtype": "comm_dtype", "tier": "solver", "alpha": "latency", "be
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
-def digits(value: float) -> str:
-    """`value` with three significant digits, or from 1,000 on as an integer with commas: 0.0123, 12.3, 1,234.
+def digits(value: float, count: int = 3) -> str:
+    """`value` with `count` significant digits, or from 1,000 on as an integer with commas: 0.0123, 12.3, 1,234.
 
     Values closer to zero than 0.0001 keep an exponent.
     """
     if not math.isfinite(value) or 0 < abs(value) < 1e-4:
-        return f"{value:.3g}"
-    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+        return f"{value:.{count}g}"
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.{count}g}"
 
 
-def duration(seconds: float) -> str:
-    """Seconds as text: 0.00123 -> "1.23 ms", 1530 -> "25.5 min", 3e7 -> "347 days"."""
+def duration(seconds: float, count: int = 3) -> str:
+    """Seconds as text of `count` digits: 0.00123 -> "1.23 ms", 1530 -> "25.5 min", 3e7 -> "347 days"."""
     magnitude = abs(seconds)
     if not math.isfinite(seconds):
         return f"{seconds} s"
     for name, unit, least in reversed(_LONG_UNITS):
         if magnitude >= least * unit:
-            count = seconds / unit
-            return f"{digits(count / 1e6)} million {name}" if abs(count) >= 1e6 else f"{digits(count)} {name}"
+            units = seconds / unit
+            return (
+                f"{digits(units / 1e6, count)} million {name}"
+                if abs(units) >= 1e6
+                else f"{digits(units, count)} {name}"
+            )
     for name, factor in (("s", 1.0), ("ms", 1e3)):
         if magnitude * factor >= 0.9995:
-            return f"{digits(seconds * factor)} {name}"
-    return f"{digits(seconds * 1e6)} us"
+            return f"{digits(seconds * factor, count)} {name}"
+    return f"{digits(seconds * 1e6, count)} us"
+
+
+def durations(seconds: Sequence[float]) -> list[str]:
+    """Times that are compared, as text; those that read alike with three digits and not with four have four."""
+    texts, finer = ([duration(each, count) for each in seconds] for count in (3, 4))
+    apart = {text: {other for t, other in zip(texts, finer, strict=True) if t == text} for text in texts}
+    return [fine if len(apart[text]) > 1 else text for text, fine in zip(texts, finer, strict=True)]
 
 
 def size(count: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringattn.simulator.reporting.console import format_quantity
-from ringattn.text import did_you_mean, duration, rate, size
+from ringattn.text import did_you_mean, duration, durations, rate, size
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,12 @@ from ringattn.text import did_you_mean, duration, rate, size
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_times_that_are_compared() -> None:
+    """A fourth digit where it tells times apart that are alike in three."""
+    assert durations((0.03756, 0.03764, 2.0)) == ["37.56 ms", "37.64 ms", "2 s"]
+    assert durations((0.0375601, 0.0375602, 2.0)) == ["37.6 ms", "37.6 ms", "2 s"]
 
 
 @pytest.mark.parametrize(

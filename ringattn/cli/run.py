@@ -33,11 +33,22 @@ def main(config: RunConfig) -> None:
     if launcher != "none" and (config.stream is not None or is_virtual):
         setting = "transport=virtual" if config.stream is None else f"stream={config.stream}"
         raise InvalidInput(f"{setting} is one process, not {launcher}'s; start ringattn run without {launcher}")
+    if launcher == "none" and config.transport.spec == "gloo" and config.stream is None:
+        _count_cores(config)
     if config.stream is None and not is_virtual:
         start_ranks(config, _worker, "run", _check_before_start)
         return
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     (Run if config.stream is None else StreamedRun)(config).run()
+
+
+def _count_cores(config: RunConfig) -> None:
+    """Tell the machine where local ranks share cores, unless it has nodes of its own: `auto` counts that."""
+    machine, count = config.machine.made(ranks=config.ranks), os.cpu_count() or 1
+    cores = machine.cores or max(1, count // (config.threads or max(1, count // config.ranks)))
+    given = vars(config.machine)
+    if cores < config.ranks and machine.ranks_per_node == 1 and given["ranks_per_node"] is None:
+        given.update(cores=cores, ranks_per_node=config.ranks)
 
 
 def _check_paths(config: RunConfig) -> None:

@@ -126,7 +126,8 @@ def _timeline_numbers(timeline: Timeline) -> list[Number]:
     """The numbers of a pass, each with its kind."""
 
     def share(seconds: float) -> str:
-        return f"{duration(seconds)} = {seconds / timeline.seconds:.2%}" if timeline.seconds else "0"
+        less = " less" if seconds < 0 else ""  # jitter may end interference earlier
+        return f"{duration(abs(seconds))} = {abs(seconds) / timeline.seconds:.2%}{less}" if timeline.seconds else "0"
 
     machine, traffic, kind = timeline.machine, timeline.traffic, timeline.kind
     numbers = [Number("solver", f"{timeline.solver}: {timeline.why}")]
@@ -152,9 +153,9 @@ def _timeline_numbers(timeline: Timeline) -> list[Number]:
     messages = f"{plural(traffic.messages, 'message')} on {plural(traffic.links, 'link')}"
     numbers.append(Number("messages", messages, "counted"))
     numbers.append(Number("bytes", f"{size(traffic.total)}, {size(traffic.busiest)} on the busiest link", "counted"))
-    numbers += [Number(f"  {name}", size(value), "modelled") for name, value in timeline.memory.items()]
     fits = {None: "", True: ", fits", False: ", does not fit"}[timeline.fits]
     numbers.append(Number("memory of a rank", size(sum(timeline.memory.values())) + fits, "modelled"))
+    numbers += [Number(f"  {name}", size(value), "modelled") for name, value in timeline.memory.items()]
     return [*numbers, *_job_numbers(timeline)]
 
 

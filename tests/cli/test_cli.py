@@ -12,7 +12,8 @@ from command_line import Inside, ringattn, started
 from safetensors.torch import load_file, save_file
 
 import ringattn as ra
-from ringattn.cli.config.schema import SCHEMAS, parse_size
+from ringattn.cli import run
+from ringattn.cli.config.schema import SCHEMAS, RunConfig, parse_size
 from ringattn.errors import InvalidInput
 
 
@@ -171,3 +172,40 @@ def test_every_schema_has_its_config() -> None:
     root = Path(__file__).resolve().parents[2] / "conf"
     assert {path.stem for path in root.glob("*.yaml")} == {*SCHEMAS, "job", "quiet"}
     assert json.dumps(sorted(SCHEMAS)) == '["advise", "calibrate", "doctor", "plan", "report", "run", "simulate"]'
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "numbers", "shared"),
+    [
+        (2, None, {}, (None, 1)),
+        (4, None, {}, (2, 4)),
+        (4, 2, {}, (1, 4)),
+        (4, None, {"cores": 3}, (3, 4)),
+        (4, None, {"ranks_per_node": 2}, (None, 2)),
+    ],
+)
+def test_local_ranks_share_the_cores(
+    ranks: int,
+    threads: int | None,
+    numbers: dict[str, int],
+    shared: tuple[int | None, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What `auto` hears of a machine of 2 cores; numbers that the user gives stay."""
+    machines: list[ra.Machine] = []
+    monkeypatch.setattr(run.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(run, "start_ranks", lambda config, *_: machines.append(config.machine.made(ranks=ranks)))
+    config = RunConfig(ranks=ranks, threads=threads)
+    vars(config.machine).update(numbers)
+    run.main(config)
+    assert (machines[0].cores, machines[0].ranks_per_node) == shared
+
+
+def test_times_are_not_negative_and_a_sum_precedes_its_parts(inside: Inside, tmp_path: Path) -> None:
+    """Jitter ends interference earlier, and the time of the pass with it."""
+    numbers = ("machine.gamma=0.05", "machine.jitter=0.3", "machine.flops=2e13", "machine.bandwidth=4e10")
+    done = inside("simulate", "ranks=1", "tokens=4k", "seed=1", *numbers, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"  jitter +[\d.]+ us = [\d.]+% less", done.stdout), done.stdout
+    assert not re.search(r"(?<![\de])-\d", done.stdout)
+    assert done.stdout.index("memory of a rank") < done.stdout.index("  q, k, v")

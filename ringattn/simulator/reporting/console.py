@@ -19,7 +19,7 @@ from rich.table import Table
 from ...machine.machine import MACHINE_NUMBERS
 from ...plan.choice import Choice
 from ...plan.plan import Plan
-from ...text import duration, plural, rate, size
+from ...text import duration, durations, plural, rate, size
 from ...transport.launcher import progress_stream
 from ..progress import Listener
 
@@ -117,14 +117,14 @@ def print_choice(choice: Choice, max_rows: int = 8) -> None:
     rows = [
         (
             str(candidate),
-            duration(prediction.seconds),
+            seconds,
             duration(prediction.compute),
             duration(prediction.exposed),
             size(prediction.bytes),
             f"{prediction.messages:,}",
             candidate.basis,
         )
-        for _, _, candidate, prediction in timed
+        for (_, _, candidate, prediction), seconds in zip(timed, durations([row[0] for row in timed]), strict=True)
     ]
     console = get_console()
     console.print()

@@ -19,7 +19,7 @@ from ...pattern.views import HeadSlice
 from ...plan.choice import Candidate, Choice
 from ...plan.demand import KeyDemand
 from ...plan.plan import Plan
-from ...text import duration
+from ...text import duration, durations, plural
 from .costs import bound_memory
 from .forecast import SAMPLED_STEPS, count_exchanges, count_pairs, estimate, host_seconds, spread_ranks
 from .kernel_seconds import pair_seconds
@@ -111,7 +111,8 @@ def choose(
         candidate for candidate in candidates if candidate in plans and candidate.seconds <= by_time[0].seconds * EQUAL
     )
     others = [candidate for candidate in by_time if candidate is not best]
-    return plans[best].with_choice(Choice(candidates, best, _explain(best, others), machine))
+    reason = _explain(best, others, Rates(first, machine, backward=False))
+    return plans[best].with_choice(Choice(candidates, best, reason, machine))
 
 
 class _Comparison:
@@ -138,7 +139,8 @@ class _Comparison:
             fastest = min((candidate.seconds for candidate in self.plans), default=inf)
             least = self._bound(plan) if self.plans else 0.0
             if fastest <= least * EQUAL:
-                why = f"its steps take at least {duration(least)}, where the best takes {duration(fastest)}"
+                slow, fast = durations((least, fastest))
+                why = f"its steps take at least {slow}, where the best takes {fast}"
                 self.leave_out(layout, name, why)
             elif name != names[0] and self.machine.memory is not None and bound_memory(plan) > self.machine.memory:
                 self.leave_out(layout, name, "it does not fit into the memory of a rank")
@@ -167,7 +169,9 @@ class _Comparison:
             self.candidates.append(candidate)
             self.plans[candidate] = plan
             steps = 2 if prediction.messages > 2 * (plan.ulysses_size - 1) else 1
-            self._least.setdefault((layout, plan.ulysses_size), self._add_calls(plan, prediction.compute, steps))
+            # Where ranks share cores, what they wait for them depends on the steps of each schedule.
+            if Rates(plan, self.machine, backward=False).cores is None:
+                self._least.setdefault((layout, plan.ulysses_size), self._add_calls(plan, prediction.compute, steps))
             return True
         self.leave_out(layout, plan.schedule, f"an estimate takes more than {LOOKUPS:,} lookups of tiles")
         return False
@@ -226,7 +230,7 @@ def _take_first(plan: Plan, candidates: tuple[Candidate, ...], why: str, machine
     return plan.with_choice(Choice(candidates, picked, f"{picked}: {why}", machine))
 
 
-def _explain(best: Candidate, others: list[Candidate]) -> str:
+def _explain(best: Candidate, others: list[Candidate], rates: Rates) -> str:
     """Why `best` is taken, in one sentence; `others` by time."""
     prediction = best.prediction
     assert prediction is not None
@@ -238,6 +242,9 @@ def _explain(best: Candidate, others: list[Candidate]) -> str:
     else:
         waits = f"{share:.0%} of it waiting" if share >= 0.01 else "less than 1% of it waiting"
     text = f"{best} is predicted to take {duration(prediction.seconds)}, {waits}"
+    if rates.cores is not None:
+        ranks = min(rates.machine.ranks_per_node, rates.plan.ranks)
+        text += f", as {plural(ranks, 'rank')} share {plural(rates.cores, 'core')}"
     if not others:
         return text
     other = others[0]

@@ -7,8 +7,9 @@ for the steps between them, and the time of the visits is scaled to the exact nu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice, pairwise, product
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from ...plan.schedules.direct import DirectSchedule
 from ...plan.steps import Kind, Part
 from .kernel_seconds import FEWEST_RANKS, pair_seconds
 from .rates import Rates
+from .solvers.event_loop import share_cores
 
 if TYPE_CHECKING:
     from ...plan.plan import Plan
@@ -44,7 +46,7 @@ def predict(plan: Plan, machine: Machine) -> Prediction:
     are taken to begin each step together, but for few ranks, so that they wait for messages alone. The messages of a
     step follow each other, except that messages within a node and between nodes travel at the same time. A shared card
     carries the bytes of its whole node. A message that may last several steps counts in equal parts against each of
-    them. Raises Unsupported where the schedule has no routes.
+    them. Ranks that share cores compute longer. Raises Unsupported where the schedule has no routes.
     """
     return estimate(plan, machine, plan.ring_plan(0)[0].demand)[0]
 
@@ -190,15 +192,16 @@ class _RingEstimate:
 
     def _predict_rank(self, rank: int, steps: list[tuple[int, float]]) -> Prediction:
         """The forward of a rank, from (step, weight) pairs."""
-        owners = [[rank] if not step else [edge.owner for edge in self.route.edges_at(rank, step)] for step, _ in steps]
-        pairs = [sum(self.demand.pairs(rank, owner) for owner in dict.fromkeys(met)) for met in owners]
+        owners = [self._met(rank, step) for step, _ in steps]
+        pairs = [self._pairs(rank, step) for step, _ in steps]
         weighted = sum(weight * count for (_, weight), count in zip(steps, pairs, strict=True))
         per_pair = pair_seconds(self.plan, self.machine, False, FEWEST_RANKS, ENOUGH_TILES)
         compute = per_pair * count_pairs(self.demand, rank)
         gather, sent, messages = self._gather(rank) if self.gathers else (0.0, 0.0, 0.0)
         if self.rates.one_gather:
+            compute *= self._stretch(rank, partial(count_pairs, self.demand))
             return Prediction(gather + compute, compute, gather, round(sent), round(messages))
-        seconds = 0.0
+        seconds = waiting = 0.0
         for (step, weight), met, count in zip(steps, owners, pairs, strict=True):
             visit = compute * count / weighted if weighted else 0.0
             edges = [] if self.gathers else list(self._in_flight(rank, step))
@@ -209,11 +212,30 @@ class _RingEstimate:
             messages += weight * len(posted)
             merged = (_merged_rows(self.demand, rank, owner) for owner in met if owner != rank)
             merge = self.rates.merge(sum(merged)) if self.machine.merge is not None else 0.0
-            worked = visit + merge + self.rates.gamma * min(visit, received)
+            stretch = self._stretch(rank, partial(self._pairs, step=step))
+            waiting += weight * visit * (stretch - 1)
+            worked = (visit + merge + self.rates.gamma * min(visit, received)) * stretch
             self.times[rank, step] = worked, edges
             seconds += weight * max(worked, received)
             self.slowest[step] = max(self.slowest[step], weight * max(worked, received))
+        compute += waiting
         return Prediction(seconds, compute, seconds - compute, round(sent), round(messages))
+
+    def _met(self, rank: int, step: int) -> list[int]:
+        """The owners of the blocks that a rank computes with at a step."""
+        return [edge.owner for edge in self.route.edges_at(rank, step)] if step else [rank]
+
+    def _pairs(self, rank: int, step: int) -> int:
+        return sum(self.demand.pairs(rank, owner) for owner in dict.fromkeys(self._met(rank, step)))
+
+    def _stretch(self, rank: int, pairs: Callable[[int], int]) -> float:
+        """How many times as long a rank works as on a core of its own, while each rank of its node has some pairs."""
+        node, cores = self.machine.node(rank, self.plan.ranks), self.machine.cores
+        if cores is None or cores >= len(node) * self.crowd:
+            return 1.0
+        loads = [pairs(member) for member in node for _ in range(self.crowd)]
+        index = (rank - node.start) * self.crowd
+        return share_cores(loads, cores)[index] / loads[index] if loads[index] else 1.0
 
     def _in_flight(self, rank: int, step: int) -> Iterator[Edge]:
         """The edges to a rank that are in flight at a step and carry rows."""

@@ -11,6 +11,7 @@ from ringattn.errors import InvalidInput
 from ringattn.machine.presets import MACHINES
 from ringattn.simulator.timing.auto import count_lookups
 from ringattn.simulator.timing.costs import bound_memory, memory
+from ringattn.simulator.timing.forecast import predict
 
 LENGTHS = [900, 200, 4000, 1500, 92, 700, 3000, 1992, 3000, 1000]
 SIZES = {"tokens": 1 << 14, "heads": 8, "head_dim": 64, "dtype": "bfloat16"}
@@ -165,3 +166,25 @@ def test_lookups_of_plans_with_ulysses_groups_are_counted() -> None:
     lookups = count_lookups(plan, 3)
     assert lookups is not None and lookups > 10
     assert count_lookups(make_plan(Causal(), tokens=1 << 26, ranks=1 << 16, schedule="ulysses(4)", heads=4), 3) is None
+
+
+@pytest.mark.parametrize("schedule", ["ring", "direct", "allgather", "ulysses(2, ring)", "ulysses(4, ring)"])
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_ranks_that_share_cores_compute_longer(schedule: str, ranks: int) -> None:
+    """As in a simulation, to within a tenth; the reason of a choice says so."""
+    own = FLAT.changed(ranks_per_node=4)
+    for machine, words in ((own, ""), (own.changed(cores=4), ""), (own.changed(cores=2), "as 4 ranks share 2 cores")):
+        choice = chosen(Full(), ranks, machine, layout="contiguous").choice
+        assert choice is not None and words in choice.reason and ("share" in choice.reason) == bool(words)
+        plan = chosen(Full(), ranks, machine, layout="contiguous", schedule=schedule)
+        prediction = predict(plan, machine)
+        assert prediction.seconds == pytest.approx(simulate(plan, machine).seconds, rel=0.1)
+        assert predict(plan, own).compute * (2 if words else 1) == pytest.approx(prediction.compute)
+
+
+def test_a_rank_that_works_alone_has_a_whole_core() -> None:
+    """Contiguous causal rings: fewer ranks work at each step."""
+    machine = FLAT.changed(ranks_per_node=4, cores=2)
+    plan = chosen(Causal(), 4, machine, layout="contiguous", schedule="ring")
+    seconds = [simulate(plan, machine).seconds, simulate(plan, FLAT).seconds]
+    assert predict(plan, machine).seconds == pytest.approx(seconds[0], rel=0.1) and seconds[0] < 1.7 * seconds[1]
