@@ -31,11 +31,8 @@ def duration(seconds: float, count: int = 3) -> str:
     for name, unit, least in reversed(_LONG_UNITS):
         if magnitude >= least * unit:
             units = seconds / unit
-            return (
-                f"{digits(units / 1e6, count)} million {name}"
-                if abs(units) >= 1e6
-                else f"{digits(units, count)} {name}"
-            )
+            million = " million" if abs(units) >= 1e6 else ""
+            return f"{digits(units / 1e6 if million else units, count)}{million} {name}"
     for name, factor in (("s", 1.0), ("ms", 1e3)):
         if magnitude * factor >= 0.9995:
             return f"{digits(seconds * factor, count)} {name}"

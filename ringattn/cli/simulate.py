@@ -126,7 +126,7 @@ def _timeline_numbers(timeline: Timeline) -> list[Number]:
     """The numbers of a pass, each with its kind."""
 
     def share(seconds: float) -> str:
-        less = " less" if seconds < 0 else ""  # jitter may end interference earlier
+        less = " less" if seconds < 0 else ""  # sampled runs with jitter may take less
         return f"{duration(abs(seconds))} = {abs(seconds) / timeline.seconds:.2%}{less}" if timeline.seconds else "0"
 
     machine, traffic, kind = timeline.machine, timeline.traffic, timeline.kind

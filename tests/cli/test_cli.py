@@ -202,9 +202,9 @@ def test_local_ranks_share_the_cores(
 
 
 def test_times_are_not_negative_and_a_sum_precedes_its_parts(inside: Inside, tmp_path: Path) -> None:
-    """Jitter ends interference earlier, and the time of the pass with it."""
-    numbers = ("machine.gamma=0.05", "machine.jitter=0.3", "machine.flops=2e13", "machine.bandwidth=4e10")
-    done = inside("simulate", "ranks=1", "tokens=4k", "seed=1", *numbers, cwd=tmp_path)
+    """Sampled runs with jitter may take less than the mean visits."""
+    numbers = ("machine.gamma=0.05", "machine.jitter=0.3", "machine.flops=2e13", "machine.merge=5e11")
+    done = inside("simulate", "ranks=1", "heads=8", "tokens=4k", "backward=true", *numbers, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"  jitter +[\d.]+ us = [\d.]+% less", done.stdout), done.stdout
     assert not re.search(r"(?<![\de])-\d", done.stdout)
