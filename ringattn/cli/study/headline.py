@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ def write_headline(table: Table, options: StudyGroup) -> str:
     rows = [row for row in table.rows if total(row, "time")]
     if not rows:
         return "No point takes any time."
-    varied = [name for name in table.axes if len({_name(name, row) for row in rows}) > 1]
+    varied = [name for name in table.axes if len({str(row.get(name)) for row in rows}) > 1]
     if varied:
         words = _Comparison(table, rows, varied, _main_axes(table, rows, varied, options)).sentence(options)
     else:
@@ -55,7 +56,7 @@ def _name(name: str, row: Row) -> str:
     """The value of an axis in words: "64 ranks", "zigzag", "heads=8"; of a long pattern only its name."""
     value = row.get(name)
     if value is not None and name in NOUNS:
-        return f"{show_number(name, value)} {NOUNS[name]}"
+        return f"{show_number(name, value)} {NOUNS[name].replace('s', '', value == 1)}"
     text = name_value(name, value)
     if name == "pattern" and text.startswith("("):
         text = text[1:-1]
@@ -64,7 +65,10 @@ def _name(name: str, row: Row) -> str:
 
 @dataclass
 class _Comparison:
-    """Rows that differ in the axes `main` alone, group by group: `groups` has rows by the value, by the other axes."""
+    """Rows that differ in the axes `main` alone, group by group: `groups` has rows by the value, by the other axes.
+
+    `words` has a text for people of each value and each group.
+    """
 
     table: Table
     rows: list[Row]
@@ -74,6 +78,7 @@ class _Comparison:
     def __post_init__(self) -> None:
         tied = self.table.together if set(self.main) & set(self.table.together) else ()
         self.others = [name for name in self.varied if name not in (*self.main, *tied)]
+        self.words: dict[str, str] = {}
         rows = self.rows
         self.numeric = len(self.main) == 1 and all(is_number(row.get(self.main[0])) for row in rows)
         if self.numeric:
@@ -85,9 +90,11 @@ class _Comparison:
         # A group of one value, as where all others were refused, compares nothing.
         self.groups = {name: group for name, group in groups.items() if len(group) > 1}
 
-    @staticmethod
-    def _join(names: Any, row: Row) -> str:
-        return ", ".join(_name(name, row) for name in names)
+    def _join(self, names: Sequence[str], row: Row) -> str:
+        key = ", ".join(f"{name}={row.get(name)}" for name in names)
+        if key not in self.words:
+            self.words[key] = ", ".join(_name(name, row) for name in names)
+        return key
 
     @property
     def times(self) -> dict[str, dict[str, float]]:
@@ -131,7 +138,8 @@ class _Comparison:
         found = []
         for name, rows in self.groups.items():
             numbers = sorted(((x, measure(row)) for x, row in rows.items()), key=lambda pair: pair[1])
-            found.append((numbers[0], numbers[-1], f" ({name}, where they differ most)" if name else ""))
+            low, high = ((self.words[x], number) for x, number in (numbers[0], numbers[-1]))
+            found.append((low, high, f" ({self.words[name]}, where they differ most)" if name else ""))
         return max(found, key=lambda each: each[1][1] - each[0][1])
 
     def _end_of_gain(self) -> str:
@@ -145,9 +153,10 @@ class _Comparison:
             if not found:
                 continue
             first, last = min(found, key=lambda x: found[x]), max(found, key=lambda x: found[x])
-            words = begin.format(values[found[last]]) + f", {more} less than {EQUAL:.0%}"
+            words = begin.format(self.words[values[found[last]]]) + f", {more} less than {EQUAL:.0%}"
             if found[first] < found[last]:
-                words += f", and {begin[0].lower()}{begin[1:].format(values[found[first]])} with {first}"
+                words += f", and {begin[0].lower()}{begin[1:].format(self.words[values[found[first]]])}"
+                words += f" with {self.words[first]}"
             left = len(ends) - len(found)
             return words + (f"; in {left:,} of {len(ends):,} cases all of them gain more" if left else "")
         return ""
@@ -160,25 +169,29 @@ class _Comparison:
         best = max(self.values, key=lambda x: near[x])
         cases, ratio, where = len(self.groups), 0.0, ""
         losses: Counter[str] = Counter()
+        tied = ""
         compared: list[tuple[float, str]] = []
         for name, times in self.times.items():
             fastest = min(times, key=lambda x: times[x])
             if times.get(best, float("inf")) >= times[fastest] * (1 + EQUAL):
                 losses[fastest] += 1
                 continue
+            if fastest != best:
+                tied = f", or less than {EQUAL:.0%} slower,"
             following = sorted((time, x) for x, time in times.items() if x != best)
             if following[0][0] / times[best] > ratio:
                 ratio, where, compared = following[0][0] / times[best], name, [following[0], *following[1:][-1:]]
-        words = f"{best} is fastest"
+        be = "are" if self.main[0] in NOUNS and not best.endswith("=1") else "is"
+        words = f"{self.words[best]} {be} fastest{tied}"
         if losses:
             words += f" in {near[best]:,} of {cases:,} cases"
         elif self.others:
             every = (f"number of {NOUNS[name]}" if name in NOUNS else name for name in self.others)
             words += f" at every {' and '.join(every)}"
         times = self.times[where]
-        words += f", {' and '.join(_ratio(time / times[best]) + x for time, x in compared)}"
-        words += f" ({where}, where the next is slowest)" if where else ""
-        return words + "".join(f"; {x} in {count:,}" for x, count in losses.most_common(2))
+        words += f", {' and '.join(_ratio(time / times[best]) + self.words[x] for time, x in compared)}"
+        words += f" ({self.words[where]}, where the next is slowest)" if where else ""
+        return words + "".join(f"; {self.words[x]} in {count:,}" for x, count in losses.most_common(2))
 
 
 def _ratio(ratio: float) -> str:
