@@ -195,10 +195,12 @@ def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
 def _write_files(study: Study, head: dict[str, Any], table: Table, records: Records) -> None:
     options, folder = study.config.study, study.folder
     not_modelled = sorted({note for record in records.values() for note in record.get("not modelled", ())})
-    files: list[Path] = []
+    drawn: dict[Path, str] = {}
     if options.plots:
         x, y = plots.choose_axes(table, options.x, options.y)
-        files = [path for name in options.plots for path in plots.draw(folder, name, table, x, y)]
+        for name in options.plots:
+            title = plots.describe(name, x, y)
+            drawn |= {path: title for path in plots.draw(folder, name, table, x, y) if path.suffix == ".svg"}
     machines = machines_of(study.points)
     extrapolations, remark = [], ""
     if options.extrapolate is not None:
@@ -213,10 +215,9 @@ def _write_files(study: Study, head: dict[str, Any], table: Table, records: Reco
     provenance = {**head, "commit": git("rev-parse", "--short", "HEAD")}
     more = {"extrapolated": extrapolations, "machines": lines}
     report = StudyReport(
-        options.name,
-        options.execute,
+        options,
         table,
-        plots=[path for path in files if path.suffix == ".svg"],
+        plots=drawn,
         not_modelled=not_modelled,
         command=" ".join(["ringattn simulate", *map(quote, study.overrides)]),
         provenance=provenance,
