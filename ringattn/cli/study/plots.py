@@ -53,12 +53,12 @@ def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | 
 def describe(name: str, x: str, y: str | None) -> str:
     """What the plot `name` shows, for those who do not see it."""
     what = {
-        "efficiency": "the part of the time in which ranks compute",
-        "stack": "the time by cause",
-        "memory": "the memory of a rank by category",
-        "crossover": f"what takes the least time by {y} and",
+        "efficiency": f"the part of the time in which ranks compute, by {x}",
+        "stack": f"the time by cause, by {x}",
+        "memory": f"the memory of a rank by category, by {x}",
+        "crossover": f"what takes the least time, by {x} and {y}",
     }
-    return f"{name}: {what[name]} by {x}".replace("and by", "and")
+    return f"{name}: {what[name]}"
 
 
 def draw(folder: Path, name: str, table: Table, x: str, y: str | None) -> list[Path]:
@@ -147,9 +147,8 @@ def _draw_crossover(figure: Any, table: Table, x: str, y: str | None) -> bool:
     colormap = import_module("matplotlib.colors").ListedColormap(colours)
     axes = figure.subplots()
     axes.imshow(cells, origin="lower", aspect="auto", cmap=colormap, vmin=-0.5, vmax=len(names) - 0.5)
-    axes.set_xticks(
-        range(len(columns)), [show_number(x, value) for value in columns], rotation=60, ha="right", fontsize=7
-    )
+    labels = [show_number(x, value) for value in columns]
+    axes.set_xticks(range(len(columns)), labels, rotation=60, ha="right", fontsize=7)
     axes.set_yticks(range(len(rows)), [show_number(y, value) for value in rows], fontsize=7)
     axes.set(xlabel=x, ylabel=y, title="least time, modelled (white: all refused)")
     patch = import_module("matplotlib.patches").Patch

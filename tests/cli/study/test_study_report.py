@@ -94,9 +94,9 @@ def test_reports_hold_every_number_with_its_word(tmp_path: Path) -> None:
     done = study(tmp_path / "a", axes, study=options, slow={1: 2.0})
     table = run(done)
     page = (tmp_path / "a" / "report.html").read_text()
-    assert '<figure class="paper" role="img" aria-label="stack: the time by cause by ranks">' in page
+    assert '<figure class="paper" role="img" aria-label="stack: the time by cause, by ranks">' in page
     assert (
-        "![crossover: what takes the least time by tokens and ranks](crossover.svg)"
+        "![crossover: what takes the least time, by ranks and tokens](crossover.svg)"
         in (tmp_path / "a" / "report.md").read_text()
     )
     assert page.count("<svg") == 4 and "http://www.w3.org" in page and 'src="' not in page
