@@ -33,7 +33,7 @@ def write_headline(table: Table, options: StudyGroup) -> str:
         return "No point takes any time."
     varied = [name for name in table.axes if len({str(row.get(name)) for row in rows}) > 1]
     if varied:
-        words = _Comparison(table, rows, varied, _main_axes(table, rows, varied, options)).sentence(options)
+        words = _Neighbours(table, rows, varied, _main_axes(table, rows, varied, options)).sentence(options)
     else:
         words = f"Ranks compute {efficiency(rows[0]):.0%} of the time"
     tight = sum(any(row.get(f"{direction} fits") is False for direction in list_passes(row)) for row in rows)
@@ -46,7 +46,7 @@ def _main_axes(table: Table, rows: list[Row], varied: list[str], options: StudyG
         mapped = choose_axes(table, options.x, options.y)
         if rest := tuple(name for name in varied if name not in mapped):
             return rest
-    ranks = {name: _Comparison(table, rows, varied, (name,)).rank for name in varied}
+    ranks = {name: _Neighbours(table, rows, varied, (name,)).rank for name in varied}
     if options.x in ranks and (options.plots == ["memory"] or ranks[options.x][-1] > EQUAL):
         return (options.x,)
     return (max(varied, key=lambda name: ranks[name]),)
@@ -64,7 +64,7 @@ def _name(name: str, row: Row) -> str:
 
 
 @dataclass
-class _Comparison:
+class _Neighbours:
     """Rows that differ in the axes `main` alone, group by group: `groups` has rows by the value, by the other axes.
 
     `words` has a text for people of each value and each group.
