@@ -73,6 +73,8 @@ class RankRun(Run):
         super().__init__(config)
         self.rank, self.ranks = transport.rank, transport.size
         self.transport = transport
+        launch = detect()
+        self.local_ranks = transport.size if launch.kind == "none" else launch.local_world
         self.device = rank_device(config)
 
     def open(self) -> None:

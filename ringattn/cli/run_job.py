@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from ..simulator.reporting.console import (
     describe_sizes,
     print_choice,
     print_numbers,
+    print_paragraph,
     show_progress,
 )
 from ..simulator.reporting.trace import write_trace
@@ -96,6 +98,8 @@ class Run:
     its methods."""
 
     rank = 0
+    #: Ranks that this machine computes side by side.
+    local_ranks = 1
     plan: Plan
     inputs: tuple[torch.Tensor, ...]
     #: What the report says of the counted bytes.
@@ -349,6 +353,10 @@ class Run:
         print_numbers(f"{plan.pattern!r}, {plan.tokens:,} tokens, {record['where']}", numbers)
         if plan.choice is not None:
             print_choice(plan.choice)
+            cores = os.cpu_count() or 1
+            if self.local_ranks > cores and self.device.type == "cpu":
+                text = f"{self.local_ranks} ranks share {plural(cores, 'core')}: the times of auto are those of ranks"
+                print_paragraph(f"{text} with a core each")
 
     def _pass_numbers(self, name: str, timed: dict[str, Any]) -> list[Number]:
         """The numbers of a forward or a backward: time, rate, and bytes beside the planned bytes."""

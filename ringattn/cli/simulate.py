@@ -152,9 +152,9 @@ def _timeline_numbers(timeline: Timeline) -> list[Number]:
     messages = f"{plural(traffic.messages, 'message')} on {plural(traffic.links, 'link')}"
     numbers.append(Number("messages", messages, "counted"))
     numbers.append(Number("bytes", f"{size(traffic.total)}, {size(traffic.busiest)} on the busiest link", "counted"))
-    numbers += [Number(f"  {name}", size(value), "modelled") for name, value in timeline.memory.items()]
     fits = {None: "", True: ", fits", False: ", does not fit"}[timeline.fits]
     numbers.append(Number("memory of a rank", size(sum(timeline.memory.values())) + fits, "modelled"))
+    numbers += [Number(f"  {name}", size(value), "modelled") for name, value in timeline.memory.items()]
     return [*numbers, *_job_numbers(timeline)]
 
 

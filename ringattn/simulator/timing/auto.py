@@ -139,6 +139,8 @@ class _Comparison:
             least = self._bound(plan) if self.plans else 0.0
             if fastest <= least * EQUAL:
                 why = f"its steps take at least {duration(least)}, where the best takes {duration(fastest)}"
+                if duration(least) == duration(fastest):
+                    why = f"its steps take no less than the {duration(fastest)} of the best"
                 self.leave_out(layout, name, why)
             elif name != names[0] and self.machine.memory is not None and bound_memory(plan) > self.machine.memory:
                 self.leave_out(layout, name, "it does not fit into the memory of a rank")
