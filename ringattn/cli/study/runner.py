@@ -23,7 +23,8 @@ from ...simulator.progress import Listener
 from ...simulator.reporting.console import print_plain, show_progress
 from ...simulator.reporting.journal import Journal, git, source
 from ...simulator.reporting.pages import check_matplotlib, render_page
-from ...text import plural
+from ...text import duration, plural, size
+from ..comparison import print_jobs
 from ..config.groups import StudyGroup, check_least, refuse_stdout
 from ..config.schema import SimulateConfig, parse_size
 from . import plots
@@ -38,7 +39,7 @@ from .evaluation import (
 )
 from .report import StudyReport, describe_machines, extrapolate, machines_of, name_points
 from .space import Point, digest, group_by_plan, list_points
-from .tables import DIRECTIONS, Row, Table, make_table, to_csv, to_json
+from .tables import DIRECTIONS, Row, Table, list_passes, make_table, to_csv, to_json, total
 
 FORMAT = "ringattn study 2"
 JOURNAL = "points.jsonl"
@@ -71,7 +72,28 @@ def main(config: SimulateConfig) -> None:
         if folder.exists():
             sys.stderr.write(f"ringattn: {folder} keeps the finished points; the same command continues from there\n")
         raise
+    print_jobs(_jobs(table), "points", f" in {folder / 'sweep.csv'}")
     print_plain(f"{_summarize(table)}; {folder / 'report.md'}, report.html, sweep.csv, summary.json")
+
+
+def _jobs(table: Table) -> list[tuple[dict[str, str], dict[str, str]]]:
+    """What each point varies, and the time, the exposed time and the memory of its passes."""
+    jobs = []
+    for row in table.rows:
+        settings = {name: str(row.get(name, "")) for name in (*table.axes, *table.labels)}
+        if row["status"] != "ok":
+            jobs.append((settings, {"time": str(row["status"])}))
+            continue
+        passes, seconds = list_passes(row), total(row, "time")
+        kinds = {row[f"{name} kind"] for name in passes}
+        numbers = {
+            "time": duration(seconds),
+            "exposed": duration(max(seconds - total(row, "compute"), 0.0)),
+            "memory of a rank": size(max(row[f"{name} memory"] for name in passes)),
+            "kind": " ".join(f"[{kind}]" for kind in sorted(kinds)),
+        }
+        jobs.append((settings, numbers))
+    return jobs
 
 
 def _summarize(table: Table) -> str:
