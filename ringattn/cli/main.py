@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from ..errors import InvalidInput, RingAttentionError
+from ..files import STDOUT
 from ..text import did_you_mean
 from ..transport.launcher import UNREAD, detect, drop_output, refuse_windows
 from .config.folders import heading, user_folders, verb_help
@@ -198,6 +199,8 @@ def _run_hydra(verb: str, prepared: list[str], program: str | None = None) -> No
         if "--multirun" in prepared and not any(each.startswith("hydra/") for each in prepared):
             check_jobs(verb, prepared)
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=verb)(task)()
+        if len(task.jobs) > 1:
+            import_module(".comparison", __package__).print_jobs(task.jobs)
     except (
         import_module("hydra.errors").HydraException,
         import_module("omegaconf.errors").OmegaConfBaseException,
@@ -223,6 +226,8 @@ class _Task:
     def __init__(self, verb: str) -> None:
         self.verb = verb
         self.running = False
+        #: Of every job that prints: its overrides, and the headline numbers of its report.
+        self.jobs: list[tuple[dict[str, str], dict[str, str]]] = []
 
     def __call__(self, composed: Any) -> None:
         omegaconf = import_module("omegaconf")
@@ -233,9 +238,14 @@ class _Task:
             except omegaconf.errors.OmegaConfBaseException as error:
                 raise explain(self.verb, error) from error
             self.running = True
-            run: Callable[[Any], object] = import_module(f".{self.verb}", __package__).main
+            run: Callable[[Any], dict[str, Any] | None] = import_module(f".{self.verb}", __package__).main
             with ending_tidily(launched=self.verb in RANK_VERBS and detect().kind != "none"):
-                run(config)
+                record = run(config)
+            # JSON on standard output stands alone.
+            if record is not None and omegaconf.OmegaConf.select(composed, JSON_KEYS[self.verb]) != STDOUT:
+                given = import_module("hydra.core.hydra_config").HydraConfig.get().overrides.task
+                comparison = import_module(".comparison", __package__)
+                self.jobs.append((comparison.read_overrides(given), comparison.headlines(record)))
         self.running = False
 
 

@@ -31,8 +31,8 @@ DIRECTIONS = {"forward": False, "backward": True}
 TOTALS_LEFT_OUT = "left out: they need the steps of every rank"
 
 
-def main(config: PlanConfig) -> None:
-    """Print the picture, pairs, imbalance and bytes of a plan; write them as JSON to a path."""
+def main(config: PlanConfig) -> dict[str, Any]:
+    """Print the picture, pairs, imbalance and bytes of a plan; write them as JSON to a path. Returns its totals."""
     config.check()
     path = config.output.path
     check_json(path)
@@ -45,14 +45,15 @@ def main(config: PlanConfig) -> None:
     totals = _count_totals(plan, counts_all)
     if path != STDOUT:
         _print(plan, ranks, totals, ascii=config.ascii)
+    counted: dict[str, Any] = {
+        "rotates": plan.rotates,
+        "totals": totals,
+        "totals_left_out": None if counts_all else TOTALS_LEFT_OUT,
+    }
     if path is not None:
-        counted = {
-            "rotates": plan.rotates,
-            "totals": totals,
-            "totals_left_out": None if counts_all else TOTALS_LEFT_OUT,
-            "ranks": _count_ranks(plan, range(plan.ranks)) if counts_all else ranks,
-        }
+        counted["ranks"] = _count_ranks(plan, range(plan.ranks)) if counts_all else ranks
         write_json(path, {**json.loads(plan.to_json()), "counted": counted, "choice": choice_record(plan.choice)})
+    return {"counted": counted}
 
 
 def _count_totals(plan: Plan, counts_all: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,10 @@ MAX_VIRTUAL = 1 << 14
 #: The settings of a verb that runs on ranks.
 RankConfig = RunConfig | CalibrateConfig
 C = TypeVar("C", RunConfig, CalibrateConfig)
+#: What a rank may return for the process that prints.
+Report = dict[str, Any] | None
 #: What a rank does. New processes import it by name: it is a function of a module.
-Worker = Callable[[C, Transport], None]
+Worker = Callable[[C, Transport], Report]
 
 
 def check_ranks(config: RankConfig, alone: str) -> None:
@@ -90,20 +92,22 @@ def rank_device(config: RankConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def start_ranks(config: C, work: Worker[C], verb: str, prepare: Callable[[C], None] = lambda config: None) -> None:
+def start_ranks(config: C, work: Worker[C], verb: str, prepare: Callable[[C], None] = lambda config: None) -> Report:
     """Run `work(config, transport)` on every rank: in this process under a launcher, else in new processes.
 
-    `prepare` is called once, in this process, before new processes start.
+    `prepare` is called once, in this process, before new processes start. Returns the report of this process's rank,
+    or of rank 0 of new processes.
     """
     launch = detect()
     if config.transport.spec in REGISTERED_TRANSPORTS.installed:
-        work(config, REGISTERED_TRANSPORTS[config.transport.spec](timeout=config.timeout))
+        return work(config, REGISTERED_TRANSPORTS[config.transport.spec](timeout=config.timeout))
     elif config.transport.spec == "mpi":
-        _run_under_mpi(launch, config, work, verb)
+        return _run_under_mpi(launch, config, work, verb)
     elif launch.kind != "none":
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        record(_run_under_torchrun)(launch, config, work)
+        report: Report = record(_run_under_torchrun)(launch, config, work)
+        return report
     elif config.transport.spec == "nccl":
         raise InvalidInput(
             f"transport=nccl needs one process per GPU; start with torchrun --nproc-per-node N -m ringattn {verb} "
@@ -111,14 +115,14 @@ def start_ranks(config: C, work: Worker[C], verb: str, prepare: Callable[[C], No
         )
     else:
         prepare(config)
-        _run_locally(config, work)
+        return _run_locally(config, work)
 
 
-def _run_locally(config: C, work: Worker[C]) -> None:
-    """Run the ranks as new processes of this machine, with the standard output of rank 0."""
+def _run_locally(config: C, work: Worker[C]) -> Report:
+    """Run the ranks as new processes of this machine, with the standard output and the report of rank 0."""
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.ranks)
     try:
-        run_local(
+        return run_local(
             _run_local_rank,
             config.ranks,
             config,
@@ -127,17 +131,17 @@ def _run_locally(config: C, work: Worker[C]) -> None:
             group_timeout=config.timeout,
             threads=threads,
             show=True,
-        )
+        )[0]
     except LaunchFailure as error:
         if error.status == UNREAD:
             raise BrokenPipeError from None
         raise
 
 
-def _run_local_rank(rank: int, config: C, work: Worker[C]) -> None:
+def _run_local_rank(rank: int, config: C, work: Worker[C]) -> Report:
     """One local rank. It prints an error of ringattn as one line, which the parent process repeats."""
     try:
-        work(config, TorchDist(timeout=config.timeout))
+        return work(config, TorchDist(timeout=config.timeout))
     except RingAttentionError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None
@@ -159,19 +163,19 @@ def _set_cuda_device(launch: Launch, setting: str) -> torch.device:
     return device
 
 
-def _run_under_torchrun(launch: Launch, config: C, work: Worker[C]) -> None:
+def _run_under_torchrun(launch: Launch, config: C, work: Worker[C]) -> Report:
     """Run this process's rank of a torchrun job."""
     torch.set_num_threads(config.threads or int(os.environ.get("OMP_NUM_THREADS", "1")))
     # Before the group is made: NCCL then connects the devices at once, and no rank takes the first device.
     device = _set_cuda_device(launch, "transport=nccl") if config.transport.spec == "nccl" else None
     init_process_group(launch, backend=config.transport.spec, timeout=config.timeout, device=device)
     try:
-        work(config, TorchDist(timeout=config.timeout))
+        return work(config, TorchDist(timeout=config.timeout))
     finally:
         dist.destroy_process_group()
 
 
-def _run_under_mpi(launch: Launch, config: C, work: Worker[C], verb: str) -> None:
+def _run_under_mpi(launch: Launch, config: C, work: Worker[C], verb: str) -> Report:
     """Run this process's rank of an mpirun job, or of an srun job whose Slurm speaks the MPI library's PMI."""
     if launch.kind in ("none", "torchrun"):
         how = "torchrun started this job" if launch.kind == "torchrun" else "no MPI launcher started this process"
@@ -190,4 +194,4 @@ def _run_under_mpi(launch: Launch, config: C, work: Worker[C], verb: str) -> Non
                 f"{launch.kind} started {launch.world} processes, and MPI in this one knows of {transport.size}: "
                 "mpirun and mpi4py belong to different MPI libraries; use the mpirun that ringattn doctor names"
             )
-        work(config, transport)
+        return work(config, transport)

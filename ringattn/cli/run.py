@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,8 +23,11 @@ from .run_job import RankMeasurements, Run, check_memory, check_outputs, plan_ru
 from .run_streamed import StreamedRun
 
 
-def main(config: RunConfig) -> None:
-    """Run on virtual ranks, chunk by chunk, as one rank of a launched job, or on local ranks started here."""
+def main(config: RunConfig) -> dict[str, Any] | None:
+    """Run on virtual ranks, chunk by chunk, as one rank of a launched job, or on local ranks started here.
+
+    Returns the report; None on other ranks of a launched job.
+    """
     config.check()
     check_ranks(config, "virtual")
     check_least(config, repeat=1, sample=0)
@@ -36,10 +40,9 @@ def main(config: RunConfig) -> None:
     if launcher == "none" and config.transport.spec == "gloo" and config.stream is None:
         _count_cores(config)
     if config.stream is None and not is_virtual:
-        start_ranks(config, _worker, "run", _check_before_start)
-        return
+        return start_ranks(config, _worker, "run", _check_before_start)
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    (Run if config.stream is None else StreamedRun)(config).run()
+    return (Run if config.stream is None else StreamedRun)(config).run()
 
 
 def _count_cores(config: RunConfig) -> None:
@@ -72,9 +75,9 @@ def _check_before_start(config: RunConfig) -> None:
     check_outputs(config)
 
 
-def _worker(config: RunConfig, transport: Transport) -> None:
+def _worker(config: RunConfig, transport: Transport) -> dict[str, Any] | None:
     """What a rank does."""
-    RankRun(config, transport).run()
+    return RankRun(config, transport).run()
 
 
 class RankRun(Run):

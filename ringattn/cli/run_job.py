@@ -108,8 +108,8 @@ class Run:
         self.device = torch.device("cpu")
         self.cotangent: torch.Tensor | None = None
 
-    def run(self) -> None:
-        """Open the input, measure, compare with the oracle, write the output, and report."""
+    def run(self) -> dict[str, Any] | None:
+        """Open the input, measure, compare with the oracle, write the output, and report; rank 0 returns the report."""
         with show_progress(Console(file=progress_stream()), shown=self.rank == 0) as self.tell:
             self.open()
             out, lse, measurements = self.measure()
@@ -117,8 +117,7 @@ class Run:
             if self.config.output.path is not None:
                 self.write(Path(self.config.output.path), out, lse)
             processes = self.collect(measurements)
-        if self.rank == 0:
-            self.report(processes, error)
+        return self.report(processes, error) if self.rank == 0 else None
 
     def open(self) -> None:
         """Open the input, plan, and load the rows of this process into `inputs`. Raises InvalidInput."""
@@ -277,8 +276,8 @@ class Run:
         reduce(largest, True)
         return float(largest) / max(float(truth.abs().max()), torch.finfo(torch.float64).tiny)
 
-    def report(self, processes: list[RankMeasurements], error: float | None) -> None:
-        """Print the measurements of all processes, and write them as JSON where a path is given."""
+    def report(self, processes: list[RankMeasurements], error: float | None) -> dict[str, Any]:
+        """Print and return the measurements of all processes, and write them as JSON where a path is given."""
         if self.config.trace is not None:
             write_trace(self.config.trace, "measured", [span for process in processes for span in process.spans])
         record = self.record(processes, error)
@@ -287,6 +286,7 @@ class Run:
             self._print(record)
         if path is not None:
             write_json(path, record)
+        return record
 
     def record(self, processes: list[RankMeasurements], error: float | None) -> dict[str, Any]:
         """The measurements of all processes as plain data: seconds, bytes, and the relative error."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,9 +53,9 @@ class StreamedRun(Run):
         super().__init__(config)
         self.stack = ExitStack()
 
-    def run(self) -> None:
+    def run(self) -> dict[str, Any] | None:
         with self.stack:  # an error leaves no file
-            super().run()
+            return super().run()
 
     def open(self) -> None:
         config = self.config

@@ -43,19 +43,22 @@ RECORDED = (
 )
 
 
-def main(config: SimulateConfig) -> None:
-    """Print the timeline of a forward, and with backward=true of a backward; write the numbers as JSON to a path."""
+def main(config: SimulateConfig) -> dict[str, Any] | None:
+    """Print the timeline of a forward, and with backward=true of a backward; write the numbers as JSON to a path.
+
+    Returns the numbers of mode=numerics, whose jobs are not points of one study.
+    """
     check_choice("mode", config.mode, MODES)
     is_study = config.mode == "timing" and config.model.spec is None and (config.study.axes or config.study.together)
     if is_study:  # its points are checked
         import_module(".study.runner", __package__).main(config)
-        return
+        return None
     config.check()
     if config.model.spec is not None or config.mode != "timing":
         name = "model" if config.model.spec is not None else config.mode
         # Modes execute, and so import torch.
-        import_module(f".simulate_{name}", __package__).main(config)
-        return
+        record: dict[str, Any] | None = import_module(f".simulate_{name}", __package__).main(config)
+        return record
     check_json(config.output.path)
     check_json(config.trace)
     machine = config.machine.made(ranks=config.ranks)
@@ -70,6 +73,7 @@ def main(config: SimulateConfig) -> None:
         write_json(config.output.path, _record(plan, machine, timelines, tables))
     if config.output.path != STDOUT:
         _print(plan, machine, timelines, tables)
+    return None
 
 
 def _trace_spans(plan: Plan, machine: Machine, timelines: list[Timeline], faults: dict[str, Any]) -> Iterator[Row]:

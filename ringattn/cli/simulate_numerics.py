@@ -29,8 +29,8 @@ from .ranks import check_threads
 MAX_RANKS = 1 << 24
 
 
-def main(config: SimulateConfig) -> NumericsReport:
-    """Execute, print, and write JSON to a path.
+def main(config: SimulateConfig) -> dict[str, Any]:
+    """Execute, print, and write JSON to a path. Returns what is written.
 
     Raises NumericsFailure where the numbers or the ledger of a plan are wrong, or where a requested fault stays
     unnoticed.
@@ -72,15 +72,16 @@ def main(config: SimulateConfig) -> NumericsReport:
         numbers.append(Number("fault", text, "measured"))
     if config.output.path != STDOUT:
         print_numbers(describe_plan(plan, "virtual rank"), numbers)
+    record = _record(report, numbers, fault)
     if config.output.path is not None:
-        write_json(config.output.path, _record(report, numbers, fault))
+        write_json(config.output.path, record)
     if fault is None and not report.passed:
         raise NumericsFailure(
             f"the numerics of this plan are wrong: {_describe_catch(report)}; the lines above say where"
         )
     if fault is not None and report.passed:
         raise NumericsFailure(f"the fault {fault} was not noticed by the ledger nor by the numbers")
-    return report
+    return record
 
 
 def _sample_rows(plan: Plan, config: SimulateConfig) -> list[int]:

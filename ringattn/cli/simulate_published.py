@@ -6,6 +6,8 @@ import csv
 from dataclasses import asdict
 from pathlib import Path
 
+from rich.console import Console
+
 from ..files import write_json, writing
 from ..machine.bands import BANDS, SIZES, describe_band
 from ..simulator.published.errors import (
@@ -18,7 +20,7 @@ from ..simulator.published.errors import (
     preset_bands,
 )
 from ..simulator.published.predictions import CAUSES, SOURCES, PredictedRow, predict_measurements, read_measurements
-from ..simulator.reporting.console import get_console, print_grid, print_paragraph
+from ..simulator.reporting.console import get_console, print_grid, print_paragraph, show_progress
 from ..simulator.reporting.pages import check_matplotlib
 from .config.groups import refuse_stdout
 from .config.schema import SimulateConfig
@@ -29,7 +31,8 @@ def main(config: SimulateConfig) -> None:
     refuse_stdout("output.path", config.output.path, "mode=published writes several files; try output.path=errors")
     if config.output.path is not None:
         check_matplotlib("leave output.path out")
-    predictions = predict_measurements(read_measurements())
+    with show_progress(Console(stderr=True), tenths=True) as tell:
+        predictions = predict_measurements(read_measurements(), tell)
     families = group_errors(predictions, lambda one: one.row.family)
     causes = group_errors(predictions, cause_of)
     print_paragraph(

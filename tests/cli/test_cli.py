@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,12 @@ from command_line import Inside, ringattn, started
 from safetensors.torch import load_file, save_file
 
 import ringattn as ra
-from ringattn.cli import run
-from ringattn.cli.config.schema import SCHEMAS, RunConfig, parse_size
+from ringattn.cli import run, simulate_published
+from ringattn.cli.comparison import MAX_ROWS, print_jobs
+from ringattn.cli.config.schema import SCHEMAS, RunConfig, SimulateConfig, parse_size
 from ringattn.errors import InvalidInput
+from ringattn.simulator.published.predictions import read_measurements
+from ringattn.text import duration, size
 
 
 def torchrun(ranks: int) -> tuple[str, ...]:
@@ -90,6 +94,81 @@ def test_a_job_for_each_value(inside: Inside, tmp_path: Path) -> None:
     done = inside("plan", "-m", "ranks=2,3", "tokens=64", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "on 2 ranks" in done.stdout and "on 3 ranks" in done.stdout
+
+
+def last_table(done: subprocess.CompletedProcess[str], title: str) -> list[list[str]]:
+    """The cells of the table that compares jobs, at the end of what is printed."""
+    assert done.returncode == 0, done.stderr
+    _, found, table = done.stdout.rpartition(f"\n{title}")
+    assert found, done.stdout
+    return [re.split(r" {2,}", line.strip()) for line in table.splitlines()[1:]]
+
+
+def test_the_jobs_of_a_plan_end_in_a_table(inside: Inside, tmp_path: Path) -> None:
+    written = "output.path=${hydra:job.num}.json"
+    done = inside("plan", "-m", "pattern=Causal(),Causal() & Window(7)", "ranks=2", "tokens=64", written, cwd=tmp_path)
+    header, *rows = last_table(done, "jobs")
+    assert [row[0] for row in rows] == ["Causal()", "Causal() & Window(7)"] and "ranks" not in header
+    for job, row in enumerate(rows):
+        totals = json.loads((tmp_path / f"{job}.json").read_text())["counted"]["totals"]
+        cells = dict(zip(header, row, strict=True))
+        assert cells["pairs"] == f"{totals['pairs']:,}" and cells["imbalance"] == f"{totals['imbalance']:.4f}"
+        assert cells["forward messages"] == str(totals["forward"]["messages"])
+        assert cells["backward sends"] == size(totals["backward"]["bytes"])
+    assert "jobs:" not in inside("plan", "-m", "ranks=2", "tokens=64", cwd=tmp_path).stdout, "a job has no other"
+    assert "jobs:" not in inside("plan", "-m", "ranks=2,3", "tokens=64", "--json", cwd=tmp_path).stdout
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("transport", ["gloo", "virtual"])
+def test_the_jobs_of_a_run_end_in_a_table(transport: str, tmp_path: Path) -> None:
+    options = ("tokens=64", "repeat=1", "input=random", f"transport={transport}")
+    done = ringattn("run", "-m", "ranks=1,2", *options, "output.report=${hydra:job.num}.json", cwd=tmp_path)
+    header, *rows = last_table(done, "jobs")
+    assert header == ["ranks", "forward", "forward sent", "error"]
+    for job, row in enumerate(rows):
+        report = json.loads((tmp_path / f"{job}.json").read_text())
+        forward = report["passes"]["forward"]
+        numbers = [duration(forward["median"]), size(sum(forward["bytes_sent"])), f"{report['error']:.2e}"]
+        assert row == [str(job + 1), *numbers]
+
+
+def test_the_points_of_a_study_end_in_a_table(inside: Inside, tmp_path: Path) -> None:
+    options = ("tokens=4k", "machine=h100_nvlink_ib", "study.plots=[]", "output.path=made")
+    done = inside("simulate", "-m", "ranks=1,8", "backward=false,true", *options, cwd=tmp_path)
+    header, *rows = last_table(done, "points")
+    assert header == ["ranks", "backward", "time", "exposed", "memory of a rank", "kind"]
+    points = json.loads((tmp_path / "made" / "summary.json").read_text())["rows"]
+    for point, row in zip(points, rows, strict=False):
+        passes = [name for name in ("forward", "backward") if f"{name} time" in point]
+        time, compute = (sum(point[f"{name} {what}"] for name in passes) for what in ("time", "compute"))
+        memory = size(max(point[f"{name} memory"] for name in passes))
+        assert row[2:] == [duration(time), duration(max(time - compute, 0.0)), memory, "[modelled]"]
+    assert len(rows) == 5, "four points, and where the files are"
+
+
+def test_the_jobs_of_numerics_end_in_a_table(inside: Inside, tmp_path: Path) -> None:
+    written = "output.path=${hydra:job.num}.json"
+    done = inside("simulate", "-m", "mode=numerics", "ranks=2,3", "tokens=64", written, cwd=tmp_path)
+    header, *rows = last_table(done, "jobs")
+    assert header == ["ranks", "time", "error"]
+    for job, row in enumerate(rows):
+        report = json.loads((tmp_path / f"{job}.json").read_text())
+        assert row[1:] == [duration(report["seconds"]), f"{report['error']:.2e}"]
+
+
+def test_a_long_table_ends_with_where_the_rest_is(capsys: pytest.CaptureFixture[str]) -> None:
+    print_jobs([({"ranks": str(ranks)}, {"time": "1 s"}) for ranks in range(MAX_ROWS + 7)], "points", " in a.csv")
+    *_, last, more = capsys.readouterr().out.splitlines()
+    assert last.split() == [str(MAX_ROWS - 1), "1", "s"] and more == "and 7 more in a.csv"
+
+
+def test_published_measurements_tell_how_far_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(simulate_published, "read_measurements", lambda: read_measurements()[:3])
+    simulate_published.main(SimulateConfig(mode="published"))
+    assert "ringattn: measurements: 2 of 3" in capsys.readouterr().err
 
 
 def test_doctor(inside: Inside, tmp_path: Path) -> None:

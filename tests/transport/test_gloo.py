@@ -53,7 +53,7 @@ def test_a_lost_rank_makes_the_others_raise(
         new_ranks(rank_cases.one_rank_is_lost, 3, how, str(tmp_path), timeout=50)
     told = [(tmp_path / str(rank)).read_text() for rank in range(2)]
     for text in told:
-        message = r"rank [01] of 3: forward step \d+: (send to|receive from) rank 2, [\d,]+ bytes: not done within 5 s"
+        message = r"rank [01] of 3: forward step \d+: (send to|receive from) rank 2, [\d,]+ bytes: not done within 2 s"
         assert re.search("rank 2 is gone" if how == "dies" else message, text), text
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from ...errors import InvalidInput
 from ...simulator.reporting.pages import COLOURS, draw_lines, save_figure
 from ..config.groups import check_choice
-from .tables import WAITS, Row, Table, efficiency, is_number, total
+from .tables import WAITS, Row, Table, efficiency, is_number, show_number, total
 
 #: Panels side by side; on a phone, a page shows them 160 pixels wide. Most numbers below the bars of a panel.
 PANELS, MOST_TICKS = 2, 12
@@ -50,6 +50,17 @@ def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | 
     return x, y or (others[0] if others else None)
 
 
+def describe(name: str, x: str, y: str | None) -> str:
+    """What the plot `name` shows, for those who do not see it."""
+    what = {
+        "efficiency": f"the part of the time in which ranks compute, by {x}",
+        "stack": f"the time by cause, by {x}",
+        "memory": f"the memory of a rank by category, by {x}",
+        "crossover": f"what takes the least time, by {x} and {y}",
+    }
+    return f"{name}: {what[name]}"
+
+
 def draw(folder: Path, name: str, table: Table, x: str, y: str | None) -> list[Path]:
     """Draw the plot `name` of the table; returns its files, none where no row has numbers."""
     figure = import_module("matplotlib.figure").Figure(figsize=(7.2, 4.2), layout="constrained")
@@ -64,6 +75,8 @@ def _draw_efficiency(figure: Any, table: Table, x: str, y: str | None) -> bool:
     log = len(values) > 2 and min(values) > 0 and max(values) / min(values) > 8
     axes = draw_lines(figure, series, x, "mean computing time / time, modelled", log=log)
     axes.set(ylim=(0, 1.05), title="efficiency")
+    ticks = values[:: -(-len(values) // MOST_TICKS)]
+    axes.set_xticks(ticks, [show_number(x, value) for value in ticks], rotation=60, ha="right", fontsize=7)
     return bool(series)
 
 
@@ -110,7 +123,7 @@ def _draw_bars(
                 drawn[name] = axes.bar(range(len(rows)), values, bottom=bottom, color=colour)
                 bottom += values
         ticks = range(0, len(rows), -(-len(rows) // MOST_TICKS))
-        axes.set_xticks(ticks, [f"{rows[i][x]:,}" for i in ticks], rotation=60, ha="right", fontsize=6)
+        axes.set_xticks(ticks, [show_number(x, rows[i][x]) for i in ticks], rotation=60, ha="right", fontsize=6)
         axes.set_xlabel(x)
         axes.set_title(label, fontsize=7)
     figure.supylabel(ylabel, fontsize=9)
@@ -134,8 +147,9 @@ def _draw_crossover(figure: Any, table: Table, x: str, y: str | None) -> bool:
     colormap = import_module("matplotlib.colors").ListedColormap(colours)
     axes = figure.subplots()
     axes.imshow(cells, origin="lower", aspect="auto", cmap=colormap, vmin=-0.5, vmax=len(names) - 0.5)
-    axes.set_xticks(range(len(columns)), [f"{value:,g}" for value in columns], rotation=60, ha="right", fontsize=7)
-    axes.set_yticks(range(len(rows)), [f"{value:,g}" for value in rows], fontsize=7)
+    labels = [show_number(x, value) for value in columns]
+    axes.set_xticks(range(len(columns)), labels, rotation=60, ha="right", fontsize=7)
+    axes.set_yticks(range(len(rows)), [show_number(y, value) for value in rows], fontsize=7)
     axes.set(xlabel=x, ylabel=y, title="least time, modelled (white: all refused)")
     patch = import_module("matplotlib.patches").Patch
     handles = [patch(color=colour, label=name or "all") for colour, name in zip(colours, names, strict=True)]

@@ -16,10 +16,11 @@ from ...errors import RingAttentionError
 from ...machine.machine import MACHINE_NUMBERS, Machine
 from ...machine.presets import CURRENCY, MACHINES
 from ...simulator.reporting.pages import Cell, ReportTable
-from ...text import duration, plural, rate, size
-from ..config.groups import ExecuteGroup
+from ...text import duration, rate, size
+from ..config.groups import StudyGroup
+from .headline import write_headline
 from .space import Point
-from .tables import DIRECTIONS, WAITS, Row, Table, efficiency, list_passes, total
+from .tables import DIRECTIONS, WAITS, Row, Table, list_passes, total
 
 #: Most rows and columns of a table in a report; sweep.csv has all rows, and wider tables become several.
 MOST_ROWS, MOST_COLUMNS = 200, 6
@@ -102,19 +103,24 @@ def describe_machines(points: Sequence[Point], machines: Mapping[int, Machine]) 
 class StudyReport:
     """All that the templates say of a study.
 
-    `provenance` has the version, the source hash and the commit of the code, `plots` are SVG files beside the report.
+    `provenance` has the version, the source hash and the commit of the code, `plots` are SVG files beside
+    the report, with what they show.
     """
 
-    name: str
-    execute: ExecuteGroup
+    options: StudyGroup
     table: Table
-    plots: Sequence[Path]
+    plots: Mapping[Path, str]
     not_modelled: Sequence[str]
     command: str
     provenance: Mapping[str, Any]
     machines: Sequence[str]
     extrapolations: Sequence[Mapping[str, Any]]
     remark: str
+
+    @property
+    def headline(self) -> str:
+        """The answer of the study, in one sentence."""
+        return write_headline(self.table, self.options)
 
     @property
     def refusals(self) -> list[str]:
@@ -142,20 +148,6 @@ class StudyReport:
     @property
     def _names(self) -> list[str]:
         return [column.name for column in self.table.columns]
-
-    @property
-    def verdict(self) -> str:
-        """The fastest point, the most and the least efficient point, and how many do not fit, in one sentence."""
-        rows = [row for row in self.table.rows if total(row, "time")]
-        if not rows:
-            return "No point takes any time."
-        fastest = min(rows, key=lambda row: total(row, "time"))
-        worst, best = min(rows, key=efficiency), max(rows, key=efficiency)
-        words = f"Point {self._label(fastest)} takes the least time, {duration(total(fastest, 'time'))} [modelled]"
-        words += f"; ranks compute {efficiency(worst):.0%} of the time at point {self._label(worst)}"
-        words += f", and {efficiency(best):.0%} at point {self._label(best)}" if best is not worst else ""
-        tight = sum(any(row.get(f"{direction} fits") is False for direction in list_passes(row)) for row in rows)
-        return words + (f"; {plural(tight, 'point')} do not fit into memory." if tight else ".")
 
     def _label(self, row: Row) -> str:
         """The number of a point with its values of the axes."""

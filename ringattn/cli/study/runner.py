@@ -23,7 +23,8 @@ from ...simulator.progress import Listener
 from ...simulator.reporting.console import print_plain, show_progress
 from ...simulator.reporting.journal import Journal, git, source
 from ...simulator.reporting.pages import check_matplotlib, render_page
-from ...text import plural
+from ...text import duration, plural, size
+from ..comparison import print_jobs
 from ..config.groups import StudyGroup, check_least, refuse_stdout
 from ..config.schema import SimulateConfig, parse_size
 from . import plots
@@ -38,7 +39,7 @@ from .evaluation import (
 )
 from .report import StudyReport, describe_machines, extrapolate, machines_of, name_points
 from .space import Point, digest, group_by_plan, list_points
-from .tables import DIRECTIONS, Row, Table, make_table, to_csv, to_json
+from .tables import DIRECTIONS, Row, Table, list_passes, make_table, to_csv, to_json, total
 
 FORMAT = "ringattn study 2"
 JOURNAL = "points.jsonl"
@@ -71,7 +72,28 @@ def main(config: SimulateConfig) -> None:
         if folder.exists():
             sys.stderr.write(f"ringattn: {folder} keeps the finished points; the same command continues from there\n")
         raise
+    print_jobs(_jobs(table), "points", f" in {folder / 'sweep.csv'}")
     print_plain(f"{_summarize(table)}; {folder / 'report.md'}, report.html, sweep.csv, summary.json")
+
+
+def _jobs(table: Table) -> list[tuple[dict[str, str], dict[str, str]]]:
+    """What each point varies, and the time, the exposed time and the memory of its passes."""
+    jobs = []
+    for row in table.rows:
+        settings = {name: str(row.get(name, "")) for name in (*table.axes, *table.labels)}
+        if row["status"] != "ok":
+            jobs.append((settings, {"time": str(row["status"])}))
+            continue
+        passes, seconds = list_passes(row), total(row, "time")
+        kinds = {row[f"{name} kind"] for name in passes}
+        numbers = {
+            "time": duration(seconds),
+            "exposed": duration(max(seconds - total(row, "compute"), 0.0)),
+            "memory of a rank": size(max(row[f"{name} memory"] for name in passes)),
+            "kind": " ".join(f"[{kind}]" for kind in sorted(kinds)),
+        }
+        jobs.append((settings, numbers))
+    return jobs
 
 
 def _summarize(table: Table) -> str:
@@ -195,10 +217,12 @@ def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
 def _write_files(study: Study, head: dict[str, Any], table: Table, records: Records) -> None:
     options, folder = study.config.study, study.folder
     not_modelled = sorted({note for record in records.values() for note in record.get("not modelled", ())})
-    files: list[Path] = []
+    drawn: dict[Path, str] = {}
     if options.plots:
         x, y = plots.choose_axes(table, options.x, options.y)
-        files = [path for name in options.plots for path in plots.draw(folder, name, table, x, y)]
+        for name in options.plots:
+            title = plots.describe(name, x, y)
+            drawn |= {path: title for path in plots.draw(folder, name, table, x, y) if path.suffix == ".svg"}
     machines = machines_of(study.points)
     extrapolations, remark = [], ""
     if options.extrapolate is not None:
@@ -213,10 +237,9 @@ def _write_files(study: Study, head: dict[str, Any], table: Table, records: Reco
     provenance = {**head, "commit": git("rev-parse", "--short", "HEAD")}
     more = {"extrapolated": extrapolations, "machines": lines}
     report = StudyReport(
-        options.name,
-        options.execute,
+        options,
         table,
-        plots=[path for path in files if path.suffix == ".svg"],
+        plots=drawn,
         not_modelled=not_modelled,
         command=" ".join(["ringattn simulate", *map(quote, study.overrides)]),
         provenance=provenance,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...machine.machine import MACHINE_NUMBERS
+from ...text import duration, rate, size
 from ..config.groups import StudyGroup
 from .space import Point
 
@@ -122,7 +123,7 @@ class Table:
         series: dict[str, list[Row]] = {}
         for row in self.rows:
             if row["status"] == "ok" and is_number(row.get(x)):
-                series.setdefault(", ".join(_label(name, row.get(name)) for name in varied), []).append(row)
+                series.setdefault(", ".join(name_value(name, row.get(name)) for name in varied), []).append(row)
         for rows in series.values():
             rows.sort(key=lambda row: row[x])
         return series
@@ -133,9 +134,25 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def _label(name: str, value: Any) -> str:
-    text = f"{value:g}" if isinstance(value, float) else str(value)
+def name_value(name: str, value: Any) -> str:
+    """The value of an axis as text, with the name of the axis where the value does not tell it: "zigzag", "heads=8"."""
+    text = show_number(name, value) if is_number(value) else "null" if value is None else str(value)
     return text if name in ("pattern", "layout", "schedule", "machine") else f"{name}={text}"
+
+
+def show_number(name: str, value: Any) -> str:
+    """A number of an axis in fitting units: 64k (as the command line reads it), 25 GB/s, 1.5 us, 0.5."""
+    unit = _make_column(name).unit
+    if unit == "s":
+        return duration(value)
+    if unit.endswith("/s"):
+        return rate(value, unit.replace("bytes", "B"))
+    if unit == "bytes":
+        return size(value)
+    power = 0
+    while unit.startswith("tokens") and value and value % 1024 == 0 and power < 4:
+        value, power = value // 1024, power + 1
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}{('', 'k', 'M', 'G', 'T')[power]}"
 
 
 def list_passes(row: Row) -> tuple[str, ...]:

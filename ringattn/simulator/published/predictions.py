@@ -22,6 +22,7 @@ from ...machine.presets import get_machine
 from ...pattern import Causal, Documents, Full, Pattern
 from ...plan.plan import Plan
 from ...planner import make_plan
+from ..progress import Listener
 from ..timing.simulation import simulate
 
 #: What each family is, and where it was published (repository, version).
@@ -162,13 +163,17 @@ class PredictedRow:
         return predicted.seconds / self.row.seconds - 1
 
 
-def predict_measurements(rows: Sequence[Measurement]) -> list[PredictedRow]:
-    """The predictions of rows; the rows that give others' kernel rates must be among them."""
+def predict_measurements(
+    rows: Sequence[Measurement], tell: Listener = lambda done, count, what: None
+) -> list[PredictedRow]:
+    """The predictions of rows; the rows that give others' kernel rates must be among them. `tell` hears of progress."""
     by_id = {row.id: row for row in rows}
-    return [
-        PredictedRow(row, _predict(row, _machine(row)), _predict_with_rate(row, by_id.get(row.reference)))
-        for row in rows
-    ]
+    predictions = []
+    for done, row in enumerate(rows):
+        tell(done, len(rows), "measurements")
+        by_rate = _predict_with_rate(row, by_id.get(row.reference))
+        predictions.append(PredictedRow(row, _predict(row, _machine(row)), by_rate))
+    return predictions
 
 
 def _machine(row: Measurement) -> Machine:

@@ -154,8 +154,8 @@ OWN = 3 * 2048 * (8 + 2 + 2 + 8) * 64 * 4
     [
         (2, {"call": 0.5}, 0.5, 0.5),
         (2, {"call": 0.5, "call_backward": 0.25}, 0.5, 0.25),
-        (8, {"call": 1.0, **LINKS}, 1.0 + 0.25 + 6 * 0.5, 1.0 + 0.25 + 6 * 0.5),
-        (8, {"call": 1.0, "cores": 1, **LINKS}, 2 * 4.25, 2 * 4.25),
+        (8, {"call": 1.0, **LINKS}, 1.0 + 3 * 0.5, 1.0 + 3 * 0.5),
+        (8, {"call": 1.0, "cores": 1, **LINKS}, 2 * 2.5, 2 * 2.5),
         (8, LINKS, 0.0, 0.0),
         (2, {"call": 0.25, "sweep": 1e9}, 0.25 + OWN / 1e9, 0.25 + OWN / 1e9),
         (2, {"call": 0.25, "sweep": 1e9, "sweep_backward": 5e8}, 0.25 + OWN / 1e9, 0.25 + OWN / 5e8),
@@ -163,7 +163,7 @@ OWN = 3 * 2048 * (8 + 2 + 2 + 8) * 64 * 4
     ],
 )
 def test_what_a_call_takes(ranks: int, values: dict[str, float], forward: float, backward: float) -> None:
-    """Its own seconds, a record to every other rank, and its tensors; ranks that share a core add up."""
+    """Its own seconds, log2 P rounds of records, and its tensors; ranks that share a core add up."""
     plan = ra.make_plan(ra.Full(), tokens=2048 * ranks, ranks=ranks, heads=8, kv_heads=2, head_dim=64, batch=3)
     calls = [ra.simulate(plan, machine(**values), backward=way).exposed["call"] for way in (False, True)]
     assert calls == pytest.approx([forward, backward])
