@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 #: Orders of the dimensions of q, k, v and out.
 ORDERS = ("BHND", "BNHD")
 #: Options that say how ranks share the work. One device has no use for them.
-SHARING = ("schedule", "machine", "comm_dtype", "rotate")
+SHARING = ("schedule", "machine", "comm_dtype", "rotate", "check")
 
 
 class CoreKeywords(AttentionKeywords, total=False):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -146,7 +146,7 @@ def _record(call: Call) -> dict[str, Any]:
     if call.pattern.transient:
         pattern = f"{_SELECTED} {_short_digest(pattern)}"
     return {
-        **{entry.name: getattr(call.options, entry.name) for entry in fields(call.options)},
+        **{name: _shorten(x) if isinstance(x, str) else x for name, x in vars(call.options).items()},
         "machine": _shorten(repr(call.machine())) if call.options.schedule == "auto" else None,
         "dropout": _spell_dropout(call.kernel),
         "pattern": _shorten(pattern),

@@ -268,6 +268,8 @@ def _run_rank(scratch: Path, group: dict[str, Any], rank: int, work: bytes) -> N
             os.dup2(log.fileno(), 1)
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # No rank runs before all are connected: the end of a quick rank would else be an error of those that still connect.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     if group["threads"]:
         os.environ["OMP_NUM_THREADS"] = str(group["threads"])
     torch = importlib.import_module("torch")

@@ -3,9 +3,11 @@ ranks."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -373,6 +375,14 @@ def test_every_argument_is_compared(run_ranks: Run) -> None:
     for told in run_ranks(disagreements, SIZE, names, timeout=LOUD):
         for name in names:
             assert told[name].startswith(f"Mismatch: the ranks disagree about {name}: "), (name, told[name])
+
+
+def test_a_record_of_long_arguments_is_short_and_tells_them_apart() -> None:
+    x = torch.zeros(1, 1, 4, 8)
+    call = arguments.read_call(x, x, x, Causal(), "contiguous", {})
+    long = [replace(call, options=replace(call.options, schedule="s" * 20_000 + end)) for end in "ab"]
+    made = [json.dumps(agreement._record(one)) for one in long]
+    assert made[0] != made[1] and max(map(len, made)) < agreement.LIMIT
 
 
 def test_exceptions_in_an_adaptive_module(run_ranks: Run) -> None:
