@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .functional import ring_attention as ring_attention
     from .functional import synchronize as synchronize
     from .functional import virtual_attention as virtual_attention
+    from .inference.cache import KVCache as KVCache
     from .kernels.dropout import Dropout as Dropout
     from .layout.regular import Layout as Layout
     from .layout.regular import make_layout as make_layout
@@ -85,6 +86,7 @@ _NAMES = {
     "simulator.timing.solvers.recurrence": "Stall",
     "simulator.timing.timeline": "Timeline",
     "functional": "attention ring_attention synchronize virtual_attention",
+    "inference.cache": "KVCache",
     "runtime.memory": "auto_batch_size",
     "runtime.graph_op": "keep_attention save_attention_policy",
     "compat": (

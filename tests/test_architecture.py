@@ -16,7 +16,7 @@ PACKAGE = ROOT / "ringattn"
 #: Packages, and modules of the root. Each imports only from those before it: first what a job on ranks may import.
 ORDER = (
     *("errors", "registry", "text", "dtypes", "cache", "files", "transport", "pattern", "layout", "machine", "plan"),
-    *("kernels", "planner", "runtime", "functional", "nn", "train", "integrations", "compat"),
+    *("kernels", "planner", "runtime", "functional", "inference", "nn", "train", "integrations", "compat"),
     *("simulator", "bench", "cli"),
 )
 #: The only import against the order, within a function: `auto` asks the timing model.

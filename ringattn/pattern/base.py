@@ -56,6 +56,8 @@ class Pattern(Value, ABC):
 
     #: True for a pattern that is used once, such as a selection made in every training step: its plans are not cached.
     transient = False
+    #: Whether few tiles hold what queries without end see of some keys: a cache then finds the keys that none sees.
+    endless = False
     #: The key in `NUMBERED`. No two patterns have one number, equal ones neither.
     number = 0
 
@@ -198,6 +200,7 @@ class BandPattern(Pattern):
     """A pattern of all pairs whose distance q - k lies in a band, the same for all queries."""
 
     period = 1
+    endless = True
 
     @property
     @abstractmethod
@@ -228,6 +231,10 @@ class Combination(Pattern):
     @property
     @abstractmethod
     def operands(self) -> tuple[Pattern, ...]: ...
+
+    @property
+    def endless(self) -> bool:  # type: ignore[override]
+        return all(operand.endless for operand in self.operands)
 
     def check(self, tokens: int, heads: int) -> None:
         for operand in self.operands:

@@ -49,6 +49,8 @@ class Dilated(Pattern):
     offsets: str | None = None
     heads: int | None = None
 
+    endless = True
+
     def __post_init__(self) -> None:
         self._normalize(segments=_check_integers("segments", self.segments), rates=_check_integers("rates", self.rates))
         if len(self.segments) != len(self.rates):

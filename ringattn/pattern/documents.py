@@ -46,6 +46,8 @@ class Documents(Pattern):
     #: The lengths of each document, or for each row of a batch the lengths of its documents.
     lengths: tuple[int, ...] | tuple[tuple[int, ...], ...]
 
+    endless = True
+
     def __init__(self, lengths: Integers | None = None, *, cu_seqlens: Integers | None = None) -> None:
         if (lengths is None) == (cu_seqlens is None):
             raise InvalidInput(f"Documents takes lengths or cu_seqlens, one of them; try {EXAMPLE}")

@@ -67,6 +67,8 @@ class Sinks(Pattern):
 
     n: int
 
+    endless = True
+
     def __post_init__(self) -> None:
         self._normalize(n=check_integer(self.n, "Sinks: number of tokens n", 0, "Sinks(4)"))
 
@@ -92,7 +94,7 @@ class Strided(Pattern):
     def __post_init__(self) -> None:
         self._normalize(step=check_integer(self.step, "Strided: step", 1, "Strided(4)"))
 
-    period = 1
+    period, endless = 1, True
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         if not q or not k:

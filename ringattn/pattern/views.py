@@ -1,4 +1,4 @@
-"""Patterns as a planner needs them: some heads of a pattern (Ulysses), and the rows of a batch one after another."""
+"""Patterns as a planner needs them: some heads (Ulysses), rows of a batch one after another, tokens at other places."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .base import ONE_HEAD, Pattern, Position, Run, Side
+from .base import FAR, ONE_HEAD, Pattern, Position, Run, Side
 from .tile import Tile, clip, shift_range
 
 
@@ -117,4 +117,69 @@ class RowByRow(Pattern):
         for index, pattern in enumerate(self._patterns):
             seen = np.asarray(pattern.visible(mine, block, head, self.tokens), dtype=np.int64)
             total = total + np.where((row == index) & (other == index), seen, 0)
+        return total
+
+
+#: (first place, places minus positions from there on, or None where no token is) of the runs of a row of a batch.
+Marks = tuple[tuple[int, int | None], ...]
+#: Every token is at the place of its position.
+IN_PLACE: Marks = ((0, 0),)
+
+
+@dataclass(frozen=True)
+class Placed(Pattern):
+    """The pattern of tokens that are not at the places of their positions: padded, or cropped, rows of a batch.
+
+    `marks` are those of each row, or of all rows. `pattern` is bound, and is asked by positions, so that it may be a
+    pattern of more tokens than there are places.
+    """
+
+    pattern: Pattern
+    marks: tuple[Marks, ...] = (IN_PLACE,)
+
+    __hash__ = Pattern.kept_hash
+
+    @property
+    def branches(self) -> int:
+        return self.pattern.branches
+
+    @property
+    def output_scale(self) -> float:
+        return self.pattern.output_scale
+
+    @property
+    def rows(self) -> int | None:
+        return len(self.marks) if len(self.marks) > 1 else self.pattern.rows
+
+    def row(self, index: int) -> Pattern:
+        return Placed(self.pattern.row(index), (self.marks[index if len(self.marks) > 1 else 0],))
+
+    @cached_property
+    def _runs(self) -> tuple[tuple[int, int, int], ...]:
+        """(first place, last place, places minus positions) of each run of tokens, of one row."""
+        (marks,) = self.marks
+        ends = [*(first for first, _ in marks[1:]), FAR]
+        return tuple((first, end - 1, by) for (first, by), end in zip(marks, ends, strict=True) if by is not None)
+
+    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
+        for first, last, by in self._runs:
+            rows = shift_range(clip(q, first, last), -by)
+            for other_first, other_last, other_by in self._runs if rows else ():
+                keys = shift_range(clip(k, other_first, other_last), -other_by)
+                for tile in self.pattern.tiles(rows, keys, heads) if keys else ():
+                    lo, hi = (None if x is None else x + by - other_by for x in (tile.lo, tile.hi))
+                    moved = shift_range(tile.q, by), shift_range(tile.k, other_by)
+                    yield replace(tile, q=moved[0], k=moved[1], lo=lo, hi=hi)
+
+    def run(self, side: Side, first: Position, last: Position) -> Run | None:
+        return self.pattern.run(side, first, last) if self.marks == (IN_PLACE,) else None
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        total = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=np.int64)
+        for first, last, by in self._runs:
+            for other_first, other_last, other_by in self._runs:
+                here = (first <= q) & (q <= last) & (other_first <= k) & (k <= other_last)
+                rows, keys = np.clip(q - by, 0, None), np.clip(k - other_by, 0, None)
+                seen = self.pattern.visible(np.minimum(rows, tokens - 1), np.minimum(keys, tokens - 1), head, tokens)
+                total = total + np.where(here, np.asarray(seen, dtype=np.int64), 0)
         return total

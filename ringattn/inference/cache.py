@@ -1,0 +1,621 @@
+"""`KVCache`: keys and values of a generation, sharded over ranks, and attention of new tokens to them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import InvalidInput, Unsupported
+from ..functional import get_transport, ring_attention, virtual_attention
+from ..kernels.base import as_dtype, positive
+from ..layout import Layout, nonempty
+from ..layout.regular import make_layout
+from ..machine.presets import get_machine
+from ..pattern import Pattern, as_pattern
+from ..pattern.base import FAR, check_integer
+from ..pattern.tile import clip, find_runs, shift_range
+from ..pattern.views import IN_PLACE, Marks, Placed
+from ..plan.row_sets import Ranges
+from ..runtime.call import Call, autocast_off, cast_inputs, check_option_names, read_call
+from ..runtime.handshake import LIMIT
+from ..runtime.memory import typed_errors
+from ..runtime.softmax import merge_sinks_
+from ..text import plural
+from ..transport.base import TAG_BITS, Program, Tags, drive
+from ..transport.records import MARK, ErrorReport, Exchange, compare_records, digest
+from ..transport.virtual import Virtual
+from .holdings import Holdings, Kept, find_needed, split
+from .partials import RowGroups, attend, count_bytes, exchange, merge_ranks
+from .store import SHARED_ROWS, LayerStore
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
+
+    from ..runtime.call import AttentionKeywords
+    from ..transport.base import Transport
+
+MERGES, WINDOWS = ("auto", "gather", "scatter"), ("shard", "copy")
+#: The options of attention that a step takes.
+STEP_OPTIONS = ("kernel", "scale", "softcap", "deterministic", "machine", "check")
+#: Lengths at which a pattern is asked whether it is for one length only, and whether it sees a bounded run of keys.
+LENGTHS = 1 << 20, 1 << 21
+#: How far ahead of the last token queries are looked for that see a key.
+HORIZON = 1 << 60
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """New tokens that the layers are given one after another, in a chunk of a prompt or in a step."""
+
+    kind: str
+    new: range
+    #: The places of new tokens that each rank owns.
+    shards: tuple[Ranges, ...]
+    layout: Layout | None
+    todo: set[int]
+    number: int
+    #: By pattern the rows that stay when a layer has attended, and the places that later queries see.
+    kept: dict[Pattern, Kept | None]
+    needed: dict[Pattern, Ranges]
+
+
+class KVCache:
+    """Keys and values of `layers` layers, each row on one rank, and attention of new tokens to them.
+
+    patterns: the pattern of all layers, or one for each, as a Pattern or its text. A pattern is asked by positions.
+        One that is for a single length, such as Documents or a family with density=, needs `max_tokens` of that length.
+    group, mesh, transport: who the ranks are, as in `ring_attention`; or `ranks`, a number of virtual ranks of this
+        process. Tensors are then those of all ranks, in natural order.
+    layout: how a chunk of a prompt is cut over the ranks, by name. Rows stay on the ranks that computed them.
+    page: tokens of a page. New tokens of a step go to pages in turn, token's page p to rank p % P, and memory grows and
+        is freed by pages. `crop` can go back a page where rows were let go that no later query sees.
+    max_tokens: the most tokens of a row.
+    merge: how a step merges the ranks' partials: "gather" in one round of P - 1 messages of a rank, "scatter" in two
+        with 2 / P of the bytes, or "auto", whichever takes less time with the links of `machine`.
+    windows: "shard", or "copy": in layers that see a bounded number of keys every rank holds all of them, and a step
+        sends no message.
+    dtype: the dtype that keys and values are rounded to, and kept in; None: as they are given.
+
+    Only `prefill` and `step` are collective. Every layer is called once for each chunk and each step; the first of
+    these calls compares the ranks. Results have no gradient. Raises InvalidInput.
+    """
+
+    def __init__(
+        self,
+        patterns: Pattern | str | Sequence[Pattern | str],
+        *,
+        layers: int,
+        group: ProcessGroup | DeviceMesh | None = None,
+        mesh: DeviceMesh | None = None,
+        transport: Transport | None = None,
+        ranks: int | None = None,
+        layout: str = "zigzag",
+        page: int = 64,
+        max_tokens: int | None = None,
+        merge: str = "auto",
+        windows: str = "shard",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        layers, self.page = check_integer(layers, "layers", 1, "layers=32"), check_integer(page, "page", 1, "page=64")
+        of_layers = [patterns] * layers if isinstance(patterns, Pattern | str) else [*patterns]
+        if len(of_layers) != layers:
+            raise InvalidInput(f"{len(of_layers)} patterns for {layers} layers; give one for each, or one for all")
+        for name, value, names in (("merge", merge, MERGES), ("windows", windows, WINDOWS)):
+            if value not in names:
+                raise InvalidInput(f"{name}={value!r}: expected one of {', '.join(names)}")
+        self.patterns = tuple(map(as_pattern, of_layers))
+        self.layout, self.max_tokens, self.merge, self.windows, self.dtype = layout, max_tokens, merge, windows, dtype
+        #: The ranks' transport, whose counters count a step's messages and bytes.
+        self.transport: Transport | Virtual
+        if ranks is not None:
+            self.transport = Virtual(check_integer(ranks, "ranks", 1, "ranks=4"))
+            self._ranks = range(ranks)
+        else:
+            self.transport = get_transport(group, mesh, transport)
+            self._ranks = range(self.transport.rank, self.transport.rank + 1)
+        #: Tokens so far, with the padding.
+        self.length = 0
+        #: Tokens of each row of the batch so far, without padding; empty before the first ones.
+        self.lengths: list[int] = []
+        self._stores = [[LayerStore(page) for _ in range(layers)] for _ in self._ranks]
+        self._holdings: dict[Pattern, Holdings] = {}
+        self._bound: dict[Pattern, Pattern] = {}
+        self._fixed: set[Pattern] = set()
+        self._marks: list[Marks] = []
+        self._event: NewTokens | None = None
+        self._chunk: tuple[Layout, Tensor | None] | None = None
+        self._count, self._history = 0, b""
+        self._heads = 0
+
+    # What is here.
+
+    def rows(self, layer: int, rank: int | None = None) -> Ranges:
+        """The places of the tokens that a rank (None: this one, or virtual rank 0) holds in a layer, in its order."""
+        holdings = self._holdings.get(self.patterns[layer])
+        blocks = holdings.held[self._ranks[0] if rank is None else rank] if holdings else []
+        return tuple(run for block in blocks for run in block)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values of this process, with the room for the rest of a page."""
+        return sum(store.nbytes for stores in self._stores for store in stores)
+
+    @property
+    def least(self) -> int:
+        """The fewest tokens, with the padding, that `crop` can go back to beside none: what they see is here."""
+        return max((holdings.floor for holdings in self._holdings.values()), default=0)
+
+    # What is not collective.
+
+    def shard(self, tokens: int, padding: Tensor | None = None) -> Tensor:
+        """Begin a chunk of `tokens` tokens of a prompt: the places of this rank's rows, int64 [n], in local order.
+
+        A place is a position in rows without padding. On virtual ranks they are those of all tokens. `padding`, bool
+        [B, tokens] and equal on all ranks, is True for padding, which is no token: it has no position, and no query
+        sees it. Raises InvalidInput.
+        """
+        self._check_idle()
+        size, first = self.transport.size, self.length
+        self._check_room(check_integer(tokens, "tokens", 1, "the tokens of a chunk"))
+        layout = make_layout(self.layout, tokens=tokens, ranks=size, pattern=self.patterns[0])
+        if padding is not None and (padding.ndim != 2 or padding.shape[1] != tokens or padding.dtype != torch.bool):
+            raise InvalidInput(f"padding must be bool [batch, {tokens}], got {padding.dtype} {tuple(padding.shape)}")
+        self._chunk = layout, padding
+        if isinstance(self.transport, Virtual):
+            return torch.arange(first, first + tokens)
+        return torch.from_numpy(layout.positions(self._ranks[0])) + first
+
+    def crop(self, tokens: int | Sequence[int]) -> None:
+        """Forget all but the first `tokens` tokens, or for `tokens` <= 0 the last -`tokens`; or a number for each row.
+
+        Raises InvalidInput where rows would come back that were let go.
+        """
+        self._check_idle()
+        if isinstance(tokens, int | np.integer):
+            length = int(tokens) if tokens > 0 else self.length + int(tokens)
+            cuts = [length] * len(self.lengths)
+        else:
+            if len(tokens) != len(self.lengths) or not all(
+                0 <= n <= m for n, m in zip(tokens, self.lengths, strict=True)
+            ):
+                raise InvalidInput(f"crop({tokens}): the rows hold {self.lengths} tokens")
+            cuts = [_place(marks, n - 1) + 1 if n else 0 for marks, n in zip(self._marks, tokens, strict=True)]
+            length = max(cuts, default=0)
+        if not 0 <= length <= self.length:
+            raise InvalidInput(f"crop({tokens}): the cache holds {plural(self.length, 'token')}")
+        if 0 < length < self.least:
+            raise InvalidInput(
+                f"crop({tokens}): of the tokens that the next one sees some were let go; at least {self.least} must "
+                f"stay, or give a page of more than {self.page} tokens"
+            )
+        self._note("crop", tokens)
+        for row, cut in enumerate(cuts):
+            runs = [range(run.start, min(run.stop, cut)) for run in _runs(self._marks[row])]
+            self.lengths[row] = sum(map(len, runs))
+            marks = [mark for mark in self._marks[row] if mark[0] < cut]
+            self._marks[row] = _normal([*marks, (cut, None), (length, length - self.lengths[row])])
+        self.length = length
+        for pattern, holdings in self._holdings.items():
+            self._keep(pattern, holdings.keep(nonempty(range(length))))
+            holdings.settle()
+            holdings.floor = holdings.floor if length else 0
+
+    def fork(self, rows: Sequence[int] | Tensor) -> None:
+        """Let row i of the batch go on from what row rows[i] is now: beams, which share the rows they have in common.
+
+        Raises InvalidInput for a row that is not there.
+        """
+        self._check_idle()
+        rows = [int(row) for row in rows]
+        if not rows or not all(0 <= row < len(self.lengths) for row in rows):
+            raise InvalidInput(f"fork({rows}): the batch has {plural(len(self.lengths), 'row')}")
+        if any(pattern.rows is not None for pattern in self.patterns):
+            raise Unsupported("fork: a pattern has rows of its own, which rows of another batch do not have")
+        self._note("fork", rows)
+        self.lengths, self._marks = [self.lengths[i] for i in rows], [self._marks[i] for i in rows]
+        for pattern, holdings in self._holdings.items():
+            for rank in range(self.transport.size):
+                seal = sum(map(len, holdings.held[rank][-1])) > SHARED_ROWS
+                if rank in self._ranks:
+                    for layer in self._layers(pattern):
+                        self._stores[rank - self._ranks[0]][layer].fork(rows, seal=seal)
+                if seal:
+                    holdings.seal(rank)
+
+    # What is collective.
+
+    def prefill(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None,
+        **options: Unpack[AttentionKeywords],
+    ) -> Tensor:  # fmt: skip
+        """Attention of a chunk of a prompt: out [B, H, n, Dv] of the local rows. Collective.
+
+        q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv] are the rows that `shard` has given this rank, after rotary
+        embeddings. `sinks` and `options` are those of `ring_attention`, and so are the errors. A rank whose cache, or
+        whose chunk, differs is a Mismatch on every rank.
+        """
+        opens = self._opens(layer)
+        with self._report("prefill", deferred=not opens, check=options.get("check")):
+            if self._chunk is None and isinstance(self.transport, Virtual) and opens:
+                self.shard(q.shape[2])
+            q, k, v, call = self._read(layer, q, k, v, sinks, options)
+            if opens and self._chunk is None:
+                raise InvalidInput("prefill: call shard(tokens) first, which says how the chunk is cut over the ranks")
+        if opens:
+            self._begin("prefill", call, "")
+        event, pattern = self._event_of("prefill", layer, None), self.patterns[layer]
+        layout, view = event.layout, self._view(pattern)
+        assert layout is not None
+        if event.new.start:
+            raise Unsupported("prefill: a second chunk")
+        if isinstance(self.transport, Virtual):
+            out = virtual_attention(q, k, v, view, ranks=layout.ranks, layout=layout, sinks=sinks, **options)
+            shards = [tuple(layout.shard_tensor(x, rank) for x in (k, v)) for rank in self._ranks]
+        else:
+            out = ring_attention(q, k, v, view, layout=layout, transport=self.transport, sinks=sinks, **options)
+            shards = [(k, v)]
+        with self._report("prefill", deferred=True), autocast_off(call.device), typed_errors(call.device):
+            self._run([self._store_chunk(rank, layer, *x) for rank, x in zip(self._ranks, shards, strict=True)])
+        return self._end(layer, out)
+
+    def step(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, return_lse: bool = False,
+        note: str = "", **options: Unpack[AttentionKeywords],
+    ) -> Any:  # fmt: skip
+        """Attention of T >= 1 new tokens, which all ranks hold: out [B, H, T, Dv], of equal bits on all ranks.
+
+        q [B, H, T, D], k [B, K, T, D] and v [B, K, T, Dv] are equal on all ranks, after rotary embeddings. `sinks` [H]
+        are those of `ring_attention`, and `options` some of its: kernel, scale, softcap, deterministic, machine and
+        check. With `return_lse` returns (out, lse [B, H, T]). `note` is text that must be equal on all ranks, such as a
+        digest of the tokens; the first layer's is compared.
+
+        Collective. A rank whose cache, or whose step, differs is a Mismatch on every rank; a rank that is gone is a
+        CommFailure. Raises InvalidInput and Unsupported.
+        """
+        opens = self._opens(layer)
+        with self._report("step", deferred=not opens, check=options.get("check")):
+            check_option_names(options, STEP_OPTIONS)
+            q, k, v, call = self._read(layer, q, k, v, sinks, options)
+            self._check_room(call.rows)
+            self._chunk = None
+        if opens:
+            self._begin("step", call, note)
+        with self._report("step", deferred=True), autocast_off(call.device), typed_errors(call.device):
+            self._event_of("step", layer, call.rows)
+            q, k, v = call.prepare(q, k, v, None)
+            results = self._run([self._step(rank, layer, q, k, v, call) for rank in self._ranks])
+            out, lse = results[0]
+            if sinks is not None:
+                merge_sinks_(out, lse, sinks)
+            scale = self.patterns[layer].output_scale
+            out = as_dtype(out if scale == 1.0 else out * scale, q.dtype)
+        return self._end(layer, (out, lse) if return_lse else out)
+
+    def _step(
+        self, rank: int, layer: int, q: Tensor, k: Tensor, v: Tensor, call: Call
+    ) -> Program[tuple[Tensor, Tensor]]:
+        """A rank's part of a step."""
+        event, pattern, size = self._event, self.patterns[layer], self.transport.size
+        assert event is not None
+        holdings, store = self._holdings[pattern], self._stores[rank - self._ranks[0]][layer]
+        for shard in event.shards if holdings.copies else event.shards[rank : rank + 1]:
+            for run in shard:
+                new = slice(run.start - event.new.start, run.stop - event.new.start)
+                store.append(*(self._rounded(x[:, :, new]) for x in (k, v)))
+        group = q.shape[1] // k.shape[1]
+        out, lse = attend(
+            q, v.shape[3], event.new, store, holdings, rank, self._groups(pattern), call.kernel,
+            positive(call.scale)[1], group,
+        )  # fmt: skip
+        if not holdings.copies:
+            tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
+            label = f"step of layer {layer}, partials"
+            out, lse = yield from merge_ranks(rank, size, out, lse, self._way(call), tags, label)
+        self._trim(rank, layer)
+        return out, lse
+
+    def _store_chunk(self, rank: int, layer: int, k: Tensor, v: Tensor) -> Program[None]:
+        """Store what a rank keeps of its rows of a chunk; in a layer of copies, of the rows of all ranks."""
+        event, size = self._event, self.transport.size
+        assert event is not None
+        pattern, store = self.patterns[layer], self._stores[rank - self._ranks[0]][layer]
+        k, v = self._rounded(k), self._rounded(v)
+        if not self._holdings[pattern].copies:
+            store.append(k, v)
+        else:
+            width, local = k.shape[3], [split(shard, event.needed[pattern])[1] for shard in event.shards]
+            mine = torch.cat((k, v), 3)[:, :, [row for run in local[rank] for row in run]]
+            counts = [sum(map(len, runs)) for runs in local]
+            inbox = [
+                mine if p == rank else mine.new_empty((*mine.shape[:2], n, mine.shape[3])) for p, n in enumerate(counts)
+            ]
+            tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
+            label = f"prefill of layer {layer}, rows of its window"
+            yield from exchange(rank, size, lambda peer: mine, lambda peer: inbox[peer], tags.of(0), label)
+            for x in inbox:
+                store.append(x[..., :width], x[..., width:])
+        self._trim(rank, layer)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return x if self.dtype is None else as_dtype(x, self.dtype)
+
+    # Events.
+
+    def _opens(self, layer: int) -> bool:
+        """Whether a call of a layer is the first of its chunk or step."""
+        if not 0 <= layer < len(self.patterns):
+            raise InvalidInput(f"layer {layer} of a cache of {plural(len(self.patterns), 'layer')}")
+        return self._event is None
+
+    def _read(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Call]:
+        """The tensors and the call that they make. Raises InvalidInput where they are not those of this cache."""
+        q, k, v = cast_inputs(q, k, v)
+        call = read_call(q, k, v, self.patterns[layer], "contiguous", options, sinks=sinks)
+        if call.requires_grad:
+            raise Unsupported("a cache has no gradients; call it under torch.no_grad()")
+        if not isinstance(self.transport, Virtual):
+            self.transport.check(call.device)
+        for pattern in self.patterns if not self._heads else ():
+            self._bind(pattern, q.shape[1])
+        batch, heads = len(self.lengths) or q.shape[0], self._heads or q.shape[1]
+        if (q.shape[0], q.shape[1]) != (batch, heads):
+            raise InvalidInput(f"q {tuple(q.shape)}: the cache has a batch of {batch} and {heads} query heads")
+        for block in (block for block in self._stores[0][layer].blocks if block.count):
+            held = tuple((x.shape[1], x.shape[3]) for x in block.tensors)
+            if held != ((k.shape[1], k.shape[3]), (v.shape[1], v.shape[3])):
+                raise InvalidInput(f"k {tuple(k.shape)}, v {tuple(v.shape)}: the cache holds (heads, dim) {held}")
+        if self.dtype is not None:
+            k, v = (as_dtype(as_dtype(x, self.dtype), q.dtype) for x in (k, v))
+        return q, k, v, call
+
+    def _begin(self, kind: str, call: Call, note: str) -> None:
+        """Begin a chunk or a step, once all ranks have the same one before them. Collective."""
+        size, first = self.transport.size, self.length
+        layout, padding = self._chunk if kind == "prefill" and self._chunk is not None else (None, None)
+        tokens = call.rows if layout is None else layout.tokens
+        self._count += 1
+        number = self._agree(kind, tokens, padding, call, note)
+        new = range(first, first + tokens)
+        if layout is not None:
+            shards = tuple(tuple(shift_range(r, first) for r in layout.shard(rank)) for rank in range(size))
+        else:
+            pages = range(first // self.page, (new[-1]) // self.page + 1)
+            runs = [(p % size, clip(new, p * self.page, (p + 1) * self.page - 1)) for p in pages]
+            shards = tuple(tuple(run for rank, run in runs if rank == mine) for mine in range(size))
+        if not self.lengths:
+            self.lengths, self._marks, self._heads = (
+                [0] * call.sizes["batch"],
+                [()] * call.sizes["batch"],
+                call.sizes["heads"],
+            )
+        self._place_tokens(new, padding)
+        kept: dict[Pattern, Kept | None] = {}
+        needed: dict[Pattern, Ranges] = {}
+        for pattern in dict.fromkeys(self.patterns):
+            holdings = self._holdings.get(pattern)
+            if holdings is None:
+                copies = self.windows == "copy" and size > 1 and self._is_bounded(pattern)
+                holdings = self._holdings[pattern] = Holdings(size, copies=copies)
+            due, floor = kind == "prefill" or first // self.page != new.stop // self.page, max(new.stop - self.page, 0)
+            if due:
+                needed[pattern] = self._needed(pattern, floor, new.stop)
+            clipped = holdings.copies and kind == "prefill"
+            holdings.add([tuple(split(shard, needed[pattern])[0]) for shard in shards] if clipped else shards)
+            kept[pattern] = holdings.keep(needed[pattern], self.page) if due else None
+            if kept[pattern] is not None or clipped:
+                holdings.floor = floor
+        self._event = NewTokens(kind, new, shards, layout, set(range(len(self.patterns))), number, kept, needed)
+        self.length = new.stop
+        self._chunk = None
+
+    def _event_of(self, kind: str, layer: int, tokens: int | None) -> NewTokens:
+        """The event that a call of a layer belongs to. Raises InvalidInput for another call than that."""
+        event = self._event
+        assert event is not None
+        if kind != event.kind or layer not in event.todo or tokens not in (None, len(event.new)):
+            raise InvalidInput(
+                f"{kind} of layer {layer} within a {event.kind} of {plural(len(event.new), 'token')}, in which the "
+                f"layers {sorted(event.todo)} are left; call each layer once"
+            )
+        return event
+
+    def _end(self, layer: int, result: Any) -> Any:
+        """The result of a layer; after the last one, the event has ended."""
+        assert self._event is not None
+        self._event.todo.remove(layer)
+        if not self._event.todo:
+            self._event = None
+            for holdings in self._holdings.values():
+                holdings.settle()
+        return result
+
+    def _agree(self, kind: str, tokens: int, padding: Tensor | None, call: Call, note: str) -> int:
+        """The number of an event. Raises Mismatch on every rank where their caches or their tokens differ."""
+        if isinstance(self.transport, Virtual):
+            return self._count << TAG_BITS
+        options = {name: getattr(call.options, name) for name in ("kernel", "scale", "softcap", "deterministic")}
+        cache = repr(
+            [*map(repr, self.patterns), self.layout, self.page, self.max_tokens, self.merge, self.windows, self.dtype]
+        )
+        record = {
+            "cache": cache if len(cache) < 1024 else digest(cache.encode()).hex(),
+            "layers": len(self.patterns),
+            "length": self.length,
+            "crops and forks": self._history.hex(),
+            "new tokens": tokens,
+            "padding": None if padding is None else digest(padding.cpu().numpy().tobytes()).hex(),
+            "note": note if len(note) < 1024 else digest(note.encode()).hex(),
+            **call.sizes,
+            **options,
+        }
+        transport = self.transport
+        if transport.defers(call.options.check):
+            return transport.announce(json.dumps({"stage": kind, **record}).encode())
+        mine = json.dumps(record).encode()
+        with Exchange(transport, kind, MARK) as exchanged:
+            exchanged.mine = digest(mine)
+        if len({*exchanged.records}) > 1:
+            with Exchange(transport, "arguments", LIMIT) as arguments:
+                arguments.mine = mine
+            compare_records(arguments.records)
+        return transport.events << TAG_BITS
+
+    def _report(self, stage: str, *, deferred: bool, check: str | None = None) -> AbstractContextManager[Any]:
+        """Tells the other ranks of an exception here."""
+        if isinstance(self.transport, Virtual):
+            return nullcontext()
+        return ErrorReport(self.transport, stage, deferred=deferred or self.transport.defers(check))
+
+    def _run(self, programs: list[Program[Any]]) -> list[Any]:
+        """The results of the ranks of this process."""
+        if isinstance(self.transport, Virtual):
+            return self.transport.run(programs)
+        return [drive(programs[0], self.transport, self.transport.rank)]
+
+    def _way(self, call: Call) -> str:
+        """How a step merges partials."""
+        size = self.transport.size
+        if self.merge != "auto" or size < 3:
+            return "gather" if self.merge == "auto" else self.merge
+        machine, sizes = get_machine(call.options.machine, call.device.type), call.sizes
+        item = 8 if sizes["dtype"] == "float64" else 4
+        row_bytes = sizes["batch"] * sizes["heads"] * call.rows * (sizes["value_dim"] + 1) * item
+        saved = count_bytes(size, row_bytes, "gather") - count_bytes(size, row_bytes, "scatter")
+        return "scatter" if saved / machine.bandwidth > machine.latency else "gather"
+
+    # Patterns.
+
+    def _bind(self, pattern: Pattern, heads: int) -> None:
+        """Bind a pattern to the heads, and to `max_tokens` if it is for one length only."""
+        one, other = (pattern.bind(heads, tokens) for tokens in LENGTHS)
+        try:
+            for tokens in LENGTHS:
+                pattern.check(tokens, heads)
+            fixed = one != other
+        except InvalidInput:
+            fixed = True
+        if fixed:
+            if self.max_tokens is None:
+                raise InvalidInput(f"{pattern!r} is for one length only; give max_tokens=, the tokens that it is for")
+            pattern.check(self.max_tokens, heads)
+            one = pattern.bind(heads, self.max_tokens)
+            self._fixed.add(pattern)
+        self._bound[pattern] = one
+
+    def _view(self, pattern: Pattern) -> Pattern:
+        """The pattern by places of the cache."""
+        bound = self._bound[pattern]
+        if all(marks == IN_PLACE for marks in self._marks):
+            return Placed(bound) if pattern in self._fixed else bound
+        return Placed(bound, tuple(self._marks))
+
+    def _groups(self, pattern: Pattern) -> RowGroups:
+        """The patterns by places of the rows of the batch."""
+        view = self._view(pattern)
+        if view.rows is None:
+            return [(view, None)]
+        groups: dict[Pattern, list[int]] = {}
+        for row in range(view.rows):
+            groups.setdefault(view.row(row), []).append(row)
+        return [*groups.items()]
+
+    def _needed(self, pattern: Pattern, first: int, stop: int) -> Ranges:
+        """The places before `stop` that queries from `first` on see, or more of them."""
+        bound, last = self._bound[pattern], HORIZON
+        if self.max_tokens is not None:
+            last = self.max_tokens + max(stop - length for length in self.lengths)
+        elif not bound.endless:
+            return (range(stop),)
+        return find_needed([view for view, _ in self._groups(pattern)], range(first, last), range(stop), self._heads)
+
+    def _is_bounded(self, pattern: Pattern) -> bool:
+        """Whether no query sees more keys, however many there are."""
+        bound = self._bound[pattern]
+        if pattern in self._fixed or not bound.endless:
+            return False
+        counts = [sum(map(len, find_needed([bound], range(n, HORIZON), range(n), self._heads))) for n in LENGTHS]
+        return counts[0] == counts[1] < LENGTHS[0]
+
+    # Places.
+
+    def _place_tokens(self, new: range, padding: Tensor | None) -> None:
+        """Give new tokens their positions."""
+        for row in range(len(self.lengths)):
+            runs = (new,) if padding is None else find_runs(~padding[row].cpu().numpy(), new.start)
+            marks = [*self._marks[row]]
+            if padding is not None:
+                marks.append((new.start, None))
+            for run in runs:
+                marks += [(run.start, run.start - self.lengths[row]), (run.stop, None)]
+                self.lengths[row] += len(run)
+            self._marks[row] = _normal([*marks, (new.stop, new.stop - self.lengths[row])])
+
+    def _keep(self, pattern: Pattern, kept: Kept | None) -> None:
+        """Keep these rows only in the layers of a pattern."""
+        if kept is None:
+            return
+        for rank, stores in zip(self._ranks, self._stores, strict=True):
+            for layer in self._layers(pattern):
+                stores[layer].keep(kept[rank])
+
+    def _trim(self, rank: int, layer: int) -> None:
+        """Let go what no later query sees, once a layer has attended to it."""
+        assert self._event is not None
+        kept = self._event.kept[self.patterns[layer]]
+        if kept is not None:
+            self._stores[rank - self._ranks[0]][layer].keep(kept[rank])
+
+    def _layers(self, pattern: Pattern) -> list[int]:
+        return [layer for layer, of_layer in enumerate(self.patterns) if of_layer == pattern]
+
+    def _check_room(self, tokens: int) -> None:
+        most = max(self.lengths, default=0)
+        if self.max_tokens is not None and self._event is None and most + tokens > self.max_tokens:
+            raise InvalidInput(
+                f"{plural(tokens, 'new token')} after {most:,}: the cache has max_tokens={self.max_tokens:,}; give more"
+            )
+
+    def _check_idle(self) -> None:
+        if self._event is not None:
+            raise InvalidInput(f"within a {self._event.kind}, in which the layers {sorted(self._event.todo)} are left")
+
+    def _note(self, *change: object) -> None:
+        """Remember a change that is not collective: the next record compares it."""
+        self._history = digest(self._history + repr(change).encode())
+
+
+def _normal(marks: Sequence[tuple[int, int | None]]) -> Marks:
+    """The fewest marks: of several at one place the last one, and none that goes on as the one before."""
+    kept: list[tuple[int, int | None]] = []
+    for mark in marks:
+        if kept and kept[-1][0] == mark[0]:
+            kept.pop()
+        if not kept or kept[-1][1] != mark[1]:
+            kept.append(mark)
+    return tuple(kept)
+
+
+def _runs(marks: Marks) -> list[range]:
+    """The places of tokens; the last range is open."""
+    ends = [*(first for first, _ in marks[1:]), FAR]
+    return [range(first, end) for (first, by), end in zip(marks, ends, strict=True) if by is not None]
+
+
+def _place(marks: Marks, position: int) -> int:
+    """The place of a position."""
+    for run in _runs(marks):
+        if position < len(run):
+            return run[position]
+        position -= len(run)
+    raise AssertionError("positions have places")

@@ -1,0 +1,146 @@
+"""Which places of a cache each rank holds in the layers of one pattern, and which of these new tokens see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, islice
+
+from ..pattern.base import Pattern
+from ..pattern.tile import ceil_div, clip, locate, merge_runs, shift_range
+from ..plan.row_sets import Ranges
+from ..plan.work import Work, is_dense, join_keys, split_heads
+
+#: Works of a step with at most so many keys are one kernel call, on keys that are copied together.
+SHORT_KEYS = 256
+#: A pattern that answers in more pieces which keys later queries see keeps all keys.
+MOST_PIECES = 4096
+#: By rank and block the local rows to keep.
+Kept = list[list[Ranges]]
+
+
+class Holdings:
+    """The places that ranks hold in the layers of one pattern: by rank and block (`store.Block`), in local order.
+
+    Ranks add rows to their last block only. With `copies` every rank holds all places. A query before place `floor`
+    may miss keys that were dropped.
+    """
+
+    def __init__(self, ranks: int, *, copies: bool) -> None:
+        self.ranks, self.copies, self.floor = ranks, copies, 0
+        self.held: list[list[list[range]]] = [[[]] for _ in range(ranks)]
+        self._later: list[list[list[range]]] | None = None
+        self._works: dict[object, tuple[Work, ...]] = {}
+
+    def add(self, shards: Sequence[Ranges]) -> None:
+        """Add the places that each rank owns of new tokens."""
+        if self.copies:
+            shards = [tuple(run for shard in shards for run in shard)] * self.ranks
+        for blocks, shard in zip(self.held, shards, strict=True):
+            for run in shard:
+                append(blocks[-1], run)
+
+    def keep(self, runs: Ranges, least: int = 1) -> Kept | None:
+        """The local rows inside of `runs`, all that is held after `settle`; None where fewer than `least` rows fall."""
+        kept: Kept = []
+        later: list[list[list[range]]] = []
+        rows = remaining = 0
+        for blocks in self.held:
+            pairs = [split(block, runs) for block in blocks]
+            later.append([places for places, _ in pairs])
+            kept.append([local for _, local in pairs])
+            rows += sum(len(run) for block in blocks for run in block)
+            remaining += sum(len(run) for places, _ in pairs for run in places)
+        if rows - remaining < least * (self.ranks if self.copies else 1):
+            return None
+        self._later = later
+        return kept
+
+    def settle(self) -> None:
+        """Forget what `keep` has dropped: the layers have attended to it for the last time."""
+        self.held, self._later = self._later or self.held, None
+        self._works.clear()
+
+    def seal(self, rank: int) -> None:
+        """Begin a new block."""
+        self.held[rank].append([])
+
+    def works(self, rank: int, block: int, pattern: Pattern, q: range, heads: int, group: int) -> tuple[Work, ...]:
+        """What queries at places `q` see of a block of a rank: works on its local rows."""
+        key = rank, block, pattern, q, heads, group
+        if key not in self._works:
+            self._works[key] = make_works(pattern, q, self.held[rank][block], heads, group)
+        return self._works[key]
+
+
+def find_needed(patterns: Iterable[Pattern], queries: range, keys: range, heads: int) -> Ranges:
+    """The keys that queries see in some head and row of a batch, in runs, or more keys than these."""
+    found: list[range] = []
+    for pattern in patterns:
+        pairs = islice(pattern.paired("keys", queries, keys, range(heads)), MOST_PIECES + 1)
+        pieces = [range(rows[0], rows[-1] + 1) for _, rows in pairs]
+        found += pieces if len(pieces) <= MOST_PIECES else [keys]
+    return merge_runs(found)
+
+
+def append(block: list[range], run: range) -> None:
+    """Add a range of places, joined with the last one where it goes on."""
+    if block and block[-1].step == run.step == 1 and block[-1].stop == run.start:
+        block[-1] = range(block[-1].start, run.stop)
+    else:
+        block.append(run)
+
+
+def split(block: Sequence[range], runs: Ranges) -> tuple[list[range], Ranges]:
+    """(the places of a block inside of `runs`, their local rows)."""
+    parts: list[range] = []
+    local: list[range] = []
+    first = 0
+    for places in block:
+        for run in runs:
+            part = clip(places, run.start, run.stop - 1)
+            if part:
+                append(parts, part)
+                append(local, shift_range(locate(part, places), first))
+        first += len(places)
+    return parts, tuple(local)
+
+
+def make_works(pattern: Pattern, q: range, places: Sequence[range], heads: int, group: int) -> tuple[Work, ...]:
+    """The works of queries at places `q` on local rows, which are at `places` one after another.
+
+    Runs that all queries see are found by halving: a hull that is one dense tile holds no more to look at.
+    """
+    if not places:
+        return ()
+    starts = [0, *accumulate(map(len, places))]
+    works: list[Work] = []
+    dense: dict[tuple[range, range, range, int], list[range]] = {}
+
+    def add(heads: range, rows: range, keys: range, branch: int, lo: int | None = None, hi: int | None = None) -> None:
+        for some, kv in split_heads(heads, group):
+            if lo is None and hi is None and keys.step == 1:
+                dense.setdefault((some, kv, rows, branch), []).append(keys)
+            else:
+                works.append(Work(some, kv, rows, (keys,), lo, hi))
+
+    def visit(first: int, last: int) -> None:
+        parts = places[first:last]
+        hull = range(min(r[0] for r in parts), max(r[-1] for r in parts) + 1)
+        if next(pattern.tiles(q, hull, range(heads)), None) is None:
+            return
+        if is_dense(pattern, (q,), (hull,), heads):
+            add(range(heads), range(len(q)), range(starts[first], starts[last]), 0)
+        elif last - first > 1:
+            visit(first, (first + last) // 2)
+            visit((first + last) // 2, last)
+        else:
+            for tile in (part for whole in pattern.tiles(q, parts[0], range(heads)) for part in whole.refine()):
+                rows, keys = locate(tile.q, q), shift_range(locate(tile.k, parts[0]), starts[first])
+                base, step = tile.q.start - tile.k.start, tile.q.step
+                lo = None if tile.lo is None else ceil_div(tile.lo - base, step)
+                hi = None if tile.hi is None else (tile.hi - base) // step
+                add(tile.heads, rows, keys, tile.branch, lo, hi)
+
+    visit(0, len(places))
+    works += [Work(some, kv, rows, (keys,)) for (some, kv, rows, _), runs in dense.items() for keys in merge_runs(runs)]
+    return tuple(join_keys(works, lambda work: work.keys <= SHORT_KEYS))

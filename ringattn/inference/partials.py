@@ -1,0 +1,115 @@
+"""Attention of replicated queries to the rows of one rank, and the merge of all ranks' partials in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels.base import Kernel, as_dtype, wide
+from ..pattern.base import Pattern
+from ..runtime.accumulators import OutputAccumulator, Pair, RowViews, align_rows, select_inputs
+from ..runtime.memory import MergeSpace, empty
+from ..runtime.merge_plan import KernelCall, Section
+from ..runtime.rank_program import batches
+from ..runtime.softmax import merge_
+from ..transport.base import Message, Post, Program, Tags, Wait
+from .holdings import Holdings
+from .store import LayerStore
+
+#: (pattern, the rows of the batch that it is for; None: all).
+RowGroups = Sequence[tuple[Pattern, Sequence[int] | None]]
+
+
+def attend(
+    q: Tensor,
+    value_dim: int,
+    places: range,
+    store: LayerStore,
+    holdings: Holdings,
+    rank: int,
+    groups: RowGroups,
+    kernel: Kernel,
+    scale: float,
+    group: int,
+) -> Pair:
+    """(out [B, H, T, Dv], lse [B, H, T]) in fp32 (fp64 for fp64) of queries at `places` over the rows of one rank."""
+    q = align_rows(q)
+    count, heads, rows, _ = q.shape
+    out = empty((count, rows, heads, value_dim), wide(q.dtype), q.device).transpose(1, 2)
+    total = OutputAccumulator(q, value_dim, out)
+    section, is_empty = Section(range(rows), single=False, filled=True), True
+    for index, block in enumerate(store.blocks):
+        for pattern, members in groups if block.count else ():
+            calls = kernel.calls_of(holdings.works(rank, index, pattern, places, heads, group))
+            for part, tensors in block.batches(members, count) if calls else ():
+                query, block_rows = RowViews(q if part is None else q[part]), RowViews(*tensors)
+                for call in calls:
+                    for batch in batches(call, count) if part is None else (None,):
+                        (x,), (k, v) = select_inputs(call, batch, query, block_rows)
+                        partial = kernel.forward(x, as_dtype(k, q.dtype), as_dtype(v, q.dtype), call, scale)
+                        total.add(section, KernelCall(call, call.q, first=False), *partial, batch or part)
+                        is_empty = False
+    return total.finish((range(rows),) if is_empty else (), None)
+
+
+def count_bytes(size: int, row_bytes: int, way: str) -> int:
+    """Bytes that a rank sends to merge partials of `row_bytes` bytes, where rows are as many as ranks or more."""
+    return (size - 1) * row_bytes if way == "gather" else 2 * (size - 1) * row_bytes // size
+
+
+def merge_ranks(rank: int, size: int, out: Tensor, lse: Tensor, way: str, tags: Tags, label: str) -> Program[Pair]:
+    """The partials of all ranks, merged in rank order: equal bits on all ranks.
+
+    "gather": every rank sends its partial to all others and merges them: size - 1 messages, one round. "scatter": each
+    rank merges its share of the (head, row) pairs and sends it to all others: twice the messages, 2 / size the bytes.
+    """
+    if size == 1:
+        return out, lse
+    count, heads, rows, width = out.shape
+    mine = empty((heads, count, rows, width + 1), out.dtype, out.device)
+    mine[..., :-1].copy_(out.transpose(0, 1))
+    mine[..., -1].copy_(lse.transpose(0, 1))
+    flat = mine.view(-1, width + 1)
+    number = len(flat)
+    cuts = [slice(number * i // size, number * (i + 1) // size) for i in range(size)]
+    share = slice(0, number) if way == "gather" else cuts[rank]
+    inbox = empty((size, share.stop - share.start, width + 1), out.dtype, out.device)
+    inbox[rank].copy_(flat[share])
+    own = flat if way == "gather" else None
+    yield from exchange(
+        rank, size, lambda peer: flat[cuts[peer]] if own is None else own, lambda peer: inbox[peer], tags.of(0), label
+    )
+    space = MergeSpace()
+    total = inbox[0]
+    for part in inbox[1:]:
+        merge_(
+            total[None, None, :, :-1],
+            total[None, None, :, -1],
+            part[None, None, :, :-1],
+            part[None, None, :, -1],
+            space=space,
+        )
+    if way == "scatter":
+        whole = empty(flat.shape, out.dtype, out.device)
+        whole[share].copy_(total)
+        yield from exchange(rank, size, lambda peer: whole[share], lambda peer: whole[cuts[peer]], tags.of(1), label)
+        total = whole
+    merged = total.view(mine.shape).transpose(0, 1)
+    return merged[..., :-1], merged[..., -1]
+
+
+def exchange(
+    rank: int, size: int, send: Callable[[int], Tensor], receive: Callable[[int], Tensor], tag: int, label: str
+) -> Program[None]:
+    """Send a contiguous tensor to every other rank, and receive one from each; empty ones are no messages."""
+    peers = [peer for peer in range(size) if peer != rank]
+    sends = tuple(Message(peer, tag, _bytes(send(peer))) for peer in peers if send(peer).numel())
+    receives = tuple(Message(peer, tag, _bytes(receive(peer))) for peer in peers if receive(peer).numel())
+    if sends or receives:
+        yield Wait((yield Post(sends, receives, label)))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8).view(-1)
