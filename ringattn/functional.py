@@ -39,6 +39,7 @@ def ring_attention(
     pattern: Pattern | str,
     *,
     layout: str | Layout,
+    q_layout: str | Layout | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
     transport: Transport | None = None,
@@ -57,6 +58,9 @@ def ring_attention(
     layout: the Layout by which the sequence was cut into shards, or its name. The rows of a shard do not show how the
         sequence was cut: a wrong layout gives a wrong result and no error, so `layout` has no default. `make_plan` can
         choose a layout before the sequence is cut.
+    q_layout: the Layout of the queries, or its name, where they are other positions than the keys: a chunk of a prompt
+        after a cache ("shifted(zigzag, 1000)": position 1000 and those after it), or the queries of cross-attention.
+        q [B, H, m, D] then has other rows than k and v, and `layout` is that of the keys. None: the keys' layout.
     group, mesh, transport: who the ranks are, at most one of the three: a ProcessGroup (default: the world) or a
         one-dimensional DeviceMesh, such as mesh["cp"], or a Transport.
     key_padding_mask: bool [B, n] for the local shard, on all ranks or on none; True marks padding. No query attends a
@@ -84,8 +88,9 @@ def ring_attention(
     with ErrorReport(ring, "call", deferred=ring.defers(options.get("check"))):
         q, k, v = cast_inputs(q, k, v)
         call = read_call(
-            q, k, v, pattern, layout, options, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse
-        )
+            q, k, v, pattern, layout, options,
+            q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
+        )  # fmt: skip
         ring.check(call.device)
         q, k, v = call.prepare(q, k, v, key_padding_mask)
     deferred = announces(ring, call)
@@ -151,6 +156,7 @@ def virtual_attention(
     *,
     ranks: int,
     layout: str | Layout = DEFAULT_LAYOUT,
+    q_layout: str | Layout | None = None,
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
@@ -161,20 +167,23 @@ def virtual_attention(
     q [B, H, N, D], k [B, K, N, D] and v [B, K, N, Dv] hold the whole sequence in natural order, and so do the results:
     out [B, H, N, Dv], and with `return_lse` lse [B, H, N]. Plan, executor and kernels are those of real ranks, and the
     results equal those of real ranks bit for bit. `layout` decides which rank computes which rows, and changes the
-    result by rounding only; layout="auto" lets the planner choose layout and schedule together. `key_padding_mask` is
-    bool [B, N], True for padding. `sinks`, `options`, dtypes and errors are those of `ring_attention`.
+    result by rounding only; layout="auto" lets the planner choose layout and schedule together. With a
+    `q_layout` q [B, H, M, D] holds the queries, k and v the keys, each in ascending order of their positions.
+    `key_padding_mask` is bool [B, N], True for padding. `sinks`, `options`, dtypes and errors are those of
+    `ring_attention`.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer):
         raise InvalidInput(f"ranks must be an integer >= 1, got {ranks!r}")
     q, k, v = cast_inputs(q, k, v)
     cut = DEFAULT_LAYOUT if layout == "auto" else layout
     call = read_call(
-        q, k, v, pattern, cut, options, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse
-    )
+        q, k, v, pattern, cut, options,
+        q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
+    )  # fmt: skip
     if call.options.check is not None:
         raise InvalidInput(f"check={call.options.check!r}: ranks of one process compare nothing; leave it out")
     q, k, v = call.prepare(q, k, v, key_padding_mask)
-    plan = call.plan(call.rows, int(ranks), layout)
+    plan = call.plan(call.rows, call.q_rows, int(ranks), layout)
     runner = AllRanks(plan, call.kernel.seeded(), positive(call.scale)[1], return_lse, sinks)
     return _apply(call, runner, plan, q, k, v, sinks)
 
@@ -194,13 +203,15 @@ def attention(
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    first: int | None = None,
     stream: str | None = None,
     chunk: int | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
     """`virtual_attention` with one rank: attention of the whole sequence on one device. Differentiable.
 
-    Shapes, dtypes and errors are those of `virtual_attention`.
+    Shapes, dtypes and errors are those of `virtual_attention`. With `first`, the position of the first query, there may
+    be more or fewer queries than keys: the keys have the positions from 0 on.
 
     stream="host" computes on `device` (default: CUDA if available, else the CPU) a sequence that need not fit there.
     q, k and v are CPU tensors, ordinary, pinned or mapped from a file; out, lse and the gradients are CPU tensors, too.
@@ -217,6 +228,7 @@ def attention(
         "softcap": softcap,
         "dropout": dropout,
     }
+    q_layout = None if first is None else f"shifted(contiguous, {first})"
     if stream is None:
         for name, value in (("chunk", chunk), ("device", device)):
             if value is not None:
@@ -225,8 +237,12 @@ def attention(
                     f"computes everything; leave out {name}=, or add stream='host'"
                 )
         return virtual_attention(
-            q, k, v, pattern, ranks=1, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse, **options
-        )
+            q, k, v, pattern,
+            ranks=1, q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
+            **options,
+        )  # fmt: skip
+    if first is not None:
+        raise InvalidInput(f"first={first}: a stream computes queries at the positions of the keys; leave out stream=")
     if stream != "host":
         raise InvalidInput(
             f"stream={stream!r}: expected 'host'. Tensors that are mapped from a file are host tensors, too; "

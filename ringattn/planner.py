@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .cache import Cache
+from .errors import InvalidInput
 from .layout.regular import DEFAULT_LAYOUT, Layout, make_layout
 from .pattern import Pattern, as_pattern
-from .plan.plan import Plan, arrange
+from .plan.plan import Plan, arrange, bind_sides
 from .plan.schedules import resolve
 from .plan.steps import PlanSizes
 
@@ -28,6 +29,8 @@ def make_plan(
     tokens: int,
     ranks: int,
     layout: str | Layout = DEFAULT_LAYOUT,
+    q_layout: str | Layout | None = None,
+    q_tokens: int | None = None,
     schedule: str = "auto",
     heads: int = 1,
     kv_heads: int | None = None,
@@ -50,14 +53,22 @@ def make_plan(
     gradients of out and of q, and with lse), or "auto", whichever sends fewer bytes. With a `comm_dtype`, "auto" is
     "keys": rounded queries would give other weights than the forward's.
 
+    Where queries are other positions than the keys, `q_layout` is the Layout that cuts the queries, or its name, with
+    the number of queries in `q_tokens` (default: `tokens`); `tokens` and `layout` are those of the keys. For a chunk of
+    24 queries after 1000 cached keys: tokens=1024, q_layout="shifted(zigzag, 1000)", q_tokens=24.
+
     layout="auto" and schedule="auto" take the layout and the schedule that the timing model predicts to be fastest in
     the forward on `machine` (a Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` says what was compared and why.
     Raises InvalidInput.
     """
     pattern = as_pattern(pattern)
     sizes = PlanSizes(heads, kv_heads, head_dim, value_dim, dtype, batch, comm_dtype, rotate)  # type: ignore[arg-type]
-    pattern.check(tokens, heads)
     choose_layout = isinstance(layout, str) and layout.strip() == "auto"
+    own = None
+    if q_layout is None and q_tokens in (None, tokens):
+        pattern.check(tokens, heads)
+    else:
+        own = _make_q_layout(layout, q_layout, tokens if q_tokens is None else q_tokens, ranks)
     names: tuple[str | Layout, ...] = (layout,)
     if choose_layout:
         from .simulator.timing.auto import list_layouts  # a plan of a named layout and schedule needs no model of time
@@ -65,7 +76,9 @@ def make_plan(
         names = list_layouts(ranks)
     layouts = [make_layout(name, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads) for name in names]
     schedule = resolve(schedule, ranks, heads, sizes.kv_heads)
-    bound, choosing = pattern.bind(heads, tokens), choose_layout or schedule == "auto"
+    own = None if own == layouts[0] else own
+    bound = pattern.bind(heads, tokens) if own is None else bind_sides(pattern, layouts[0], own, heads)
+    choosing = choose_layout or schedule == "auto"
     on_machine = None
     if choosing or machine is not None:
         from .machine.presets import get_machine  # as above
@@ -73,7 +86,7 @@ def make_plan(
         on_machine = get_machine(machine)
 
     def make(layout: Layout, schedule: str) -> Plan:
-        return arrange(bound, layout, schedule, sizes)
+        return arrange(bound, layout, schedule, sizes, own)
 
     def make_it() -> Plan:
         if not choosing:
@@ -83,5 +96,19 @@ def make_plan(
         assert on_machine is not None
         return choose(make, layouts, None if schedule == "auto" else (schedule,), on_machine)
 
-    key = tuple(layouts), schedule, on_machine if choosing else None, bound, sizes
+    key = tuple(layouts), own, schedule, on_machine if choosing else None, bound, sizes
     return make_it() if pattern.transient else _plans.answer(key, make_it)
+
+
+def _make_q_layout(layout: str | Layout, q_layout: str | Layout | None, q_tokens: int, ranks: int) -> Layout:
+    """The layout of queries that are other positions than the keys. Raises InvalidInput."""
+    if q_layout is None:
+        raise InvalidInput(
+            f"q_tokens={q_tokens} are not the tokens of the keys: say which positions the queries are, by "
+            f"q_layout='contiguous' (from 0 on) or q_layout='shifted(contiguous, first)'"
+        )
+    for name, given in (("layout", layout), ("q_layout", q_layout)):
+        if isinstance(given, str) and given.strip().startswith(("auto", "balanced")):
+            raise InvalidInput(f"{name}={given!r} is made for queries that are the keys; beside q_layout= name another")
+    tokens = q_layout.tokens if isinstance(q_layout, Layout) else q_tokens
+    return make_layout(q_layout, tokens=tokens, ranks=ranks)

@@ -11,6 +11,7 @@ from ..plan.plan import Plan
 from ..simulator.reporting.console import (
     Number,
     choice_record,
+    describe_sides,
     get_console,
     print_choice,
     print_grid,
@@ -36,7 +37,7 @@ def main(config: PlanConfig) -> dict[str, Any]:
     config.check()
     path = config.output.path
     check_json(path)
-    plan = plan_from_config(config)
+    plan = plan_from_config(config, **config.queries())
     lookups = count_lookups(plan, plan.ranks // 2) if plan.ranks > SMALL_RANKS else 0
     count = min(plan.ranks, TABLE_RANKS)
     # None: the steps of a single rank would take too long.
@@ -58,7 +59,7 @@ def main(config: PlanConfig) -> dict[str, Any]:
 
 def _count_totals(plan: Plan, counts_all: bool) -> dict[str, Any]:
     """The pairs of a plan, and where the steps of all ranks can be counted, its imbalance and what passes send."""
-    totals: dict[str, Any] = {"pairs": plan.pairs(), "dense_pairs": plan.heads * plan.tokens**2}
+    totals: dict[str, Any] = {"pairs": plan.pairs(), "dense_pairs": plan.heads * plan.q_tokens * plan.tokens}
     if counts_all:
         totals["imbalance"] = plan.imbalance
         for name, backward in DIRECTIONS.items():
@@ -73,6 +74,7 @@ def _count_ranks(plan: Plan, ranks: Sequence[int]) -> list[dict[str, Any]]:
         {
             "rank": rank,
             "tokens": plan.layout.rows(rank),
+            **({} if plan.q_layout is None else {"queries": plan.q_layout.rows(rank)}),
             "pairs": (pairs := plan.pairs(rank)),
             "imbalance": pairs / mean if mean else 1.0,
             **{name: _count_sent(plan, rank, backward) for name, backward in DIRECTIONS.items()},
@@ -88,9 +90,7 @@ def _count_sent(plan: Plan, rank: int | None, backward: bool) -> dict[str, int]:
 
 def _print(plan: Plan, ranks: list[dict[str, Any]], totals: dict[str, Any], *, ascii: bool) -> None:
     """Print the picture, the table of ranks and the totals of a plan."""
-    print_plain(
-        f"{plan.pattern!r} over {plural(plan.tokens, 'token')}, {plan.layout.name} on {plural(plan.ranks, 'rank')}"
-    )
+    print_plain(describe_sides(plan))
     if ranks:
         print_plain(plan.picture(ascii=ascii))
         rows = []

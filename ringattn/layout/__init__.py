@@ -64,6 +64,15 @@ class Layout(Value, ABC):
         """How many rows of a batch lie one after another; 1: the layout is that of one sequence."""
         return 1
 
+    @property
+    def domain(self) -> tuple[range, ...]:
+        """All positions, as ascending runs: 0 .. tokens-1, but for the layouts of `layout.composed`."""
+        return nonempty(range(self.tokens))
+
+    def places(self, rank: int) -> tuple[range, ...]:
+        """The rows that `rank` owns in a tensor of all positions in ascending order, in local order."""
+        return self.shard(rank)
+
     def shard(self, rank: int) -> tuple[range, ...]:
         """The positions that `rank` owns, as few disjoint, non-empty ranges in local order.
 
@@ -105,7 +114,7 @@ class Layout(Value, ABC):
         if x.shape[dim] != self.tokens:
             raise self._wrong_rows(x.shape[dim], self.tokens, "shard_tensor", dim)
         by_rows, parts = x.transpose(0, dim), []
-        for r in self.shard(rank):
+        for r in self.places(rank):
             parts.append(by_rows[r.start : r.stop : r.step].transpose(0, dim))
         if len(parts) == 1:
             return parts[0]
@@ -139,7 +148,7 @@ class Layout(Value, ABC):
             if shard.shape[dim] != self.rows(rank):
                 raise self._wrong_rows(shard.shape[dim], self.rows(rank), f"unshard_tensor, rank {rank}", dim)
             first, by_rows = 0, sequence.transpose(0, dim)
-            for r in self.shard(rank):
+            for r in self.places(rank):
                 by_rows[r.start : r.stop : r.step].copy_(shard.narrow(dim, first, len(r)).transpose(0, dim))
                 first += len(r)
         return sequence

@@ -131,6 +131,8 @@ class Striped(Layout):
         return Striped(self.tokens, self.ranks // size, self.block * size)
 
 
+#: How the names of layouts made of layouts begin.
+COMPOSED = "shifted", "joined", "kept"
 _FORMULAS = {"contiguous": Contiguous, "zigzag": Zigzag, "striped": Striped}
 _balanced = Cache(BALANCED_BYTES)
 
@@ -160,6 +162,8 @@ def layout_name(name: str) -> str:
 
     "balanced" without a chunk stays "balanced". Raises InvalidInput for an unknown name.
     """
+    if name.lstrip().startswith(COMPOSED):
+        return _read_composed(name, None, 1).name
     kind, size = _read_name(name)
     if kind == "balanced":
         Balanced(0, 1, 1 if size is None else size, ())
@@ -171,6 +175,17 @@ def layout_name(name: str) -> str:
 def _make_formula(name: str, tokens: int, ranks: int) -> Layout:
     kind, block = _read_name(name)
     return Striped(tokens, ranks, block) if block is not None else _FORMULAS[kind](tokens, ranks)
+
+
+def _read_composed(name: str, tokens: int | None, ranks: int) -> Layout:
+    from .composed import read_composed  # few layouts are made of others
+
+    def make(name: str, tokens: int | None) -> Layout:
+        if name.lstrip().startswith(COMPOSED):
+            return _read_composed(name, tokens, ranks)
+        return make_layout(name, tokens=tokens or 0, ranks=ranks)
+
+    return read_composed(name, tokens, make)
 
 
 def restore_layout(name: str, tokens: int, ranks: int, runs: Sequence[Sequence[int]]) -> Layout:
@@ -194,6 +209,11 @@ def make_layout(
     query-key pairs. If several patterns share the shards, as those of a model's layers may, make one Layout and pass it
     to all calls, because "balanced" is another partition for each pattern.
 
+    Layouts of other positions than 0 .. tokens-1 are made of these: "shifted(zigzag, 1000)" begins at position 1000,
+    "joined(zigzag[1000], shifted(zigzag, 1000)[24])" has the rows of both parts, of 1000 and 24 tokens, and
+    "kept(zigzag[1000], 0:4, 900:1000)" has the rows of zigzag at the positions 0 .. 3 and 900 .. 999. "striped(64)"
+    deals pages of 64 tokens to the ranks in turn.
+
     Raises InvalidInput for an unknown name, for tokens < 0 or ranks < 1, for "balanced" without a pattern, for "auto"
     (which only `make_plan` resolves), and for a Layout of other tokens or ranks.
     """
@@ -205,6 +225,8 @@ def make_layout(
                 f"head_dim], or make_layout({name.name!r}, tokens={tokens}, ranks={ranks}, ...)"
             )
         return name
+    if name.lstrip().startswith(COMPOSED):
+        return _read_composed(name, tokens, ranks)
     kind, chunk = _read_name(name)
     if kind != "balanced":
         return _make_formula(name, tokens, ranks)

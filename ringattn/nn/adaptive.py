@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load, save
 from torch import nn
 
-from ..errors import InvalidInput, Mismatch
+from ..errors import InvalidInput, Mismatch, Unsupported
 from ..functional import get_transport
 from ..kernels.base import wide
 from ..pattern import BlockSparse, Causal, Full, local_window, top_k
@@ -22,6 +22,8 @@ from .core import CoreKeywords, RingAttention, check_kv_heads
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from ..layout.regular import Layout
 
 
 class SelectedBlocks(BlockSparse):
@@ -96,11 +98,14 @@ class AdaptiveAttention(RingAttention):
         v: torch.Tensor,
         *,
         is_causal: bool = False,
+        q_layout: str | Layout | None = None,
         key_padding_mask: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         return_lse: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [B, H, N, Dv], lse [B, H, N]) of [B, H, N, D], for either `order`; `return_lse` changes nothing."""
+        if q_layout is not None:
+            raise Unsupported(f"q_layout={q_layout!r}: {type(self).__name__} selects blocks of one sequence only")
         # Drawn out here, where torch.compile sees the draw and repeats it where it computes this call again.
         seed = torch.randint(1 << 62, (), device="cpu") if self.training and self.noise else None
         return self.attend_by(self.query, self.key, q, k, v, is_causal, key_padding_mask, sinks, seed)

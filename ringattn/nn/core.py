@@ -145,21 +145,25 @@ class RingAttention(nn.Module):
         v: torch.Tensor,
         *,
         is_causal: bool = False,
+        q_layout: str | Layout | None = None,
         key_padding_mask: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """out in the order of the inputs; with `return_lse` (out, lse [B, H, N]).
 
-        `is_causal` attends `pattern & Causal()`. `key_padding_mask` is bool [B, N], True for padding. `sinks`,
+        `is_causal` attends `pattern & Causal()`. `q_layout` says which positions the queries are where they are not
+        those of the keys. `key_padding_mask` is bool [B, N], True for padding. `sinks`,
         shapes, dtypes and errors are those of `ring_attention`.
         """
         transposed = self.order == "BNHD"
         if transposed:
             q, k, v = _transpose(q), _transpose(k), _transpose(v)
         out, lse = self.attend(
-            q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse
-        )
+            q, k, v,
+            is_causal=is_causal, q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks,
+            return_lse=return_lse,
+        )  # fmt: skip
         out = out.transpose(1, 2) if transposed else out
         return (out, lse) if return_lse else out
 
@@ -171,6 +175,7 @@ class RingAttention(nn.Module):
         v: torch.Tensor,
         *,
         is_causal: bool = False,
+        q_layout: str | Layout | None = None,
         key_padding_mask: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         return_lse: bool = True,
@@ -178,7 +183,9 @@ class RingAttention(nn.Module):
         """(out [B, H, N, Dv], lse [B, H, N]) of tensors [B, H, N, D], for either `order`; (out, None) without lse."""
         pattern = self._pattern(is_causal)
         options = self._call_options()
-        out, *lse = self._run(q, k, v, pattern, options, key_padding_mask, sinks=sinks, return_lse=return_lse)
+        out, *lse = self._run(
+            q, k, v, pattern, options, key_padding_mask, q_layout=q_layout, sinks=sinks, return_lse=return_lse
+        )
         return out, lse[0] if lse else None
 
     def _run(
@@ -190,13 +197,14 @@ class RingAttention(nn.Module):
         options: AttentionOptions,
         key_padding_mask: torch.Tensor | None,
         *,
+        q_layout: str | Layout | None = None,
         sinks: torch.Tensor | None = None,
         return_lse: bool = True,
     ) -> tuple[torch.Tensor, ...]:
         """(out, lse), or (out,) without `return_lse`, of one call of the functional form."""
         shared: dict[str, Any] = {
-            "layout": self.layout, "key_padding_mask": key_padding_mask, "sinks": sinks, "return_lse": return_lse,
-            **options.keywords(),
+            "layout": self.layout, "q_layout": q_layout, "key_padding_mask": key_padding_mask, "sinks": sinks,
+            "return_lse": return_lse, **options.keywords(),
         }  # fmt: skip
         if self.sharded:
             result = ring_attention(q, k, v, pattern, **self._place.keywords, **shared)

@@ -116,6 +116,10 @@ class Pattern(Value, ABC):
     def check(self, tokens: int, heads: int) -> None:
         """Raise InvalidInput if the pattern does not fit a sequence of `tokens` tokens and `heads` query heads."""
 
+    def check_sides(self, keys: int, queries: int, heads: int) -> None:
+        """Raise InvalidInput if the pattern does not fit keys before position `keys`, and queries before `queries`."""
+        self.check(max(keys, queries), heads)
+
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
         """The exact number of query-key pairs in `q` x `k`, summed over `heads` and branches; closed form per tile."""
         return sum(len(tile.heads) * tile.pairs for tile in self.tiles(q, k, heads))
@@ -239,6 +243,10 @@ class Combination(Pattern):
     def check(self, tokens: int, heads: int) -> None:
         for operand in self.operands:
             operand.check(tokens, heads)
+
+    def check_sides(self, keys: int, queries: int, heads: int) -> None:
+        for operand in self.operands:
+            operand.check_sides(keys, queries, heads)
 
     @property
     def rows(self) -> int | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Documents([512, 256, 256])"
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, repr=False)
 class Documents(Pattern):
     """Several documents packed into one sequence: a query attends exactly the keys of its own document.
 
@@ -36,6 +36,9 @@ class Documents(Pattern):
     `Documents([[512, 512], [1024]])` gives every row of a batch documents of its own, and is for batches of as many
     rows only; `cu_seqlens` may have rows, too. The positions of each row count from 0. Equal rows are one row.
 
+    `Documents(lengths, q_lengths=)` is for queries that are other tokens than the keys, see `ring_attention`: the
+    queries of document i are q_lengths[i] tokens, and attend the lengths[i] keys of document i.
+
     A positional array or tensor that begins with 0 is read as cu_seqlens. For an array of lengths whose first document
     is empty write `Documents(x.tolist())`.
 
@@ -45,10 +48,18 @@ class Documents(Pattern):
 
     #: The lengths of each document, or for each row of a batch the lengths of its documents.
     lengths: tuple[int, ...] | tuple[tuple[int, ...], ...]
+    #: The queries of each document; None: the queries are the same tokens as the keys.
+    q_lengths: tuple[int, ...] | None = None
 
     endless = True
 
-    def __init__(self, lengths: Integers | None = None, *, cu_seqlens: Integers | None = None) -> None:
+    def __init__(
+        self,
+        lengths: Integers | None = None,
+        *,
+        cu_seqlens: Integers | None = None,
+        q_lengths: Integers | None = None,
+    ) -> None:
         if (lengths is None) == (cu_seqlens is None):
             raise InvalidInput(f"Documents takes lengths or cu_seqlens, one of them; try {EXAMPLE}")
         source: object = lengths if cu_seqlens is None else cu_seqlens
@@ -59,6 +70,18 @@ class Documents(Pattern):
             self._normalize(lengths=rows[0] if len(set(rows)) == 1 else tuple(rows))
         else:
             self._normalize(lengths=_read_lengths(values, cumulative))
+        given: object = q_lengths
+        own: object = given.tolist() if hasattr(given, "tolist") else given
+        self._normalize(q_lengths=None if own is None else _read_lengths(own, False))
+        if self.q_lengths is not None and (self.rows is not None or len(self.q_lengths) != len(self.lengths)):
+            raise InvalidInput(
+                f"Documents: {len(self.q_lengths)} q_lengths beside {len(self.lengths)} lengths; give each document "
+                "of one sequence both"
+            )
+
+    def __repr__(self) -> str:
+        own = "" if self.q_lengths is None else f", q_lengths={self.q_lengths!r}"
+        return f"Documents(lengths={self.lengths!r}{own})"
 
     __hash__ = Pattern.kept_hash  # plans are looked up by pattern often, and there may be a million lengths
 
@@ -81,6 +104,11 @@ class Documents(Pattern):
         """
         return tuple(accumulate(self._of_all_rows, initial=0))
 
+    @cached_property
+    def q_starts(self) -> tuple[int, ...]:
+        """The first query of each document, then the end of the last."""
+        return self.starts if self.q_lengths is None else tuple(accumulate(self.q_lengths, initial=0))
+
     @property
     def _of_all_rows(self) -> tuple[int, ...]:
         """The lengths, which are those of every row of a batch. Raises InvalidInput where rows differ."""
@@ -92,6 +120,9 @@ class Documents(Pattern):
         if self.rows is not None:
             for index in range(self.rows):
                 self.row(index).check(tokens, heads)
+            return
+        if self.q_lengths is not None:
+            self.check_sides(tokens, tokens, heads)
             return
         total, lengths = self.starts[-1], self._of_all_rows
         if total != tokens:
@@ -105,18 +136,31 @@ class Documents(Pattern):
                 f"Documents: the {len(lengths)} lengths sum to {total:,}, the sequence has {tokens:,} tokens; {hint}"
             )
 
+    def check_sides(self, keys: int, queries: int, heads: int) -> None:
+        if self.q_lengths is None:
+            # Queries of a part of the sequence, such as a chunk of a prompt, see no later document.
+            super().check_sides(max(keys, self.starts[-1]), queries, heads)
+            return
+        for name, total, tokens in (("lengths", self.starts[-1], keys), ("q_lengths", self.q_starts[-1], queries)):
+            if total != tokens:
+                what = "keys" if name == "lengths" else "queries"
+                raise InvalidInput(f"Documents: the {name} sum to {total:,}, and there are {tokens:,} {what}")
+
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         if not q or not k:
             return
-        first = bisect_right(self.starts, max(q[0], k[0])) - 1
-        last = bisect_right(self.starts, min(q[-1], k[-1])) - 1
+        starts, q_starts = self.starts, self.q_starts
+        first = max(bisect_right(q_starts, q[0]), bisect_right(starts, k[0])) - 1
+        last = min(bisect_right(q_starts, q[-1]), bisect_right(starts, k[-1])) - 1
         for document in range(first, min(last, len(self.lengths) - 1) + 1):
-            low, high = self.starts[document], self.starts[document + 1] - 1
-            tile = make_tile(heads, clip(q, low, high), clip(k, low, high))
+            rows = clip(q, q_starts[document], q_starts[document + 1] - 1)
+            tile = make_tile(heads, rows, clip(k, starts[document], starts[document + 1] - 1))
             if tile is not None:
                 yield tile
 
-    def run(self, side: Side, first: Position, last: Position) -> Run:
+    def run(self, side: Side, first: Position, last: Position) -> Run | None:
+        if self.q_lengths is not None:
+            return None
         starts = self.starts
         if not isinstance(first, np.ndarray):
             return starts[bisect_right(starts, first) - 1], starts[bisect_right(starts, last)] - 1
@@ -126,8 +170,10 @@ class Documents(Pattern):
         return np.repeat(edges[:-1], firsts), np.repeat(edges[1:] - 1, lasts)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
-        document = np.repeat(np.arange(len(self.lengths)), self._of_all_rows)
-        return document[q] == document[k]
+        lengths = self._of_all_rows
+        document = np.repeat(np.arange(len(lengths)), lengths)
+        own = document if self.q_lengths is None else np.repeat(np.arange(len(lengths)), self.q_lengths)
+        return own[q] == document[k]
 
 
 def _read_lengths(values: object, cumulative: bool | None) -> tuple[int, ...]:

@@ -57,9 +57,10 @@ def sampled(ranks: int) -> list[int]:
 
 
 class BlockDemand(ABC):
-    """Which rows of the blocks that ranks own are needed by which ranks of `layout` under `pattern`.
+    """Which rows of the blocks that ranks own by `layout` are needed by which ranks under `pattern`.
 
-    `KeyDemand` describes blocks of keys and values, `QueryDemand` blocks of queries. `heads` query heads share
+    `KeyDemand` describes blocks of keys and values, `QueryDemand` blocks of queries. A rank needs rows for its own rows
+    of the other side, which it owns by `readers`: the layout itself, or another one. `heads` query heads share
     `kv_heads` key/value heads. `ranks` and `owners` are runs of consecutive ranks. The functions marked `cached` keep
     their answers in `cache`.
     """
@@ -69,8 +70,11 @@ class BlockDemand(ABC):
     #: Blocks of more ranges are searched with a mask of their rows.
     most_ranges: ClassVar[int]
 
-    def __init__(self, pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> None:
+    def __init__(
+        self, pattern: Pattern, layout: Layout, heads: int = 1, kv_heads: int = 1, readers: Layout | None = None
+    ) -> None:
         self.pattern, self.layout, self.heads, self.kv_heads = pattern, layout, heads, kv_heads
+        self.readers = layout if readers is None else readers
         #: Heads of a block.
         self.block_heads = kv_heads if self.side == "keys" else heads
         self.cache = Cache(ANSWERS)
@@ -81,8 +85,8 @@ class BlockDemand(ABC):
         return self.heads // self.kv_heads
 
     @abstractmethod
-    def on_layout(self, layout: Layout) -> BlockDemand:
-        """The demand of the same pattern and heads on another layout."""
+    def grouped(self, size: int) -> BlockDemand:
+        """The demand of the same pattern and heads of groups of `size` adjacent ranks, each as one rank."""
 
     @abstractmethod
     def needs(self, ranks: range, owners: range) -> bool:
@@ -105,6 +109,8 @@ class BlockDemand(ABC):
 
     @cached
     def _find_reach(self) -> RowReach | None:
+        if self.readers is not self.layout:  # else every rank needs its own block
+            return None
         from .row_reach import find_row_reach  # only plans load it
 
         return find_row_reach(self.pattern, self.side, self.layout, sampled(self.layout.ranks), self.block_heads)
@@ -127,7 +133,7 @@ class BlockDemand(ABC):
         for run in ranks:
             if not self.needs(run, range(owner, owner + 1)):
                 continue
-            positions, exact = self.layout.span(run)
+            positions, exact = self.readers.span(run)
             if not exact:
                 half = len(run) // 2
                 yield from self._local_pieces((run[:half], run[half:]), owner)
@@ -174,7 +180,7 @@ class BlockDemand(ABC):
         positions = np.sort(self.layout.positions(owner))
         hull = range(int(positions[0]), int(positions[-1]) + 1)
         mask = np.zeros((self.block_heads, len(positions)), dtype=bool)
-        for mine in to_ranges(np.sort(self.layout.positions(rank))):
+        for mine in to_ranges(np.sort(self.readers.positions(rank))):
             for heads, rows in self._needed_pieces(mine, hull):
                 first, last = np.searchsorted(positions, (rows[0], rows[-1] + 1))
                 hit = True if rows.step == 1 else (positions[first:last] - rows[0]) % rows.step == 0
@@ -188,11 +194,9 @@ class KeyDemand(BlockDemand):
     side = "keys"
     most_ranges = MOST_RANGES
 
-    def __init__(self, pattern: Pattern, layout: Layout, heads: int = 1, kv_heads: int = 1) -> None:
-        super().__init__(pattern, layout, heads, kv_heads)
-
-    def on_layout(self, layout: Layout) -> KeyDemand:
-        return KeyDemand(self.pattern, layout, self.heads, self.kv_heads)
+    def grouped(self, size: int) -> KeyDemand:
+        readers = None if self.readers is self.layout else self.readers.grouped(size)
+        return KeyDemand(self.pattern, self.layout.grouped(size), self.heads, self.kv_heads, readers)
 
     def share_answers(self, other: KeyDemand) -> None:
         """Use the cache of `other`, whose layout, heads and visible pairs are equal to those of this demand."""
@@ -205,7 +209,7 @@ class KeyDemand(BlockDemand):
         reach = self.row_reach
         if reach is not None:
             return reach.needs(ranks, owners)
-        q_rows, q_exact = self.layout.span(ranks)
+        q_rows, q_exact = self.readers.span(ranks)
         k_rows, k_exact = self.layout.span(owners)
         if not self._touch(q_rows, k_rows):
             return False
@@ -242,7 +246,7 @@ class KeyDemand(BlockDemand):
     @cached
     def pairs(self, rank: int, owner: int) -> int:
         """The exact number of (query, key, head, branch) pairs that `rank` computes against the block of `owner`."""
-        rows, keys = self.layout.shard(rank), self.layout.shard(owner)
+        rows, keys = self.readers.shard(rank), self.layout.shard(owner)
         return sum(self.pattern.count(q, k, range(self.heads)) for q in rows for k in keys)
 
     @cached
@@ -258,7 +262,7 @@ class KeyDemand(BlockDemand):
         """
         if isinstance(row_set, RowSet):
             return tuple(restrict_keys(self.works(rank, owner, ALL_ROWS), row_set))
-        q_rows, k_rows = self.layout.shard(rank), self.layout.shard(owner)
+        q_rows, k_rows = self.readers.shard(rank), self.layout.shard(owner)
         few = q_rows and k_rows and max(len(q_rows), len(k_rows)) <= MOST_RANGES
         if few and is_dense(self.pattern, q_rows, k_rows, self.heads):
             return self._dense_works(sum(map(len, q_rows)), sum(map(len, k_rows)))
@@ -270,7 +274,7 @@ class KeyDemand(BlockDemand):
         """(`joined_works` works of the first `most` tiles of a visit, or of all tiles; whether these are all tiles)."""
         if most is None:
             return self.joined_works(rank, owner), True
-        tiles = local_tiles(self.pattern, self.layout.shard(rank), self.layout.shard(owner), self.heads)
+        tiles = local_tiles(self.pattern, self.readers.shard(rank), self.layout.shard(owner), self.heads)
         first = list(islice(tiles, most + 1))
         if len(first) <= most:
             return self.joined_works(rank, owner), True
@@ -290,11 +294,11 @@ class QueryDemand(BlockDemand):
     most_ranges = 1 << 62
 
     def __init__(self, keys: KeyDemand) -> None:
-        super().__init__(keys.pattern, keys.layout, keys.heads, keys.kv_heads)
+        super().__init__(keys.pattern, keys.readers, keys.heads, keys.kv_heads, keys.layout)
         self.keys = keys
 
-    def on_layout(self, layout: Layout) -> QueryDemand:
-        return QueryDemand(self.keys.on_layout(layout))
+    def grouped(self, size: int) -> QueryDemand:
+        return QueryDemand(self.keys.grouped(size))
 
     def needs(self, ranks: range, owners: range) -> bool:
         return self.keys.needs(owners, ranks)

@@ -10,14 +10,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..cache import Cache, cached, estimate_bytes
-from ..errors import InvalidInput
+from ..errors import InvalidInput, Unsupported
 from ..layout.regular import Balanced, Layout, make_layout, restore_layout
 from ..pattern import Pattern, parse_pattern
 from .demand import ANSWERS, KeyDemand, QueryDemand
 from .row_sets import ONE_ROW, RowSet
 from .schedules import make_schedule, resolve, split_ulysses
 from .schedules.base import Schedule, representatives
-from .steps import BLOCKS, SUMS, Kind, Part, PlanSizes, RankPlan, Step
+from .steps import BLOCKS, OF_KEYS, SUMS, Kind, Part, PlanSizes, RankPlan, Step
 
 if TYPE_CHECKING:
     from .choice import Choice
@@ -86,6 +86,8 @@ class Plan(PlanSizes):
     pattern: Pattern
     layout: Layout
     schedule: str
+    #: Where queries are other positions than the keys, how these are cut; `layout` is then that of the keys alone.
+    q_layout: Layout | None = None
     #: What `auto` compared, and why it took this plan; None where layout and schedule were named.
     choice: Choice | None = field(default=None, compare=False, repr=False)
 
@@ -94,8 +96,23 @@ class Plan(PlanSizes):
         return self.layout.tokens
 
     @property
+    def q_tokens(self) -> int:
+        """The number of queries: `tokens`, unless queries have a layout of their own."""
+        return self.layout_of("q").tokens
+
+    @property
     def ranks(self) -> int:
         return self.layout.ranks
+
+    def layout_of(self, kind: Kind) -> Layout:
+        """The layout by which ranks own blocks of a kind: that of the keys for "kv" and "grad", else of the queries."""
+        return self.layout if self.q_layout is None or kind in OF_KEYS else self.q_layout
+
+    def exchange_rows(self, kind: Kind, rank: int) -> tuple[int, ...]:
+        """The rows of a rank in each tensor of a part that Ulysses groups exchange."""
+        if kind in ("qkv", "dqkv"):
+            return self.layout_of("q").rows(rank), *[self.layout.rows(rank)] * 2
+        return (self.layout_of("q").rows(rank),) * 2
 
     @cached_property
     def cache(self) -> Cache:
@@ -108,7 +125,7 @@ class Plan(PlanSizes):
     @cached_property
     def demand(self) -> KeyDemand:
         """Which rank needs which keys. With Ulysses groups, use the demand of a `ring_plan`."""
-        return KeyDemand(self.pattern, self.layout, self.heads, self.kv_heads)
+        return KeyDemand(self.pattern, self.layout, self.heads, self.kv_heads, self.q_layout)
 
     @cached_property
     def query_demand(self) -> QueryDemand:
@@ -153,7 +170,7 @@ class Plan(PlanSizes):
     def _with_exchanges(self, between: RankPlan) -> RankPlan:
         from .schedules.ulysses import wrap_in_exchanges  # few plans have Ulysses groups
 
-        return wrap_in_exchanges(between, self.ulysses_size, self.layout)
+        return wrap_in_exchanges(between, self.ulysses_size, self.ranks, self.exchange_rows)
 
     @cached_property
     def _rotation(self) -> Rotation:
@@ -190,11 +207,10 @@ class Plan(PlanSizes):
 
         size, schedule = split_ulysses(self.schedule)
         (heads, kv_heads), layout = self.member_heads(size), self.layout.grouped(size)
+        q_layout = None if self.q_layout is None else self.q_layout.grouped(size)
         members = (HeadSlice(self.pattern, i * heads) for i in range(size))
-        return [
-            replace(self, pattern=member, layout=layout, schedule=schedule, heads=heads, kv_heads=kv_heads)
-            for member in members
-        ]
+        between = replace(self, layout=layout, q_layout=q_layout, schedule=schedule, heads=heads, kv_heads=kv_heads)
+        return [replace(between, pattern=member) for member in members]
 
     @property
     def kept_bytes(self) -> int:
@@ -210,11 +226,11 @@ class Plan(PlanSizes):
     def part_bytes(self, part: Part, *, as_sent: bool = True) -> int:
         """Bytes of a part of a message; without `as_sent`, of a block or of its sums where a rank computes with it."""
         if part.kind not in BLOCKS and part.kind not in SUMS:
-            return self.exchange_bytes(part.kind, self.layout.rows(part.owner), self.ulysses_size)
+            return self.exchange_bytes(part.kind, self.exchange_rows(part.kind, part.owner), self.ulysses_size)
         if self.ulysses_size > 1:  # the part travels between the groups
             return self.ring_plan(0)[0].part_bytes(part, as_sent=as_sent)
         rows, heads = part.row_set, self.part_heads(part.kind)
-        count = rows.size if isinstance(rows, RowSet) else heads * self.layout.rows(part.owner)
+        count = rows.size if isinstance(rows, RowSet) else heads * self.layout_of(part.kind).rows(part.owner)
         return self.block_bytes(part.kind, count, as_sent=as_sent)
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
@@ -231,7 +247,7 @@ class Plan(PlanSizes):
         kinds: tuple[Kind, ...] = ("kv",)
         if backward:
             kinds = ("kv", "grad") if self.rotates == "keys" else ("q", "row", "dq")
-        blocks = (self.block_bytes(kind, self.part_heads(kind) * self.tokens) for kind in kinds)
+        blocks = (self.block_bytes(kind, self.part_heads(kind) * self.layout_of(kind).tokens) for kind in kinds)
         return (self.ranks - 1) * sum(blocks)
 
     def pairs(self, rank: int | None = None) -> int:
@@ -239,14 +255,14 @@ class Plan(PlanSizes):
         if rank is not None and self.ulysses_size > 1:
             ring_plan, place = self.ring_plan(rank)
             return ring_plan.pairs(place)
-        positions, heads = range(self.tokens), range(self.heads)
-        rows = [positions] if rank is None else self.layout.shard(rank)
-        return sum(self.pattern.count(q, positions, heads) for q in rows)
+        layout, heads = self.layout_of("q"), range(self.heads)
+        rows = layout.domain if rank is None else layout.shard(rank)
+        return sum(self.pattern.count(q, k, heads) for q in rows for k in self.layout.domain)
 
     @property
     def density(self) -> float:
-        """Pairs over heads x tokens x tokens: 1 is full attention; each branch adds its own pairs. Counted."""
-        return self.pairs() / (self.heads * self.tokens**2) if self.tokens else 0.0
+        """Pairs over heads x queries x keys: 1 is full attention; each branch adds its own pairs. Counted."""
+        return self.pairs() / max(self.heads * self.q_tokens * self.tokens, 1)
 
     @property
     def imbalance(self) -> float:
@@ -271,13 +287,21 @@ class Plan(PlanSizes):
         record = read_record(text, FORMAT)
         pattern, tokens, ranks = parse_pattern(record.pattern), record.tokens, record.ranks
         sizes = PlanSizes(**{entry.name: getattr(record, entry.name) for entry in fields(PlanSizes)})
-        pattern.check(tokens, sizes.heads)
-        if record.partition is None:
-            layout = make_layout(record.layout, tokens=tokens, ranks=ranks, pattern=pattern, heads=sizes.heads)
-        else:
-            layout = restore_layout(record.layout, tokens, ranks, record.partition)
+
+        def restore(name: str, tokens: int, partition: list[tuple[int, int]] | None) -> Layout:
+            if partition is not None:
+                return restore_layout(name, tokens, ranks, partition)
+            return make_layout(name, tokens=tokens, ranks=ranks, pattern=pattern, heads=sizes.heads)
+
+        if record.q_layout is None:
+            pattern.check(tokens, sizes.heads)
+        layout, q_layout = restore(record.layout, tokens, record.partition), None
+        bound = pattern.bind(sizes.heads, tokens)
+        if record.q_layout is not None:
+            q_layout = restore(record.q_layout, record.q_tokens, record.q_partition)
+            bound = bind_sides(pattern, layout, q_layout, sizes.heads)
         schedule = resolve(record.schedule, ranks, sizes.heads, sizes.kv_heads)
-        plan = arrange(pattern.bind(sizes.heads, tokens), layout, schedule, sizes)
+        plan = arrange(bound, layout, schedule, sizes, q_layout)
         if plan.hash != record.hash:
             raise InvalidInput(f"the plan has hash {plan.hash}, its text {record.hash}: it was edited; make it anew")
         return plan
@@ -298,7 +322,7 @@ class Plan(PlanSizes):
         """The share of pairs that a step computes, of all pairs of the visited blocks: see `draw_steps`."""
         plan, place = self.ring_plan(rank)
         owners = {part.owner for part in step.visits}
-        all_pairs = sum(plan.layout.rows(place) * plan.layout.rows(owner) for owner in owners) * plan.heads
+        all_pairs = sum(plan.layout_of("q").rows(place) * plan.layout.rows(owner) for owner in owners) * plan.heads
         pairs = sum(plan.demand.pairs(place, owner) for owner in owners)
         return 0 if not pairs else 3 if pairs >= all_pairs else 2 if 2 * pairs >= all_pairs else 1
 
@@ -310,7 +334,10 @@ class Plan(PlanSizes):
     def _inputs(self) -> dict[str, Any]:
         # A balanced layout may have been made for another pattern than the plan's.
         layout = self.layout.base
-        partition = {"partition": layout.runs} if isinstance(layout, Balanced) else {}
+        partition: dict[str, Any] = {"partition": layout.runs} if isinstance(layout, Balanced) else {}
+        if self.q_layout is not None:
+            partition |= {"q_layout": self.q_layout.name, "q_tokens": self.q_layout.tokens}
+            partition |= {"q_partition": self.q_layout.runs} if isinstance(self.q_layout, Balanced) else {}
         return {
             **partition,
             "format": FORMAT,
@@ -324,7 +351,19 @@ class Plan(PlanSizes):
         }
 
 
-def arrange(bound: Pattern, layout: Layout, schedule: str, sizes: PlanSizes) -> Plan:
+def bind_sides(pattern: Pattern, layout: Layout, q_layout: Layout, heads: int) -> Pattern:
+    """The pattern bound to keys of `layout` and to queries of `q_layout`. Raises InvalidInput where it does not fit.
+
+    Raises Unsupported where rows of the batch have patterns of their own.
+    """
+    if pattern.rows is not None:
+        raise Unsupported("q_layout= beside documents of each row of a batch; call attention once for each row")
+    keys, queries = (x.domain[-1].stop if x.domain else 0 for x in (layout, q_layout))
+    pattern.check_sides(keys, queries, heads)
+    return pattern.bind(heads, max(keys, queries))
+
+
+def arrange(bound: Pattern, layout: Layout, schedule: str, sizes: PlanSizes, q_layout: Layout | None = None) -> Plan:
     """The plan of a bound pattern; where rows of the batch have patterns of their own, of the rows one after another.
 
     The rows are then one sequence, each rank has its positions of every row, and the batch is 1. Raises InvalidInput
@@ -338,4 +377,4 @@ def arrange(bound: Pattern, layout: Layout, schedule: str, sizes: PlanSizes) -> 
         from ..pattern.views import RowByRow
 
         bound, layout, sizes = RowByRow(bound, layout.tokens), stack_rows(layout, rows), replace(sizes, batch=1)
-    return Plan(pattern=bound, layout=layout, schedule=schedule, **sizes.sizes)
+    return Plan(pattern=bound, layout=layout, schedule=schedule, q_layout=q_layout, **sizes.sizes)

@@ -32,6 +32,9 @@ class PlanRecord(Struct):
     comm_dtype: str | None
     rotate: str
     partition: list[tuple[int, int]] | None = None
+    q_layout: str | None = None
+    q_tokens: Annotated[int, Meta(le=(1 << 63) - 1)] = 0
+    q_partition: list[tuple[int, int]] | None = None
 
 
 def read_record(text: str, version: int) -> PlanRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +24,8 @@ Kind = Literal["kv", "grad", "q", "row", "dq", "qkv", "out", "dout", "dqkv"]
 BLOCKS: tuple[Kind, ...] = ("kv", "q", "row")
 #: Parts of these kinds are sums, to which ranks add.
 SUMS: tuple[Kind, ...] = ("grad", "dq")
+#: Parts of these kinds are rows of keys, all others rows of queries.
+OF_KEYS: tuple[Kind, ...] = ("kv", "grad")
 #: The order in which a plan lists the parts of a message; `runtime.message_buffers` places them in the message.
 ORDER: dict[Kind, int] = {"grad": 0, "dq": 0, "row": 1, "kv": 2, "q": 2}
 
@@ -153,7 +156,7 @@ class PlanSizes(Value):
 
     def part_heads(self, kind: Kind) -> int:
         """The number of heads of a block or of its sums."""
-        return self.kv_heads if kind in ("kv", "grad") else self.heads
+        return self.kv_heads if kind in OF_KEYS else self.heads
 
     def part_widths(self, kind: Kind) -> tuple[int, ...]:
         """The last dims of the tensors of a block or of its sums."""
@@ -172,15 +175,15 @@ class PlanSizes(Value):
         """
         return self.heads // ulysses_size, max(self.kv_heads // ulysses_size, 1)
 
-    def exchange_bytes(self, kind: Kind, rows: int, ulysses_size: int) -> int:
-        """Bytes of a message inside a Ulysses group of `ulysses_size` ranks: `rows` rows for the heads of one rank."""
+    def exchange_bytes(self, kind: Kind, rows: Sequence[int], ulysses_size: int) -> int:
+        """Bytes of a message inside a Ulysses group of `ulysses_size` ranks: `rows` by tensor, one rank's heads."""
         item = ITEM_BYTES[self.dtype]
         heads, kv_heads = self.member_heads(ulysses_size)
         if kind in ("qkv", "dqkv"):
-            width = heads * self.head_dim + kv_heads * (self.head_dim + self.value_dim)
-            return self.batch * rows * width * item
+            width = rows[0] * heads * self.head_dim + rows[1] * kv_heads * (self.head_dim + self.value_dim)
+            return self.batch * width * item
         lse_item = max(item, 4)
-        return self.batch * rows * heads * (self.value_dim * item + lse_item)
+        return self.batch * rows[0] * heads * (self.value_dim * item + lse_item)
 
 
 def check_rotate(rotate: object) -> None:

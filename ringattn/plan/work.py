@@ -213,7 +213,7 @@ def is_dense(pattern: Pattern, q_rows: tuple[range, ...], k_rows: tuple[range, .
 
 
 def local_tiles(pattern: Pattern, q_shard: tuple[range, ...], k_shard: tuple[range, ...], heads: int) -> Iterator[Tile]:
-    """Tiles and their bands in local row indices; a tile with a band has equal q and k steps."""
+    """Tiles in local row indices. A tile with a band has equal q and k steps if the layouts of both sides are one."""
     first_q = 0
     for q_rows in q_shard:
         first_k = 0
@@ -232,11 +232,11 @@ def _localize(tile: Tile, q_rows: range, k_rows: range, first_q: int, first_k: i
     k = range(k.start + first_k, k.stop + first_k, k.step)
     if tile.dense:
         return Tile(tile.heads, q, k, branch=tile.branch)
-    # The distance i - j counts rows of the tile, and is the same whether rows are positions or local indices.
+    # The distance i - j counts rows of the tile, and is the same whether rows are positions or local indices. Where
+    # local steps differ, `step` only has to be the one by which `lower` divides.
     base = tile.q.start - tile.k.start
     lo = None if tile.lo is None else ceil_div(tile.lo - base, tile.q.step)
     hi = None if tile.hi is None else (tile.hi - base) // tile.q.step
-    assert q.step == k.step, "shards of one layout share their steps"
     offset, step = q.start - k.start, q.step
     lo = None if lo is None else lo * step + offset
     hi = None if hi is None else hi * step + offset

@@ -52,18 +52,19 @@ class AllRanks:
     sinks: Tensor | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
-        layout, shard, whole_out = self.plan.layout, self.plan.layout.shard_tensor, None
-        if self.plan.ranks > 1 and all(len(layout.shard(rank)) <= 1 for rank in self._ranks):
+        layout, keys, whole_out = self.plan.layout_of("q"), self.plan.layout.shard_tensor, None
+        shard = layout.shard_tensor
+        if self.plan.ranks > 1 and all(len(layout.places(rank)) <= 1 for rank in self._ranks):
             # A shard of one range is a view of the whole output, which the rank writes to.
             whole_out = empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), q.dtype, q.device).transpose(1, 2)
         programs = []
         for rank in self._ranks:
             out = None if whole_out is None else shard(whole_out, rank)
-            local = shard(q, rank), shard(k, rank), shard(v, rank)
+            local = shard(q, rank), keys(k, rank), keys(v, rank)
             programs.append(forward(self._job(rank), *local, keep=keep, out=out))
         results = Virtual(self.plan.ranks).run(programs)
         kept = tuple(x for result in results for x in result.kept)
-        if self.plan.ranks == 1:
+        if self.plan.ranks == 1 and len(layout.places(0)) <= 1:
             return Forward(results[0].out, results[0].lse, kept)
         if whole_out is None:
             whole_out = layout.unshard_tensor([result.out for result in results])
@@ -72,16 +73,17 @@ class AllRanks:
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
     ) -> Tensors:
-        shard, kept = self.plan.layout.shard_tensor, iter(result.kept)
+        layouts = self.plan.layout_of("q"), self.plan.layout, self.plan.layout
+        shard, keys, kept = layouts[0].shard_tensor, layouts[1].shard_tensor, iter(result.kept)
         programs = []
         for rank in self._ranks:
             local_kept = tuple(next(kept) for _ in range(count_kept(self.plan, rank)))
             local = Forward(shard(result.out, rank), shard(result.lse, rank, -1), local_kept)
             dlse = None if grad_lse is None else shard(grad_lse, rank, -1)
-            inputs = shard(q, rank), shard(k, rank), shard(v, rank)
+            inputs = shard(q, rank), keys(k, rank), keys(v, rank)
             programs.append(backward(self._job(rank), shard(grad, rank), dlse, *inputs, local))
         results = Virtual(self.plan.ranks).run(programs)
-        return tuple(self.plan.layout.unshard_tensor(parts) for parts in zip(*results, strict=True))
+        return tuple(x.unshard_tensor(parts) for x, parts in zip(layouts, zip(*results, strict=True), strict=True))
 
     @property
     def _ranks(self) -> range:

@@ -142,16 +142,19 @@ class Call:
     """The arguments of a call but for its tensors, checked and each in one spelling; what runs asks for no other.
 
     `sizes` are the keyword arguments of `make_plan` that describe the tensors as they are computed: a
-    `key_padding_mask` makes q and k wider by EXTRA columns. `rows` are those of this rank.
+    `key_padding_mask` makes q and k wider by EXTRA columns. `q_layout` is None where the queries are the tokens of the
+    keys; `rows` are the keys of this rank, `q_rows` its queries.
     """
 
     pattern: Pattern
     layout: str | Layout
+    q_layout: str | Layout | None
     options: AttentionOptions
     return_lse: bool
     sinks: bool
     key_padding_mask: bool
     rows: int
+    q_rows: int
     sizes: dict[str, Any]
     device: torch.device
     requires_grad: bool
@@ -184,14 +187,16 @@ class Call:
 
         return get_machine(self.options.machine, self.device.type)
 
-    def plan(self, tokens: int, ranks: int, layout: str | Layout) -> Plan:
-        """The plan of the call for `tokens` rows in all."""
+    def plan(self, tokens: int, q_tokens: int, ranks: int, layout: str | Layout) -> Plan:
+        """The plan of the call for `tokens` keys and `q_tokens` queries in all."""
         options = self.options
         return make_plan(
             self.pattern,
             tokens=tokens,
             ranks=ranks,
             layout=layout,
+            q_layout=self.q_layout,
+            q_tokens=q_tokens,
             schedule=options.schedule,
             machine=self.machine() if "auto" in (layout, options.schedule) else None,
             comm_dtype=options.comm_dtype,
@@ -208,6 +213,7 @@ def read_call(
     layout: str | Layout,
     options: Mapping[str, Any],
     *,
+    q_layout: str | Layout | None = None,
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
@@ -227,7 +233,8 @@ def read_call(
             "sequence, or its name, such as layout='zigzag'"
         )
     layout = layout_name(layout) if isinstance(layout, str) else layout
-    _check_tensors(q, k, v)
+    q_layout = layout_name(q_layout) if isinstance(q_layout, str) else q_layout
+    _check_tensors(q, k, v, alike=q_layout is None)
     check_sinks(sinks, q)
     check_padding(key_padding_mask, k)
     device = q.device if device is None else device
@@ -248,11 +255,13 @@ def read_call(
     return Call(
         pattern=pattern,
         layout=layout,
+        q_layout=q_layout,
         options=resolved,
         return_lse=return_lse,
         sinks=sinks is not None,
         key_padding_mask=key_padding_mask is not None,
-        rows=q.shape[2],
+        rows=k.shape[2],
+        q_rows=q.shape[2],
         sizes=sizes,
         device=device,
         requires_grad=requires_grad,
@@ -319,8 +328,11 @@ def _check_lse(kernel: Kernel, width: int) -> None:
         )
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise InvalidInput where q, k and v do not fit each other. Warns if heads and tokens seem exchanged."""
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, alike: bool) -> None:
+    """Raise InvalidInput where q, k and v do not fit each other. Warns if heads and tokens seem exchanged.
+
+    `alike`: queries are the tokens of the keys.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 4:
             actual = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -331,8 +343,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise InvalidInput(f"q, k and v must have one dtype and one device, got {kinds}")
     if dtype_name(q.dtype) not in ITEM_BYTES:
         raise InvalidInput(f"dtype {q.dtype} is not supported; expected one of {', '.join(ITEM_BYTES)}")
-    if not (q.shape[0] == k.shape[0] == v.shape[0]) or not (q.shape[2] == k.shape[2] == v.shape[2]):
-        raise InvalidInput(f"q, k and v must have the same batch and the same tokens, got {shapes}{_hint(q, k, v)}")
+    tokens_fit = k.shape[2] == v.shape[2] and (not alike or q.shape[2] == k.shape[2])
+    if not (q.shape[0] == k.shape[0] == v.shape[0]) or not tokens_fit:
+        hint = _hint(q, k, v) or ("; queries of other positions need q_layout=" if k.shape[2] == v.shape[2] else "")
+        raise InvalidInput(f"q, k and v must have the same batch and the same tokens, got {shapes}{hint}")
     sizes = q.shape[1], q.shape[3], v.shape[3], k.shape[1]
     if k.shape[1] != v.shape[1] or q.shape[-1] != k.shape[-1] or 0 in sizes:
         raise InvalidInput(

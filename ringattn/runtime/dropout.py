@@ -38,7 +38,7 @@ def _places(plan: Plan, part: Part, device: torch.device) -> tuple[torch.Tensor,
     """(heads [H], positions [1 or H, rows]) of a part of a block, int64. Cached by the plan."""
 
     def compute() -> tuple[torch.Tensor, torch.Tensor]:
-        positions, rows = plan.layout.positions(part.owner), part.row_set
+        positions, rows = plan.layout_of(part.kind).positions(part.owner), part.row_set
         heads = np.arange(plan.part_heads(part.kind))
         if isinstance(rows, RowSet):
             heads, positions = np.array(rows.heads), np.stack([positions[to_numbers(x)] for x in rows.rows])

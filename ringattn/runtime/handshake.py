@@ -38,6 +38,8 @@ LIMIT = 1 << 14
 NUMBER = 8
 #: Bytes of a call's record: digest, rows, place in a compiled graph; with dropout a seed follows.
 FIXED = MARK + 2 * NUMBER
+#: Bytes of the longest record of a call: where queries have a layout of their own, their rows follow.
+LONGEST = FIXED + 2 * NUMBER
 #: The place of a call among those of its compiled graph, from 1 on; 0 outside of such graphs.
 place: ContextVar[int] = ContextVar("ringattn_place", default=0)
 
@@ -48,14 +50,16 @@ def agree(transport: Transport, call: Call, stage: str = "call") -> tuple[Plan, 
     `stage` names the first exchange: ranks that make a handshake for different purposes raise Mismatch.
     """
     kernel = call.kernel
-    with Exchange(transport, stage, limit=FIXED + NUMBER) as exchange:
+    with Exchange(transport, stage, limit=LONGEST) as exchange:
         record = json.dumps(_record(call)).encode()
         numbers = [call.rows, place.get()]
+        if call.q_layout is not None:
+            numbers.append(call.q_rows)
         if kernel.dropout is not None and stage == "call":
             numbers.append(kernel.dropout.seeded().seed or 0)
         exchange.mine = digest(record) + b"".join(x.to_bytes(NUMBER, "little") for x in numbers)
     for rank, raw in enumerate(exchange.records):
-        if len(raw) not in (FIXED, FIXED + NUMBER):
+        if len(raw) not in (FIXED, FIXED + NUMBER, LONGEST):
             raise undecoded(rank, raw)
     _compare_places(_read_numbers(exchange.records, MARK + NUMBER))
     alike = len({raw[:MARK] for raw in exchange.records}) == 1
@@ -63,13 +67,18 @@ def agree(transport: Transport, call: Call, stage: str = "call") -> tuple[Plan, 
         with Exchange(transport, "arguments", LIMIT) as arguments:
             arguments.mine = record
         compare_records(arguments.records)
-    rows = _read_numbers(exchange.records, MARK)
+    q_rows = rows = _read_numbers(exchange.records, MARK)
+    if call.q_layout is not None:
+        q_rows = _read_numbers(exchange.records, FIXED)
     plans = Exchange(transport, "plan", LIMIT)
     # What cannot be planned is an error of the arguments, which are alike: all ranks raise it.
     with ErrorReport(transport, stage, deferred=True, common=(ValueError,)) if alike else plans:
-        plan = call.plan(sum(rows), transport.size, call.layout)
-        _check_rows(plan, dict(enumerate(rows)))
-        plans.mine = b"" if alike else json.dumps({"layout": _spell_layout(plan.layout), "plan": plan.hash}).encode()
+        plan = call.plan(sum(rows), sum(q_rows), transport.size, call.layout)
+        _check_rows(plan.layout, dict(enumerate(rows)))
+        if call.q_layout is not None:
+            _check_rows(plan.layout_of("q"), dict(enumerate(q_rows)))
+        layouts = {"layout": _spell_layout(plan.layout), "q_layout": _spell_layout(plan.layout_of("q"))}
+        plans.mine = b"" if alike else json.dumps({**layouts, "plan": plan.hash}).encode()
     compare_records(plans.records)
     kernel = kernel if kernel.dropout is None else _share_seed(kernel, exchange.records)
     return plan, kernel, transport.events << TAG_BITS
@@ -81,29 +90,33 @@ def announces(transport: Transport, call: Call) -> bool:
     A layout by name needs the rows of all ranks, and dropout without a seed the seed of rank 0.
     """
     drawn = call.kernel.dropout is not None and call.kernel.dropout.seed is None
-    return transport.defers(call.options.check) and isinstance(call.layout, Layout) and not drawn
+    by_name = isinstance(call.layout, str) or isinstance(call.q_layout, str)
+    return transport.defers(call.options.check) and not by_name and not drawn
 
 
 def announce(transport: Transport, call: Call) -> tuple[Plan, Kernel, int]:
     """As `agree`, for a call that `announces`: waits for no rank. Errors of other ranks come later, and are final."""
-    layout = call.layout
-    assert isinstance(layout, Layout)
-    plan = call.plan(layout.tokens, transport.size, layout)
-    _check_rows(plan, {transport.rank: call.rows})
+    layout, q_layout = call.layout, call.q_layout or call.layout
+    assert isinstance(layout, Layout) and isinstance(q_layout, Layout)
+    plan = call.plan(layout.tokens, q_layout.tokens, transport.size, layout)
+    _check_rows(plan.layout, {transport.rank: call.rows})
+    if call.q_layout is not None:
+        _check_rows(plan.layout_of("q"), {transport.rank: call.q_rows})
     seed = None if call.kernel.dropout is None else call.kernel.dropout.seed
-    record = {"stage": "call", "place": place.get(), "tokens": layout.tokens, "seed of dropout": seed, **_record(call)}
+    tokens = {"tokens": layout.tokens, "q_tokens": q_layout.tokens}
+    record = {"stage": "call", "place": place.get(), **tokens, "seed of dropout": seed, **_record(call)}
     return plan, call.kernel.seeded(), transport.announce(json.dumps(record).encode())
 
 
 def _read_numbers(records: list[bytes], first: int) -> list[int]:
-    """The numbers of all ranks that begin at byte `first` of their records."""
-    return [int.from_bytes(raw[first : first + NUMBER], "little") for raw in records]
+    """The numbers of all ranks that begin at byte `first` of their records; -NUMBER: the last numbers."""
+    return [int.from_bytes(raw[first:][:NUMBER], "little") for raw in records]
 
 
 def _share_seed(kernel: Kernel, records: list[bytes]) -> Kernel:
     """The kernel with the seed of rank 0. Raises Mismatch on every rank if the ranks were given different seeds."""
     assert kernel.dropout is not None
-    seeds = _read_numbers(records, FIXED)
+    seeds = _read_numbers(records, -NUMBER)
     if kernel.dropout.seed is not None:
         compare({rank: {"the seed of dropout": seed} for rank, seed in enumerate(seeds)})
     return kernel.seeded(seeds[0])
@@ -142,7 +155,7 @@ def agree_backward(transport: Transport, number: int, *, deferred: bool) -> None
 
 def _record(call: Call) -> dict[str, Any]:
     """What this rank is about to do. Options of every name are in it, each in one spelling for equal arguments."""
-    layout, pattern = call.layout, repr(call.pattern)
+    pattern = repr(call.pattern)
     if call.pattern.transient:
         pattern = f"{_SELECTED} {_short_digest(pattern)}"
     return {
@@ -150,7 +163,8 @@ def _record(call: Call) -> dict[str, Any]:
         "machine": _shorten(repr(call.machine())) if call.options.schedule == "auto" else None,
         "dropout": _spell_dropout(call.kernel),
         "pattern": _shorten(pattern),
-        "layout": layout if isinstance(layout, str) else _spell_layout(layout),
+        "layout": _spell_layout(call.layout),
+        "q_layout": None if call.q_layout is None else _spell_layout(call.q_layout),
         "return_lse": call.return_lse,
         "sinks": call.sinks,
         "key_padding_mask": call.key_padding_mask,
@@ -161,8 +175,10 @@ def _record(call: Call) -> dict[str, Any]:
     }
 
 
-def _spell_layout(layout: Layout) -> str:
+def _spell_layout(layout: str | Layout) -> str:
     """The name of a layout, with a digest of the partition if the layout is balanced."""
+    if isinstance(layout, str):
+        return layout
     return f"{layout.name} (partition {layout.digest})" if layout.digest else layout.name
 
 
@@ -185,17 +201,17 @@ def _short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _check_rows(plan: Plan, rows: dict[int, int]) -> None:
+def _check_rows(layout: Layout, rows: dict[int, int]) -> None:
     """Raise a Mismatch that lists the rows of ranks if a rank's number of rows differs from the layout's."""
-    layout = plan.layout.base
+    layout = layout.base
     planned = {rank: layout.rows(rank) for rank in rows}
     if rows != planned:
         more = ", pattern=..., heads=..." if layout.digest else ""
         raise Mismatch(
             f"the shards do not fit the layout {layout.name}: the ranks hold {by_rank(rows)}; of these "
             f"{layout.tokens:,} tokens the layout gives {by_rank(planned)}. A shard is wrong, or another layout has "
-            f"cut the sequence; shard with ringattn.make_layout({layout.name!r}, tokens=..., ranks={plan.ranks}{more})"
-            ".shard_tensor(x, rank), tokens being those of the whole sequence"
+            f"cut the sequence; shard with ringattn.make_layout({layout.name!r}, tokens=..., ranks={layout.ranks}"
+            f"{more}).shard_tensor(x, rank), tokens being those of the whole sequence"
         )
 
 

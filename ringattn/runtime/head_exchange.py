@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..layout.regular import Layout
 from ..plan.plan import Plan
 from ..plan.row_sets import RowCopy, as_range
 from ..plan.steps import Hop, Kind, Part, Step
@@ -44,7 +45,9 @@ class HeadExchange(StepMessages):
         """The exchange of the tensors of a part of this kind."""
         member = self.rank % self.size
         ring_plan, owner = self.plan.ring_plan(self.rank)
-        group_rows = ring_plan.layout.rows(owner)
+        #: The layout of each tensor: that of the queries, and in "qkv" and "dqkv" that of the keys for k and v.
+        self.kinds: tuple[Kind, ...] = ("q", "kv", "kv") if kind in ("qkv", "dqkv") else ("q", "q")
+        group_rows = [ring_plan.layout_of(each).rows(owner) for each in self.kinds]
         specs = tensor_specs(self.plan, Part(kind, self.rank), as_sent=True)
         self.heads = [spec[0][1] for spec in specs]
         #: Of copies of key/value heads, the one head goes out, and a gradient of each copy comes back.
@@ -55,7 +58,10 @@ class HeadExchange(StepMessages):
             ((batch, heads, rows, width), dtype)
             for heads, ((batch, _, rows, width), dtype) in zip(self.all_heads, specs, strict=True)
         ]
-        by_heads = [((batch, heads, group_rows, width), dtype) for (batch, heads, _, width), dtype in specs]
+        by_heads = [
+            ((batch, heads, rows, width), dtype)
+            for rows, ((batch, heads, _, width), dtype) in zip(group_rows, specs, strict=True)
+        ]
         before, after = (by_tokens, by_heads) if self.to_heads else (by_heads, by_tokens)
         self.given = self.recorder.given(*(shape for shape, _ in before))
         self.received = self.recorder.given(*(shape for shape, _ in after))
@@ -92,23 +98,23 @@ class HeadExchange(StepMessages):
     def _heads_of(self, member: int, tensor: int) -> Side:
         """The heads of a member, in all rows of this rank."""
         first = member * self.all_heads[tensor] // self.size
-        return range(first, first + self.heads[tensor]), range(self.plan.layout.rows(self.rank))
+        return range(first, first + self.heads[tensor]), range(self.plan.layout_of(self.kinds[tensor]).rows(self.rank))
 
     def _rows_of(self, member: int, tensor: int) -> Side:
         """The rows of a member among the rows of its group, in all heads of this member."""
-        places = _places(self.plan, self.group)[member]
+        places = _places(self.plan, self.plan.layout_of(self.kinds[tensor]), self.group)[member]
         ascending = bool((np.diff(places) > 0).all()) and len(places)
         run = as_range(places.tolist()) if ascending else None
         return range(self.heads[tensor]), places if run is None else run
 
 
-def _places(plan: Plan, group: int) -> list[np.ndarray]:
+def _places(plan: Plan, layout: Layout, group: int) -> list[np.ndarray]:
     """Where the local rows of each member stand among the rows of its group, int64 [rows] each. Cached by the plan."""
 
     def compute() -> list[np.ndarray]:
-        positions = plan.layout.grouped(plan.ulysses_size).positions(group)
+        positions = layout.grouped(plan.ulysses_size).positions(group)
         order = np.argsort(positions)
         members = range(group * plan.ulysses_size, (group + 1) * plan.ulysses_size)
-        return [order[np.searchsorted(positions, plan.layout.positions(rank), sorter=order)] for rank in members]
+        return [order[np.searchsorted(positions, layout.positions(rank), sorter=order)] for rank in members]
 
-    return plan.cache.answer(("head_exchange.places", group), compute)
+    return plan.cache.answer(("head_exchange.places", layout, group), compute)

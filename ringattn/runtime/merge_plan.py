@@ -85,9 +85,8 @@ def _plan_merges(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
                 planned[visit].append((index, calls))
                 last_visit[index] = visit
         sections.append(Section(span, bool(partials.max() <= 1), mixed or not partials.all()))
-    gaps = zip(
-        [0, *(span.stop for span in spans)], [*(span.start for span in spans), plan.layout.rows(rank)], strict=True
-    )
+    rows = plan.layout_of("q").rows(rank)
+    gaps = zip([0, *(span.stop for span in spans)], [*(span.start for span in spans), rows], strict=True)
     return MergePlan(
         tuple(
             tuple(VisitPart(sections[i], calls, last_visit[i] == visit) for i, calls in parts)

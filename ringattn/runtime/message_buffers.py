@@ -234,19 +234,19 @@ def tensor_specs(plan: Plan, part: Part, *, as_sent: bool) -> list[TensorSpec]:
     if part.kind in (*BLOCKS, *SUMS):
         dtype: torch.dtype = getattr(torch, plan.part_dtype(part.kind, as_sent=as_sent))
         ring_plan, _ = plan.ring_plan(0)
-        heads, rows = ring_plan.part_heads(part.kind), ring_plan.layout.rows(part.owner)
+        heads, rows = ring_plan.part_heads(part.kind), ring_plan.layout_of(part.kind).rows(part.owner)
         if isinstance(part.row_set, RowSet):
             heads, rows = len(part.row_set.heads), part.row_set.count
         if part.kind == "row":  # lse as kernels take it, and one number per row beside it
             return [((plan.batch, heads, rows), dtype), ((plan.batch, heads, rows, 1), dtype)]
         return [((plan.batch, heads, rows, width), dtype) for width in ring_plan.part_widths(part.kind)]
     # The exchange of a Ulysses group: rows of one member for the heads of one member, in full precision.
-    rows = plan.layout.rows(part.owner)
+    counts = plan.exchange_rows(part.kind, part.owner)
     heads, kv_heads = plan.member_heads(plan.ulysses_size)
     own: torch.dtype = getattr(torch, plan.dtype)
     if part.kind in ("qkv", "dqkv"):
         sizes = ((heads, plan.head_dim), (kv_heads, plan.head_dim), (kv_heads, plan.value_dim))
-        return [((plan.batch, count, rows, width), own) for count, width in sizes]
+        return [((plan.batch, count, n, width), own) for n, (count, width) in zip(counts, sizes, strict=True)]
     accumulated = torch.float64 if own == torch.float64 else torch.float32
     # lse or its gradient comes first: the wider dtype is then aligned.
-    return [((plan.batch, heads, rows, 1), accumulated), ((plan.batch, heads, rows, plan.value_dim), own)]
+    return [((plan.batch, heads, counts[0], 1), accumulated), ((plan.batch, heads, counts[0], plan.value_dim), own)]

@@ -136,7 +136,7 @@ class RankState(StepMessages):
 
     def _shared_rows(self, target: Part, source: Part) -> tuple[RowCopy, ...]:
         """The rows that a part shares with another part of its block."""
-        heads, rows = self.plan.part_heads(target.kind), self.plan.layout.rows(target.owner)
+        heads, rows = self.plan.part_heads(target.kind), self.plan.layout_of(target.kind).rows(target.owner)
         return find_copies(target.row_set, source.row_set, heads, rows)
 
     def _take_in(self, part: Part, buffer: Buffer) -> None:

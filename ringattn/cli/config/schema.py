@@ -135,6 +135,18 @@ class PlanConfig(ProblemSizes):
     """The settings of `ringattn plan`; conf/plan.yaml explains each."""
 
     ascii: bool = False
+    q_tokens: Size | None = None
+    q_first: Size | None = None
+
+    def queries(self) -> dict[str, Any]:
+        """The arguments of `make_plan` about queries that are not the keys. Raises InvalidInput."""
+        if self.q_tokens is None and self.q_first is None:
+            return {}
+        tokens = self.size()
+        first = None if self.q_first is None else parse_size(self.q_first, "q_first")
+        count = tokens - min(first or 0, tokens) if self.q_tokens is None else parse_size(self.q_tokens, "q_tokens")
+        first = max(tokens - count, 0) if first is None else first
+        return {"q_layout": f"shifted({self.layout.spec}, {first})", "q_tokens": count}
 
     def check(self) -> None:
         """Raise InvalidInput for a machine that nothing is chosen by."""

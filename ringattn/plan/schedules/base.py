@@ -70,7 +70,8 @@ def representatives(demand: BlockDemand) -> list[int]:
     layout, ranks = demand.layout, demand.layout.ranks
     if ranks <= EXACT:
         return list(range(ranks))
-    period = demand.pattern.period if isinstance(layout, Contiguous) and layout.tokens % ranks == 0 else None
+    repeats = demand.readers is layout and isinstance(layout, Contiguous) and layout.tokens % ranks == 0
+    period = demand.pattern.period if repeats else None
     if period is not None and layout.tokens:
         rows = layout.tokens // ranks
         size = lcm(period, rows) // rows

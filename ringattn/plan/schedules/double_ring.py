@@ -73,7 +73,7 @@ class DoubleRingSchedule(Route):
         """
         if self.demand.layout.ranks <= EXACT:
             return None
-        demand = self.demand.on_layout(self.demand.layout.grouped(self.ranks_per_node))
+        demand = self.demand.grouped(self.ranks_per_node)
         way = Way(+1, demand.layout.ranks - 1)
         sent = 0
         for owner in representatives(demand):

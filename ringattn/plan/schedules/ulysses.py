@@ -7,25 +7,28 @@ schedule with the members i of the other groups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from ...layout.regular import Layout
 from ..steps import Hop, Kind, Part, RankPlan, Step
 
 
-def wrap_in_exchanges(plan: RankPlan, size: int, layout: Layout) -> RankPlan:
-    """The steps of a rank in a group of `size` ranks: exchanges around the steps of `plan` between the groups."""
+def wrap_in_exchanges(plan: RankPlan, size: int, ranks: int, rows: Callable[[Kind, int], tuple[int, ...]]) -> RankPlan:
+    """The steps of a rank in a group of `size` ranks: exchanges around the steps of `plan` between the groups.
+
+    `rows` says how many rows of each tensor of a kind a rank has.
+    """
     rank = plan.rank
     first, member = rank - rank % size, rank % size
     peers = [first + i for i in range(size) if first + i != rank]
-    last = layout.ranks + 2  # beyond every clock between the groups, up or down
+    last = ranks + 2  # beyond every clock between the groups, up or down
 
     def exchange(kind: Kind, index: int, *, there: bool) -> Step:
         """`there`: rows of this rank go to all members; else rows of all members go back to their owners."""
         tag = int(not there)
         sends = tuple(Hop(peer, tag, (Part(kind, rank if there else peer),), index) for peer in peers)
         recvs = tuple(Hop(peer, tag, (Part(kind, peer if there else rank),), index) for peer in peers)
-        sends, recvs = (tuple(h for h in hops if layout.rows(h.parts[0].owner)) for hops in (sends, recvs))
+        sends, recvs = (tuple(h for h in hops if any(rows(kind, h.parts[0].owner))) for hops in (sends, recvs))
         return Step(sends, recvs, clock=-last if there else last)
 
     def between(steps: tuple[Step, ...]) -> tuple[Step, ...]:

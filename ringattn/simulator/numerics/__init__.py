@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import InvalidInput
+from ...errors import InvalidInput, Unsupported
 from ...plan.plan import Plan
 from ...text import did_you_mean
 from ..timing.solvers.jitter import check_seed
@@ -44,6 +44,8 @@ def numerics(
     """
     if mode not in MODES:
         raise InvalidInput(f"mode={mode!r}: {did_you_mean(mode, MODES)}expected {' or '.join(MODES)}")
+    if plan.q_layout is not None:
+        raise Unsupported(f"q_layout={plan.q_layout.name}: numerics executes queries at the positions of the keys only")
     check_seed(seed)
     source = make_source(plan, seed=seed, period=period)
     if mode == "all":

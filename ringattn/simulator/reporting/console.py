@@ -45,9 +45,16 @@ def describe_sizes(plan: Plan) -> str:
 
 def describe_plan(plan: Plan, rank_noun: str = "rank") -> str:
     """A plan in one line; `rank_noun` is the word for its ranks."""
+    return f"{describe_sides(plan, rank_noun)}, {plan.schedule}, {describe_sizes(plan)}"
+
+
+def describe_sides(plan: Plan, rank_noun: str = "rank") -> str:
+    """The pattern of a plan, its tokens, and how ranks share them."""
+    queries = "" if plan.q_layout is None else f"{plural(plan.q_tokens, 'query token')}, {plan.q_layout.name}, and "
+    what = "token" if plan.q_layout is None else "key"
     return (
-        f"{plan.pattern!r} over {plural(plan.tokens, 'token')}, {plan.layout.name} on {plural(plan.ranks, rank_noun)}, "
-        f"{plan.schedule}, {describe_sizes(plan)}"
+        f"{plan.pattern!r} over {queries}{plural(plan.tokens, what)}, {plan.layout.name} on "
+        f"{plural(plan.ranks, rank_noun)}"
     )
 
 

@@ -16,7 +16,7 @@ from ...machine.machine import Machine
 from ...pattern import Pattern, Tile
 from ...pattern.base import ONE_HEAD, Position, Run, Side
 from ...pattern.views import HeadSlice
-from ...plan.choice import Candidate, Choice
+from ...plan.choice import Candidate, Choice, Prediction
 from ...plan.demand import KeyDemand
 from ...plan.plan import Plan
 from ...text import duration, durations, plural
@@ -87,6 +87,8 @@ def choose(
     reason = _explain_idle(first)
     if reason:
         return _take_first(first, (), f"{reason}: nothing was compared", machine)
+    if first.q_layout is not None:
+        return _choose_by_events(make, layouts[0], names or list_schedules(first, machine), machine)
     compared = _Comparison(make, machine, first)
     for layout in layouts:
         if len(layouts) > 1 and len(layout.shard(0)) > MAX_RANGES:
@@ -106,12 +108,39 @@ def choose(
     if not plans:
         why = f"an estimate takes more than {LOOKUPS:,} lookups of tiles: it was taken without a comparison"
         return _take_first(first, candidates, why, machine)
+    return _take_best(candidates, plans, machine)
+
+
+def _choose_by_events(
+    make: Callable[[Layout, str], Plan], layout: Layout, names: Sequence[str], machine: Machine
+) -> Plan:
+    """The best plan of queries and keys at different positions: every step of each schedule is simulated."""
+    from .simulation import simulate  # few plans are of such
+
+    candidates: list[Candidate] = []
+    plans: dict[Candidate, Plan] = {}
+    for name in names:
+        plan = make(layout, name)
+        if candidates and machine.memory is not None and bound_memory(plan) > machine.memory:
+            candidates.append(Candidate(layout.name, name, None, "it does not fit into the memory of a rank"))
+            continue
+        found = simulate(plan, machine, solver="events")
+        sent, messages = (max(map(count, range(plan.ranks))) for count in (plan.bytes_sent, plan.messages))
+        prediction = Prediction(found.seconds, found.compute, found.seconds - found.compute, sent, messages)
+        candidate = Candidate(layout.name, plan.schedule, prediction, basis="every step of every rank")
+        candidates.append(candidate)
+        plans[candidate] = plan
+    return _take_best(tuple(candidates), plans, machine)
+
+
+def _take_best(candidates: tuple[Candidate, ...], plans: dict[Candidate, Plan], machine: Machine) -> Plan:
+    """The plan of the first candidate that is as fast as any."""
     by_time = sorted(plans, key=lambda candidate: candidate.seconds)  # stable
     best = next(
         candidate for candidate in candidates if candidate in plans and candidate.seconds <= by_time[0].seconds * EQUAL
     )
     others = [candidate for candidate in by_time if candidate is not best]
-    reason = _explain(best, others, Rates(first, machine, backward=False))
+    reason = _explain(best, others, Rates(plans[best], machine, backward=False))
     return plans[best].with_choice(Choice(candidates, best, reason, machine))
 
 
@@ -217,7 +246,7 @@ def _explain_idle(plan: Plan) -> str:
     """Why nothing needs to be chosen for a plan; "" where something does."""
     if plan.ranks == 1:
         return "one rank sends nothing"
-    if not plan.tokens or not plan.batch:
+    if not plan.tokens or not plan.q_tokens or not plan.batch:
         return "an empty input moves nothing"
     if plan.pattern.transient:
         return "the pattern is another one in every call"
@@ -321,7 +350,7 @@ def count_lookups(plan: Plan, rank: int) -> int | None:
     if not plan.batch:
         return 0
     metered = Metered(ring_plan.pattern, BUDGET)
-    demand = KeyDemand(metered, ring_plan.layout, ring_plan.heads, ring_plan.kv_heads)
+    demand = KeyDemand(metered, ring_plan.layout, ring_plan.heads, ring_plan.kv_heads, ring_plan.q_layout)
     try:
         ring_plan.make_rotation(demand).steps(place)
     except TooMany:

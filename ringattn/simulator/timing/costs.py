@@ -14,6 +14,7 @@ from ...text import duration
 from .kernel_seconds import sample_ranks
 
 if TYPE_CHECKING:
+    from ...layout.regular import Layout
     from ...plan.plan import Plan
 
 SECONDS_PER_HOUR = 3600.0
@@ -48,22 +49,18 @@ def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) 
     """
     item = ITEM_BYTES[plan.dtype]
     wide = max(item, 4)  # accumulators and lse are in fp32, or in fp64 for fp64 inputs
-    if plan.ranks <= MOST_COMPARED:
-        rows = max(map(plan.layout.rows, range(plan.ranks)))
-    else:
-        rows = -(-plan.tokens // plan.ranks)
-    tokens = plan.batch * rows
-    inputs = plan.heads * plan.head_dim + plan.kv_heads * (plan.head_dim + plan.value_dim)
+    tokens, keys = (plan.batch * _longest_shard(plan.layout_of(kind)) for kind in ("q", "kv"))
+    inputs = tokens * plan.heads * plan.head_dim + keys * plan.kv_heads * (plan.head_dim + plan.value_dim)
     output = plan.heads * plan.value_dim
     sizes = {
-        "q, k, v": tokens * inputs * item,
+        "q, k, v": inputs * item,
         "output": tokens * output * item,
         "lse": tokens * plan.heads * wide,
     }
     if plan.ulysses_size > 1:
-        copies = max(plan.ulysses_size - plan.kv_heads, 0) * (plan.head_dim + plan.value_dim)
-        exchanged = (inputs + copies + output) * item + plan.heads * wide
-        sizes["q, k, v, output and lse of the Ulysses group's heads"] = tokens * exchanged
+        copies = keys * max(plan.ulysses_size - plan.kv_heads, 0) * (plan.head_dim + plan.value_dim)
+        exchanged = (inputs + copies + tokens * output) * item + tokens * plan.heads * wide
+        sizes["q, k, v, output and lse of the Ulysses group's heads"] = exchanged
     if not backward:
         sizes["receive buffers"] = _buffer_bytes(plan, ("kv",), backward) if receiving is None else receiving
         if item != wide and plan.ranks > 1:
@@ -73,14 +70,21 @@ def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) 
     keys_rotate = plan.rotates == "keys"
     kinds: tuple[Kind, ...] = ("kv", "grad") if keys_rotate else ("q", "row", "dq")
     sizes["gradient of the output"] = tokens * output * item
-    sizes["accumulators of dq, dk, dv"] = tokens * inputs * wide
+    sizes["accumulators of dq, dk, dv"] = inputs * wide
     if item != wide:
-        sizes["dq, dk, dv"] = tokens * inputs * item
+        sizes["dq, dk, dv"] = inputs * item
     if keys_rotate and plan.ranks > 1:
         sizes["kept block"] = _block_bytes(plan, ("kv",))
     sizes["message buffers"] = _buffer_bytes(plan, kinds, backward)
-    sizes["one visit's gradients"] = tokens * inputs * wide
+    sizes["one visit's gradients"] = inputs * wide
     return sizes
+
+
+def _longest_shard(layout: Layout) -> int:
+    """The rows of the longest shard."""
+    if layout.ranks <= MOST_COMPARED:
+        return max(map(layout.rows, range(layout.ranks)))
+    return -(-layout.tokens // layout.ranks)
 
 
 def _block_bytes(plan: Plan, kinds: tuple[Kind, ...]) -> int:
@@ -127,12 +131,11 @@ def checkpoint_bytes(plan: Plan, *, backward: bool = False) -> int:
 
     The inputs are taken to be stored elsewhere, and the number of the step is not counted.
     """
-    tokens = plan.batch * -(-plan.tokens // plan.ranks)
-    wide = max(ITEM_BYTES[plan.dtype], 4)
-    width = plan.heads * (plan.value_dim + 1)
+    tokens, keys = (-(-count // plan.ranks) for count in (plan.q_tokens, plan.tokens))
+    numbers = tokens * plan.heads * (plan.value_dim + 1)
     if backward:
-        width = plan.heads * plan.head_dim + plan.kv_heads * (plan.head_dim + plan.value_dim)
-    return tokens * width * wide
+        numbers = tokens * plan.heads * plan.head_dim + keys * plan.kv_heads * (plan.head_dim + plan.value_dim)
+    return plan.batch * numbers * max(ITEM_BYTES[plan.dtype], 4)
 
 
 def young_daly(write: float, mtbf: float) -> float:

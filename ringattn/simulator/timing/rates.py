@@ -72,8 +72,8 @@ def parse_factors(name: str, factors: Factors | None, ranks: int) -> np.ndarray 
 
 def own_bytes(plan: Plan) -> int:
     """Bytes of a rank's q, k, v and output."""
-    columns = (plan.heads + plan.kv_heads) * (plan.head_dim + plan.value_dim)
-    return plan.batch * -(-plan.tokens // plan.ranks) * columns * ITEM_BYTES[plan.dtype]
+    rows = -(-plan.q_tokens // plan.ranks) * plan.heads + -(-plan.tokens // plan.ranks) * plan.kv_heads
+    return plan.batch * rows * (plan.head_dim + plan.value_dim) * ITEM_BYTES[plan.dtype]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,208 @@
+"""Layouts made of layouts: of positions from a first one on, of several parts, and of some rows of another layout."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from ..cache import Cache, cached
+from ..errors import InvalidInput
+from ..pattern.tile import clip, locate, merge_runs, shift_range
+from . import Layout
+
+#: Bytes of the spans that one layout caches.
+SPANS = 1 << 21
+
+
+@dataclass(frozen=True)
+class Composed(Layout):
+    """A layout of positions that `parts` own; `tokens` are how many these are."""
+
+    parts: tuple[Layout, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for part in self.parts:
+            if part.digest or part.stacked > 1:
+                raise InvalidInput(f"{part.name} cannot be part of a layout; try contiguous, zigzag or striped(64)")
+        if {part.ranks for part in self.parts} != {self.ranks}:
+            raise InvalidInput(f"{self.name} joins layouts of different ranks; make all of them for {self.ranks} ranks")
+
+    __hash__ = Layout.kept_hash
+
+    @cached_property
+    def cache(self) -> Cache:
+        return Cache(SPANS)
+
+    @cached
+    def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
+        spans = [part.span(ranks) for part in self.parts]
+        ranges = tuple(r for part, (found, _) in zip(self.parts, spans, strict=True) for r in self._select(part, found))
+        if len(ranks) > 1 and all(r.step == 1 for r in ranges):
+            ranges = merge_runs(ranges)
+        return ranges, all(exact for _, exact in spans)
+
+    def _select(self, part: Layout, ranges: Iterable[range]) -> Iterable[range]:
+        """The positions of this layout at these positions of a part."""
+        return ranges
+
+    @cached_property
+    def domain(self) -> tuple[range, ...]:
+        return merge_runs(r for part in self.parts for r in self._select(part, part.domain))
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        """The number of positions before each run of the domain."""
+        return [*accumulate(map(len, self.domain), initial=0)]
+
+    @cached
+    def places(self, rank: int) -> tuple[range, ...]:
+        starts, found = [run.start for run in self.domain], []
+        for r in self.shard(rank):
+            while r:
+                index = bisect_right(starts, r[0]) - 1
+                run = self.domain[index]
+                here = clip(r, run.start, run[-1])
+                found.append(shift_range(locate(here, run), self._firsts[index]))
+                r = r[len(here) :]
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Shifted(Composed):
+    """The positions of a layout, its only part, moved up by `first`."""
+
+    first: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.first < 0:
+            raise InvalidInput(f"shifted: the first position is an integer >= 0, got {self.first}")
+
+    __hash__ = Layout.kept_hash
+
+    @property
+    def name(self) -> str:
+        return f"shifted({self.parts[0].name}, {self.first})"
+
+    def _select(self, part: Layout, ranges: Iterable[range]) -> Iterable[range]:
+        return (shift_range(r, self.first) for r in ranges)
+
+    def owner(self, position: int) -> int:
+        return self.parts[0].owner(position - self.first)
+
+    def grouped(self, size: int) -> Layout:
+        return shift_layout(self.parts[0].grouped(size), self.first)
+
+
+@dataclass(frozen=True)
+class Joined(Composed):
+    """The positions of several layouts, of which no two have one position. Local rows are those of part after part."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if sum(map(len, self.domain)) != self.tokens:
+            raise InvalidInput(f"{self.name}: two parts have the same positions; try shifted(zigzag, 1000) for a part")
+
+    __hash__ = Layout.kept_hash
+
+    @property
+    def name(self) -> str:
+        return f"joined({', '.join(f'{part.name}[{part.tokens}]' for part in self.parts)})"
+
+    def owner(self, position: int) -> int:
+        return next(part for part in self.parts if any(position in r for r in part.domain)).owner(position)
+
+    def grouped(self, size: int) -> Layout:
+        return join_layouts([part.grouped(size) for part in self.parts])
+
+
+@dataclass(frozen=True)
+class Kept(Composed):
+    """Those rows of a layout, its only part, whose positions lie in `runs` (ascending ranges of step 1)."""
+
+    runs: tuple[range, ...]
+
+    __hash__ = Layout.kept_hash
+
+    @property
+    def name(self) -> str:
+        runs = "".join(f", {run.start}:{run.stop}" for run in self.runs)
+        return f"kept({self.parts[0].name}[{self.parts[0].tokens}]{runs})"
+
+    def _select(self, part: Layout, ranges: Iterable[range]) -> Iterable[range]:
+        found = (clip(r, run.start, run[-1]) for r in ranges for run in self.runs)
+        return (r for r in found if r)
+
+    def owner(self, position: int) -> int:
+        return self.parts[0].owner(position)
+
+    def grouped(self, size: int) -> Layout:
+        return keep_rows(self.parts[0].grouped(size), self.runs)
+
+
+def shift_layout(layout: Layout, first: int) -> Layout:
+    """The layout of positions `first`, `first` + 1, .. that cuts them as `layout` cuts 0, 1, .. Raises InvalidInput."""
+    return Shifted(layout.tokens, layout.ranks, (layout,), first) if first else layout
+
+
+def join_layouts(layouts: Sequence[Layout]) -> Layout:
+    """The layout of all positions of `layouts`, such as a cache and a new chunk. Raises InvalidInput."""
+    return Joined(sum(part.tokens for part in layouts), layouts[0].ranks, tuple(layouts))
+
+
+def keep_rows(layout: Layout, runs: Iterable[range]) -> Layout:
+    """The layout without the rows whose positions lie in none of `runs`: evicted or cropped rows of a cache."""
+    runs = merge_runs(runs)
+    kept = sum(len(clip(r, run.start, run[-1])) for r in layout.domain for run in runs)
+    return Kept(kept, layout.ranks, (layout,), runs)
+
+
+def read_composed(name: str, tokens: int | None, make: Callable[[str, int | None], Layout]) -> Layout:
+    """The layout of a name of this module; `make` makes the layouts of its parts by name and tokens.
+
+    `tokens` None: as many as the name says. Raises InvalidInput for a text that names no layout.
+    """
+    match = re.fullmatch(r"\s*(shifted|joined|kept)\s*\((.*)\)\s*", name, re.DOTALL)
+    arguments = _split(match[2]) if match else []
+    layout: Layout | None = None
+
+    def counted(text: str) -> Layout:
+        sized = re.fullmatch(r"(.*)\[\s*(\d+)\s*\]\s*", text, re.DOTALL)
+        if sized is None:
+            raise InvalidInput(f"layout {name!r}: {text.strip()!r} lacks its tokens; try joined(zigzag[1000], ...)")
+        return make(sized[1], int(sized[2]))
+
+    kind = match[1] if match else ""
+    if kind == "shifted" and len(arguments) == 2 and arguments[1].strip().isdecimal():
+        layout = shift_layout(make(arguments[0], tokens), int(arguments[1]))
+    elif kind == "joined" and arguments:
+        layout = join_layouts([counted(text) for text in arguments])
+    elif kind == "kept" and arguments:
+        bounds = [re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text) for text in arguments[1:]]
+        runs = [range(int(b[1]), int(b[2])) for b in bounds if b]
+        layout = keep_rows(counted(arguments[0]), runs) if len(runs) == len(bounds) else None
+    if layout is None:
+        raise InvalidInput(
+            f"unknown layout {name!r}; expected shifted(zigzag, 1000), joined(zigzag[1000], shifted(zigzag, 1000)[24]) "
+            "or kept(zigzag[1000], 0:4, 900:1000), with any other layouts in place of zigzag"
+        )
+    if tokens not in (None, layout.tokens):
+        raise InvalidInput(f"layout {name!r} has {layout.tokens:,} tokens, and {tokens:,} are asked for")
+    return layout
+
+
+def _split(text: str) -> list[str]:
+    """The arguments in a text, between the commas that stand in no brackets."""
+    depth, parts = 0, [""]
+    for letter in text:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
