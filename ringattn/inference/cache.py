@@ -16,6 +16,7 @@ from ..errors import InvalidInput, Unsupported
 from ..functional import get_transport, ring_attention, virtual_attention
 from ..kernels.base import as_dtype, positive
 from ..layout import Layout, nonempty
+from ..layout.composed import shift_layout
 from ..layout.regular import make_layout
 from ..machine.presets import get_machine
 from ..pattern import Pattern, as_pattern
@@ -31,7 +32,7 @@ from ..text import plural
 from ..transport.base import TAG_BITS, Program, Tags, drive
 from ..transport.records import MARK, ErrorReport, Exchange, compare_records, digest
 from ..transport.virtual import Virtual
-from .holdings import Holdings, Kept, find_needed, split
+from .holdings import Holdings, Kept, find_needed, hold, split
 from .partials import RowGroups, attend, count_bytes, exchange, merge_ranks
 from .store import SHARED_ROWS, LayerStore
 
@@ -66,6 +67,8 @@ class NewTokens:
     #: By pattern the rows that stay when a layer has attended, and the places that later queries see.
     kept: dict[Pattern, Kept | None]
     needed: dict[Pattern, Ranges]
+    #: By pattern how the keys of a chunk after others are cut.
+    keys: dict[Pattern, Layout]
 
 
 class KVCache:
@@ -253,19 +256,59 @@ class KVCache:
         if opens:
             self._begin("prefill", call, "")
         event, pattern = self._event_of("prefill", layer, None), self.patterns[layer]
-        layout, view = event.layout, self._view(pattern)
-        assert layout is not None
-        if event.new.start:
-            raise Unsupported("prefill: a second chunk")
-        if isinstance(self.transport, Virtual):
-            out = virtual_attention(q, k, v, view, ranks=layout.ranks, layout=layout, sinks=sinks, **options)
-            shards = [tuple(layout.shard_tensor(x, rank) for x in (k, v)) for rank in self._ranks]
-        else:
-            out = ring_attention(q, k, v, view, layout=layout, transport=self.transport, sinks=sinks, **options)
-            shards = [(k, v)]
+        with self._report("prefill", deferred=True):
+            keys = [self._keys_of(rank, layer, *x) for rank, x in zip(self._ranks, self._cut(event, k, v), strict=True)]
+        out = self._attend(event, pattern, q, keys, sinks, options)
         with self._report("prefill", deferred=True), autocast_off(call.device), typed_errors(call.device):
-            self._run([self._store_chunk(rank, layer, *x) for rank, x in zip(self._ranks, shards, strict=True)])
+            shards = self._cut(event, k, v)
+            self._run([self._share(rank, layer, *x) for rank, x in zip(self._ranks, shards, strict=True)])
         return self._end(layer, out)
+
+    def _cut(self, event: NewTokens, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
+        """The rows k and v of a chunk of each rank of this process."""
+        if not isinstance(self.transport, Virtual):
+            return [(k, v)]
+        assert event.layout is not None
+        return [tuple(event.layout.shard_tensor(x, rank) for x in (k, v)) for rank in self._ranks]
+
+    def _keys_of(self, rank: int, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """A rank's rows that the queries of a chunk attend: those held, then those of the chunk, which are stored."""
+        event, holdings = self._event, self._holdings[self.patterns[layer]]
+        assert event is not None
+        store = self._stores[rank - self._ranks[0]][layer]
+        if holdings.copies:
+            held = store.whole()
+            own = holdings.part(rank, held[0].shape[2] if held else 0)
+            parts = [x[:, :, own.start : own.stop].to(k.dtype) for x in held]
+            return tuple(torch.cat(pair, 2) for pair in zip(parts, (k, v), strict=True)) if held else (k, v)
+        store.append(self._rounded(k), self._rounded(v))
+        if not event.new.start:
+            return k, v
+        return tuple(as_dtype(x, k.dtype) for x in store.whole()) or (k, v)
+
+    def _attend(
+        self, event: NewTokens, pattern: Pattern, q: Tensor, keys: list[tuple[Tensor, ...]], sinks: Tensor | None,
+        options: AttentionKeywords,
+    ) -> Tensor:  # fmt: skip
+        """Attention of the queries of a chunk to `keys`, those of the ranks of this process."""
+        layouts: dict[str, Any] = {"layout": event.layout}
+        groups: RowGroups = [(self._view(pattern), None)]
+        if event.new.start:
+            assert event.layout is not None
+            layouts = {"layout": event.keys[pattern], "q_layout": shift_layout(event.layout, event.new.start)}
+            groups = self._groups(pattern)
+        k, v = keys[0]
+        if isinstance(self.transport, Virtual):
+            k, v = (layouts["layout"].unshard_tensor(shards) for shards in zip(*keys, strict=True))
+        outs = []
+        for view, rows in groups:
+            x = (q, k, v) if rows is None else (q[rows], k[rows], v[rows])
+            if isinstance(self.transport, Virtual):
+                outs.append(virtual_attention(*x, view, ranks=self.transport.size, sinks=sinks, **layouts, **options))
+            else:
+                outs.append(ring_attention(*x, view, transport=self.transport, sinks=sinks, **layouts, **options))
+        order = [row for _, rows in groups for row in rows or ()]
+        return outs[0] if not order else torch.cat(outs)[np.argsort(order)]
 
     def step(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, return_lse: bool = False,
@@ -323,17 +366,15 @@ class KVCache:
         self._trim(rank, layer)
         return out, lse
 
-    def _store_chunk(self, rank: int, layer: int, k: Tensor, v: Tensor) -> Program[None]:
-        """Store what a rank keeps of its rows of a chunk; in a layer of copies, of the rows of all ranks."""
+    def _share(self, rank: int, layer: int, k: Tensor, v: Tensor) -> Program[None]:
+        """End a chunk: in a layer of copies all ranks get the rows that later queries see."""
         event, size = self._event, self.transport.size
         assert event is not None
         pattern, store = self.patterns[layer], self._stores[rank - self._ranks[0]][layer]
-        k, v = self._rounded(k), self._rounded(v)
-        if not self._holdings[pattern].copies:
-            store.append(k, v)
-        else:
+        if self._holdings[pattern].copies:
             width, local = k.shape[3], [split(shard, event.needed[pattern])[1] for shard in event.shards]
-            mine = torch.cat((k, v), 3)[:, :, [row for run in local[rank] for row in run]]
+            rows = torch.cat((self._rounded(k), self._rounded(v)), 3)
+            mine = rows[:, :, [row for run in local[rank] for row in run]]
             counts = [sum(map(len, runs)) for runs in local]
             inbox = [
                 mine if p == rank else mine.new_empty((*mine.shape[:2], n, mine.shape[3])) for p, n in enumerate(counts)
@@ -402,11 +443,15 @@ class KVCache:
         self._place_tokens(new, padding)
         kept: dict[Pattern, Kept | None] = {}
         needed: dict[Pattern, Ranges] = {}
+        keys: dict[Pattern, Layout] = {}
         for pattern in dict.fromkeys(self.patterns):
             holdings = self._holdings.get(pattern)
             if holdings is None:
                 copies = self.windows == "copy" and size > 1 and self._is_bounded(pattern)
                 holdings = self._holdings[pattern] = Holdings(size, copies=copies)
+            if kind == "prefill" and first:
+                pairs = zip(holdings.shards(), shards, strict=True)
+                keys[pattern] = hold([(*held, *own) for held, own in pairs])
             due, floor = kind == "prefill" or first // self.page != new.stop // self.page, max(new.stop - self.page, 0)
             if due:
                 needed[pattern] = self._needed(pattern, floor, new.stop)
@@ -415,7 +460,7 @@ class KVCache:
             kept[pattern] = holdings.keep(needed[pattern], self.page) if due else None
             if kept[pattern] is not None or clipped:
                 holdings.floor = floor
-        self._event = NewTokens(kind, new, shards, layout, set(range(len(self.patterns))), number, kept, needed)
+        self._event = NewTokens(kind, new, shards, layout, set(range(len(self.patterns))), number, kept, needed, keys)
         self.length = new.stop
         self._chunk = None
 

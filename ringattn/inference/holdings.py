@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
 from itertools import accumulate, islice
 
+import numpy as np
+
+from ..layout import Layout
+from ..layout.composed import Composed
 from ..pattern.base import Pattern
-from ..pattern.tile import ceil_div, clip, locate, merge_runs, shift_range
+from ..pattern.tile import ceil_div, clip, find_runs, locate, merge_runs, shift_range
 from ..plan.row_sets import Ranges
 from ..plan.work import Work, is_dense, join_keys, split_heads
 
@@ -16,6 +23,49 @@ SHORT_KEYS = 256
 MOST_PIECES = 4096
 #: By rank and block the local rows to keep.
 Kept = list[list[Ranges]]
+
+
+@dataclass(frozen=True)
+class HeldRows(Composed):
+    """The rows of a cache and of a new chunk: each rank has those at its `shards`, in this order."""
+
+    shards: tuple[Ranges, ...]
+
+    def __post_init__(self) -> None:
+        Layout.__post_init__(self)
+
+    __hash__ = Layout.kept_hash
+
+    @property
+    def name(self) -> str:
+        return "cache"
+
+    @cached_property
+    def digest(self) -> str:
+        return sha256(repr(self.shards).encode()).hexdigest()[:16]
+
+    def span(self, ranks: range) -> tuple[Ranges, bool]:
+        ranges = tuple(run for rank in ranks for run in self.shards[rank])
+        return merge_runs(ranges) if len(ranks) > 1 and all(run.step == 1 for run in ranges) else ranges, True
+
+    @cached_property
+    def domain(self) -> Ranges:
+        ranges = [run for shard in self.shards for run in shard]
+        if all(run.step == 1 for run in ranges):
+            return merge_runs(ranges)
+        return find_runs(np.bincount(np.concatenate([np.arange(r.start, r.stop, r.step) for r in ranges])) > 0)
+
+    def owner(self, position: int) -> int:
+        return next(rank for rank, shard in enumerate(self.shards) if any(position in run for run in shard))
+
+    def grouped(self, size: int) -> Layout:
+        groups = (self.shards[first : first + size] for first in range(0, self.ranks, size))
+        return hold([tuple(run for shard in group for run in shard) for group in groups])
+
+
+def hold(shards: Sequence[Ranges]) -> HeldRows:
+    """The layout of these shards."""
+    return HeldRows(sum(len(run) for shard in shards for run in shard), len(shards), (), tuple(shards))
 
 
 class Holdings:
@@ -38,6 +88,18 @@ class Holdings:
         for blocks, shard in zip(self.held, shards, strict=True):
             for run in shard:
                 append(blocks[-1], run)
+
+    def shards(self) -> list[Ranges]:
+        """The places of each rank, of which none is another's: of copies, a rank has `part` of its rows."""
+        held = [tuple(run for block in blocks for run in block) for blocks in self.held]
+        if not self.copies:
+            return held
+        rows = sum(map(len, held[0]))
+        return [tuple(take(held[rank], self.part(rank, rows))) for rank in range(self.ranks)]
+
+    def part(self, rank: int, rows: int) -> range:
+        """Which of `rows` rows, that all ranks hold, are those of a rank."""
+        return range(rows * rank // self.ranks, rows * (rank + 1) // self.ranks)
 
     def keep(self, runs: Ranges, least: int = 1) -> Kept | None:
         """The local rows inside of `runs`, all that is held after `settle`; None where fewer than `least` rows fall."""
@@ -80,6 +142,15 @@ def find_needed(patterns: Iterable[Pattern], queries: range, keys: range, heads:
         pieces = [range(rows[0], rows[-1] + 1) for _, rows in pairs]
         found += pieces if len(pieces) <= MOST_PIECES else [keys]
     return merge_runs(found)
+
+
+def take(places: Sequence[range], rows: range) -> Iterator[range]:
+    """The places of adjacent local rows."""
+    first = 0
+    for run in places:
+        if some := run[max(rows.start - first, 0) : max(rows.stop - first, 0)]:
+            yield some
+        first += len(run)
 
 
 def append(block: list[range], run: range) -> None:
