@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -55,6 +56,7 @@ from .borders import (
     read_borders,
     write_borders,
 )
+from .generation import STATE, RingCache, begin, generate
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -73,8 +75,6 @@ NAME = "ringattn"
 LAYER_TYPES = ("full_attention", "sliding_attention")
 #: The first exchange of a model; `shard_batch` reports its errors there.
 POSITIONS = "positions of a model"
-#: Attribute of every module of a model that holds its `_Ring`; None after `unparallelize`.
-_STATE = "_ringattn"
 #: The functions of transformers.masking_utils that a mask may be made of: `_attend` knows what they say.
 MASKS = {
     "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "and_masks",
@@ -161,29 +161,29 @@ def parallelize(
         _place(group), layout, AttentionOptions(**options), before, shift, _first_position(model), bool(rotary)
     )
     ring.check()
-    if not hasattr(model, _STATE):
+    if not hasattr(model, STATE):
         model.register_forward_pre_hook(_prepare_call, with_kwargs=True)
         model.register_forward_hook(_scale_loss, with_kwargs=True)
         for module in rotary:
             module.register_forward_pre_hook(_add_largest, with_kwargs=True)
             module.register_forward_hook(_drop_largest)
     for module in model.modules():
-        setattr(module, _STATE, ring)
+        setattr(module, STATE, ring)
     shared, own = model.config, deepcopy(model.config)  # models may share a config, which names their attention
     for module in model.modules():
         if getattr(module, "config", None) is shared:
             module.config = own
     model.set_attn_implementation(NAME)
-    model.generate = _refuse_generate  # a step of it would take the rows of a rank for the whole sequence
+    model.generate = partial(generate, model)
     return model
 
 
 def unparallelize(model: PreTrainedModel) -> PreTrainedModel:
     """The model itself, which computes whole sequences again, by the attention that it had before `parallelize`."""
-    ring = getattr(model, _STATE, None)
+    ring = getattr(model, STATE, None)
     if ring is not None:
         for module in model.modules():
-            setattr(module, _STATE, None)
+            setattr(module, STATE, None)
         del model.generate
         model.set_attn_implementation(ring.before)
     return model
@@ -284,7 +284,7 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     fewer `tokens`. Raises Mismatch on every rank if logits or gradients differ by more than rounding, or if the ranks
     differ in `tokens` or `seed`.
     """
-    ring, long = cast("_Ring | None", getattr(model, _STATE, None)), _longest_window(model)
+    ring, long = cast("_Ring | None", getattr(model, STATE, None)), _longest_window(model)
     if ring is None:
         raise InvalidInput("this model is not parallelized; call parallelize(model, group, layout=...) first")
     group, first = ring.place.group, max(tokens * 2 // 3, 1)
@@ -315,12 +315,12 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
             dist.all_reduce(gradient, group=group)
         logits = gather_logits(local, group, layout=ring.layout)
         model.set_attn_implementation("eager")
-        setattr(model, _STATE, None)  # the modules keep theirs: rope takes the length of the batch
+        setattr(model, STATE, None)  # the modules keep theirs: rope takes the length of the batch
         parts = [_rows_of(model(ids[:, a:b], use_cache=False)) for a, b in ((0, first), (first, tokens))]
         whole = torch.cat(parts, 1)
         expected = _gradients(model, (whole.float() * weights).sum() / tokens)
     finally:
-        setattr(model, _STATE, ring)
+        setattr(model, STATE, ring)
         model.set_attn_implementation(NAME)
         model.train(training)
     bound = 256 * max(torch.finfo(whole.dtype).eps, 2**-23)  # models of fp64, too, have their softmax in fp32
@@ -356,7 +356,7 @@ def _attend(
 
     The arguments are those that transformers passes to attention functions. `unused` are for other functions.
     """
-    ring = cast("_Ring | None", getattr(module, _STATE, None))
+    ring = cast("_Ring | None", getattr(module, STATE, None))
     if ring is None:
         raise InvalidInput(
             f"{type(module).__name__} uses attn_implementation={NAME!r} but belongs to no parallelized model; call "
@@ -371,6 +371,11 @@ def _attend(
             )
         window = mask.shape[2] - 2 or None
         mask = mask[:, 0, 0] if mask.shape[3] else None
+    generation = ring.call.get("generation")
+    if generation is not None:
+        options = {**ring.options.keywords(), "scale": scaling, "softcap": softcap}
+        out = generation.attend(module, window, query, key, value, s_aux, options)
+        return out.transpose(1, 2).contiguous(), None
     out = _attend_ring(
         ring, name, query, key, value, mask, scaling, dropout, window, softcap, s_aux, position_bias, causal,
         cu_seq_lens_q,
@@ -415,18 +420,16 @@ def _attend_ring(
     )
 
 
-def _refuse_generate(*args: Any, **kwargs: Any) -> None:
-    """Raise Unsupported."""
-    raise Unsupported(
-        "generate() of a parallelized model: a rank holds some rows of the sequence only; call unparallelize(model) "
-        "first, or generate with another model"
-    )
-
-
 def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments without what only the hooks of a parallelized model read. Raises for a call that would be wrong."""
-    ring = cast("_Ring | None", getattr(model, _STATE))
+    ring = cast("_Ring | None", getattr(model, STATE))
     if ring is None:
+        return args, kwargs
+    ring.call.pop("generation", None)  # of a call that ended with an exception
+    if isinstance(kwargs.get("past_key_values"), RingCache):
+        kwargs, ring.call["generation"] = begin(cast("PreTrainedModel", model), ring.place.group, ring.layout, kwargs)
+        if ring.stretches:
+            ring.call["largest"] = ring.call["generation"].past.cache.length + kwargs["input_ids"].shape[1] - 1
         return args, kwargs
     digest, items = kwargs.get(DIGEST), kwargs.get("num_items_in_batch")
     kept = {name: x for name, x in kwargs.items() if name not in (DIGEST, "num_items_in_batch")}
@@ -447,9 +450,12 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
 
 def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
     """The result with the sum of this rank's losses over `items` as its loss, which is the mean over their labels."""
-    ring = cast("_Ring | None", getattr(model, _STATE))
+    ring = cast("_Ring | None", getattr(model, STATE))
     if ring is None:
         return result
+    generation = ring.call.pop("generation", None)
+    if generation is not None:
+        return generation.finish(result, ring.place.group)
     ring.call.pop("packed", None)  # the backward may recompute other calls
     if isinstance(result, tuple) or "pooler_output" in result:
         raise Unsupported(
@@ -549,7 +555,7 @@ def _rotates_by_length(module: nn.Module) -> bool:
 
 def _add_largest(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments (x, position_ids) of a rotary embedding, the largest position of the batch beside the others."""
-    ring = cast("_Ring | None", getattr(module, _STATE))
+    ring = cast("_Ring | None", getattr(module, STATE))
     if ring is None:
         return args, kwargs
     named = inspect.signature(module.forward).bind(*args, **kwargs)
@@ -563,7 +569,7 @@ def _add_largest(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
 
 def _drop_largest(module: nn.Module, args: Any, result: Any) -> Any:
     """The cosines and sines [..., n, d] without those of the largest position."""
-    return result if getattr(module, _STATE) is None else tree_map(lambda x: x[..., :-1, :], result)
+    return result if getattr(module, STATE) is None else tree_map(lambda x: x[..., :-1, :], result)
 
 
 def _write_mask(
@@ -698,4 +704,13 @@ def _longest_window(model: nn.Module) -> int:
     return int(getattr(config, "sliding_window", None) or 0) if slides else 0
 
 
-__all__ = ["Agreement", "Collator", "check", "gather_logits", "parallelize", "shard_batch", "unparallelize"]
+__all__ = [
+    "Agreement",
+    "Collator",
+    "RingCache",
+    "check",
+    "gather_logits",
+    "parallelize",
+    "shard_batch",
+    "unparallelize",
+]

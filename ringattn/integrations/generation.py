@@ -1,0 +1,239 @@
+"""`generate()` of a parallelized model: the cache that transformers sees, and what a call with this cache computes.
+
+Every rank generates the same tokens. A prompt, or a chunk of it, is cut over the ranks; new tokens are on all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import Cache
+
+from ..errors import InvalidInput, Unsupported
+from ..functional import get_transport
+from ..inference.cache import STEP_OPTIONS, KVCache
+from ..layout.regular import make_layout
+from ..pattern import Causal, Pattern, Window
+from ..transport.records import ErrorReport, Exchange, compare_records, digest
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from transformers import PreTrainedModel
+
+#: Attribute of every module of a parallelized model that says where its attention runs.
+STATE = "_ringattn"
+#: A prompt of fewer tokens than this times the ranks is computed by every rank: experts need rows on each rank.
+LEAST_ROWS = 2
+#: The exchange before a prompt.
+PROMPT = "prompt"
+
+
+def layer_windows(model: PreTrainedModel) -> list[int | None]:
+    """The keys that each layer's window lets a row see, its own among them, as transformers' caches read them."""
+    config = model.config.get_text_config()
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    if kinds is None:
+        slides = window is not None and getattr(config, "use_sliding_window", True)
+        return [window if slides else None] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+class RingCache(Cache):
+    """The keys and values of a parallelized model's `generate`, sharded over its ranks.
+
+    `model.generate(...)` makes one where none is given. Give `past_key_values=RingCache(model)` to go on with a
+    conversation, or for options: those of `KVCache` after `layers`, but for `group` and `layout`, which are the model's.
+    """
+
+    def __init__(self, model: PreTrainedModel, **options: Any) -> None:
+        super().__init__(layers=[])
+        ring = getattr(model, STATE, None)
+        if ring is None:
+            raise InvalidInput("this model is not parallelized; call parallelize(model, group, layout=...) first")
+        shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0)
+        if shared:
+            raise Unsupported(f"generate: {shared} layers of {type(model).__name__} share keys and values of others")
+        self.windows = layer_windows(model)
+        patterns: list[Pattern] = [
+            Causal() if window is None else Causal() & Window(window - 1) for window in self.windows
+        ]
+        #: Where the rows are.
+        self.cache = KVCache(patterns, layers=len(patterns), group=ring.place.group, layout=ring.layout, **options)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """The new keys and values themselves: attention adds them to the cache."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens so far, with the padding."""
+        return self.cache.length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """The most tokens; -1: as many as memory has room for."""
+        return -1 if self.cache.max_tokens is None else self.cache.max_tokens
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """All keys, from the first on."""
+        return self.cache.length + query_length, 0
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """False for each layer: its own mask is made for a layer with a window."""
+        return [False] * len(self)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; -1 before the first tokens."""
+        return len(self.cache.lengths) or -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -`tokens_to_remove` tokens; of a positive number all but so many."""
+        if tokens_to_remove:
+            self.cache.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i goes on from row beam_idx[i]."""
+        self.cache.fork(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch."""
+        self.cache.fork(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row so many times."""
+        self.cache.fork([row for row in range(len(self.cache.lengths)) for _ in range(repeats)])
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.cache.crop(-self.cache.length)
+
+
+@dataclass
+class Generation:
+    """A call of the model with a cache: what its attention and its hook after the call need."""
+
+    past: RingCache
+    #: What the record of a step says of the tokens; None: a prompt.
+    note: str | None
+    #: Of a prompt, the places whose logits are wanted; by rank, those whose logits the rank has.
+    wanted: list[int]
+    kept: list[list[int]]
+
+    def attend(
+        self, module: nn.Module, window: int | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Any
+    ) -> Tensor:
+        """out [B, H, n, Dv] of a layer. Raises Unsupported for a layer with another window than the cache's."""
+        layer, cache = cast(int, module.layer_idx), self.past.cache
+        if window != self.past.windows[layer]:
+            raise Unsupported(
+                f"generate: layer {layer} has a window of {window} keys by its mask and of {self.past.windows[layer]} by "
+                "the config of the model; call unparallelize(model) first"
+            )
+        if self.note is None:
+            return cache.prefill(layer, q, k, v, sinks=sinks, **options)
+        options = {name: options[name] for name in STEP_OPTIONS if name in options}
+        return cast(Tensor, cache.step(layer, q, k, v, sinks=sinks, note=self.note, **options))
+
+    def finish(self, result: Any, group: ProcessGroup) -> Any:
+        """The result with the wanted logits [B, n, classes] of the whole prompt, on all ranks. Collective."""
+        if self.note is None:
+            mine = result["logits"]
+            parts = []
+            for rank, places in enumerate(self.kept):
+                shape = (len(mine), len(places), *mine.shape[2:])
+                part = mine.contiguous() if rank == dist.get_rank(group) else mine.new_empty(shape)
+                if places:
+                    dist.broadcast(part, group=group, group_src=rank)
+                parts.append(part)
+            index = {place: i for i, place in enumerate(place for places in self.kept for place in places)}
+            result["logits"] = torch.cat(parts, 1)[:, [index[place] for place in self.wanted]]
+        return result
+
+
+def begin(
+    model: PreTrainedModel, group: ProcessGroup, layout: str, kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], Generation]:
+    """The arguments of this rank's part of a call of `generate`, and the call. Collective for a prompt.
+
+    `kwargs` are those of the whole batch, equal on all ranks. Raises Unsupported and InvalidInput.
+    """
+    ranks, rank, transport = dist.get_world_size(group), dist.get_rank(group), get_transport(group)
+    past: RingCache = kwargs["past_key_values"]
+    with ErrorReport(transport, PROMPT):
+        _check_call(model, kwargs)
+        ids, mask, first = kwargs["input_ids"], kwargs.get("attention_mask"), past.cache.length
+        tokens = ids.shape[1]
+        if mask is not None and tuple(mask.shape) != (len(ids), first + tokens):
+            raise Unsupported(
+                f"attention_mask {tuple(mask.shape)} is not the padding {(len(ids), first + tokens)} of all tokens so far"
+            )
+        padding = None if mask is None else ~mask[:, first:].bool()
+        padding = None if padding is None or not padding.any() else padding
+        told = digest(ids.cpu().numpy().tobytes()).hex()
+    kwargs = {name: x for name, x in kwargs.items() if name != "attention_mask"}  # the cache knows the padding
+    if tokens < LEAST_ROWS * ranks and padding is None:
+        return kwargs, Generation(past, told, [], [])
+    with Exchange(transport, PROMPT) as exchange:
+        exchange.mine = json.dumps({"tokens": told, "shape": list(ids.shape), "layers": len(past)}).encode()
+    compare_records(exchange.records)
+    _share_seed(ids.device, group)
+    rows = past.cache.shard(tokens, padding) - first
+    kwargs |= {
+        name: kwargs[name].index_select(-1, rows.to(ids.device))
+        for name in ("input_ids", "position_ids")
+        if kwargs.get(name) is not None
+    }
+    keep = kwargs.get("logits_to_keep", 0)
+    wanted = [*range(tokens)][-keep:] if isinstance(keep, int) else [place % tokens for place in keep.tolist()]
+    cut = make_layout(layout, tokens=tokens, ranks=ranks)
+    if "logits_to_keep" in kwargs:
+        kept = [[int(place) for place in cut.positions(each) if place in {*wanted}] for each in range(ranks)]
+        mine = [i for i, place in enumerate(rows.tolist()) if place in {*wanted}]
+        kwargs["logits_to_keep"] = torch.tensor(mine, dtype=torch.long, device=ids.device)
+    else:
+        kept = [cut.positions(each).tolist() for each in range(ranks)]
+    return kwargs, Generation(past, None, wanted, kept)
+
+
+def _check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Raise Unsupported for an argument that a call with a cache over ranks cannot honour."""
+    for name in ("output_attentions", "output_hidden_states"):
+        if kwargs.get(name, getattr(model.config, name, False)):
+            raise Unsupported(f"generate: {name}=True, of which a rank has its own rows only; leave it out")
+    for name in ("inputs_embeds", "labels", "cu_seq_lens_q"):
+        if kwargs.get(name) is not None:
+            raise Unsupported(f"generate: {name}; give input_ids alone")
+
+
+def _share_seed(device: torch.device, group: ProcessGroup) -> None:
+    """Give all ranks the state of rank 0's random numbers, from which all of them sample the same tokens."""
+    numbers: Any = torch if device.type == "cpu" else getattr(torch, device.type)
+    state = [numbers.get_rng_state()]
+    dist.broadcast_object_list(state, group=group, group_src=0)
+    numbers.set_rng_state(state[0])
+
+
+def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """`generate` of the model's class, with a `RingCache` where none is given.
+
+    Raises Unsupported for another cache, and where `use_cache=False` asks for none.
+    """
+    if kwargs.get("use_cache") is False:
+        raise Unsupported("generate: use_cache=False; a parallelized model generates with its sharded cache only")
+    past = kwargs.get("past_key_values")
+    if past is None and kwargs.get("cache_implementation") is None:
+        kwargs["past_key_values"] = RingCache(model)
+    elif not isinstance(past, RingCache):
+        raise Unsupported(
+            f"generate: {kwargs.get('cache_implementation') or type(past).__name__} is no RingCache; leave it out, or "
+            "give past_key_values=RingCache(model)"
+        )
+    return type(model).generate(model, *args, **kwargs)
