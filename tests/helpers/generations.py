@@ -137,8 +137,12 @@ class Generation:
 
 
 def equals_virtual(rank: int, seeds: list[int]) -> float:
+    return compare_with_virtual(TorchDist(timeout=60), seeds)
+
+
+def compare_with_virtual(transport: Transport, seeds: list[int]) -> float:
     """Generations on these ranks have the bits of virtual ones, and all ranks the same: the largest error."""
-    worst, transport = 0.0, TorchDist(timeout=60)
+    worst = 0.0
     for seed in seeds:
         dtype = (torch.float64, torch.float32, torch.bfloat16)[seed % 3]
         real, virtual = (Generation(seed, transport.size, who, dtype=dtype) for who in (transport, None))
@@ -149,15 +153,18 @@ def equals_virtual(rank: int, seeds: list[int]) -> float:
             assert torch.equal(mine, whole if cut is None else whole[:, :, cut])
             told = transport.gather(digest(mine.float().numpy().tobytes()))
             assert cut is not None or len({*told}) == 1, "a step has equal bits on all ranks"
-        assert real.cache.rows(0) == virtual.cache.rows(0, rank)
+        assert real.cache.rows(0) == virtual.cache.rows(0, transport.rank)
         if dtype == torch.float64:
             worst = max(worst, real.worst)
     return worst
 
 
-def count_step(rank: int, merge: str, heads: tuple[int, int, int], tokens: int) -> tuple[int, int]:
+def step_counts(rank: int, merge: str, heads: tuple[int, int, int], tokens: int) -> tuple[int, int]:
+    return count_step(TorchDist(timeout=60), merge, heads, tokens)
+
+
+def count_step(transport: Transport, merge: str, heads: tuple[int, int, int], tokens: int) -> tuple[int, int]:
     """(messages, bytes) that this rank sends in a step of one layer."""
-    transport = TorchDist(timeout=60)
     cache = ra.KVCache(ra.Causal(), layers=1, transport=transport, merge=merge)
     query, kv, dim = heads
     new = torch.randn(1, query, tokens, dim), *torch.randn(2, 1, kv, tokens, dim)

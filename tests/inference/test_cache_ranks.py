@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from generations import count_step, equals_virtual, faults_on_every_rank, rank_is_lost
+from generations import equals_virtual, faults_on_every_rank, rank_is_lost, step_counts
 
 import ringattn as ra
 from ringattn.errors import LaunchFailure
@@ -29,7 +29,7 @@ def test_messages_and_bytes_of_a_step(run_ranks: Ranks, merge: str, tokens: int)
     size, heads, dim = 3, 6, 16
     message = heads * tokens * (dim + 1) * 4
     wanted = {"gather": (2, 2 * message), "scatter": (4, 4 * message // 3)}[merge]
-    assert run_ranks(count_step, size, merge, (heads, 2, dim), tokens) == [wanted] * size
+    assert run_ranks(step_counts, size, merge, (heads, 2, dim), tokens) == [wanted] * size
 
 
 @pytest.mark.parametrize(("merge", "sent"), [("gather", 115_584), ("scatter", 28_896)])
