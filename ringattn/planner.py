@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .cache import Cache
@@ -51,7 +52,10 @@ def make_plan(
 
     `rotate` says what travels in the backward: "keys" (with values and the gradients of both), "queries" (with the
     gradients of out and of q, and with lse), or "auto", whichever sends fewer bytes. With a `comm_dtype`, "auto" is
-    "keys": rounded queries would give other weights than the forward's.
+    "keys": rounded queries would give other weights than the forward's. With a `q_layout`, `rotate` is for the forward,
+    too: "queries" go around with the (out, lse) of the keys that they have met, in fp32 (fp64 for fp64 inputs), and
+    "auto" takes for the forward what the timing model predicts to be faster on `machine`. "queries, keys" names the
+    form of each pass.
 
     Where queries are other positions than the keys, `q_layout` is the Layout that cuts the queries, or its name, with
     the number of queries in `q_tokens` (default: `tokens`); `tokens` and `layout` are those of the keys. For a chunk of
@@ -78,7 +82,12 @@ def make_plan(
     schedule = resolve(schedule, ranks, heads, sizes.kv_heads)
     own = None if own == layouts[0] else own
     bound = pattern.bind(heads, tokens) if own is None else bind_sides(pattern, layouts[0], own, heads)
-    choosing = choose_layout or schedule == "auto"
+    passes = sizes.rotate.split(", ")
+    rotates = [sizes.rotate]
+    if own is not None and passes[0] == "auto":  # the forward's; rounded keys are asked for, where a comm_dtype is
+        forms = ("keys",) if ranks == 1 or comm_dtype is not None else ("keys", "queries")
+        rotates = [f"{form}, {passes[-1]}" for form in forms]
+    choosing = choose_layout or schedule == "auto" or len(rotates) > 1
     on_machine = None
     if choosing or machine is not None:
         from .machine.presets import get_machine  # as above
@@ -88,13 +97,19 @@ def make_plan(
     def make(layout: Layout, schedule: str) -> Plan:
         return arrange(bound, layout, schedule, sizes, own)
 
+    def make_rectangle(schedule: str, rotate: str) -> Plan:
+        return arrange(bound, layouts[0], schedule, replace(sizes, rotate=rotate), own)
+
     def make_it() -> Plan:
         if not choosing:
-            return make(layouts[0], schedule)
-        from .simulator.timing.auto import choose
+            return make(layouts[0], schedule) if own is None else make_rectangle(schedule, rotates[0])
+        from .simulator.timing.auto import choose, choose_rectangle
 
         assert on_machine is not None
-        return choose(make, layouts, None if schedule == "auto" else (schedule,), on_machine)
+        names = None if schedule == "auto" else (schedule,)
+        if own is not None:
+            return choose_rectangle(make_rectangle, names, rotates, on_machine)
+        return choose(make, layouts, names, on_machine)
 
     key = tuple(layouts), own, schedule, on_machine if choosing else None, bound, sizes
     return make_it() if pattern.transient else _plans.answer(key, make_it)

@@ -47,6 +47,7 @@ def main(config: PlanConfig) -> dict[str, Any]:
     if path != STDOUT:
         _print(plan, ranks, totals, ascii=config.ascii)
     counted: dict[str, Any] = {
+        **({} if plan.q_layout is None else {"forward_rotates": plan.forward_rotates}),
         "rotates": plan.rotates,
         "totals": totals,
         "totals_left_out": None if counts_all else TOTALS_LEFT_OUT,
@@ -104,9 +105,10 @@ def _print(plan: Plan, ranks: list[dict[str, Any]], totals: dict[str, Any], *, a
             "pattern that reaches less far, or fewer ranks.",
             highlight=False,
         )
+    forward = "" if plan.q_layout is None else f"{plan.forward_rotates} rotate in the forward, "
     pairs, dense_pairs = totals["pairs"], totals["dense_pairs"]
     numbers = [
-        Number("schedule", f"{plan.schedule}, {plan.rotates} rotate in the backward"),
+        Number("schedule", f"{plan.schedule}, {forward}{plan.rotates} rotate in the backward"),
         Number("pairs", f"{pairs:,} = {pairs / dense_pairs:.4f} of dense" if dense_pairs else "0", "counted"),
     ]
     if "imbalance" in totals:

@@ -246,7 +246,7 @@ class KVCache:
         embeddings. `sinks` and `options` are those of `ring_attention`, and so are the errors. A rank whose cache, or
         whose chunk, differs is a Mismatch on every rank.
         """
-        opens = self._opens(layer)
+        opens = self._event is None
         with self._report("prefill", deferred=not opens, check=options.get("check")):
             if self._chunk is None and isinstance(self.transport, Virtual) and opens:
                 self.shard(q.shape[2])
@@ -324,7 +324,7 @@ class KVCache:
         Collective. A rank whose cache, or whose step, differs is a Mismatch on every rank; a rank that is gone is a
         CommFailure. Raises InvalidInput and Unsupported.
         """
-        opens = self._opens(layer)
+        opens = self._event is None
         with self._report("step", deferred=not opens, check=options.get("check")):
             check_option_names(options, STEP_OPTIONS)
             q, k, v, call = self._read(layer, q, k, v, sinks, options)
@@ -391,16 +391,12 @@ class KVCache:
 
     # Events.
 
-    def _opens(self, layer: int) -> bool:
-        """Whether a call of a layer is the first of its chunk or step."""
-        if not 0 <= layer < len(self.patterns):
-            raise InvalidInput(f"layer {layer} of a cache of {plural(len(self.patterns), 'layer')}")
-        return self._event is None
-
     def _read(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Any
     ) -> tuple[Tensor, Tensor, Tensor, Call]:
         """The tensors and the call that they make. Raises InvalidInput where they are not those of this cache."""
+        if not 0 <= layer < len(self.patterns):
+            raise InvalidInput(f"layer {layer} of a cache of {plural(len(self.patterns), 'layer')}")
         q, k, v = cast_inputs(q, k, v)
         call = read_call(q, k, v, self.patterns[layer], "contiguous", options, sinks=sinks)
         if call.requires_grad:

@@ -31,9 +31,11 @@ class Candidate:
     left_out: str = ""
     #: How many ranks and steps the prediction was made from.
     basis: str = ""
+    #: What travels in the forward, where both forms were compared.
+    rotate: str = ""
 
     def __str__(self) -> str:
-        return f"{self.schedule} on {self.layout}"
+        return f"{self.schedule} on {self.layout}{self.rotate and f', {self.rotate} travel'}"
 
     @property
     def seconds(self) -> float:

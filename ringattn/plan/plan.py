@@ -27,15 +27,20 @@ FORMAT = 4
 
 
 class Rotation:
-    """The steps of ranks by a schedule without Ulysses groups, in one of the two forms of the backward.
+    """The steps of ranks by a schedule without Ulysses groups, in one of the two forms of each pass.
 
     `keys` is the schedule of blocks of keys, `queries` the schedule of blocks of queries, and `size` gives the bytes of
-    a part of a message. `rotate="auto"` takes the form that sends fewer bytes, and keys where both send as many; for a
-    double ring, which is there to spare the links between nodes, it compares the bytes on these links first.
+    a part of a message. `forward` is what travels in the forward, "keys" or "queries"; for the backward `rotate="auto"`
+    takes the form that sends fewer bytes, and keys where both send as many; for a double ring, which is there to spare
+    the links between nodes, it compares the bytes on these links first.
     """
 
-    def __init__(self, keys: Schedule, queries: Schedule, rotate: str, size: Callable[[Part], int]) -> None:
+    def __init__(
+        self, keys: Schedule, queries: Schedule, forward: str, rotate: str, size: Callable[[Part], int]
+    ) -> None:
         self.keys, self.queries, self.rotate, self.size = keys, queries, rotate, size
+        self.forward = keys.forward if forward == "keys" else queries.forward_of_queries
+        keys.keeps = forward == "keys"
 
     @cached_property
     def chosen(self) -> str:
@@ -63,10 +68,10 @@ class Rotation:
     def steps(self, rank: int) -> RankPlan:
         """The steps of a rank."""
         if self.chosen == "keys":
-            backward, kept = self.keys.backward(rank), self.keys.kept_parts(rank)
+            backward, kept = self.keys.backward(rank), self.keys.kept_parts(rank) if self.keys.keeps else ()
         else:
             backward, kept = self.queries.backward_of_queries(rank), ()
-        return RankPlan(rank, self.keys.forward(rank), backward, kept)
+        return RankPlan(rank, self.forward(rank), backward, kept)
 
     def _count_steps(self, steps: Callable[[int], tuple[Step, ...]]) -> tuple[int, int]:
         """(bytes between nodes, all bytes) that some ranks send in their steps."""
@@ -155,7 +160,7 @@ class Plan(PlanSizes):
         if not self.batch:
             return ()
         if self.ulysses_size == 1:
-            return self._rotation.keys.forward(rank)
+            return self._rotation.forward(rank)
         ring_plan, place = self.ring_plan(rank)
         return self._with_exchanges(RankPlan(rank, ring_plan.forward_steps(place), ())).forward
 
@@ -180,9 +185,16 @@ class Plan(PlanSizes):
         """The steps of ranks by what `demand` answers, for a plan without Ulysses groups."""
         query_demand = self.query_demand if demand is self.demand else QueryDemand(demand)
         keys, queries = (make_schedule(self.schedule, blocks) for blocks in (demand, query_demand))
+        rotate = self.rotate.split(", ")[-1]
         # Rounded queries would give other weights than the forward's.
-        rotate = "keys" if self.rotate == "auto" and self.comm_dtype is not None else self.rotate
-        return Rotation(keys, queries, rotate, self.part_bytes)
+        rotate = "keys" if rotate == "auto" and self.comm_dtype is not None else rotate
+        return Rotation(keys, queries, self.forward_rotates, rotate, self.part_bytes)
+
+    @property
+    def forward_rotates(self) -> str:
+        """What travels in the forward: "queries" where they have a layout of their own and `rotate` says so."""
+        forward, *backward = self.rotate.split(", ")
+        return "queries" if forward == "queries" and (backward or self.q_layout is not None) else "keys"
 
     @property
     def rotates(self) -> str:
@@ -244,7 +256,7 @@ class Plan(PlanSizes):
 
     def full_ring_bytes(self, *, backward: bool = False) -> int:
         """Bytes that a ring of all ranks sends which skips no rows: every block to every other rank."""
-        kinds: tuple[Kind, ...] = ("kv",)
+        kinds: tuple[Kind, ...] = ("kv",) if self.forward_rotates == "keys" else ("query", "part")
         if backward:
             kinds = ("kv", "grad") if self.rotates == "keys" else ("q", "row", "dq")
         blocks = (self.block_bytes(kind, self.part_heads(kind) * self.layout_of(kind).tokens) for kind in kinds)

@@ -17,17 +17,21 @@ from .row_sets import ALL_ROWS, AllRows, RowSet, RowSets
 #: - Where queries travel, "q": q and dO of a block, in the input dtype; "row": lse and delta of its rows, as sums
 #:   (delta itself or, so that receivers need less work, the factor of `kernels.pad.times_unit` that stands for delta);
 #:   "dq": the sums of dQ so far.
+#: - Where queries travel in the forward, "query": q of a block, in the input dtype; "part": the (out, lse) of the keys
+#:   that its rows have met so far, a sum that merges.
 #: - Inside a Ulysses group, for the heads of one rank, "qkv": q, k and v of the rows of `owner`; "out": output and lse
 #:   of these rows; "dout" and "dqkv": the gradients of "out" and "qkv".
-Kind = Literal["kv", "grad", "q", "row", "dq", "qkv", "out", "dout", "dqkv"]
+Kind = Literal["kv", "grad", "q", "row", "dq", "query", "part", "qkv", "out", "dout", "dqkv"]
 #: Parts of these kinds are passed on as they arrived.
-BLOCKS: tuple[Kind, ...] = ("kv", "q", "row")
+BLOCKS: tuple[Kind, ...] = ("kv", "q", "row", "query")
 #: Parts of these kinds are sums, to which ranks add.
-SUMS: tuple[Kind, ...] = ("grad", "dq")
+SUMS: tuple[Kind, ...] = ("grad", "dq", "part")
+#: Parts of these kinds are not rounded on their way: other queries, or another lse, would give other weights.
+EXACT: tuple[Kind, ...] = ("row", "query", "part")
 #: Parts of these kinds are rows of keys, all others rows of queries.
 OF_KEYS: tuple[Kind, ...] = ("kv", "grad")
 #: The order in which a plan lists the parts of a message; `runtime.message_buffers` places them in the message.
-ORDER: dict[Kind, int] = {"grad": 0, "dq": 0, "row": 1, "kv": 2, "q": 2}
+ORDER: dict[Kind, int] = {"grad": 0, "dq": 0, "part": 0, "row": 1, "kv": 2, "q": 2, "query": 2}
 
 
 class Part(NamedTuple):
@@ -102,7 +106,7 @@ def make_parts(kind: Kind, owner: int, row_sets: RowSets) -> tuple[Part, ...]:
     return tuple([Part(kind, owner, row_set) for row_set in row_sets])
 
 
-#: What travels in the backward.
+#: What travels: in the backward or, where queries have a layout of their own, in both passes.
 ROTATE = ("auto", "keys", "queries")
 
 
@@ -149,10 +153,9 @@ class PlanSizes(Value):
 
     def part_dtype(self, kind: Kind, *, as_sent: bool = True) -> str:
         """The dtype of a block or of its sums: in a message (`as_sent`), or where a rank computes with it."""
-        # Rounding lse would change the weights exponentially.
-        if as_sent and self.comm_dtype is not None and kind != "row":
+        if as_sent and self.comm_dtype is not None and kind not in EXACT:
             return self.comm_dtype
-        return self.dtype if kind in ("kv", "q") or self.dtype == "float64" else "float32"
+        return self.dtype if kind in ("kv", "q", "query") or self.dtype == "float64" else "float32"
 
     def part_heads(self, kind: Kind) -> int:
         """The number of heads of a block or of its sums."""
@@ -162,7 +165,9 @@ class PlanSizes(Value):
         """The last dims of the tensors of a block or of its sums."""
         if kind == "row":  # lse and delta
             return 1, 1
-        return (self.head_dim,) if kind == "dq" else (self.head_dim, self.value_dim)
+        if kind == "part":  # out and lse
+            return self.value_dim, 1
+        return (self.head_dim,) if kind in ("dq", "query") else (self.head_dim, self.value_dim)
 
     def block_bytes(self, kind: Kind, rows: int, *, as_sent: bool = True) -> int:
         """Bytes of a block, or of its sums, with `rows` rows of all heads together."""
@@ -187,7 +192,8 @@ class PlanSizes(Value):
 
 
 def check_rotate(rotate: object) -> None:
-    """Raise InvalidInput where `rotate` is not one of `ROTATE`."""
-    if rotate not in ROTATE:
+    """Raise InvalidInput where `rotate` is not one of `ROTATE`, nor one for the forward and one for the backward."""
+    passes = rotate.split(", ") if isinstance(rotate, str) else []
+    if len(passes) not in (1, 2) or not {*passes} <= {*ROTATE}:
         hint = did_you_mean(rotate, ROTATE) if isinstance(rotate, str) else ""
-        raise InvalidInput(f"rotate={rotate!r}: {hint}expected {', '.join(ROTATE)}")
+        raise InvalidInput(f"rotate={rotate!r}: {hint}expected {', '.join(ROTATE)}, or two such as 'queries, keys'")

@@ -14,6 +14,7 @@ from ..pattern.tile import shift_range
 from ..plan.work import Work
 from .memory import MergeSpace, empty
 from .merge_plan import KernelCall, Section
+from .rank_run import begin_sums
 from .softmax import add_, merge_, merge_sinks_
 
 #: Bytes of a cache line and of the widest registers of CPUs.
@@ -237,6 +238,40 @@ class OutputAccumulator:
         if self.out is None:
             self.out = empty((batch, rows, heads, width), self.q.dtype, self.q.device).transpose(1, 2)
         self.lse = empty((batch, rows, heads), torch.float64, self.q.device).transpose(1, 2)
+
+
+def make_output_sums(q: torch.Tensor, value_dim: int) -> Pair:
+    """(out, lse) of queries that have met no key: out in fp32 (fp64 for fp64 queries), lse in fp64."""
+    batch, heads, rows, _ = q.shape
+    out = empty((batch, rows, heads, value_dim), wide(q.dtype), q.device).transpose(1, 2)
+    lse = empty((batch, rows, heads), torch.float64, q.device).transpose(1, 2)
+    begin_sums(out, lse)
+    return out, lse
+
+
+def merge_partial(totals: RowViews, work: Work, part: Pair, batch: slice | None, *, is_new: bool) -> None:
+    """Merge the partial of a call into the (out, lse) of its rows, for some elements of the batch; None is all of them.
+
+    `is_new`: these are arbitrary, and the partial, which is all of their rows, is written to them.
+    """
+    if is_new:
+        for total, x in zip(totals.tensors, part, strict=True):
+            total.copy_(x)
+    elif work.gathered:
+        _merge_gathered(KernelCall(work, work.q, False), 0, totals.of(batch), part)
+    else:
+        out, lse = totals.select(work.heads, work.q, batch, work.repeat, work.q_shift)
+        merge_(out, lse, *part)
+
+
+def finish_sums(
+    out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, sinks: torch.Tensor | None, target: torch.Tensor | None
+) -> Pair:
+    """(out, lse) of queries that have met all keys and, last, the `sinks` [H]; out is written to `target` if given."""
+    if sinks is not None:
+        merge_sinks_(out, lse, sinks)
+    out = as_dtype(out, q.dtype) if target is None else target.copy_(out)
+    return out, as_dtype(lse, wide(q.dtype))
 
 
 def make_sums(*like: torch.Tensor) -> Tensors:

@@ -67,7 +67,8 @@ class AttentionOptions:
     scale: factor of the logits; None: 1 / sqrt(head_dim).
     deterministic: repeated runs give equal bits.
     comm_dtype: dtype that messages are rounded to; None: no rounding, see `make_plan`.
-    rotate: what travels in the backward: "keys", "queries", or "auto" by bytes, see `make_plan`.
+    rotate: what travels in the backward: "keys", "queries", or "auto" by bytes; with a q_layout also what travels in
+        the forward, where "auto" is by time, see `make_plan`.
     softcap: a number c > 0 by which the scaled logits s become c * tanh(s / c), as in Gemma 2 (arXiv:2408.00118); None:
         the logits stay as they are. Only kernel "reference" computes a softcap, and "auto" then chooses this kernel.
     dropout: the probability p of dropping an attention weight, or `ringattn.Dropout(p, seed)`; the other weights are
@@ -181,6 +182,12 @@ class Call:
         sign, _ = positive(self.scale)
         return (q if sign == 1 else q * sign), k, v
 
+    @property
+    def chooses(self) -> bool:
+        """Whether a schedule, or what travels in the forward, is chosen by the times of a machine."""
+        by_time = self.q_layout is not None and self.options.rotate.startswith("auto")
+        return by_time or self.options.schedule == "auto"
+
     def machine(self) -> Machine:
         """The machine by whose times a schedule or a layout is chosen."""
         from ..machine.presets import get_machine  # few calls choose
@@ -198,7 +205,7 @@ class Call:
             q_layout=self.q_layout,
             q_tokens=q_tokens,
             schedule=options.schedule,
-            machine=self.machine() if "auto" in (layout, options.schedule) else None,
+            machine=self.machine() if layout == "auto" or self.chooses else None,
             comm_dtype=options.comm_dtype,
             rotate=options.rotate,
             **self.sizes,

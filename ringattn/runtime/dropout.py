@@ -19,8 +19,9 @@ class DroppingKernels:
 
     def __init__(self, plan: Plan, rank: int, part: Part, kernel: Kernel, batch: int, device: torch.device) -> None:
         ring_plan, owner = plan.ring_plan(rank)
-        local = Part("kv" if part.kind == "q" else "q", owner)
-        queries, keys = (part, local) if part.kind == "q" else (local, part)
+        by_queries = part.kind in ("q", "query")
+        local = Part("kv" if by_queries else "q", owner)
+        queries, keys = (part, local) if by_queries else (local, part)
         first = rank % plan.ulysses_size * ring_plan.heads
         (heads, rows), (kv_heads, columns) = (_places(ring_plan, x, device) for x in (queries, keys))
         assert kernel.dropout is not None and kernel.dropout.seed is not None

@@ -23,7 +23,10 @@ from .accumulators import (
     RowViews,
     accumulate,
     align_rows,
+    finish_sums,
+    make_output_sums,
     make_sums,
+    merge_partial,
     select_inputs,
 )
 from .memory import empty
@@ -144,6 +147,8 @@ def _forward_ring(
 ) -> Program[Forward]:
     """The forward of the ring: rows of queries as its plan deals them out."""
     q, k, v = map(align_rows, (q, k, v))
+    if program.rotates == "queries":
+        return (yield from _forward_by_queries(job, program, run, q, k, v, out))
     run.give(program.own["kv"], (k, v))
     output, count = OutputAccumulator(q, v.shape[-1], out), q.size(0)
     own = RowViews(q)
@@ -166,6 +171,32 @@ def _forward_ring(
                         output.close(part.section)
         yield from run.perform(step.waits)
     return Forward(*output.finish(program.empty, job.sinks), run.get(program.kept))
+
+
+def _forward_by_queries(
+    job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
+) -> Program[Forward]:
+    """The forward of a ring in which blocks of queries come to the keys of this rank, with their (out, lse) so far."""
+    sums = make_output_sums(q, v.shape[-1])
+    run.give(program.own["query"], (q,))
+    run.give(program.sums["part"], sums)
+    own, count = RowViews(k, v), q.size(0)
+    for index, step in enumerate(program.steps, program.first):
+        yield from run.perform(step.posts, f"forward step {index}")
+        for visit in step.visits:
+            with named_range(job.rank, f"forward step {index}, block of rank {visit.part.owner}"):
+                yield from run.perform(visit.copies)
+                block, totals = RowViews(*run.get(visit.block)), RowViews(*run.get(visit.sums))
+                dropping = _dropping(job, visit, q)
+                for work in visit.works:
+                    for batch in batches(work, count):
+                        (x,), (keys, values) = select_inputs(work, batch, block, own)
+                        kernel = job.kernel if dropping is None else dropping.select(work, batch)
+                        partial = kernel.forward(x, keys, values, work, job.scale)
+                        merge_partial(totals, work, partial, batch, is_new=visit.is_new)
+                        del partial  # free it before the next call allocates its own
+        yield from run.perform(step.waits)
+    return Forward(*finish_sums(*sums, q, job.sinks, out), ())
 
 
 def _backward_ring(

@@ -160,7 +160,7 @@ def _record(call: Call) -> dict[str, Any]:
         pattern = f"{_SELECTED} {_short_digest(pattern)}"
     return {
         **{name: _shorten(x) if isinstance(x, str) else x for name, x in vars(call.options).items()},
-        "machine": _shorten(repr(call.machine())) if call.options.schedule == "auto" else None,
+        "machine": _shorten(repr(call.machine())) if call.chooses else None,
         "dropout": _spell_dropout(call.kernel),
         "pattern": _shorten(pattern),
         "layout": _spell_layout(call.layout),

@@ -12,9 +12,9 @@ import torch
 
 from ..plan.plan import Plan
 from ..plan.row_sets import RowCopy, RowSet
-from ..plan.steps import BLOCKS, SUMS, Hop, Part, Step
+from ..plan.steps import BLOCKS, SUMS, Hop, Kind, Part, Step
 from ..transport.base import Wait
-from .rank_run import ALL, Actions, Copy, Memory, NumberedPost, Numbers, RowIndex, Tensors, View
+from .rank_run import ALL, Actions, Copy, Memory, Merge, NumberedPost, Numbers, RowIndex, Tensors, View
 
 #: Shape and dtype of one tensor of a part.
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
@@ -54,7 +54,7 @@ class Recorder:
         self.plan, self.device, self.unit = plan, device, max(1, -(-largest_message // 8))
         self.tickets = count()
         #: What was written down since the last `collect`.
-        self.actions: list[Copy | NumberedPost | Wait] = []
+        self.actions: list[Copy | Merge | NumberedPost | Wait] = []
         self._stores = [0]
         self._free: list[tuple[int, int]] = []  # (first byte, bytes) in store 0
         self._views: list[View | None] = []
@@ -98,6 +98,16 @@ class Recorder:
         if not buffer.live and not buffer.store:
             self._free.append((buffer.first, buffer.size))
 
+    def add(self, kind: Kind, targets: Numbers, sources: Numbers, rows: RowCopy | None = None) -> None:
+        """Write down that the sums of a part are added to those of another part: (out, lse) are merged."""
+        if kind != "part":
+            self.copy(targets, sources, rows, add=True)
+            return
+        index = ALL
+        if rows is not None:
+            index = RowIndex.of(rows, self._shapes[targets[0]], self._shapes[sources[0]], self.device)
+        self.actions.append(Merge(targets, sources, index))
+
     def copy(self, targets: Numbers, sources: Numbers, rows: RowCopy | None = None, *, add: bool = False) -> None:
         """Write down a copy of the tensors of a part, or of some of their rows."""
         for target, source in zip(targets, sources, strict=True):
@@ -106,9 +116,12 @@ class Recorder:
                 index = RowIndex.of(rows, self._shapes[target], self._shapes[source], self.device)
             self.actions.append(Copy(target, source, index, add))
 
-    def zero(self, targets: Numbers) -> None:
-        """Write down that tensors are set to 0."""
-        self.actions += [Copy(target, None, ALL, False) for target in targets]
+    def zero(self, kind: Kind, targets: Numbers) -> None:
+        """Write down that the sums of a part begin: with 0, and lse with -inf."""
+        if kind == "part":
+            self.actions.append(Merge(targets, (), ALL))
+        else:
+            self.actions += [Copy(target, None, ALL, False) for target in targets]
 
     def collect(self) -> Actions:
         """What was written down since the last call."""
@@ -239,6 +252,8 @@ def tensor_specs(plan: Plan, part: Part, *, as_sent: bool) -> list[TensorSpec]:
             heads, rows = len(part.row_set.heads), part.row_set.count
         if part.kind == "row":  # lse as kernels take it, and one number per row beside it
             return [((plan.batch, heads, rows), dtype), ((plan.batch, heads, rows, 1), dtype)]
+        if part.kind == "part":
+            return [((plan.batch, heads, rows, ring_plan.value_dim), dtype), ((plan.batch, heads, rows), dtype)]
         return [((plan.batch, heads, rows, width), dtype) for width in ring_plan.part_widths(part.kind)]
     # The exchange of a Ulysses group: rows of one member for the heads of one member, in full precision.
     counts = plan.exchange_rows(part.kind, part.owner)

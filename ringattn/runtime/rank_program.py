@@ -15,21 +15,28 @@ from ..plan.work import Work
 from .merge_plan import VisitPart, make_merge_plan
 from .message_buffers import Recorder, tensor_specs
 from .rank_run import Actions, Memory, Numbers
-from .rank_state import RankState
+from .rank_state import SUM_OF, RankState
 
 if TYPE_CHECKING:
     from .head_exchange import ExchangeStep
 
 #: Query rows times heads times batch of one call at most: bounds what a kernel allocates for the call.
 BATCH_ROWS = 1 << 18
+#: By what rotates, and whether in a backward: the kinds of a rank's own blocks, and of the sums of its own rows.
+OWN: dict[tuple[str, bool], tuple[tuple[Kind, ...], tuple[Kind, ...]]] = {
+    ("keys", False): (("kv",), ()),
+    ("queries", False): (("query",), ("part",)),
+    ("keys", True): (("kv",), ("grad",)),
+    ("queries", True): (("q", "row"), ("dq",)),
+}
 
 
 @dataclass(frozen=True)
 class Visit:
     """The kernel calls of one visit. `block` are the tensors of `part` of the visited block, `copies` make them ready.
 
-    A forward has `parts`. A backward has `works`, adds to `sums`, and reads lse and delta of visited queries from
-    `rows`. With `is_new` its one call is the first of `sums` and writes all of them.
+    A forward in which keys travel has `parts`. Any other pass has `works` and adds to `sums`; a backward reads lse and
+    delta of visited queries from `rows`. With `is_new` its one call is the first of `sums` and writes all of them.
     """
 
     copies: Actions
@@ -112,10 +119,11 @@ def _resolve(
     ring_plan, owner = plan.ring_plan(rank)
     rank_plan = plan.for_rank(rank)
     steps = rank_plan.backward if backward else rank_plan.forward
-    rotates = ring_plan.rotates if backward else "keys"
+    rotates = ring_plan.rotates if backward else ring_plan.forward_rotates
     kept = rank_plan.kept if keep and rotates == "keys" else ()
-    merges = None if backward else make_merge_plan(ring_plan, owner, kernel)
-    works: Iterator[Any] = iter(_backward_works(ring_plan, owner, kernel) if merges is None else merges.visits)
+    merges = None if backward or rotates == "queries" else make_merge_plan(ring_plan, owner, kernel)
+    planned = _list_works(ring_plan, owner, kernel, backward) if merges is None else merges.visits
+    works: Iterator[Any] = iter(planned)
     exchanged: tuple[Kind, Kind] = ("dout", "dqkv") if backward else ("qkv", "out")
     with torch.inference_mode(False):  # index tensors outlive the inference mode of the caller
         recorder = Recorder(plan, _largest_message(plan, rank), device)
@@ -126,8 +134,8 @@ def _resolve(
 
             ring_steps = range(1, len(steps) - 1)
             enter = HeadExchange(recorder, plan, rank, steps, to_heads=True).record(exchanged[0])
-        own: tuple[Kind, ...] = ("kv",) if rotates == "keys" else ("q", "row")
-        state = RankState(recorder, ring_plan, owner, steps, own, kept, given=backward)
+        own, sums = OWN[rotates, backward]
+        state = RankState(recorder, ring_plan, owner, steps, own, kept, sums=sums, given=backward)
         written = []
         for index in ring_steps:
             state.start(index)
@@ -138,7 +146,7 @@ def _resolve(
                     numbers = state.block(block)
                     visits.append(Visit(recorder.collect(), block, numbers, parts=mine))
                 elif mine or rotates == "keys":
-                    visits.append(_backward_visit(state, ring_plan, block, mine))
+                    visits.append(_summing_visit(state, ring_plan, block, mine))
             written.append(RingStep(posts, tuple(visits), state.finish(index)))
         if exchanges_heads(plan):
             leave = HeadExchange(recorder, plan, rank, steps, to_heads=False).record(exchanged[1])
@@ -156,29 +164,30 @@ def _resolve(
     )
 
 
-def _backward_visit(state: RankState, plan: Plan, block: Part, works: tuple[Work, ...]) -> Visit:
-    """The visit of a backward that makes these calls, written down."""
-    by_queries = plan.rotates == "queries"
+def _summing_visit(state: RankState, plan: Plan, block: Part, works: tuple[Work, ...]) -> Visit:
+    """The visit that makes these calls and adds to sums, written down."""
     numbers = state.block(block)
-    rows = state.block(Part("row", block.owner, block.row_set)) if by_queries else ()
-    part = Part("dq" if by_queries else "grad", block.owner, block.row_set)
+    rows = state.block(Part("row", block.owner, block.row_set)) if block.kind == "q" else ()
+    part = Part(SUM_OF.get(block.kind, "grad"), block.owner, block.row_set)
     is_new = state.is_new(part) and len(works) == 1 and _covers(works[0], part, plan)
     sums = state.sums(part, zero=not is_new)
     return Visit(state.recorder.collect(), block, numbers, works=works, rows=rows, sums=sums, is_new=is_new)
 
 
-def _backward_works(plan: Plan, rank: int, kernel: Kernel) -> list[tuple[Work, ...]]:
-    """The calls of every visit."""
-    kernel = kernel.for_backward()
-    demand = plan.query_demand if plan.rotates == "queries" else plan.demand
-    blocks = [block for step in plan.for_rank(rank).backward for block in step.visits]
+def _list_works(plan: Plan, rank: int, kernel: Kernel, backward: bool) -> list[tuple[Work, ...]]:
+    """The calls of every visit of a pass that adds to sums."""
+    kernel = kernel.for_backward() if backward else kernel
+    rotates = plan.rotates if backward else plan.forward_rotates
+    demand = plan.query_demand if rotates == "queries" else plan.demand
+    steps = plan.for_rank(rank).backward if backward else plan.for_rank(rank).forward
+    blocks = [block for step in steps for block in step.visits]
     return [tuple(kernel.calls_of(demand.joined_works(rank, block.owner, block.row_set))) for block in blocks]
 
 
 def _covers(work: Work, part: Part, plan: Plan) -> bool:
     """Whether one call computes every row of a part of gradients."""
     (_, heads, rows, _), _ = tensor_specs(plan, part, as_sent=False)[0]
-    of = (work.heads, (work.q,)) if part.kind == "dq" else (work.kv, work.k)
+    of = (work.kv, work.k) if part.kind == "grad" else (work.heads, (work.q,))
     covers = work.repeat == 1 and not work.gathered and of == (range(heads), (range(rows),))
     return covers and tuple(batches(work, plan.batch)) == (None,)
 

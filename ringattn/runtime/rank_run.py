@@ -16,6 +16,7 @@ import torch
 from ..plan.row_sets import RowCopy
 from ..transport.base import Message, Post, Program, Tags, Wait
 from .memory import empty
+from .softmax import merge_
 
 #: The tensors of one part, such as (K, V), (dK, dV), (q, dO), (lse, delta), (dQ,) or (q, k, v).
 Tensors = tuple[torch.Tensor, ...]
@@ -54,6 +55,14 @@ class Copy(NamedTuple):
     add: bool
 
 
+class Merge(NamedTuple):
+    """Merge rows of the sums (out, lse) of numbers `sources` into those of `targets`. No sources: sums of no key."""
+
+    targets: Numbers
+    sources: Numbers
+    rows: RowIndex
+
+
 class NumberedPost(NamedTuple):
     """A `Post` to come: peer, tag and number of the tensor of each message. `Wait(ticket)` waits for the messages."""
 
@@ -63,7 +72,7 @@ class NumberedPost(NamedTuple):
 
 
 #: What a rank does in this order beside its kernel calls.
-Actions = tuple[Copy | NumberedPost | Wait, ...]
+Actions = tuple[Copy | Merge | NumberedPost | Wait, ...]
 
 
 class View(NamedTuple):
@@ -130,6 +139,8 @@ class PassTensors:
                 self._tickets[action.ticket] = yield post
             elif isinstance(action, Wait):
                 yield Wait(self._tickets.pop(action.ticket))
+            elif isinstance(action, Merge):
+                _merge_rows(self.get(action.targets), self.get(action.sources), action.rows)
             elif action.source is None:
                 self.tensors[action.target].zero_()
             else:
@@ -152,6 +163,30 @@ def copy_rows(target: torch.Tensor, source: torch.Tensor, rows: RowIndex, *, add
     else:
         of = of.to(to.dtype)
         to.index_add_(2, to_rows, of) if add else to.index_copy_(2, to_rows, of)
+
+
+def _merge_rows(targets: Tensors, sources: Tensors, rows: RowIndex) -> None:
+    """Merge rows of the (out, lse) `sources` into rows of `targets`; without sources begin with those of no key."""
+    if not sources:
+        begin_sums(*targets)
+        return
+    to_view, to_rows, from_view, from_rows = rows
+    to = targets if to_view is None else tuple([x[to_view] for x in targets])
+    of = sources if from_view is None else tuple([x[from_view] for x in sources])
+    of = of if from_rows is None else tuple([x.index_select(2, from_rows) for x in of])
+    if to_rows is None:
+        merge_(*to, *of)
+        return
+    merged = tuple([x.index_select(2, to_rows) for x in to])
+    merge_(*merged, *of)
+    for x, part in zip(to, merged, strict=True):
+        x.index_copy_(2, to_rows, part)
+
+
+def begin_sums(out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Set (out, lse) to those of rows that see no key, in place."""
+    out.zero_()
+    lse.fill_(-torch.inf)
 
 
 def _index(

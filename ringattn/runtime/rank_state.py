@@ -10,11 +10,15 @@ from ..plan.steps import BLOCKS, SUMS, Hop, Kind, Part, Step
 from .message_buffers import Buffer, Recorder, StepMessages, tensor_specs
 from .rank_run import Actions, Numbers
 
+#: By the kind of a block of queries, the kind of what is summed for its rows.
+SUM_OF: dict[Kind, Kind] = {"q": "dq", "query": "part"}
+
 
 class RankState(StepMessages):
     """Parts of blocks and of gradient sums, from step to step of the ring in one forward or backward.
 
-    `rank` is the rank in `plan`, the plan of the ring. `own` are the kinds of this rank's own blocks that travel.
+    `rank` is the rank in `plan`, the plan of the ring. `own` are the kinds of this rank's own blocks that travel, and
+    `sums` the kinds of the sums of its own rows.
     `kept` are the parts that a forward keeps, or that a backward is `given` from its forward.
     """
 
@@ -27,6 +31,7 @@ class RankState(StepMessages):
         own: Sequence[Kind],
         kept: tuple[Part, ...],
         *,
+        sums: Sequence[Kind],
         given: bool,
     ) -> None:
         super().__init__(recorder, steps)
@@ -36,7 +41,7 @@ class RankState(StepMessages):
         #: The buffer that a part of a block, or of a sum, lives in.
         self.home: dict[Part, Buffer] = {}
         #: The sums of the gradients of this rank's own rows, by part.
-        self.own_sums = {Part(kind, rank): self._given(Part(kind, rank)) for kind in SUMS}
+        self.own_sums = {Part(kind, rank): self._given(Part(kind, rank)) for kind in sums}
         #: By owner, the parts of other ranks' gradients that this rank sums. Arriving gradients of the same rows are
         #: added to these parts. Gradients of keys leave as one of these parts; gradients of queries may leave split.
         self.summed: dict[int, list[Part]] = {}
@@ -44,8 +49,8 @@ class RankState(StepMessages):
             if part.kind == "grad":
                 self.summed.setdefault(part.owner, []).append(part)
         for part in (part for step in self.steps for hop in step.recvs for part in hop.parts):
-            if part.kind == "q":
-                self.summed.setdefault(part.owner, []).append(Part("dq", part.owner, part.row_set))
+            if part.kind in SUM_OF:
+                self.summed.setdefault(part.owner, []).append(Part(SUM_OF[part.kind], part.owner, part.row_set))
         self.last_use = _last_uses(self.steps)
 
     def finish(self, index: int) -> Actions:
@@ -80,7 +85,7 @@ class RankState(StepMessages):
         if part not in self.home:
             self.home[part] = self.recorder.take((part,))
             if zero:
-                self.recorder.zero(self.home[part].view(part))
+                self.recorder.zero(part.kind, self.home[part].view(part))
         return self.home[part].view(part)
 
     def make_room(self, hop: Hop) -> Buffer:
@@ -151,14 +156,14 @@ class RankState(StepMessages):
         if part in self.summed.get(part.owner, ()):
             # The sum travels on in the buffer that arrived; what this rank's own visit has summed is added there.
             if previous is not None:
-                self.recorder.copy(views, previous.view(part), add=True)
+                self.recorder.add(part.kind, views, previous.view(part))
                 self.recorder.drop(previous, part)
             self.home[part] = buffer
             return
         sums = [Part(part.kind, part.owner)] if part.owner == self.rank else self.summed[part.owner]
         for summed in sums:
             for rows in self._shared_rows(summed, part):
-                self.recorder.copy(self.sums(summed), views, rows, add=True)
+                self.recorder.add(part.kind, self.sums(summed), views, rows)
         self.recorder.drop(buffer, part)
 
     def _cast(self, part: Part, message: Buffer) -> Buffer:

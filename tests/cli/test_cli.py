@@ -59,6 +59,16 @@ def test_plan_prints_counted_facts_and_writes_json(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["p.json"], "plan leaves nothing else behind"
 
 
+def test_a_plan_of_a_chunk_after_a_cache(inside: Inside, tmp_path: Path) -> None:
+    done = inside("plan", "ranks=4", "tokens=1k", "q_tokens=64", "layout=zigzag", "output.path=p.json", cwd=tmp_path)
+    assert "64 query tokens, shifted(zigzag, 960), and 1,024 keys, zigzag on 4 ranks" in done.stdout
+    plan = ra.Plan.from_json((tmp_path / "p.json").read_text())
+    assert plan == ra.make_plan(ra.Causal(), tokens=1024, q_tokens=64, ranks=4, layout="zigzag", q_layout=plan.q_layout)
+    assert f"{plan.forward_rotates} rotate in the forward, {plan.rotates} rotate in the backward" in done.stdout
+    last = inside("plan", "ranks=4", "tokens=1k", "q_first=960", "layout=zigzag", cwd=tmp_path)
+    assert plan.hash in last.stdout and plan.hash in done.stdout
+
+
 #: A plan of two documents.
 DOCUMENTS = ("plan", "ranks=4", "tokens=1000", "pattern=Documents([700, 300])")
 

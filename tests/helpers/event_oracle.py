@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ringattn import Machine, Plan
+from ringattn import Layout, Machine, Plan
 
 #: FLOPs of a backward over those of a forward, and how often a merge moves the bytes of a partial result.
 BACKWARD, PASSES = 2.5, 3
@@ -53,7 +53,8 @@ class EventOracle:
         steps = [rank.backward if backward else rank.forward for rank in planned]
         clocks = sorted({step.clock for one in steps for step in one})
         self.count = len(clocks)
-        self.mask = plan.pattern.mask(plan.tokens, plan.heads).astype(np.int64)
+        end = 1 + max(int(x.positions(r).max(initial=-1)) for x in self._layouts() for r in range(plan.ranks))
+        self.mask = plan.pattern.mask(end, plan.heads).astype(np.int64)
         by_clock = [{clocks.index(step.clock): step for step in one} for one in steps]
         self.messages: list[Sent] = []
         self._list_messages(by_clock, [[clocks.index(step.clock) for step in one] for one in steps])
@@ -194,6 +195,10 @@ class EventOracle:
                             shared += min(one.gap, other.gap)
                     one.seconds = max(one.seconds, latency + shared)
 
+    def _layouts(self) -> tuple[Layout, Layout]:
+        """How the keys, and how the queries are cut."""
+        return self.plan.layout, self.plan.q_layout or self.plan.layout
+
     def _bytes(self, part: Any) -> int:
         plan, item = self.plan, ITEM[self.plan.dtype]
         sums = max(item, 4)
@@ -203,12 +208,14 @@ class EventOracle:
             "q": (plan.head_dim + plan.value_dim) * item,
             "row": 2 * sums,
             "dq": plan.head_dim * sums,
+            "query": plan.head_dim * item,
+            "part": (plan.value_dim + 1) * sums,
         }[part.kind]
         if hasattr(part.row_set, "heads"):
             rows = len(part.row_set.heads) * sum(len(run) for run in part.row_set.rows[0])
         else:
-            heads = plan.kv_heads if part.kind in ("kv", "grad") else plan.heads
-            rows = heads * sum(len(run) for run in plan.layout.shard(part.owner))
+            of_keys = part.kind in ("kv", "grad")
+            rows = (plan.kv_heads if of_keys else plan.heads) * len(self._layouts()[not of_keys].positions(part.owner))
         return plan.batch * rows * width
 
     def _busy(self, rank: int, clock: int, step: Any) -> float:
@@ -217,9 +224,10 @@ class EventOracle:
         plan, factor = self.plan, self.slow.get(rank, 1.0)
         pairs = rows = 0
         for owner in {part.owner for part in step.visits}:
-            turned = self.backward and plan.rotates == "queries"
+            turned = (plan.rotates if self.backward else plan.forward_rotates) == "queries"
             queries, keys = (owner, rank) if turned else (rank, owner)
-            seen = self.mask[:, self._positions(queries)][:, :, self._positions(keys)]
+            of_keys, of_queries = self._layouts()
+            seen = self.mask[:, of_queries.positions(queries)][:, :, of_keys.positions(keys)]
             pairs += int(seen.sum())
             if self.backward or owner != rank:
                 rows += int((seen > 0).any(axis=-1).sum())
@@ -238,6 +246,3 @@ class EventOracle:
         if cores is not None and cores < min(self.machine.ranks_per_node, plan.ranks) and gamma:
             gamma = 1.0  # another rank computes on the core that copies a message
         return visit + merge + gamma * min(visit, 0.5 * leaving + 0.5 * coming)
-
-    def _positions(self, rank: int) -> list[int]:
-        return [position for run in self.plan.layout.shard(rank) for position in run]

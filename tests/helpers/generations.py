@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from cache_oracle import DenseCache
+from rank_pool import told_by
 from torch import Tensor
 
 import ringattn as ra
 from ringattn import Pattern
 from ringattn.transport.base import Transport
+from ringattn.transport.records import digest
+from ringattn.transport.torchdist import TorchDist
 
 MOST = 160
 PATTERNS: tuple[Pattern, ...] = (
@@ -61,7 +69,8 @@ class Generation:
         self.oracles = [DenseCache(pattern, self.heads[0], MOST, self.batch) for pattern in self.patterns]
         self.options = {"scale": rng.choice([0.3, -0.4]), "softcap": rng.choice([None, None, 2.0])}
         self.sinks = self.draw(self.heads[0]) if rng.random() < 0.3 else None
-        self.worst, self.outs = 0.0, []
+        self.worst = 0.0
+        self.outs: list[tuple[Tensor | None, Tensor]] = []
 
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.source, dtype=torch.float64).to(self.dtype)
@@ -69,9 +78,10 @@ class Generation:
     def new(self, tokens: int) -> list[Tensor]:
         return [self.draw(self.batch, h, tokens, d) for h, d in zip(self.heads, self.dims, strict=True)]
 
-    def note(self, out: Tensor, wanted: Tensor) -> None:
+    def note(self, out: Tensor, wanted: Tensor, mine: Tensor | None = None) -> None:
+        """Keep a result, of all tokens or of those of this rank, and its error."""
         self.worst = max(self.worst, float((out - wanted).abs().max()) if out.numel() else 0.0)
-        self.outs.append(out)
+        self.outs.append((mine, out))
 
     def prefill(self, tokens: int) -> None:
         cache, padding, first = self.cache, None, self.cache.length
@@ -84,7 +94,7 @@ class Generation:
             out = cache.prefill(layer, *(x[:, :, mine] for x in whole), sinks=self.sinks, **self.options)
             wanted = oracle.attend(*whole, padding=padding, sinks=self.sinks, **self.options)
             hidden = torch.zeros(self.batch, tokens, dtype=torch.bool) if padding is None else padding
-            self.note(out.masked_fill(hidden[:, None, mine, None], 0.0), wanted[:, :, mine])
+            self.note(out.masked_fill(hidden[:, None, mine, None], 0.0), wanted[:, :, mine], mine)
 
     def step(self) -> None:
         tokens = self.rng.randint(1, 4)
@@ -124,3 +134,125 @@ class Generation:
             else:
                 self.step()
         assert self.cache.lengths == [len(row) for row in self.oracles[0].keys]
+
+
+def equals_virtual(rank: int, seeds: list[int]) -> float:
+    return compare_with_virtual(TorchDist(timeout=60), seeds)
+
+
+def compare_with_virtual(transport: Transport, seeds: list[int]) -> float:
+    """Generations on these ranks have the bits of virtual ones, and all ranks the same: the largest error."""
+    worst = 0.0
+    for seed in seeds:
+        dtype = (torch.float64, torch.float32, torch.bfloat16)[seed % 3]
+        real, virtual = (Generation(seed, transport.size, who, dtype=dtype) for who in (transport, None))
+        real.run(8, chunks=True)
+        virtual.run(8, chunks=True)
+        assert len(real.outs) == len(virtual.outs)
+        for (cut, mine), (_, whole) in zip(real.outs, virtual.outs, strict=True):
+            assert torch.equal(mine, whole if cut is None else whole[:, :, cut])
+            told = transport.gather(digest(mine.float().numpy().tobytes()))
+            assert cut is not None or len({*told}) == 1, "a step has equal bits on all ranks"
+        assert real.cache.rows(0) == virtual.cache.rows(0, transport.rank)
+        if dtype == torch.float64:
+            worst = max(worst, real.worst)
+    return worst
+
+
+def step_counts(rank: int, merge: str, heads: tuple[int, int, int], tokens: int) -> tuple[int, int]:
+    return count_step(TorchDist(timeout=60), merge, heads, tokens)
+
+
+def count_step(transport: Transport, merge: str, heads: tuple[int, int, int], tokens: int) -> tuple[int, int]:
+    """(messages, bytes) that this rank sends in a step of one layer."""
+    cache = ra.KVCache(ra.Causal(), layers=1, transport=transport, merge=merge)
+    query, kv, dim = heads
+    new = torch.randn(1, query, tokens, dim), *torch.randn(2, 1, kv, tokens, dim)
+    for _ in range(2):
+        transport.counters.reset()
+        cache.step(0, *new)
+    return transport.counters.sent_messages, transport.counters.sent_bytes
+
+
+def faults_on_every_rank(rank: int) -> list[str]:
+    """One wrong cache, prompt or step after another on the last rank; what this rank was told each time."""
+    transport = TorchDist(timeout=20)
+    odd, told = rank == transport.size - 1, []
+    plain: dict[str, Any] = {"layers": 1, "transport": transport}
+
+    def make(**options: Any) -> ra.KVCache:
+        """A cache with four tokens."""
+        cache = ra.KVCache(ra.Causal(), **{**plain, **options})
+        cache.step(0, *torch.zeros(3, 1, 2, 4, 8))
+        return cache
+
+    def step(cache: ra.KVCache, shape: tuple[int, ...] = (1, 2, 1, 8), **options: Any) -> None:
+        cache.step(0, *torch.zeros(3, *shape), **options)
+
+    def lengths_disagree() -> None:
+        cache = make()
+        cache.crop(-1 if odd else 0)
+        step(cache)
+
+    def other_beams() -> None:
+        cache = make()
+        cache.fork([0, 0] if odd else [0])
+        step(cache, (2 if odd else 1, 2, 1, 8))
+
+    def parts_with_the_prompt() -> None:
+        cache = make()
+        if odd:
+            mine = cache.shard(3)
+            cache.prefill(0, *torch.zeros(3, 1, 2, len(mine), 8))
+        else:
+            step(cache)
+
+    def long_prompt() -> None:
+        cache = ra.KVCache(ra.Causal(), **plain, max_tokens=8)
+        cache.shard(9)
+
+    def long_answer() -> None:
+        cache = make(max_tokens=5)
+        step(cache)
+        step(cache)
+
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: step(ra.KVCache(ra.Causal(), **plain, page=3 if odd else 64)),
+        lambda: step(ra.KVCache(ra.Causal() & ra.Window(4 if odd else 5), **plain)),
+        lambda: step(make(), (1, 4 if odd else 2, 1, 8)),
+        lambda: step(make(), (1, 2, 2 if odd else 1, 8)),
+        lambda: step(make(), note="token 17" if odd else "token 3"),
+        lambda: step(make(), scale=2.0 if odd else 1.0),
+        lambda: step(make(), schedule="ring"),
+        lambda: make().step(1 if odd else 0, *torch.zeros(3, 1, 2, 1, 8)),
+        lengths_disagree,
+        other_beams,
+        parts_with_the_prompt,
+        long_prompt,
+        long_answer,
+        lambda: step(make()),
+    )
+    for call in calls:
+        told.append(told_by(call))
+    return told
+
+
+def rank_is_lost(rank: int, how: str, folder: str) -> None:
+    """After three steps the last rank dies, or goes its own way; the others write down what they were told."""
+    transport = TorchDist(timeout=2)
+    cache = ra.KVCache(ra.Causal(), layers=2, transport=transport)
+    last = rank == transport.size - 1
+    for number in range(5):
+        if last and number == 3:
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(5)
+            return
+        try:
+            for layer in range(2):
+                cache.step(layer, *torch.zeros(3, 1, 2, 1, 8))
+        except ra.CommFailure as error:
+            assert number == 3
+            Path(folder, f"{rank}").write_text(str(error))
+            break
+    time.sleep(4)

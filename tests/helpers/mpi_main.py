@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import generations
 import group_cases
 import pytest
 import rank_cases
@@ -26,6 +27,12 @@ PATTERNS = (Causal(), Window(5, 9), Causal() & (Sinks(2) | Window(7)), mix(Causa
 
 def equals_virtual(transport: Mpi, dtype: str, heads: list[int]) -> int:
     return rank_cases.compare_with_virtual(transport, dtype, (heads[0], heads[1]), PATTERNS)
+
+
+def cache(transport: Mpi, seeds: list[int]) -> list[Any]:
+    """The error of generations, and the messages and bytes of a step by both merges."""
+    worst = generations.compare_with_virtual(transport, seeds)
+    return [worst, *(generations.count_step(transport, merge, (6, 2, 16), 1) for merge in ("gather", "scatter"))]
 
 
 def errors(transport: Mpi) -> list[str]:

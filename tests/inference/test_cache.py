@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
-from generations import Generation
+import itertools
 
+import pytest
+import torch
+from generations import MOST, PATTERNS, Generation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ringattn as ra
 import ringattn.inference.cache
+from ringattn.inference.holdings import Holdings
+from ringattn.transport.base import Counters
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -26,3 +34,169 @@ def test_chunks_of_prompts_equal_a_dense_oracle(seed: int, monkeypatch: pytest.M
     generation = Generation(1000 + seed, 1 + seed % 5)
     generation.run(10, chunks=True)
     assert generation.worst < 1e-12, generation.patterns
+
+
+def fill(cache: ra.KVCache, tokens: int, heads: int = 2, dim: int = 8, batch: int = 1) -> None:
+    """A prompt in every layer."""
+    cache.shard(tokens)
+    for layer in range(len(cache.patterns)):
+        cache.prefill(layer, *torch.randn(3, batch, heads, tokens, dim))
+
+
+def step(cache: ra.KVCache, tokens: int = 1, heads: int = 2, dim: int = 8) -> list[torch.Tensor]:
+    """New tokens in every layer."""
+    batch = len(cache.lengths) or 1
+    return [cache.step(layer, *torch.randn(3, batch, heads, tokens, dim)) for layer in range(len(cache.patterns))]
+
+
+def counters(cache: ra.KVCache) -> list[Counters]:
+    found = cache.transport.counters
+    assert isinstance(found, list)
+    return found
+
+
+@settings(max_examples=25)
+@given(
+    pattern=st.sampled_from(PATTERNS),
+    ranks=st.integers(1, 5),
+    layout=st.sampled_from(["zigzag", "contiguous", "striped(3)"]),
+    windows=st.sampled_from(["shard", "copy"]),
+    cuts=st.sets(st.integers(1, MOST - 1), max_size=6),
+)
+def test_chunks_equal_one_prefill(pattern: ra.Pattern, ranks: int, layout: str, windows: str, cuts: set[int]) -> None:
+    source = torch.Generator().manual_seed(len(cuts))
+    q, k, v = (torch.randn(2, h, MOST, 8, generator=source, dtype=torch.float64) for h in (4, 2, 2))
+    wanted = ra.attention(q, k, v, pattern)
+    cache = ra.KVCache(pattern, layers=1, ranks=ranks, layout=layout, windows=windows, page=4, max_tokens=MOST)
+    outs = [
+        cache.prefill(0, *(x[:, :, first:last] for x in (q, k, v)))
+        for first, last in itertools.pairwise([0, *sorted(cuts), MOST])
+    ]
+    assert torch.allclose(torch.cat(outs, 2), wanted, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_rank_holds_its_share(ranks: int) -> None:
+    page, tokens = 4, 100
+    cache = ra.KVCache("Causal()", layers=2, ranks=ranks, page=page)
+    fill(cache, tokens)
+    for new in range(1, 60):
+        step(cache)
+        rows = [sum(map(len, cache.rows(0, rank))) for rank in range(ranks)]
+        assert sum(rows) == tokens + new and max(rows) - min(rows) <= page + 1
+        row_bytes = 2 * 2 * 2 * 8 * 4  # layers, k and v, heads, dims, fp32
+        assert cache.nbytes <= row_bytes * (tokens + new + ranks * page)
+
+
+@pytest.mark.parametrize("windows", ["shard", "copy"])
+def test_a_window_layer_holds_a_window(windows: str) -> None:
+    """Over all ranks, or on each; the first tokens of Sinks stay, and other layers hold everything."""
+    window, page, ranks, first = 32, 4, 3, 50
+    patterns = [ra.Causal(), ra.Causal() & ra.Window(window - 1), ra.Causal() & (ra.Sinks(2) | ra.Window(window - 1))]
+    cache = ra.KVCache(patterns, layers=3, ranks=ranks, page=page, windows=windows)
+    fill(cache, first)
+    for new in range(1, 150):
+        step(cache)
+        held = [
+            [{place for run in cache.rows(layer, rank) for place in run} for rank in range(ranks)] for layer in range(3)
+        ]
+        total = first + new
+        assert set.union(*held[0]) == set(range(total)) and sum(map(len, held[0])) == total
+        for layer, extra in ((1, set()), (2, {0, 1})):
+            union = set.union(*held[layer])
+            assert union >= set(range(total - window, total)) | extra
+            assert len(union) <= window + len(extra) + 3 * page
+            assert sum(map(len, held[layer])) == len(union) * (ranks if windows == "copy" else 1)
+    assert cache.nbytes < 2 * 2 * 8 * 4 * (total + 2 * (ranks if windows == "copy" else 1) * (window + 8 * page))
+
+
+def test_a_step_of_copies_sends_no_message() -> None:
+    cache = ra.KVCache("Causal() & Window(7)", layers=1, ranks=3, windows="copy")
+    fill(cache, 40)
+    for found in counters(cache):
+        found.reset()
+    step(cache, tokens=3)
+    assert all(found == Counters() for found in counters(cache))
+
+
+def test_beams_share_what_they_have_in_common() -> None:
+    cache = ra.KVCache("Causal()", layers=1, ranks=2)
+    fill(cache, 2000)
+    before = cache.nbytes
+    cache.fork([0, 0, 0, 0])
+    step(cache)
+    cache.fork(torch.tensor([1, 0, 3, 3]))
+    step(cache)
+    assert cache.nbytes <= before + 4 * 2 * 64 * 2 * 2 * 8 * 4
+    cache.fork([2])
+    assert cache.nbytes <= before + 2 * 64 * 2 * 2 * 8 * 4
+
+
+def test_patterns_of_one_length_need_the_most_tokens() -> None:
+    new = torch.randn(3, 1, 2, 1, 8)
+    for pattern in (ra.Documents([5, 3]), ra.local_window(4, density=0.5)):
+        with pytest.raises(ra.InvalidInput, match="one length only; give max_tokens="):
+            ra.KVCache(pattern, layers=1, ranks=2).step(0, *new)
+    with pytest.raises(ra.InvalidInput, match="lengths sum to 8"):
+        ra.KVCache(ra.Documents([5, 3]), layers=1, ranks=2, max_tokens=9).step(0, *new)
+
+
+def test_rows_that_were_let_go_do_not_come_back() -> None:
+    cache = ra.KVCache("Causal() & Window(7)", layers=1, ranks=2, page=4)
+    fill(cache, 40)
+    cache.crop(-4)
+    assert cache.length == 36
+    with pytest.raises(ra.InvalidInput, match="let go; at least 36 must stay"):
+        cache.crop(35)
+    with pytest.raises(ra.InvalidInput, match="the cache holds 36 tokens"):
+        cache.crop(37)
+    cache.crop(0)
+    assert cache.length == 36
+    cache.crop(-36)
+    assert cache.length == 0 and not cache.rows(0)
+    step(cache)
+
+
+def test_a_cache_of_another_dtype() -> None:
+    q, k, v = torch.randn(3, 1, 2, 24, 8)
+    cache = ra.KVCache("Causal()", layers=1, ranks=2, dtype=torch.bfloat16, page=1)
+    out = cache.prefill(0, *(x[:, :, :20] for x in (q, k, v)))
+    last = cache.step(0, *(x[:, :, 20:] for x in (q, k, v)))
+    wanted = ra.attention(q, *(x.bfloat16().float() for x in (k, v)), ra.Causal())
+    assert torch.allclose(torch.cat((out, last), 2), wanted, atol=1e-5)
+    assert cache.nbytes == 24 * 2 * 2 * 8 * 2
+
+
+def test_calls_out_of_order_are_refused() -> None:
+    new = torch.randn(3, 1, 2, 2, 8)
+    cache = ra.KVCache("Causal()", layers=2, ranks=2)
+    cache.step(1, *new)
+    for call in (
+        lambda: cache.step(1, *new),
+        lambda: cache.step(0, *new[:, :, :, :1]),
+        lambda: cache.prefill(0, *new),
+        lambda: cache.crop(1),
+        lambda: cache.fork([0]),
+        lambda: cache.shard(3),
+    ):
+        with pytest.raises(ra.InvalidInput, match=r"layers \[0\] are left"):
+            call()
+    cache.step(0, *new)
+    with pytest.raises(ra.InvalidInput, match="the cache holds"):
+        cache.step(0, *torch.randn(3, 1, 2, 1, 4))
+    with pytest.raises(ra.Unsupported, match="no gradients"):
+        cache.step(0, *torch.randn(3, 1, 2, 1, 8, requires_grad=True))
+
+
+@pytest.mark.parametrize("pattern", ["Causal()", "Causal() & Window(100000)", "Causal() & (Sinks(4) | Window(4095))"])
+def test_a_step_after_many_chunks_is_few_kernel_calls(pattern: str) -> None:
+    """A million tokens in 32 chunks: what a rank holds is seen as a whole."""
+    chunks, size = 32, 1 << 15
+    layout, holdings = ra.make_layout("zigzag", tokens=size, ranks=8), Holdings(8, copies=False)
+    for chunk in range(chunks):
+        holdings.add(
+            [tuple(range(r.start + chunk * size, r.stop + chunk * size) for r in layout.shard(x)) for x in range(8)]
+        )
+    places = range(chunks * size, chunks * size + 1)
+    for rank in range(8):
+        assert len(holdings.works(rank, 0, ra.parse_pattern(pattern), places, 32, 4)) <= 2

@@ -60,6 +60,41 @@ def test_a_plan_reads_its_layouts_back(seed: int) -> None:
     assert plan.picture(ascii=True)
 
 
+@pytest.mark.parametrize("schedule", ["ring", "direct", "allgather", "double_ring(2)"])
+def test_queries_may_travel_in_the_forward_of_a_square(schedule: str) -> None:
+    """Nothing is kept for the backward then; also where tables tell what blocks need."""
+    case = make_case(40, 4, 2, torch.float64, lse=True)
+    for layout in ("zigzag", "contiguous", "striped(2)"):
+        options: dict[str, Any] = {"ranks": 4, "layout": layout, "schedule": schedule}
+        truth = solve(ra.virtual_attention, case, Causal() & Window(9), **options)
+        found = solve(ra.virtual_attention, case, Causal() & Window(9), rotate="queries, keys", **options)
+        assert max(errors(found, truth)) <= 1e-12
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_what_travels_is_never_rounded_with_queries(layout: str) -> None:
+    """Queries and (out, lse) keep their dtype with a comm_dtype, so that the result is bit for bit that without one."""
+    case = make_case(32, 2, 2, torch.float32)
+    options: dict[str, Any] = {"ranks": 4, "layout": layout, "q_layout": "striped(4)", "schedule": "ring"}
+    both = [ra.virtual_attention(*case.inputs, Causal(), rotate="queries", comm_dtype=d, **options)
+            for d in (None, "bfloat16")]  # fmt: skip
+    assert torch.equal(*both)
+
+
+@pytest.mark.parametrize(
+    ("cache", "chunk", "keys", "queries"),
+    [(1 << 17, 256, 3.764e9, 4.427e7), (1 << 17, 1 << 14, 4.110e9, 2.833e9), (1 << 17, 1 << 15, 4.463e9, 5.667e9)],
+)
+def test_the_bytes_of_a_chunk_are_those_of_the_formulas(cache: int, chunk: int, keys: float, queries: float) -> None:
+    """One layer of Llama-3-8B on 8 ranks: of keys skipped by the causal mask, and (P-1) T H (D e + (Dv+1) a)."""
+    sizes: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "schedule": "ring"}
+    layout, q_layout = f"joined(zigzag[{cache}], shifted(zigzag, {cache})[{chunk}])", f"shifted(zigzag, {cache})"
+    sides: dict[str, Any] = {"tokens": cache + chunk, "q_tokens": chunk, "layout": layout, "q_layout": q_layout}
+    by_keys, by_queries = (ra.make_plan(Causal(), ranks=8, rotate=x, **sides, **sizes) for x in ("keys", "queries"))
+    assert by_keys.bytes_sent() == pytest.approx(keys, rel=5e-4) and by_keys.messages() == 7 * 8
+    assert by_queries.bytes_sent() == 7 * chunk * 32 * (128 * 2 + 129 * 4) == pytest.approx(queries, rel=5e-4)
+
+
 def test_equal_layouts_are_a_square() -> None:
     sizes: dict[str, Any] = {"tokens": 24, "ranks": 3, "layout": "zigzag", "schedule": "ring"}
     square = ra.make_plan(Causal(), **sizes)
@@ -191,4 +226,4 @@ def test_what_is_refused() -> None:
     with pytest.raises(InvalidInput, match="q_tokens=3 are not the tokens of the keys"):
         ra.make_plan(Causal(), tokens=8, q_tokens=3, ranks=2)
     with pytest.raises(Unsupported, match="selects blocks of one sequence only"):
-        ra.nn.AdaptiveBlockSparseAttention(2, 8)(q, k, k, q_layout="zigzag")
+        ra.nn.AdaptiveAttention(2, 8, k=1)(q, k, k, q_layout="zigzag")

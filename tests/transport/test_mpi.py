@@ -25,7 +25,7 @@ pytestmark = pytest.mark.mpi
 #: The cases of each number of ranks, and the results of those that have run: one start for all tests of a number.
 CASES: dict[int, dict[str, tuple[Any, ...]]] = {
     2: {"equals_virtual": ("float64", (3, 1)), "errors": (), "passes": ()},
-    3: {"equals_virtual": ("bfloat16", (2, 2)), "checks": ()},
+    3: {"equals_virtual": ("bfloat16", (2, 2)), "checks": (), "cache": ([0, 1, 2, 3, 4, 5],)},
     4: {"equals_virtual": ("float32", (4, 2)), "split": ()},
 }
 RESULTS: dict[int, dict[str, Any]] = {}
@@ -47,6 +47,12 @@ def found(mpirun: Run) -> Callable[[int, str], Any]:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_mpi_equals_virtual_and_the_plan(found: Run, ranks: int) -> None:
     assert found(ranks, "equals_virtual") == [16] * ranks
+
+
+def test_a_cache_has_the_bits_of_virtual_ranks_and_the_messages_of_its_formula(found: Run) -> None:
+    for worst, gather, scatter in found(3, "cache"):
+        assert worst < 1e-12
+        assert (gather, scatter) == ([2, 2 * 6 * 17 * 4], [4, 4 * 6 * 17 * 4 // 3])
 
 
 def test_every_rank_is_told_before_the_first_message(found: Run) -> None:

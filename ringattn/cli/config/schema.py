@@ -150,7 +150,8 @@ class PlanConfig(ProblemSizes):
 
     def check(self) -> None:
         """Raise InvalidInput for a machine that nothing is chosen by."""
-        if "auto" not in (self.layout.spec, self.schedule.spec):
+        by_time = (self.q_tokens is not None or self.q_first is not None) and self.rotate.startswith("auto")
+        if "auto" not in (self.layout.spec, self.schedule.spec) and not by_time:
             refuse(self, "machine", "for a named layout and schedule; try schedule=auto, or ringattn simulate")
 
 

@@ -21,6 +21,10 @@ class AllGatherSchedule(Schedule):
         """The steps of a rank's backward that gathers all keys again; gradients go straight to the owners."""
         return self._send_home(rank, self.forward(rank), "grad")
 
+    def forward_of_queries(self, rank: int) -> tuple[Step, ...]:
+        """The steps of a rank's forward that gathers all queries; their (out, lse) go straight to the owners."""
+        return self._send_home(rank, self._gather(rank, ("query",)), "part")
+
     def backward_of_queries(self, rank: int) -> tuple[Step, ...]:
         """The steps of a rank's backward that gathers all queries; `demand` is a `QueryDemand`."""
         return self._send_home(rank, self._gather(rank, ("row", "q")), "dq")

@@ -17,10 +17,11 @@ from math import lcm
 from typing import ClassVar, NamedTuple
 
 from ...cache import Cache
+from ...errors import Unsupported
 from ...layout.regular import Contiguous
 from ..demand import BlockDemand
 from ..row_sets import NO_ROWS, RowSets, count_rows, subtract
-from ..steps import ORDER, Hop, Part, Step, make_parts
+from ..steps import ORDER, Hop, Kind, Part, Step, make_parts
 
 #: Of up to EXACT ranks the bytes of all blocks are counted, of more the bytes of SAMPLED blocks.
 EXACT, SAMPLED = 64, 16
@@ -33,6 +34,8 @@ class Schedule(ABC):
     numbered: ClassVar[bool] = False
     #: Ranks of a node, where the schedule distinguishes nodes.
     ranks_per_node = 1
+    #: Whether ranks keep blocks of keys for the backward: not where these have not travelled in the forward.
+    keeps = True
 
     def __init__(self, demand: BlockDemand) -> None:
         self.demand = demand
@@ -48,6 +51,10 @@ class Schedule(ABC):
     @abstractmethod
     def backward_of_queries(self, rank: int) -> tuple[Step, ...]:
         """The steps of a rank's backward in which queries and their gradients travel; `demand` is a `QueryDemand`."""
+
+    def forward_of_queries(self, rank: int) -> tuple[Step, ...]:
+        """The steps of a rank's forward in which queries and their (out, lse) travel; `demand` is a `QueryDemand`."""
+        raise Unsupported(f"in the forward of {type(self).__name__} only keys travel; try rotate='keys'")
 
     @abstractmethod
     def kept_parts(self, rank: int) -> tuple[Part, ...]:
@@ -172,6 +179,8 @@ class Route(Schedule):
 
         The rows that it does not keep come again from their owner.
         """
+        if not self.keeps:
+            return {}
         key = (Route.kept_rows, type(self), self.ranks_per_node, rank)
         return self._cache.answer(key, lambda: self.find_kept_rows(rank))
 
@@ -243,33 +252,46 @@ class Route(Schedule):
                 builder.send(edge.step + 1, edge.step + 1, edge.target, make_parts("kv", rank, self.stopping(edge)))
         return builder.steps()
 
-    def backward_of_queries(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's backward in which queries travel; `demand` is a `QueryDemand`.
+    def forward_of_queries(self, rank: int) -> tuple[Step, ...]:
+        """The steps of a rank's forward in which queries travel; `demand` is a `QueryDemand`."""
+        return self._send_queries(rank, ("query",), "part")
 
-        Queries go outward as keys do in a forward, with lse and delta. The sums of a row lag one step behind, and go
-        home from the rank where the row stops. Where a row goes on to two ranks, its sums go with the first rank, and
-        the second rank begins with zeros.
+    def backward_of_queries(self, rank: int) -> tuple[Step, ...]:
+        """The steps of a rank's backward in which queries travel, with lse and delta; `demand` is a `QueryDemand`."""
+        return self._send_queries(rank, ("row", "q"), "dq")
+
+    def _send_queries(self, rank: int, kinds: tuple[Kind, ...], sums: Kind) -> tuple[Step, ...]:
+        """The steps of a pass in which parts of these kinds travel, and what is summed for the rows of the last kind.
+
+        Queries go outward as keys do in a forward. The sums of a row lag one step behind, and go home from the rank
+        where the row stops. Where a row goes on to two ranks, its sums go with the first rank, and the second rank
+        begins with none.
         """
+
+        def query_parts(owner: int, row_sets: RowSets) -> tuple[Part, ...]:
+            return tuple(part for kind in kinds for part in make_parts(kind, owner, row_sets))
+
+        visited = kinds[-1]
         builder = StepBuilder(+1)
         if self.demand.visits(rank, rank):
-            builder.visit(0, (Part("q", rank),))
+            builder.visit(0, (Part(visited, rank),))
         for edge in self.edges_by_owner(rank).values():
             carried = self.carried(edge)
-            builder.recv(edge.post, edge.step - 1, edge.source, _query_parts(edge.owner, carried))
+            builder.recv(edge.post, edge.step - 1, edge.source, query_parts(edge.owner, carried))
             if self.demand.visits(rank, edge.owner):
-                builder.visit(edge.step, make_parts("q", edge.owner, carried))
+                builder.visit(edge.step, make_parts(visited, edge.owner, carried))
             if edge.source != edge.owner:
-                returned = make_parts("dq", edge.owner, self.returned(edge, carried))
+                returned = make_parts(sums, edge.owner, self.returned(edge, carried))
                 builder.recv(edge.post + 1, edge.step, edge.source, returned)
-            builder.send(edge.step + 1, edge.step + 1, edge.owner, make_parts("dq", edge.owner, self.stopping(edge)))
+            builder.send(edge.step + 1, edge.step + 1, edge.owner, make_parts(sums, edge.owner, self.stopping(edge)))
         for edge in self.departures(rank):
             carried = self.carried(edge)
-            builder.send(edge.post, edge.step - 1, edge.target, _query_parts(edge.owner, carried))
+            builder.send(edge.post, edge.step - 1, edge.target, query_parts(edge.owner, carried))
             if edge.owner != rank:
-                returned = make_parts("dq", edge.owner, self.returned(edge, carried))
+                returned = make_parts(sums, edge.owner, self.returned(edge, carried))
                 builder.send(edge.post + 1, edge.step, edge.target, returned)
         for edge in self.last_edges(rank):
-            builder.recv(edge.step + 1, edge.step + 1, edge.target, make_parts("dq", rank, self.stopping(edge)))
+            builder.recv(edge.step + 1, edge.step + 1, edge.target, make_parts(sums, rank, self.stopping(edge)))
         return builder.steps()
 
     def departures(self, rank: int, block: tuple[int, int] | None = None) -> list[Edge]:
@@ -301,7 +323,8 @@ class Route(Schedule):
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int] | None:
         """As in `Schedule`. Where keys travel, blocks skip rows that their readers have kept since the forward."""
         owners = representatives(self.demand)
-        sent = self.count_moved(owners) * (block + sums) - (0 if queries else self.count_kept(owners) * block)
+        kept = self.count_kept(owners) if self.keeps and not queries else 0
+        sent = self.count_moved(owners) * (block + sums) - kept * block
         return sent, sent
 
     def count_moved(self, owners: Sequence[int]) -> int:
@@ -326,10 +349,6 @@ class Route(Schedule):
 
     def _count(self, owner: int, row_sets: RowSets) -> int:
         return count_rows(row_sets, self.demand.block_heads, self.demand.layout.rows(owner))
-
-
-def _query_parts(owner: int, row_sets: RowSets) -> tuple[Part, ...]:
-    return make_parts("row", owner, row_sets) + make_parts("q", owner, row_sets)
 
 
 #: (step at which a message is posted, step until whose end it is in flight, peer)

@@ -78,7 +78,7 @@ class DoubleRingSchedule(Route):
         sent = 0
         for owner in representatives(demand):
             rows = rows_along(demand, [owner], way)
-            kept = 0 if queries else min(rows, demand.block_heads * demand.layout.rows(owner))
+            kept = 0 if queries or not self.keeps else min(rows, demand.block_heads * demand.layout.rows(owner))
             sent += rows * (block + sums) - kept * block
         return sent, sent
 

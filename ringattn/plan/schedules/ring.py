@@ -307,6 +307,8 @@ class RingSchedule(Route):
     @cached_property
     def _kept_by_ring(self) -> list[np.ndarray] | None:
         """By ring, the answer of `kept_by_hop`; None where there is none."""
+        if not self.keeps:
+            return None
         tables = [kept_by_hop(self.demand, way) for way in self.ways]
         known = [table for table in tables if table is not None]
         return known if len(known) == len(tables) else None

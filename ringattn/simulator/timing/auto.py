@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import product
 from math import gcd, inf
 from typing import Any
 
@@ -19,6 +20,7 @@ from ...pattern.views import HeadSlice
 from ...plan.choice import Candidate, Choice, Prediction
 from ...plan.demand import KeyDemand
 from ...plan.plan import Plan
+from ...plan.steps import Kind
 from ...text import duration, durations, plural
 from .costs import bound_memory
 from .forecast import SAMPLED_STEPS, count_exchanges, count_pairs, estimate, host_seconds, spread_ranks
@@ -29,6 +31,10 @@ from .rates import Rates
 LAYOUTS = ("contiguous", "zigzag", "striped(64)", "balanced")
 #: Above this many ranks `auto` tries neither all-gather (P - 1 messages) nor balanced (which counts 8 P chunks).
 MANY = 256
+#: Of more ranks, the forms of a rectangle's forward are compared by bytes.
+WHOLE = 64
+#: What travels in a forward where queries do.
+_WITH_QUERIES: tuple[Kind, ...] = ("query", "part")
 #: An estimate that takes more than LOOKUPS lookups of tiles is made again from FEWER steps; where that takes as many,
 #: there is no estimate.
 LOOKUPS, FEWER = 20_000, 4
@@ -87,8 +93,6 @@ def choose(
     reason = _explain_idle(first)
     if reason:
         return _take_first(first, (), f"{reason}: nothing was compared", machine)
-    if first.q_layout is not None:
-        return _choose_by_events(make, layouts[0], names or list_schedules(first, machine), machine)
     compared = _Comparison(make, machine, first)
     for layout in layouts:
         if len(layouts) > 1 and len(layout.shard(0)) > MAX_RANGES:
@@ -111,23 +115,38 @@ def choose(
     return _take_best(candidates, plans, machine)
 
 
-def _choose_by_events(
-    make: Callable[[Layout, str], Plan], layout: Layout, names: Sequence[str], machine: Machine
+def choose_rectangle(
+    make: Callable[[str, str], Plan], names: Sequence[str] | None, rotates: Sequence[str], machine: Machine
 ) -> Plan:
-    """The best plan of queries and keys at different positions: every step of each schedule is simulated."""
-    from .simulation import simulate  # few plans are of such
+    """The best plan of queries and keys at different positions, by every step of every rank, with its `choice`. Pure.
 
+    `make` makes the plan of a schedule and a `rotate`. As `choose` for the schedules `names` (None: those of `auto`).
+    Of more than WHOLE ranks, bytes say what travels.
+    """
+    from .simulation import simulate  # few plans have a layout of queries
+
+    first = make(names[0] if names else "ring", rotates[0])
+    reason = _explain_idle(first)
+    if reason:
+        return _take_first(first, (), f"{reason}: nothing was compared", machine)
+    if first.ranks > WHOLE and len(rotates) > 1:
+        keys = first.block_bytes("kv", first.kv_heads * first.tokens)
+        queries = sum(first.block_bytes(kind, first.heads * first.q_tokens) for kind in _WITH_QUERIES)
+        rotates = rotates[1:] if queries < keys else rotates[:1]
     candidates: list[Candidate] = []
     plans: dict[Candidate, Plan] = {}
-    for name in names:
-        plan = make(layout, name)
+    for name, rotate in product(names or list_schedules(first, machine), rotates):
+        plan = make(name, rotate)
+        travels = plan.forward_rotates if len(rotates) > 1 else ""
         if candidates and machine.memory is not None and bound_memory(plan) > machine.memory:
-            candidates.append(Candidate(layout.name, name, None, "it does not fit into the memory of a rank"))
+            why = "it does not fit into the memory of a rank"
+            candidates.append(Candidate(plan.layout.name, name, None, why, rotate=travels))
             continue
         found = simulate(plan, machine, solver="events")
         sent, messages = (max(map(count, range(plan.ranks))) for count in (plan.bytes_sent, plan.messages))
         prediction = Prediction(found.seconds, found.compute, found.seconds - found.compute, sent, messages)
-        candidate = Candidate(layout.name, plan.schedule, prediction, basis="every step of every rank")
+        basis = "every step of every rank"
+        candidate = Candidate(plan.layout.name, plan.schedule, prediction, basis=basis, rotate=travels)
         candidates.append(candidate)
         plans[candidate] = plan
     return _take_best(tuple(candidates), plans, machine)

@@ -62,13 +62,16 @@ def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) 
         exchanged = (inputs + copies + tokens * output) * item + tokens * plan.heads * wide
         sizes["q, k, v, output and lse of the Ulysses group's heads"] = exchanged
     if not backward:
-        sizes["receive buffers"] = _buffer_bytes(plan, ("kv",), backward) if receiving is None else receiving
+        if receiving is None:
+            kinds: tuple[Kind, ...] = ("kv",) if plan.forward_rotates == "keys" else ("query", "part")
+            receiving = _buffer_bytes(plan, kinds, backward)
+        sizes["receive buffers"] = receiving
         if item != wide and plan.ranks > 1:
             sizes["accumulator of the output"] = tokens * output * wide
         sizes["one visit's output"] = tokens * (output * item + plan.heads * wide)
         return sizes
     keys_rotate = plan.rotates == "keys"
-    kinds: tuple[Kind, ...] = ("kv", "grad") if keys_rotate else ("q", "row", "dq")
+    kinds = ("kv", "grad") if keys_rotate else ("q", "row", "dq")
     sizes["gradient of the output"] = tokens * output * item
     sizes["accumulators of dq, dk, dv"] = inputs * wide
     if item != wide:
@@ -104,12 +107,12 @@ def _buffer_bytes(plan: Plan, kinds: tuple[Kind, ...], backward: bool) -> int:
         return 0
     if plan.schedule not in ("ring", "direct"):
         return _most_received(plan, backward) + _block_bytes(plan, kinds)
-    if not backward:
+    if not backward and plan.forward_rotates == "keys":
         return 2 * _block_bytes(plan, kinds)
     blocks = _block_bytes(plan, tuple(kind for kind in kinds if kind not in SUMS))
     gradients = _block_bytes(plan, tuple(kind for kind in kinds if kind in SUMS))
     if plan.ranks == 2:
-        return 2 * (gradients if plan.rotates == "keys" else blocks)
+        return 2 * (gradients if kinds[0] == "kv" else blocks)
     together = 2 * (blocks + gradients) if plan.ranks > 3 else gradients
     return 2 * blocks + together + gradients
 

@@ -135,7 +135,7 @@ class Rates:
     @property
     def turned(self) -> bool:
         """Whether blocks of queries travel to the keys, instead of blocks of keys to the queries."""
-        return self.backward and self.plan.rotates == "queries"
+        return (self.plan.rotates if self.backward else self.plan.forward_rotates) == "queries"
 
     @property
     def gamma(self) -> float:

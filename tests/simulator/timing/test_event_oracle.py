@@ -97,7 +97,9 @@ def check(one: Drawn, solver: str = "auto") -> str:
     )
     for found, expected in ((shown.begun, oracle.begun), (shown.busy, np.array(oracle.busy).T)):
         known = np.isfinite(found)  # a rank need not have the first or the last steps of the pass
-        assert known.any(axis=0).all() and found[known] == pytest.approx(expected[known], rel=CLOSE), one
+        planned = [one.plan.for_rank(rank) for rank in range(one.plan.ranks)]
+        works = np.array([bool(rank.backward if one.backward else rank.forward) for rank in planned])
+        assert (known.any(axis=0) == works).all() and found[known] == pytest.approx(expected[known], rel=CLOSE), one
     peers = max(oracle.run(instant=True)) - busiest
     timeline = simulate(one.plan, one.machine, backward=one.backward, solver=solver, **one.faults)
     assert timeline.finish == pytest.approx(wanted, rel=CLOSE), (solver, one)
@@ -130,6 +132,36 @@ def check_all(count: int) -> Counter[str]:
 def test_solvers_agree_with_an_event_simulation() -> None:
     solvers = check_all(300)
     assert min(solvers[name] for name in ("periodic", "slots", "stencil")) >= 8, solvers
+
+
+def test_rectangles_agree_with_an_event_simulation() -> None:
+    """Queries at other positions than the keys, in either form of either pass."""
+    for seed, one in enumerate(draw(80)):
+        pick, whole = random.Random(seed), one.plan
+        rows = pick.randint(1, whole.tokens)
+        first, name = pick.randint(0, whole.tokens - rows), pick.choice(["contiguous", "zigzag", "striped"])
+        plan = make_plan(
+            whole.pattern, tokens=whole.tokens, ranks=whole.ranks, layout=whole.layout,
+            q_layout=f"shifted({name}, {first})", q_tokens=rows, schedule=whole.schedule,
+            **{**whole.sizes, "rotate": pick.choice(["keys", "queries", "queries, keys"])},
+        )  # fmt: skip
+        assert check(replace(one, plan=plan, faults={**one.faults, "stalls": []})) == "events"
+
+
+def test_auto_compares_both_forms_of_a_rectangle() -> None:
+    """Few queries travel to many keys, and keys to many queries; a plan of a chosen form is one where it is named."""
+    slow = Machine(flops=1e9, latency=1e-6, bandwidth=1e6)
+    for rows, wanted in ((16, "queries"), (1024, "keys")):
+        sizes: dict[str, Any] = {"tokens": 1024, "q_tokens": rows, "ranks": 4, "heads": 2, "kv_heads": 1}
+        plan = make_plan(Full(), q_layout="zigzag", machine=slow, schedule="ring", **sizes)
+        choice = plan.choice
+        assert choice is not None and plan.forward_rotates == wanted == choice.picked.rotate
+        compared = {c.rotate: c.seconds for c in choice.candidates}
+        assert min(compared, key=lambda name: compared[name]) == wanted
+        for name, seconds in compared.items():
+            named = make_plan(Full(), q_layout="zigzag", schedule="ring", rotate=name, **sizes)
+            assert simulate(named, slow).seconds == seconds
+        assert Plan.from_json(plan.to_json()).forward_rotates == wanted
 
 
 find_arrivals = delay.DelayState._find_arrivals
