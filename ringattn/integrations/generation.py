@@ -43,11 +43,11 @@ def layer_windows(model: PreTrainedModel) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-class RingCache(Cache):
+class RingCache(Cache):  # type: ignore[misc]
     """The keys and values of a parallelized model's `generate`, sharded over its ranks.
 
     `model.generate(...)` makes one where none is given. Give `past_key_values=RingCache(model)` to go on with a
-    conversation, or for options: those of `KVCache` after `layers`, but for `group` and `layout`, which are the model's.
+    conversation, or for options: those of `KVCache`, but for the ranks and the layout, which are the model's.
     """
 
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
@@ -134,8 +134,8 @@ class Generation:
         layer, cache = cast(int, module.layer_idx), self.past.cache
         if window != self.past.windows[layer]:
             raise Unsupported(
-                f"generate: layer {layer} has a window of {window} keys by its mask and of {self.past.windows[layer]} by "
-                "the config of the model; call unparallelize(model) first"
+                f"generate: layer {layer} has a window of {window} keys by its mask and of {self.past.windows[layer]} "
+                "by the config of the model; call unparallelize(model) first"
             )
         if self.note is None:
             return cache.prefill(layer, q, k, v, sinks=sinks, **options)
@@ -165,7 +165,7 @@ def begin(
 
     `kwargs` are those of the whole batch, equal on all ranks. Raises Unsupported and InvalidInput.
     """
-    ranks, rank, transport = dist.get_world_size(group), dist.get_rank(group), get_transport(group)
+    ranks, transport = dist.get_world_size(group), get_transport(group)
     past: RingCache = kwargs["past_key_values"]
     with ErrorReport(transport, PROMPT):
         _check_call(model, kwargs)
@@ -173,7 +173,7 @@ def begin(
         tokens = ids.shape[1]
         if mask is not None and tuple(mask.shape) != (len(ids), first + tokens):
             raise Unsupported(
-                f"attention_mask {tuple(mask.shape)} is not the padding {(len(ids), first + tokens)} of all tokens so far"
+                f"attention_mask {tuple(mask.shape)} is not the padding {(len(ids), first + tokens)} of all tokens"
             )
         padding = None if mask is None else ~mask[:, first:].bool()
         padding = None if padding is None or not padding.any() else padding
@@ -184,7 +184,6 @@ def begin(
     with Exchange(transport, PROMPT) as exchange:
         exchange.mine = json.dumps({"tokens": told, "shape": list(ids.shape), "layers": len(past)}).encode()
     compare_records(exchange.records)
-    _share_seed(ids.device, group)
     rows = past.cache.shard(tokens, padding) - first
     kwargs |= {
         name: kwargs[name].index_select(-1, rows.to(ids.device))
@@ -214,7 +213,7 @@ def _check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
 
 
 def _share_seed(device: torch.device, group: ProcessGroup) -> None:
-    """Give all ranks the state of rank 0's random numbers, from which all of them sample the same tokens."""
+    """Give all ranks the state of rank 0's random numbers: all of them sample the same tokens. Collective."""
     numbers: Any = torch if device.type == "cpu" else getattr(torch, device.type)
     state = [numbers.get_rng_state()]
     dist.broadcast_object_list(state, group=group, group_src=0)
@@ -226,14 +225,17 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 
     Raises Unsupported for another cache, and where `use_cache=False` asks for none.
     """
-    if kwargs.get("use_cache") is False:
-        raise Unsupported("generate: use_cache=False; a parallelized model generates with its sharded cache only")
-    past = kwargs.get("past_key_values")
-    if past is None and kwargs.get("cache_implementation") is None:
-        kwargs["past_key_values"] = RingCache(model)
-    elif not isinstance(past, RingCache):
-        raise Unsupported(
-            f"generate: {kwargs.get('cache_implementation') or type(past).__name__} is no RingCache; leave it out, or "
-            "give past_key_values=RingCache(model)"
-        )
+    ring = getattr(model, STATE)
+    with Exchange(get_transport(ring.place.group), "generate", 0):
+        past = kwargs.get("past_key_values")
+        if kwargs.get("use_cache") is False:
+            raise Unsupported("generate: use_cache=False; a parallelized model generates with its sharded cache only")
+        if past is None and kwargs.get("cache_implementation") is None:
+            kwargs["past_key_values"] = RingCache(model)
+        elif not isinstance(past, RingCache):
+            raise Unsupported(
+                f"generate: {kwargs.get('cache_implementation') or type(past).__name__} is no RingCache; leave it out, "
+                "or give past_key_values=RingCache(model)"
+            )
+    _share_seed(model.device, ring.place.group)
     return type(model).generate(model, *args, **kwargs)

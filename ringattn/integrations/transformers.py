@@ -705,12 +705,5 @@ def _longest_window(model: nn.Module) -> int:
 
 
 __all__ = [
-    "Agreement",
-    "Collator",
-    "RingCache",
-    "check",
-    "gather_logits",
-    "parallelize",
-    "shard_batch",
-    "unparallelize",
+    *("Agreement", "Collator", "RingCache", "check", "gather_logits", "parallelize", "shard_batch", "unparallelize"),
 ]

@@ -332,7 +332,6 @@ def refusals(rank: int) -> None:
     moved = {**batch, "position_ids": batch["position_ids"] + rank}
     words = "position_ids of rank 1 are not those of its rows under layout 'zigzag' of 40 tokens"
     says(f"{'InvalidInput' if rank else 'Mismatch: rank 1 cannot take part'}: {words}", lambda: llama(**moved))
-    says("Unsupported: generate() of a parallelized model", lambda: llama.generate(**batch, max_new_tokens=2))
     chunked = make("Gemma 3, hybrid")
     chunked.config.layer_types = ["full_attention", "chunked_attention"]
     says(

@@ -1,0 +1,115 @@
+"""What the ranks of test_generation.py run: `generate()` of tiny random models, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model_cases import make
+from rank_pool import told_by
+from transformers import DynamicCache
+
+from ringattn.integrations.transformers import RingCache, parallelize, unparallelize
+
+#: Ways of generating by name; "assistant" gets a smaller model.
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"max_new_tokens": 64},
+    "sampled": {"max_new_tokens": 16, "do_sample": True, "temperature": 1.3},
+    "beams": {"max_new_tokens": 12, "num_beams": 3},
+    "lookup": {"max_new_tokens": 16, "prompt_lookup_num_tokens": 3},
+    "assistant": {"max_new_tokens": 16},
+    "chunked": {"max_new_tokens": 12, "prefill_chunk_size": 11},
+}
+
+
+def prompts(batch: int, tokens: int, padding: int = 0) -> dict[str, torch.Tensor]:
+    """Random prompts; the first has padding before it."""
+    ids = torch.randint(2, 61, (batch, tokens), generator=torch.Generator().manual_seed(5))
+    if not padding:
+        return {"input_ids": ids}
+    mask = torch.ones_like(ids)
+    ids[0, :padding] = mask[0, :padding] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def pair(name: str, ends: bool = False) -> tuple[Any, Any]:
+    """A model alone and the same on these ranks. `ends`: token 2 ends a row, so that rows end at different steps."""
+    alone = make(name, attn_implementation="eager", pad_token_id=0).eval()
+    model = parallelize(make(name, pad_token_id=0).eval(), layout="zigzag")
+    for each in (alone, model):
+        each.generation_config.eos_token_id = 2 if ends else None
+    return alone, model
+
+
+def difference(alone: Any, model: Any, way: str, inputs: Any, rank: int, **more: Any) -> float:
+    """The largest difference of all logits of a generation; infinity for other tokens. Beams have scores."""
+    options = {**WAYS[way], "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    if way == "assistant":
+        options["assistant_model"] = make("Llama", pad_token_id=0, num_hidden_layers=1).eval()
+    torch.manual_seed(3)
+    right = alone.generate(**inputs, **options)
+    torch.manual_seed(3 + rank)  # rank 0's numbers are those of all
+    mine = model.generate(**inputs, **options, **more)
+    if not torch.equal(mine.sequences, right.sequences):
+        return float("inf")
+    return max(float((a - b).abs().max()) for a, b in zip(mine.logits, right.logits, strict=True))
+
+
+def generations(rank: int, name: str, ways: list[str], batch: int, tokens: int, padding: int) -> dict[str, float]:
+    """`difference` of each way to generate from random prompts."""
+    alone, model = pair(name, ends=batch > 1)
+    inputs = prompts(batch, tokens, padding)
+    return {way: difference(alone, model, way, inputs, rank) for way in ways}
+
+
+def conversations(rank: int, windows: str) -> tuple[float, float, int]:
+    """Two turns with one cache, and rows of a layer with a window of 9 keys that all ranks hold together."""
+    alone, model = pair("Gemma 3, hybrid")
+    past, beside = RingCache(model, page=4, windows=windows), DynamicCache(config=alone.config)
+    first = prompts(2, 37)
+    one = difference(alone, model, "greedy", first, rank, past_key_values=past)
+    told = alone.generate(**first, max_new_tokens=64, past_key_values=beside)
+    turn = {"input_ids": torch.cat([told, prompts(2, 13)["input_ids"]], 1)}
+    right = alone.generate(**turn, max_new_tokens=8, past_key_values=beside)
+    mine = model.generate(**turn, max_new_tokens=8, past_key_values=past)
+    held = torch.tensor(sum(map(len, past.cache.rows(0))))
+    if windows == "shard":
+        dist.all_reduce(held)
+    return one, float((mine != right).sum()), int(held)
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """What calls that cannot be honoured are told."""
+    _, model = pair("Llama")
+    ids = prompts(1, 21)
+    full = model.generate(**ids, max_new_tokens=9, past_key_values=RingCache(model, max_tokens=25))
+    assert full.shape[1] == 25, "transformers ends where the cache is full"
+    calls: dict[str, Any] = {
+        "no cache": lambda: model.generate(**ids, use_cache=False),
+        "another cache": lambda: model.generate(**ids, past_key_values=DynamicCache()),
+        "static": lambda: model.generate(**ids, cache_implementation="static"),
+        "hidden states": lambda: model.generate(**ids, output_hidden_states=True, return_dict_in_generate=True),
+        "attentions": lambda: model.generate(**ids, output_attentions=True, return_dict_in_generate=True),
+        "too long": lambda: model.generate(**ids, past_key_values=RingCache(model, max_tokens=20)),
+        "another prompt": lambda: model.generate(ids["input_ids"] + (rank == 1), max_new_tokens=3),
+        "a shorter prompt": lambda: model.generate(ids["input_ids"][:, rank:], max_new_tokens=3),
+        "another model": lambda: RingCache(unparallelize(make("Llama"))),
+        "other tokens": lambda: model.generate(**ids, max_new_tokens=9, logits_processor=[Parting(rank)]),
+    }
+    found = {name: told_by(call) for name, call in calls.items()}
+    found["after them"] = told_by(lambda: model.generate(**ids, max_new_tokens=3))
+    return found
+
+
+class Parting:
+    """A logits processor by which rank 1 takes another token from the fourth on."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.calls = rank, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 3 and self.rank == 1:
+            scores[:, scores.argmax(-1)] = -torch.inf
+        return scores

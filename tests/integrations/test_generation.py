@@ -1,0 +1,93 @@
+"""generate() of Hugging Face models on real ranks against one process: the same tokens and logits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+import generation_cases as cases
+
+FAMILIES = ("Llama", "Mistral, window", "Qwen3", "Gemma 3, hybrid", "GPT-OSS, sinks")
+MOST = 1e-5
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_64_greedy_tokens_are_those_of_one_process(run_ranks, name: str, ranks: int) -> None:  # type: ignore[no-untyped-def]
+    for found in run_ranks(cases.generations, ranks, name, ["greedy"], 1, 37, 0, timeout=120):
+        assert found["greedy"] <= MOST
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("name", "ranks"), [("Llama", 2), ("Gemma 3, hybrid", 3), ("GPT-OSS, sinks", 2)])
+def test_every_way_to_generate(run_ranks, name: str, ranks: int) -> None:  # type: ignore[no-untyped-def]
+    ways = ["sampled", "beams", "lookup", "assistant", "chunked"]
+    for tokens in (3, 29):
+        for found in run_ranks(cases.generations, ranks, name, ways, 1, tokens, 0, timeout=120):
+            assert set(found) == set(ways) and max(found.values()) <= MOST, (tokens, found)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("name", "ranks"), [("Mistral, window", 2), ("Qwen3", 3)])
+def test_padded_batches(run_ranks, name: str, ranks: int) -> None:  # type: ignore[no-untyped-def]
+    ways = ["greedy", "sampled", "beams", "chunked"]
+    for found in run_ranks(cases.generations, ranks, name, ways, 2, 29, 6, timeout=120):
+        assert max(found.values()) <= MOST, found
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("name", "tokens"), [("longrope", 13), ("longrope", 40), ("dynamic", 21)])
+def test_rope_by_length(run_ranks, name: str, tokens: int) -> None:  # type: ignore[no-untyped-def]
+    """Phi-3 itself starts anew where a generation crosses the length of 32 that it was trained with."""
+    for found in run_ranks(cases.generations, 2, name, ["sampled"], 1, tokens, 0, timeout=120):
+        assert found["sampled"] <= MOST
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("windows", ["shard", "copy"])
+def test_a_conversation_goes_on_with_its_cache(run_ranks, windows: str) -> None:  # type: ignore[no-untyped-def]
+    for one, tokens, rows in run_ranks(cases.conversations, 2, windows, timeout=120):
+        assert one <= MOST and tokens == 0
+        # The window of 9 keys holds 8 before the next token, and at most a page of 4 more on each rank.
+        assert 8 <= rows <= 8 + 2 * 4
+
+
+@pytest.mark.multi
+def test_what_cannot_be_honoured_is_an_error_on_all_ranks(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    words = {
+        "no cache": "use_cache=False; a parallelized model generates with its sharded cache only",
+        "another cache": "DynamicCache is no RingCache; leave it out",
+        "static": "static is no RingCache",
+        "hidden states": "output_hidden_states=True, of which a rank has its own rows only",
+        "attentions": "output_attentions=True",
+        "too long": "21 new tokens after 0: the cache has max_tokens=20",
+        "another prompt": "Mismatch: the ranks disagree about tokens",
+        "a shorter prompt": "Mismatch: the ranks disagree about",
+        "another model": "this model is not parallelized",
+        "other tokens": "Mismatch: the ranks disagree about note",
+    }
+    for found in run_ranks(cases.refusals, 2, timeout=120):
+        for name, word in words.items():
+            assert word in found[name], (name, found[name])
+        assert found["after them"] == "fine"
+
+
+@pytest.mark.multi
+def test_the_example_answers_lines() -> None:
+    """On 1 and on 3 ranks the same answers."""
+    answers = []
+    for ranks in (1, 3):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [*launch, str(ROOT / "examples/generate.py"), "--tokens", "9"]
+        done = subprocess.run(command, input="one two three\nfour\n", capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        *lines, last = done.stdout.splitlines()
+        answers.append(lines)
+        assert last.startswith(f"rank 0 of {ranks} holds ") and last.endswith(" bytes of 36 tokens")
+    assert answers[0] == answers[1] and len(answers[0]) == 2
