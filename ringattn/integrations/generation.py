@@ -238,4 +238,8 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
                 "or give past_key_values=RingCache(model)"
             )
     _share_seed(model.device, ring.place.group)
-    return type(model).generate(model, *args, **kwargs)
+    ring.call["past"] = kwargs["past_key_values"]
+    try:
+        return type(model).generate(model, *args, **kwargs)
+    finally:
+        del ring.call["past"]

@@ -426,10 +426,13 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     if ring is None:
         return args, kwargs
     ring.call.pop("generation", None)  # of a call that ended with an exception
+    past = ring.call.get("past")
+    if past is not None and kwargs.get("past_key_values") is None:  # Phi-3 computes all again where its rope changes
+        past.reset()
+        kwargs = {**kwargs, "past_key_values": past}
     if isinstance(kwargs.get("past_key_values"), RingCache):
+        ring.call["largest"] = kwargs["past_key_values"].get_seq_length() + kwargs["input_ids"].shape[1] - 1
         kwargs, ring.call["generation"] = begin(cast("PreTrainedModel", model), ring.place.group, ring.layout, kwargs)
-        if ring.stretches:
-            ring.call["largest"] = ring.call["generation"].past.cache.length + kwargs["input_ids"].shape[1] - 1
         return args, kwargs
     digest, items = kwargs.get(DIGEST), kwargs.get("num_items_in_batch")
     kept = {name: x for name, x in kwargs.items() if name not in (DIGEST, "num_items_in_batch")}
