@@ -13,7 +13,7 @@ from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, chec
 #: Tokens in the cache.
 CONTEXT = 1 << 16
 NOTE = (
-    "alone is scaled_dot_product_attention in one process of two threads, its keys and values in place already; step is "
+    "alone is scaled_dot_product_attention in one process of two threads, its keys and values in place; step is "
     "KVCache.step on two ranks of one thread, with its record, the new rows and the merge, and a crop back. At least "
     "0.9 is promised for one token"
 )
