@@ -253,6 +253,9 @@ class KVCache:
             q, k, v, call = self._read(layer, q, k, v, sinks, options)
             if opens and self._chunk is None:
                 raise InvalidInput("prefill: call shard(tokens) first, which says how the chunk is cut over the ranks")
+            padding = self._chunk[1] if opens and self._chunk else None
+            if padding is not None and len(padding) != q.shape[0]:
+                raise InvalidInput(f"padding has {plural(len(padding), 'row')}, and q a batch of {q.shape[0]}")
             self._check_event("prefill", layer, None)
         event, pattern = self._event or self._begin("prefill", call, ""), self.patterns[layer]
         with self._report("prefill", deferred=True):
