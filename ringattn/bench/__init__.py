@@ -8,7 +8,7 @@ from ..text import did_you_mean
 from .case import BenchCase, BenchSuite
 
 _OF_SEEDS = ("blocksparse", "comprehensive", "extreme", "long", "memory", "standard")
-_OTHERS = ("auto", "gpu", "host", "loss", "patterns", "peers", "ring", "schedules", "simulate")
+_OTHERS = ("auto", "decode", "gpu", "host", "loss", "patterns", "peers", "ring", "schedules", "simulate")
 _SUITES = {
     **{name: f"bench.suites.seeds:{name.upper()}" for name in _OF_SEEDS},
     **{name: f"bench.suites.{name}:SUITE" for name in _OTHERS},

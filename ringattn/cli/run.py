@@ -19,6 +19,7 @@ from .config.groups import check_least
 from .config.schema import RunConfig
 from .inputs import InputSource, open_source, read_shard
 from .ranks import check_ranks, rank_device, start_ranks
+from .run_decode import check_decode, decode_alone, decode_on_rank
 from .run_job import RankMeasurements, Run, check_memory, check_outputs, plan_run, save_output
 from .run_streamed import StreamedRun
 
@@ -39,6 +40,8 @@ def main(config: RunConfig) -> dict[str, Any] | None:
         raise InvalidInput(f"{setting} is one process, not {launcher}'s; start ringattn run without {launcher}")
     if launcher == "none" and config.transport.spec == "gloo" and config.stream is None:
         _count_cores(config)
+    if config.mode == "decode":
+        return decode_alone(config) if is_virtual else start_ranks(config, decode_on_rank, "run", check_decode)
     if config.stream is None and not is_virtual:
         return start_ranks(config, _worker, "run", _check_before_start)
     torch.set_num_threads(config.threads or os.cpu_count() or 1)

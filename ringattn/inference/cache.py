@@ -253,15 +253,20 @@ class KVCache:
             q, k, v, call = self._read(layer, q, k, v, sinks, options)
             if opens and self._chunk is None:
                 raise InvalidInput("prefill: call shard(tokens) first, which says how the chunk is cut over the ranks")
-        if opens:
-            self._begin("prefill", call, "")
-        event, pattern = self._event_of("prefill", layer, None), self.patterns[layer]
+            padding = self._chunk[1] if opens and self._chunk else None
+            if padding is not None and len(padding) != q.shape[0]:
+                raise InvalidInput(f"padding has {plural(len(padding), 'row')}, and q a batch of {q.shape[0]}")
+            self._check_event("prefill", layer, None)
+        event, pattern = self._event or self._begin("prefill", call, ""), self.patterns[layer]
         with self._report("prefill", deferred=True):
-            keys = [self._keys_of(rank, layer, *x) for rank, x in zip(self._ranks, self._cut(event, k, v), strict=True)]
+            keys = [
+                self._keys_of(event, rank, layer, *x)
+                for rank, x in zip(self._ranks, self._cut(event, k, v), strict=True)
+            ]
         out = self._attend(event, pattern, q, keys, sinks, options)
         with self._report("prefill", deferred=True), autocast_off(call.device), typed_errors(call.device):
             shards = self._cut(event, k, v)
-            self._run([self._share(rank, layer, *x) for rank, x in zip(self._ranks, shards, strict=True)])
+            self._run([self._share(event, rank, layer, *x) for rank, x in zip(self._ranks, shards, strict=True)])
         return self._end(layer, out)
 
     def _cut(self, event: NewTokens, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
@@ -271,11 +276,9 @@ class KVCache:
         assert event.layout is not None
         return [tuple(event.layout.shard_tensor(x, rank) for x in (k, v)) for rank in self._ranks]
 
-    def _keys_of(self, rank: int, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    def _keys_of(self, event: NewTokens, rank: int, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """A rank's rows that the queries of a chunk attend: those held, then those of the chunk, which are stored."""
-        event, holdings = self._event, self._holdings[self.patterns[layer]]
-        assert event is not None
-        store = self._stores[rank - self._ranks[0]][layer]
+        holdings, store = self._holdings[self.patterns[layer]], self._stores[rank - self._ranks[0]][layer]
         if holdings.copies:
             held = store.whole()
             own = holdings.part(rank, held[0].shape[2] if held else 0)
@@ -328,14 +331,12 @@ class KVCache:
         with self._report("step", deferred=not opens, check=options.get("check")):
             check_option_names(options, STEP_OPTIONS)
             q, k, v, call = self._read(layer, q, k, v, sinks, options)
+            self._check_event("step", layer, call.rows)
             self._check_room(call.rows)
-            self._chunk = None
-        if opens:
-            self._begin("step", call, note)
+        event = self._event or self._begin("step", call, note)
         with self._report("step", deferred=True), autocast_off(call.device), typed_errors(call.device):
-            self._event_of("step", layer, call.rows)
             q, k, v = call.prepare(q, k, v, None)
-            results = self._run([self._step(rank, layer, q, k, v, call) for rank in self._ranks])
+            results = self._run([self._step(event, rank, layer, q, k, v, call) for rank in self._ranks])
             out, lse = results[0]
             if sinks is not None:
                 merge_sinks_(out, lse, sinks)
@@ -344,11 +345,10 @@ class KVCache:
         return self._end(layer, (out, lse) if return_lse else out)
 
     def _step(
-        self, rank: int, layer: int, q: Tensor, k: Tensor, v: Tensor, call: Call
+        self, event: NewTokens, rank: int, layer: int, q: Tensor, k: Tensor, v: Tensor, call: Call
     ) -> Program[tuple[Tensor, Tensor]]:
         """A rank's part of a step."""
-        event, pattern, size = self._event, self.patterns[layer], self.transport.size
-        assert event is not None
+        pattern, size = self.patterns[layer], self.transport.size
         holdings, store = self._holdings[pattern], self._stores[rank - self._ranks[0]][layer]
         for shard in event.shards if holdings.copies else event.shards[rank : rank + 1]:
             for run in shard:
@@ -363,13 +363,11 @@ class KVCache:
             tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
             label = f"step of layer {layer}, partials"
             out, lse = yield from merge_ranks(rank, size, out, lse, self._way(call), tags, label)
-        self._trim(rank, layer)
+        self._trim(event, rank, layer)
         return out, lse
 
-    def _share(self, rank: int, layer: int, k: Tensor, v: Tensor) -> Program[None]:
+    def _share(self, event: NewTokens, rank: int, layer: int, k: Tensor, v: Tensor) -> Program[None]:
         """End a chunk: in a layer of copies all ranks get the rows that later queries see."""
-        event, size = self._event, self.transport.size
-        assert event is not None
         pattern, store = self.patterns[layer], self._stores[rank - self._ranks[0]][layer]
         if self._holdings[pattern].copies:
             width, local = k.shape[3], [split(shard, event.needed[pattern])[1] for shard in event.shards]
@@ -381,10 +379,12 @@ class KVCache:
             ]
             tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
             label = f"prefill of layer {layer}, rows of its window"
-            yield from exchange(rank, size, lambda peer: mine, lambda peer: inbox[peer], tags.of(0), label)
+            yield from exchange(
+                rank, self.transport.size, lambda peer: mine, lambda peer: inbox[peer], tags.of(0), label
+            )
             for x in inbox:
                 store.append(x[..., :width], x[..., width:])
-        self._trim(rank, layer)
+        self._trim(event, rank, layer)
 
     def _rounded(self, x: Tensor) -> Tensor:
         return x if self.dtype is None else as_dtype(x, self.dtype)
@@ -416,7 +416,7 @@ class KVCache:
             k, v = (as_dtype(as_dtype(x, self.dtype), q.dtype) for x in (k, v))
         return q, k, v, call
 
-    def _begin(self, kind: str, call: Call, note: str) -> None:
+    def _begin(self, kind: str, call: Call, note: str) -> NewTokens:
         """Begin a chunk or a step, once all ranks have the same one before them. Collective."""
         size, first = self.transport.size, self.length
         layout, padding = self._chunk if kind == "prefill" and self._chunk is not None else (None, None)
@@ -456,20 +456,18 @@ class KVCache:
             kept[pattern] = holdings.keep(needed[pattern], self.page) if due else None
             if kept[pattern] is not None or clipped:
                 holdings.floor = floor
+        self.length, self._chunk = new.stop, None
         self._event = NewTokens(kind, new, shards, layout, set(range(len(self.patterns))), number, kept, needed, keys)
-        self.length = new.stop
-        self._chunk = None
+        return self._event
 
-    def _event_of(self, kind: str, layer: int, tokens: int | None) -> NewTokens:
-        """The event that a call of a layer belongs to. Raises InvalidInput for another call than that."""
+    def _check_event(self, kind: str, layer: int, tokens: int | None) -> None:
+        """Raise InvalidInput for a call that is none of the chunk or the step that has begun."""
         event = self._event
-        assert event is not None
-        if kind != event.kind or layer not in event.todo or tokens not in (None, len(event.new)):
+        if event and (kind != event.kind or layer not in event.todo or tokens not in (None, len(event.new))):
             raise InvalidInput(
                 f"{kind} of layer {layer} within a {event.kind} of {plural(len(event.new), 'token')}, in which the "
                 f"layers {sorted(event.todo)} are left; call each layer once"
             )
-        return event
 
     def _end(self, layer: int, result: Any) -> Any:
         """The result of a layer; after the last one, the event has ended."""
@@ -610,10 +608,9 @@ class KVCache:
             for layer in self._layers(pattern):
                 stores[layer].keep(kept[rank])
 
-    def _trim(self, rank: int, layer: int) -> None:
+    def _trim(self, event: NewTokens, rank: int, layer: int) -> None:
         """Let go what no later query sees, once a layer has attended to it."""
-        assert self._event is not None
-        kept = self._event.kept[self.patterns[layer]]
+        kept = event.kept[self.patterns[layer]]
         if kept is not None:
             self._stores[rank - self._ranks[0]][layer].keep(kept[rank])
 

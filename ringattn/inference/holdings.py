@@ -10,6 +10,7 @@ from itertools import accumulate, islice
 
 import numpy as np
 
+from ..cache import cached
 from ..layout import Layout
 from ..layout.composed import Composed
 from ..pattern.base import Pattern
@@ -44,6 +45,7 @@ class HeldRows(Composed):
     def digest(self) -> str:
         return sha256(repr(self.shards).encode()).hexdigest()[:16]
 
+    @cached
     def span(self, ranks: range) -> tuple[Ranges, bool]:
         ranges = tuple(run for rank in ranks for run in self.shards[rank])
         return merge_runs(ranges) if len(ranks) > 1 and all(run.step == 1 for run in ranges) else ranges, True

@@ -74,13 +74,11 @@ def merge_ranks(rank: int, size: int, out: Tensor, lse: Tensor, way: str, tags: 
     flat = mine.view(-1, width + 1)
     number = len(flat)
     cuts = [slice(number * i // size, number * (i + 1) // size) for i in range(size)]
-    share = slice(0, number) if way == "gather" else cuts[rank]
+    shares = [slice(0, number)] * size if way == "gather" else cuts
+    share = shares[rank]
     inbox = empty((size, share.stop - share.start, width + 1), out.dtype, out.device)
     inbox[rank].copy_(flat[share])
-    own = flat if way == "gather" else None
-    yield from exchange(
-        rank, size, lambda peer: flat[cuts[peer]] if own is None else own, lambda peer: inbox[peer], tags.of(0), label
-    )
+    yield from exchange(rank, size, lambda peer: flat[shares[peer]], lambda peer: inbox[peer], tags.of(0), label)
     space = MergeSpace()
     total = inbox[0]
     for part in inbox[1:]:

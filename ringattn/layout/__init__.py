@@ -69,10 +69,6 @@ class Layout(Value, ABC):
         """All positions, as ascending runs: 0 .. tokens-1, but for the layouts of `layout.composed`."""
         return nonempty(range(self.tokens))
 
-    def places(self, rank: int) -> tuple[range, ...]:
-        """The rows that `rank` owns in a tensor of all positions in ascending order, in local order."""
-        return self.shard(rank)
-
     def shard(self, rank: int) -> tuple[range, ...]:
         """The positions that `rank` owns, as few disjoint, non-empty ranges in local order.
 
@@ -84,6 +80,9 @@ class Layout(Value, ABC):
                 "within it, torch.distributed.get_rank(group) or mesh['cp'].get_local_rank()"
             )
         return self.span(range(rank, rank + 1))[0]
+
+    #: The rows that a rank owns in a tensor of all positions in ascending order, in local order.
+    places = shard
 
     @abstractmethod
     def owner(self, position: int) -> int:

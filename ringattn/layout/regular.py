@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import sha256
@@ -131,9 +131,35 @@ class Striped(Layout):
         return Striped(self.tokens, self.ranks // size, self.block * size)
 
 
+@dataclass(frozen=True)
+class Pages(Striped):
+    """The rows of `Striped`, page after page: page p of `block` tokens is on rank p % ranks, after its earlier pages.
+
+    So the rows of a cache stay where they are while the cache grows.
+    """
+
+    block: int = 64
+
+    @property
+    def name(self) -> str:
+        return f"pages({self.block})"
+
+    def _select(self, first: int, width: int) -> tuple[range, ...]:
+        starts = range(first, self.tokens, self.ranks * self.block)
+        return nonempty(*(range(start, min(start + width, self.tokens)) for start in starts))
+
+    def grouped(self, size: int) -> Layout:
+        return Pages(self.tokens, self.ranks // size, self.block * size)
+
+
 #: How the names of layouts made of layouts begin.
 COMPOSED = "shifted", "joined", "kept"
-_FORMULAS = {"contiguous": Contiguous, "zigzag": Zigzag, "striped": Striped}
+_FORMULAS: dict[str, Callable[..., Layout]] = {
+    "contiguous": Contiguous,
+    "zigzag": Zigzag,
+    "striped": Striped,
+    "pages": Pages,
+}
 _balanced = Cache(BALANCED_BYTES)
 
 
@@ -147,12 +173,12 @@ def _read_name(name: str) -> tuple[str, int | None]:
         )
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*(?:(block|chunk)\s*=\s*)?(\d+|auto)\s*\))?\s*", name)
     kind, keyword, size = match.groups() if match is not None else (name, None, None)
-    expected_keyword = {"striped": "block", "balanced": "chunk"}.get(kind)
+    expected_keyword = {"striped": "block", "pages": "block", "balanced": "chunk"}.get(kind)
     valid_kind = match is not None and (kind in _FORMULAS or kind == "balanced")
     size_allowed = size is None or (expected_keyword and keyword in (None, expected_keyword))
     if not valid_kind or not size_allowed or (size == "auto" and kind != "balanced"):
         hint = did_you_mean(kind, [*_FORMULAS, "balanced", "auto"])
-        expected = "contiguous, zigzag, striped, striped(block), balanced or balanced(chunk)"
+        expected = "contiguous, zigzag, striped, striped(block), pages(block), balanced or balanced(chunk)"
         raise InvalidInput(f"unknown layout {name!r}; {hint}expected {expected}")
     return kind, None if size in (None, "auto") else int(size)
 
@@ -174,7 +200,7 @@ def layout_name(name: str) -> str:
 @lru_cache(maxsize=256)
 def _make_formula(name: str, tokens: int, ranks: int) -> Layout:
     kind, block = _read_name(name)
-    return Striped(tokens, ranks, block) if block is not None else _FORMULAS[kind](tokens, ranks)
+    return _FORMULAS[kind](tokens, ranks) if block is None else _FORMULAS[kind](tokens, ranks, block)
 
 
 def _read_composed(name: str, tokens: int | None, ranks: int) -> Layout:
@@ -211,8 +237,8 @@ def make_layout(
 
     Layouts of other positions than 0 .. tokens-1 are made of these: "shifted(zigzag, 1000)" begins at position 1000,
     "joined(zigzag[1000], shifted(zigzag, 1000)[24])" has the rows of both parts, of 1000 and 24 tokens, and
-    "kept(zigzag[1000], 0:4, 900:1000)" has the rows of zigzag at the positions 0 .. 3 and 900 .. 999. "striped(64)"
-    deals pages of 64 tokens to the ranks in turn.
+    "kept(zigzag[1000], 0:4, 900:1000)" has the rows of zigzag at the positions 0 .. 3 and 900 .. 999. "pages(64)" deals
+    pages of 64 tokens to the ranks in turn, whose rows stay where they are while the sequence grows.
 
     Raises InvalidInput for an unknown name, for tokens < 0 or ranks < 1, for "balanced" without a pattern, for "auto"
     (which only `make_plan` resolves), and for a Layout of other tokens or ranks.

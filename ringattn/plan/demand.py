@@ -13,7 +13,7 @@ import numpy as np
 from ..cache import Cache, cached
 from ..layout.regular import Layout
 from ..pattern.base import Pattern, Side
-from ..pattern.tile import locate
+from ..pattern.tile import clip, join_runs, locate, merge_runs, shift_range
 from .row_sets import (
     ALL_ROWS,
     WHOLE_BLOCK,
@@ -28,6 +28,7 @@ from .row_sets import (
 from .work import (
     Work,
     is_dense,
+    join_adjacent,
     join_keys,
     join_repetitions,
     join_tiles,
@@ -120,9 +121,37 @@ class BlockDemand(ABC):
         """The rows of the block of `owner` that some rank of `ranks` needs."""
         if self.row_reach is not None:
             return self.row_reach.needed(ranks, owner, self.most_ranges)
+        runs = None if self.readers is self.layout else self._needed_runs(ranks, owner)
+        if runs is not None:
+            return group_heads([runs] * self.block_heads, self.layout.rows(owner))
         if len(self.layout.shard(owner)) > self.most_ranges:
             return self._union_of_masks(ranks, owner)
         return union(self._local_pieces(ranks, owner), self.block_heads, self.layout.rows(owner))
+
+    def _needed_runs(self, ranks: tuple[range, ...], owner: int) -> tuple[range, ...] | None:
+        """The local rows of a block that some rank of `ranks` needs; None unless runs of positions need runs of them.
+
+        The rows of a cache and of its chunks have many ranges, of which all ranks need the same.
+        """
+        mine: list[range] = []
+        for run in ranks:
+            positions, exact = self.readers.span(run)
+            mine += positions if exact else (r for rank in run for r in self.readers.shard(rank))
+        block = self.layout.shard(owner)
+        if any(r.step != 1 for r in (*mine, *block)):
+            return None
+        wanted: list[range] = []
+        for r in mine:
+            needed = self.pattern.run(self.side, r[0], r[-1])
+            if needed is None:
+                return None
+            wanted.append(range(needed[0], needed[1] + 1))
+        runs, parts, start = merge_runs(wanted), [], 0
+        for r in block:
+            inside = (clip(r, run.start, run[-1]) for run in runs)
+            parts += [shift_range(part, start - r.start) for part in inside if part]
+            start += len(r)
+        return tuple(join_runs(parts))
 
     def count_needed(self, ranks: tuple[range, ...], owner: int) -> int:
         """The number of rows of all heads in `needed_rows`."""
@@ -266,8 +295,10 @@ class KeyDemand(BlockDemand):
         few = q_rows and k_rows and max(len(q_rows), len(k_rows)) <= MOST_RANGES
         if few and is_dense(self.pattern, q_rows, k_rows, self.heads):
             return self._dense_works(sum(map(len, q_rows)), sum(map(len, k_rows)))
-        tiles = list(local_tiles(self.pattern, q_rows, k_rows, self.heads))
-        return tuple(lower(join_tiles(tiles), self.group))
+        tiles = local_tiles(self.pattern, q_rows, k_rows, self.heads)
+        if self.readers is not self.layout:  # the rows of a cache and its chunks have many ranges
+            tiles = join_adjacent(tiles)
+        return tuple(lower(join_tiles(list(tiles)), self.group))
 
     @cached
     def first_works(self, rank: int, owner: int, most: int | None) -> tuple[tuple[Work, ...], bool]:

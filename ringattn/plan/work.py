@@ -243,6 +243,27 @@ def _localize(tile: Tile, q_rows: range, k_rows: range, first_q: int, first_k: i
     return Tile(tile.heads, q, k, lo, hi, tile.branch)
 
 
+def join_adjacent(tiles: Iterable[Tile]) -> Iterator[Tile]:
+    """The tiles, where dense tiles of the same queries that follow each other, as their keys do, are one tile."""
+    last: Tile | None = None
+    for tile in tiles:
+        joins = last is not None and last.dense and tile.dense and last.k.step == tile.k.step == 1
+        if last is None:
+            last = tile
+        elif joins and (last.heads, last.q, last.branch, last.k.stop) == (
+            tile.heads,
+            tile.q,
+            tile.branch,
+            tile.k.start,
+        ):
+            last = replace(last, k=range(last.k.start, tile.k.stop))
+        else:
+            yield last
+            last = tile
+    if last is not None:
+        yield last
+
+
 def join_tiles(tiles: list[Tile]) -> list[Tile]:
     """Fewer, larger tiles with the same pairs: two tiles are joined where their hull holds exactly their pairs.
 

@@ -256,3 +256,25 @@ def rank_is_lost(rank: int, how: str, folder: str) -> None:
             Path(folder, f"{rank}").write_text(str(error))
             break
     time.sleep(4)
+
+
+def deferred_steps(rank: int) -> tuple[list[int], str]:
+    """Records of each step of two layers; and what a step that differs is told where ranks are compared later."""
+    transport = TorchDist(timeout=10)
+    cache = ra.KVCache(ra.Causal(), layers=2, transport=transport)
+    records = []
+
+    def step(tokens: int, check: str) -> None:
+        before = transport.events
+        for layer in range(2):
+            cache.step(layer, *torch.zeros(3, 1, 2, tokens, 8), check=check)
+        records.append(transport.events - before)
+
+    for check in ("now", "deferred", "deferred", "now"):
+        step(1, check)
+
+    def differ() -> None:
+        step(2 if rank else 1, "deferred")
+        ra.synchronize()
+
+    return records, told_by(differ)

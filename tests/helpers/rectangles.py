@@ -77,7 +77,7 @@ class Rectangle:
 
 def name_layout(rng: random.Random, tokens: int, ranks: int, first: int = 0, *, nested: bool = True) -> str:
     """The name of a random layout of `tokens` positions from `first` on."""
-    kinds = ["contiguous", "zigzag", "striped", "striped(3)", "striped(8)"]
+    kinds = ["contiguous", "zigzag", "striped", "striped(3)", "pages(4)"]
     name = rng.choice([*kinds, "joined", "kept"] if nested else kinds)
     if name == "joined":
         cut = rng.randint(0, tokens)

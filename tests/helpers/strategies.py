@@ -24,7 +24,7 @@ from ringattn import (
 )
 from ringattn.pattern import Tile
 
-LAYOUTS = ("contiguous", "zigzag", "striped", "striped(3)", "striped(8)", "balanced(1)", "balanced(3)")
+LAYOUTS = ("contiguous", "zigzag", "striped", "striped(3)", "striped(8)", "pages(3)", "balanced(1)", "balanced(3)")
 
 
 def ranges(most: int = 30) -> st.SearchStrategy[range]:

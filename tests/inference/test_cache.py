@@ -200,3 +200,31 @@ def test_a_step_after_many_chunks_is_few_kernel_calls(pattern: str) -> None:
     places = range(chunks * size, chunks * size + 1)
     for rank in range(8):
         assert len(holdings.works(rank, 0, ra.parse_pattern(pattern), places, 32, 4)) <= 2
+
+
+def test_rows_of_documents_of_their_own() -> None:
+    pattern = ra.Causal() & ra.Documents([[20, 40], [50, 10]])
+    q, k, v = (torch.randn(2, heads, 60, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    cache = ra.KVCache(pattern, layers=1, ranks=3, max_tokens=60, page=4)
+    outs = [cache.prefill(0, *(x[:, :, first:last] for x in (q, k, v))) for first, last in ((0, 17), (17, 40))]
+    outs += [cache.step(0, *(x[:, :, token : token + 2] for x in (q, k, v))) for token in range(40, 60, 2)]
+    assert torch.allclose(torch.cat(outs, 2), ra.attention(q, k, v, pattern), atol=1e-12)
+    with pytest.raises(ra.Unsupported, match="rows of its own"):
+        cache.fork([1, 0])
+
+
+def test_padding_and_prompts_that_do_not_fit_are_refused() -> None:
+    new = torch.randn(3, 2, 2, 6, 8)
+    cache = ra.KVCache("Causal()", layers=1, ranks=2)
+    with pytest.raises(ra.InvalidInput, match=r"padding must be bool \[batch, 6\]"):
+        cache.shard(6, torch.zeros(2, 5, dtype=torch.bool))
+    cache.shard(6, torch.zeros(3, 6, dtype=torch.bool))
+    with pytest.raises(ra.InvalidInput, match="padding has 3 rows, and q a batch of 2"):
+        cache.prefill(0, *new)
+    for rows in ([], [2]):
+        cache = ra.KVCache("Causal()", layers=1, ranks=2)
+        cache.step(0, *new)
+        with pytest.raises(ra.InvalidInput, match="the batch has 2 rows"):
+            cache.fork(rows)
+    with pytest.raises(ra.InvalidInput, match=r"the rows hold \[6, 6\] tokens"):
+        cache.crop([7, 3])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from generations import equals_virtual, faults_on_every_rank, rank_is_lost, step_counts
+from generations import deferred_steps, equals_virtual, faults_on_every_rank, rank_is_lost, step_counts
 
 import ringattn as ra
 from ringattn.errors import LaunchFailure
@@ -77,3 +77,9 @@ def test_a_rank_that_is_lost_ends_the_generation(
         new_ranks(rank_is_lost, 3, how, str(tmp_path), timeout=50)
     for rank in range(2):
         assert re.search("rank 2 (is gone|has not joined)", (tmp_path / str(rank)).read_text())
+
+
+def test_a_step_has_one_record_and_may_be_compared_later(new_ranks: Ranks) -> None:
+    for records, told in new_ranks(deferred_steps, 2):
+        assert records == [1, 1, 1, 1]
+        assert told.startswith("Mismatch: the ranks disagree about new tokens: 1 on rank 0; 2 on rank 1")

@@ -27,6 +27,7 @@ from .groups import (
     Size,
     StudyGroup,
     TransportGroup,
+    check_choice,
     refuse,
 )
 
@@ -104,6 +105,11 @@ class RunConfig(ProblemSizes):
     ranks: int = 2
     tokens: Size = "8k"
     heads: int = 8
+    mode: str = "attention"
+    context: Size = "8k"
+    new: Size = 16
+    merge: str = "auto"
+    windows: str = "shard"
     stream: str | None = None
     chunk: Size | None = None
     device: str | None = None
@@ -118,8 +124,14 @@ class RunConfig(ProblemSizes):
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect beside the others."""
+        check_choice("mode", self.mode, ("attention", "decode"))
+        if self.mode == "decode":
+            unused = "tokens stream device backward repeat schedule comm_dtype rotate trace output.path"
+            refuse(self, unused, "with mode=decode, whose tokens are context= and new=")
+        else:
+            refuse(self, "context new merge windows", "without mode=decode")
         if self.stream is None:
-            refuse(self, "chunk device", "without stream=host or stream=disk")
+            refuse(self, "device" if self.mode == "decode" else "chunk device", "without stream=host or stream=disk")
         else:  # one process computes chunk after chunk, and sends nothing
             rings = "transport ranks layout schedule machine comm_dtype rotate timeout"
             refuse(self, rings, f"with stream={self.stream}, one process without messages (chunk= sets rows)")

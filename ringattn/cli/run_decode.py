@@ -1,0 +1,163 @@
+"""ringattn run mode=decode: a prompt in chunks, then new tokens one by one, over a K/V cache sharded over ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from ..errors import InvalidInput
+from ..files import STDOUT, check_json, write_json
+from ..inference.cache import KVCache
+from ..pattern import parse_pattern
+from ..simulator.numerics.oracle import oracle_rows
+from ..simulator.reporting.console import Number, print_numbers, show_progress
+from ..text import duration, plural, rate, size
+from ..transport.base import Transport
+from ..transport.launcher import progress_stream
+from ..transport.records import Exchange
+from .config.schema import RunConfig, parse_size
+from .inputs import NAMES, InputSource, open_source
+from .ranks import rank_device
+
+
+class DecodeRun:
+    """The virtual ranks of this process (`transport` None), or one rank of a transport."""
+
+    def __init__(self, config: RunConfig, transport: Transport | None) -> None:
+        sizes = (parse_size(x, name) for x, name in ((config.context, "context"), (config.new, "new")))
+        self.context, self.new = sizes
+        self.chunk = self.context if config.chunk is None else parse_size(config.chunk, "chunk")
+        if not min(self.context, self.new, self.chunk):
+            raise InvalidInput("mode=decode needs a token or more of context=, new= and chunk=")
+        self.config, self.transport = replace(config, tokens=self.context + self.new), transport
+        self.pattern = parse_pattern(config.pattern.spec)
+
+    def run(self) -> dict[str, Any] | None:
+        """Generate, compare with the oracle, and report; rank 0 returns the report."""
+        config, transport = self.config, self.transport
+        source, total = self.open(), self.context + self.new
+        who: dict[str, Any] = {"ranks": config.ranks} if transport is None else {"transport": transport}
+        cache = KVCache(
+            self.pattern,
+            layers=1, layout=config.layout.spec, max_tokens=total, merge=config.merge, windows=config.windows, **who,
+        )  # fmt: skip
+        device = torch.device("cpu") if transport is None else rank_device(config)
+        options: Any = {
+            "kernel": config.kernel.spec, "scale": config.scale, "deterministic": config.deterministic,
+        }  # fmt: skip
+        counters = cache.transport.counters if transport is None else [transport.counters]
+        assert isinstance(counters, list)
+        prompt, steps, outs = [], [], []
+        first_rank = transport is None or transport.rank == 0
+        with show_progress(Console(file=progress_stream()), shown=first_rank) as tell:
+            for first in range(0, self.context, self.chunk):
+                tokens = range(first, min(first + self.chunk, self.context))
+                mine = cache.shard(len(tokens)) - first
+                rows = [source.rows(name, tokens)[:, :, mine].to(device) for name in NAMES]
+                prompt.append(self._time(lambda rows=rows: cache.prefill(0, *rows, **options))[0])
+                tell(cache.length, total, "tokens")
+            for x in counters:
+                x.reset()
+            for token in range(self.context, total):
+                rows = [source.rows(name, range(token, token + 1)).to(device) for name in NAMES]
+                seconds, out = self._time(lambda rows=rows: cache.step(0, *rows, **options))
+                steps.append(seconds)
+                outs.append(out.cpu())
+                tell(cache.length, total, "tokens")
+        mine_counted = [[x.sent_messages // self.new, x.sent_bytes // self.new] for x in counters]
+        told = self._tell_all({"counted": mine_counted, "nbytes": cache.nbytes})
+        if not first_rank:
+            return None
+        record = {
+            "pattern": repr(self.pattern), "context": self.context, "new": self.new, "chunk": self.chunk,
+            "where": f"{cache.layout} on {cache.transport.size} {config.transport.spec} ranks",
+            "prefill_seconds": sum(prompt), "step_seconds": steps, "median_step": median(steps),
+            "messages_per_token": [pair[0] for one in told for pair in one["counted"]],
+            "bytes_per_token": [pair[1] for one in told for pair in one["counted"]],
+            "cache_bytes": [one["nbytes"] for one in told],
+            "error": self._error(torch.cat(outs, 2), source),
+        }  # fmt: skip
+        if config.output.report != STDOUT:
+            self._print(record)
+        if config.output.report is not None:
+            write_json(config.output.report, record)
+        return record
+
+    def open(self) -> InputSource:
+        """The input. Raises InvalidInput, where the report cannot be written, too."""
+        source, total = open_source(self.config), self.context + self.new
+        if source.shape.tokens != total:
+            raise InvalidInput(f"context + new = {total:,}, and the input has {source.shape.tokens:,} tokens")
+        check_json(self.config.output.report)
+        return source
+
+    def _time(self, call: Any) -> tuple[float, torch.Tensor]:
+        """The seconds of a call, from the start of all processes, and its result."""
+        self._tell_all({})
+        start = time.perf_counter()
+        out = call()
+        if out.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start, out
+
+    def _tell_all(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """What every process tells, in rank order."""
+        if self.transport is None:
+            return [mine]
+        with Exchange(self.transport, "decode") as exchange:
+            exchange.mine = json.dumps(mine).encode()
+        return [json.loads(record) for record in exchange.records]
+
+    def _error(self, out: torch.Tensor, source: InputSource) -> float | None:
+        """The largest error of the last new tokens, relative to the largest output of the oracle."""
+        count, total = min(self.config.sample, self.new), self.context + self.new
+        if not count:
+            return None
+        q, k, v = (source.rows(name, range(total)) for name in NAMES)
+        bound, rows = self.pattern.bind(q.shape[1], total), [*range(total - count, total)]
+        scale = q.shape[3] ** -0.5 if self.config.scale is None else self.config.scale
+        truth = oracle_rows(bound, total, rows, scale, np.arange(total), q, k, v, lambda x, top: None)
+        truth *= bound.output_scale
+        return float((out[:, :, -count:].double() - truth).abs().max() / truth.abs().max())
+
+    def _print(self, record: dict[str, Any]) -> None:
+        """Print a record as a table."""
+        steps, messages, sent = record["step_seconds"], record["messages_per_token"], record["bytes_per_token"]
+        spread = f"{duration(min(steps))} .. {duration(max(steps))} over {plural(self.new, 'token')}"
+        held = ", ".join(map(size, record["cache_bytes"]))
+        prefill = record["prefill_seconds"]
+        numbers = [
+            Number("prompt", f"{duration(prefill)}, {rate(self.context / prefill, 'tokens/s')}", "measured"),
+            Number("time of a token", f"{duration(record['median_step'])} median ({spread})", "measured"),
+            Number("messages of a token", f"{max(messages):,} of a rank at most", "counted"),
+            Number("bytes of a token", f"{max(sent):,} of a rank at most, {sum(sent):,} in all", "counted"),
+            Number("keys and values", f"{held} by process", "counted"),
+        ]
+        if record["error"] is not None:
+            text = f"{record['error']:.2e} of the largest output, the last new tokens against fp64"
+            numbers.append(Number("error", text, "measured"))
+        print_numbers(f"{self.pattern!r}, {self.context:,} + {self.new:,} tokens, {record['where']}", numbers)
+
+
+def check_decode(config: RunConfig) -> None:
+    """Raise errors here, once, before any rank starts."""
+    DecodeRun(config, None).open()
+
+
+def decode_alone(config: RunConfig) -> dict[str, Any] | None:
+    """Run on virtual ranks."""
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    return DecodeRun(config, None).run()
+
+
+def decode_on_rank(config: RunConfig, transport: Transport) -> dict[str, Any] | None:
+    """What a rank does."""
+    return DecodeRun(config, transport).run()
