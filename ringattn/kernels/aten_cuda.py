@@ -31,9 +31,11 @@ class AtenCuda(Kernel):
     Flash computes any band, after cuts; the memory-efficient op does so where flash cannot run: for fp32, on devices
     before compute capability 8.0, and where torch.backends.cuda.enable_flash_sdp(False) is in force. cuDNN computes
     dense and causal calls in 16 bits, where `CudaDevice` finds it right and fast, and where no determinism is asked,
-    neither by `deterministic` nor by torch.use_deterministic_algorithms. With the choice "cudnn" the op of the bands
-    computes the other calls. An implementation that torch.nn.attention.activate_flash_attention_impl has put in place
-    of FlashAttention 2 takes the calls of flash, and those of cuDNN. Head dims up to 256.
+    neither by `deterministic` nor by torch.use_deterministic_algorithms. cuDNN builds a plan for each shape and stride,
+    so flash computes works whose shapes do not come again: of documents, and of blocks selected for one call. With the
+    choice "cudnn" the op of the bands computes the other calls. An implementation that
+    torch.nn.attention.activate_flash_attention_impl has put in place of FlashAttention 2, "FA3" or "FA4", takes the
+    calls of flash, and those of cuDNN. Head dims up to 256.
 
     Short works of a visit, such as documents, dilated classes and rows of blocks, are one call of flash with cumulative
     lengths, "varlen", see `packing`. With the choice "cudnn" they are calls of their own.
@@ -145,11 +147,12 @@ class AtenCuda(Kernel):
         """Why cuDNN does not compute a call; None if it does."""
         if self._asks_determinism():
             return "its backward is not deterministic"
-        return (
-            self.device.refuses("cudnn", self.dtype, head_dim)
-            or self.device.cudnn_refuses(call, head_dim)
-            or (None if self.choice or self.band_op == "efficient" else self.device.cudnn_is_slower())
-        )
+        reason = self.device.refuses("cudnn", self.dtype, head_dim) or self.device.cudnn_refuses(call, head_dim)
+        if reason or self.choice or self.band_op == "efficient":
+            return reason
+        if self.varies:
+            return "it builds a plan for each shape, and these shapes do not come again"
+        return self.device.cudnn_is_slower()
 
     def _asks_determinism(self) -> bool:
         """Whether determinism is asked of this kernel, or of torch as a whole with no mere warning."""

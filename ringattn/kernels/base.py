@@ -66,6 +66,8 @@ class Kernel(ABC):
     softcap: float | None = None
     #: Whether the first columns of q and k hide padded keys, see `pad.hide_keys`: a softcap does not cap their share.
     padded: bool = False
+    #: Whether the shapes of works do not come again, see `Pattern.varies`.
+    varies: bool = False
     #: Which weights are dropped; None: none.
     dropout: Dropout | None = None
     #: Of a call with dropout: streams int64 [B, H, rows, 1] and steps int64 [B, K, keys, 1] of `weight_factors`.

@@ -67,6 +67,11 @@ class Pattern(Value, ABC):
         return pattern
 
     @property
+    def varies(self) -> bool:
+        """Whether every step brings other shapes of work, as documents do: no op should keep a plan for each shape."""
+        return self.transient
+
+    @property
     def branches(self) -> int:
         """Number of branches. A pair that belongs to two branches counts twice in the softmax."""
         return 1
@@ -232,6 +237,10 @@ class Combination(Pattern):
     def check(self, tokens: int, heads: int) -> None:
         for operand in self.operands:
             operand.check(tokens, heads)
+
+    @property
+    def varies(self) -> bool:
+        return any(operand.varies for operand in self.operands)
 
     @property
     def rows(self) -> int | None:

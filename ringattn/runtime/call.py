@@ -235,6 +235,8 @@ def read_call(
     assert resolved.scale is not None
     requires_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     kernel, column = _get_kernel(resolved, q, k, v, device, padded=key_padding_mask is not None)
+    if pattern.varies:
+        kernel = kernel.derive(varies=True)
     sizes: dict[str, Any] = {
         "heads": q.shape[1],
         "kv_heads": k.shape[1],
