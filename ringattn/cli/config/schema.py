@@ -104,6 +104,7 @@ class RunConfig(ProblemSizes):
     ranks: int = 2
     tokens: Size = "8k"
     heads: int = 8
+    dtype: str = "auto"
     stream: str | None = None
     chunk: Size | None = None
     device: str | None = None
@@ -115,6 +116,11 @@ class RunConfig(ProblemSizes):
     threads: int | None = None
     timeout: float = 120.0
     trace: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype == "auto":  # the fast ops of CUDA compute 16 bits; the dtype of a file is its own
+            on_cuda = self.transport.spec == "nccl" or self.transport.gpu_aware
+            self.dtype = "bfloat16" if on_cuda and self.input.name != "file" else "float32"
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect beside the others."""
