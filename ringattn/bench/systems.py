@@ -24,6 +24,7 @@ from ..text import duration, size
 from .case import (
     HEAD_DIM,
     HEADS,
+    TOLERANCES,
     BenchCase,
     BenchColumn,
     CaseRecord,
@@ -38,9 +39,8 @@ from .case import (
 
 #: Arguments of multihead modules.
 SIZES: dict[str, Any] = {"embed_dim": HEADS * HEAD_DIM, "num_heads": HEADS}
-#: Rows that are compared with fp64 softmaxes, and the most relative error of a right result.
+#: Rows that are compared with fp64 softmaxes.
 ROWS = 16
-TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
 #: Branches of dilated attention where a suite does not say otherwise.
 BRANCHES = {"segment_lengths": (512, 1024, 2048), "dilation_rates": (1, 2, 4)}
 #: Keys of a query of the block-sparse systems: the blocks of 64 tokens around it, as many as the earlier systems used.
