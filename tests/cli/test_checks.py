@@ -48,6 +48,7 @@ OTHERS: dict[str, Any] = {
     "machine.path": "m.yaml",
     "machine.jitter": 0.5,
     "machine.bandwidth": 1e4,
+    "machine.deferred": False,
     "numerics.way": "all",
     "numerics.rows": 3,
     "numerics.spread": 1,
