@@ -19,8 +19,6 @@ TRIANGLE_ROWS = 128
 #: Query rows times heads per call, which bounds the memory of a call and still occupies many threads. The same bound on
 #: keys times heads limits how many repetitions are one call, because a backward allocates their gradients.
 CALL_ROWS = 1 << 14
-#: Rows times heads that are converted to fp32 once for all calls on them: bounds what the copies add to the peak.
-READ_ROWS = 1 << 16
 #: Below this number of keys the op answers out 0 and lse 0 for a row whose logits are all NaN (fp64: below half of it).
 LANES = 16
 #: Strips of bands bounded above, measured at widths of 64 to 1,024. A backward adds to dK and dV in each strip.
@@ -41,8 +39,8 @@ class AtenCpu(Kernel):
     On CPUs native fp16 matrix products are hundreds of times slower than fp32, and bf16 is no faster than fp32 without
     a matrix unit. fp32 partials also keep the error of many visits at the error of one rounding. With a matrix unit,
     see `has_bf16_unit`, bf16 inputs are computed in bf16: out, dq, dk and dv of every call are then rounded to bf16,
-    and summed over calls in fp32. The error against fp64 (root mean square) of 4,096 causal tokens on 4 ranks: out
-    2.3e-3, dk 3.8e-3; by fp32 partials 1.6e-3, 1.8e-3; of one call of torch in bf16 2.1e-3, 6.5e-3. The op shares
+    and summed over calls in fp32. The error against fp64 (root mean square) of 4,096 causal tokens on 4 ranks: out 2.3e-3,
+    dk 3.8e-3; by fp32 partials 1.6e-3, 1.8e-3; of one call of torch in bf16 2.1e-3, 6.5e-3. The op shares
     key/value heads itself. A value head dim that differs from the head dim of q is padded, which changes no number.
     """
 
@@ -82,10 +80,6 @@ class AtenCpu(Kernel):
             for single in work.singles():
                 for x in join_repetitions(self.strips.cut(single)):
                     yield from x.repetitions(min(CALL_ROWS // len(x.q), self.strip_keys // x.keys) // len(x.heads))
-
-    def read(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # Counted at 4,096 tokens: each call on its own would convert the rows of a causal pass four times.
-        return tuple([_widen(x) if x.shape[1] * x.shape[2] <= READ_ROWS else x for x in tensors])
 
     def op_of(self, call: Work, head_dim: int) -> str:
         kind = "dense" if call.dense else "causal" if is_causal(call) else "masked"
@@ -129,18 +123,12 @@ def _ready(width: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """
     ready = []
     for x in tensors:
-        x = _widen(x)
-        if x.stride(-1) != 1:
+        if x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not has_bf16_unit()):
+            x = x.to(torch.float32, memory_format=torch.contiguous_format)
+        elif x.stride(-1) != 1:
             x = x.contiguous()
         ready.append(x if x.shape[-1] == width else pad_to(x, width))
     return ready
-
-
-def _widen(x: torch.Tensor) -> torch.Tensor:
-    """x in fp32 where it has a 16-bit dtype that this CPU does not compute fast; else x."""
-    if x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not has_bf16_unit()):
-        return x.to(torch.float32, memory_format=torch.contiguous_format)
-    return x
 
 
 def _mask_of(work: Work, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]:

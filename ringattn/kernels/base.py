@@ -123,10 +123,6 @@ class Kernel(ABC):
         """The kernel whose `split` serves a backward; another one where other calls are faster there."""
         return self
 
-    def read(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The rows of this rank, or of a visited block, as all calls on them read them, such as in another dtype."""
-        return tensors
-
     def calls_of(self, works: Iterable[Work]) -> list[Work]:
         """The calls that this kernel makes for the works of one visit."""
         return self.pack([call for work in works for call in self.split(work)])

@@ -146,13 +146,13 @@ def _forward_ring(
     q, k, v = map(align_rows, (q, k, v))
     run.give(program.own["kv"], (k, v))
     output, count = OutputAccumulator(q, v.shape[-1], out), q.size(0)
-    own, read = RowViews(*job.kernel.read(q)), job.kernel.read
+    own = RowViews(q)
     for index, step in enumerate(program.steps, program.first):
         yield from run.perform(step.posts, f"forward step {index}")
         for visit in step.visits:
             with named_range(job.rank, f"forward step {index}, block of rank {visit.part.owner}"):
                 yield from run.perform(visit.copies)
-                block = RowViews(*read(*run.get(visit.block)))
+                block = RowViews(*run.get(visit.block))
                 dropping = _dropping(job, visit, q)
                 for part in visit.parts:
                     for call in part.calls:
@@ -181,14 +181,14 @@ def _backward_ring(
     lse and delta, come to the keys of this rank."""
     grad, q, k, v, out = map(align_rows, (grad, *inputs, result.out))
     dq, dk, dv = make_sums(q, k, v)
-    by_queries, read = program.rotates == "queries", job.kernel.read
+    by_queries = program.rotates == "queries"
     if by_queries:
         assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
         row_delta = delta(grad, out, grad_lse)
         run.give(program.own["q"], (q, grad))
         run.give(program.own["row"], (result.lse, delta_factor(grad, row_delta) if _sends_factors(job) else row_delta))
         run.give(program.sums["dq"], (dq,))
-        own = RowViews(*read(with_column(k, 0.0), with_column(v, 0.0)) if job.lse else read(k, v))
+        own = RowViews(with_column(k, 0.0), with_column(v, 0.0)) if job.lse else RowViews(k, v)
     else:
         run.give(program.own["kv"], (k, v))
         run.give(program.kept, result.kept)
@@ -198,7 +198,7 @@ def _backward_ring(
             out, grad = with_column(out, 0.0), with_column(grad, grad_lse.to(grad.dtype))
         elif grad_lse is not None:  # dropout scales dO v^T but not dlse, which therefore becomes a part of delta
             grad, out = with_delta(grad, delta(grad, out, grad_lse), wider=True)
-        own = RowViews(*read(grad, query, out, result.lse))
+        own = RowViews(grad, query, out, result.lse)
     own_sums = RowViews(dk, dv) if by_queries else RowViews(dq)
     for index, step in enumerate(program.steps, program.first):
         yield from run.perform(step.posts, f"backward step {index}")
@@ -207,12 +207,12 @@ def _backward_ring(
                 yield from run.perform(visit.copies)
                 block, sums = run.get(visit.block), RowViews(*run.get(visit.sums))
                 if by_queries:
-                    rows = RowViews(*read(*_query_inputs(job, block, run.get(visit.rows))))
+                    rows = RowViews(*_query_inputs(job, block, run.get(visit.rows)))
                     _differentiate(job, visit, rows, own, (sums, own_sums), (visit.is_new, False))
                     continue
                 if grad_lse is not None:
                     block = with_column(block[0], 0.0), with_column(block[1], float(job.kernel.dropout is None))
-                _differentiate(job, visit, own, RowViews(*read(*block)), (own_sums, sums), (False, visit.is_new))
+                _differentiate(job, visit, own, RowViews(*block), (own_sums, sums), (False, visit.is_new))
         yield from run.perform(step.waits)
     dq, dk, dv = (as_dtype(x, y.dtype) if job.cast_grads else x for x, y in zip((dq, dk, dv), inputs, strict=True))
     return dq, dk, dv
