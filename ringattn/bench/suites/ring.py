@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ...errors import Unsupported
 from ...functional import attention, ring_attention, virtual_attention
-from ...kernels.aten_cpu import has_bf16_unit
+from ...kernels.aten_cpu import bf16_is_fast
 from ...pattern import Causal, Full
 from ...planner import make_plan
 from ...simulator.timing.costs import memory
@@ -157,7 +157,8 @@ def _half_case(dtype: str, causal: bool, backward: bool, tokens: int = 4096) -> 
     )
     ratios = (Ratio("single", "one rank", 0.95), Ratio("single", "ring", 0.95))
     settings = _settings(tokens, causal, backward, dtype=dtype)
-    note = f"This CPU has {'a' if has_bf16_unit() else 'no'} matrix unit for bf16 (AMX)."
+    unit = "a" if bf16_is_fast(backward=False) else "no"
+    note = f"This CPU has {unit} matrix unit for bf16 (AMX)."
     return BenchCase(name, CORES, settings, columns, ratios, _check_half, notes=(note,))
 
 
