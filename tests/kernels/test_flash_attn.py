@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import EntryPoint
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -179,6 +180,9 @@ def test_determinism_is_an_argument_of_the_backward(ops: EmulatedOps) -> None:
         assert ops.calls["deterministic"] == wanted * ops.calls["flash backward"]
 
 
+@pytest.mark.skipif(
+    bool(find_spec("flash_attn") or find_spec("flash_attn_interface")), reason="about machines without the packages"
+)
 def test_a_package_that_is_missing_is_named() -> None:
     """Nothing of the packages is imported before their kernel is named, and the error says what to install."""
     states = available()
