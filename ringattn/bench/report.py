@@ -340,6 +340,8 @@ def write_index(folder: Path) -> list[Path]:
         newest[suite, hardware] = max(row, newest.get((suite, hardware), row))
     for path in sorted(folder.glob("*/summary.json")):
         study, stem = json.loads(path.read_text(encoding="utf-8")), path.parent.name
+        if "headline" not in study:  # of another version, or no study
+            continue
         name, date = study["study"], study["date"] or ""
         row = date, f"| {name} | any | {date} | {study['headline']} | [{stem}]({stem}/report.md) |"
         newest[name, ""] = max(row, newest.get((name, ""), row))
