@@ -287,17 +287,18 @@ def longest(records: list[CaseRecord], system: str) -> str:
         return f"{system}: {'no length was computed' if asked else 'not among these cases'}"
     best = max(done, key=lambda record: record["settings"]["tokens"])
     column, tokens = best["columns"]["forward"], best["settings"]["tokens"]
-    kept, most = (column["peaks"][name] / tokens for name in ("after", "tensors"))
     return (
-        f"{best['settings']['system']} computes {tokens:,} tokens in {duration(column['median'])}; its tensors take "
-        f"{size(kept)} per token after the call and {size(most)} at their peak, the process "
-        f"{size(column['peaks']['process'] / tokens)}; error {max(best['errors'].values()):.1e}"
+        f"{best['settings']['system']} computes {tokens:,} tokens in {duration(column['median'])}, with "
+        f"{size(column['peaks']['tensors'] / tokens)} of tensors per token and an error of "
+        f"{max(best['errors'].values()):.1e}"
     )
 
 
 def fastest(records: list[CaseRecord], tokens: int) -> str:
-    """The systems of a length on one device from fast to slow, in words."""
+    """The fastest and the slowest system of a length on one device, in words."""
     done = [x for x in find_cases(records, "") if x["settings"]["tokens"] == tokens and x["ranks"] == 1]
-    done.sort(key=lambda record: record["columns"]["forward"]["median"])
-    words = ", ".join(f"{x['settings']['system']} {duration(x['columns']['forward']['median'])}" for x in done)
-    return f"at {tokens:,} tokens: {words or 'nothing was measured'}"
+    if not done:
+        return f"at {tokens:,} tokens nothing was measured"
+    times = sorted((x["columns"]["forward"]["median"], x["settings"]["system"]) for x in done)
+    least, most = (f"{name}, {duration(seconds)}" for seconds, name in (times[0], times[-1]))
+    return f"at {tokens:,} tokens the fastest is {least}, the slowest {most}"

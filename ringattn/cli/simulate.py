@@ -46,7 +46,7 @@ RECORDED = (
 def main(config: SimulateConfig) -> dict[str, Any] | None:
     """Print the timeline of a forward, and with backward=true of a backward; write the numbers as JSON to a path.
 
-    Returns the numbers of mode=numerics, whose jobs are not points of one study.
+    Returns the numbers of mode=numerics and of a model, whose jobs are not points of one study.
     """
     check_choice("mode", config.mode, MODES)
     is_study = config.mode == "timing" and config.model.spec is None and (config.study.axes or config.study.together)

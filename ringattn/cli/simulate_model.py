@@ -31,8 +31,8 @@ NOT_MODELLED = (
 )
 
 
-def main(config: SimulateConfig) -> None:
-    """Print the tables of a model's phase; write the numbers as JSON to a path."""
+def main(config: SimulateConfig) -> dict[str, Any]:
+    """Print the tables of a model's phase; write the numbers as JSON to a path. Returns them."""
     check_choice("phase", config.phase, PHASES)
     check_json(config.output.path)
     check_file("model", config.model.spec, config.model.path, "the config.json of a Hugging Face model")
@@ -70,10 +70,12 @@ def main(config: SimulateConfig) -> None:
             Number("keys and values of a GPU", size(estimate.kv_bytes), "modelled"),
             *_fits(estimate),
         ]
+    record = _record(config, model, parallel, estimate)
     if config.output.path is not None:
-        write_json(config.output.path, _record(config, model, parallel, estimate))
+        write_json(config.output.path, record)
     if config.output.path != STDOUT:
         _print(config, model, parallel, estimate, numbers)
+    return record
 
 
 def _print(

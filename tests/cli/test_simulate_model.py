@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,15 @@ def test_a_step_on_the_command_line(inside: Inside, tmp_path: Path) -> None:
     printed = inside(*question, cwd=tmp_path).stdout
     assert all(word in printed for word in ("[counted]", "[modelled]", "(MFU)", "memory of a GPU", "with failures"))
     assert max(map(len, printed.splitlines())) <= 120
+
+
+def test_jobs_of_models_end_in_a_table(inside: Inside, tmp_path: Path) -> None:
+    done = inside("simulate", "-m", "model=llama3_8b,mistral_7b", "tokens=8k", "tp=2,8", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    header, *rows = (re.split(r" {2,}", line.strip()) for line in done.stdout.rpartition("\njobs\n")[2].splitlines())
+    assert header == ["model", "tp", "time", "tokens of a GPU", "memory of a GPU", "kind"]
+    assert [row[:2] for row in rows] == [[name, tp] for name in ("llama3_8b", "mistral_7b") for tp in "28"]
+    assert all(f"step {row[2]}" in re.sub(" +", " ", done.stdout) for row in rows)
 
 
 def test_phases_and_configs_of_your_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

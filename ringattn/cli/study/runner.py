@@ -234,8 +234,7 @@ def _write_files(study: Study, head: dict[str, Any], table: Table, records: Reco
                 "numbers, as many tokens on each rank, and different numbers of ranks."
             )
     lines = describe_machines(study.points, machines)
-    provenance = {**head, "commit": git("rev-parse", "--short", "HEAD")}
-    more = {"extrapolated": extrapolations, "machines": lines}
+    provenance = {**head, "commit": git("log", "-1", "--format=%h"), "date": git("log", "-1", "--format=%cs")}
     report = StudyReport(
         options,
         table,
@@ -247,6 +246,7 @@ def _write_files(study: Study, head: dict[str, Any], table: Table, records: Reco
         extrapolations=extrapolations,
         remark=remark,
     )
+    more = {"headline": report.headline, "extrapolated": extrapolations, "machines": lines}
     for name, text in {
         "config.yaml": import_module("omegaconf").OmegaConf.to_yaml(asdict(study.config)),
         "sweep.csv": to_csv(table),
