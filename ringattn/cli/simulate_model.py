@@ -24,6 +24,8 @@ from .config.schema import SimulateConfig
 from .simulate import machine_record
 
 PHASES = ("training", "prefill", "decode")
+MERGES = ("auto", "gather", "scatter")
+WINDOWS = ("shard", "copy")
 #: What no formula of models/ covers.
 NOT_MODELLED = (
     "expert parallelism, gradient accumulation without a pipeline, messages between stages, reading of data, kernels' "
@@ -34,6 +36,8 @@ NOT_MODELLED = (
 def main(config: SimulateConfig) -> None:
     """Print the tables of a model's phase; write the numbers as JSON to a path."""
     check_choice("phase", config.phase, PHASES)
+    check_choice("merge", config.merge, MERGES)
+    check_choice("windows", config.windows, WINDOWS)
     check_json(config.output.path)
     check_file("model", config.model.spec, config.model.path, "the config.json of a Hugging Face model")
     model = load_model(config.model.path or str(config.model.spec))
@@ -56,7 +60,8 @@ def main(config: SimulateConfig) -> None:
         elif config.phase == "prefill":
             estimate = prefill(model, machine, config.size(), parallel, config.dtype)
         else:
-            estimate = decode(model, machine, config.size(), config.batch, parallel, config.dtype)
+            ways = {"merge": config.merge, "windows": config.windows}
+            estimate = decode(model, machine, config.size(), config.batch, parallel, config.dtype, **ways)
     if isinstance(estimate, StepEstimate):
         numbers = [*_step_numbers(estimate), *_cost_numbers(estimate)]
     else:

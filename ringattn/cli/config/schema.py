@@ -183,6 +183,8 @@ class SimulateConfig(ProblemSizes):
     trace: str | None = None
     model: ModelGroup = field(default_factory=ModelGroup)
     phase: str = "training"
+    merge: str = "auto"
+    windows: str = "shard"
     cp: int = 1
     dp: int = 1
     tp: int = 1
@@ -201,7 +203,7 @@ class SimulateConfig(ProblemSizes):
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect beside the others."""
-        models = "phase cp dp tp pp micro_batches interleaved checkpointing sharding machine.peak machine.matmul"
+        models = "phase merge windows cp dp tp pp micro_batches interleaved checkpointing sharding"
         faults = "slow slow_links stalls passes solver"
         sizes = "pattern ranks shard kv_heads comm_dtype rotate backward seed"
         if self.shard is not None:
@@ -211,8 +213,10 @@ class SimulateConfig(ProblemSizes):
             refuse(self, f"mode validate numerics study trace {sizes} heads head_dim {faults}", reason)
             if self.phase != "training":
                 refuse(self, "checkpointing sharding pp micro_batches interleaved", f"with phase={self.phase}")
+            if self.phase != "decode":
+                refuse(self, "merge windows", f"with phase={self.phase}, only with phase=decode")
             return
-        refuse(self, f"{models} model", "without a model, such as model=llama3_8b")
+        refuse(self, f"{models} machine.peak machine.matmul model", "without a model, such as model=llama3_8b")
         if self.mode != "timing":
             refuse(self, f"study trace {faults} batch", f"with mode={self.mode}")
         elif not self.study.axes and not self.study.together:
