@@ -209,12 +209,7 @@ class SimulateConfig(ProblemSizes):
         if self.shard is not None:
             refuse(self, "tokens", "beside shard=, which sets the tokens (shard x ranks); give shard=null")
         if self.model.spec is not None:
-            reason = "with a model, which has sizes of its own and no study (cp=, dp= and tp= set the ranks)"
-            refuse(self, f"mode validate numerics study trace {sizes} heads head_dim {faults}", reason)
-            if self.phase != "training":
-                refuse(self, "checkpointing sharding pp micro_batches interleaved", f"with phase={self.phase}")
-            if self.phase != "decode":
-                refuse(self, "merge windows", f"with phase={self.phase}, only with phase=decode")
+            self._check_model(f"{sizes} {faults}")
             return
         refuse(self, f"{models} machine.peak machine.matmul model", "without a model, such as model=llama3_8b")
         if self.mode != "timing":
@@ -238,6 +233,14 @@ class SimulateConfig(ProblemSizes):
             self._check_numerics()
         else:
             self._check_timing()
+
+    def _check_model(self, without: str) -> None:
+        reason = "with a model, which has sizes of its own and no study (cp=, dp= and tp= set the ranks)"
+        refuse(self, f"mode validate numerics study trace heads head_dim {without}", reason)
+        if self.phase != "training":
+            refuse(self, "checkpointing sharding pp micro_batches interleaved", f"with phase={self.phase}")
+        if self.phase != "decode":
+            refuse(self, "merge windows", f"with phase={self.phase}, only with phase=decode")
 
     def _check_numerics(self) -> None:
         refuse(self, "validate", "with mode=numerics")

@@ -68,10 +68,10 @@ def decode(
 ) -> InferenceEstimate:
     """The modelled time of one token of each of `batch` sequences of a dp group, after `context` tokens.
 
-    Every matrix is read once, and computes with `batch` rows where that takes longer. Keys and values are read once, cut
-    by tokens over the cp ranks, as `ra.KVCache` does, and by heads over the tp ranks. Each cp rank attends its part, and
-    ranks merge outputs and lse in fp32 by the messages of `merge`, see `merge_seconds`. With windows="copy" each rank
-    holds the windows whole, and layers with a window send nothing. Raises as `training_step`.
+    Every matrix is read once, and computes with `batch` rows where that takes longer. Keys and values are read once,
+    cut by tokens over the cp ranks, as in `ra.KVCache`, and by heads over the tp ranks. Each cp rank attends its part,
+    and ranks merge outputs and lse in fp32 by the messages of `merge`, see `merge_seconds`. With windows="copy" each
+    rank holds the windows whole, and layers with a window send nothing. Raises as `training_step`.
     """
     parallel.check(model, machine, context)
     check_dtype(machine, dtype)
