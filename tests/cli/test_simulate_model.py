@@ -10,7 +10,7 @@ import pytest
 from command_line import Inside
 
 import ringattn as ra
-from ringattn.cli.config.groups import MachineGroup, ModelGroup, StudyGroup
+from ringattn.cli.config.groups import MachineGroup, ModelGroup
 from ringattn.cli.config.schema import SimulateConfig
 from ringattn.cli.simulate import main
 from ringattn.errors import InvalidInput
@@ -48,7 +48,8 @@ def test_phases_and_configs_of_your_own(tmp_path: Path, capsys: pytest.CaptureFi
     for wrong, message in (
         ({"phase": "train"}, "did you mean 'training'"),
         ({"model": ModelGroup("file")}, "model=file needs model.path=..., the config"),
-        ({"study": StudyGroup(axes={"cp": [1, 2]})}, "study.axes=.* has no meaning with a model"),
+        ({"merge": "gather"}, "merge=gather has no meaning with phase=training"),
+        ({"phase": "decode", "merge": "none"}, "merge=none: expected one of auto, gather, scatter"),
     ):
         with pytest.raises(InvalidInput, match=message):
             main(replace(own, **wrong))  # type: ignore[arg-type]

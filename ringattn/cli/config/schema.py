@@ -235,8 +235,8 @@ class SimulateConfig(ProblemSizes):
             self._check_timing()
 
     def _check_model(self, without: str) -> None:
-        reason = "with a model, which has sizes of its own and no study (cp=, dp= and tp= set the ranks)"
-        refuse(self, f"mode validate numerics study trace heads head_dim {without}", reason)
+        reason = "with a model, which has sizes of its own (cp=, dp= and tp= set the ranks)"
+        refuse(self, f"mode validate numerics trace heads head_dim {without}", reason)
         if self.phase != "training":
             refuse(self, "checkpointing sharding pp micro_batches interleaved", f"with phase={self.phase}")
         if self.phase != "decode":

@@ -23,7 +23,7 @@ from ..config.overrides import check_parameters, compose, explain, in_digits, is
 from ..config.schema import SimulateConfig, parse_size
 
 #: Config groups whose options and keys may be axes.
-GROUPS = ("pattern", "layout", "schedule", "machine")
+GROUPS = ("pattern", "layout", "schedule", "machine", "model")
 #: Keys that cannot be axes: keys of the study itself, and keys of other modes.
 FIXED = ("study", "output", "experiment", "mode", "validate", "numerics")
 #: Keys whose values are sizes such as 64k.
