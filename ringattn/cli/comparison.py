@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..simulator.reporting.console import print_grid, print_plain
-from ..text import duration, rate, size
+from ..text import duration, size
 
 #: Texts of a row by column.
 Cells = dict[str, str]
@@ -16,7 +16,7 @@ MAX_ROWS = 50
 
 
 def headlines(record: dict[str, Any]) -> Cells:
-    """The headline numbers of a report of `run`, `plan`, `simulate mode=numerics` or `simulate model=`."""
+    """The headline numbers of a report of `run`, `plan`, or `simulate mode=numerics`."""
     cells: Cells = {}
     for name, timed in record.get("passes", {}).items():
         moved = "sent" if "bytes_sent" in timed else "copied"
@@ -31,9 +31,6 @@ def headlines(record: dict[str, Any]) -> Cells:
                 cells |= {f"{name} sends": size(sent["bytes"]), f"{name} messages": f"{sent['messages']:,}"}
     if "seconds" in record:
         cells["time"] = duration(record["seconds"])
-    if "fits" in record:  # of a model
-        cells["tokens of a GPU"] = rate(record["tokens per second and GPU"], "tokens/s")
-        cells |= {"memory of a GPU": size(sum(record["memory"].values())), "kind": "[modelled]"}
     if record.get("error") is not None:
         cells["error"] = f"{record['error']:.2e}"
     return cells
@@ -45,7 +42,7 @@ def read_overrides(overrides: Sequence[str]) -> Cells:
     return {key.removesuffix(".spec"): value.strip("'") for key, _, value in pairs}
 
 
-def print_jobs(jobs: Sequence[tuple[Cells, Cells]], title: str = "", all_in: str = "") -> None:
+def print_jobs(jobs: Sequence[tuple[Cells, Cells]], title: str = TITLE, all_in: str = "") -> None:
     """Print the settings that differ between jobs, (settings, numbers), and their numbers; nothing for a single job.
 
     `all_in` says where the rows are that the table has no room for.
@@ -59,7 +56,7 @@ def print_jobs(jobs: Sequence[tuple[Cells, Cells]], title: str = "", all_in: str
         [*(settings.get(key, "") for key in varied), *(numbers.get(name, "") for name in names)]
         for settings, numbers in jobs
     ]
-    print_plain(f"\n{title or ('jobs' if 'kind' in names else TITLE)}")
+    print_plain(f"\n{title}")
     print_grid("", (*varied, *names), rows[:MAX_ROWS])
     if len(rows) > MAX_ROWS:
         print_plain(f"and {len(rows) - MAX_ROWS:,} more{all_in}")

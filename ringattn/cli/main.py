@@ -149,8 +149,8 @@ def _run_verb(verb: str, given: Namespace) -> None:
     if verb in (*RANK_VERBS, "report"):
         refuse_windows(f"ringattn {verb}")
     verb, overrides = _own_overrides(verb, given)
-    one_each = any(re.match(r"model[=.]|mode=(?!timing$)", each) for each in overrides)
-    if verb == "simulate" and given.multirun and not one_each:
+    other_mode = any(each.startswith("mode=") and each != "mode=timing" for each in overrides)
+    if verb == "simulate" and given.multirun and not other_mode:
         overrides, given.multirun = as_study(overrides), False  # its points are one study, in one folder
     launch = detect()
     if verb not in RANK_VERBS and (launch.local_rank if verb == "doctor" else launch.rank):

@@ -189,6 +189,8 @@ class SimulateConfig(ProblemSizes):
     trace: str | None = None
     model: ModelGroup = field(default_factory=ModelGroup)
     phase: str = "training"
+    merge: str = "auto"
+    windows: str = "shard"
     cp: int = 1
     dp: int = 1
     tp: int = 1
@@ -207,18 +209,15 @@ class SimulateConfig(ProblemSizes):
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect beside the others."""
-        models = "phase cp dp tp pp micro_batches interleaved checkpointing sharding machine.peak machine.matmul"
+        models = "phase merge windows cp dp tp pp micro_batches interleaved checkpointing sharding"
         faults = "slow slow_links stalls passes solver"
         sizes = "pattern ranks shard kv_heads comm_dtype rotate backward seed"
         if self.shard is not None:
             refuse(self, "tokens", "beside shard=, which sets the tokens (shard x ranks); give shard=null")
         if self.model.spec is not None:
-            reason = "with a model, which has sizes of its own and no study (cp=, dp= and tp= set the ranks)"
-            refuse(self, f"mode validate numerics study trace {sizes} heads head_dim {faults}", reason)
-            if self.phase != "training":
-                refuse(self, "checkpointing sharding pp micro_batches interleaved", f"with phase={self.phase}")
+            self._check_model(f"{sizes} {faults}")
             return
-        refuse(self, f"{models} model", "without a model, such as model=llama3_8b")
+        refuse(self, f"{models} machine.peak machine.matmul model", "without a model, such as model=llama3_8b")
         if self.mode != "timing":
             refuse(self, f"study trace {faults} batch", f"with mode={self.mode}")
         elif not self.study.axes and not self.study.together:
@@ -240,6 +239,14 @@ class SimulateConfig(ProblemSizes):
             self._check_numerics()
         else:
             self._check_timing()
+
+    def _check_model(self, without: str) -> None:
+        reason = "with a model, which has sizes of its own (cp=, dp= and tp= set the ranks)"
+        refuse(self, f"mode validate numerics trace heads head_dim {without}", reason)
+        if self.phase != "training":
+            refuse(self, "checkpointing sharding pp micro_batches interleaved", f"with phase={self.phase}")
+        if self.phase != "decode":
+            refuse(self, "merge windows", f"with phase={self.phase}, only with phase=decode")
 
     def _check_numerics(self) -> None:
         refuse(self, "validate", "with mode=numerics")

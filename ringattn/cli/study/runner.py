@@ -88,7 +88,7 @@ def _jobs(table: Table) -> list[tuple[dict[str, str], dict[str, str]]]:
         kinds = {row[f"{name} kind"] for name in passes}
         numbers = {
             "time": duration(seconds),
-            "exposed": duration(max(seconds - total(row, "compute"), 0.0)),
+            **({"exposed": duration(max(seconds - total(row, "compute"), 0.0))} if "model" not in row else {}),
             "memory of a rank": size(max(row[f"{name} memory"] for name in passes)),
             "kind": " ".join(f"[{kind}]" for kind in sorted(kinds)),
         }
