@@ -19,6 +19,9 @@ CMD ["doctor"]
 # torch, with its CUDA libraries, comes with the base image: required by its exact version, it is not installed again.
 FROM pytorch/pytorch:2.11.0-cuda13.0-cudnn9-runtime AS cuda
 WORKDIR /app
+# Triton, which merges partial results, compiles a small C file for the Python that runs.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev python3-dev \
+    && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY ringattn ringattn
 COPY hydra_plugins hydra_plugins

@@ -162,7 +162,7 @@ COMMANDS = dict.fromkeys(
     for page in PAGES
     for command in commands_of(page)
     if re.match(r"(ringattn \S+ [^.]|scripts/(run|train))", command)
-    and not re.search(r"NAME|\.\.\.|suite=gpu|stream=disk$", command)
+    and not re.search(r"NAME|VERB|\.\.\.|suite=gpu|stream=disk$", command)
 )
 
 
@@ -313,9 +313,9 @@ def test_headlines_are_those_of_the_newest_stored_runs() -> None:
 def test_errors_on_published_measurements_are_those_of_their_page() -> None:
     pages = [(ROOT / name).read_text() for name in ("README.md", "docs/simulation.md", "benchmarks/published.md")]
     (row,) = re.findall(r"^\| all \| .*$", pages[2], re.MULTILINE)
-    assert row in pages[1]
+    assert any(line.startswith("| all |") and row.startswith(line) for line in pages[1].splitlines())
     count, half, most = re.findall(r"\| all \| (\d+) \| ([\d.]+) / ([\d.]+) %", row)[0]
-    words = f"half of {count} published measurements are met within {float(half):g} %, 90 % within {float(most):g} %"
+    words = f"meet half of {count} published measurements within {half} %, and 90 % within {most} %"
     assert words in " ".join(pages[0].split())
 
 

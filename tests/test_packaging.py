@@ -135,6 +135,7 @@ def test_dockerfile_names_what_exists() -> None:
     assert stages == ["cpu", "cuda"]
     for stage in text.split("\nFROM ")[1:] if not text.startswith("FROM") else text.split("FROM ")[1:]:
         assert "--uid 10001 ringattn" in stage and "USER 10001" in stage and 'ENTRYPOINT ["ringattn"]' in stage
+    assert {"gcc", "python3-dev"} < {*stage.split()}, "what Triton needs, in the last stage"
     extras = set(re.findall(r"\.\[(\w+)\]", text))
     assert extras <= set(PROJECT["optional-dependencies"])
 

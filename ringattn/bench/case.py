@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..dtypes import dtype_name
 from ..functional import ring_attention
 from ..layout.regular import Layout, make_layout
 from ..pattern import parse_pattern
@@ -23,8 +24,8 @@ from .links import Links
 Run = Callable[[], Any]
 #: The record of a case, as the JSON file of a suite holds it.
 CaseRecord = dict[str, Any]
-#: Most relative error of a result in fp32; a result with a larger error is wrong, and is not timed.
-TOLERANCE = 1e-5
+#: Most relative error of a result, by dtype; a result with a larger error is wrong, and is not timed.
+TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 #: Heads and head dimension of a case where its suite does not say otherwise.
 HEADS, HEAD_DIM = 8, 64
 
@@ -110,7 +111,7 @@ class BenchCase:
     #: A shorter case: where it failed, or shows that a call would take too long, this case is not tried.
     after: str | None = None
     #: Errors that say that a column cannot run here. In a case that has some, such a column, and one whose error is
-    #: TOLERANCE or more, is missing, with the reason in "details", and the others are timed.
+    #: TOLERANCES or more, is missing, with the reason in "details", and the others are timed.
     lacking: tuple[type[Exception], ...] = ()
 
 
@@ -239,9 +240,9 @@ def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def check_error(name: str, results: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
-    """The largest relative error of some tensors. Raises AssertionError above TOLERANCE."""
+    """The largest relative error of some tensors. Raises AssertionError above the one of TOLERANCES."""
     error = max(relative_error(x, y) for x, y in zip(results, exact, strict=True))
-    assert error < TOLERANCE, f"{name} is wrong by {error:.1e}"
+    assert error < TOLERANCES[dtype_name(results[0].dtype)], f"{name} is wrong by {error:.1e}"
     return error
 
 

@@ -5,6 +5,7 @@ Every number is read from the results; nothing is measured here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,12 +46,10 @@ MIXED = "The code changed during this run: its cases measured different versions
 #: The beginning of the index of a folder of results.
 INDEX = (
     "# Results\n\n"
-    "The newest run of each suite on each machine. `ringattn bench` and `ringattn report` write this page.\n\n"
+    "The newest run of each suite on each machine, and of each study. `ringattn report` writes this page.\n\n"
 )
 #: Most characters of a setting and of a remark in a table.
 MOST_SETTING, MOST_REMARK = 40, 160
-#: Most characters of a conclusion in the index.
-MOST_CONCLUSION = 200
 
 
 @dataclass(frozen=True)
@@ -319,7 +318,7 @@ def write_report(path: Path, report: BenchReport) -> list[Path]:
 
 
 def write_index(folder: Path) -> list[Path]:
-    """README.md of a folder of results: of each suite and machine the newest run, its conclusion and its report.
+    """README.md of a folder of results and studies: of each the newest run by machine, its conclusion and its report.
 
     A README.md that this function has not written stays as it is; the list is then empty.
     """
@@ -336,9 +335,16 @@ def write_index(folder: Path) -> list[Path]:
             continue
         suite, machine = report.record["suite"], report.record["machine"]
         hardware, date = f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores", machine["date"]
-        said = shorten(" ".join([report.conclusion or "", *report.warnings]).strip(), MOST_CONCLUSION)
+        said = " ".join([report.conclusion or "", *report.warnings]).strip()
         row = date, f"| {suite} | {hardware} | {date[:10]} | {said} | {page} |"
         newest[suite, hardware] = max(row, newest.get((suite, hardware), row))
+    for path in sorted(folder.glob("*/summary.json")):
+        study, stem = json.loads(path.read_text(encoding="utf-8")), path.parent.name
+        if "headline" not in study:  # of another version, or no study
+            continue
+        name, date = study["study"], study["date"] or ""
+        row = date, f"| {name} | any | {date} | {study['headline']} | [{stem}]({stem}/report.md) |"
+        newest[name, ""] = max(row, newest.get((name, ""), row))
     rows = ["| suite | machine | date | conclusion | report |", "|---|---|---|---|---|"]
     write_text(target, INDEX + "\n".join([*rows, *(row for _, row in newest.values())]) + "\n")
     return [target]

@@ -34,7 +34,7 @@ from ..text import duration
 from ..transport.base import Transport
 from ..transport.launcher import run_local
 from . import get_cases
-from .case import TOLERANCE, BenchCase, BenchColumn, CaseRecord, Context, Run, iqr
+from .case import TOLERANCES, BenchCase, BenchColumn, CaseRecord, Context, Run, iqr
 from .libraries import say_what_lacks
 from .links import NETWORK, run_nodes
 from .records import FORMAT, open_results
@@ -220,8 +220,8 @@ def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat
             runs[column.name], results[column.name] = (column.threads, run), result
     errors = case.check(context, results) if case.check else {}
     if case.lacking:
-        errors = _of_all_ranks(errors)[0]
-        wrong = {name: error for name, error in errors.items() if not error < TOLERANCE}
+        errors, tolerance = _of_all_ranks(errors)[0], TOLERANCES[case.settings["dtype"]]
+        wrong = {name: error for name, error in errors.items() if not error < tolerance}
         missing |= {name: f"wrong: relative error {error:.1e}; not timed" for name, error in wrong.items()}
         runs = {name: run for name, run in runs.items() if name not in wrong}
     del run, result, results

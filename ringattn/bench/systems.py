@@ -24,6 +24,7 @@ from ..text import duration, size
 from .case import (
     HEAD_DIM,
     HEADS,
+    TOLERANCES,
     BenchCase,
     BenchColumn,
     CaseRecord,
@@ -38,9 +39,8 @@ from .case import (
 
 #: Arguments of multihead modules.
 SIZES: dict[str, Any] = {"embed_dim": HEADS * HEAD_DIM, "num_heads": HEADS}
-#: Rows that are compared with fp64 softmaxes, and the most relative error of a right result.
+#: Rows that are compared with fp64 softmaxes.
 ROWS = 16
-TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
 #: Branches of dilated attention where a suite does not say otherwise.
 BRANCHES = {"segment_lengths": (512, 1024, 2048), "dilation_rates": (1, 2, 4)}
 #: Keys of a query of the block-sparse systems: the blocks of 64 tokens around it, as many as the earlier systems used.
@@ -287,17 +287,18 @@ def longest(records: list[CaseRecord], system: str) -> str:
         return f"{system}: {'no length was computed' if asked else 'not among these cases'}"
     best = max(done, key=lambda record: record["settings"]["tokens"])
     column, tokens = best["columns"]["forward"], best["settings"]["tokens"]
-    kept, most = (column["peaks"][name] / tokens for name in ("after", "tensors"))
     return (
-        f"{best['settings']['system']} computes {tokens:,} tokens in {duration(column['median'])}; its tensors take "
-        f"{size(kept)} per token after the call and {size(most)} at their peak, the process "
-        f"{size(column['peaks']['process'] / tokens)}; error {max(best['errors'].values()):.1e}"
+        f"{best['settings']['system']} computes {tokens:,} tokens in {duration(column['median'])}, with "
+        f"{size(column['peaks']['tensors'] / tokens)} of tensors per token and an error of "
+        f"{max(best['errors'].values()):.1e}"
     )
 
 
 def fastest(records: list[CaseRecord], tokens: int) -> str:
-    """The systems of a length on one device from fast to slow, in words."""
+    """The fastest and the slowest system of a length on one device, in words."""
     done = [x for x in find_cases(records, "") if x["settings"]["tokens"] == tokens and x["ranks"] == 1]
-    done.sort(key=lambda record: record["columns"]["forward"]["median"])
-    words = ", ".join(f"{x['settings']['system']} {duration(x['columns']['forward']['median'])}" for x in done)
-    return f"at {tokens:,} tokens: {words or 'nothing was measured'}"
+    if not done:
+        return f"at {tokens:,} tokens nothing was measured"
+    times = sorted((x["columns"]["forward"]["median"], x["settings"]["system"]) for x in done)
+    least, most = (f"{name}, {duration(seconds)}" for seconds, name in (times[0], times[-1]))
+    return f"at {tokens:,} tokens the fastest is {least}, the slowest {most}"

@@ -68,6 +68,9 @@ def main(config: DoctorConfig) -> None:
         Number("gloo", "ok" if dist.is_available() and dist.is_gloo_available() else "missing from this torch build"),
         Number("nccl", ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else nccl),
     ]
+    network = os.environ.get("GLOO_SOCKET_IFNAME")
+    leads = "the interface that leads to the store of the group; GLOO_SOCKET_IFNAME=eth0 names another"
+    numbers.append(Number("network of records", network or leads))
     numbers += [Number(f"kernel {name}", state) for name, state in available().items()]
     numbers += [Number("merges on CUDA", missing() or "by Triton")]
     numbers += _kernel_choices(config.capability)

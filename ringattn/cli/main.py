@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from ..errors import InvalidInput, RingAttentionError
 from ..files import STDOUT
 from ..text import did_you_mean
-from ..transport.launcher import UNREAD, detect, drop_output, refuse_windows
+from ..transport.launcher import UNREAD, detect, drop_output, refuse_windows, show_note
 from .config.folders import heading, user_folders, verb_help
 from .config.overrides import (
     JSON_KEYS,
@@ -155,6 +155,8 @@ def _run_verb(verb: str, given: Namespace) -> None:
     launch = detect()
     if verb not in RANK_VERBS and (launch.local_rank if verb == "doctor" else launch.rank):
         return  # rank 0 speaks for all ranks; for doctor, which describes a machine, one rank of every node
+    if launch.rank == 0:
+        show_note("starting ...")
     arguments = [*given.options, *(["--multirun"] if given.multirun else []), *prepare(verb, overrides)]
     if launch.rank > 0:  # one run directory, one log and one .hydra per job
         arguments += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
@@ -239,6 +241,7 @@ class _Task:
                 raise explain(self.verb, error) from error
             self.running = True
             run: Callable[[Any], dict[str, Any] | None] = import_module(f".{self.verb}", __package__).main
+            show_note()  # what comes next has progress of its own
             with ending_tidily(launched=self.verb in RANK_VERBS and detect().kind != "none"):
                 record = run(config)
             # JSON on standard output stands alone.
@@ -257,6 +260,7 @@ def _fail(error: RingAttentionError) -> NoReturn:
         line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - LINE_END]} ... {line[-LINE_END:]}"
         for line in str(error).splitlines()
     ]
+    show_note()
     sys.stderr.write("ringattn: " + "\n".join(lines) + "\n")
     sys.stderr.flush()
     raise SystemExit(USAGE_ERROR)

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidInput, LaunchFailure, RingAttentionError
+from ..text import plural
 from ..transport import TRANSPORTS as REGISTERED_TRANSPORTS
 from ..transport.base import Transport
-from ..transport.launcher import UNREAD, Launch, detect, drop_output, init_process_group, run_local
+from ..transport.launcher import UNREAD, Launch, detect, drop_output, init_process_group, run_local, show_note
 from ..transport.mpi import INSTALL, AbortOnError, Mpi, load
 from ..transport.torchdist import TorchDist
 from .config.groups import check_choice, check_least
@@ -121,6 +122,7 @@ def start_ranks(config: C, work: Worker[C], verb: str, prepare: Callable[[C], No
 def _run_locally(config: C, work: Worker[C]) -> Report:
     """Run the ranks as new processes of this machine, with the standard output and the report of rank 0."""
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.ranks)
+    show_note(f"starting {plural(config.ranks, 'rank')} ...")
     try:
         return run_local(
             _run_local_rank,

@@ -49,8 +49,7 @@ def main(config: SimulateConfig) -> dict[str, Any] | None:
     Returns the numbers of mode=numerics, whose jobs are not points of one study.
     """
     check_choice("mode", config.mode, MODES)
-    is_study = config.mode == "timing" and config.model.spec is None and (config.study.axes or config.study.together)
-    if is_study:  # its points are checked
+    if config.mode == "timing" and (config.study.axes or config.study.together):  # its points are checked
         import_module(".study.runner", __package__).main(config)
         return None
     config.check()

@@ -24,6 +24,8 @@ from .config.schema import SimulateConfig
 from .simulate import machine_record
 
 PHASES = ("training", "prefill", "decode")
+MERGES = ("auto", "gather", "scatter")
+WINDOWS = ("shard", "copy")
 #: What no formula of models/ covers.
 NOT_MODELLED = (
     "expert parallelism, gradient accumulation without a pipeline, messages between stages, reading of data, kernels' "
@@ -31,10 +33,11 @@ NOT_MODELLED = (
 )
 
 
-def main(config: SimulateConfig) -> None:
-    """Print the tables of a model's phase; write the numbers as JSON to a path."""
+def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, StepEstimate | InferenceEstimate]:
+    """The model, how it is spread, and what its phase costs. Raises InvalidInput and Unsupported."""
     check_choice("phase", config.phase, PHASES)
-    check_json(config.output.path)
+    check_choice("merge", config.merge, MERGES)
+    check_choice("windows", config.windows, WINDOWS)
     check_file("model", config.model.spec, config.model.path, "the config.json of a Hugging Face model")
     model = load_model(config.model.path or str(config.model.spec))
     parallel = Parallel(
@@ -48,15 +51,20 @@ def main(config: SimulateConfig) -> None:
         rows=config.batch,
     )
     pipeline = Pipeline(config.pp, config.micro_batches, config.interleaved)
-    machine = config.machine.made(ranks=parallel.gpus * pipeline.stages)
+    machine, tokens = config.machine.made(ranks=parallel.gpus * pipeline.stages), config.size()
+    if config.phase == "training":
+        return model, parallel, pipelined_step(model, machine, tokens, parallel, pipeline, config.dtype)
+    if config.phase == "prefill":
+        return model, parallel, prefill(model, machine, tokens, parallel, config.dtype)
+    ways = {"merge": config.merge, "windows": config.windows}
+    return model, parallel, decode(model, machine, tokens, config.batch, parallel, config.dtype, **ways)
+
+
+def main(config: SimulateConfig) -> None:
+    """Print the tables of a model's phase; write the numbers as JSON to a path."""
+    check_json(config.output.path)
     with show_progress(Console(stderr=True)) as tell, listening(tell):
-        estimate: StepEstimate | InferenceEstimate
-        if config.phase == "training":
-            estimate = pipelined_step(model, machine, config.size(), parallel, pipeline, config.dtype)
-        elif config.phase == "prefill":
-            estimate = prefill(model, machine, config.size(), parallel, config.dtype)
-        else:
-            estimate = decode(model, machine, config.size(), config.batch, parallel, config.dtype)
+        model, parallel, estimate = estimate_model(config)
     if isinstance(estimate, StepEstimate):
         numbers = [*_step_numbers(estimate), *_cost_numbers(estimate)]
     else:

@@ -1,4 +1,4 @@
-"""ringattn simulate mode=published: published measurements of attention on GPUs, predicted twice without a fit."""
+"""ringattn simulate mode=published: published measurements on GPUs, predicted by presets made without them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from rich.console import Console
 
 from ..files import write_json, writing
 from ..machine.bands import BANDS, SIZES, describe_band
+from ..machine.presets import PRESETS
 from ..simulator.published.errors import (
-    ErrorStatistics,
     GroupErrors,
     cause_of,
     draw_scatter,
     errors_of,
     group_errors,
+    judge_choices,
     preset_bands,
 )
 from ..simulator.published.predictions import CAUSES, SOURCES, PredictedRow, predict_measurements, read_measurements
@@ -36,38 +37,70 @@ def main(config: SimulateConfig) -> None:
     families = group_errors(predictions, lambda one: one.row.family)
     causes = group_errors(predictions, cause_of)
     print_paragraph(
-        "387 published measurements, modelled without a fit: by the preset alone, and with the kernel rate that the "
-        "source itself gives. A floor is what no model of these inputs can avoid, as the source's methods differ in "
-        "what no plan states."
+        f"{len(predictions)} published measurements, each modelled by presets made without the rows of its family "
+        "(unseen), by a null model (all FLOPs at half of the data sheet's peak), and by the presets as they are, with "
+        "the numbers below fitted to rows. A floor is what no model of these inputs can avoid, as a source's methods "
+        "differ in what no plan states."
     )
     _print_errors("errors by family", [errors_of("all", predictions), *families])
     _print_errors("errors by what takes longest beside the kernel", causes)
     header = ("part of the modelled time", *CAUSES)
     print_grid("", header, [(group.name, *(f"{group.shares[cause]:.1%}" for cause in CAUSES)) for group in families])
     get_console().print()
-    for preset in BANDS:
+    choices = judge_choices(predictions)
+    print_paragraph(
+        f"who takes the way that is predicted to be fastest, of {choices.count} published comparisons, loses "
+        f"{choices.mean:.1%} in the mean and {choices.median:.1%} in the median; who takes any way {choices.null:.1%}"
+    )
+    for number, machines in _fitted_numbers().items():
+        print_paragraph(f"{number}: {', '.join(machines)}")
+    for name in BANDS:
         for size in SIZES:
-            print_paragraph(describe_band(preset, size))
+            print_paragraph(describe_band(name, size))
     for family, source in SOURCES.items():
         print_paragraph(f"{family}: {source}")
     if config.output.path is not None:
         _write(Path(config.output.path), predictions, families, causes)
 
 
+def _fitted_numbers() -> dict[str, list[str]]:
+    """The numbers of presets that were fitted to rows, in words, with the machines that have them."""
+    found: dict[str, list[str]] = {}
+    for name, preset in PRESETS.items():
+        for facts in (preset.values, *preset.kernels.values()):
+            for number, fact in facts.items():
+                if fact.families:
+                    rows = " and ".join(fact.families)
+                    machines = found.setdefault(f"{number} {fact.value:g} (without {rows} {fact.without:g})", [])
+                    machines += [] if name in machines else [name]
+    return found
+
+
 def _print_errors(title: str, groups: list[GroupErrors]) -> None:
-    header = ("", "rows", "preset: median", "P90", "bias", "rows", "source's rate: median", "P90", "bias", "floor P90")
+    header = (
+        "",
+        "rows",
+        "unseen: median",
+        "P90",
+        "bias",
+        "null: median",
+        "P90",
+        "preset: median",
+        "P90",
+        "floor P90",
+    )
     rows = [
-        (group.name, *_statistics(group.preset), *_statistics(group.source), f"{group.floor.p90:.1%}")
+        (
+            group.name,
+            str(group.unseen.rows),
+            *(f"{group.unseen.median:.1%}", f"{group.unseen.p90:.1%}", f"{group.unseen.bias:+.1%}"),
+            *(f"{group.null.median:.1%}", f"{group.null.p90:.1%}"),
+            *(f"{group.preset.median:.1%}", f"{group.preset.p90:.1%}", f"{group.floor.p90:.1%}"),
+        )
         for group in groups
     ]
     get_console().print()
     print_grid(title, header, rows)
-
-
-def _statistics(errors: ErrorStatistics | None) -> tuple[str, ...]:
-    if errors is None:
-        return ("0", "", "", "")
-    return (str(errors.rows), f"{errors.median:.1%}", f"{errors.p90:.1%}", f"{errors.bias:+.1%}")
 
 
 def _write(
@@ -77,18 +110,18 @@ def _write(
     folder.mkdir(parents=True, exist_ok=True)
     with writing(folder / "predictions.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
-        names = ("id", "machine", "kernel", "method", "measured [s]", "preset [s]", "source's rate [s]")
-        table.writerow([*names, *(f"{cause} by preset [s]" for cause in CAUSES)])
+        names = ("id", "machine", "kernel", "method", "measured [s]", "unseen [s]", "null [s]", "preset [s]")
+        table.writerow([*names, *(f"{cause}, unseen [s]" for cause in CAUSES)])
         for one in predictions:
-            row, source = one.row, "" if one.source is None else f"{one.source.seconds:.6g}"
-            numbers = (f"{row.seconds:.6g}", f"{one.preset.seconds:.6g}", source)
-            parts = [f"{one.preset.causes[cause]:.6g}" for cause in CAUSES]
-            table.writerow([row.id, row.machine, row.kernel, row.method, *numbers, *parts])
+            row = one.row
+            seconds = (row.seconds, one.unseen.seconds, one.null, one.preset.seconds, *one.unseen.causes.values())
+            table.writerow([row.id, row.machine, row.kernel, row.method, *(f"{x:.6g}" for x in seconds)])
     record = {
         "kind": "modelled against published measurements",
         "all": asdict(errors_of("all", predictions)),
         "families": [asdict(group) for group in families],
         "causes": [asdict(group) for group in causes],
+        "choices": asdict(judge_choices(predictions)),
         "bands": {
             name: [None if band is None else asdict(band) for band in bands]
             for name, bands in preset_bands(predictions).items()

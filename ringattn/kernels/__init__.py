@@ -31,6 +31,9 @@ KERNELS: Registry[type[Kernel]] = Registry(
         "reference": "kernels.reference:Reference",
         "aten_cpu": "kernels.aten_cpu:AtenCpu",
         "aten_cuda": "kernels.aten_cuda:AtenCuda",
+        "flash_attn": "kernels.flash_attn:FlashAttn",
+        "flash_attn_3": "kernels.flash_attn:FlashAttn3",
+        "flash_attn_4": "kernels.flash_attn:FlashAttn4",
     },
 )
 #: The kernel that "auto" chooses, by the type of the tensors' device; "reference" for all other devices.

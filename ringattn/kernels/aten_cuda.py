@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
@@ -17,10 +18,12 @@ from ..plan.work import Work
 from .base import Kernel, OpChoice, cut
 from .cuda_device import HALF_DTYPES, OPS, CudaDevice, efficient_mask, efficient_reads, flash_reads, flash_window
 from .packing import cumulative, pack
-from .pad import crop_to, pad_to
+from .pad import align, crop_to, pad_to
 
 #: Largest second or third dimension of a CUDA grid, where the ops put heads, or batch times heads.
 GRID = 65_535
+#: (cum_seq_q, cum_seq_k, max_q, max_k) of flash; None for the first two of a call that is not packed.
+Lengths = tuple[torch.Tensor | None, torch.Tensor | None, int, int]
 
 _aten = torch.ops.aten
 
@@ -31,9 +34,11 @@ class AtenCuda(Kernel):
     Flash computes any band, after cuts; the memory-efficient op does so where flash cannot run: for fp32, on devices
     before compute capability 8.0, and where torch.backends.cuda.enable_flash_sdp(False) is in force. cuDNN computes
     dense and causal calls in 16 bits, where `CudaDevice` finds it right and fast, and where no determinism is asked,
-    neither by `deterministic` nor by torch.use_deterministic_algorithms. With the choice "cudnn" the op of the bands
-    computes the other calls. An implementation that torch.nn.attention.activate_flash_attention_impl has put in place
-    of FlashAttention 2 takes the calls of flash, and those of cuDNN. Head dims up to 256.
+    neither by `deterministic` nor by torch.use_deterministic_algorithms. cuDNN builds a plan for each shape and stride,
+    so flash computes works whose shapes do not come again: of documents, and of blocks selected for one call. With the
+    choice "cudnn" the op of the bands computes the other calls. An implementation that
+    torch.nn.attention.activate_flash_attention_impl has put in place of FlashAttention 2, "FA3" or "FA4", takes the
+    calls of flash, and those of cuDNN. Head dims up to 256.
 
     Short works of a visit, such as documents, dilated classes and rows of blocks, are one call of flash with cumulative
     lengths, "varlen", see `packing`. With the choice "cudnn" they are calls of their own.
@@ -41,7 +46,7 @@ class AtenCuda(Kernel):
     What the device and torch's switches allow is read once, in `check`; the backward keeps to it.
     """
 
-    choices = OPS
+    choices: ClassVar[tuple[str, ...]] = OPS
     max_head_dim = 256
 
     def __init__(self, choice: str | None, dtype: torch.dtype, *, deterministic: bool) -> None:
@@ -145,11 +150,12 @@ class AtenCuda(Kernel):
         """Why cuDNN does not compute a call; None if it does."""
         if self._asks_determinism():
             return "its backward is not deterministic"
-        return (
-            self.device.refuses("cudnn", self.dtype, head_dim)
-            or self.device.cudnn_refuses(call, head_dim)
-            or (None if self.choice or self.band_op == "efficient" else self.device.cudnn_is_slower())
-        )
+        reason = self.device.refuses("cudnn", self.dtype, head_dim) or self.device.cudnn_refuses(call, head_dim)
+        if reason or self.choice or self.band_op == "efficient":
+            return reason
+        if self.varies:
+            return "it builds a plan for each shape, and these shapes do not come again"
+        return self.device.cudnn_is_slower()
 
     def _asks_determinism(self) -> bool:
         """Whether determinism is asked of this kernel, or of torch as a whole with no mere warning."""
@@ -161,17 +167,11 @@ class AtenCuda(Kernel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         value_dim = v.shape[-1]
         width = self.device.padded(max(q.shape[-1], value_dim))
-        q, k, v = (_ready(pad_to(x, width)) for x in (q, k, v))
+        q, k, v = (align(pad_to(x, width)) for x in (q, k, v))
         op, batch = self.op_of(work, width), len(q)
         if op.endswith("flash"):
-            left, right = flash_window(work)
-            out, lse, *_ = _aten._flash_attention_forward(
-                *(_tokens(x, work) for x in (q, k, v)),
-                *(*_lengths(work, q), 0.0, False, False),
-                scale=scale,
-                window_size_left=left,
-                window_size_right=right,
-            )
+            inputs = [_tokens(x, work) for x in (q, k, v)]
+            out, lse = self.flash_forward(*inputs, lengths=_lengths(work, q), scale=scale, window=flash_window(work))
             out = _of_tokens(out, work, batch)
             lse = lse.unflatten(1, (batch, -1)).transpose(0, 1) if work.sequences else lse
         elif op == "cudnn":
@@ -205,22 +205,20 @@ class AtenCuda(Kernel):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         head_dim, value_dim = q.shape[-1], v.shape[-1]
         width = self.device.padded(max(head_dim, value_dim))
-        grad, q, k, v, out = (_ready(pad_to(x, width)) for x in (grad, q, k, v, out))
+        grad, q, k, v, out = (align(pad_to(x, width)) for x in (grad, q, k, v, out))
         rows, keys, lse = len(work.q), work.keys, lse.contiguous()
         op = self.op_of(work, width)
-        seed = q.new_empty((), dtype=torch.int64)  # of dropout, which is off: no op reads it
+        seed = _no_seed(q)
         with _deterministic(self.deterministic):
             if op.endswith("flash"):
-                left, right = flash_window(work)
-                grads = _aten._flash_attention_backward(
+                grads = self.flash_backward(
                     *(_tokens(x, work) for x in (grad, q, k, v, out)),
                     lse.transpose(0, 1).flatten(1).contiguous() if work.sequences else lse,
-                    *(*_lengths(work, q), 0.0, False, seed, seed),
+                    lengths=_lengths(work, q),
                     scale=scale,
-                    window_size_left=left,
-                    window_size_right=right,
+                    window=flash_window(work),
                 )
-                dq, dk, dv = (_of_tokens(x, work, len(q)) for x in grads[:3])
+                dq, dk, dv = (_of_tokens(x, work, len(q)) for x in grads)
             elif op == "cudnn":
                 # cuDNN plans are kept by keys without the strides of dO and out (cudnn/MHA.cpp): one layout for all.
                 grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
@@ -249,12 +247,35 @@ class AtenCuda(Kernel):
                 dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
         return crop_to(dq, head_dim), crop_to(dk, head_dim), crop_to(dv, value_dim)
 
+    def flash_forward(
+        self, *inputs: torch.Tensor, lengths: Lengths, scale: float, window: tuple[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of flash for (q, k, v): [B, n, H, D] and [B, H, n], or with lengths [n, H, D] and [H, n]."""
+        out, lse, *_ = _aten._flash_attention_forward(
+            *(*inputs, *lengths, 0.0, False, False),
+            scale=scale,
+            window_size_left=window[0],
+            window_size_right=window[1],
+        )
+        return out, lse
 
-def _ready(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of x, as the ops can read it: last stride 1, and every row begins at a multiple of 16 bytes."""
-    size = x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:-1])
-    return x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
+    def flash_backward(
+        self, *tensors: torch.Tensor, lengths: Lengths, scale: float, window: tuple[int, int]
+    ) -> Sequence[torch.Tensor]:
+        """(dq, dk, dv) of flash for (dO, q, k, v, out, lse), in the layouts of `flash_forward`."""
+        seed = _no_seed(tensors[0])
+        grads: Sequence[torch.Tensor] = _aten._flash_attention_backward(
+            *(*tensors, *lengths, 0.0, False, seed, seed),
+            scale=scale,
+            window_size_left=window[0],
+            window_size_right=window[1],
+        )
+        return grads[:3]
+
+
+def _no_seed(x: torch.Tensor) -> torch.Tensor:
+    """The seed of dropout, which is off: no op reads it."""
+    return x.new_empty((), dtype=torch.int64)
 
 
 def _tokens(x: torch.Tensor, work: Work) -> torch.Tensor:
@@ -267,8 +288,8 @@ def _of_tokens(x: torch.Tensor, work: Work, batch: int) -> torch.Tensor:
     return (x.unflatten(0, (batch, -1)) if work.sequences else x).transpose(1, 2)
 
 
-def _lengths(work: Work, q: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
-    """(cum_seq_q, cum_seq_k, max_q, max_k) of flash, for q [B, H, n, D]."""
+def _lengths(work: Work, q: torch.Tensor) -> Lengths:
+    """The lengths of a call of flash for q [B, H, n, D]."""
     return cumulative(work, len(q), q.device) if work.sequences else (None, None, len(work.q), work.keys)
 
 

@@ -66,6 +66,8 @@ class Kernel(ABC):
     softcap: float | None = None
     #: Whether the first columns of q and k hide padded keys, see `pad.hide_keys`: a softcap does not cap their share.
     padded: bool = False
+    #: Whether the shapes of works do not come again, see `Pattern.varies`.
+    varies: bool = False
     #: Which weights are dropped; None: none.
     dropout: Dropout | None = None
     #: Of a call with dropout: streams int64 [B, H, rows, 1] and steps int64 [B, K, keys, 1] of `weight_factors`.
@@ -129,7 +131,11 @@ class Kernel(ABC):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [B, H, rows, Dv], lse [B, H, rows]) of one call. out has the dtype of q, or fp32."""
+        """(out [B, H, rows, Dv], lse [B, H, rows]) of one call, with any strides.
+
+        out has the dtype of q, or fp32 (fp64 for fp64), in which partials of the same rows are merged: fp32 partials of
+        16-bit inputs save a rounding per call. lse is fp32 (fp64).
+        """
 
     @abstractmethod
     def backward(
@@ -143,7 +149,10 @@ class Kernel(ABC):
         work: Work,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(dq, dk, dv) of one call, in the shapes of q, k and v.
+        """(dq, dk, dv) of one call, in the shapes of q, k and v, with any strides, and in their dtype or in fp32.
+
+        The runtime adds them to sums in fp32 (fp64 for fp64), which are rounded once, after the last call. Columns
+        beyond those of q, k and v are left out.
 
         `grad` is dO [B, H, rows, Dv]. `out` and `lse` are those of the query rows over all their keys, so that
         P = exp(scale * q k^T - lse) and dS = P * (dO v^T - rowsum(dO * out)).

@@ -238,12 +238,15 @@ def _is_packable(work: Work) -> bool:
 
 
 def _sizes(work: Work) -> list[tuple[int, int]]:
-    """(rows, keys) of the sequences of a packed work."""
-    return [(len(part.q), part.keys) for part in work.sequences]
+    """(rows, keys) of the sequences of a packed work, or of the work."""
+    return [(len(part.q), part.keys) for part in work.sequences or (work,)]
 
 
 def cumulative(work: Work, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """(cum_seq_q, cum_seq_k, max_q, max_k) of a packed work, for `batch` elements of the batch one after another."""
+    """(cum_seq_q, cum_seq_k, max_q, max_k) of a work, packed or not, for `batch` elements of the batch in a row.
+
+    The first two are int32 on `device`, begin with 0, and are made once for a work; the others are ints.
+    """
 
     def make() -> Any:
         ends = np.cumsum([(0, 0), *_sizes(work) * batch], 0).astype(np.int32)

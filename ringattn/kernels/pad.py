@@ -35,6 +35,13 @@ def crop_to(x: torch.Tensor, width: int) -> torch.Tensor:
     return x if x.shape[-1] == width else x[..., :width]
 
 
+def align(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of x, as CUDA kernels can read it: last stride 1, and every row begins at a multiple of 16 bytes."""
+    size = x.element_size()
+    aligned = x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:-1])
+    return x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
+
+
 def with_column(x: torch.Tensor, column: torch.Tensor | float) -> torch.Tensor:
     """x [..., n, D] with EXTRA more columns: `column` [..., n] (or a number), then zeros.
 

@@ -192,7 +192,8 @@ class KernelRates:
         """
         tail = self.slots * (0.25 if dense else 1.0)
         rate = (self.backward if backward else self.forward) * blocks / (blocks + tail)
-        return (2 * dims + self.softmax) * (BACKWARD if backward else 1.0) / rate * (self.wide if item > 2 else 1.0)
+        products = 2 * dims * (BACKWARD if backward else 1.0)
+        return (products + self.softmax) / rate * (self.wide if item > 2 else 1.0)
 
     def start_seconds(self, rows: int, *, dims: int, backward: bool, item: int = 2) -> float:
         """Seconds of starting a call, and of moving the operands of its `rows` over all heads and sequences."""

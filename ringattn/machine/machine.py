@@ -208,8 +208,7 @@ class Machine:
     ).with_default(None)
     call: float | None = MachineNumber(
         unit="s",
-        meaning="the seconds of a call beside its visits, messages and records: buffers, the program itself; where it "
-        "is known, each of ceil(log2 P) rounds of records takes the latency of a link",
+        meaning="the seconds of a call beside its visits, messages and records: buffers, the program itself",
         example=1e-3,
         may_be_zero=True,
         effect="what a call takes beside visits and messages",
@@ -223,6 +222,13 @@ class Machine:
         may_be_zero=True,
         default="by default the same as call",
         measured_by="ranks",
+    ).with_default(None)
+    deferred: bool | None = MachineNumber(
+        unit="true or false",
+        meaning="whether ranks compare calls beside their messages, as by check=deferred, so that no call waits; if "
+        "false, ceil(log2 P) rounds of records take the latency of a link each, before the first message",
+        example=False,
+        default="by default true where host is given, and false where call is; else nothing is counted",
     ).with_default(None)
     sweep: float | None = MachineNumber(
         unit="bytes/s",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -18,12 +18,17 @@ CURRENCY = "USD"
 
 
 class Fact(Struct, frozen=True):
-    """A number of a machine, its unit in machine files, its source, and in presets the document, rows or reason."""
+    """A number of a machine, its unit in machine files, its source, and in presets the document or reason.
+
+    A number that was fitted has the `families` of published rows that it is from, and the number `without` them.
+    """
 
     value: bool | int | float
     source: Literal["cited", "fitted", "assumed", "measured"]
     unit: str = ""
     reason: str = ""
+    families: tuple[str, ...] = ()
+    without: float | None = None
 
 
 class Preset(Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,8 +43,15 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
     flops_dtype: str = "bfloat16"
     kernels: dict[str, dict[str, Fact]] = {}
 
-    def machine(self, name: str, library: str = "") -> Machine:
-        """The machine that has these numbers, called `name`, with the kernels of a library."""
+    def machine(self, name: str, library: str = "", *, unseen: str = "") -> Machine:
+        """The machine that has these numbers, called `name`, with the kernels of a library.
+
+        `unseen`: a family of published rows; numbers that were fitted to these rows are replaced by those without them.
+        """
+
+        def value(fact: Fact) -> Any:
+            return fact.without if unseen in fact.families else fact.value
+
         if library and library not in self.kernels:
             raise InvalidInput(
                 f"machine {name}/{library}: {did_you_mean(library, self.kernels)}expected one of the kernels "
@@ -51,10 +63,10 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
         rates = None
         for chosen in [library] if library else [*self.kernels][:1]:
             facts = self.kernels[chosen]
-            rates = KernelRates(chosen, **{name: fact.value for name, fact in facts.items()})  # type: ignore[arg-type]
+            rates = KernelRates(chosen, **{name: value(fact) for name, fact in facts.items()})
             sources.append(("kernel_rates", facts["forward"].source))
         return Machine(
-            **{name: fact.value for name, fact in self.values.items()},  # type: ignore[arg-type]
+            **{name: value(fact) for name, fact in self.values.items()},
             sources=tuple(sources),
             flops_dtype=self.flops_dtype,
             kernel_rates=rates,

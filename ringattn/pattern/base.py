@@ -69,6 +69,11 @@ class Pattern(Value, ABC):
         return pattern
 
     @property
+    def varies(self) -> bool:
+        """Whether every step brings other shapes of work, as documents do: no op should keep a plan for each shape."""
+        return self.transient
+
+    @property
     def branches(self) -> int:
         """Number of branches. A pair that belongs to two branches counts twice in the softmax."""
         return 1
@@ -247,6 +252,10 @@ class Combination(Pattern):
     def check_sides(self, keys: int, queries: int, heads: int) -> None:
         for operand in self.operands:
             operand.check_sides(keys, queries, heads)
+
+    @property
+    def varies(self) -> bool:
+        return any(operand.varies for operand in self.operands)
 
     @property
     def rows(self) -> int | None:

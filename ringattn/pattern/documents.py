@@ -86,6 +86,10 @@ class Documents(Pattern):
     __hash__ = Pattern.kept_hash  # plans are looked up by pattern often, and there may be a million lengths
 
     @property
+    def varies(self) -> bool:
+        return True
+
+    @property
     def rows(self) -> int | None:
         return len(self.lengths) if self.lengths and isinstance(self.lengths[0], tuple) else None
 

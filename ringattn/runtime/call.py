@@ -62,7 +62,8 @@ class AttentionOptions:
     schedule: what travels between ranks and when: "ring", "direct", "allgather", "double_ring(n)", "ulysses(n)",
         "ulysses(n, schedule)", or "auto", the schedule with the shortest time by the timing model on `machine`.
     kernel: "reference", "aten_cpu", "aten_cuda", "aten_cuda:flash", "aten_cuda:cudnn", "aten_cuda:efficient",
-        the kernel of an installed package, or "auto" by the device of the tensors. A named kernel is used or refused.
+        "flash_attn", "flash_attn_3" and "flash_attn_4" of these packages, the kernel of an installed package, or "auto"
+        by the device of the tensors. A named kernel is used or refused.
     machine: a Machine or its name, read by schedule="auto"; None: "cpu" or "cuda" by the device of the tensors.
     scale: factor of the logits; None: 1 / sqrt(head_dim).
     deterministic: repeated runs give equal bits.
@@ -249,6 +250,8 @@ def read_call(
     assert resolved.scale is not None
     requires_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     kernel, column = _get_kernel(resolved, q, k, v, device, padded=key_padding_mask is not None)
+    if pattern.varies:
+        kernel = kernel.derive(varies=True)
     sizes: dict[str, Any] = {
         "heads": q.shape[1],
         "kv_heads": k.shape[1],

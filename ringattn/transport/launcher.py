@@ -214,6 +214,13 @@ def progress_stream() -> TextIO:
     return _progress or sys.stderr
 
 
+def show_note(text: str = "") -> None:
+    """On a terminal, show on a line of standard error what takes seconds; what is printed next takes its place."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{text:<30}\r")
+        sys.stderr.flush()
+
+
 #: The standard error of the parent of a local rank 0, whose own standard error is kept for errors.
 _progress: TextIO | None = None
 

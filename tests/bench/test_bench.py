@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ringattn.bench import SUITES, get_cases, records
 from ringattn.bench import runner as bench_runner
-from ringattn.bench.case import BenchCase, BenchColumn, Ratio, iqr
+from ringattn.bench.case import TOLERANCES, BenchCase, BenchColumn, Ratio, iqr
 from ringattn.bench.report import BenchReport, render
 from ringattn.bench.suites import ring
 from ringattn.cli import report as report_command
@@ -144,12 +144,16 @@ def test_a_bad_output_is_refused_before_anything_is_measured(tmp_path: Path) -> 
     assert not (tmp_path / "new").exists()
 
 
+HALF = ("bfloat16", "float16")
+
+
 def small() -> list[BenchCase]:
     """The kinds of cases of suite "ring", at sizes for tests. The memory case needs a process with a fresh heap."""
     return [
         ring._memory_case(2, rows=1024),
         ring._ring_case("dense", 256, False, False, None),
         ring._ring_case("causal_backward", 256, True, True, 0.5),
+        *(ring._half_case(dtype, True, True, 256) for dtype in HALF),
     ]
 
 
@@ -170,6 +174,17 @@ def test_what_is_timed_is_right(name: str, measured: list[dict[str, dict[str, An
     columns = ["single", "ring", "template", "template_a2a"]
     assert list(found["times"]) == columns and all(len(times) == 2 for times in found["times"].values())
     assert list(found["errors"]) == columns[1:] and max(found["errors"].values()) < 1e-5
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("dtype", HALF)
+def test_rows_of_16_bits(dtype: str, measured: list[dict[str, dict[str, Any]]]) -> None:
+    """One rank and two, against torch's call of the same dtype, and within its rounding."""
+    found = measured[0][f"causal_256_{dtype}_backward"]
+    assert list(found["times"]) == ["single", "one rank", "ring"]
+    assert list(found["errors"]) == ["ring", "one rank"] and max(found["errors"].values()) < TOLERANCES[dtype]
+    names = {case.name for case in ring.list_cases()}
+    assert {f"{mask}_4096_{x}{end}" for mask in ("dense", "causal") for x in HALF for end in ("", "_backward")} < names
 
 
 @pytest.mark.multi

@@ -111,6 +111,19 @@ def to_seconds(text: str) -> float:
     return float(number) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit]
 
 
+def test_the_stored_index_has_the_whole_conclusions_of_suites_and_studies(tmp_path: Path) -> None:
+    (stored,) = {path.parent for path in STORED}
+    for path in (*STORED, *stored.glob("*/summary.json")):
+        copy = tmp_path / path.relative_to(stored)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    (index,) = write_index(tmp_path)
+    text = index.read_text()
+    assert text == (stored / "README.md").read_text(), "make it again: ringattn report results=FILE"
+    assert "..." not in text.replace("Dilated(...)", "") and "| billion_tokens |" in text
+    assert all(len(line) < 700 for line in text.splitlines())
+
+
 def test_an_index_takes_no_readme_of_others(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("mine")
     assert write_index(tmp_path) == [] and (tmp_path / "README.md").read_text() == "mine"

@@ -158,7 +158,7 @@ def test_tensors_count_once_and_until_they_are_gone() -> None:
 def measure_peers(rank: int) -> dict[str, dict[str, Any]]:
     del peers.PEERS["FlexAttention"]  # compiling takes longer than all tests of this file
     cases = {case.name: case for case in peers.list_cases(256)}
-    chosen = [cases[name] for name in ("causal_backward", "window_forward")]
+    chosen = [cases[name] for name in ("causal_backward", "window_forward", "causal_bfloat16_backward")]
     return {case.name: runner.measure_case(case, rank, None, 1) for case in chosen}
 
 
@@ -176,3 +176,5 @@ def test_peers_are_timed_where_they_are_right(on_ranks: list[dict[str, dict[str,
         assert record["summary"]["fastest right peer"] in raw["times"]
     assert {"template", "template_a2a"} <= found["causal_backward"]["times"].keys()
     assert "no such mask" in found["window_forward"]["details"]["missing"]["template"]
+    half = on_ranks[0]["causal_bfloat16_backward"]
+    assert {"ringattn", "sdpa"} <= half["times"].keys() and 1e-4 < half["errors"]["ringattn"] < 2e-2

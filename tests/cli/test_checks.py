@@ -19,7 +19,7 @@ from rich.console import Console
 
 import ringattn as ra
 from ringattn import InvalidInput, Machine, Stall, make_plan, simulate
-from ringattn.cli.config.groups import LayoutGroup, OutputGroup, PatternGroup, ScheduleGroup
+from ringattn.cli.config.groups import InputGroup, LayoutGroup, OutputGroup, PatternGroup, ScheduleGroup, TransportGroup
 from ringattn.cli.config.overrides import compose
 from ringattn.cli.config.schema import SCHEMAS, CalibrateConfig, PlanConfig, ReportConfig, RunConfig, SimulateConfig
 from ringattn.cli.simulate import main
@@ -48,6 +48,7 @@ OTHERS: dict[str, Any] = {
     "machine.path": "m.yaml",
     "machine.jitter": 0.5,
     "machine.bandwidth": 1e4,
+    "machine.deferred": False,
     "numerics.way": "all",
     "numerics.rows": 3,
     "numerics.spread": 1,
@@ -140,6 +141,19 @@ def test_needs_are_met_where_they_say(tmp_path: Path) -> None:
         for name, given in beside.items():
             config = changed(config, name, given)
         assert outcome(config) != outcome(changed(config, key, value)), key
+
+
+def test_cuda_ranks_compute_16_bits_where_no_dtype_is_given() -> None:
+    """The fast ops of CUDA take no fp32."""
+    for overrides, dtype in (
+        ((), "float32"),
+        (("transport=nccl",), "bfloat16"),
+        (("transport=nccl", "dtype=float32"), "float32"),
+        (("transport=mpi", "transport.gpu_aware=true"), "bfloat16"),
+    ):
+        assert OmegaConf.to_object(compose("run", overrides)).dtype == dtype  # type: ignore[union-attr]
+    of_file = RunConfig(transport=TransportGroup("nccl"), input=InputGroup("file", path="x.safetensors"))
+    of_file.check()  # a file's tensors have a dtype
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,7 @@ def test_doctor(inside: Inside, tmp_path: Path) -> None:
     for words in ("launcher", "none, rank 0 of 1", "gloo", "kernel aten_cpu", "pip install 'ringattn[mpi]'"):
         assert words in done.stdout or "mpi4py" in done.stdout
     assert "auto for dense" in done.stdout
+    assert "merges on CUDA" in done.stdout and "GLOO_SOCKET_IFNAME" in done.stdout
     supposed = inside("doctor", "capability=7.5", cwd=tmp_path).stdout
     assert "auto, bfloat16 supposing 7.5" in supposed and "auto for window, float16 supposing 7.5" in supposed
 

@@ -27,6 +27,16 @@ def test_what_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path) -> None:
     assert path.read_text() == "from before" and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_terminal_is_told_at_once_and_a_pipe_is_not() -> None:
+    """The line on standard error is gone when the error is printed."""
+    command = [sys.executable, "-m", "ringattn", "plan", "ranks=x"]
+    end, terminal = os.openpty()
+    subprocess.run(command, stderr=terminal, timeout=60, check=False)
+    drawn = [part for part in os.read(end, 1000).decode().strip().split("\r") if part]
+    piped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stderr
+    assert drawn[0].strip() == "starting ..." and drawn[-2].isspace() and drawn[-1] == piped.strip()
+
+
 def test_only_failures_to_write_are_told_as_such(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), writing(tmp_path / "x", KeyError):
         raise ZeroDivisionError

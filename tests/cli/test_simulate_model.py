@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from command_line import Inside
 
 import ringattn as ra
-from ringattn.cli.config.groups import MachineGroup, ModelGroup, StudyGroup
+from ringattn.cli.config.groups import MachineGroup, ModelGroup
 from ringattn.cli.config.schema import SimulateConfig
 from ringattn.cli.simulate import main
 from ringattn.errors import InvalidInput
@@ -34,6 +35,14 @@ def test_a_step_on_the_command_line(inside: Inside, tmp_path: Path) -> None:
     assert max(map(len, printed.splitlines())) <= 120
 
 
+def test_jobs_of_models_are_points_of_a_study(inside: Inside, tmp_path: Path) -> None:
+    done = inside("simulate", "-m", "model=llama3_8b,mistral_7b", "tokens=8k", "tp=2,8", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    header, *rows = (re.split(r" {2,}", line.strip()) for line in done.stdout.rpartition("\npoints\n")[2].splitlines())
+    assert header == ["model", "tp", "time", "memory of a rank", "kind"]
+    assert [row[:2] for row in rows[:4]] == [[name, tp] for name in ("llama3_8b", "mistral_7b") for tp in "28"]
+
+
 def test_phases_and_configs_of_your_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     path = tmp_path / "my.json"
@@ -48,7 +57,8 @@ def test_phases_and_configs_of_your_own(tmp_path: Path, capsys: pytest.CaptureFi
     for wrong, message in (
         ({"phase": "train"}, "did you mean 'training'"),
         ({"model": ModelGroup("file")}, "model=file needs model.path=..., the config"),
-        ({"study": StudyGroup(axes={"cp": [1, 2]})}, "study.axes=.* has no meaning with a model"),
+        ({"merge": "gather"}, "merge=gather has no meaning with phase=training"),
+        ({"phase": "decode", "merge": "none"}, "merge=none: expected one of auto, gather, scatter"),
     ):
         with pytest.raises(InvalidInput, match=message):
             main(replace(own, **wrong))  # type: ignore[arg-type]

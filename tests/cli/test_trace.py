@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from command_line import Inside, ringattn
+from rank_cases import profiled_ranges
 
 import ringattn as ra
+from ringattn.transport.launcher import run_local
 from ringattn.transport.trace import Trace
 
 SIZES = ("pattern=window", "pattern.left=200", "layout=contiguous", "schedule=ring", "tokens=512", "heads=2")
@@ -70,6 +72,18 @@ def test_profilers_show_visits() -> None:
         ra.virtual_attention(q, k, v, "Causal() & Window(200)", ranks=3, schedule="ring").sum().backward()
     names = Counter(event.name.partition(",")[0] for event in profile.events() if ", block of rank" in event.name)
     assert names == {f"rank {rank}": count for rank, count in planned(3)[0].items()}
+
+
+@pytest.mark.multi
+def test_profilers_show_visits_and_waits_of_ranks() -> None:
+    """On each of two Gloo ranks: every planned visit, and a wait for every step of messages, under the rank's name."""
+    visits, _ = planned(2)
+    for rank, names in enumerate(run_local(profiled_ranges, 2, timeout=120, threads=1)):
+        assert {name.partition(",")[0] for name in names} == {f"rank {rank}"}
+        assert sum(", block of rank" in name for name in names) == visits[rank]
+        waits = [name for name in names if name.endswith(", wait")]
+        assert len(waits) + visits[rank] == len(names)
+        assert any("forward" in name for name in waits) and any("backward" in name for name in waits)
 
 
 def test_an_error_closes_the_trace() -> None:

@@ -37,6 +37,16 @@ PATTERNS: tuple[Pattern, ...] = (
 )
 
 
+def profiled_ranges(rank: int) -> list[str]:
+    """The ranges of a forward and a backward that torch.profiler saw on this rank, in order."""
+    q, k, v = (torch.randn(1, 2, 256, 8, requires_grad=True) for _ in range(3))
+    with torch.profiler.profile() as profile:
+        out = ra.ring_attention(q, k, v, Causal() & Window(200), layout="contiguous", schedule="ring")
+        out.sum().backward()
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events if event.name.startswith("rank ")]
+
+
 def equals_virtual(rank: int, dtype: str, heads: tuple[int, int]) -> int:
     """A quarter of all patterns x layouts x schedules, so that all pairs meet: bit for bit the virtual ranks, and the
     planned bytes. Cells checked."""

@@ -21,6 +21,7 @@ from ringattn.kernels import aten_cuda, get_kernel
 from ringattn.kernels.aten_cuda import AtenCuda
 from ringattn.kernels.base import cut
 from ringattn.kernels.cuda_device import KNOWN_CUDNN, WHOLE_TILES_CUDNN, CudaDevice, efficient_reads, flash_reads
+from ringattn.nn.adaptive import SelectedBlocks
 from ringattn.plan.work import Work
 
 #: Where a pattern depends on the number of tokens, it is made for that number.
@@ -363,6 +364,29 @@ def test_cudnn_needs_a_known_version_and_whole_calls() -> None:
     assert taken((10, 0), work=grouped) == "flash", "cuDNN is wrong with few key/value heads there"
     assert taken(work=replace(SQUARE, lo=0)) == "cudnn"
     assert taken(work=replace(SQUARE, lo=0, hi=99), choice="cudnn") == "flash"
+
+
+def test_shapes_that_do_not_come_again_are_for_flash(ops: EmulatedOps) -> None:
+    """cuDNN builds a plan for each shape and stride: fresh documents would have it build plans in every step."""
+    q = torch.randn(1, 2, 64, 16, dtype=torch.bfloat16, requires_grad=True)
+
+    def ops_of(pattern: ra.Pattern | str, kernel: str, ranks: int) -> set[str]:
+        ops.calls.clear()
+        ra.virtual_attention(q, q, q, pattern, ranks=ranks, kernel=kernel).sum().backward()
+        return set(ops.calls)
+
+    by_flash, by_cudnn = {"flash", "flash backward"}, {"cudnn", "cudnn backward"}
+    chosen = SelectedBlocks(16, torch.eye(4, dtype=torch.bool).tolist())
+    for ranks in (1, 2):
+        assert ops_of("Full()", "aten_cuda", ranks) == ops_of("Causal()", "aten_cuda", ranks) == by_cudnn
+        for varied in (
+            "Documents([40, 24])",
+            "Causal() & Documents([40, 24])",
+            "mix(Causal(), Documents([64]))",
+            chosen,
+        ):
+            assert ops_of(varied, "aten_cuda", ranks) == by_flash, varied
+        assert ops_of("Documents([40, 24])", "aten_cuda:cudnn", ranks) == by_cudnn, "who names an op gets it"
 
 
 def test_an_activated_flash_is_used() -> None:

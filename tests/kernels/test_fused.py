@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -166,4 +167,31 @@ def test_what_computes_is_never_chosen_silently(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ra.Unsupported, match="merges by triton"), merging("triton"):
         add_(x, x.clone())
     add_(x, x.clone())
+    forget()
+
+
+def test_what_triton_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Images for running only have no compiler and no headers: "auto" then merges by torch, and doctor says why."""
+    compilers, compiled = {"gcc"}, ModuleType("fused")
+    vars(compiled).update(INTERPRETED=False)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: name)
+    monkeypatch.setattr(kernels, "_fused", lambda: compiled)
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: name if name in compilers else None)
+    monkeypatch.setattr(kernels.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def lacks() -> tuple[str | None, bool]:
+        forget()
+        return kernels.missing(), kernels._by_triton("auto", torch.device("cuda", 0))
+
+    (tmp_path / "Python.h").touch()
+    assert lacks() == (None, True)
+    compilers.clear()
+    assert lacks() == ("Triton finds no C compiler; install gcc, or set CC", False)
+    monkeypatch.setenv("CC", "cc")
+    (tmp_path / "Python.h").unlink()
+    reason, by_triton = lacks()
+    assert reason is not None and "Triton needs Python.h" in reason and not by_triton
     forget()

@@ -92,9 +92,11 @@ def test_bits_are_those_of_virtual_ranks(pattern: Pattern, dtype: torch.dtype) -
 
 
 def test_sums_in_storage_are_not_rounded_to_16_bits() -> None:
-    """dv, which no rounding of out has a part in, has the error of fp32; each chunk adds its own keys' part to
-    others'."""
-    case = make_case(TOKENS, HEADS, KV_HEADS, torch.bfloat16)
+    """dv, which no rounding of out has a part in, has the error of fp32; each chunk adds its own keys' part to others'.
+
+    In fp16, which every CPU computes in fp32.
+    """
+    case = make_case(TOKENS, HEADS, KV_HEADS, torch.float16)
     truth, stream = truth_of(case, Full()), stream_of(Full(), *case.inputs, chunk=34)
     result = stream.forward(*case.inputs, keep=True)
     names = ("q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv")
@@ -103,7 +105,7 @@ def test_sums_in_storage_are_not_rounded_to_16_bits() -> None:
     stream.differentiate(HostTensors(stored))
     assert error(stored["dv"], truth.grads[2]) <= 1e-6
     for name, x in zip(("dq", "dk"), truth.grads, strict=False):
-        assert error(stored[name], x) <= 2.0**-7
+        assert error(stored[name], x) <= 2.0**-10
 
 
 @pytest.mark.parametrize("pattern", [Causal(), Dilated((16, 50), (1, 3))], ids=repr)

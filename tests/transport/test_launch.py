@@ -146,6 +146,8 @@ def test_trainjob_has_the_fields_of_its_schema() -> None:
     assert trainer["command"] == ["torchrun", "-m", "ringattn", "run"]
     assert all(isinstance(word, str) for word in trainer["args"])
     prepare("run", trainer["args"])
+    assert {entry["name"] for entry in trainer["env"]} == {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+    assert all("GLOO_SOCKET_IFNAME" in (LAUNCH / name).read_text() for name in ("torchrun.sh", "slurm.sbatch"))
     (override,) = job["spec"]["podTemplateOverrides"]
     (container,), (volume,) = override["spec"]["containers"], override["spec"]["volumes"]
     assert override["targetJobs"] == [{"name": "node"}] and container["name"] == "node"

@@ -15,6 +15,9 @@ import pytest
 import rank_cases
 import torch
 
+from ringattn.cli import ranks
+from ringattn.cli.config.groups import TransportGroup
+from ringattn.cli.config.schema import RunConfig
 from ringattn.cli.ranks import _set_cuda_device
 from ringattn.errors import InvalidInput, LaunchFailure
 from ringattn.transport.launcher import Launch, detect
@@ -145,3 +148,18 @@ def test_a_rank_takes_a_device_that_it_sees(
     launch = Launch("torchrun", rank=local_rank, world=8, local_rank=local_rank, local_world=8)
     assert _set_cuda_device(launch, "transport=nccl").index == expected
     assert chosen == [torch.device("cuda", expected)]
+
+
+def test_a_rank_has_its_device_before_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL then connects the devices at once, and no rank takes the memory of the first device."""
+    order: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", order.append)
+    monkeypatch.setattr(ranks, "init_process_group", lambda launch, **options: order.append(options))
+    monkeypatch.setattr(ranks, "TorchDist", lambda timeout: order.append("transport"))
+    monkeypatch.setattr(ranks.dist, "destroy_process_group", lambda: None)
+    launch, device = Launch("torchrun", rank=3, world=4, local_rank=3, local_world=4), torch.device("cuda", 3)
+    config = RunConfig(transport=TransportGroup("nccl"), threads=torch.get_num_threads())
+    ranks._run_under_torchrun(launch, config, lambda config, transport: {})
+    assert order == [device, {"backend": "nccl", "timeout": config.timeout, "device": device}, "transport"]

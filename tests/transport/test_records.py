@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import socket
+import time
 
-from ringattn import Mismatch
+import pytest
+import torch.distributed as dist
+
+from ringattn import CommFailure, Mismatch
+from ringattn.transport.channel import Channel
 from ringattn.transport.records import VALUE, Exchange, frame, open_frame
 
 
@@ -30,3 +35,16 @@ class Lost:
 def test_an_exception_that_nobody_can_be_told_of_is_raised_nevertheless() -> None:
     with pytest.raises(ZeroDivisionError), Exchange(Lost(), "plan"):
         raise ZeroDivisionError
+
+
+def test_a_rank_that_is_not_reached_is_told_with_the_network() -> None:
+    """Between nodes an address may lead nowhere, such as that of a loopback interface."""
+    with socket.socket() as nobody:  # a port on which nobody listens
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        store = dist.HashStore()
+        store.set("1", f"127.0.0.1 {port} {'00' * 16}")
+        rank = object.__new__(Channel)
+        rank.rank, rank.size = 0, 2
+        with pytest.raises(CommFailure, match=f"rank 1: no connection to 127.0.0.1:{port} .*GLOO_SOCKET_IFNAME names"):
+            rank._call(store, 1, time.monotonic() + 0.3)

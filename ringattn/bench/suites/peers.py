@@ -204,19 +204,19 @@ PEERS: dict[str, BenchColumn] = {
 
 
 def list_cases(tokens: int = TOKENS) -> list[BenchCase]:
-    """Five masks, forward, and forward and backward."""
-    return [
-        _case(name, mask, tokens, backward) for name, mask in _list_masks(tokens).items() for backward in (False, True)
-    ]
+    """Five masks, forward, and forward and backward; the dense and the causal one in bf16, too."""
+    masks = [(name, mask, "float32") for name, mask in _list_masks(tokens).items()]
+    masks += [(name, mask, "bfloat16") for name, mask, _ in masks[:2]]
+    return [_case(*mask, tokens, backward) for mask in masks for backward in (False, True)]
 
 
-def _case(name: str, mask: Mask, tokens: int, backward: bool) -> BenchCase:
+def _case(name: str, mask: Mask, dtype: str, tokens: int, backward: bool) -> BenchCase:
     settings = make_settings(
-        tokens, mask=name, pattern=repr(mask.pattern), backward=backward, causal=name == "causal",
+        tokens, dtype, mask=name, pattern=repr(mask.pattern), backward=backward, causal=name == "causal",
         layout=LAYOUTS.get(name, "contiguous"), target=TARGETS[name],
     )  # fmt: skip
     return BenchCase(
-        f"{name}_{'backward' if backward else 'forward'}",
+        f"{name}{'' if dtype == 'float32' else f'_{dtype}'}_{'backward' if backward else 'forward'}",
         RANKS,
         settings,
         tuple(PEERS.values()),
@@ -280,8 +280,8 @@ SUITE = BenchSuite(
     conclude,
     title="Other libraries beside ours",
     about=(
-        "The same tensors, threads and machine, in turns: batch 1, 8 heads of 64, 4,096 tokens, fp32. A library that "
-        "cannot run here, or whose result is wrong, is a row that says so. Targets: at least as fast as the fastest "
-        "right peer on dense and causal masks, and twice as fast on windows, documents and dilated masks.",
+        "The same tensors, threads and machine, in turns: batch 1, 8 heads of 64, 4,096 tokens, fp32 or bf16. A "
+        "library that cannot run here, or whose result is wrong, is a row that says so. Targets: at least as fast as "
+        "the fastest right peer on dense and causal masks, and twice as fast on windows, documents and dilated masks.",
     ),
 )

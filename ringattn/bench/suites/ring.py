@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ...errors import Unsupported
-from ...functional import ring_attention, virtual_attention
+from ...functional import attention, ring_attention, virtual_attention
+from ...kernels.aten_cpu import bf16_is_fast
 from ...pattern import Causal, Full
 from ...planner import make_plan
 from ...simulator.timing.costs import memory
@@ -25,6 +26,7 @@ from ..case import (
     check_error,
     gather,
     get_layout,
+    make_alone,
     make_call,
     make_inputs,
     make_pass,
@@ -64,6 +66,12 @@ def list_cases() -> list[BenchCase]:
     )
     return [
         *(_ring_case(*row) for row in table),
+        *(
+            _half_case(dtype, causal, backward)
+            for dtype in ("bfloat16", "float16")
+            for causal in (False, True)
+            for backward in (False, True)
+        ),
         _virtual_case("virtual_dense_8192", False, 0.93),
         _virtual_case("virtual_causal_8192", True, 0.85),
         *(_memory_case(ranks, rotate) for rotate in (None, "keys", "queries") for ranks in (2, 4)),
@@ -124,6 +132,34 @@ def _ring_case(name: str, tokens: int, causal: bool, backward: bool, target: flo
     )
     ratios = (Ratio("single", "ring", target), *(Ratio(column, "ring", 1.0) for column in TEMPLATES))
     return BenchCase(name, CORES, _settings(tokens, causal, backward), columns, ratios, _check, notes=(NOTE,))
+
+
+def _make_alone(context: Context) -> Run | None:
+    return make_alone(context, partial(attention, pattern=context.settings["pattern"]))
+
+
+def _check_half(context: Context, results: dict[str, Any]) -> dict[str, float]:
+    """Errors against the single call, as `_check`; of one rank, too."""
+    tensors = [gather(x, get_layout(context)) for x in results["ring"]]
+    if context.rank:
+        return {}
+    found = {"ring": tensors, "one rank": results["one rank"]}
+    return {name: check_error(name, x, results["single"]) for name, x in found.items()}
+
+
+def _half_case(dtype: str, causal: bool, backward: bool, tokens: int = 4096) -> BenchCase:
+    """A 16-bit dtype: torch's own call of this dtype, one rank with as many threads, and two ranks."""
+    name = f"{'causal' if causal else 'dense'}_{tokens}_{dtype}" + "_backward" * backward
+    columns = (
+        BenchColumn("single", CORES, make_single),
+        BenchColumn("one rank", CORES, _make_alone),
+        BenchColumn("ring", 1, make_ring),
+    )
+    ratios = (Ratio("single", "one rank", 0.95), Ratio("single", "ring", 0.95))
+    settings = _settings(tokens, causal, backward, dtype=dtype)
+    unit = "a" if bf16_is_fast(backward=False) else "no"
+    note = f"This CPU has {unit} matrix unit for bf16 (AMX)."
+    return BenchCase(name, CORES, settings, columns, ratios, _check_half, notes=(note,))
 
 
 def _make_virtual_ring(context: Context) -> Run:

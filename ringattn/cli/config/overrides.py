@@ -172,6 +172,7 @@ def as_study(overrides: list[str]) -> list[str]:
         values = [] if key.lstrip("+~").startswith(("study", "output", "hydra")) else _values(override)
         if len(values) > 1:
             axes[key] = values
+            others += [f"model={values[0]}"] if key == "model" else []  # its machine, layout and schedule
         else:
             others.append(override)
     if not axes and not any(override.startswith("study=") for override in others):

@@ -110,6 +110,7 @@ class RunConfig(ProblemSizes):
     new: Size = 16
     merge: str = "auto"
     windows: str = "shard"
+    dtype: str = "auto"
     stream: str | None = None
     chunk: Size | None = None
     device: str | None = None
@@ -121,6 +122,11 @@ class RunConfig(ProblemSizes):
     threads: int | None = None
     timeout: float = 120.0
     trace: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype == "auto":  # the fast ops of CUDA compute 16 bits; the dtype of a file is its own
+            on_cuda = self.transport.spec == "nccl" or self.transport.gpu_aware
+            self.dtype = "bfloat16" if on_cuda and self.input.name != "file" else "float32"
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect beside the others."""
@@ -208,6 +214,8 @@ class SimulateConfig(ProblemSizes):
     trace: str | None = None
     model: ModelGroup = field(default_factory=ModelGroup)
     phase: str = "training"
+    merge: str = "auto"
+    windows: str = "shard"
     cp: int = 1
     dp: int = 1
     tp: int = 1
@@ -226,18 +234,15 @@ class SimulateConfig(ProblemSizes):
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect beside the others."""
-        models = "phase cp dp tp pp micro_batches interleaved checkpointing sharding machine.peak machine.matmul"
+        models = "phase merge windows cp dp tp pp micro_batches interleaved checkpointing sharding"
         faults = "slow slow_links stalls passes solver"
         sizes = "pattern ranks shard kv_heads comm_dtype rotate backward seed"
         if self.shard is not None:
             refuse(self, "tokens", "beside shard=, which sets the tokens (shard x ranks); give shard=null")
         if self.model.spec is not None:
-            reason = "with a model, which has sizes of its own and no study (cp=, dp= and tp= set the ranks)"
-            refuse(self, f"mode validate numerics study trace {sizes} heads head_dim {faults}", reason)
-            if self.phase != "training":
-                refuse(self, "checkpointing sharding pp micro_batches interleaved", f"with phase={self.phase}")
+            self._check_model(f"{sizes} {faults}")
             return
-        refuse(self, f"{models} model", "without a model, such as model=llama3_8b")
+        refuse(self, f"{models} machine.peak machine.matmul model", "without a model, such as model=llama3_8b")
         if self.mode != "timing":
             refuse(self, f"study trace {faults} batch", f"with mode={self.mode}")
         elif not self.study.axes and not self.study.together:
@@ -259,6 +264,14 @@ class SimulateConfig(ProblemSizes):
             self._check_numerics()
         else:
             self._check_timing()
+
+    def _check_model(self, without: str) -> None:
+        reason = "with a model, which has sizes of its own (cp=, dp= and tp= set the ranks)"
+        refuse(self, f"mode validate numerics trace heads head_dim {without}", reason)
+        if self.phase != "training":
+            refuse(self, "checkpointing sharding pp micro_batches interleaved", f"with phase={self.phase}")
+        if self.phase != "decode":
+            refuse(self, "merge windows", f"with phase={self.phase}, only with phase=decode")
 
     def _check_numerics(self) -> None:
         refuse(self, "validate", "with mode=numerics")

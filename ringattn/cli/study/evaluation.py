@@ -19,6 +19,7 @@ from ...text import duration, plural
 from ..config.build import plan_from_config, simulate_options
 from ..config.groups import ExecuteGroup
 from ..config.schema import SimulateConfig
+from ..simulate_model import NOT_MODELLED, estimate_model
 from .space import Point
 
 #: Assumed rates of one core in fp64: elements of K and V per second that sampled rows visit; elements per second of
@@ -35,6 +36,8 @@ def evaluate(config: SimulateConfig) -> dict[str, Any]:
     {"status": "ok", "values": by column name, "not modelled": texts}, or {"status": "refused", "why": text}, with the
     counted values where a plan exists.
     """
+    if config.model.spec is not None:
+        return _evaluate_model(config)
     values: dict[str, Any] = {}
     try:
         machine = config.machine.made(ranks=config.ranks)
@@ -55,6 +58,25 @@ def evaluate(config: SimulateConfig) -> dict[str, Any]:
     for timeline in timelines:
         values |= {f"{timeline.direction} {name}": value for name, value in _pass_values(timeline, plan).items()}
     return {"status": "ok", "values": values, "not modelled": [*timelines[0].unmodelled, *timelines[0].notes]}
+
+
+def _evaluate_model(config: SimulateConfig) -> dict[str, Any]:
+    """The record of a point that is a phase of a model."""
+    try:
+        _, _, estimate = estimate_model(config)
+    except (InvalidInput, Unsupported) as error:
+        return {"status": "refused", "why": str(error)}
+    values = {
+        "time": estimate.seconds,
+        "rate": estimate.tokens / estimate.seconds,
+        "kind": "modelled",
+        "memory": sum(estimate.memory.values()),
+        "fits": estimate.fits,
+        **{f"memory: {name}": value for name, value in estimate.memory.items()},
+        **{f"time: {name}": value for name, value in estimate.parts.items()},
+    }
+    named = {f"{config.phase} {name}": value for name, value in values.items()}
+    return {"status": "ok", "values": named, "not modelled": [NOT_MODELLED]}
 
 
 def _pass_values(timeline: Timeline, plan: Plan) -> dict[str, Any]:

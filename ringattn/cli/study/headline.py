@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...text import digits, plural, size
+from ...text import digits, duration, plural, size
 from ..config.groups import StudyGroup
 from .plots import choose_axes
 from .tables import Row, Table, efficiency, is_number, list_passes, name_value, show_number, total
@@ -126,6 +126,9 @@ class _Neighbours:
         if options.plots == ["memory"]:
             low, high, where = self._extremes(lambda row: max(row[f"{one} memory"] for one in list_passes(row)))
             return f"A rank needs {size(low[1])} with {low[0]}, and {size(high[1])} with {high[0]}{where}"
+        if not self.same_work and "model" in self.rows[0]:
+            low, high, where = self._extremes(lambda row: total(row, "time"))
+            return f"It takes {duration(low[1])} with {low[0]}, and {duration(high[1])} with {high[0]}{where}"
         if not self.same_work:
             low, high, where = self._extremes(efficiency)
             return f"Ranks compute {high[1]:.0%} of the time with {high[0]}, and {low[1]:.0%} with {low[0]}{where}"

@@ -13,7 +13,7 @@ import numpy as np
 from ...errors import InvalidInput
 from ...simulator.reporting.pages import COLOURS, draw_lines, save_figure
 from ..config.groups import check_choice
-from .tables import WAITS, Row, Table, efficiency, is_number, show_number, total
+from .tables import DIRECTIONS, WAITS, Row, Table, efficiency, is_number, show_number, total
 
 #: Panels side by side; on a phone, a page shows them 160 pixels wide. Most numbers below the bars of a panel.
 PANELS, MOST_TICKS = 2, 12
@@ -54,6 +54,7 @@ def describe(name: str, x: str, y: str | None) -> str:
     """What the plot `name` shows, for those who do not see it."""
     what = {
         "efficiency": f"the part of the time in which ranks compute, by {x}",
+        "time": f"the time, by {x}",
         "stack": f"the time by cause, by {x}",
         "memory": f"the memory of a rank by category, by {x}",
         "crossover": f"what takes the least time, by {x} and {y}",
@@ -75,9 +76,23 @@ def _draw_efficiency(figure: Any, table: Table, x: str, y: str | None) -> bool:
     log = len(values) > 2 and min(values) > 0 and max(values) / min(values) > 8
     axes = draw_lines(figure, series, x, "mean computing time / time, modelled", log=log)
     axes.set(ylim=(0, 1.05), title="efficiency")
+    _set_ticks(axes, x, values)
+    return bool(series)
+
+
+def _draw_time(figure: Any, table: Table, x: str, y: str | None) -> bool:
+    """Lines of the time of all passes."""
+    series = {name: [(row[x], total(row, "time")) for row in rows] for name, rows in table.series(x).items()}
+    axes = draw_lines(figure, series, x, "seconds, modelled", log=True)
+    axes.set(yscale="log", title="time")
+    _set_ticks(axes, x, table.numbers(x))
+    return bool(series)
+
+
+def _set_ticks(axes: Any, x: str, values: list[Any]) -> None:
+    """Ticks at most MOST_TICKS of the values of x, in units."""
     ticks = values[:: -(-len(values) // MOST_TICKS)]
     axes.set_xticks(ticks, [show_number(x, value) for value in ticks], rotation=60, ha="right", fontsize=7)
-    return bool(series)
 
 
 def _draw_stack(figure: Any, table: Table, x: str, y: str | None) -> bool:
@@ -86,14 +101,15 @@ def _draw_stack(figure: Any, table: Table, x: str, y: str | None) -> bool:
     def share(row: Row, cause: str) -> float:
         return total(row, cause) / total(row, "time") if total(row, "time") else 0.0
 
-    heights = {cause: partial(share, cause=cause) for cause in CAUSES}
+    parts = [column.name.partition(" ")[2] for column in table.columns if " time: " in column.name]
+    heights = {cause.removeprefix("time: "): partial(share, cause=cause) for cause in parts or CAUSES}
     return _draw_bars(figure, table, x, "share of the time, modelled", "time by cause", heights)
 
 
 def _draw_memory(figure: Any, table: Table, x: str, y: str | None) -> bool:
     """Bars of a rank's memory by category, in the backward where the study has it."""
     names = [column.name for column in table.columns if ": " in column.name and column.name.split(" ")[1] == "memory:"]
-    direction = "backward" if any(name.startswith("backward") for name in names) else "forward"
+    direction = next((one for one in DIRECTIONS[::-1] if any(name.startswith(one) for name in names)), "forward")
     heights = {name.partition(": ")[2]: partial(_gibibytes, name=name) for name in names if name.startswith(direction)}
     return _draw_bars(figure, table, x, "GiB per rank, modelled", f"memory in the {direction}", heights)
 
@@ -174,6 +190,7 @@ def find_fastest(table: Table, x: str, y: str) -> dict[tuple[Any, Any], tuple[st
 
 PLOTS: dict[str, Callable[[Any, Table, str, str | None], bool]] = {
     "efficiency": _draw_efficiency,
+    "time": _draw_time,
     "stack": _draw_stack,
     "memory": _draw_memory,
     "crossover": _draw_crossover,

@@ -88,7 +88,7 @@ def _jobs(table: Table) -> list[tuple[dict[str, str], dict[str, str]]]:
         kinds = {row[f"{name} kind"] for name in passes}
         numbers = {
             "time": duration(seconds),
-            "exposed": duration(max(seconds - total(row, "compute"), 0.0)),
+            **({"exposed": duration(max(seconds - total(row, "compute"), 0.0))} if "model" not in row else {}),
             "memory of a rank": size(max(row[f"{name} memory"] for name in passes)),
             "kind": " ".join(f"[{kind}]" for kind in sorted(kinds)),
         }
@@ -234,8 +234,7 @@ def _write_files(study: Study, head: dict[str, Any], table: Table, records: Reco
                 "numbers, as many tokens on each rank, and different numbers of ranks."
             )
     lines = describe_machines(study.points, machines)
-    provenance = {**head, "commit": git("rev-parse", "--short", "HEAD")}
-    more = {"extrapolated": extrapolations, "machines": lines}
+    provenance = {**head, "commit": git("log", "-1", "--format=%h"), "date": git("log", "-1", "--format=%cs")}
     report = StudyReport(
         options,
         table,
@@ -247,6 +246,7 @@ def _write_files(study: Study, head: dict[str, Any], table: Table, records: Reco
         extrapolations=extrapolations,
         remark=remark,
     )
+    more = {"headline": report.headline, "extrapolated": extrapolations, "machines": lines}
     for name, text in {
         "config.yaml": import_module("omegaconf").OmegaConf.to_yaml(asdict(study.config)),
         "sweep.csv": to_csv(table),

@@ -23,7 +23,7 @@ from ..config.overrides import check_parameters, compose, explain, in_digits, is
 from ..config.schema import SimulateConfig, parse_size
 
 #: Config groups whose options and keys may be axes.
-GROUPS = ("pattern", "layout", "schedule", "machine")
+GROUPS = ("pattern", "layout", "schedule", "machine", "model")
 #: Keys that cannot be axes: keys of the study itself, and keys of other modes.
 FIXED = ("study", "output", "experiment", "mode", "validate", "numerics")
 #: Keys whose values are sizes such as 64k.
@@ -117,7 +117,7 @@ def _check_axis(key: str, given: Mapping[str, str]) -> None:
         return
     if group in FIXED or (dot and group not in GROUPS):
         raise InvalidInput(f"study: {key} cannot be an axis; axes are keys that the simulated passes depend on")
-    if key in given:
+    if key in given and key != "model":  # the first model is given, too, see `as_study`
         raise InvalidInput(
             f"{key}={given[key]} has no meaning: the study goes through {key}; its values are study.axes.{key}=[...]"
         )

@@ -15,7 +15,8 @@ from ..config.groups import StudyGroup
 from .space import Point
 
 Row = dict[str, Any]
-DIRECTIONS = ("forward", "backward")
+#: The passes of a plan, and the phases of a model.
+DIRECTIONS = ("forward", "backward", "training", "prefill", "decode")
 #: Columns of a pass: seconds of waiting, by what a pass waits for.
 WAITS = ("wait for peers", "wait for messages")
 #: (unit, word) of columns by name; an extrapolation of passes leaves modelled numbers as they are, and makes numbers of
@@ -73,7 +74,7 @@ def _make_column(name: str) -> Column:
     first, _, rest = name.partition(" ")
     if first in DIRECTIONS and rest:  # `backward` alone is an axis
         units: dict[str, tuple[str, ...]] = {**_UNITS_OF_PASS, "kind": (), "solver": ()}
-        return Column(name, *units["memory" if rest.startswith("memory: ") else rest])
+        return Column(name, *units[rest.partition(": ")[0]])
     if first == "executed":
         return Column(name, *_UNITS_OF_EXECUTION.get(rest, ()))
     number = MACHINE_NUMBERS.get(name.removeprefix("machine.")) if name.startswith("machine.") else None
@@ -200,6 +201,14 @@ def _describe(point: Point) -> Row:
     """The sizes and names of a point, refused or not. The plan's own values replace them, such as auto's choice."""
     config = point.config
     tokens, ranks = config.length(), config.ranks
+    if config.model.spec is not None:
+        spread = {name: getattr(config, name) for name in ("cp", "dp", "tp", "pp", "batch", "dtype")}
+        return {
+            "model": config.model.path or config.model.spec,
+            "tokens": tokens,
+            **spread,
+            "machine": config.machine.spec,
+        }
     return {
         "tokens": tokens,
         "ranks": ranks,

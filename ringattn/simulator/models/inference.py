@@ -6,9 +6,10 @@ from math import ceil
 
 from ...dtypes import ITEM_BYTES
 from ...machine.machine import Machine
+from ...text import plural
 from .attention import attention_of_layers, describe_layers, error_band
 from .config import ModelConfig
-from .layer import RESERVED, LayerCosts, ModelEstimate, check_dtype, collective_seconds, memory_bandwidth
+from .layer import RESERVED, LayerCosts, ModelEstimate, check_dtype, exchange_seconds, memory_bandwidth
 from .parallel import Parallel, check_counts
 
 
@@ -33,7 +34,9 @@ def prefill(
     check_dtype(machine, dtype)
     costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
     layers = attention_of_layers(model, machine, tokens, parallel, dtype, backward=False)
-    memory = _memory(costs, tokens, parallel.rows)
+    here = ceil(tokens / parallel.cp)
+    # On the rank that holds the newest tokens: a layer with a window keeps only the keys of its window.
+    memory = _memory(costs, sum(here if x is None else min(x, here) for x in model.windows), parallel.rows)
     memory["activations"] = costs.activation_bytes + 2 * costs.input_bytes
     memory["attention buffers"] = max(one.buffers for _, one in layers)
     return InferenceEstimate(
@@ -53,47 +56,67 @@ def prefill(
 
 
 def decode(
-    model: ModelConfig, machine: Machine, context: int, batch: int, parallel: Parallel, dtype: str = "bfloat16"
+    model: ModelConfig,
+    machine: Machine,
+    context: int,
+    batch: int,
+    parallel: Parallel,
+    dtype: str = "bfloat16",
+    *,
+    merge: str = "auto",
+    windows: str = "shard",
 ) -> InferenceEstimate:
     """The modelled time of one token of each of `batch` sequences of a dp group, after `context` tokens.
 
     Every matrix is read once, and computes with `batch` rows where that takes longer. Keys and values are read once,
-    cut by tokens over the cp ranks and by heads over the tp ranks; each cp rank attends its part, and the parts are
-    merged by an all-reduce of outputs and lse in fp32, as flash-decoding does within a GPU (Dao et al., 2023). Raises
-    as `training_step`.
+    cut by tokens over the cp ranks, as in `ra.KVCache`, and by heads over the tp ranks. Each cp rank attends its part,
+    and ranks merge outputs and lse in fp32 by the messages of `merge`, see `merge_seconds`. With windows="copy" each
+    rank holds the windows whole, and layers with a window send nothing. Raises as `training_step`.
     """
     parallel.check(model, machine, context)
     check_dtype(machine, dtype)
     check_counts(batch=batch)
     costs = LayerCosts(model, machine, parallel, batch, ITEM_BYTES[dtype])
-    memory = _memory(costs, context, batch)
-    merged = 4 * batch * costs.heads * (model.head_dim + 1)
-    # All cp ranks of a group read as long as the rank with the newest keys, which has the windows.
-    merging = 2 * model.layers * collective_seconds(machine, merged, parallel.cp, parallel.tp)
+    copied = 1 if windows == "copy" else parallel.cp
+    kept = [ceil(context / parallel.cp) if x is None else ceil(min(x, context) / copied) for x in model.windows]
+    memory = _memory(costs, sum(kept), batch)
+    merging = sum(windows != "copy" or window is None for window in model.windows)
+    partial = 4 * batch * costs.heads * (model.head_dim + 1)
+    way, seconds = merge_seconds(machine, partial, parallel.cp, parallel.tp, merge)
     return InferenceEstimate(
         parts={
             "keys and values": memory["keys and values"] / memory_bandwidth(machine),
             **costs.products(model.layers),
             "logits": costs.logits(),
             "tp": model.layers * costs.exchanges,
-            "merging over cp": merging,
+            "merging over cp": merging * seconds,
         },
         memory=memory,
         gpus=parallel.gpus,
         tokens=batch * parallel.dp,
         machine=machine,
+        plan=f"keys of {plural(parallel.cp, 'rank')}, merge={way}" if parallel.cp > 1 else "",
     )
 
 
-def _memory(costs: LayerCosts, tokens: int, rows: int) -> dict[str, int]:
-    """Bytes of weights and of the keys and values of `rows` sequences, on the rank that holds the newest tokens.
+def merge_seconds(machine: Machine, size: int, ranks: int, stride: int, merge: str = "auto") -> tuple[str, float]:
+    """How `ranks` ranks, `stride` apart, merge their outputs and lse of `size` bytes each, and the modelled seconds.
 
-    A layer with a window keeps only the keys of its window.
+    gather: every rank sends all of it to every other one, in one round. scatter: every rank merges its share of the
+    heads, and sends that to every other one: a part of `ranks` of the bytes, in two rounds. auto: the faster one.
     """
-    model, here = costs.model, ceil(tokens / costs.parallel.cp)
-    kept = sum(here if window is None else min(window, here) for window in model.windows)
+    seconds = {
+        "gather": exchange_seconds(machine, size, ranks, stride),
+        "scatter": 2 * exchange_seconds(machine, size / ranks, ranks, stride),
+    }
+    way = min(seconds, key=lambda name: seconds[name]) if merge == "auto" else merge
+    return way, seconds[way]
+
+
+def _memory(costs: LayerCosts, kept: int, rows: int) -> dict[str, int]:
+    """Bytes of weights, and of the keys and values of `rows` sequences: `kept` tokens of all layers together."""
     return {
-        "weights": ceil(model.stored_bytes(costs.item) / costs.parallel.tp),
-        "keys and values": rows * kept * 2 * costs.kv_heads * model.head_dim * costs.item,
+        "weights": ceil(costs.model.stored_bytes(costs.item) / costs.parallel.tp),
+        "keys and values": rows * kept * 2 * costs.kv_heads * costs.model.head_dim * costs.item,
         "reserved": int(RESERVED * (costs.machine.memory or 0)),
     }

@@ -1,4 +1,4 @@
-"""Errors of predictions of published measurements: by family, by cause, the bands of presets, and a scatter plot."""
+"""Errors of predictions of published measurements by family and cause, of choices, bands of presets, and a plot."""
 
 from __future__ import annotations
 
@@ -31,25 +31,38 @@ class ErrorStatistics:
     bias: float
 
     @classmethod
-    def of(cls, errors: Sequence[float]) -> ErrorStatistics | None:
-        """The statistics of some errors; None without errors."""
-        if not errors:
-            return None
+    def of(cls, errors: Sequence[float]) -> ErrorStatistics:
+        """The statistics of at least one error."""
         median, p90 = np.quantile(np.abs(errors), (0.5, 0.9))
         return cls(len(errors), float(median), float(p90), fmean(errors))
 
 
 @dataclass(frozen=True)
 class GroupErrors:
-    """ErrorStatistics of a group of rows by the preset alone, and with the source's kernel rate where it gives one."""
+    """ErrorStatistics of a group of rows: by presets made without the family of each row, by the null model, by presets
+    as they are, and the errors that no model of these inputs can avoid."""
 
     name: str
+    unseen: ErrorStatistics
+    null: ErrorStatistics
     preset: ErrorStatistics
-    source: ErrorStatistics | None
-    #: The median and the 90th percentile of the errors that no model of these inputs can avoid.
     floor: ErrorStatistics
-    #: Parts of the predicted time by cause, by the preset.
+    #: Parts of the time by cause, as predicted without the family.
     shares: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The time lost by who takes the predicted fastest of the published ways to compute the same: mean and median.
+
+    A loss is relative to the fastest published way. The null model tells no ways apart: its loss is that of the mean
+    way.
+    """
+
+    count: int
+    mean: float
+    median: float
+    null: float
 
 
 def group_errors(predictions: Sequence[PredictedRow], key: Callable[[PredictedRow], str]) -> list[GroupErrors]:
@@ -62,16 +75,35 @@ def group_errors(predictions: Sequence[PredictedRow], key: Callable[[PredictedRo
 
 def cause_of(one: PredictedRow) -> str:
     """What takes longest in a prediction beside the kernel; "kernel" where nothing else takes a twentieth."""
-    others = {cause: seconds for cause, seconds in one.preset.causes.items() if cause != "kernel"}
+    others = {cause: seconds for cause, seconds in one.unseen.causes.items() if cause != "kernel"}
     longest = max(others, key=lambda cause: others[cause])
-    return longest if others[longest] >= LEAST_SHARE * one.preset.seconds else "kernel"
+    return longest if others[longest] >= LEAST_SHARE * one.unseen.seconds else "kernel"
+
+
+def judge_choices(predictions: Iterable[PredictedRow]) -> Choices:
+    """What the predictions, made without the family of each row, lose where a family has several ways to compute the
+    same on equal machines."""
+    alike: defaultdict[object, defaultdict[object, list[PredictedRow]]] = defaultdict(lambda: defaultdict(list))
+    for one in predictions:
+        row = one.row
+        sizes = row.tokens, row.batch, row.heads, row.kv_heads, row.head_dim, row.pattern
+        alike[row.family, row.machine, row.gpus, row.passes, sizes][row.schedule, row.layout].append(one)
+    losses, blind = [], []
+    for ways in alike.values():
+        if len(ways) > 1:
+            # Methods of one way differ in what no plan states: the fastest counts.
+            times = [(way[0].unseen.seconds, min(one.row.seconds for one in way)) for way in ways.values()]
+            best = min(seconds for _, seconds in times)
+            losses.append(min(times)[1] / best - 1)
+            blind.append(fmean(seconds for _, seconds in times) / best - 1)
+    return Choices(len(losses), fmean(losses), float(np.median(losses)), fmean(blind))
 
 
 def preset_bands(predictions: Iterable[PredictedRow]) -> dict[str, tuple[ErrorBand | None, ...]]:
-    """By preset and size class, how many times as long as predicted 90 % of the published passes took."""
+    """By preset and size class, how many times as long 90 % of the published passes took as predicted without them."""
     ratios: defaultdict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in SIZES])
     for one in predictions:
-        ratios[one.row.machine][size_class(one.row.shard)].append(one.row.seconds / one.preset.seconds)
+        ratios[one.row.machine][size_class(one.row.shard)].append(one.row.seconds / one.unseen.seconds)
     return {name: tuple(_band(sorted(part)) for part in parts) for name, parts in ratios.items()}
 
 
@@ -84,13 +116,13 @@ def _band(ratios: list[float]) -> ErrorBand | None:
 
 def errors_of(name: str, group: Sequence[PredictedRow]) -> GroupErrors:
     """The errors of some predictions, under a name."""
-    preset = ErrorStatistics.of([one.error(one.preset) for one in group])
-    floor = ErrorStatistics.of(_unavoidable(group))
-    assert preset is not None and floor is not None
-    source = ErrorStatistics.of([one.error(one.source) for one in group if one.source is not None])
-    total = sum(one.preset.seconds for one in group)
-    shares = {cause: sum(one.preset.causes[cause] for one in group) / total for cause in CAUSES}
-    return GroupErrors(name, preset, source, floor, shares)
+    ways = ([one.unseen.seconds for one in group], [one.null for one in group], [one.preset.seconds for one in group])
+    unseen, null, preset = (
+        ErrorStatistics.of([one.error(seconds) for one, seconds in zip(group, way, strict=True)]) for way in ways
+    )
+    total = sum(one.unseen.seconds for one in group)
+    shares = {cause: sum(one.unseen.causes[cause] for one in group) / total for cause in CAUSES}
+    return GroupErrors(name, unseen, null, preset, ErrorStatistics.of(_unavoidable(group)), shares)
 
 
 def _unavoidable(group: Sequence[PredictedRow]) -> list[float]:
@@ -112,16 +144,15 @@ def draw_scatter(predictions: Sequence[PredictedRow], folder: Path) -> None:
     figure = figures.Figure(figsize=(9, 4.5), layout="constrained")
     families = list(dict.fromkeys(one.row.family for one in predictions))
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
-    for panel, title in zip(panels, ("preset alone", "with the source's kernel rate"), strict=True):
+    titles = ("presets made without the family", "null model: half of the peak")
+    for panel, title, null in zip(panels, titles, (False, True), strict=True):
         for family, colour in zip(families, COLOURS, strict=False):
             points = [
-                (one.row.seconds, predicted.seconds)
+                (one.row.seconds, one.null if null else one.unseen.seconds)
                 for one in predictions
                 if one.row.family == family
-                and (predicted := one.preset if panel is panels[0] else one.source) is not None
             ]
-            if points:
-                panel.plot(*zip(*points, strict=True), ".", color=colour, label=family, alpha=0.7)
+            panel.plot(*zip(*points, strict=True), ".", color=colour, label=family, alpha=0.7)
         ends = min(one.row.seconds for one in predictions), max(one.row.seconds for one in predictions)
         panel.plot(ends, ends, color="black", linewidth=0.8)
         panel.set(xscale="log", yscale="log", xlabel="measured [s]", ylabel="modelled [s]", title=title)

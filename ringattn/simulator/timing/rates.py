@@ -113,16 +113,16 @@ class Rates:
     def call(self) -> float:
         """Seconds of a call beside its visits and messages, which the cores of a node compute for each of its ranks.
 
-        Where `call` is known, they include ceil(log2 P) rounds of records, round k with the rank 2^k further on: before
-        the first message all ranks compare what they are about to do.
+        Where ranks wait for each other's records (`deferred`), they include ceil(log2 P) rounds, round k with the rank
+        2^k further on: before the first message all ranks compare what they are about to do.
         """
         node = min(self.machine.ranks_per_node, self.plan.ranks)
-        rounds = (self.plan.ranks - 1).bit_length()
-        seconds = 0.0
-        if (call := self._of_direction("call")) is not None:
-            (near, _), (far, _) = self.machine.rates(True), self.machine.rates(False)
+        call, deferred = self._of_direction("call"), self.machine.deferred
+        seconds = call or 0.0
+        if deferred is False or (deferred is None and call is not None and self.machine.host is None):
             # A rank at the end of its node has every round with another node.
-            seconds = call + rounds * (far if node < self.plan.ranks else near)
+            latency, _ = self.machine.rates(node == self.plan.ranks)
+            seconds += (self.plan.ranks - 1).bit_length() * latency
         if sweep := self._of_direction("sweep"):
             seconds += own_bytes(self.plan) / sweep
         return seconds * node / (self.cores or node)

@@ -12,12 +12,16 @@ from studies import config, read, study
 
 import ringattn as ra
 from ringattn import InvalidInput
-from ringattn.cli.config.groups import ExecuteGroup, StudyGroup
+from ringattn.cli.config.groups import ExecuteGroup, ModelGroup, StudyGroup
 from ringattn.cli.config.overrides import compose
 from ringattn.cli.config.schema import MachineGroup, SimulateConfig, conf_dir
 from ringattn.cli.study import plots, runner
-from ringattn.cli.study.runner import run
+from ringattn.cli.study.runner import Study, run
 from ringattn.cli.study.space import group_by_plan, list_points
+from ringattn.machine.presets import get_machine
+from ringattn.simulator.models.config import load_model
+from ringattn.simulator.models.inference import decode
+from ringattn.simulator.models.parallel import Parallel
 
 
 def test_every_row_is_a_direct_call(tmp_path: Path) -> None:
@@ -239,3 +243,22 @@ def test_overrides_are_taken_or_refused_in_our_words(tmp_path: Path, inside: Ins
         assert done.returncode == 0, done.stderr
         assert "1 point [modelled], 0 refused; " in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"outputs", "two"}
+
+
+def test_points_of_a_model_are_direct_calls(tmp_path: Path) -> None:
+    """A decode by cp and batch: the numbers of `decode`, a reason where the tokens are too few, and every plot."""
+    pytest.importorskip("matplotlib")
+    options = StudyGroup("decode", axes={"cp": [2, 16], "batch": [1, 4]}, plots=["time", "stack", "memory"], x="batch")
+    made = config(model=ModelGroup("llama3_8b"), phase="decode", tokens=8, ranks=8, heads=1, study=options)
+    table = run(Study(made, list_points(made), tmp_path))
+    model, machine = load_model("llama3_8b"), get_machine("h100_nvlink_ib")
+    for row in table.rows[:2]:
+        one = decode(model, machine, 8, row["batch"], Parallel(cp=2))
+        assert row["decode time"] == one.seconds and row["decode memory: keys and values"] == one.kv_bytes
+        assert row["decode time: mlp"] == one.parts["mlp"] and row["decode rate"] == row["batch"] / one.seconds
+    assert [row["status"] for row in table.rows] == ["ok", "ok", "refused", "refused"]
+    text = (tmp_path / "report.md").read_text()
+    assert (
+        "tokens=8 must be a whole number of at least cp=16" in text and "Equal for all points: model=llama3_8b" in text
+    )
+    assert {path.stem for path in tmp_path.glob("*.svg")} == {"time", "stack", "memory"}

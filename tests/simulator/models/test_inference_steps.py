@@ -9,7 +9,7 @@ import pytest
 import ringattn as ra
 from ringattn.errors import InvalidInput
 from ringattn.simulator.models.config import ModelConfig
-from ringattn.simulator.models.inference import decode, prefill
+from ringattn.simulator.models.inference import decode, merge_seconds, prefill
 from ringattn.simulator.models.parallel import Parallel
 from ringattn.simulator.models.training import training_step
 
@@ -35,13 +35,13 @@ def test_a_prefill_is_the_forwards_of_a_step_and_the_last_logits() -> None:
 
 def test_a_decoded_token_reads_weights_and_keys_once() -> None:
     one = decode(MODEL, MACHINE, 2048, 4, Parallel(cp=2, dp=3))
-    assert one.kv_bytes == 4 * (100 + 1024) * 2 * 2 * 64 * 2
+    assert one.kv_bytes == 4 * (50 + 1024) * 2 * 2 * 64 * 2
     assert one.parts["keys and values"] == pytest.approx(one.kv_bytes / 1e12)
     qkv, out = 4 * 256 + 256 * 512 + 4 * 512, 4 * 256 + 256 * 256 + 4 * 256
     assert one.parts["projections"] == pytest.approx(2 * 2 * (qkv + out) / 1e12)
-    # An all-reduce of fp32 outputs and lse of 4 heads and 4 sequences in each of 2 layers, within a node.
+    # Two ranks of a node send fp32 outputs and lse of 4 heads and 4 sequences to each other, in each of 2 layers.
     merged = 4 * 4 * 4 * 65
-    assert one.parts["merging over cp"] == pytest.approx(2 * 2 * (1e-5 + merged / 2 / 1e8))
+    assert one.parts["merging over cp"] == pytest.approx(2 * (1e-5 + merged / 1e8))
     assert one.tokens_per_second == pytest.approx(12 / one.seconds / 6)
     wide = decode(MODEL, MACHINE, 2048, 4096, Parallel(cp=2, dp=3))
     assert wide.parts["mlp"] == pytest.approx(2 * 2 * 4096 * 3 * 256 * 512 / 2e13), "many rows compute"
@@ -59,3 +59,20 @@ def test_more_ranks_hold_fewer_keys_and_few_experts_are_read() -> None:
     assert one.parts["mlp"] == pytest.approx(2 * dense.parts["mlp"], rel=0.01), "two experts of eight"
     with pytest.raises(InvalidInput, match="batch=0 must be"):
         decode(MODEL, MACHINE, 64, 0, Parallel())
+
+
+def test_ranks_merge_by_the_messages_of_a_step() -> None:
+    """The 8B shape at P = 8: 115,584 bytes a rank and layer by gather, 28,896 by scatter."""
+    size, node = 4 * 32 * 129, replace(MACHINE, ranks_per_node=8)
+    assert 7 * size == 115_584 and 2 * 7 * size / 8 == 28_896
+    assert merge_seconds(node, size, 8, 1, "gather") == ("gather", pytest.approx(1e-5 + 115_584 / 1e8))
+    assert merge_seconds(node, size, 8, 1) == ("scatter", pytest.approx(2e-5 + 28_896 / 1e8)), "bytes prevail"
+    late = replace(node, latency=1e-2)
+    assert merge_seconds(late, size, 8, 1) == ("gather", pytest.approx(1e-2 + 115_584 / 1e8)), "rounds prevail"
+    # Two of 8 ranks in a node: 6 messages leave it, through a card that the node's two ranks share.
+    shared = replace(MACHINE, shared_nic=True)
+    assert merge_seconds(shared, size, 8, 1, "gather")[1] == pytest.approx(1e-5 + 6 * size * 2 / 1e8)
+    copy = decode(MODEL, MACHINE, 2048, 4, Parallel(cp=2), windows="copy")
+    assert copy.kv_bytes == 4 * (100 + 1024) * 2 * 2 * 64 * 2
+    shard = decode(MODEL, MACHINE, 2048, 4, Parallel(cp=2))
+    assert 2 * copy.parts["merging over cp"] == shard.parts["merging over cp"], "a window sends nothing"

@@ -361,3 +361,23 @@ def test_wrong_commands(tmp_path: Path) -> None:
             arguments,
             done.stderr,
         )
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_call_waits_for_records_unless_it_is_deferred(backward: bool) -> None:
+    """ceil(log2 P) latencies with check="now"; none with "deferred", which is the default of devices."""
+    plan = make_plan(Causal(), tokens=96, ranks=6, layout="zigzag")
+    known = replace(EVEN, call=1e-3)
+
+    def call(machine: Machine) -> float:
+        return simulate(plan, machine, backward=backward).exposed["call"]
+
+    assert call(known) == call(replace(known, deferred=False)) == pytest.approx(1e-3 + 3 * EVEN.latency)
+    assert call(replace(known, deferred=True)) == call(replace(known, host=1e-6)) == 1e-3
+    nodes = replace(known, ranks_per_node=8, node_latency=1e-6)
+    assert call(nodes) == pytest.approx(1e-3 + 3e-6)
+    assert call(EVEN) == call(replace(EVEN, host=1e-6)) == 0.0
+    assert call(replace(EVEN, host=1e-6, deferred=False)) == pytest.approx(3 * EVEN.latency)
+    for machine in (known, replace(known, deferred=True)):
+        plain = predict(plan, replace(machine, call=None, deferred=True)).seconds
+        assert predict(plan, machine).seconds - plain == pytest.approx(simulate(plan, machine).exposed["call"])
