@@ -20,7 +20,7 @@ from ..simulator.reporting.console import Number, print_grid, print_numbers, pri
 from ..simulator.timing.costs import JOULES_PER_KWH, SECONDS_PER_HOUR
 from ..text import digits, duration, plural, rate, size
 from .config.groups import check_choice, check_file
-from .config.schema import SimulateConfig
+from .config.schema import SimulateConfig, parse_size
 from .simulate import machine_record
 
 PHASES = ("training", "prefill", "decode")
@@ -55,7 +55,8 @@ def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, StepE
     if config.phase == "training":
         return model, parallel, pipelined_step(model, machine, tokens, parallel, pipeline, config.dtype)
     if config.phase == "prefill":
-        return model, parallel, prefill(model, machine, tokens, parallel, config.dtype)
+        chunk = None if config.chunk is None else max(parse_size(config.chunk, "chunk"), 1)
+        return model, parallel, prefill(model, machine, tokens, parallel, config.dtype, chunk=chunk)
     ways = {"merge": config.merge, "windows": config.windows}
     return model, parallel, decode(model, machine, tokens, config.batch, parallel, config.dtype, **ways)
 

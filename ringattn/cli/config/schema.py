@@ -214,6 +214,7 @@ class SimulateConfig(ProblemSizes):
     trace: str | None = None
     model: ModelGroup = field(default_factory=ModelGroup)
     phase: str = "training"
+    chunk: Size | None = None
     merge: str = "auto"
     windows: str = "shard"
     cp: int = 1
@@ -234,7 +235,7 @@ class SimulateConfig(ProblemSizes):
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect beside the others."""
-        models = "phase merge windows cp dp tp pp micro_batches interleaved checkpointing sharding"
+        models = "phase chunk merge windows cp dp tp pp micro_batches interleaved checkpointing sharding"
         faults = "slow slow_links stalls passes solver"
         sizes = "pattern ranks shard kv_heads comm_dtype rotate backward seed"
         if self.shard is not None:
@@ -270,6 +271,8 @@ class SimulateConfig(ProblemSizes):
         refuse(self, f"mode validate numerics trace heads head_dim {without}", reason)
         if self.phase != "training":
             refuse(self, "checkpointing sharding pp micro_batches interleaved", f"with phase={self.phase}")
+        if self.phase != "prefill":
+            refuse(self, "chunk", f"with phase={self.phase}, only with phase=prefill")
         if self.phase != "decode":
             refuse(self, "merge windows", f"with phase={self.phase}, only with phase=decode")
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
+from ...layout.composed import join_layouts, shift_layout
+from ...layout.regular import make_layout
 from ...machine.bands import BANDS, size_class
 from ...machine.machine import Machine
 from ...pattern import Causal, Pattern, Window
@@ -25,6 +28,9 @@ class _Layer:
 
     window: int | None
     tokens: int
+    #: The last tokens, whose queries these are: a chunk of a prompt. All tokens before are keys, cut in such chunks.
+    queries: int
+    chunk: int
     ranks: int
     layout: str
     schedule: str
@@ -43,7 +49,16 @@ class _Layer:
 
     def plan(self) -> Plan:
         """The plan of this attention. Raises what plans raise."""
-        return make_plan(self.pattern, **{name: value for name, value in vars(self).items() if name != "window"})
+        sizes: dict[str, Any] = {
+            name: x for name, x in vars(self).items() if name not in ("window", "queries", "chunk", "layout")
+        }
+        if self.queries == self.tokens:
+            return make_plan(self.pattern, layout=self.layout, **sizes)
+        chunks = [
+            shift_layout(make_layout(self.layout, tokens=min(self.chunk, self.tokens - first), ranks=self.ranks), first)
+            for first in range(0, self.tokens, self.chunk)
+        ]
+        return make_plan(self.pattern, layout=join_layouts(chunks), q_layout=chunks[-1], **sizes)
 
 
 @dataclass(frozen=True)
@@ -62,10 +77,20 @@ class LayerAttention:
 
 
 def attention_of_layers(
-    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str, *, backward: bool = True
+    model: ModelConfig,
+    machine: Machine,
+    tokens: int,
+    parallel: Parallel,
+    dtype: str,
+    *,
+    backward: bool = True,
+    chunk: int | None = None,
 ) -> list[tuple[int, LayerAttention]]:
-    """(number of layers, attention of such a layer) for each distinct window. Raises what plans raise."""
-    layers = _layers(model, machine, tokens, parallel, dtype)
+    """(number of layers, attention of such a layer) for each distinct window. Raises what plans raise.
+
+    `chunk`: of a prompt that comes in chunks of so many tokens, the attention of the last chunk to all tokens.
+    """
+    layers = _layers(model, machine, tokens, parallel, dtype, chunk or tokens)
     return [(count, _attention(layer, backward)) for count, layer in layers]
 
 
@@ -76,12 +101,12 @@ def describe_layers(layers: list[tuple[int, LayerAttention]]) -> str:
 
 def plan_of_widest_layer(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str) -> Plan:
     """The plan of a layer with the widest window."""
-    layers = [layer for _, layer in _layers(model, machine, tokens, parallel, dtype)]
+    layers = [layer for _, layer in _layers(model, machine, tokens, parallel, dtype, tokens)]
     return max(layers, key=lambda layer: tokens if layer.window is None else layer.window).plan()
 
 
 def _layers(
-    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str
+    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str, chunk: int
 ) -> list[tuple[int, _Layer]]:
     """(number of layers, what such a layer computes) for each distinct window; one that hides nothing is none."""
     tp = parallel.tp
@@ -91,7 +116,8 @@ def _layers(
     heads, kv_heads = model.heads // tp, max(model.kv_heads // tp, 1)
     sizes = parallel.cp, parallel.layout, parallel.schedule, heads, kv_heads, model.head_dim, parallel.rows, dtype
     windows = Counter(None if window is None or window >= tokens else window for window in model.windows)
-    return [(count, _Layer(window, tokens, *sizes, machine)) for window, count in windows.items()]
+    queries = (tokens - 1) % chunk + 1
+    return [(count, _Layer(window, tokens, queries, chunk, *sizes, machine)) for window, count in windows.items()]
 
 
 def error_band(machine: Machine, parallel: Parallel, tokens: int) -> tuple[float, float] | None:
@@ -105,13 +131,14 @@ def error_band(machine: Machine, parallel: Parallel, tokens: int) -> tuple[float
 def _attention(layer: _Layer, backward: bool) -> LayerAttention:
     """Attention of a layer; the latest are remembered, as a search asks for the same layer many times."""
     plan, every = layer.plan(), range(layer.tokens)
+    queries = every[-layer.queries :]
     ways = (False, True) if backward else (False,)
     passes = [simulate(plan, layer.machine, backward=way) for way in ways]
     buffers = max(sum(size for name, size in one.memory.items() if name not in _ACTIVATIONS) for one in passes)
     return LayerAttention(
         passes[0].seconds,
         passes[-1].seconds if backward else 0.0,
-        layer.pattern.count(every, every),
+        layer.pattern.count(queries, every),
         buffers,
-        f"{plan.layout.name}, {plan.schedule} ({passes[0].solver})",
+        f"{layer.layout if layer.queries < layer.tokens else plan.layout.name}, {plan.schedule} ({passes[0].solver})",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 
 from ...dtypes import ITEM_BYTES
@@ -23,17 +24,44 @@ class InferenceEstimate(ModelEstimate):
 
 
 def prefill(
-    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str = "bfloat16"
+    model: ModelConfig,
+    machine: Machine,
+    tokens: int,
+    parallel: Parallel,
+    dtype: str = "bfloat16",
+    *,
+    chunk: int | None = None,
 ) -> InferenceEstimate:
     """The modelled prefill of `parallel.rows` prompts of `tokens` tokens in each dp group: its time to first token.
 
     All forwards of a training step, without a loss, gathers or gradients: each rank holds its part of the weights by
-    tp. Logits are those of the last token. Raises as `training_step`.
+    tp. Logits are those of the last token. `chunk`: prompts come in chunks of so many tokens, one after another, each
+    of which attends all tokens so far, as in `ra.KVCache`; weights are read, and activations held, for each chunk.
+    Raises as `training_step`.
     """
-    parallel.check(model, machine, tokens)
+    parallel.check(model, machine, tokens if chunk is None else min(tokens, chunk))
     check_dtype(machine, dtype)
-    costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
-    layers = attention_of_layers(model, machine, tokens, parallel, dtype, backward=False)
+    if chunk is not None and chunk < tokens:
+        ends = [*range(chunk, tokens, chunk), tokens]
+        return _join_chunks([_prefill(model, machine, end, parallel, dtype, chunk) for end in ends])
+    return _prefill(model, machine, tokens, parallel, dtype, tokens)
+
+
+def _join_chunks(chunks: list[InferenceEstimate]) -> InferenceEstimate:
+    """A prefill of chunks one after another: the sum of their times, the most memory, and the last one's logits."""
+    last = chunks[-1]
+    parts = {name: sum(one.parts[name] for one in chunks) for name in last.parts} | {"logits": last.parts["logits"]}
+    memory = {name: max(one.memory[name] for one in chunks) for name in last.memory}
+    return replace(last, parts=parts, memory=memory, plan=f"{len(chunks)} chunks, the last: {last.plan}")
+
+
+def _prefill(
+    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str, chunk: int
+) -> InferenceEstimate:
+    """The prefill of the last chunk of `tokens` tokens."""
+    queries = (tokens - 1) % chunk + 1
+    costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(queries / parallel.cp), ITEM_BYTES[dtype])
+    layers = attention_of_layers(model, machine, tokens, parallel, dtype, backward=False, chunk=chunk)
     here = ceil(tokens / parallel.cp)
     # On the rank that holds the newest tokens: a layer with a window keeps only the keys of its window.
     memory = _memory(costs, sum(here if x is None else min(x, here) for x in model.windows), parallel.rows)

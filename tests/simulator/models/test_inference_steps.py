@@ -8,6 +8,7 @@ import pytest
 
 import ringattn as ra
 from ringattn.errors import InvalidInput
+from ringattn.simulator.models.attention import attention_of_layers
 from ringattn.simulator.models.config import ModelConfig
 from ringattn.simulator.models.inference import decode, merge_seconds, prefill
 from ringattn.simulator.models.parallel import Parallel
@@ -31,6 +32,23 @@ def test_a_prefill_is_the_forwards_of_a_step_and_the_last_logits() -> None:
     # Keys and values of a window and of half of all tokens, of one of the two heads, in 16 bits.
     assert first.kv_bytes == (100 + 1024) * 2 * 64 * 2
     assert first.memory["weights"] == MODEL.parameters and first.fits
+
+
+def test_a_prefill_in_chunks_attends_what_was_before() -> None:
+    """Pairs, products and keys are those of one prefill; weights are read, and activations held, for each chunk."""
+    parallel, chunk = Parallel(cp=2), 512
+    whole, parts = (prefill(MODEL, MACHINE, 2000, parallel, chunk=size) for size in (None, chunk))
+    sizes = [(512, 512), (1024, 512), (1536, 512), (2000, 464)]
+    layers = [
+        attention_of_layers(MODEL, MACHINE, end, parallel, "bfloat16", backward=False, chunk=chunk) for end, _ in sizes
+    ]
+    assert parts.parts["attention"] == sum(count * one.forward for each in layers for count, one in each)
+    once = attention_of_layers(MODEL, MACHINE, 2000, parallel, "bfloat16", backward=False)
+    assert [sum(each[kind][1].pairs for each in layers) for kind in range(2)] == [one.pairs for _, one in once]
+    assert parts.kv_bytes == whole.kv_bytes and parts.parts["logits"] == whole.parts["logits"]
+    assert parts.memory["activations"] < 0.3 * whole.memory["activations"]
+    assert parts.plan.startswith("4 chunks, the last: ")
+    assert prefill(MODEL, MACHINE, 2000, parallel, chunk=4096) == whole
 
 
 def test_a_decoded_token_reads_weights_and_keys_once() -> None:
