@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -38,11 +39,11 @@ def test_a_prefill_in_chunks_attends_what_was_before() -> None:
     """Pairs, products and keys are those of one prefill; weights are read, and activations held, for each chunk."""
     parallel, chunk = Parallel(cp=2), 512
     whole, parts = (prefill(MODEL, MACHINE, 2000, parallel, chunk=size) for size in (None, chunk))
-    sizes = [(512, 512), (1024, 512), (1536, 512), (2000, 464)]
-    layers = [
-        attention_of_layers(MODEL, MACHINE, end, parallel, "bfloat16", backward=False, chunk=chunk) for end, _ in sizes
-    ]
-    assert parts.parts["attention"] == sum(count * one.forward for each in layers for count, one in each)
+    ends = 512, 1024, 1536, 2000
+    options: dict[str, Any] = {"backward": False, "chunk": chunk}
+    layers = [attention_of_layers(MODEL, MACHINE, end, parallel, "bfloat16", **options) for end in ends]
+    seconds = sum(count * one.forward for each in layers for count, one in each)
+    assert parts.parts["attention"] == pytest.approx(seconds)
     once = attention_of_layers(MODEL, MACHINE, 2000, parallel, "bfloat16", backward=False)
     assert [sum(each[kind][1].pairs for each in layers) for kind in range(2)] == [one.pairs for _, one in once]
     assert parts.kv_bytes == whole.kv_bytes and parts.parts["logits"] == whole.parts["logits"]
