@@ -394,6 +394,46 @@ def draw_crossover() -> str:
     )
 
 
+def draw_chunks() -> str:
+    """Bytes of all ranks for a chunk after a context, over the tokens of the chunk: by keys and by queries."""
+    chunks = [1 << power for power in range(8, 18)]
+    models = {"8B, 32 heads, after 128k": (32, 1 << 17), "70B, 64 heads, after 1M": (64, 1 << 20)}
+
+    def gigabytes(heads: int, context: int, chunk: int, rotate: str) -> float:
+        own = f"shifted(zigzag, {context})"
+        plan = ra.make_plan(
+            ra.Causal(),
+            tokens=context + chunk,
+            ranks=8,
+            layout=f"joined(zigzag[{context}], {own}[{chunk}])",
+            q_layout=own,
+            q_tokens=chunk,
+            schedule="ring",
+            heads=heads,
+            kv_heads=8,
+            head_dim=128,
+            dtype="bfloat16",
+            rotate=rotate,
+        )
+        return plan.bytes_sent() / 1e9
+
+    def draw(axes: Any, ink: str) -> None:
+        for color, (name, sizes) in zip(RANK_COLORS, models.items(), strict=False):
+            for rotate, style in (("keys", "o-"), ("queries", "s--")):
+                sent = [gigabytes(*sizes, chunk, rotate) for chunk in chunks]
+                axes.plot(chunks, sent, style, color=color, label=f"{name}: {rotate}", markersize=4)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(
+            chunks, [f"{size // 1024}k" if size >= 1024 else str(size) for size in chunks]
+        )
+        axes.set_xlabel("tokens of the chunk")
+        axes.set_ylabel("GB of 8 ranks, one layer [counted]")
+        axes.legend(labelcolor=ink, fontsize=9)
+
+    return _chart(draw, "Bytes of a chunk after a context: keys travel, or queries do")
+
+
 def draw_masks() -> Iterator[tuple[str, str]]:
     """Name and drawing of each mask that docs/patterns.md shows, from the pattern that is written there."""
     tokens, unit = 64, 2
@@ -432,6 +472,7 @@ def draw_all(folder: Path) -> None:
         draw_overlap,
         draw_memory,
         draw_crossover,
+        draw_chunks,
     )
     drawn = {draw.__name__.removeprefix("draw_"): draw() for draw in drawings}
     for name, drawing in {**drawn, **dict(draw_masks())}.items():

@@ -371,7 +371,7 @@ def test_the_page_of_advice_fits(advice: str, width: int, tmp_path: Path) -> Non
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_words_of_figures_do_not_overlap(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    names = ("readme_figure", "textbook", "layouts", "schedules", "overlap", "memory", "crossover")
+    names = ("readme_figure", "textbook", "layouts", "schedules", "overlap", "memory", "crossover", "chunks")
     drawn = "".join(f"<div>{getattr(figures(), f'draw_{name}')()}</div>" for name in names)
     seen = probe(f"<!doctype html><title></title><body>{drawn}</body>", OVERLAPS, tmp_path, width=1280)
     assert seen["words"] > 100
