@@ -110,15 +110,13 @@ def _print_steps(steps: list[StepErrors]) -> None:
     header = ("", "steps", "tokens/s: median", "P90", "bias", "runs", "memory: median", "P90", "bias")
     rows = []
     for one in steps:
-        cells = [f"{one.source}, {one.precision}"]
+        cells = [f"{one.source.partition(' ')[0]}, {one.precision}"]
         for errors in (one.speed, one.memory):
             told = errors and (str(errors.rows), f"{errors.median:.1%}", f"{errors.p90:.1%}", f"{errors.bias:+.1%}")
             cells += told or ("", "", "", "")
         rows.append(cells)
     get_console().print()
-    print_grid(
-        "errors of steps of training, fp8 as if in bf16; memory needed, where the source tells a peak", header, rows
-    )
+    print_grid("steps of training, fp8 as if in bf16; memory needed, where the source tells a peak", header, rows)
 
 
 def _write(

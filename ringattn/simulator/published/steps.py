@@ -9,6 +9,7 @@ import csv
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ...machine.presets import get_machine
 from ..models.config import ModelConfig
@@ -55,16 +56,9 @@ def _predict(row: dict[str, str]) -> tuple[float, int]:
     """Tokens/s of a GPU, and its bytes, by the model."""
     names = "layers hidden heads kv_heads mlp vocab gpus_per_node dp cp tp pp micro_batches interleaved seq rows_per_dp"
     sizes = {name: int(row[name]) for name in names.split()}
-    shape = [sizes[name] for name in ("layers", "hidden", "heads", "kv_heads")]
-    model = ModelConfig(
-        row["model"],
-        *shape,
-        sizes["hidden"] // sizes["heads"],
-        sizes["mlp"],
-        sizes["vocab"],
-        windows=(None,) * sizes["layers"],
-        gated=row["gated"] == "True",
-    )
+    shape: dict[str, Any] = {name: sizes[name] for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "vocab")}
+    head_dim = sizes["hidden"] // sizes["heads"]  # of layers without windows, which is the default
+    model = ModelConfig(name=row["model"], **shape, head_dim=head_dim, gated=row["gated"] == "True")
     machine = get_machine(MACHINES[row["gpu"]] + KERNELS.get(row["source"], ""))
     parallel = Parallel(
         cp=sizes["cp"],
