@@ -57,7 +57,7 @@ def _predict(row: dict[str, str]) -> tuple[float, int]:
     names = "layers hidden heads kv_heads mlp vocab gpus_per_node dp cp tp pp micro_batches interleaved seq rows_per_dp"
     sizes = {name: int(row[name]) for name in names.split()}
     shape: dict[str, Any] = {name: sizes[name] for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "vocab")}
-    head_dim = sizes["hidden"] // sizes["heads"]  # of layers without windows, which is the default
+    head_dim = sizes["hidden"] // sizes["heads"]
     model = ModelConfig(name=row["model"], **shape, head_dim=head_dim, gated=row["gated"] == "True")
     machine = get_machine(MACHINES[row["gpu"]] + KERNELS.get(row["source"], ""))
     parallel = Parallel(
