@@ -21,6 +21,7 @@ from ..simulator.published.errors import (
     preset_bands,
 )
 from ..simulator.published.predictions import CAUSES, SOURCES, PredictedRow, predict_measurements, read_measurements
+from ..simulator.published.steps import StepErrors, step_errors
 from ..simulator.reporting.console import get_console, print_grid, print_paragraph, show_progress
 from ..simulator.reporting.pages import check_matplotlib
 from .config.groups import refuse_stdout
@@ -59,8 +60,10 @@ def main(config: SimulateConfig) -> None:
             print_paragraph(describe_band(name, size))
     for family, source in SOURCES.items():
         print_paragraph(f"{family}: {source}")
+    steps = step_errors()
+    _print_steps(steps)
     if config.output.path is not None:
-        _write(Path(config.output.path), predictions, families, causes)
+        _write(Path(config.output.path), predictions, families, causes, steps)
 
 
 def _fitted_numbers() -> dict[str, list[str]]:
@@ -103,8 +106,25 @@ def _print_errors(title: str, groups: list[GroupErrors]) -> None:
     print_grid(title, header, rows)
 
 
+def _print_steps(steps: list[StepErrors]) -> None:
+    header = ("", "steps", "tokens/s: median", "P90", "bias", "runs", "memory: median", "P90", "bias")
+    rows = []
+    for one in steps:
+        cells = [f"{one.source.partition(' ')[0]}, {one.precision}"]
+        for errors in (one.speed, one.memory):
+            told = errors and (str(errors.rows), f"{errors.median:.1%}", f"{errors.p90:.1%}", f"{errors.bias:+.1%}")
+            cells += told or ("", "", "", "")
+        rows.append(cells)
+    get_console().print()
+    print_grid("steps of training, fp8 as if in bf16; memory needed, where the source tells a peak", header, rows)
+
+
 def _write(
-    folder: Path, predictions: list[PredictedRow], families: list[GroupErrors], causes: list[GroupErrors]
+    folder: Path,
+    predictions: list[PredictedRow],
+    families: list[GroupErrors],
+    causes: list[GroupErrors],
+    steps: list[StepErrors],
 ) -> None:
     """Write the predictions, their errors, and the plot."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,6 +141,7 @@ def _write(
         "all": asdict(errors_of("all", predictions)),
         "families": [asdict(group) for group in families],
         "causes": [asdict(group) for group in causes],
+        "steps of training": [asdict(one) for one in steps],
         "choices": asdict(judge_choices(predictions)),
         "bands": {
             name: [None if band is None else asdict(band) for band in bands]

@@ -119,14 +119,15 @@ class Advice:
 
     def _length_changes(self) -> list[str]:
         best, lines = self.best[0], []
+        most = "cheapest" if self.by == "cost" else "fastest"  # on the same GPUs it is one question
         for factor, other in zip(LENGTHS, self.lengths, strict=True):
             tokens = max(int(self.question.tokens * factor), 1)
             if other is None:
                 lines.append(f"Tokens: at {tokens:,} nothing fits on {describe_place(best)}.")
             elif (other.shape, other.choices) != (best.shape, best.choices):
-                lines.append(f"Tokens: at {tokens:,} the fastest is {other.name}, {other.choices}.")
+                lines.append(f"Tokens: at {tokens:,} the {most} is {other.name}, {other.choices}.")
             else:
-                lines.append(f"Tokens: at {tokens:,} it stays the fastest.")
+                lines.append(f"Tokens: at {tokens:,} it stays the {most}.")
         return lines
 
     def _memory_change(self) -> str:

@@ -13,7 +13,7 @@ from ringattn.errors import InvalidInput
 from ringattn.simulator.models.config import ModelConfig, load_model
 from ringattn.simulator.models.parallel import Parallel
 from ringattn.simulator.models.pipeline import Pipeline, pipelined_step
-from ringattn.simulator.models.training import PUBLISHED_STEPS, StepEstimate, training_step
+from ringattn.simulator.models.training import StepEstimate, training_step
 
 MODEL = ModelConfig("small", 2, 256, 4, 2, 64, 512, 1024)
 #: A memory of 1e12 bytes/s (twice the rate of merging), matrix products of 2e12 flop/s, nodes of 4.
@@ -231,5 +231,3 @@ def test_published_throughputs() -> None:
     assert [modelled / published - 1 for published, _, modelled in rows] == pytest.approx(
         [error for _, error, _ in rows], abs=0.001
     )
-    assert "Of 7 published steps" in PUBLISHED_STEPS and "6 took 1.04 to 1.11 times" in PUBLISHED_STEPS
-    assert "limited to 500 W, 1.39 times" in PUBLISHED_STEPS

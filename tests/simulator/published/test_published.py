@@ -10,6 +10,7 @@ import pytest
 import ringattn as ra
 from ringattn.machine.bands import BANDS, SIZES, describe_band, size_class
 from ringattn.machine.presets import PRESETS
+from ringattn.simulator.models.training import PUBLISHED_STEPS
 from ringattn.simulator.published.errors import draw_scatter, group_errors, judge_choices, preset_bands
 from ringattn.simulator.published.predictions import (
     CAUSES,
@@ -19,6 +20,7 @@ from ringattn.simulator.published.predictions import (
     predict_measurements,
     read_measurements,
 )
+from ringattn.simulator.published.steps import step_errors
 
 #: Most (median, P90) of the errors of presets made without the family, in the fixed subset.
 LIMITS = {
@@ -110,3 +112,13 @@ def test_the_scatter_is_drawn(predictions: list[PredictedRow], tmp_path: Path) -
     pytest.importorskip("matplotlib")
     draw_scatter(predictions, tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".png"}
+
+
+def test_steps_of_training_are_as_far_as_the_model_says() -> None:
+    errors = {(one.source, one.precision): one for one in step_errors()}
+    sources = [one for one in errors.values() if one.source != "all sources"]
+    assert sum(one.speed.rows for one in sources) == 81 and len(sources) == 6
+    speed = errors["all sources", "bf16"].speed
+    words = f"within {speed.median:.1%} of this model's tokens/s and 90 % within {speed.p90:.1%}".replace("%", " %")
+    assert f"Of {speed.rows} published" in PUBLISHED_STEPS and words.replace("90  %", "90 %") in PUBLISHED_STEPS
+    assert f"{speed.bias:.1%} too fast".replace("%", " %") in PUBLISHED_STEPS
