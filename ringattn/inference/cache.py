@@ -129,6 +129,8 @@ class KVCache:
         self.length = 0
         #: Tokens of each row of the batch so far, without padding; empty before the first ones.
         self.lengths: list[int] = []
+        spelled = repr([self.patterns, layout, page, max_tokens, merge, windows, dtype])
+        self._spelled = spelled if len(spelled) < 1024 else digest(spelled.encode()).hex()
         self._stores = [[LayerStore(page) for _ in range(layers)] for _ in self._ranks]
         self._holdings: dict[Pattern, Holdings] = {}
         self._bound: dict[Pattern, Pattern] = {}
@@ -136,6 +138,8 @@ class KVCache:
         self._marks: list[Marks] = []
         self._event: NewTokens | None = None
         self._chunk: tuple[Layout, Tensor | None] | None = None
+        #: By layer the latest call, and what it was made of: most steps make the same one.
+        self._calls: dict[int, tuple[object, Call]] = {}
         self._count, self._history = 0, b""
         self._heads = 0
 
@@ -398,13 +402,21 @@ class KVCache:
         if not 0 <= layer < len(self.patterns):
             raise InvalidInput(f"layer {layer} of a cache of {plural(len(self.patterns), 'layer')}")
         q, k, v = cast_inputs(q, k, v)
-        call = read_call(q, k, v, self.patterns[layer], "contiguous", options, sinks=sinks)
-        if call.requires_grad:
-            raise Unsupported("a cache has no gradients; call it under torch.no_grad()")
-        if not isinstance(self.transport, Virtual):
-            self.transport.check(call.device)
-        for pattern in self.patterns if not self._heads else ():
-            self._bind(pattern, q.shape[1])
+        kinds = [
+            None if not isinstance(x, Tensor) else (x.shape, x.dtype, x.device, x.requires_grad)
+            for x in (q, k, v, sinks)
+        ]
+        key, call = self._calls.get(layer, (None, None))
+        asked = *kinds, repr(options), torch.is_grad_enabled()
+        if call is None or key != asked:
+            call = read_call(q, k, v, self.patterns[layer], "contiguous", options, sinks=sinks)
+            if call.requires_grad:
+                raise Unsupported("a cache has no gradients; call it under torch.no_grad()")
+            if not isinstance(self.transport, Virtual):
+                self.transport.check(call.device)
+            for pattern in self.patterns if not self._heads else ():
+                self._bind(pattern, q.shape[1])
+            self._calls[layer] = asked, call
         batch, heads = len(self.lengths) or q.shape[0], self._heads or q.shape[1]
         if (q.shape[0], q.shape[1]) != (batch, heads):
             raise InvalidInput(f"q {tuple(q.shape)}: the cache has a batch of {batch} and {heads} query heads")
@@ -484,11 +496,8 @@ class KVCache:
         if isinstance(self.transport, Virtual):
             return self._count << TAG_BITS
         options = {name: getattr(call.options, name) for name in ("kernel", "scale", "softcap", "deterministic")}
-        cache = repr(
-            [*map(repr, self.patterns), self.layout, self.page, self.max_tokens, self.merge, self.windows, self.dtype]
-        )
         record = {
-            "cache": cache if len(cache) < 1024 else digest(cache.encode()).hex(),
+            "cache": self._spelled,
             "layers": len(self.patterns),
             "length": self.length,
             "crops and forks": self._history.hex(),
