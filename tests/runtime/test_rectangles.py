@@ -101,6 +101,29 @@ def test_equal_layouts_are_a_square() -> None:
     square = ra.make_plan(Causal(), **sizes)
     assert ra.make_plan(Causal(), q_layout="zigzag", **sizes) is square and square.q_layout is None
     assert "q_layout" not in square.to_json()
+    with pytest.raises(InvalidInput, match="the sequence has 24 tokens"):
+        ra.make_plan(Documents([30]), q_layout="zigzag", **sizes)
+
+
+@pytest.mark.parametrize("q_layout", ["zigzag", "striped"])
+def test_rotate_is_for_both_passes_with_a_layout_of_queries(q_layout: str) -> None:
+    """Also where the layout of the queries is that of the keys; without it, for the backward alone."""
+    sizes: dict[str, Any] = {"tokens": 24, "ranks": 3, "layout": "zigzag", "rotate": "queries"}
+    for schedule in ("ring", "auto"):
+        plan = ra.make_plan(Causal(), q_layout=q_layout, schedule=schedule, **sizes)
+        assert (plan.forward_rotates, plan.rotates) == ("queries", "queries")
+        square = ra.make_plan(Causal(), schedule=schedule, **sizes)
+        assert (square.forward_rotates, square.rotates) == ("keys", "queries")
+        with pytest.raises(Unsupported, match="try simulate"):
+            ra.predict(plan, ra.Machine(flops=1e9, latency=0.0, bandwidth=1e9))
+
+
+def test_a_picture_shows_the_pairs_of_travelling_queries() -> None:
+    """All queries see all keys of ranks 0 and 1, half of them all of rank 2; blocks of two ways share a step."""
+    sizes: dict[str, Any] = {"tokens": 32, "ranks": 4, "layout": "contiguous", "schedule": "ring"}
+    plan = ra.make_plan(Causal(), q_layout="shifted(contiguous, 16)", q_tokens=16, rotate="queries", **sizes)
+    lines = [line.split()[2:] for line in plan.picture(ascii=True, width=100).splitlines()[1:5]]
+    assert [sum("#" in cell for cell in line) for line in lines] == [3, 3, 1, 0]
 
 
 def test_a_layout_with_a_partition_serves_both_sides() -> None:

@@ -146,6 +146,8 @@ def test_rectangles_agree_with_an_event_simulation() -> None:
             **{**whole.sizes, "rotate": pick.choice(["keys", "queries", "queries, keys"])},
         )  # fmt: skip
         assert check(replace(one, plan=plan, faults={**one.faults, "stalls": []})) == "events"
+        square = replace(whole, rotate="queries, keys")
+        assert check(replace(one, plan=square, faults={**one.faults, "stalls": []})) == "events"
 
 
 def test_auto_compares_both_forms_of_a_rectangle() -> None:
