@@ -56,7 +56,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "ranks": (2, 2, 3, 4),
     "layout": ("contiguous", "zigzag", "striped", "striped(4)", "balanced(5)"),
     "schedule": ("ring", "direct", "allgather", "ulysses(2)", "double_ring(2)"),
-    "rotate": ("keys", "queries"),
+    "rotate": ("keys", "queries", "queries, keys", "queries, queries"),
     "return_lse": (True, False),
     "cotangent": ("contiguous", "transposed", "expanded"),
     "inputs": ("contiguous", "heads last", "odd offset"),
