@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from .cache import Cache
@@ -69,10 +70,10 @@ def make_plan(
     sizes = PlanSizes(heads, kv_heads, head_dim, value_dim, dtype, batch, comm_dtype, rotate)  # type: ignore[arg-type]
     choose_layout = isinstance(layout, str) and layout.strip() == "auto"
     own = None
-    if q_layout is None and q_tokens in (None, tokens):
-        pattern.check(tokens, heads)
-    else:
+    if q_layout is not None or q_tokens not in (None, tokens):
         own = _make_q_layout(layout, q_layout, tokens if q_tokens is None else q_tokens, ranks)
+    else:
+        pattern.check(tokens, heads)
     names: tuple[str | Layout, ...] = (layout,)
     if choose_layout:
         from .simulator.timing.auto import list_layouts  # a plan of a named layout and schedule needs no model of time
@@ -80,7 +81,10 @@ def make_plan(
         names = list_layouts(ranks)
     layouts = [make_layout(name, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads) for name in names]
     schedule = resolve(schedule, ranks, heads, sizes.kv_heads)
-    own = None if own == layouts[0] else own
+    if own is not None and own == layouts[0]:  # a square, but `rotate` is for both passes
+        own = None
+        pattern.check(tokens, heads)
+        sizes = replace(sizes, rotate="queries, queries" if sizes.rotate == "queries" else sizes.rotate)
     bound = pattern.bind(heads, tokens) if own is None else bind_sides(pattern, layouts[0], own, heads)
     passes = sizes.rotate.split(", ")
     rotates = [sizes.rotate]
@@ -88,27 +92,25 @@ def make_plan(
         forms = ("keys",) if ranks == 1 or comm_dtype is not None else ("keys", "queries")
         rotates = [f"{form}, {passes[-1]}" for form in forms]
     choosing = choose_layout or schedule == "auto" or len(rotates) > 1
+    by_events = own is not None or (sizes.rotate.startswith("queries, ") and not choose_layout)
     on_machine = None
     if choosing or machine is not None:
         from .machine.presets import get_machine  # as above
 
         on_machine = get_machine(machine)
 
-    def make(layout: Layout, schedule: str) -> Plan:
-        return arrange(bound, layout, schedule, sizes, own)
-
-    def make_rectangle(schedule: str, rotate: str) -> Plan:
-        return arrange(bound, layouts[0], schedule, replace(sizes, rotate=rotate), own)
+    def make(layout: Layout, schedule: str, rotate: str = rotates[0]) -> Plan:
+        return arrange(bound, layout, schedule, replace(sizes, rotate=rotate), own)
 
     def make_it() -> Plan:
         if not choosing:
-            return make(layouts[0], schedule) if own is None else make_rectangle(schedule, rotates[0])
+            return make(layouts[0], schedule)
         from .simulator.timing.auto import choose, choose_rectangle
 
         assert on_machine is not None
         names = None if schedule == "auto" else (schedule,)
-        if own is not None:
-            return choose_rectangle(make_rectangle, names, rotates, on_machine)
+        if by_events:
+            return choose_rectangle(partial(make, layouts[0]), names, rotates, on_machine)
         return choose(make, layouts, names, on_machine)
 
     key = tuple(layouts), own, schedule, on_machine if choosing else None, bound, sizes

@@ -20,9 +20,9 @@ from ..layout.composed import shift_layout
 from ..layout.regular import make_layout
 from ..machine.presets import get_machine
 from ..pattern import Pattern, as_pattern
-from ..pattern.base import FAR, check_integer
+from ..pattern.base import check_integer
 from ..pattern.tile import clip, find_runs, shift_range
-from ..pattern.views import IN_PLACE, Marks, Placed
+from ..pattern.views import IN_PLACE, Marks, Placed, find_tokens
 from ..plan.row_sets import Ranges
 from ..runtime.call import Call, autocast_off, cast_inputs, check_option_names, read_call
 from ..runtime.handshake import LIMIT
@@ -32,7 +32,7 @@ from ..text import plural
 from ..transport.base import TAG_BITS, Program, Tags, drive
 from ..transport.records import MARK, ErrorReport, Exchange, compare_records, digest
 from ..transport.virtual import Virtual
-from .holdings import Holdings, Kept, find_needed, hold, split
+from .holdings import Holdings, find_needed, split
 from .partials import RowGroups, attend, count_bytes, exchange, merge_ranks
 from .store import SHARED_ROWS, LayerStore
 
@@ -64,11 +64,6 @@ class NewTokens:
     layout: Layout | None
     todo: set[int]
     number: int
-    #: By pattern the rows that stay when a layer has attended, and the places that later queries see.
-    kept: dict[Pattern, Kept | None]
-    needed: dict[Pattern, Ranges]
-    #: By pattern how the keys of a chunk after others are cut.
-    keys: dict[Pattern, Layout]
 
 
 class KVCache:
@@ -129,6 +124,8 @@ class KVCache:
         self.length = 0
         #: Tokens of each row of the batch so far, without padding; empty before the first ones.
         self.lengths: list[int] = []
+        spelled = repr([self.patterns, layout, page, max_tokens, merge, windows, dtype])
+        self._spelled = spelled if len(spelled) < 1024 else digest(spelled.encode()).hex()
         self._stores = [[LayerStore(page) for _ in range(layers)] for _ in self._ranks]
         self._holdings: dict[Pattern, Holdings] = {}
         self._bound: dict[Pattern, Pattern] = {}
@@ -136,6 +133,8 @@ class KVCache:
         self._marks: list[Marks] = []
         self._event: NewTokens | None = None
         self._chunk: tuple[Layout, Tensor | None] | None = None
+        #: By layer the latest call, and what it was made of: most steps make the same one.
+        self._calls: dict[int, tuple[object, Call]] = {}
         self._count, self._history = 0, b""
         self._heads = 0
 
@@ -202,13 +201,16 @@ class KVCache:
             )
         self._note("crop", tokens)
         for row, cut in enumerate(cuts):
-            runs = [range(run.start, min(run.stop, cut)) for run in _runs(self._marks[row])]
+            runs = [range(run.start, min(run.stop, cut)) for run in find_tokens(self._marks[row])]
             self.lengths[row] = sum(map(len, runs))
             marks = [mark for mark in self._marks[row] if mark[0] < cut]
             self._marks[row] = _normal([*marks, (cut, None), (length, length - self.lengths[row])])
         self.length = length
         for pattern, holdings in self._holdings.items():
-            self._keep(pattern, holdings.keep(nonempty(range(length))))
+            kept = holdings.keep(nonempty(range(length)))
+            for rank, stores in zip(self._ranks, self._stores, strict=True):
+                for layer in self._layers(pattern):
+                    stores[layer].trim(kept, rank)
             holdings.settle()
             holdings.floor = holdings.floor if length else 0
 
@@ -298,7 +300,7 @@ class KVCache:
         groups: RowGroups = [(self._view(pattern), None)]
         if event.new.start:
             assert event.layout is not None
-            layouts = {"layout": event.keys[pattern], "q_layout": shift_layout(event.layout, event.new.start)}
+            layouts = {"layout": self._holdings[pattern].keys, "q_layout": shift_layout(event.layout, event.new.start)}
             groups = self._groups(pattern)
         k, v = keys[0]
         if isinstance(self.transport, Virtual):
@@ -363,14 +365,14 @@ class KVCache:
             tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
             label = f"step of layer {layer}, partials"
             out, lse = yield from merge_ranks(rank, size, out, lse, self._way(call), tags, label)
-        self._trim(event, rank, layer)
+        store.trim(holdings.kept, rank)
         return out, lse
 
     def _share(self, event: NewTokens, rank: int, layer: int, k: Tensor, v: Tensor) -> Program[None]:
         """End a chunk: in a layer of copies all ranks get the rows that later queries see."""
-        pattern, store = self.patterns[layer], self._stores[rank - self._ranks[0]][layer]
-        if self._holdings[pattern].copies:
-            width, local = k.shape[3], [split(shard, event.needed[pattern])[1] for shard in event.shards]
+        holdings, store = self._holdings[self.patterns[layer]], self._stores[rank - self._ranks[0]][layer]
+        if holdings.copies and holdings.needed is not None:
+            width, local = k.shape[3], [split(shard, holdings.needed)[1] for shard in event.shards]
             rows = torch.cat((self._rounded(k), self._rounded(v)), 3)
             mine = rows[:, :, [row for run in local[rank] for row in run]]
             counts = [sum(map(len, runs)) for runs in local]
@@ -384,7 +386,7 @@ class KVCache:
             )
             for x in inbox:
                 store.append(x[..., :width], x[..., width:])
-        self._trim(event, rank, layer)
+        store.trim(holdings.kept, rank)
 
     def _rounded(self, x: Tensor) -> Tensor:
         return x if self.dtype is None else as_dtype(x, self.dtype)
@@ -398,13 +400,21 @@ class KVCache:
         if not 0 <= layer < len(self.patterns):
             raise InvalidInput(f"layer {layer} of a cache of {plural(len(self.patterns), 'layer')}")
         q, k, v = cast_inputs(q, k, v)
-        call = read_call(q, k, v, self.patterns[layer], "contiguous", options, sinks=sinks)
-        if call.requires_grad:
-            raise Unsupported("a cache has no gradients; call it under torch.no_grad()")
-        if not isinstance(self.transport, Virtual):
-            self.transport.check(call.device)
-        for pattern in self.patterns if not self._heads else ():
-            self._bind(pattern, q.shape[1])
+        kinds = [
+            None if not isinstance(x, Tensor) else (x.shape, x.dtype, x.device, x.requires_grad)
+            for x in (q, k, v, sinks)
+        ]
+        key, call = self._calls.get(layer, (None, None))
+        asked = *kinds, repr(options), torch.is_grad_enabled()
+        if call is None or key != asked:
+            call = read_call(q, k, v, self.patterns[layer], "contiguous", options, sinks=sinks)
+            if call.requires_grad:
+                raise Unsupported("a cache has no gradients; call it under torch.no_grad()")
+            if not isinstance(self.transport, Virtual):
+                self.transport.check(call.device)
+            for pattern in self.patterns if not self._heads else ():
+                self._bind(pattern, q.shape[1])
+            self._calls[layer] = asked, call
         batch, heads = len(self.lengths) or q.shape[0], self._heads or q.shape[1]
         if (q.shape[0], q.shape[1]) != (batch, heads):
             raise InvalidInput(f"q {tuple(q.shape)}: the cache has a batch of {batch} and {heads} query heads")
@@ -437,27 +447,15 @@ class KVCache:
                 call.sizes["heads"],
             )
         self._place_tokens(new, padding)
-        kept: dict[Pattern, Kept | None] = {}
-        needed: dict[Pattern, Ranges] = {}
-        keys: dict[Pattern, Layout] = {}
+        due, floor = kind == "prefill" or first // self.page != new.stop // self.page, max(new.stop - self.page, 0)
         for pattern in dict.fromkeys(self.patterns):
-            holdings = self._holdings.get(pattern)
-            if holdings is None:
+            if pattern not in self._holdings:
                 copies = self.windows == "copy" and size > 1 and self._is_bounded(pattern)
-                holdings = self._holdings[pattern] = Holdings(size, copies=copies)
-            if kind == "prefill" and first:
-                pairs = zip(holdings.shards(), shards, strict=True)
-                keys[pattern] = hold([(*held, *own) for held, own in pairs])
-            due, floor = kind == "prefill" or first // self.page != new.stop // self.page, max(new.stop - self.page, 0)
-            if due:
-                needed[pattern] = self._needed(pattern, floor, new.stop)
-            clipped = holdings.copies and kind == "prefill"
-            holdings.add([tuple(split(shard, needed[pattern])[0]) for shard in shards] if clipped else shards)
-            kept[pattern] = holdings.keep(needed[pattern], self.page) if due else None
-            if kept[pattern] is not None or clipped:
-                holdings.floor = floor
+                self._holdings[pattern] = Holdings(size, copies=copies)
+            needed = self._needed(pattern, floor, new.stop) if due else None
+            self._holdings[pattern].begin(shards, needed, floor, self.page, prompt=kind == "prefill")
         self.length, self._chunk = new.stop, None
-        self._event = NewTokens(kind, new, shards, layout, set(range(len(self.patterns))), number, kept, needed, keys)
+        self._event = NewTokens(kind, new, shards, layout, set(range(len(self.patterns))), number)
         return self._event
 
     def _check_event(self, kind: str, layer: int, tokens: int | None) -> None:
@@ -484,11 +482,8 @@ class KVCache:
         if isinstance(self.transport, Virtual):
             return self._count << TAG_BITS
         options = {name: getattr(call.options, name) for name in ("kernel", "scale", "softcap", "deterministic")}
-        cache = repr(
-            [*map(repr, self.patterns), self.layout, self.page, self.max_tokens, self.merge, self.windows, self.dtype]
-        )
         record = {
-            "cache": cache if len(cache) < 1024 else digest(cache.encode()).hex(),
+            "cache": self._spelled,
             "layers": len(self.patterns),
             "length": self.length,
             "crops and forks": self._history.hex(),
@@ -600,20 +595,6 @@ class KVCache:
                 self.lengths[row] += len(run)
             self._marks[row] = _normal([*marks, (new.stop, new.stop - self.lengths[row])])
 
-    def _keep(self, pattern: Pattern, kept: Kept | None) -> None:
-        """Keep these rows only in the layers of a pattern."""
-        if kept is None:
-            return
-        for rank, stores in zip(self._ranks, self._stores, strict=True):
-            for layer in self._layers(pattern):
-                stores[layer].keep(kept[rank])
-
-    def _trim(self, event: NewTokens, rank: int, layer: int) -> None:
-        """Let go what no later query sees, once a layer has attended to it."""
-        kept = event.kept[self.patterns[layer]]
-        if kept is not None:
-            self._stores[rank - self._ranks[0]][layer].keep(kept[rank])
-
     def _layers(self, pattern: Pattern) -> list[int]:
         return [layer for layer, of_layer in enumerate(self.patterns) if of_layer == pattern]
 
@@ -644,15 +625,9 @@ def _normal(marks: Sequence[tuple[int, int | None]]) -> Marks:
     return tuple(kept)
 
 
-def _runs(marks: Marks) -> list[range]:
-    """The places of tokens; the last range is open."""
-    ends = [*(first for first, _ in marks[1:]), FAR]
-    return [range(first, end) for (first, by), end in zip(marks, ends, strict=True) if by is not None]
-
-
 def _place(marks: Marks, position: int) -> int:
     """The place of a position."""
-    for run in _runs(marks):
+    for run in find_tokens(marks):
         if position < len(run):
             return run[position]
         position -= len(run)

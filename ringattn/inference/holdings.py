@@ -74,22 +74,36 @@ class Holdings:
     """The places that ranks hold in the layers of one pattern: by rank and block (`store.Block`), in local order.
 
     Ranks add rows to their last block only. With `copies` every rank holds all places. A query before place `floor`
-    may miss keys that were dropped.
+    may miss keys that were dropped. Of the new tokens, whose layers are called one after another: `keys` says how those
+    held and those of a chunk are cut, `needed` which places later queries see, and `kept` the rows that then stay.
     """
 
     def __init__(self, ranks: int, *, copies: bool) -> None:
         self.ranks, self.copies, self.floor = ranks, copies, 0
         self.held: list[list[list[range]]] = [[[]] for _ in range(ranks)]
+        self.keys: HeldRows | None = None
+        self.needed: Ranges | None = None
+        self.kept: Kept | None = None
         self._later: list[list[list[range]]] | None = None
         self._works: dict[object, tuple[Work, ...]] = {}
 
-    def add(self, shards: Sequence[Ranges]) -> None:
-        """Add the places that each rank owns of new tokens."""
+    def begin(self, shards: Sequence[Ranges], needed: Ranges | None, floor: int, page: int, *, prompt: bool) -> None:
+        """Add the places that each rank owns of new tokens, of a `prompt` or of a step.
+
+        `needed` are those that queries from `floor` on see; None: nothing is let go now.
+        """
+        self.keys = hold([(*held, *own) for held, own in zip(self.shards(), shards, strict=True)]) if prompt else None
+        clips = self.copies and prompt
+        if clips and needed is not None:
+            shards = [tuple(split(shard, needed)[0]) for shard in shards]
         if self.copies:
             shards = [tuple(run for shard in shards for run in shard)] * self.ranks
         for blocks, shard in zip(self.held, shards, strict=True):
             for run in shard:
                 append(blocks[-1], run)
+        self.needed, self.kept = needed, None if needed is None else self.keep(needed, page)
+        if self.kept is not None or clips:
+            self.floor = floor
 
     def shards(self) -> list[Ranges]:
         """The places of each rank, of which none is another's: of copies, a rank has `part` of its rows."""
@@ -121,7 +135,7 @@ class Holdings:
 
     def settle(self) -> None:
         """Forget what `keep` has dropped: the layers have attended to it for the last time."""
-        self.held, self._later = self._later or self.held, None
+        self.held, self._later, self.keys, self.kept = self._later or self.held, None, None, None
         self._works.clear()
 
     def seal(self, rank: int) -> None:

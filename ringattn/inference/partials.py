@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.base import Kernel, as_dtype, wide
 from ..pattern.base import Pattern
+from ..plan.work import Work
 from ..runtime.accumulators import OutputAccumulator, Pair, RowViews, align_rows, select_inputs
 from ..runtime.memory import MergeSpace, empty
 from ..runtime.merge_plan import KernelCall, Section
@@ -37,9 +38,7 @@ def attend(
     """(out [B, H, T, Dv], lse [B, H, T]) in fp32 (fp64 for fp64) of queries at `places` over the rows of one rank."""
     q = align_rows(q)
     count, heads, rows, _ = q.shape
-    out = empty((count, rows, heads, value_dim), wide(q.dtype), q.device).transpose(1, 2)
-    total = OutputAccumulator(q, value_dim, out)
-    section, is_empty = Section(range(rows), single=False, filled=True), True
+    found: list[tuple[Work, slice | None, Pair]] = []
     for index, block in enumerate(store.blocks):
         for pattern, members in groups if block.count else ():
             calls = kernel.calls_of(holdings.works(rank, index, pattern, places, heads, group))
@@ -48,10 +47,17 @@ def attend(
                 for call in calls:
                     for batch in batches(call, count) if part is None else (None,):
                         (x,), (k, v) = select_inputs(call, batch, query, block_rows)
-                        partial = kernel.forward(x, as_dtype(k, q.dtype), as_dtype(v, q.dtype), call, scale)
-                        total.add(section, KernelCall(call, call.q, first=False), *partial, batch or part)
-                        is_empty = False
-    return total.finish((range(rows),) if is_empty else (), None)
+                        pair = kernel.forward(x, as_dtype(k, q.dtype), as_dtype(v, q.dtype), call, scale)
+                        found.append((call, batch or part, pair))
+    kind = wide(q.dtype)
+    if len(found) == 1 and found[0][2][1].shape == (count, heads, rows) and not found[0][0].gathered:
+        out, lse = found[0][2]
+        return as_dtype(out, kind), as_dtype(lse, kind)
+    total = OutputAccumulator(q, value_dim, empty((count, rows, heads, value_dim), kind, q.device).transpose(1, 2))
+    section = Section(range(rows), single=False, filled=True)
+    for call, batch, pair in found:
+        total.add(section, KernelCall(call, call.q, first=False), *pair, batch)
+    return total.finish(() if found else (range(rows),), None)
 
 
 def count_bytes(size: int, row_bytes: int, way: str) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..plan.row_sets import Ranges
 from ..runtime.memory import empty
+from .holdings import Kept
 
 #: A block of more rows than this is shared by the beams of a fork; a shorter one is copied.
 SHARED_ROWS = 256
@@ -90,9 +91,9 @@ class LayerStore:
         if k.shape[2]:
             self.blocks[-1].append((k, v), self.page)
 
-    def keep(self, local: Sequence[Ranges]) -> None:
-        """Keep these rows of each block only."""
-        for block, rows in zip(self.blocks, local, strict=True):
+    def trim(self, kept: Kept | None, rank: int) -> None:
+        """Keep only those rows that `Holdings.keep` says of a rank."""
+        for block, rows in zip(self.blocks, kept[rank], strict=True) if kept else ():
             block.keep(rows, self.page)
 
     def fork(self, rows: Sequence[int], *, seal: bool) -> None:

@@ -158,8 +158,8 @@ class Placed(Pattern):
     def _runs(self) -> tuple[tuple[int, int, int], ...]:
         """(first place, last place, places minus positions) of each run of tokens, of one row."""
         (marks,) = self.marks
-        ends = [*(first for first, _ in marks[1:]), FAR]
-        return tuple((first, end - 1, by) for (first, by), end in zip(marks, ends, strict=True) if by is not None)
+        shifts = dict(marks)
+        return tuple((run.start, run.stop - 1, shifts[run.start] or 0) for run in find_tokens(marks))
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         for first, last, by in self._runs:
@@ -183,3 +183,9 @@ class Placed(Pattern):
                 seen = self.pattern.visible(np.minimum(rows, tokens - 1), np.minimum(keys, tokens - 1), head, tokens)
                 total = total + np.where(here, np.asarray(seen, dtype=np.int64), 0)
         return total
+
+
+def find_tokens(marks: Marks) -> list[range]:
+    """The places of the tokens of a row; the last range is open."""
+    ends = [*(first for first, _ in marks[1:]), FAR]
+    return [range(first, end) for (first, by), end in zip(marks, ends, strict=True) if by is not None]

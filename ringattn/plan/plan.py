@@ -197,6 +197,11 @@ class Plan(PlanSizes):
         return "queries" if forward == "queries" and (backward or self.q_layout is not None) else "keys"
 
     @property
+    def is_plain(self) -> bool:
+        """Whether queries are the tokens of the keys, and keys travel in the forward."""
+        return self.q_layout is None and self.forward_rotates == "keys"
+
+    @property
     def rotates(self) -> str:
         """What travels in the backward, "keys" or "queries"; with Ulysses groups, in the ring of the first members."""
         return self._rotation.chosen if self.ulysses_size == 1 else self._ring_plans[0].rotates
@@ -333,9 +338,10 @@ class Plan(PlanSizes):
     def _level(self, rank: int, step: Step) -> int:
         """The share of pairs that a step computes, of all pairs of the visited blocks: see `draw_steps`."""
         plan, place = self.ring_plan(rank)
-        owners = {part.owner for part in step.visits}
-        all_pairs = sum(plan.layout_of("q").rows(place) * plan.layout.rows(owner) for owner in owners) * plan.heads
-        pairs = sum(plan.demand.pairs(place, owner) for owner in owners)
+        by_queries = plan.forward_rotates == "queries"
+        visits = {(part.owner, place) if by_queries else (place, part.owner) for part in step.visits}
+        all_pairs = sum(plan.layout_of("q").rows(rank) * plan.layout.rows(owner) for rank, owner in visits) * plan.heads
+        pairs = sum(plan.demand.pairs(rank, owner) for rank, owner in visits)
         return 0 if not pairs else 3 if pairs >= all_pairs else 2 if 2 * pairs >= all_pairs else 1
 
     def _steps(self, rank: int | None, backward: bool) -> list[Step]:

@@ -194,9 +194,11 @@ def test_a_step_after_many_chunks_is_few_kernel_calls(pattern: str) -> None:
     chunks, size = 32, 1 << 15
     layout, holdings = ra.make_layout("zigzag", tokens=size, ranks=8), Holdings(8, copies=False)
     for chunk in range(chunks):
-        holdings.add(
-            [tuple(range(r.start + chunk * size, r.stop + chunk * size) for r in layout.shard(x)) for x in range(8)]
-        )
+        shards = [
+            tuple(range(r.start + chunk * size, r.stop + chunk * size) for r in layout.shard(x)) for x in range(8)
+        ]
+        holdings.begin(shards, None, 0, 64, prompt=True)
+        holdings.settle()
     places = range(chunks * size, chunks * size + 1)
     for rank in range(8):
         assert len(holdings.works(rank, 0, ra.parse_pattern(pattern), places, 32, 4)) <= 2

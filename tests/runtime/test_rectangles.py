@@ -17,6 +17,7 @@ from ringattn import Causal, Documents, Full, InvalidInput, Unsupported, Window
 from ringattn.functional import get_transport
 from ringattn.kernels import get_kernel
 from ringattn.runtime.executor import Job, backward, forward
+from ringattn.simulator.numerics import numerics
 from ringattn.transport.virtual import Virtual
 
 
@@ -100,6 +101,29 @@ def test_equal_layouts_are_a_square() -> None:
     square = ra.make_plan(Causal(), **sizes)
     assert ra.make_plan(Causal(), q_layout="zigzag", **sizes) is square and square.q_layout is None
     assert "q_layout" not in square.to_json()
+    with pytest.raises(InvalidInput, match="the sequence has 24 tokens"):
+        ra.make_plan(Documents([30]), q_layout="zigzag", **sizes)
+
+
+@pytest.mark.parametrize("q_layout", ["zigzag", "striped"])
+def test_rotate_is_for_both_passes_with_a_layout_of_queries(q_layout: str) -> None:
+    """Also where the layout of the queries is that of the keys; without it, for the backward alone."""
+    sizes: dict[str, Any] = {"tokens": 24, "ranks": 3, "layout": "zigzag", "rotate": "queries"}
+    for schedule in ("ring", "auto"):
+        plan = ra.make_plan(Causal(), q_layout=q_layout, schedule=schedule, **sizes)
+        assert (plan.forward_rotates, plan.rotates) == ("queries", "queries")
+        square = ra.make_plan(Causal(), schedule=schedule, **sizes)
+        assert (square.forward_rotates, square.rotates) == ("keys", "queries")
+        with pytest.raises(Unsupported, match="try simulate"):
+            ra.predict(plan, ra.Machine(flops=1e9, latency=0.0, bandwidth=1e9))
+
+
+def test_a_picture_shows_the_pairs_of_travelling_queries() -> None:
+    """All queries see all keys of ranks 0 and 1, half of them all of rank 2; blocks of two ways share a step."""
+    sizes: dict[str, Any] = {"tokens": 32, "ranks": 4, "layout": "contiguous", "schedule": "ring"}
+    plan = ra.make_plan(Causal(), q_layout="shifted(contiguous, 16)", q_tokens=16, rotate="queries", **sizes)
+    lines = [line.split()[2:] for line in plan.picture(ascii=True, width=100).splitlines()[1:5]]
+    assert [sum("#" in cell for cell in line) for line in lines] == [3, 3, 1, 0]
 
 
 def test_a_layout_with_a_partition_serves_both_sides() -> None:
@@ -211,7 +235,7 @@ def test_ranks_compare_both_layouts(run_ranks: Callable[..., list[Any]]) -> None
 
 def test_what_is_refused() -> None:
     q, k = torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 8, 8)
-    with pytest.raises(InvalidInput, match="need q_layout="):
+    with pytest.raises(InvalidInput, match="need q_layout=, or first="):
         ra.virtual_attention(q, k, k, Causal(), ranks=2)
     with pytest.raises(InvalidInput, match="layout='auto' is made for queries that are the keys"):
         ra.virtual_attention(q, k, k, Causal(), ranks=2, layout="auto", q_layout="zigzag")
@@ -223,6 +247,10 @@ def test_what_is_refused() -> None:
         ra.virtual_attention(q, k, k, Documents([[8], [4, 4]]), ranks=2, q_layout="zigzag")
     with pytest.raises(InvalidInput, match="first=2"):
         ra.attention(q, k, k, Causal(), first=2, stream="host")
+    with pytest.raises(Unsupported, match="numerics executes queries at the positions of the keys only"):
+        numerics(ra.make_plan(Causal(), tokens=8, q_tokens=3, q_layout="zigzag", ranks=2))
+    with pytest.raises(InvalidInput, match="expected auto, keys, queries, or two such as"):
+        ra.make_plan(Causal(), tokens=8, ranks=2, rotate="keys, values")
     with pytest.raises(InvalidInput, match="q_tokens=3 are not the tokens of the keys"):
         ra.make_plan(Causal(), tokens=8, q_tokens=3, ranks=2)
     with pytest.raises(Unsupported, match="selects blocks of one sequence only"):

@@ -44,8 +44,10 @@ def numerics(
     """
     if mode not in MODES:
         raise InvalidInput(f"mode={mode!r}: {did_you_mean(mode, MODES)}expected {' or '.join(MODES)}")
-    if plan.q_layout is not None:
-        raise Unsupported(f"q_layout={plan.q_layout.name}: numerics executes queries at the positions of the keys only")
+    if not plan.is_plain:
+        raise Unsupported(
+            "numerics executes queries at the positions of the keys only, and forwards in which keys travel"
+        )
     check_seed(seed)
     source = make_source(plan, seed=seed, period=period)
     if mode == "all":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import product
 from math import gcd, inf
 from typing import Any
 
@@ -31,8 +30,8 @@ from .rates import Rates
 LAYOUTS = ("contiguous", "zigzag", "striped(64)", "balanced")
 #: Above this many ranks `auto` tries neither all-gather (P - 1 messages) nor balanced (which counts 8 P chunks).
 MANY = 256
-#: Of more ranks, the forms of a rectangle's forward are compared by bytes.
-WHOLE = 64
+#: Of more ranks, no rectangle is simulated for a choice, and bytes say what travels in its forward.
+WHOLE = 16
 #: What travels in a forward where queries do.
 _WITH_QUERIES: tuple[Kind, ...] = ("query", "part")
 #: An estimate that takes more than LOOKUPS lookups of tiles is made again from FEWER steps; where that takes as many,
@@ -121,34 +120,46 @@ def choose_rectangle(
     """The best plan of queries and keys at different positions, by every step of every rank, with its `choice`. Pure.
 
     `make` makes the plan of a schedule and a `rotate`. As `choose` for the schedules `names` (None: those of `auto`).
-    Of more than WHOLE ranks, bytes say what travels.
+    The form that is faster in the ring is taken for the other schedules. Of more than WHOLE ranks nothing is simulated:
+    bytes say what travels, by the first schedule.
     """
     from .simulation import simulate  # few plans have a layout of queries
 
-    first = make(names[0] if names else "ring", rotates[0])
+    name, *others = names or ["ring"]
+    first = make(name, rotates[0])
     reason = _explain_idle(first)
-    if reason:
-        return _take_first(first, (), f"{reason}: nothing was compared", machine)
-    if first.ranks > WHOLE and len(rotates) > 1:
+    if not reason and first.ranks > WHOLE:
+        reason = f"{first.ranks:,} ranks are more than the {WHOLE} whose steps are all simulated for a choice"
         keys = first.block_bytes("kv", first.kv_heads * first.tokens)
         queries = sum(first.block_bytes(kind, first.heads * first.q_tokens) for kind in _WITH_QUERIES)
-        rotates = rotates[1:] if queries < keys else rotates[:1]
+        first = make(name, rotates[-1 if queries < keys else 0])
+    if reason:
+        return _take_first(first, (), f"{reason}: nothing was compared", machine)
     candidates: list[Candidate] = []
     plans: dict[Candidate, Plan] = {}
-    for name, rotate in product(names or list_schedules(first, machine), rotates):
+
+    def add(name: str, rotate: str) -> None:
         plan = make(name, rotate)
-        travels = plan.forward_rotates if len(rotates) > 1 else ""
-        if candidates and machine.memory is not None and bound_memory(plan) > machine.memory:
-            why = "it does not fit into the memory of a rank"
-            candidates.append(Candidate(plan.layout.name, name, None, why, rotate=travels))
-            continue
         found = simulate(plan, machine, solver="events")
         sent, messages = (max(map(count, range(plan.ranks))) for count in (plan.bytes_sent, plan.messages))
         prediction = Prediction(found.seconds, found.compute, found.seconds - found.compute, sent, messages)
-        basis = "every step of every rank"
-        candidate = Candidate(plan.layout.name, plan.schedule, prediction, basis=basis, rotate=travels)
-        candidates.append(candidate)
-        plans[candidate] = plan
+        basis, travels = "every step of every rank", plan.forward_rotates if len(rotates) > 1 else ""
+        candidates.append(Candidate(plan.layout.name, plan.schedule, prediction, basis=basis, rotate=travels))
+        plans[candidates[-1]] = plan
+
+    for rotate in rotates:
+        add(name, rotate)
+    best = _take_best(tuple(candidates), plans, machine)
+    for name in list_schedules(first, machine)[1:] if names is None else others:
+        fastest = min(candidate.seconds for candidate in plans)
+        if fastest <= min(candidate.prediction.compute for candidate in plans if candidate.prediction) * EQUAL:
+            why = f"no schedule takes less than its visits, {duration(fastest)} to within {EQUAL - 1:.0%}"
+        elif machine.memory is not None and bound_memory(make(name, best.rotate)) > machine.memory:
+            why = "it does not fit into the memory of a rank"
+        else:
+            add(name, best.rotate)
+            continue
+        candidates.append(Candidate(first.layout.name, name, None, why))
     return _take_best(tuple(candidates), plans, machine)
 
 

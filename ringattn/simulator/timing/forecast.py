@@ -46,8 +46,11 @@ def predict(plan: Plan, machine: Machine) -> Prediction:
     are taken to begin each step together, but for few ranks, so that they wait for messages alone. The messages of a
     step follow each other, except that messages within a node and between nodes travel at the same time. A shared card
     carries the bytes of its whole node. A message that may last several steps counts in equal parts against each of
-    them. Ranks that share cores compute longer. Raises Unsupported where the schedule has no routes.
+    them. Ranks that share cores compute longer. Raises Unsupported where the schedule has no routes, and where queries
+    are other positions than the keys or travel in the forward.
     """
+    if not plan.is_plain:
+        raise Unsupported("predict knows forwards of one sequence in which keys travel; try simulate, which knows all")
     return estimate(plan, machine, plan.ring_plan(0)[0].demand)[0]
 
 

@@ -56,8 +56,8 @@ def make_timing_problem(rates: Rates, faults: Faults) -> TimingProblem:
 def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:
     """The ring problem of a plan, or why the numbers of all ranks are not known at once."""
     plan = rates.plan
-    if plan.q_layout is not None:
-        return "queries and keys are different positions"
+    if not plan.is_plain:
+        return "queries are other positions than the keys, or travel in the forward"
     if plan.schedule != "ring":
         return f"the schedule {plan.schedule} is no ring"
     band = find_band(plan)

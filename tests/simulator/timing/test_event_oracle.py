@@ -146,6 +146,8 @@ def test_rectangles_agree_with_an_event_simulation() -> None:
             **{**whole.sizes, "rotate": pick.choice(["keys", "queries", "queries, keys"])},
         )  # fmt: skip
         assert check(replace(one, plan=plan, faults={**one.faults, "stalls": []})) == "events"
+        square = replace(whole, rotate="queries, keys")
+        assert check(replace(one, plan=square, faults={**one.faults, "stalls": []})) == "events"
 
 
 def test_auto_compares_both_forms_of_a_rectangle() -> None:
@@ -162,6 +164,22 @@ def test_auto_compares_both_forms_of_a_rectangle() -> None:
             named = make_plan(Full(), q_layout="zigzag", schedule="ring", rotate=name, **sizes)
             assert simulate(named, slow).seconds == seconds
         assert Plan.from_json(plan.to_json()).forward_rotates == wanted
+        many = make_plan(Full(), q_layout="zigzag", machine=slow, **{**sizes, "ranks": 64})
+        assert (many.schedule, many.forward_rotates) == ("ring", wanted), "by bytes, as no step is simulated"
+
+
+def test_auto_compares_the_schedules_of_a_rectangle() -> None:
+    """The ring in both forms, then other schedules in the faster one, unless messages hide under the visits."""
+    sizes: dict[str, Any] = {"tokens": 512, "q_tokens": 64, "ranks": 4, "heads": 2, "q_layout": "shifted(zigzag, 448)"}
+    bound = make_plan(Causal(), machine=Machine(flops=1e9, latency=1e-3, bandwidth=1e6), **sizes)
+    assert bound.choice is not None
+    compared = [(c.schedule, c.rotate) for c in bound.choice.candidates if c.prediction]
+    fastest = min(bound.choice.candidates[:2], key=lambda c: c.seconds)
+    assert compared[:2] == [("ring", "keys"), ("ring", "queries")] and len(compared) > 4
+    assert {rotate for _, rotate in compared[2:]} == {fastest.rotate}
+    hidden = make_plan(Full(), machine=Machine(flops=1e3, latency=0.0, bandwidth=1e12), **sizes)
+    assert hidden.choice is not None and hidden.schedule == "ring"
+    assert [c.left_out for c in hidden.choice.candidates if "less than its visits" in c.left_out]
 
 
 find_arrivals = delay.DelayState._find_arrivals

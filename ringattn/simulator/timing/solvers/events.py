@@ -109,12 +109,7 @@ def find_fold(rates: Rates) -> Fold | str:
     mask_period = plan.pattern.period
     if plan.schedule not in ("ring", "direct"):
         return f"the schedule {plan.schedule} is neither ring nor direct"
-    if (
-        plan.q_layout is not None
-        or not isinstance(plan.layout, Contiguous)
-        or plan.tokens % plan.ranks
-        or plan.tokens == 0
-    ):
+    if not plan.is_plain or not isinstance(plan.layout, Contiguous) or plan.tokens % plan.ranks or plan.tokens == 0:
         return "the layout is not contiguous with as many tokens on every rank"
     if mask_period is None:
         return "the mask does not repeat, or not for all lengths"
