@@ -93,9 +93,10 @@ class Holdings:
         `needed` are those that queries from `floor` on see; None: nothing is let go now.
         """
         self.keys = hold([(*held, *own) for held, own in zip(self.shards(), shards, strict=True)]) if prompt else None
-        clips = self.copies and prompt
-        if clips and needed is not None:
+        count = sum(len(run) for shard in shards for run in shard)
+        if self.copies and prompt and needed is not None:
             shards = [tuple(split(shard, needed)[0]) for shard in shards]
+        clips = sum(len(run) for shard in shards for run in shard) < count
         if self.copies:
             shards = [tuple(run for shard in shards for run in shard)] * self.ranks
         for blocks, shard in zip(self.held, shards, strict=True):

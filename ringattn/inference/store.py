@@ -63,7 +63,8 @@ class Block:
         if self.tensors and len(used) < self.tensors[0].shape[0]:
             self.tensors = tuple(x[used] for x in self.tensors)
             of = [used.index(row) for row in of]
-        self.of = of if self.tensors else None
+        held = self.tensors[0].shape[0] if self.tensors else 0
+        self.of = None if of == [*range(held)] or not held else of
 
     def copy(self, rows: Sequence[int]) -> None:
         """As `share`, with a copy for each row of the batch."""

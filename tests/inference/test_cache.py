@@ -157,6 +157,15 @@ def test_rows_that_were_let_go_do_not_come_back() -> None:
     step(cache)
 
 
+@pytest.mark.parametrize("windows", ["shard", "copy"])
+def test_what_is_within_the_window_can_be_cropped(windows: str) -> None:
+    cache = ra.KVCache("Causal() & Window(63)", layers=1, ranks=2, page=4, windows=windows)
+    fill(cache, 40)
+    step(cache)
+    cache.crop(3)
+    assert [sum(map(len, cache.rows(0, rank))) for rank in range(2)] == ([3, 0] if windows == "shard" else [3, 3])
+
+
 def test_a_cache_of_another_dtype() -> None:
     q, k, v = torch.randn(3, 1, 2, 24, 8)
     cache = ra.KVCache("Causal()", layers=1, ranks=2, dtype=torch.bfloat16, page=1)

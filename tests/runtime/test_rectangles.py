@@ -197,6 +197,9 @@ def on_ranks(rank: int) -> int:
         for x, found, whole in zip((*layouts[:1], *layouts), (out, *grads), (wanted.out, *wanted.grads), strict=True):
             assert torch.equal(found, x.shard_tensor(whole, rank)), seed
         assert torch.equal(lse, layouts[0].shard_tensor(wanted.lse, rank, -1))
+        options = {**rectangle.options, "layout": layouts[1], "q_layout": layouts[0], "check": "deferred"}
+        with torch.no_grad():  # compared beside the messages, as the layouts are objects
+            assert torch.equal(ra.ring_attention(*shards, rectangle.pattern, **options), out), seed
         checked += 1
     return checked
 
