@@ -10,6 +10,7 @@ earlier ones stay where they are.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import torch
@@ -34,6 +35,8 @@ def main() -> None:
     parser.add_argument("--model", help="a causal model of the Hugging Face hub, or its folder")
     parser.add_argument("--tokens", type=int, default=20, help="the most new tokens of an answer")
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun, such as torchrun --nproc-per-node 2 examples/generate.py")
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)

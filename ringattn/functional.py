@@ -13,6 +13,7 @@ from .errors import InvalidInput, RingAttentionError
 from .kernels.base import positive
 from .layout.regular import DEFAULT_LAYOUT, Layout
 from .pattern import Pattern
+from .pattern.base import check_integer
 from .runtime.autograd import AllRanks, Attention, Runner, compilable
 from .runtime.call import Call, cast_inputs, read_call
 from .runtime.executor import Job
@@ -228,6 +229,7 @@ def attention(
         "softcap": softcap,
         "dropout": dropout,
     }
+    first = None if first is None else check_integer(first, "first", 0, "first=1000")
     q_layout = None if first is None else f"shifted(contiguous, {first})"
     if stream is None:
         for name, value in (("chunk", chunk), ("device", device)):

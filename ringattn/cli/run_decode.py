@@ -16,7 +16,7 @@ from rich.console import Console
 from ..errors import InvalidInput
 from ..files import STDOUT, check_json, write_json
 from ..inference.cache import KVCache
-from ..pattern import parse_pattern
+from ..pattern import Causal, parse_pattern
 from ..simulator.numerics.oracle import oracle_rows
 from ..simulator.reporting.console import Number, print_numbers, show_progress
 from ..text import duration, plural, rate, size
@@ -39,6 +39,16 @@ class DecodeRun:
             raise InvalidInput("mode=decode needs a token or more of context=, new= and chunk=")
         self.config, self.transport = replace(config, tokens=self.context + self.new), transport
         self.pattern = parse_pattern(config.pattern.spec)
+        total, heads = self.context + self.new, range(config.heads)
+        alone, causal = (
+            each.bind(config.heads, total).count(range(total), range(total), heads)
+            for each in (self.pattern, self.pattern & Causal())
+        )
+        if alone != causal:
+            raise InvalidInput(
+                f"mode=decode pattern={config.pattern.spec}: tokens see later ones, which a step does not have; try "
+                f"'Causal() & ({config.pattern.spec})'"
+            )
 
     def run(self) -> dict[str, Any] | None:
         """Generate, compare with the oracle, and report; rank 0 returns the report."""

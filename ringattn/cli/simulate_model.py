@@ -55,7 +55,7 @@ def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, StepE
     if config.phase == "training":
         return model, parallel, pipelined_step(model, machine, tokens, parallel, pipeline, config.dtype)
     if config.phase == "prefill":
-        chunk = None if config.chunk is None else max(parse_size(config.chunk, "chunk"), 1)
+        chunk = None if config.chunk is None else parse_size(config.chunk, "chunk")
         return model, parallel, prefill(model, machine, tokens, parallel, config.dtype, chunk=chunk)
     ways = {"merge": config.merge, "windows": config.windows}
     return model, parallel, decode(model, machine, tokens, config.batch, parallel, config.dtype, **ways)

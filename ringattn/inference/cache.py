@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,6 +111,8 @@ class KVCache:
         for name, value, names in (("merge", merge, MERGES), ("windows", windows, WINDOWS)):
             if value not in names:
                 raise InvalidInput(f"{name}={value!r}: expected one of {', '.join(names)}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise InvalidInput(f"dtype={dtype!r}: expected a floating-point torch.dtype, such as torch.bfloat16")
         self.patterns = tuple(map(as_pattern, of_layers))
         self.layout, self.max_tokens, self.merge, self.windows, self.dtype = layout, max_tokens, merge, windows, dtype
         #: The ranks' transport, whose counters count a step's messages and bytes.
@@ -120,11 +123,15 @@ class KVCache:
         else:
             self.transport = get_transport(group, mesh, transport)
             self._ranks = range(self.transport.rank, self.transport.rank + 1)
+        size = self.transport.size
+        shift_layout(made := make_layout(layout, tokens=size, ranks=size, pattern=self.patterns[0]), size)
+        if made.domain != (range(size),):
+            raise InvalidInput(f"layout={layout!r} cuts other positions than those of a chunk; try layout='zigzag'")
         #: Tokens so far, with the padding.
         self.length = 0
         #: Tokens of each row of the batch so far, without padding; empty before the first ones.
         self.lengths: list[int] = []
-        spelled = repr([self.patterns, layout, page, max_tokens, merge, windows, dtype])
+        spelled = f"{self.patterns}, {layout=}, {page=}, {max_tokens=}, {merge=}, {windows=}, {dtype=}"
         self._spelled = spelled if len(spelled) < 1024 else digest(spelled.encode()).hex()
         self._stores = [[LayerStore(page) for _ in range(layers)] for _ in self._ranks]
         self._holdings: dict[Pattern, Holdings] = {}
@@ -169,23 +176,31 @@ class KVCache:
         size, first = self.transport.size, self.length
         self._check_room(check_integer(tokens, "tokens", 1, "the tokens of a chunk"))
         layout = make_layout(self.layout, tokens=tokens, ranks=size, pattern=self.patterns[0])
-        if padding is not None and (padding.ndim != 2 or padding.shape[1] != tokens or padding.dtype != torch.bool):
-            raise InvalidInput(f"padding must be bool [batch, {tokens}], got {padding.dtype} {tuple(padding.shape)}")
+        if padding is not None and (
+            not isinstance(padding, Tensor)
+            or padding.ndim != 2
+            or padding.shape[1] != tokens
+            or padding.dtype != torch.bool
+        ):
+            got = f"{padding.dtype} {tuple(padding.shape)}" if isinstance(padding, Tensor) else type(padding).__name__
+            raise InvalidInput(f"padding must be a tensor, bool [batch, {tokens}], got {got}")
         self._chunk = layout, padding
         if isinstance(self.transport, Virtual):
-            return torch.arange(first, first + tokens)
+            return torch.arange(first, first + tokens, device="cpu")
         return torch.from_numpy(layout.positions(self._ranks[0])) + first
 
     def crop(self, tokens: int | Sequence[int]) -> None:
-        """Forget all but the first `tokens` tokens, or for `tokens` <= 0 the last -`tokens`; or a number for each row.
+        """Forget all but the first `tokens` places, for `tokens` <= 0 the last -`tokens`; or keep a number in each row.
 
-        Raises InvalidInput where rows would come back that were let go.
+        A number for all rows counts their padding, too; numbers for each row count its tokens. Raises InvalidInput
+        where rows would come back that were let go.
         """
         self._check_idle()
         if isinstance(tokens, int | np.integer):
             length = int(tokens) if tokens > 0 else self.length + int(tokens)
             cuts = [length] * len(self.lengths)
         else:
+            tokens = _whole_numbers("crop", tokens)
             if len(tokens) != len(self.lengths) or not all(
                 0 <= n <= m for n, m in zip(tokens, self.lengths, strict=True)
             ):
@@ -194,7 +209,7 @@ class KVCache:
             length = max(cuts, default=0)
         if not 0 <= length <= self.length:
             raise InvalidInput(f"crop({tokens}): the cache holds {plural(self.length, 'token')}")
-        if 0 < length < self.least:
+        if any(0 < cut < self.least for cut in cuts):
             raise InvalidInput(
                 f"crop({tokens}): of the tokens that the next one sees some were let go; at least {self.least} must "
                 f"stay, or give a page of more than {self.page} tokens"
@@ -220,7 +235,7 @@ class KVCache:
         Raises InvalidInput for a row that is not there.
         """
         self._check_idle()
-        rows = [int(row) for row in rows]
+        rows = _whole_numbers("fork", rows)
         if not rows or not all(0 <= row < len(self.lengths) for row in rows):
             raise InvalidInput(f"fork({rows}): the batch has {plural(len(self.lengths), 'row')}")
         if any(pattern.rows is not None for pattern in self.patterns):
@@ -333,6 +348,8 @@ class KVCache:
         with self._report("step", deferred=not opens, check=options.get("check")):
             check_option_names(options, STEP_OPTIONS)
             q, k, v, call = self._read(layer, q, k, v, sinks, options)
+            if not call.rows:
+                raise InvalidInput(f"step: q {tuple(q.shape)} has no new token; give one or more")
             self._check_event("step", layer, call.rows)
             self._check_room(call.rows)
         event = self._event or self._begin("step", call, note)
@@ -490,6 +507,7 @@ class KVCache:
             "new tokens": tokens,
             "padding": None if padding is None else digest(padding.cpu().numpy().tobytes()).hex(),
             "note": note if len(note) < 1024 else digest(note.encode()).hex(),
+            "sinks": call.sinks,
             **call.sizes,
             **options,
         }
@@ -612,6 +630,14 @@ class KVCache:
     def _note(self, *change: object) -> None:
         """Remember a change that is not collective: the next record compares it."""
         self._history = digest(self._history + repr(change).encode())
+
+
+def _whole_numbers(name: str, values: Any) -> list[int]:
+    """The values as integers. Raises InvalidInput."""
+    try:
+        return [index(value) for value in values]
+    except TypeError as error:
+        raise InvalidInput(f"{name}({values!r}): {error}; give a whole number for each row") from None
 
 
 def _normal(marks: Sequence[tuple[int, int | None]]) -> Marks:

@@ -62,6 +62,8 @@ class RingCache(Cache):  # type: ignore[misc]
         patterns: list[Pattern] = [
             Causal() if window is None else Causal() & Window(window - 1) for window in self.windows
         ]
+        #: Whether a call of the parallelized model runs, which adds what `update` is given.
+        self.running = False
         #: Where the rows are.
         self.cache = KVCache(patterns, layers=len(patterns), group=ring.place.group, layout=ring.layout, **options)
 
@@ -69,7 +71,9 @@ class RingCache(Cache):  # type: ignore[misc]
         return len(self.windows)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """The new keys and values themselves: attention adds them to the cache."""
+        """The new keys and values themselves: attention adds them to the cache. Raises InvalidInput elsewhere."""
+        if not self.running:
+            raise InvalidInput("a RingCache is for the model that it was made for, while that is parallelized")
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -123,6 +127,8 @@ class Generation:
     past: RingCache
     #: What the record of a step says of the tokens; None: a prompt.
     note: str | None
+    #: The largest position of the tokens so far, by which some ropes change.
+    largest: int
     #: Of a prompt, the places whose logits are wanted; by rank, those whose logits the rank has.
     wanted: list[int]
     kept: list[list[int]]
@@ -144,6 +150,7 @@ class Generation:
 
     def finish(self, result: Any, group: ProcessGroup) -> Any:
         """The result with the wanted logits [B, n, classes] of the whole prompt, on all ranks. Collective."""
+        self.past.running = False
         if self.note is None:
             mine = result["logits"]
             parts = []
@@ -177,10 +184,16 @@ def begin(
             )
         padding = None if mask is None else ~mask[:, first:].bool()
         padding = None if padding is None or not padding.any() else padding
+        if padding is not None and any(past.windows) and _pads_behind(padding, past.cache.lengths):
+            raise Unsupported(
+                "generate: padding behind tokens, which the windows of transformers count; set padding_side='left'"
+            )
+        largest = first + tokens - 1
+        past.running = True
         told = digest(ids.cpu().numpy().tobytes()).hex()
     kwargs = {name: x for name, x in kwargs.items() if name != "attention_mask"}  # the cache knows the padding
     if tokens < LEAST_ROWS * ranks and padding is None:
-        return kwargs, Generation(past, told, [], [])
+        return kwargs, Generation(past, told, largest, [], [])
     with Exchange(transport, PROMPT) as exchange:
         exchange.mine = json.dumps({"tokens": told, "shape": list(ids.shape), "layers": len(past)}).encode()
     compare_records(exchange.records)
@@ -199,7 +212,13 @@ def begin(
         kwargs["logits_to_keep"] = torch.tensor(mine, dtype=torch.long, device=ids.device)
     else:
         kept = [cut.positions(each).tolist() for each in range(ranks)]
-    return kwargs, Generation(past, None, wanted, kept)
+    return kwargs, Generation(past, None, largest, wanted, kept)
+
+
+def _pads_behind(padding: Tensor, lengths: list[int]) -> bool:
+    """Whether a row has padding [B, T] behind its first token; `lengths` are the tokens of each row before."""
+    begun = (~padding).cumsum(1) + torch.tensor(lengths or [0] * len(padding), device=padding.device)[:, None]
+    return bool((padding & (begun > 0)).any())
 
 
 def _check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
@@ -210,6 +229,8 @@ def _check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     for name in ("inputs_embeds", "labels", "cu_seq_lens_q"):
         if kwargs.get(name) is not None:
             raise Unsupported(f"generate: {name}; give input_ids alone")
+    if kwargs.get("input_ids") is None:
+        raise Unsupported("a call with a RingCache takes input_ids= by its name; give input_ids=, or call generate()")
 
 
 def _share_seed(device: torch.device, group: ProcessGroup) -> None:

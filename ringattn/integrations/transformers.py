@@ -431,8 +431,8 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         past.reset()
         kwargs = {**kwargs, "past_key_values": past}
     if isinstance(kwargs.get("past_key_values"), RingCache):
-        ring.call["largest"] = kwargs["past_key_values"].get_seq_length() + kwargs["input_ids"].shape[1] - 1
-        kwargs, ring.call["generation"] = begin(cast("PreTrainedModel", model), ring.place.group, ring.layout, kwargs)
+        kwargs, generation = begin(cast("PreTrainedModel", model), ring.place.group, ring.layout, kwargs)
+        ring.call.update(generation=generation, largest=generation.largest)
         return args, kwargs
     digest, items = kwargs.get(DIGEST), kwargs.get("num_items_in_batch")
     kept = {name: x for name, x in kwargs.items() if name not in (DIGEST, "num_items_in_batch")}

@@ -241,6 +241,8 @@ def read_call(
             "sequence, or its name, such as layout='zigzag'"
         )
     layout = layout_name(layout) if isinstance(layout, str) else layout
+    if not isinstance(q_layout, str | Layout | None):
+        raise InvalidInput(f"q_layout={q_layout!r}: expected a Layout, or its name, such as 'shifted(zigzag, 1000)'")
     q_layout = layout_name(q_layout) if isinstance(q_layout, str) else q_layout
     _check_tensors(q, k, v, alike=q_layout is None)
     check_sinks(sinks, q)

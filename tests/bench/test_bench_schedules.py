@@ -10,7 +10,7 @@ import torch
 
 import ringattn as ra
 from ringattn.bench import get_cases, runner
-from ringattn.bench.case import HEAD_DIM, HEADS, TOLERANCE, BenchCase
+from ringattn.bench.case import HEAD_DIM, HEADS, TOLERANCES, BenchCase
 from ringattn.bench.links import Links, Wrapper, run_nodes
 from ringattn.bench.suites import schedules
 from ringattn.cli.config.schema import RunConfig
@@ -119,7 +119,7 @@ def test_what_is_timed_is_right(name: str, columns: list[str], measured: list[Me
         found = cases[name]
         assert list(found["times"]) == columns and all(len(times) == 2 for times in found["times"].values())
         whole = [column for column in columns if column != "compute" and not column.endswith("_messages")]
-        assert list(found["errors"]) == whole and max(found["errors"].values()) < TOLERANCE
+        assert list(found["errors"]) == whole and max(found["errors"].values()) < TOLERANCES["float32"]
     (case,) = [case for case in small() if case.name == name]
     record = runner.summarise_case(case, [cases[name] for _, cases in measured])
     assert len(record["ratios"]) == len(case.ratios)

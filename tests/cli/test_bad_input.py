@@ -126,7 +126,7 @@ FILE = ("run", "input=file", "output.path=y.safetensors")
         (("run", "wire_dtype=bfloat16"), "Key 'wire_dtype' not in 'RunConfig'; did you mean 'comm_dtype'?"),
         (("run", "input.pth=x"), "Key 'pth' not in 'InputGroup'; did you mean 'path'?"),
         (("run", "pattern=casual"), "'pattern/casual'; did you mean 'causal'? expected one of causal, dilated"),
-        (("run", "experiment=validate"), "In 'experiment/validate': ConfigKeyError raised while composing config"),
+        (("run", "experiment=validate"), "mode=validate: expected one of attention, decode"),
         (("plan", "-m", "ranks=2,two", "tokens=64"), "ranks=two: expected a whole number, such as 8 or 64k"),
         (("plan", "-m", "ranks=2,4", "output.path=p.json"), "'output.path=p_${hydra:job.num}.json'"),
         (("simulate", "-m", "mode=numerics", "seed=1,2", "output.path=x.json"), "every job would replace"),

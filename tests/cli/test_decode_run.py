@@ -28,6 +28,7 @@ def test_new_tokens_are_those_of_the_oracle(transport: str, inside: Inside, tmp_
         (["mode=decode", "tokens=64"], "tokens=64 has no meaning with mode=decode"),
         (["mode=decode", "backward=true"], "backward=True has no meaning with mode=decode"),
         (["mode=decode", "new=0"], "needs a token or more"),
+        (["mode=decode", "pattern='Full()'"], "tokens see later ones, which a step does not have"),
         (["mode=decode", "merge=tree"], "merge='tree': expected one of auto, gather, scatter"),
         (["new=4"], "new=4 has no meaning without mode=decode"),
         (["mode=decoding"], "mode=decoding: did you mean 'decode'"),

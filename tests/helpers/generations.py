@@ -223,6 +223,7 @@ def faults_on_every_rank(rank: int) -> list[str]:
         lambda: step(make(), (1, 2, 2 if odd else 1, 8)),
         lambda: step(make(), note="token 17" if odd else "token 3"),
         lambda: step(make(), scale=2.0 if odd else 1.0),
+        lambda: step(make(), sinks=torch.zeros(2) if odd else None),
         lambda: step(make(), schedule="ring"),
         lambda: make().step(1 if odd else 0, *torch.zeros(3, 1, 2, 1, 8)),
         lengths_disagree,

@@ -44,7 +44,7 @@ def _make_alone(context: Context) -> Run | None:
         return None
     q, k, v = _inputs(context)
     new = context.settings["new_tokens"]
-    mask = torch.ones(new, k.shape[2], dtype=torch.bool).tril(k.shape[2] - new) if new > 1 else None
+    mask = torch.ones(new, k.shape[2], dtype=torch.bool, device=k.device).tril(k.shape[2] - new) if new > 1 else None
     last = q[:, :, -new:].clone()
     return lambda: scaled_dot_product_attention(last, k, v, attn_mask=mask)
 

@@ -6,12 +6,16 @@ from dataclasses import replace
 from math import ceil
 
 from ...dtypes import ITEM_BYTES
+from ...errors import InvalidInput
 from ...machine.machine import Machine
 from ...text import plural
 from .attention import attention_of_layers, describe_layers, error_band
 from .config import ModelConfig
 from .layer import RESERVED, LayerCosts, ModelEstimate, check_dtype, exchange_seconds, memory_bandwidth
 from .parallel import Parallel, check_counts
+
+#: The most chunks of a prompt.
+MOST_CHUNKS = 1024
 
 
 class InferenceEstimate(ModelEstimate):
@@ -39,8 +43,13 @@ def prefill(
     of which attends all tokens so far, as in `ra.KVCache`; weights are read, and activations held, for each chunk.
     Raises as `training_step`.
     """
-    parallel.check(model, machine, tokens if chunk is None else min(tokens, chunk))
+    parallel.check(model, machine, tokens)
     check_dtype(machine, dtype)
+    if chunk is not None and (chunk < parallel.cp or tokens > MOST_CHUNKS * chunk):
+        raise InvalidInput(
+            f"chunk={chunk}: each chunk has a plan of its own, so that a prompt of {tokens:,} tokens comes in at most "
+            f"{MOST_CHUNKS:,}, each of at least cp={parallel.cp} tokens; try chunk={max(tokens // 32, parallel.cp)}"
+        )
     if chunk is not None and chunk < tokens:
         ends = [*range(chunk, tokens, chunk), tokens]
         return _join_chunks([_prefill(model, machine, end, parallel, dtype, chunk) for end in ends])

@@ -58,7 +58,9 @@ class Parallel:
         """Raise InvalidInput where the model, the nodes or the tokens cannot be shared like this."""
         node = machine.ranks_per_node
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < self.cp:
-            raise InvalidInput(f"tokens={tokens!r} must be a whole number of at least cp={self.cp}; try tokens=65536")
+            raise InvalidInput(
+                f"tokens={tokens!r} must be a whole number of at least cp={self.cp}; try tokens={max(65536, self.cp)}"
+            )
         if model.heads % self.tp or (model.kv_heads % self.tp and self.tp % model.kv_heads) or model.mlp % self.tp:
             raise InvalidInput(
                 f"tp={self.tp} does not divide the {model.heads} heads, {model.kv_heads} key/value heads and "

@@ -50,6 +50,9 @@ def test_a_prefill_in_chunks_attends_what_was_before() -> None:
     assert parts.memory["activations"] < 0.3 * whole.memory["activations"]
     assert parts.plan.startswith("4 chunks, the last: ")
     assert prefill(MODEL, MACHINE, 2000, parallel, chunk=4096) == whole
+    for chunk in (0, 1):
+        with pytest.raises(InvalidInput, match=f"chunk={chunk}: each chunk has a plan of its own"):
+            prefill(MODEL, MACHINE, 2000, parallel, chunk=chunk)
 
 
 def test_a_decoded_token_reads_weights_and_keys_once() -> None:

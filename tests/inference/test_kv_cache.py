@@ -152,6 +152,10 @@ def test_rows_that_were_let_go_do_not_come_back() -> None:
         cache.crop(37)
     cache.crop(0)
     assert cache.length == 36
+    cache.fork([0, 0])
+    with pytest.raises(ra.InvalidInput, match="let go; at least 36 must stay"):
+        cache.crop([36, 5])  # the shorter row would miss what its next token sees
+    cache.fork([0])
     cache.crop(-36)
     assert cache.length == 0 and not cache.rows(0)
     step(cache)
@@ -174,6 +178,31 @@ def test_a_cache_of_another_dtype() -> None:
     wanted = ra.attention(q, *(x.bfloat16().float() for x in (k, v)), ra.Causal())
     assert torch.allclose(torch.cat((out, last), 2), wanted, atol=1e-5)
     assert cache.nbytes == 24 * 2 * 2 * 8 * 2
+
+
+def test_wrong_arguments_are_refused_in_a_line() -> None:
+    cache = ra.KVCache("Causal()", layers=1, ranks=2)
+    fill(cache, 6)
+    empty = torch.zeros(3, 1, 2, 0, 8)
+    calls = {
+        "no new token": lambda: cache.step(0, *empty),
+        r"crop\(2.5\)": lambda: cache.crop(2.5),  # type: ignore[arg-type]
+        r"crop\(\[2.5\]\)": lambda: cache.crop([2.5]),  # type: ignore[list-item]
+        r"fork\(\[0.5\]\)": lambda: cache.fork([0.5]),  # type: ignore[list-item]
+        r"padding must be a tensor, bool \[batch, 2\], got list": lambda: cache.shard(2, [[True, False]]),  # type: ignore[arg-type]
+        "dtype=torch.int32: expected a floating-point": lambda: ra.KVCache(
+            "Causal()", layers=1, ranks=2, dtype=torch.int32
+        ),
+        "cuts other positions than those of a chunk": lambda: ra.KVCache(
+            "Causal()", layers=1, ranks=2, layout="shifted(zigzag, 3)"
+        ),
+        "unknown layout 'foo'": lambda: ra.KVCache("Causal()", layers=1, ranks=2, layout="foo"),
+        "cannot be part of a layout": lambda: ra.KVCache("Causal()", layers=1, ranks=2, layout="balanced"),
+    }
+    for words, call in calls.items():
+        with pytest.raises(ra.InvalidInput, match=words):
+            call()
+    step(cache)
 
 
 def test_calls_out_of_order_are_refused() -> None:
@@ -227,7 +256,7 @@ def test_rows_of_documents_of_their_own() -> None:
 def test_padding_and_prompts_that_do_not_fit_are_refused() -> None:
     new = torch.randn(3, 2, 2, 6, 8)
     cache = ra.KVCache("Causal()", layers=1, ranks=2)
-    with pytest.raises(ra.InvalidInput, match=r"padding must be bool \[batch, 6\]"):
+    with pytest.raises(ra.InvalidInput, match=r"padding must be a tensor, bool \[batch, 6\]"):
         cache.shard(6, torch.zeros(2, 5, dtype=torch.bool))
     cache.shard(6, torch.zeros(3, 6, dtype=torch.bool))
     with pytest.raises(ra.InvalidInput, match="padding has 3 rows, and q a batch of 2"):
