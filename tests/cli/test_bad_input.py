@@ -131,6 +131,8 @@ FILE = ("run", "input=file", "output.path=y.safetensors")
         (("plan", "-m", "ranks=2,4", "output.path=p.json"), "'output.path=p_${hydra:job.num}.json'"),
         (("simulate", "-m", "mode=numerics", "seed=1,2", "output.path=x.json"), "every job would replace"),
         (("simulate", "-m", "experiment=validate", "heads=1,2"), "study.axes={'heads': ['1', '2']} has no meaning"),
+        (("plan", "tokens=1k", "q_first=2k"), "q_first=2k: there are 1,024 keys; give both q_first= and q_tokens="),
+        (("plan", "tokens=1k", "q_tokens=2k"), "q_tokens=2k: there are 1,024 keys; give both q_first= and q_tokens="),
         (("plan", "output.path=/proc/p.json"), "no file can be made in /proc"),
         (("plan", "ranks=2", "output.path=no/such/p.json"), "the folder no/such does not exist"),
         (("plan", "pattern=Causal() & Windw(3)"), "did you mean 'Window'"),

@@ -162,8 +162,11 @@ class PlanConfig(ProblemSizes):
             return {}
         tokens = self.size()
         first = None if self.q_first is None else parse_size(self.q_first, "q_first")
-        count = tokens - min(first or 0, tokens) if self.q_tokens is None else parse_size(self.q_tokens, "q_tokens")
-        first = max(tokens - count, 0) if first is None else first
+        count = tokens - (first or 0) if self.q_tokens is None else parse_size(self.q_tokens, "q_tokens")
+        first = tokens - count if first is None else first
+        if count < 0 or first < 0:
+            wrong = f"q_first={self.q_first}" if count < 0 else f"q_tokens={self.q_tokens}"
+            raise InvalidInput(f"{wrong}: there are {tokens:,} keys; give both q_first= and q_tokens=, or fewer")
         return {"q_layout": f"shifted({self.layout.spec}, {first})", "q_tokens": count}
 
     def check(self) -> None:
