@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from ..files import STDOUT, check_json, write_json
+from ..inference import MERGES, WINDOWS
 from ..machine.bands import describe_band
 from ..machine.presets import CURRENCY
 from ..simulator.models.config import ModelConfig, load_model
@@ -24,8 +25,6 @@ from .config.schema import SimulateConfig, parse_size
 from .simulate import machine_record
 
 PHASES = ("training", "prefill", "decode")
-MERGES = ("auto", "gather", "scatter")
-WINDOWS = ("shard", "copy")
 #: What no formula of models/ covers.
 NOT_MODELLED = (
     "expert parallelism, gradient accumulation without a pipeline, messages between stages, reading of data, kernels' "

@@ -33,6 +33,7 @@ from ..text import plural
 from ..transport.base import TAG_BITS, Program, Tags, drive
 from ..transport.records import MARK, ErrorReport, Exchange, compare_records, digest
 from ..transport.virtual import Virtual
+from . import MERGES, WINDOWS
 from .holdings import Holdings, find_needed, split
 from .partials import RowGroups, attend, count_bytes, exchange, merge_ranks
 from .store import SHARED_ROWS, LayerStore
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from ..runtime.call import AttentionKeywords
     from ..transport.base import Transport
 
-MERGES, WINDOWS = ("auto", "gather", "scatter"), ("shard", "copy")
 #: The options of attention that a step takes.
 STEP_OPTIONS = ("kernel", "scale", "softcap", "deterministic", "machine", "check")
 #: Lengths at which a pattern is asked whether it is for one length only, and whether it sees a bounded run of keys.
@@ -190,7 +190,7 @@ class KVCache:
         return torch.from_numpy(layout.positions(self._ranks[0])) + first
 
     def crop(self, tokens: int | Sequence[int]) -> None:
-        """Forget all but the first `tokens` places, for `tokens` <= 0 the last -`tokens`; or keep a number in each row.
+        """Keep the first `tokens` places; for `tokens` <= 0 forget the last -`tokens`; or keep a number in each row.
 
         A number for all rows counts their padding, too; numbers for each row count its tokens. Raises InvalidInput
         where rows would come back that were let go.

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ class RingCache(Cache):  # type: ignore[misc]
         return len(self.windows)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """The new keys and values themselves: attention adds them to the cache. Raises InvalidInput elsewhere."""
+        """The new keys and values themselves: attention stores them. Raises InvalidInput for another model."""
         if not self.running:
             raise InvalidInput("a RingCache is for the model that it was made for, while that is parallelized")
         return key_states, value_states
@@ -90,7 +91,7 @@ class RingCache(Cache):  # type: ignore[misc]
 
     @property
     def is_sliding(self) -> list[bool]:
-        """False for each layer: its own mask is made for a layer with a window."""
+        """False for each layer: each counts the places of all tokens."""
         return [False] * len(self)
 
     @property
@@ -99,7 +100,7 @@ class RingCache(Cache):  # type: ignore[misc]
         return len(self.cache.lengths) or -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -`tokens_to_remove` tokens; of a positive number all but so many."""
+        """Forget the last -`tokens_to_remove` places; where the number is positive, keep the first so many."""
         if tokens_to_remove:
             self.cache.crop(tokens_to_remove)
 
@@ -129,9 +130,11 @@ class Generation:
     note: str | None
     #: The largest position of the tokens so far, by which some ropes change.
     largest: int
-    #: Of a prompt, the places whose logits are wanted; by rank, those whose logits the rank has.
-    wanted: list[int]
-    kept: list[list[int]]
+    #: Of a prompt, the places whose logits are wanted, and by rank those of them that the rank has.
+    wanted: np.ndarray[Any, Any]
+    kept: list[np.ndarray[Any, Any]]
+    #: Which local rows these are, where the model gives the logits of all; None: it gives theirs alone.
+    mine: Tensor | None
 
     def attend(
         self, module: nn.Module, window: int | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Any
@@ -152,16 +155,17 @@ class Generation:
         """The result with the wanted logits [B, n, classes] of the whole prompt, on all ranks. Collective."""
         self.past.running = False
         if self.note is None:
-            mine = result["logits"]
-            parts = []
+            mine, parts = result["logits"] if self.mine is None else result["logits"][:, self.mine], []
             for rank, places in enumerate(self.kept):
                 shape = (len(mine), len(places), *mine.shape[2:])
                 part = mine.contiguous() if rank == dist.get_rank(group) else mine.new_empty(shape)
-                if places:
+                if len(places):
                     dist.broadcast(part, group=group, group_src=rank)
                 parts.append(part)
-            index = {place: i for i, place in enumerate(place for places in self.kept for place in places)}
-            result["logits"] = torch.cat(parts, 1)[:, [index[place] for place in self.wanted]]
+            here = np.concatenate(self.kept)
+            order = np.argsort(here)
+            order = order[np.searchsorted(here, self.wanted, sorter=order)]
+            result["logits"] = torch.cat(parts, 1)[:, torch.from_numpy(order).to(mine.device)]
         return result
 
 
@@ -193,7 +197,7 @@ def begin(
         told = digest(ids.cpu().numpy().tobytes()).hex()
     kwargs = {name: x for name, x in kwargs.items() if name != "attention_mask"}  # the cache knows the padding
     if tokens < LEAST_ROWS * ranks and padding is None:
-        return kwargs, Generation(past, told, largest, [], [])
+        return kwargs, Generation(past, told, largest, np.arange(0), [], None)
     with Exchange(transport, PROMPT) as exchange:
         exchange.mine = json.dumps({"tokens": told, "shape": list(ids.shape), "layers": len(past)}).encode()
     compare_records(exchange.records)
@@ -204,15 +208,13 @@ def begin(
         if kwargs.get(name) is not None
     }
     keep = kwargs.get("logits_to_keep", 0)
-    wanted = [*range(tokens)][-keep:] if isinstance(keep, int) else [place % tokens for place in keep.tolist()]
+    wanted = np.arange(tokens)[-keep:] if isinstance(keep, int) else keep.cpu().numpy() % tokens
     cut = make_layout(layout, tokens=tokens, ranks=ranks)
+    kept = [places[np.isin(places, wanted)] for places in map(cut.positions, range(ranks))]
+    mine = torch.from_numpy(np.flatnonzero(np.isin(rows.numpy(), wanted))).to(ids.device)
     if "logits_to_keep" in kwargs:
-        kept = [[int(place) for place in cut.positions(each) if place in {*wanted}] for each in range(ranks)]
-        mine = [i for i, place in enumerate(rows.tolist()) if place in {*wanted}]
-        kwargs["logits_to_keep"] = torch.tensor(mine, dtype=torch.long, device=ids.device)
-    else:
-        kept = [cut.positions(each).tolist() for each in range(ranks)]
-    return kwargs, Generation(past, None, largest, wanted, kept)
+        return {**kwargs, "logits_to_keep": mine}, Generation(past, None, largest, wanted, kept, None)
+    return kwargs, Generation(past, None, largest, wanted, kept, mine)
 
 
 def _pads_behind(padding: Tensor, lengths: list[int]) -> bool:

@@ -79,6 +79,29 @@ def conversations(rank: int, windows: str) -> tuple[float, float, int]:
     return one, float((mine != right).sum()), int(held)
 
 
+def logits(rank: int, kept: list[int]) -> list[float]:
+    """Differences of the logits of a prompt by one call with a cache: of all tokens, of the last five, of some."""
+    alone, model = pair("Llama")
+    ids = prompts(2, 29)["input_ids"]
+    right = alone(ids).logits
+    asked: tuple[tuple[dict[str, Any], Any], ...] = (
+        ({}, slice(None)),
+        ({"logits_to_keep": 5}, slice(-5, None)),
+        ({"logits_to_keep": torch.tensor(kept)}, kept),
+    )
+    with torch.no_grad():
+        found = [
+            (
+                model(
+                    input_ids=ids, position_ids=torch.arange(29).expand(2, -1), past_key_values=RingCache(model), **more
+                ),
+                x,
+            )
+            for more, x in asked
+        ]
+    return [float((result.logits - right[:, x]).abs().max()) for result, x in found]
+
+
 def refusals(rank: int) -> dict[str, str]:
     """What calls that cannot be honoured are told."""
     _, model = pair("Llama")

@@ -59,6 +59,12 @@ def test_a_conversation_goes_on_with_its_cache(run_ranks, windows: str) -> None:
 
 
 @pytest.mark.multi
+def test_all_ranks_have_the_logits_that_are_asked_for(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    for found in run_ranks(cases.logits, 3, [3, 28, 7], timeout=120):
+        assert len(found) == 3 and max(found) <= MOST, found
+
+
+@pytest.mark.multi
 def test_what_cannot_be_honoured_is_an_error_on_all_ranks(run_ranks) -> None:  # type: ignore[no-untyped-def]
     words = {
         "no cache": "use_cache=False; a parallelized model generates with its sharded cache only",
