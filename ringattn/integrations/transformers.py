@@ -57,6 +57,7 @@ from .borders import (
     write_borders,
 )
 from .generation import STATE, RingCache, begin, generate
+from .whole import GatherRows, cut_call
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -80,6 +81,14 @@ MASKS = {
     "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "and_masks",
     "sliding_window_bidirectional_overlay", "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
 }  # fmt: skip
+
+#: Options of a call, or of a config, that no model over ranks can honour, and why.
+REFUSED = {
+    "output_attentions": "no rank holds the attention weights of whole rows; leave it out, or load another model with "
+    "attn_implementation='eager'",
+    "output_router_logits": "the auxiliary loss of routers is not a sum over tokens; leave it out, in TRL by "
+    "router_aux_loss_coef=0.0",
+}
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,8 @@ class _Ring:
     first: int
     #: Whether its rope depends on the length.
     stretches: bool
+    #: Whether calls take whole sequences.
+    whole: bool
     #: Of the call that runs: by what its loss is divided, and the largest position of the whole batch.
     call: dict[str, Any] = field(default_factory=dict, compare=False)
     #: On CUDA, the shape of the latest position_ids, and whether padded: the host copies none that equal both again.
@@ -133,12 +144,16 @@ def parallelize(
     group: ProcessGroup | DeviceMesh | None = None,
     *,
     layout: str,
+    whole: bool = False,
     **options: Unpack[AttentionKeywords],
 ) -> PreTrainedModel:
     """The model itself, whose attention now runs over the ranks of `group`; collective calls from then on.
 
     group: a ProcessGroup, or one axis of a DeviceMesh; None: all processes.
     layout: the name of the layout by which `shard_batch` or `Collator` cuts sequences, such as "zigzag".
+    whole: True: a call takes whole sequences, equal on all ranks, cuts them, and returns the loss and the rows of all
+        ranks to each: a program for one process runs as it is. With labels it returns no logits, which are large. All
+        ranks must compute the same loss, and the mean of their gradients, which DDP and FSDP take, is its gradient.
     options: `schedule`, `kernel`, `machine`, `deterministic`, `comm_dtype` and `rotate`, see
         `runtime.call.AttentionOptions`. Scale, softcap and dropout are those of the model.
 
@@ -158,7 +173,7 @@ def parallelize(
     before = unparallelize(model).config._attn_implementation
     rotary = list(filter(_rotates_by_length, model.modules()))
     ring = _Ring(
-        _place(group), layout, AttentionOptions(**options), before, shift, _first_position(model), bool(rotary)
+        _place(group), layout, AttentionOptions(**options), before, shift, _first_position(model), bool(rotary), whole
     )
     ring.check()
     if not hasattr(model, STATE):
@@ -266,11 +281,8 @@ def gather_logits(logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None 
     place = _place(group)
     rows = gather_rows(logits, place.group)
     cut = make_layout(layout, tokens=sum(rows), ranks=len(rows))
-    most = max(rows)
-    mine = nn.functional.pad(logits.detach(), (0, 0, 0, most - logits.shape[1])).contiguous()
-    shards = [torch.empty_like(mine) for _ in rows]
-    dist.all_gather(shards, mine, group=place.group)
-    return cut.unshard_tensor([shard[:, :n] for shard, n in zip(shards, rows, strict=True)], dim=1)
+    places = list(map(cut.positions, range(len(rows))))
+    return cast(torch.Tensor, GatherRows.apply(logits.detach(), places, place.group))
 
 
 def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreement:
@@ -425,7 +437,8 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is None:
         return args, kwargs
-    ring.call.pop("generation", None)  # of a call that ended with an exception
+    for name in ("generation", "whole"):  # of a call that ended with an exception
+        ring.call.pop(name, None)
     past = ring.call.get("past")
     if past is not None and kwargs.get("past_key_values") is None:  # Phi-3 computes all again where its rope changes
         past.reset()
@@ -434,6 +447,13 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         kwargs, generation = begin(cast("PreTrainedModel", model), ring.place.group, ring.layout, kwargs)
         ring.call.update(generation=generation, largest=generation.largest)
         return args, kwargs
+    if ring.whole and DIGEST not in kwargs:
+        kwargs = {**inspect.signature(model.forward).bind_partial(*args).arguments, **kwargs}
+        shard = partial(shard_batch, group=ring.place.group, layout=ring.layout, shift=ring.shift is not False)
+        args = ()
+        kwargs, ring.call["whole"] = cut_call(
+            kwargs, shard, ring.layout, ring.place.group, counts=not ring.first, loss_only=not ring.call.get("logits")
+        )
     digest, items = kwargs.get(DIGEST), kwargs.get("num_items_in_batch")
     kept = {name: x for name, x in kwargs.items() if name not in (DIGEST, "num_items_in_batch")}
     if torch.compiler.is_compiling():
@@ -448,6 +468,8 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         ring.call["largest"] = kwargs[DIGEST][LARGEST]
     if ring.first:
         kept["position_ids"] = kept["position_ids"] + ring.first
+    if "whole" in ring.call and ring.call["whole"].keep is not None:
+        kept["logits_to_keep"] = ring.call["whole"].keep
     return args, kept
 
 
@@ -468,7 +490,8 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
     if kwargs.get("labels") is not None:
         count = (kwargs["labels"] != NO_LABEL).sum()
         result["loss"] = torch.where(count > 0, result["loss"] * count, 0.0) / ring.call.pop("items")
-    return result
+    whole = ring.call.pop("whole", None)
+    return result if whole is None else whole.finish(result, ring.place.group)
 
 
 def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: dict[str, Any]) -> None:
@@ -482,11 +505,7 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
             f"attention {config._attn_implementation!r} was set after parallelize: each rank would attend to its own "
             "rows; call unparallelize(model) first"
         )
-    if kwargs.get("output_attentions", config.output_attentions):
-        raise Unsupported(
-            "output_attentions=True: no rank holds the attention weights of whole rows; leave it out, or load another "
-            "model with attn_implementation='eager'"
-        )
+    _check_options(kwargs, config)
     mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep", 0)
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
         raise Unsupported("attention_mask is not padding [batch, tokens]; write other masks as a Pattern")
@@ -513,6 +532,13 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
         )
     if given.get("num_items_in_batch") is None and DIGEST not in given:
         raise InvalidInput(f"num_items_in_batch is missing: a rank does not know the labels of the others; {whole}")
+
+
+def _check_options(kwargs: dict[str, Any], config: Any) -> None:
+    """Raise Unsupported for an option of `REFUSED`, in a call or in the config."""
+    for name, reason in REFUSED.items():
+        if kwargs.get(name, getattr(config, name, False)):
+            raise Unsupported(f"{name}=True: {reason}")
 
 
 def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: dict[str, Any]) -> None:

@@ -1,0 +1,195 @@
+"""Trainers of transformers and TRL, and loops with accelerate, on ranks that share sequences.
+
+    trainer = RingTrainer(model, args, train_dataset=data, cp=4)  # on 8 ranks: dp 2 x cp 4
+
+    class RingSFTTrainer(RingMixin, SFTTrainer):
+        pass
+
+To a trainer a cp group is one process: its ranks read the same batches, and its model takes whole sequences.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+
+from ..errors import InvalidInput, Unsupported
+from .generation import STATE, share_seed
+from .transformers import parallelize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.data import DataLoader
+
+
+class Broadcast(IterableDataset[Any]):
+    """The examples of a stream, which rank 0 alone reads, on all ranks. Collective, thus only with num_workers=0."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream, if it wants to know."""
+        if hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        source = iter(self.stream) if dist.get_rank() == 0 else iter(())
+        while True:
+            found = [list(islice(source, 1))]
+            dist.broadcast_object_list(found, 0)
+            if not found[0]:
+                return
+            yield found[0][0]
+
+
+class RingAccelerator(Accelerator):  # type: ignore[misc]
+    """An Accelerator to which a cp group is one process: the ranks of a group get the same batches.
+
+    cp: the ranks that share a sequence, neighbours by number; None: all. The axes of `mesh` are dp and cp; it is None
+    in a program of one process. Give `parallelize(model, mesh["cp"], layout=..., whole=True)` its group.
+
+    `num_processes`, `process_index`, `gather` and `gather_for_metrics` of tensors, and `reduce` count each group once.
+    With dispatch_batches=True rank 0 alone reads a stream, else each rank does. A prepared scheduler counts all ranks:
+    give step_scheduler_with_optimizer=False, and step it yourself.
+    """
+
+    mesh: DeviceMesh | None
+
+    def __init__(self, *args: Any, cp: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.form_groups(cp)
+
+    def form_groups(self, cp: int | None) -> None:
+        """Set `mesh`. Raises InvalidInput for a `cp` that does not divide the ranks. Collective."""
+        ranks = self.state.num_processes
+        cp = ranks if cp is None else cp
+        if cp < 1 or ranks % cp:
+            raise InvalidInput(f"cp={cp} does not divide the {ranks} ranks; start a multiple of {cp}, or take another")
+        config = self.parallelism_config
+        if config is not None and config.cp_size > 1:
+            raise Unsupported(f"cp_size={config.cp_size} is accelerate's own context parallelism; give only cp={cp}")
+        shape, axes = (ranks // cp, cp), ("dp", "cp")
+        self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=axes) if ranks > 1 else None
+
+    @property
+    def num_processes(self) -> int:
+        """The cp groups."""
+        return 1 if self.mesh is None else self.mesh["dp"].size()
+
+    @property
+    def process_index(self) -> int:
+        """The number of this rank's cp group."""
+        return 0 if self.mesh is None else self.mesh["dp"].get_local_rank()
+
+    def drop_copies(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the rows [ranks * B, ...] that all ranks gave those of the first rank of each group."""
+        if self.mesh is None:
+            return x
+        each = x.unflatten(0, (self.num_processes, -1, len(x) // self.state.num_processes))
+        return each[:, 0].flatten(0, 1)
+
+    def gather(self, tensor: Any) -> Any:
+        """As `Accelerator.gather`, of the first rank of each group."""
+        return recursively_apply(self.drop_copies, super().gather(tensor))
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """As `Accelerator.reduce`; the sum is that over groups whose ranks have equal tensors."""
+        share = self.num_processes / self.state.num_processes if reduction == "sum" else 1.0
+        return super().reduce(tensor, reduction, scale * share)
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """As `Accelerator.prepare_data_loader`, with a share for each group."""
+        config = self.dataloader_config
+        dispatch, config.dispatch_batches = config.dispatch_batches, False  # its dispatcher shares by rank
+        if dispatch and isinstance(data_loader.dataset, IterableDataset) and self.mesh is not None:
+            vars(data_loader)["dataset"] = Broadcast(data_loader.dataset)
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        config.dispatch_batches = dispatch
+        return cast("DataLoader[Any]", prepared)
+
+
+class RingMixin:
+    """Makes a class of trainers run on ranks that share sequences: class RingSFTTrainer(RingMixin, SFTTrainer).
+
+    cp: the ranks that share a sequence; None: all of torchrun's. The other ranks share the data (dp).
+    layout: how a sequence is cut, such as "zigzag".
+    ring: other options of `parallelize`, such as {"schedule": "ulysses"}.
+
+    The trainer parallelizes its model, and its reference model, itself. Its arguments are those for dp processes:
+    per_device_train_batch_size is the batch of a cp group. On one process the trainer is the one that it was.
+    Raises InvalidInput for a `cp` that does not divide the ranks, and Unsupported for data shared by rank.
+    """
+
+    accelerator: RingAccelerator
+
+    def __init__(
+        self,
+        *args: Any,
+        cp: int | None = None,
+        layout: str = "zigzag",
+        ring: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._cp = cp
+        super().__init__(*args, **kwargs)
+        mesh, given = self.accelerator.mesh, cast(Any, self).args
+        if hasattr(given, "steps_per_generation"):  # of GRPO; the config took the ranks for processes
+            rows = given.per_device_train_batch_size * self.accelerator.num_processes * given.steps_per_generation
+            if rows % cast(Any, self).num_generations:
+                raise InvalidInput(
+                    f"num_generations={cast(Any, self).num_generations} does not divide the {rows} completions of the "
+                    "cp groups; take a larger per_device_train_batch_size or steps_per_generation"
+                )
+            given.generation_batch_size = rows
+        if mesh is None:
+            return
+        for model in (cast(Any, self).model, getattr(self, "ref_model", None)):
+            if model is not None:
+                bare = self.accelerator.unwrap_model(model)
+                parallelize(bare, mesh["cp"], layout=layout, whole=True, **(ring or {}))
+        for device in {torch.device("cpu"), self.accelerator.device}:  # trainers may seed each rank in its own way
+            share_seed(device, mesh["cp"].get_group())
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the trainer's, with a `RingAccelerator`."""
+        cast(Any, super()).create_accelerator_and_postprocess()
+        self.accelerator.__class__ = RingAccelerator
+        self.accelerator.form_groups(self._cp)
+        if cast(Any, self).args.train_sampling_strategy == "batch_rebalance":
+            raise Unsupported("train_sampling_strategy='batch_rebalance' shares the data by rank; take another")
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The examples of a step, of all cp groups."""
+        return args.gradient_accumulation_steps * cast(Any, self)._train_batch_size * self.accelerator.num_processes
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's: the logits of all rows where metrics want them."""
+        ring = getattr(cast(Any, self).model, STATE, None)
+        if ring is not None:
+            ring.call["logits"] = not prediction_loss_only
+        result = cast(Any, super()).prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        if ring is not None:
+            del ring.call["logits"]
+        return result
+
+    def _calculate_rewards(self, *args: Any) -> torch.Tensor:
+        """The rewards of GRPO, which gathers those of all ranks."""
+        return self.accelerator.drop_copies(cast(Any, super())._calculate_rewards(*args))
+
+
+class RingTrainer(RingMixin, Trainer):  # type: ignore[misc]
+    """The Trainer of transformers, with sequences over `cp` ranks; see `RingMixin`."""
+
+
+__all__ = ["RingAccelerator", "RingMixin", "RingTrainer"]

@@ -1,0 +1,121 @@
+"""Calls of a parallelized model with whole sequences: each rank computes its rows, and gets the result of all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ..errors import Unsupported
+from ..layout.regular import make_layout
+from .borders import COUNT, DIGEST
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    Places = list[np.ndarray[Any, Any]]
+
+#: What collators say of packed documents; the other tensors of a batch are known by their shape.
+BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+class GatherRows(torch.autograd.Function):
+    """The rows [B, N, ...] of all ranks, from the rows [B, n, ...] of each. Collective; its backward is not.
+
+    All ranks must compute the same loss of the result. The gradient of a rank's rows is that of the loss times the
+    ranks, so that the mean of the parameters' gradients over the ranks, which DDP and FSDP take, is the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, places: Places, group: ProcessGroup) -> Tensor:
+        """`places` are, by rank, the places of its rows in the result."""
+        ctx.ranks = len(places)
+        ctx.mine = torch.from_numpy(places[dist.get_rank(group)]).to(mine.device)
+        most = max(map(len, places))
+        padded = mine.new_zeros((len(mine), most, *mine.shape[2:]))
+        padded[:, : mine.shape[1]] = mine
+        parts = [torch.empty_like(padded) for _ in places]
+        dist.all_gather(parts, padded, group=group)
+        rows = torch.cat([part[:, : len(there)] for part, there in zip(parts, places, strict=True)], 1)
+        return rows[:, torch.from_numpy(np.argsort(np.concatenate(places))).to(mine.device)]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad[:, ctx.mine] * ctx.ranks, None, None
+
+
+@dataclass
+class WholeCall:
+    """A call of a model with whole sequences: what its hooks need."""
+
+    #: By rank, the places of its rows in the result.
+    places: Places
+    #: The rows of this rank whose logits are wanted; None: all.
+    keep: Tensor | None
+    #: Whether the caller wants the loss, and gets no logits.
+    loss: bool
+    #: Whether results of one number for each label lack the last row, whose label nobody knows.
+    short: bool
+
+    def finish(self, result: Any, group: ProcessGroup) -> Any:
+        """The result with the loss and the rows of all ranks. Collective."""
+
+        def gather(x: Any) -> Any:
+            return GatherRows.apply(x, self.places, group) if isinstance(x, Tensor) and x.ndim > 1 else x
+
+        for name, x in list(result.items()):
+            if name == "loss":
+                each = [np.array([rank]) for rank in range(len(self.places))]
+                result[name] = None if x is None else GatherRows.apply(x.reshape(1, 1), each, group).sum()
+            elif name == "past_key_values" or (self.loss and name in ("logits", "hidden_states")):
+                result[name] = None
+            elif name != "logits" or x.ndim == 3:  # else pooled: of sequences, not of rows
+                whole = tree_map(gather, x)
+                result[name] = whole[:, :-1] if self.short and isinstance(whole, Tensor) and whole.ndim == 2 else whole
+        return result
+
+
+def cut_call(
+    kwargs: Mapping[str, Any],
+    shard: Callable[[Mapping[str, Any]], dict[str, Tensor]],
+    layout: str,
+    group: ProcessGroup,
+    *,
+    counts: bool,
+    loss_only: bool,
+) -> tuple[dict[str, Any], WholeCall]:
+    """The arguments of this rank's part of a call with whole sequences, equal on all ranks, and the call.
+
+    shard: `shard_batch` of the model.
+    counts: whether the model numbers tokens that come without position_ids and borders from 0 on, padding included.
+    loss_only: whether a call with labels wants no logits.
+    """
+    ids, keep, ranks = kwargs["input_ids"], kwargs.get("logits_to_keep", 0), dist.get_world_size(group)
+    if not isinstance(keep, int) or (keep and "labels" in kwargs):
+        raise Unsupported(f"logits_to_keep={keep} with whole sequences: give the number of last rows, and no labels")
+    batch = {
+        name: x
+        for name, x in kwargs.items()
+        if x is not None and (name in BORDERS or (isinstance(x, Tensor) and x.shape[:2] == ids.shape))
+    }
+    if counts and not batch.keys() & {"position_ids", "cu_seq_lens_q", "seq_idx"}:
+        batch["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    others = {name: x for name, x in kwargs.items() if name not in (*batch, "logits_to_keep")}
+    cut = shard(batch)
+    if "labels" in cut and others.get("num_items_in_batch") is None:
+        others["num_items_in_batch"] = cut[DIGEST][COUNT].clamp(min=1)
+    first = max(ids.shape[1] - keep, 0) if keep else 0
+    whole = list(map(make_layout(layout, tokens=ids.shape[1], ranks=ranks).positions, range(ranks)))
+    kept = np.flatnonzero(whole[dist.get_rank(group)] >= first)
+    return {**others, **cut}, WholeCall(
+        places=[rows[rows >= first] - first for rows in whole],
+        keep=torch.from_numpy(kept).to(ids.device) if first else None,
+        loss=loss_only and "labels" in cut,
+        short="labels" in kwargs and "shift_labels" in cut and "shift_labels" not in kwargs,
+    )

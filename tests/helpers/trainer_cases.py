@@ -1,0 +1,226 @@
+"""Runs of trainers on ranks and on one process, which tests and people compare."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as hf
+from accelerate.state import AcceleratorState, GradientState
+from torch.utils.data import IterableDataset
+
+from ringattn.integrations.trainer import RingAccelerator, RingMixin, RingTrainer
+from ringattn.integrations.transformers import parallelize
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz ."
+SIZES = dict(
+    vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+
+def make_model(kind: str = "MistralForCausalLM", **changes: Any) -> Any:
+    """A tiny model with the same random weights in every process."""
+    torch.manual_seed(0)
+    model = getattr(hf, kind)
+    return model(model.config_class(**{**SIZES, "sliding_window": 16, **changes})).float()
+
+
+def make_tokenizer() -> Any:
+    """A tokenizer of one number per letter."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "?", *LETTERS])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    names = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="?")
+    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def make_text(seed: int, shortest: int = 5, longest: int = 45) -> str:
+    numbers = random.Random(seed)
+    return "".join(numbers.choice(LETTERS) for _ in range(numbers.randint(shortest, longest)))
+
+
+def make_rows(count: int) -> list[dict[str, list[int]]]:
+    tokenizer = make_tokenizer()
+    return [{"input_ids": tokenizer(make_text(i))["input_ids"]} for i in range(count)]
+
+
+class Stream(IterableDataset[Any]):
+    """Rows without a length; `alone`: only rank 0 may read it."""
+
+    def __init__(self, rows: list[Any], alone: bool) -> None:
+        self.rows, self.alone = rows, alone
+
+    def __iter__(self) -> Iterator[Any]:
+        assert not self.alone or not dist.is_initialized() or dist.get_rank() == 0
+        yield from self.rows
+
+
+def pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """A padded batch, with labels."""
+    most = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([row["input_ids"] + [0] * (most - len(row["input_ids"])) for row in rows])
+    mask = (torch.arange(most) < torch.tensor([[len(row["input_ids"])] for row in rows])).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def options(folder: str, steps: int, rows: int, dp: int, accumulate: int, **changes: Any) -> dict[str, Any]:
+    """Arguments of a trainer whose steps have `rows` rows on each number of groups."""
+    return dict(
+        output_dir=folder, max_steps=steps, per_device_train_batch_size=rows // dp // accumulate,
+        per_device_eval_batch_size=rows // dp, gradient_accumulation_steps=accumulate, learning_rate=3e-3,
+        logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, bf16=False,
+        dataloader_pin_memory=False, dataloader_drop_last=True, seed=3, **changes,
+    )  # fmt: skip
+
+
+def train_plain(folder: str, dp: int, cp: int, *, steps: int, accumulate: int = 1, data: str = "rows", **changes: Any) -> Any:
+    """The Trainer of transformers. data: rows, stream, or dispatch."""
+    rows = make_rows(38)
+    more = {} if data == "rows" else {"accelerator_config": {"dispatch_batches": data == "dispatch" or None}}
+    resume = changes.pop("resume", None)
+    args = hf.TrainingArguments(
+        **options(folder, steps, 4, dp, accumulate, include_num_input_tokens_seen="all", **more, **changes)
+    )
+    trainer = RingTrainer(
+        make_model(), args, cp=cp, data_collator=changes.get("collator", pad) if False else pad,
+        train_dataset=rows if data == "rows" else Stream(rows, data == "dispatch"), eval_dataset=make_rows(10)[:8],
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.evaluate()
+    return trainer
+
+
+def train_sft(folder: str, dp: int, cp: int, *, steps: int, accumulate: int = 1, **changes: Any) -> Any:
+    """The SFTTrainer of TRL."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    class RingSFTTrainer(RingMixin, SFTTrainer):
+        pass
+
+    data = Dataset.from_list([{"text": make_text(i)} for i in range(60)])
+    args = SFTConfig(**options(folder, steps, 4, dp, accumulate, include_num_input_tokens_seen="all", **changes))
+    trainer = RingSFTTrainer(
+        make_model(), args=args, cp=cp, train_dataset=data, eval_dataset=data.select(range(8)),
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    trainer.evaluate()
+    return trainer
+
+
+def train_dpo(folder: str, dp: int, cp: int, *, steps: int, **changes: Any) -> Any:
+    """The DPOTrainer of TRL."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    class RingDPOTrainer(RingMixin, DPOTrainer):
+        pass
+
+    data = Dataset.from_list(
+        [{"prompt": make_text(i), "chosen": make_text(i + 100), "rejected": make_text(i + 200)} for i in range(40)]
+    )
+    args = DPOConfig(**options(folder, steps, 4, dp, 1, **changes))
+    trainer = RingDPOTrainer(
+        make_model(), ref_model=make_model(), args=args, cp=cp, train_dataset=data, eval_dataset=data.select(range(8)),
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    trainer.evaluate()
+    return trainer
+
+
+def train_reward(folder: str, dp: int, cp: int, *, steps: int, **changes: Any) -> Any:
+    """The RewardTrainer of TRL."""
+    from datasets import Dataset
+    from trl import RewardConfig, RewardTrainer
+
+    class RingRewardTrainer(RingMixin, RewardTrainer):
+        pass
+
+    data = Dataset.from_list([{"chosen": make_text(i + 100), "rejected": make_text(i + 200)} for i in range(40)])
+    args = RewardConfig(**options(folder, steps, 4, dp, 1, **changes))
+    trainer = RingRewardTrainer(
+        make_model("LlamaForSequenceClassification", num_labels=1), args=args, cp=cp, train_dataset=data,
+        eval_dataset=data.select(range(8)), processing_class=make_tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    trainer.evaluate()
+    return trainer
+
+
+def reward(completions: list[str], **unused: Any) -> list[float]:
+    """How many letters of a completion are vowels."""
+    return [sum(letter in "aeiou" for letter in text) / 4 for text in completions]
+
+
+def train_grpo(folder: str, dp: int, cp: int, *, steps: int, **changes: Any) -> Any:
+    """The GRPOTrainer of TRL, with completions of the model itself."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    class RingGRPOTrainer(RingMixin, GRPOTrainer):
+        pass
+
+    data = Dataset.from_list([{"prompt": make_text(i)} for i in range(24)])
+    given = {**options(folder, steps, 8, dp, 2), "num_generations": 2, "max_completion_length": 12, "beta": 0.1}
+    trainer = RingGRPOTrainer(
+        make_model(), reward, args=GRPOConfig(**{**given, **changes}), cp=cp, train_dataset=data,
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def train_loop(folder: str, dp: int, cp: int, *, steps: int) -> Any:
+    """A loop with accelerate."""
+    accelerator = RingAccelerator(cpu=True, cp=cp, gradient_accumulation_steps=2)
+    model = make_model()
+    if accelerator.mesh is not None:
+        parallelize(model, accelerator.mesh["cp"], layout="zigzag", whole=True)
+    loader = torch.utils.data.DataLoader(make_rows(8 * steps), 4 // dp, collate_fn=pad)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 3e-3), loader)
+    log = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            labels = accelerator.reduce((batch["labels"][:, 1:] != -100).sum(), "mean")
+            loss = model(**batch, num_items_in_batch=labels).loss
+            accelerator.backward(loss)
+            line = {"loss": accelerator.gather(loss.detach()).mean().item()}
+            if accelerator.sync_gradients:
+                line["grad_norm"] = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        log.append(line)
+    return log
+
+
+KEYS = (
+    "loss", "grad_norm", "eval_loss", "num_input_tokens_seen", "num_tokens", "mean_token_accuracy", "entropy", "reward",
+    "rewards/margins", "eval_rewards/margins", "kl", "mean_reward", "completions/mean_length",
+)  # fmt: skip
+
+
+def run(rank: int, kind: str, folder: str, dp: int, cp: int, **changes: Any) -> dict[str, list[float]]:
+    """The numbers of a run, by their names in the trainer's log."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.is_initialized():
+            ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), rank)
+            sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), dist.get_world_size())
+            for name, value in {**ranks, **sizes, "OMP_NUM_THREADS": 1, "MASTER_PORT": 1}.items():
+                patch.setenv(name, str(value))  # as torchrun does; accelerate reads it, and the group is there already
+        try:
+            trainer = globals()[f"train_{kind}"](folder, dp, cp, **changes)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+    log = trainer if isinstance(trainer, list) else trainer.state.log_history
+    return {key: [line[key] for line in log if key in line] for key in KEYS}
