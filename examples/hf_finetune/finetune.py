@@ -19,19 +19,18 @@ import pydoc_data.topics
 import torch
 import torch.distributed as dist
 from accelerate import DistributedType, FullyShardedDataParallelPlugin
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorWithFlattening,
     MistralConfig,
     MistralForCausalLM,
-    Trainer,
     TrainingArguments,
 )
 
-from ringattn.integrations.transformers import Collator, check, parallelize
+from ringattn.integrations.trainer import RingTrainer
+from ringattn.integrations.transformers import check
 
 
 class Topics(Dataset):
@@ -48,34 +47,15 @@ class Topics(Dataset):
         return {"input_ids": self.examples[index]}
 
 
-class RingTrainer(Trainer):
-    """A Trainer whose cp ranks get the same examples, which its collator cuts; the dp groups share the data."""
-
-    def __init__(self, *args, mesh: DeviceMesh | None, **kwargs) -> None:
-        self.dp, self.dp_rank = (1, 0) if mesh is None else (mesh["dp"].size(), mesh["dp"].get_local_rank())
-        super().__init__(*args, **kwargs)
+class FsdpTrainer(RingTrainer):
+    """A RingTrainer whose FSDP2 runs on CPUs, too, where accelerate ignores its plugin."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if self.args.fsdp and self.args.use_cpu:  # accelerate ignores its FSDP2 plugin on CPUs, where FSDP2 runs, too
-            state = self.accelerator.state
-            state.distributed_type = DistributedType.FSDP
-            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
-            self.is_fsdp_enabled = True
-
-    def _loader(self, dataset: Dataset, size: int, *, shuffle: bool) -> DataLoader:
-        sampler = DistributedSampler(
-            dataset, self.dp, self.dp_rank, shuffle=shuffle, seed=self.args.seed, drop_last=True
-        )
-        loader = DataLoader(dataset, size, sampler=sampler, collate_fn=self.data_collator, drop_last=True)
-        loader.set_epoch = sampler.set_epoch  # the Trainer calls it: every epoch has an order of its own
-        return loader
-
-    def get_train_dataloader(self) -> DataLoader:
-        return self._loader(self.train_dataset, self.args.per_device_train_batch_size, shuffle=True)
-
-    def get_eval_dataloader(self, eval_dataset: Dataset | None = None) -> DataLoader:
-        return self._loader(eval_dataset or self.eval_dataset, self.args.per_device_eval_batch_size, shuffle=False)
+        state = self.accelerator.state
+        state.distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        self.is_fsdp_enabled = True
 
 
 def make_model(name: str | None):
@@ -119,14 +99,6 @@ def train(options: argparse.Namespace) -> RingTrainer:
     model, tokenize = make_model(options.model)
     model.config.use_cache = False
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    mesh, collator = None, DataCollatorWithFlattening()
-    if dist.is_initialized():
-        mesh = init_device_mesh("cpu", (options.dp, options.cp), mesh_dim_names=("dp", "cp"))
-        parallelize(model, mesh["cp"], layout=options.layout)
-        collator = Collator(collator, mesh["cp"], options.layout)
-        agreement = check(model, tokens=200) if options.model is None else None
-        if dist.get_rank() == 0:
-            print(agreement or "")
     arguments = TrainingArguments(
         options.output,
         max_steps=options.steps,
@@ -142,17 +114,23 @@ def train(options: argparse.Namespace) -> RingTrainer:
         use_cpu=True,
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        dataloader_drop_last=True,
         remove_unused_columns=False,
     )
     data = Topics(tokenize, options.longest)
-    trainer = RingTrainer(
+    trainer = (FsdpTrainer if options.fsdp else RingTrainer)(
         model,
         arguments,
-        mesh=mesh,
-        data_collator=collator,
+        cp=options.cp,
+        layout=options.layout,
+        data_collator=DataCollatorWithFlattening(),
         train_dataset=data,
         eval_dataset=torch.utils.data.Subset(data, range(8)),
     )
+    if dist.is_initialized() and options.model is None:
+        agreement = check(model, tokens=200)
+        if dist.get_rank() == 0:
+            print(agreement)
     trainer.train()
     trainer.evaluate()
     trainer.save_state()

@@ -104,9 +104,13 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
         return recursively_apply(self.drop_copies, super().gather(tensor))
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As `Accelerator.reduce`; the sum is that over groups whose ranks have equal tensors."""
-        share = self.num_processes / self.state.num_processes if reduction == "sum" else 1.0
-        return super().reduce(tensor, reduction, scale * share)
+        """As `Accelerator.reduce`, over the first rank of each group."""
+
+        def join(x: torch.Tensor) -> torch.Tensor:
+            each = self.gather(x[None])
+            return (each.sum(0) if reduction == "sum" else each.mean(0, dtype=torch.float32)) * scale
+
+        return super().reduce(tensor, reduction, scale) if self.mesh is None else recursively_apply(join, tensor)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """As `Accelerator.prepare_data_loader`, with a share for each group."""

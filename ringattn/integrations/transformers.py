@@ -194,13 +194,17 @@ def parallelize(
 
 
 def unparallelize(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself, which computes whole sequences again, by the attention that it had before `parallelize`."""
-    ring = getattr(model, STATE, None)
-    if ring is not None:
-        for module in model.modules():
-            setattr(module, STATE, None)
-        del model.generate
-        model.set_attn_implementation(ring.before)
+    """The model itself, which computes whole sequences again, by the attention that it had before `parallelize`.
+
+    The model may be trained, and wrapped by DDP, FSDP or torch.compile.
+    """
+    for inner in model.modules():
+        ring = getattr(inner, STATE, None) if "generate" in vars(inner) else None
+        if ring is not None:
+            del inner.generate
+            inner.set_attn_implementation(ring.before)
+            for module in inner.modules():
+                setattr(module, STATE, None)
     return model
 
 

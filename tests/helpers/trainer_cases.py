@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import IterableDataset
 
 from ringattn.integrations.trainer import RingAccelerator, RingMixin, RingTrainer
-from ringattn.integrations.transformers import parallelize
+from ringattn.integrations.transformers import parallelize, unparallelize
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ."
 SIZES = dict(
@@ -80,21 +81,40 @@ def options(folder: str, steps: int, rows: int, dp: int, accumulate: int, **chan
     )  # fmt: skip
 
 
-def train_plain(folder: str, dp: int, cp: int, *, steps: int, accumulate: int = 1, data: str = "rows", **changes: Any) -> Any:
-    """The Trainer of transformers. data: rows, stream, or dispatch."""
+def train_plain(
+    folder: str, dp: int, cp: int, *, steps: int, accumulate: int = 1, data: str = "rows", resume: bool = False, **more: Any
+) -> Any:
+    """The Trainer of transformers. data: rows, stream, or dispatch; resume: from a checkpoint in the middle."""
     rows = make_rows(38)
-    more = {} if data == "rows" else {"accelerator_config": {"dispatch_batches": data == "dispatch" or None}}
-    resume = changes.pop("resume", None)
-    args = hf.TrainingArguments(
-        **options(folder, steps, 4, dp, accumulate, include_num_input_tokens_seen="all", **more, **changes)
-    )
-    trainer = RingTrainer(
-        make_model(), args, cp=cp, data_collator=changes.get("collator", pad) if False else pad,
-        train_dataset=rows if data == "rows" else Stream(rows, data == "dispatch"), eval_dataset=make_rows(10)[:8],
-    )  # fmt: skip
-    trainer.train(resume_from_checkpoint=resume)
+    source = rows if data == "rows" else Stream(rows, data == "dispatch")
+    if data == "dispatch":
+        more["accelerator_config"] = {"dispatch_batches": True}
+    if resume:
+        more |= {"save_strategy": "steps", "save_steps": steps // 2}
+
+    def make() -> Any:
+        settings = options(folder, steps, 4, dp, accumulate)
+        args = hf.TrainingArguments(**{**settings, "include_num_input_tokens_seen": "non_padding", **more})
+        lists = {"train_dataset": source, "eval_dataset": make_rows(8), "data_collator": pad}
+        return RingTrainer(make_model(), args, cp=cp, compute_metrics=count_right, **lists)
+
+    trainer = make()
+    trainer.train()
+    if resume:
+        trainer = make()
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{steps // 2}")
     trainer.evaluate()
+    model = unparallelize(trainer.model_wrapped).eval()
+    with torch.no_grad():
+        alone = model(input_ids=torch.arange(20)[None], use_cache=False).logits
+    trainer.state.log_history.append({"after": float(alone.square().sum())})
     return trainer
+
+
+def count_right(found: hf.EvalPrediction) -> dict[str, float]:
+    """A metric of whole rows of logits."""
+    labels, logits = found.label_ids[:, 1:], found.predictions[:, :-1]
+    return {"right": float((logits.argmax(-1) == labels)[labels != -100].mean()), "sum": float(abs(logits)[labels != -100].sum())}
 
 
 def train_sft(folder: str, dp: int, cp: int, *, steps: int, accumulate: int = 1, **changes: Any) -> Any:
@@ -157,8 +177,8 @@ def train_reward(folder: str, dp: int, cp: int, *, steps: int, **changes: Any) -
 
 
 def reward(completions: list[str], **unused: Any) -> list[float]:
-    """How many letters of a completion are vowels."""
-    return [sum(letter in "aeiou" for letter in text) / 4 for text in completions]
+    """How many letters of a completion are vowels; more for every second one, so that equal ones differ."""
+    return [sum(letter in "aeiou" for letter in text) / 4 + i % 2 for i, text in enumerate(completions)]
 
 
 def train_grpo(folder: str, dp: int, cp: int, *, steps: int, **changes: Any) -> Any:
@@ -171,8 +191,12 @@ def train_grpo(folder: str, dp: int, cp: int, *, steps: int, **changes: Any) -> 
 
     data = Dataset.from_list([{"prompt": make_text(i)} for i in range(24)])
     given = {**options(folder, steps, 8, dp, 2), "num_generations": 2, "max_completion_length": 12, "beta": 0.1}
+    path = f"{folder}/model"  # TRL loads the reference model anew
+    make_model().save_pretrained(path)  # only rank 0 does
+    if dist.is_initialized():
+        dist.barrier()
     trainer = RingGRPOTrainer(
-        make_model(), reward, args=GRPOConfig(**{**given, **changes}), cp=cp, train_dataset=data,
+        path, reward, args=GRPOConfig(**{**given, **changes}), cp=cp, train_dataset=data,
         processing_class=make_tokenizer(),
     )  # fmt: skip
     trainer.train()
@@ -190,10 +214,10 @@ def train_loop(folder: str, dp: int, cp: int, *, steps: int) -> Any:
     log = []
     for batch in loader:
         with accelerator.accumulate(model):
-            labels = accelerator.reduce((batch["labels"][:, 1:] != -100).sum(), "mean")
-            loss = model(**batch, num_items_in_batch=labels).loss
+            labels = accelerator.reduce((batch["labels"][:, 1:] != -100).sum())
+            loss = model(**batch, num_items_in_batch=labels / accelerator.num_processes).loss
             accelerator.backward(loss)
-            line = {"loss": accelerator.gather(loss.detach()).mean().item()}
+            line = {"loss": accelerator.gather(loss.detach()).mean().item(), "num_tokens": int(labels)}
             if accelerator.sync_gradients:
                 line["grad_norm"] = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
             optimizer.step()
@@ -203,7 +227,7 @@ def train_loop(folder: str, dp: int, cp: int, *, steps: int) -> Any:
 
 
 KEYS = (
-    "loss", "grad_norm", "eval_loss", "num_input_tokens_seen", "num_tokens", "mean_token_accuracy", "entropy", "reward",
+    "loss", "grad_norm", "eval_loss", "eval_right", "eval_sum", "after", "num_input_tokens_seen", "num_tokens", "mean_token_accuracy", "entropy", "reward",
     "rewards/margins", "eval_rewards/margins", "kl", "mean_reward", "completions/mean_length",
 )  # fmt: skip
 
@@ -211,6 +235,7 @@ KEYS = (
 def run(rank: int, kind: str, folder: str, dp: int, cp: int, **changes: Any) -> dict[str, list[float]]:
     """The numbers of a run, by their names in the trainer's log."""
     torch.set_num_threads(1)
+    datasets.disable_progress_bars()
     with pytest.MonkeyPatch.context() as patch:
         if dist.is_initialized():
             ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), rank)
