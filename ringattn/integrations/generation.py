@@ -235,7 +235,7 @@ def _check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         raise Unsupported("a call with a RingCache takes input_ids= by its name; give input_ids=, or call generate()")
 
 
-def share_seed(device: torch.device, group: ProcessGroup) -> None:
+def _share_seed(device: torch.device, group: ProcessGroup) -> None:
     """Give all ranks the state of rank 0's random numbers: all of them sample the same tokens. Collective."""
     numbers: Any = torch if device.type == "cpu" else getattr(torch, device.type)
     state = [numbers.get_rng_state()]
@@ -260,7 +260,7 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
                 f"generate: {kwargs.get('cache_implementation') or type(past).__name__} is no RingCache; leave it out, "
                 "or give past_key_values=RingCache(model)"
             )
-    share_seed(model.device, ring.place.group)
+    _share_seed(model.device, ring.place.group)
     ring.call["past"] = kwargs["past_key_values"]
     try:
         return type(model).generate(model, *args, **kwargs)

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from ..errors import InvalidInput, Unsupported
-from .generation import STATE, share_seed
+from .generation import STATE
 from .transformers import parallelize
 
 if TYPE_CHECKING:
@@ -162,8 +162,11 @@ class RingMixin:
             if model is not None:
                 bare = self.accelerator.unwrap_model(model)
                 parallelize(bare, mesh["cp"], layout=layout, whole=True, **(ring or {}))
-        for device in {torch.device("cpu"), self.accelerator.device}:  # trainers may seed each rank in its own way
-            share_seed(device, mesh["cp"].get_group())
+        states: list[Any] = [None] * dist.get_world_size()
+        for kind in dict.fromkeys(("cpu", self.accelerator.device.type)):  # TRL gives each rank numbers of its own
+            numbers: Any = torch if kind == "cpu" else getattr(torch, kind)
+            dist.all_gather_object(states, numbers.get_rng_state())
+            numbers.set_rng_state(states[self.accelerator.process_index])
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the trainer's, with a `RingAccelerator`."""

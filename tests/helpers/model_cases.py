@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -282,30 +279,6 @@ def refused_batches(rank: int) -> None:
     says(kind + words, lambda: gather_logits(ids if rank else ids[..., None], layout="zigzag"))
     words, borders = "Documents: the 2 lengths sum to 9, the sequence has 8 tokens", [0, 4, 9 if rank else 8]
     says(kind + words, lambda: first(**cut({"input_ids": ids}, cu_seqlens=borders)))
-
-
-def trained(rank: int, *words: str) -> tuple[list[dict[str, float]], str, int]:
-    """(log of the Trainer, type of its parameters, what DDP has left) of examples/hf_finetune with these words."""
-    from accelerate.state import AcceleratorState
-
-    file = Path(__file__).resolve().parents[2] / "examples/hf_finetune/finetune.py"
-    spec = importlib.util.spec_from_file_location("finetune", file)
-    assert spec is not None and spec.loader is not None
-    finetune = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(finetune)
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.is_initialized():
-            ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), rank)
-            sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), dist.get_world_size())
-            for name, value in {**ranks, **sizes, "OMP_NUM_THREADS": 1, "MASTER_PORT": 1}.items():
-                patch.setenv(name, str(value))  # as torchrun does; accelerate reads it, and the group is there already
-        trainer = finetune.train(finetune.parse(list(words)))
-        AcceleratorState._reset_state(reset_partial_state=True)
-    log, kind = trainer.state.log_history, type(next(trainer.model.parameters())).__name__
-    del trainer
-    gc.collect()
-    left = [x for x in gc.get_objects() if isinstance(x, torch.nn.parallel.DistributedDataParallel)]
-    return log, kind, len(left)
 
 
 def refusals(rank: int) -> None:

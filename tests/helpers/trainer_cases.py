@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -12,6 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from accelerate.state import AcceleratorState, GradientState
+from rank_pool import told_by
 from torch.utils.data import IterableDataset
 
 from ringattn.integrations.trainer import RingAccelerator, RingMixin, RingTrainer
@@ -82,19 +87,27 @@ def options(folder: str, steps: int, rows: int, dp: int, accumulate: int, **chan
 
 
 def train_plain(
-    folder: str, dp: int, cp: int, *, steps: int, accumulate: int = 1, data: str = "rows", resume: bool = False, **more: Any
+    folder: str,
+    dp: int,
+    cp: int,
+    *,
+    steps: int,
+    accumulate: int = 1,
+    data: str = "rows",
+    resume: bool = False,
+    **more: Any,
 ) -> Any:
     """The Trainer of transformers. data: rows, stream, or dispatch; resume: from a checkpoint in the middle."""
     rows = make_rows(38)
     source = rows if data == "rows" else Stream(rows, data == "dispatch")
+    more: dict[str, Any] = {"include_num_input_tokens_seen": "non_padding"}
     if data == "dispatch":
         more["accelerator_config"] = {"dispatch_batches": True}
     if resume:
         more |= {"save_strategy": "steps", "save_steps": steps // 2}
 
     def make() -> Any:
-        settings = options(folder, steps, 4, dp, accumulate)
-        args = hf.TrainingArguments(**{**settings, "include_num_input_tokens_seen": "non_padding", **more})
+        args = hf.TrainingArguments(**{**options(folder, steps, 4, dp, accumulate), **more})
         lists = {"train_dataset": source, "eval_dataset": make_rows(8), "data_collator": pad}
         return RingTrainer(make_model(), args, cp=cp, compute_metrics=count_right, **lists)
 
@@ -114,7 +127,10 @@ def train_plain(
 def count_right(found: hf.EvalPrediction) -> dict[str, float]:
     """A metric of whole rows of logits."""
     labels, logits = found.label_ids[:, 1:], found.predictions[:, :-1]
-    return {"right": float((logits.argmax(-1) == labels)[labels != -100].mean()), "sum": float(abs(logits)[labels != -100].sum())}
+    return {
+        "right": float((logits.argmax(-1) == labels)[labels != -100].mean()),
+        "sum": float(abs(logits)[labels != -100].sum()),
+    }
 
 
 def train_sft(folder: str, dp: int, cp: int, *, steps: int, accumulate: int = 1, **changes: Any) -> Any:
@@ -226,26 +242,92 @@ def train_loop(folder: str, dp: int, cp: int, *, steps: int) -> Any:
     return log
 
 
+#: The numbers of a log that must not depend on the ranks.
 KEYS = (
-    "loss", "grad_norm", "eval_loss", "eval_right", "eval_sum", "after", "num_input_tokens_seen", "num_tokens", "mean_token_accuracy", "entropy", "reward",
-    "rewards/margins", "eval_rewards/margins", "kl", "mean_reward", "completions/mean_length",
-)  # fmt: skip
+    *("loss", "grad_norm", "eval_loss", "eval_right", "eval_sum", "after", "num_input_tokens_seen", "num_tokens"),
+    *("mean_token_accuracy", "entropy", "reward", "completions/mean_length", "mean_reward"),
+)
+
+
+@contextmanager
+def process_of(rank: int) -> Iterator[None]:
+    """The environment of torchrun, which accelerate reads; the group is there already."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.is_initialized():
+            ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), rank)
+            sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), dist.get_world_size())
+            for name, value in {**ranks, **sizes, "OMP_NUM_THREADS": 1, "MASTER_PORT": 1}.items():
+                patch.setenv(name, str(value))
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
 
 
 def run(rank: int, kind: str, folder: str, dp: int, cp: int, **changes: Any) -> dict[str, list[float]]:
     """The numbers of a run, by their names in the trainer's log."""
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.is_initialized():
-            ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), rank)
-            sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), dist.get_world_size())
-            for name, value in {**ranks, **sizes, "OMP_NUM_THREADS": 1, "MASTER_PORT": 1}.items():
-                patch.setenv(name, str(value))  # as torchrun does; accelerate reads it, and the group is there already
-        try:
-            trainer = globals()[f"train_{kind}"](folder, dp, cp, **changes)
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
+    with process_of(rank):
+        trainer = globals()[f"train_{kind}"](folder, dp, cp, **changes)
     log = trainer if isinstance(trainer, list) else trainer.state.log_history
-    return {key: [line[key] for line in log if key in line] for key in KEYS}
+    return {key: found for key in KEYS if (found := [line[key] for line in log if key in line])}
+
+
+def run_all(rank: int, cases: list[tuple[str, dict[str, Any]]], folder: str, dp: int, cp: int) -> list[dict[str, Any]]:
+    """`run` of each case."""
+    return [run(rank, kind, f"{folder}/{i}", dp, cp, **changes) for i, (kind, changes) in enumerate(cases)]
+
+
+def run_example(rank: int, *words: str) -> tuple[list[float], str, int]:
+    """(losses, gradient norms and eval loss of examples/hf_finetune, type of its parameters, what DDP has left)."""
+    file = Path(__file__).resolve().parents[2] / "examples/hf_finetune/finetune.py"
+    spec = importlib.util.spec_from_file_location("finetune", file)
+    assert spec is not None and spec.loader is not None
+    finetune = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(finetune)
+    with process_of(rank):
+        trainer = finetune.train(finetune.parse(list(words)))
+    log, kind = trainer.state.log_history, type(next(trainer.model.parameters())).__name__
+    del trainer
+    gc.collect()
+    left = [x for x in gc.get_objects() if isinstance(x, torch.nn.parallel.DistributedDataParallel)]
+    numbers = [line[key] for key in ("loss", "grad_norm", "eval_loss") for line in log if key in line]
+    return numbers, kind, len(left)
+
+
+def refusals(rank: int, folder: str) -> list[str]:
+    """What is said to programs that would be wrong."""
+
+    def make(args: dict[str, Any], cp: int = 2) -> str:
+        with process_of(rank):
+            settings = hf.TrainingArguments(**{**options(folder, 1, 4, 1, 1), **args})
+            return told_by(lambda: RingTrainer(make_model(), settings, cp=cp, train_dataset=make_rows(4)))
+
+    with process_of(rank):
+        own = told_by(lambda: RingAccelerator(cpu=True, cp=3))
+        model = parallelize(make_model("MixtralForCausalLM"), layout="zigzag", whole=True)
+        ids = torch.ones(1, 8, dtype=torch.long)
+        calls = ({"output_router_logits": True}, {"logits_to_keep": ids[0]}, {"labels": ids, "logits_to_keep": 1})
+        said = [told_by(lambda: model(input_ids=ids, **call)) for call in calls]
+        other = told_by(lambda: model(input_ids=ids + rank))
+    return [make({}, cp=3), make({"train_sampling_strategy": "batch_rebalance"}), own, *said, other]
+
+
+def rows_of_logits(rank: int) -> tuple[float, float, float]:
+    """How far logits and gradients of the last rows of a call with whole sequences are from those of one process."""
+    ids = torch.randint(32, (2, 19), generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(2))
+    alone, model = make_model(), parallelize(make_model(), layout="zigzag", whole=True)
+    found, expected = (m(ids, logits_to_keep=7, output_hidden_states=False).logits for m in (model, alone))
+    states = [m(ids, output_hidden_states=True).hidden_states[-1] for m in (model, alone)]
+    (found * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)  # DDP takes the mean
+        p.grad /= dist.get_world_size()
+    gradients = [
+        float((a.grad - b.grad).abs().max()) for a, b in zip(model.parameters(), alone.parameters(), strict=True)
+    ]
+    return float((found - expected).abs().max()), max(gradients), float((states[0] - states[1]).abs().max())

@@ -99,32 +99,6 @@ def test_the_interface_of_transformers_has_not_moved() -> None:
     assert SpecifierSet(tested).contains(version("transformers")), f"{version('transformers')} is not in {tested}"
 
 
-#: Options of examples/hf_finetune in the tests: the micro-batches of a step have different numbers of labels.
-SMALL = ("--steps", "6", "--longest", "96", "--accumulate", "2")
-
-
-def series(log: list[dict[str, float]]) -> list[float]:
-    """Losses, gradient norms and the loss of the evaluation in a log of the Trainer."""
-    return [line[key] for key in ("loss", "grad_norm", "eval_loss") for line in log if key in line]
-
-
-@pytest.mark.multi
-@pytest.mark.timeout(300)
-def test_the_trainer_on_dp_x_cp_ranks_is_the_trainer_of_one_process(run_ranks, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    words = (*SMALL, "--output", str(tmp_path))
-    alone, _, _ = model_cases.trained(0, *words)
-    whole = series(alone)
-    assert len(whole) == 13
-    for more, kind in (((), "Parameter"), (("--fsdp",), "DTensor")):
-        for log, found, left in run_ranks(model_cases.trained, 4, *words, "--dp", "2", "--cp", "2", *more, timeout=280):
-            assert series(log) == pytest.approx(whole, rel=1e-5)
-            assert found == kind and left == 0  # DDP as the last holder of its group would hang at exit
-    naive = run_ranks(model_cases.trained, 4, *words, "--dp", "2", "--cp", "2", "--mean-of-means", timeout=280)
-    for log, _, _ in naive:
-        differences = [abs(a - b) / b for a, b in zip(series(log), whole, strict=True)]
-        assert max(differences[:6]) > 1e-4 and max(differences[6:12]) > 1e-4  # losses, gradient norms
-
-
 #: A class for each way in which models differ, and the begin of what the sweep says about it.
 SAMPLE = {
     "AfmoeForCausalLM": "exact",

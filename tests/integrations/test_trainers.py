@@ -1,0 +1,76 @@
+"""Trainers of transformers and TRL, and accelerate, over ranks: the numbers of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trainer_cases
+
+#: Steps of a test; `steps=20` was run by hand.
+STEPS = {"steps": 3}
+PACKED = {"packing": True, "max_length": 64, **STEPS}
+FREE = {"padding_free": True, "max_length": None, "accumulate": 2, **STEPS}
+Cases = list[tuple[str, dict[str, Any]]]
+#: By dp and cp.
+CASES: dict[tuple[int, int], Cases] = {
+    (1, 2): [("sft", PACKED), ("sft", FREE), ("dpo", STEPS), ("grpo", STEPS), ("plain", {"data": "dispatch", **STEPS})],
+    (2, 2): [
+        ("plain", {"accumulate": 2, "resume": True, "steps": 4}),
+        ("plain", {"data": "stream", **STEPS}),
+        ("loop", STEPS),
+    ],
+}
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("dp", "cp"), CASES)
+def test_a_trainer_has_the_numbers_of_one_process(run_ranks, tmp_path: Path, dp: int, cp: int) -> None:  # type: ignore[no-untyped-def]
+    cases = CASES[dp, cp]
+    alone = trainer_cases.run_all(0, cases, f"{tmp_path}/alone", 1, 1)
+    for found in run_ranks(trainer_cases.run_all, dp * cp, cases, f"{tmp_path}/ranks", dp, cp, timeout=170):
+        for case, numbers, expected in zip(cases, found, alone, strict=True):
+            assert numbers.keys() == expected.keys() and {"loss", "grad_norm"} < expected.keys(), case
+            for name, values in expected.items():
+                assert numbers[name] == pytest.approx(values, rel=1e-6, abs=1e-7), (case, name)
+
+
+@pytest.mark.multi
+def test_the_last_rows_of_a_sequence_have_their_logits_and_gradients(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    for differences in run_ranks(trainer_cases.rows_of_logits, 2):
+        assert max(differences) < 2e-5, differences
+
+
+@pytest.mark.multi
+def test_programs_that_would_be_wrong_are_refused(run_ranks, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = [
+        "InvalidInput: cp=3 does not divide the 2 ranks",
+        "Unsupported: train_sampling_strategy='batch_rebalance' shares the data by rank",
+        "InvalidInput: cp=3 does not divide the 2 ranks",
+        "Unsupported: output_router_logits=True: the auxiliary loss of routers",
+        "Unsupported: logits_to_keep=tensor",
+        "Unsupported: logits_to_keep=1 with whole sequences",
+        "Mismatch: input_ids of the whole batch are not the same on rank 0 and rank 1",
+    ]
+    for said in run_ranks(trainer_cases.refusals, 2, str(tmp_path)):
+        for found, expected in zip(said, words, strict=True):
+            assert found.startswith(expected), found
+
+
+#: Options of examples/hf_finetune: the groups, and the micro-batches of a step, have different numbers of labels.
+SMALL = ("--steps", "4", "--longest", "600", "--accumulate", "2")
+
+
+@pytest.mark.multi
+def test_the_example_on_dp_x_cp_ranks_is_that_of_one_process(run_ranks, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = (*SMALL, "--output", str(tmp_path))
+    whole, _, _ = trainer_cases.run_example(0, *words)
+    ranks = (*words, "--dp", "2", "--cp", "2")
+    for found, kind, _ in run_ranks(trainer_cases.run_example, 4, *ranks, "--fsdp", timeout=170):
+        assert len(whole) == 9 and found == pytest.approx(whole, rel=1e-5)
+        assert kind == "DTensor"
+    for found, kind, left in run_ranks(trainer_cases.run_example, 4, *ranks, "--mean-of-means", timeout=170):
+        differences = [abs(a - b) / b for a, b in zip(found, whole, strict=True)]
+        assert max(differences[:4]) > 1e-4 and max(differences[4:8]) > 1e-4  # losses, gradient norms
+        assert kind == "Parameter" and left == 0  # DDP as the last holder of its group would hang at exit
