@@ -85,12 +85,12 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
     @property
     def num_processes(self) -> int:
         """The cp groups."""
-        return 1 if self.mesh is None else self.mesh["dp"].size()
+        return 1 if self.mesh is None else self.mesh.size(0)
 
     @property
     def process_index(self) -> int:
         """The number of this rank's cp group."""
-        return 0 if self.mesh is None else self.mesh["dp"].get_local_rank()
+        return 0 if self.mesh is None else self.mesh.get_local_rank("dp")
 
     def drop_copies(self, x: torch.Tensor) -> torch.Tensor:
         """Of the rows [ranks * B, ...] that all ranks gave those of the first rank of each group."""
@@ -185,10 +185,7 @@ class RingMixin:
         ring = getattr(cast(Any, self).model, STATE, None)
         if ring is not None:
             ring.call["logits"] = not prediction_loss_only
-        result = cast(Any, super()).prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
-        if ring is not None:
-            del ring.call["logits"]
-        return result
+        return cast(Any, super()).prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def _calculate_rewards(self, *args: Any) -> torch.Tensor:
         """The rewards of GRPO, which gathers those of all ranks."""

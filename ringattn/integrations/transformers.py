@@ -455,8 +455,9 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         kwargs = {**inspect.signature(model.forward).bind_partial(*args).arguments, **kwargs}
         shard = partial(shard_batch, group=ring.place.group, layout=ring.layout, shift=ring.shift is not False)
         args = ()
+        loss_only = torch.is_grad_enabled() or not ring.call.get("logits")
         kwargs, ring.call["whole"] = cut_call(
-            kwargs, shard, ring.layout, ring.place.group, counts=not ring.first, loss_only=not ring.call.get("logits")
+            kwargs, shard, ring.layout, ring.place.group, counts=not ring.first, loss_only=loss_only
         )
     digest, items = kwargs.get(DIGEST), kwargs.get("num_items_in_batch")
     kept = {name: x for name, x in kwargs.items() if name not in (DIGEST, "num_items_in_batch")}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..errors import Unsupported
+from ..errors import InvalidInput, Unsupported
 from ..layout.regular import make_layout
 from .borders import COUNT, DIGEST
 
@@ -37,6 +37,7 @@ class GatherRows(torch.autograd.Function):
         """`places` are, by rank, the places of its rows in the result."""
         ctx.ranks = len(places)
         ctx.mine = torch.from_numpy(places[dist.get_rank(group)]).to(mine.device)
+        assert mine.shape[1] == len(ctx.mine)
         most = max(map(len, places))
         padded = mine.new_zeros((len(mine), most, *mine.shape[2:]))
         padded[:, : mine.shape[1]] = mine
@@ -96,9 +97,11 @@ def cut_call(
     counts: whether the model numbers tokens that come without position_ids and borders from 0 on, padding included.
     loss_only: whether a call with labels wants no logits.
     """
-    ids, keep, ranks = kwargs["input_ids"], kwargs.get("logits_to_keep", 0), dist.get_world_size(group)
-    if not isinstance(keep, int) or (keep and "labels" in kwargs):
-        raise Unsupported(f"logits_to_keep={keep} with whole sequences: give the number of last rows, and no labels")
+    ids, keep, ranks = kwargs.get("input_ids"), kwargs.get("logits_to_keep", 0), dist.get_world_size(group)
+    if ids is None:
+        raise InvalidInput("a call with whole sequences needs input_ids [batch, tokens]")
+    if not isinstance(keep, int) or (keep and (kwargs.get("labels") is not None or kwargs.get("output_hidden_states"))):
+        raise Unsupported(f"logits_to_keep={keep}: give the number of last rows, and no labels or output_hidden_states")
     batch = {
         name: x
         for name, x in kwargs.items()
@@ -117,5 +120,5 @@ def cut_call(
         places=[rows[rows >= first] - first for rows in whole],
         keep=torch.from_numpy(kept).to(ids.device) if first else None,
         loss=loss_only and "labels" in cut,
-        short="labels" in kwargs and "shift_labels" in cut and "shift_labels" not in kwargs,
+        short="shift_labels" in cut and "shift_labels" not in kwargs,
     )

@@ -98,7 +98,7 @@ def train_plain(
     **more: Any,
 ) -> Any:
     """The Trainer of transformers. data: rows, stream, or dispatch; resume: from a checkpoint in the middle."""
-    rows = make_rows(38)
+    rows = make_rows(40)
     source = rows if data == "rows" else Stream(rows, data == "dispatch")
     more: dict[str, Any] = {"include_num_input_tokens_seen": "non_padding"}
     if data == "dispatch":
@@ -311,8 +311,9 @@ def refusals(rank: int, folder: str) -> list[str]:
         ids = torch.ones(1, 8, dtype=torch.long)
         calls = ({"output_router_logits": True}, {"logits_to_keep": ids[0]}, {"labels": ids, "logits_to_keep": 1})
         said = [told_by(lambda: model(input_ids=ids, **call)) for call in calls]
-        other = told_by(lambda: model(input_ids=ids + rank))
-    return [make({}, cp=3), make({"train_sampling_strategy": "batch_rebalance"}), own, *said, other]
+        said.append(told_by(lambda: model(inputs_embeds=torch.ones(1, 8, 32))))
+        said.append(told_by(lambda: model(input_ids=ids + rank)))
+    return [make({}, cp=3), make({"train_sampling_strategy": "batch_rebalance"}), own, *said]
 
 
 def rows_of_logits(rank: int) -> tuple[float, float, float]:

@@ -50,7 +50,8 @@ def test_programs_that_would_be_wrong_are_refused(run_ranks, tmp_path: Path) -> 
         "InvalidInput: cp=3 does not divide the 2 ranks",
         "Unsupported: output_router_logits=True: the auxiliary loss of routers",
         "Unsupported: logits_to_keep=tensor",
-        "Unsupported: logits_to_keep=1 with whole sequences",
+        "Unsupported: logits_to_keep=1: give the number of last rows, and no labels",
+        "InvalidInput: a call with whole sequences needs input_ids",
         "Mismatch: input_ids of the whole batch are not the same on rank 0 and rank 1",
     ]
     for said in run_ranks(trainer_cases.refusals, 2, str(tmp_path)):
