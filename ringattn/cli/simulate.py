@@ -29,8 +29,9 @@ from ..simulator.timing.simulation import simulate_passes
 from ..simulator.timing.timeline import CAUSES, Timeline
 from ..simulator.timing.window import window
 from ..text import digits, duration, plural, size
-from .config.build import plan_from_config, simulate_options
-from .config.groups import check_choice
+from .comparison import print_jobs
+from .config.build import plans_from_config, simulate_options
+from .config.groups import check_choice, refuse
 from .config.schema import SimulateConfig
 
 MODES = ("timing", "validate", "numerics", "published")
@@ -61,7 +62,19 @@ def main(config: SimulateConfig) -> dict[str, Any] | None:
     check_json(config.output.path)
     check_json(config.trace)
     machine = config.machine.made(ranks=config.ranks)
-    plan, options = plan_from_config(config, machine), simulate_options(config)
+    plans, jobs = plans_from_config(config, machine), []
+    if len(plans) > 1:
+        refuse(config, "trace output.path", "with several patterns")
+    for plan in plans:
+        passes = {timeline.direction: duration(timeline.seconds) for timeline in _show(plan, machine, config)}
+        jobs.append(({"mask": f"{len(jobs) + 1}"}, {"imbalance": f"{plan.imbalance:.4f}", **passes}))
+    print_jobs(jobs, "masks: imbalance [counted], times [modelled]")
+    return None
+
+
+def _show(plan: Plan, machine: Machine, config: SimulateConfig) -> list[Timeline]:
+    """Simulate a plan, print the timelines and write the numbers as JSON to a path."""
+    options = simulate_options(config)
     with show_progress(Console(stderr=True)) as tell, listening(tell):
         timelines = simulate_passes(plan, machine, config.backward, options)
         if config.trace is not None:
@@ -72,7 +85,7 @@ def main(config: SimulateConfig) -> dict[str, Any] | None:
         write_json(config.output.path, _record(plan, machine, timelines, tables))
     if config.output.path != STDOUT:
         _print(plan, machine, timelines, tables)
-    return None
+    return timelines
 
 
 def _trace_spans(plan: Plan, machine: Machine, timelines: list[Timeline], faults: dict[str, Any]) -> Iterator[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import gcd, inf
 from typing import Any
@@ -112,6 +113,32 @@ def choose(
         why = f"an estimate takes more than {LOOKUPS:,} lookups of tiles: it was taken without a comparison"
         return _take_first(first, candidates, why, machine)
     return _take_best(candidates, plans, machine)
+
+
+def choose_layout(plans: Sequence[Sequence[Plan]], weights: Sequence[int], machine: Machine) -> tuple[Plan, ...]:
+    """The plans of a model's masks, given for each layout, of the layout whose forwards take the least time. Pure.
+
+    The forward of a mask counts `weights` times. A layout on which a mask has no estimate is taken only as the first.
+    """
+    choices = [[plan.choice or _compare_alone(plan, machine) for plan in masks] for masks in plans]
+    seconds = [
+        sum(
+            choice.picked.seconds * weight if choice.picked.prediction else inf for choice, weight in weighted if weight
+        )
+        for weighted in (zip(masks, weights, strict=True) for masks in choices)
+    ]
+    best = next(i for i, total in enumerate(seconds) if total <= min(seconds) * EQUAL)
+    shown = [f"{masks[0].layout.name} {duration(x)}" for masks, x in zip(plans, seconds, strict=True) if x < inf]
+    layers = f"; all {plural(sum(weights), 'layer')}: {', '.join(shown) or 'no estimate'}"
+    taken = [replace(choice, reason=choice.reason + layers) for choice in choices[best]]
+    return tuple(plan.with_choice(choice) for plan, choice in zip(plans[best], taken, strict=True))
+
+
+def _compare_alone(plan: Plan, machine: Machine) -> Choice:
+    """The choice of a plan of which nothing is left to choose: it holds the prediction, if there is one."""
+    choice = choose(lambda *_: plan, [plan.layout], [plan.schedule], machine).choice
+    assert choice is not None
+    return choice
 
 
 def choose_rectangle(
