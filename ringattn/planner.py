@@ -136,23 +136,18 @@ def make_plans(
     forwards of all layers take the least predicted time, each pattern with the schedule that is fastest for it.
     `options` are those of `make_plan`. Raises InvalidInput.
     """
-    masks = read_masks(patterns, weights)
+    masks, names, plans = read_masks(patterns, weights), [layout], []
     options |= {"tokens": tokens, "ranks": ranks, "heads": heads, "machine": machine}
     if len(masks) == 1:
         return (make_plan(masks[0][0], layout=layout, **options),)
-    cut = partial(make_layout, tokens=tokens, ranks=ranks, patterns=patterns, weights=weights, heads=heads)
+    if isinstance(layout, str) and layout.strip() == "auto":
+        from .simulator.timing.auto import choose_layout, list_layouts  # as above
 
-    def plan_on(name: str | Layout) -> tuple[Plan, ...]:
-        on = cut(name)
-        return tuple(make_plan(pattern, layout=on, **options) for pattern, _ in masks)
-
-    if isinstance(layout, Layout) or layout.strip() != "auto":
-        return plan_on(layout)
-    from .machine.presets import get_machine  # as above
-    from .simulator.timing.auto import choose_layout, list_layouts
-
-    plans = [plan_on(name) for name in list_layouts(ranks)]
-    return choose_layout(plans, [weight for _, weight in masks], get_machine(machine))
+        names = [*list_layouts(ranks)]
+    for name in names:
+        cut = make_layout(name, tokens=tokens, ranks=ranks, patterns=patterns, weights=weights, heads=heads)
+        plans.append(tuple(make_plan(pattern, layout=cut, **options) for pattern, _ in masks))
+    return plans[0] if len(plans) == 1 else choose_layout(plans, [weight for _, weight in masks], machine)
 
 
 def _make_q_layout(layout: str | Layout, q_layout: str | Layout | None, q_tokens: int, ranks: int) -> Layout:

@@ -29,7 +29,7 @@ from ..simulator.timing.simulation import simulate_passes
 from ..simulator.timing.timeline import CAUSES, Timeline
 from ..simulator.timing.window import window
 from ..text import digits, duration, plural, size
-from .comparison import print_jobs
+from .comparison import Cells, print_jobs
 from .config.build import plans_from_config, simulate_options
 from .config.groups import check_choice, refuse
 from .config.schema import SimulateConfig
@@ -62,7 +62,7 @@ def main(config: SimulateConfig) -> dict[str, Any] | None:
     check_json(config.output.path)
     check_json(config.trace)
     machine = config.machine.made(ranks=config.ranks)
-    plans, jobs = plans_from_config(config, machine), []
+    plans, jobs = plans_from_config(config, machine), list[tuple[Cells, Cells]]()
     if len(plans) > 1:
         refuse(config, "trace output.path", "with several patterns")
     for plan in plans:

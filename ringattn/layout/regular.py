@@ -231,8 +231,7 @@ def read_masks(
 ) -> tuple[tuple[Pattern, int], ...]:
     """(pattern, weight) of each mask of a model's layers; weights None: 1 each. Raises InvalidInput."""
     weights = [1] * len(patterns) if weights is None else weights
-    counts = all(isinstance(weight, int | np.integer) and weight >= 0 for weight in weights)
-    if isinstance(patterns, str) or len(weights) != len(patterns) or not counts or not any(weights):
+    if len(weights) != len(patterns) or not any(weights) or any(weight < 0 or weight % 1 for weight in weights):
         raise InvalidInput(
             f"patterns={shorten(repr(patterns), 100)} with weights={weights}: give a list of patterns, and the number "
             "of layers of each, such as patterns=['Causal() & Window(1023)', 'Causal()'], weights=[5, 1]"
@@ -393,37 +392,32 @@ def balance(tokens: int, ranks: int, chunk: int | None, masks: Sequence[tuple[Pa
         chunk = max(tokens // (CHUNKS * ranks), 1)
         chunk -= chunk % ALIGNED if chunk > ALIGNED else 0
     positions, costs = range(tokens), []
+    spans = [positions[start : start + chunk] for start in range(0, tokens, chunk)]
     for pattern, weight in masks:
         pattern.check(tokens, heads)
         bound = pattern.bind(heads, tokens)
         rows = [bound.row(index) for index in range(bound.rows or 1)]  # of a batch whose rows have their own patterns
-        costs.append(
-            [
-                weight * sum(row.count(positions[start : start + chunk], positions, range(heads)) for row in rows)
-                for start in range(0, tokens, chunk)
-            ]
-        )
+        costs.append([weight * sum(row.count(span, positions, range(heads)) for row in rows) for span in spans])
     # Without the common factor, patterns that are the same for all heads give one layout for any number of heads.
     common = gcd(*(cost for mask in costs for cost in mask)) or 1
-    chunks = [tuple(cost // common for cost in chunk_costs) for chunk_costs in zip(*costs, strict=True)]
-    owners = [0] * len(chunks)
-    for rank, share in enumerate(deal(chunks, ranks)):
+    owners = [0] * len(spans)
+    for rank, share in enumerate(deal([[cost // common for cost in mask] for mask in costs], ranks)):
         for i in share:
             owners[i] = rank
     firsts = [i for i, owner in enumerate(owners) if i == 0 or owner != owners[i - 1]]
     return Balanced(tokens, ranks, chunk, tuple((i, owners[i]) for i in firsts))
 
 
-def deal(costs: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
-    """The chunks of each rank, ascending, at most ceil(chunks / ranks), with about equal sums of each mask's `costs`.
+def deal(masks: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
+    """The chunks of each rank, ascending, at most ceil(chunks / ranks), with about equal costs in each mask.
 
-    `costs` are those of each chunk, one for each mask. Ranks wait for each other in every layer, so that all masks take
-    the sum of the busiest ranks' costs: what counts. Runs of equally many adjacent chunks, where it is at most 1.05 of
-    the mean costs. Else the best of these runs, of all masks dealt together, and of each mask dealt as if it were all.
+    `masks` are the costs of the chunks in each mask. Ranks wait for each other in every layer, so that what counts is
+    the cost of the busiest rank in each mask, summed over the masks. Runs of equally many adjacent chunks, where that
+    is at most 1.05 of the mean costs. Else the best of these runs, of all masks dealt together, and of each alone.
     """
-    chunks = len(costs)
+    chunks = len(masks[0])
     runs = [list(range(chunks * r // ranks, chunks * (r + 1) // ranks)) for r in range(ranks)]
-    masks = [mask for mask in zip(*costs, strict=True) if any(mask)]
+    masks = [mask for mask in masks if any(mask)]
     if 100 * ranks * _busiest(masks, runs) <= BOUND * sum(map(sum, masks)):
         return runs
     alone = [[mask] for mask in masks] if len(masks) > 1 else []
@@ -455,5 +449,5 @@ def _deal(masks: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
 
 
 def _busiest(masks: Sequence[Sequence[int]], shares: list[list[int]]) -> int:
-    """The cost of the busiest rank of each mask, summed over the masks."""
+    """The cost of the busiest rank in each mask, summed over the masks."""
     return sum(max(sum(mask[i] for i in share) for share in shares) for mask in masks)

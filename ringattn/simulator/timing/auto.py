@@ -14,6 +14,7 @@ from ...dtypes import ITEM_BYTES
 from ...errors import Unsupported
 from ...layout.regular import MAX_RANGES, Layout
 from ...machine.machine import Machine
+from ...machine.presets import get_machine
 from ...pattern import Pattern, Tile
 from ...pattern.base import ONE_HEAD, Position, Run, Side
 from ...pattern.views import HeadSlice
@@ -115,23 +116,23 @@ def choose(
     return _take_best(candidates, plans, machine)
 
 
-def choose_layout(plans: Sequence[Sequence[Plan]], weights: Sequence[int], machine: Machine) -> tuple[Plan, ...]:
+def choose_layout(
+    plans: Sequence[Sequence[Plan]], weights: Sequence[int], machine: Machine | str | None
+) -> tuple[Plan, ...]:
     """The plans of a model's masks, given for each layout, of the layout whose forwards take the least time. Pure.
 
     The forward of a mask counts `weights` times. A layout on which a mask has no estimate is taken only as the first.
     """
-    choices = [[plan.choice or _compare_alone(plan, machine) for plan in masks] for masks in plans]
+    choices = [[plan.choice or _compare_alone(plan, get_machine(machine)) for plan in masks] for masks in plans]
     seconds = [
-        sum(
-            choice.picked.seconds * weight if choice.picked.prediction else inf for choice, weight in weighted if weight
-        )
-        for weighted in (zip(masks, weights, strict=True) for masks in choices)
+        sum(choice.picked.seconds * weight if choice.picked.prediction else inf for choice, weight in pairs if weight)
+        for pairs in (zip(masks, weights, strict=True) for masks in choices)
     ]
     best = next(i for i, total in enumerate(seconds) if total <= min(seconds) * EQUAL)
     shown = [f"{masks[0].layout.name} {duration(x)}" for masks, x in zip(plans, seconds, strict=True) if x < inf]
     layers = f"; all {plural(sum(weights), 'layer')}: {', '.join(shown) or 'no estimate'}"
-    taken = [replace(choice, reason=choice.reason + layers) for choice in choices[best]]
-    return tuple(plan.with_choice(choice) for plan, choice in zip(plans[best], taken, strict=True))
+    taken = zip(plans[best], choices[best], strict=True)
+    return tuple(plan.with_choice(replace(choice, reason=choice.reason + layers)) for plan, choice in taken)
 
 
 def _compare_alone(plan: Plan, machine: Machine) -> Choice:
