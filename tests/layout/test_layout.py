@@ -87,7 +87,7 @@ def test_striped_takes_the_shorter_description() -> None:
         (
             "balanced(8)",
             {},
-            "weighs chunks by the pairs of a pattern, got pattern=None and patterns=None; try make_layout('balanced(8)'",
+            "weighs chunks by the pairs of a pattern, got pattern=None and patterns=None; try make_layout(",
         ),
         ("balanced", {"pattern": "Causl()"}, "did you mean 'Causal'"),
         ("balanced(0)", {"pattern": Full()}, "the chunk is a number of tokens >= 1, got 0; try balanced(128)"),
