@@ -65,27 +65,23 @@ def main(config: SimulateConfig) -> dict[str, Any] | None:
     plans, jobs = plans_from_config(config, machine), list[tuple[Cells, Cells]]()
     if len(plans) > 1:
         refuse(config, "trace output.path", "with several patterns")
+    options = simulate_options(config)
     for plan in plans:
-        passes = {timeline.direction: duration(timeline.seconds) for timeline in _show(plan, machine, config)}
-        jobs.append(({"mask": f"{len(jobs) + 1}"}, {"imbalance": f"{plan.imbalance:.4f}", **passes}))
+        with show_progress(Console(stderr=True)) as tell, listening(tell):
+            timelines = simulate_passes(plan, machine, config.backward, options)
+            if config.trace is not None:
+                faults = {name: options[name] for name in ("slow", "slow_links", "stalls")}
+                write_trace(config.trace, "modelled", _trace_spans(plan, machine, timelines, faults))
+        tables = {timeline.direction: _timeline_numbers(timeline) for timeline in timelines}
+        if config.output.path is not None:
+            write_json(config.output.path, _record(plan, machine, timelines, tables))
+        if config.output.path != STDOUT:
+            _print(plan, machine, timelines, tables)
+        if len(plans) > 1:
+            passes = {timeline.direction: duration(timeline.seconds) for timeline in timelines}
+            jobs.append(({"mask": f"{len(jobs) + 1}"}, {"imbalance": f"{plan.imbalance:.4f}", **passes}))
     print_jobs(jobs, "masks: imbalance [counted], times [modelled]")
     return None
-
-
-def _show(plan: Plan, machine: Machine, config: SimulateConfig) -> list[Timeline]:
-    """Simulate a plan, print the timelines and write the numbers as JSON to a path."""
-    options = simulate_options(config)
-    with show_progress(Console(stderr=True)) as tell, listening(tell):
-        timelines = simulate_passes(plan, machine, config.backward, options)
-        if config.trace is not None:
-            faults = {name: options[name] for name in ("slow", "slow_links", "stalls")}
-            write_trace(config.trace, "modelled", _trace_spans(plan, machine, timelines, faults))
-    tables = {timeline.direction: _timeline_numbers(timeline) for timeline in timelines}
-    if config.output.path is not None:
-        write_json(config.output.path, _record(plan, machine, timelines, tables))
-    if config.output.path != STDOUT:
-        _print(plan, machine, timelines, tables)
-    return timelines
 
 
 def _trace_spans(plan: Plan, machine: Machine, timelines: list[Timeline], faults: dict[str, Any]) -> Iterator[Row]:

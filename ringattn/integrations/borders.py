@@ -41,13 +41,11 @@ _borders: Any = WeakIdKeyDictionary()
 class LayerMasks:
     """A layout that is made anew for the documents of each batch, for `layout=` of `parallelize` and `shard_batch`.
 
-    `patterns` are the masks of the layers without documents, `weights` the number of layers of each, and `name` is
-    "balanced" or "balanced(256)", tokens of a chunk.
+    `patterns` are the masks of the layers without documents, `weights` the number of layers of each.
     """
 
     patterns: tuple[Pattern, ...]
     weights: tuple[int, ...]
-    name: str = "balanced"
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> LayerMasks:
@@ -60,7 +58,7 @@ class LayerMasks:
         """The Layout of the batch with these documents, which are `cu_seq_lens_q` of `shard_batch`'s result."""
         documents = read_borders(borders) if isinstance(borders, torch.Tensor) else borders
         patterns, tokens = [pattern & documents for pattern in self.patterns], documents.row(0).starts[-1]
-        return make_layout(self.name, tokens=tokens, ranks=ranks, patterns=patterns, weights=self.weights)
+        return make_layout("balanced", tokens=tokens, ranks=ranks, patterns=patterns, weights=self.weights)
 
 
 def cut_batch(layout: str | Layout | LayerMasks, tokens: int, ranks: int, documents: Documents | None) -> Layout:

@@ -306,9 +306,6 @@ class Balanced(Layout):
     A rank owns at most ceil(chunks / ranks) chunks, so memory is balanced up to one chunk. Each rank keeps a run of
     adjacent chunks unless the busiest ranks then have more than 1.05 of the mean pairs; see `deal`.
 
-    Counted on 8 ranks with documents of lognormal lengths: this layout reduces the imbalance from 1.67 (contiguous) to
-    1.01 for 0.98 of a full ring's bytes, and striping to 1.05 for all of them. A window stays contiguous, for 0.12.
-
     `runs` are (first chunk, owner) of each run of chunks, ascending. Use `make_layout` to make one for a pattern.
     Raises InvalidInput for runs that are not a partition of the chunks.
     """

@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import importlib.util
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -156,7 +155,7 @@ def balanced_layers(rank: int, name: str) -> tuple[list[float], int]:
     A layout is made for the documents of each batch and the masks of all layers.
     """
     eager, ranks, tokens = make(name, attn_implementation="eager"), dist.get_world_size(), 60
-    layout = replace(LayerMasks.of(eager), name="balanced(3)")
+    layout = LayerMasks.of(eager)
     model = parallelize(make(name), layout=layout).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     loss, right, found, cuts = torch.zeros(()), torch.zeros(()), [], []

@@ -123,7 +123,12 @@ def choose_layout(
 
     The forward of a mask counts `weights` times. A layout on which a mask has no estimate is taken only as the first.
     """
-    choices = [[plan.choice or _compare_alone(plan, get_machine(machine)) for plan in masks] for masks in plans]
+    on = get_machine(machine)
+    alone = [
+        [choose(lambda *_, p=p: p, [p.layout], [p.schedule], on) if not p.choice else p for p in masks]
+        for masks in plans
+    ]
+    choices = [[plan.choice for plan in masks if plan.choice] for masks in alone]
     seconds = [
         sum(choice.picked.seconds * weight if choice.picked.prediction else inf for choice, weight in pairs if weight)
         for pairs in (zip(masks, weights, strict=True) for masks in choices)
@@ -133,13 +138,6 @@ def choose_layout(
     layers = f"; all {plural(sum(weights), 'layer')}: {', '.join(shown) or 'no estimate'}"
     taken = zip(plans[best], choices[best], strict=True)
     return tuple(plan.with_choice(replace(choice, reason=choice.reason + layers)) for plan, choice in taken)
-
-
-def _compare_alone(plan: Plan, machine: Machine) -> Choice:
-    """The choice of a plan of which nothing is left to choose: it holds the prediction, if there is one."""
-    choice = choose(lambda *_: plan, [plan.layout], [plan.schedule], machine).choice
-    assert choice is not None
-    return choice
 
 
 def choose_rectangle(
