@@ -19,7 +19,7 @@ from rank_pool import told_by
 from torch._dynamo.utils import counters
 
 import ringattn as ra
-from ringattn.integrations import transformers as adapter
+from ringattn.integrations import generation
 from ringattn.integrations.transformers import (
     LayerMasks,
     check,
@@ -374,7 +374,7 @@ def refusals(rank: int) -> None:
     batch = shard_batch({"input_ids": ids}, layout="zigzag")
     model = ring("Mistral, window")
     with pytest.MonkeyPatch.context() as patch:  # as if a window of W keys meant W keys before the row's own
-        patch.setattr(adapter, "Window", lambda left, right: ra.Window(left + 1, right))
+        patch.setattr(generation, "Window", lambda left, right: ra.Window(left + 1, right))
         says("Mismatch: the parallelized model is not its eager self", lambda: check(model))
     words = "InvalidInput: check: a window of 9 keys hides nothing"
     says(words, lambda: check(ring("Mistral, window"), 12))
