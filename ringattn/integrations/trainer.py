@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data import DataLoader
 
+    from ..layout.regular import Layout
+    from .borders import LayerMasks
+
 
 class Broadcast(IterableDataset[Any]):
     """The examples of a stream, which rank 0 alone reads, on all ranks. Collective, thus only with num_workers=0."""
@@ -127,7 +130,7 @@ class RingMixin:
     """Makes a class of trainers run on ranks that share sequences: class RingSFTTrainer(RingMixin, SFTTrainer).
 
     cp: the ranks that share a sequence; None: all of torchrun's. The other ranks share the data (dp).
-    layout: how a sequence is cut, such as "zigzag".
+    layout: how a sequence is cut, as in `parallelize`.
     ring: other options of `parallelize`, such as {"schedule": "ulysses"}.
 
     The trainer parallelizes its model, and its reference model, itself. Its arguments are those for dp processes:
@@ -141,7 +144,7 @@ class RingMixin:
         self,
         *args: Any,
         cp: int | None = None,
-        layout: str = "zigzag",
+        layout: str | Layout | LayerMasks = "zigzag",
         ring: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:

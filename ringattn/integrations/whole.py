@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..errors import InvalidInput, Unsupported
-from ..layout.regular import make_layout
-from .borders import COUNT, DIGEST
+from .borders import COUNT, DIGEST, cut_batch, read_borders
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ..layout.regular import Layout
+    from .borders import LayerMasks
 
     Places = list[np.ndarray[Any, Any]]
 
@@ -85,7 +87,7 @@ class WholeCall:
 def cut_call(
     kwargs: Mapping[str, Any],
     shard: Callable[[Mapping[str, Any]], dict[str, Tensor]],
-    layout: str,
+    layout: str | Layout | LayerMasks,
     group: ProcessGroup,
     *,
     counts: bool,
@@ -114,7 +116,9 @@ def cut_call(
     if "labels" in cut and others.get("num_items_in_batch") is None:
         others["num_items_in_batch"] = cut[DIGEST][COUNT].clamp(min=1)
     first = max(ids.shape[1] - keep, 0) if keep else 0
-    whole = list(map(make_layout(layout, tokens=ids.shape[1], ranks=ranks).positions, range(ranks)))
+    borders = cut.get("cu_seq_lens_q")
+    rows_of = cut_batch(layout, ids.shape[1], ranks, None if borders is None else read_borders(borders)).positions
+    whole = list(map(rows_of, range(ranks)))
     kept = np.flatnonzero(whole[dist.get_rank(group)] >= first)
     return {**others, **cut}, WholeCall(
         places=[rows[rows >= first] - first for rows in whole],

@@ -20,7 +20,7 @@ from rank_pool import told_by
 from torch.utils.data import IterableDataset
 
 from ringattn.integrations.trainer import RingAccelerator, RingMixin, RingTrainer
-from ringattn.integrations.transformers import parallelize, unparallelize
+from ringattn.integrations.transformers import LayerMasks, parallelize, unparallelize
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ."
 SIZES = dict(
@@ -316,11 +316,12 @@ def refusals(rank: int, folder: str) -> list[str]:
     return [make({}, cp=3), make({"train_sampling_strategy": "batch_rebalance"}), own, *said]
 
 
-def rows_of_logits(rank: int) -> tuple[float, float, float]:
+def rows_of_logits(rank: int, balanced: bool) -> tuple[float, float, float]:
     """How far logits and gradients of the last rows of a call with whole sequences are from those of one process."""
     ids = torch.randint(32, (2, 19), generator=torch.Generator().manual_seed(1))
     weight = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(2))
-    alone, model = make_model(), parallelize(make_model(), layout="zigzag", whole=True)
+    alone, model = make_model(), make_model()
+    parallelize(model, layout=LayerMasks.of(model) if balanced else "zigzag", whole=True)
     found, expected = (m(ids, logits_to_keep=7, output_hidden_states=False).logits for m in (model, alone))
     states = [m(ids, output_hidden_states=True).hidden_states[-1] for m in (model, alone)]
     (found * weight).sum().backward()

@@ -37,8 +37,9 @@ def test_a_trainer_has_the_numbers_of_one_process(run_ranks, tmp_path: Path, dp:
 
 
 @pytest.mark.multi
-def test_the_last_rows_of_a_sequence_have_their_logits_and_gradients(run_ranks) -> None:  # type: ignore[no-untyped-def]
-    for differences in run_ranks(trainer_cases.rows_of_logits, 2):
+@pytest.mark.parametrize("balanced", [False, True])
+def test_the_last_rows_of_a_sequence_have_their_logits_and_gradients(run_ranks, balanced: bool) -> None:  # type: ignore[no-untyped-def]
+    for differences in run_ranks(trainer_cases.rows_of_logits, 2, balanced):
         assert max(differences) < 2e-5, differences
 
 
