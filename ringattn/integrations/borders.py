@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -151,16 +150,6 @@ def gather_rows(logits: torch.Tensor, group: Any) -> list[int]:
         batch, rows, classes = logits.shape
         ranks.mine = json.dumps({"batch": batch, "rows": rows, "classes": classes}).encode()
     return [fields["rows"] for fields in compare_records(ranks.records)]
-
-
-def gather_shards(x: torch.Tensor, rows: list[int], dim: int, group: Any) -> list[torch.Tensor]:
-    """The tensors of all ranks, which differ in their `rows` along `dim`. Collective; not differentiable."""
-    by_rows = x.transpose(0, dim)
-    mine = by_rows.new_zeros(max(rows), *by_rows.shape[1:])
-    mine[: len(by_rows)] = by_rows
-    shards = [torch.empty_like(mine) for _ in rows]
-    dist.all_gather(shards, mine, group=group)
-    return [shard[:n].transpose(0, dim) for shard, n in zip(shards, rows, strict=True)]
 
 
 def read_borders(borders: torch.Tensor) -> Documents:

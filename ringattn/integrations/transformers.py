@@ -51,7 +51,6 @@ from .borders import (
     digest_batch,
     find_documents,
     gather_rows,
-    gather_shards,
     make_labels,
     read_batch,
     read_borders,
@@ -267,7 +266,11 @@ def gather_logits(logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None 
     place = _place(group)
     rows = gather_rows(logits, place.group)
     cut = make_layout(layout, tokens=sum(rows), ranks=len(rows))
-    return cut.unshard_tensor(gather_shards(logits.detach(), rows, 1, place.group), dim=1)
+    most = max(rows)
+    mine = nn.functional.pad(logits.detach(), (0, 0, 0, most - logits.shape[1])).contiguous()
+    shards = [torch.empty_like(mine) for _ in rows]
+    dist.all_gather(shards, mine, group=place.group)
+    return cut.unshard_tensor([shard[:, :n] for shard, n in zip(shards, rows, strict=True)], dim=1)
 
 
 def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreement:

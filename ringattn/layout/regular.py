@@ -11,7 +11,7 @@ from hashlib import sha256
 from heapq import heappop, heappush
 from itertools import accumulate, groupby, pairwise
 from math import gcd
-from typing import TypeVar
+from typing import Any
 
 from ..cache import Cache, cached
 from ..errors import InvalidInput
@@ -21,8 +21,6 @@ from ..text import did_you_mean, shorten
 from . import MAX_RANGES as MAX_RANGES
 from . import Layout as Layout
 from . import nonempty
-
-T = TypeVar("T")
 
 #: The layout of plans, of whole tensors and of the command line if none is named. Calls on shards have no default,
 #: because a wrong guess would silently give wrong results.
@@ -157,20 +155,15 @@ class Pages(Striped):
 
 @dataclass(frozen=True)
 class Rows(Layout):
-    """Rank r owns `counts[r]` consecutive positions, which follow those of rank r - 1.
-
-    Raises InvalidInput unless there is one count for each rank, and the counts add up to the tokens.
-    """
+    """Rank r owns `counts[r]` positions, which follow those of rank r - 1. Raises InvalidInput for other sums."""
 
     counts: tuple[int, ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (sum(self.counts), len(self.counts)) != (self.tokens, self.ranks):
-            raise InvalidInput(
-                f"{self.name} has {sum(self.counts):,} tokens on {len(self.counts)} ranks, and {self.tokens:,} tokens "
-                f"on {self.ranks} ranks are asked for; give the rows of each rank"
-            )
+        if (total := sum(self.counts), len(self.counts)) != (self.tokens, self.ranks):
+            asked = f"{self.tokens:,} tokens on {self.ranks} ranks are asked for; give the rows of each rank"
+            raise InvalidInput(f"{self.name} has {total:,} tokens on {len(self.counts)} ranks, and {asked}")
 
     @property
     def name(self) -> str:
@@ -188,8 +181,7 @@ class Rows(Layout):
         return bisect_right(self._firsts, position) - 1
 
     def grouped(self, size: int) -> Layout:
-        counts = tuple(b - a for a, b in pairwise(self._firsts[::size]))
-        return Rows(self.tokens, self.ranks // size, counts)
+        return Rows(self.tokens, self.ranks // size, tuple(b - a for a, b in pairwise(self._firsts[::size])))
 
 
 #: The layout of `ring_attention` that is named by the rows of the ranks' shards, once the ranks have told them.
@@ -257,7 +249,7 @@ def _read_counts(name: str) -> tuple[int, ...] | None:
     return None if match is None else tuple(map(int, match[1].split(",")))
 
 
-def name_rows(layout: T, rows: Sequence[int]) -> T | str:
+def name_rows(layout: Any, rows: Sequence[int]) -> Any:
     """The layout itself, but for "rows" the name of the layout by which rank r has rows[r] rows."""
     return f"rows({', '.join(map(str, rows))})" if layout == ROWS else layout
 

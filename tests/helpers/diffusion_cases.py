@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
+from rank_pool import told_by
 
 from ringattn.integrations.diffusers import NAME, parallelize
 
@@ -137,6 +139,16 @@ def selected(rank: int) -> list[float]:
             model.enable_parallelism(config=ContextParallelConfig(**degrees))
             errors.append(float((model(**inputs, return_dict=False)[0] - wanted).abs().max()))
     return errors
+
+
+def other_inputs(rank: int) -> list[str]:
+    """What ranks with other noise, or more text, on rank 1 are told."""
+    told = []
+    for more in ({"hidden_states": torch.randn(2, 11, 4) + 9 * rank}, {"txt_ids": torch.zeros(7 + rank, 3)}):
+        model, inputs = flux(7, 11)
+        parallelize(model, ContextParallelConfig(ring_degree=2))
+        told.append(told_by(partial(model, **{**inputs, **more}, return_dict=False)))
+    return told
 
 
 def sample_of_the_page(rank: int, page: str) -> dict[str, Any]:

@@ -43,6 +43,13 @@ def test_diffusers_own_calls_select_the_backend(run_ranks) -> None:  # type: ign
 
 
 @pytest.mark.multi
+def test_ranks_with_other_inputs_are_told(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    for noise, text in run_ranks(diffusion_cases.other_inputs, 2, timeout=120):
+        assert "were given different inputs; draw noise from generators of one seed" in noise
+        assert "disagree about the sizes of the inputs" in text
+
+
+@pytest.mark.multi
 def test_the_sample_of_the_page_computes_the_same_on_one_and_two_ranks(run_ranks) -> None:  # type: ignore[no-untyped-def]
     one, other = run_ranks(diffusion_cases.sample_of_the_page, 2, str(ROOT / "docs" / "models.md"), timeout=120)
     assert one == other and one["loss"] > 0 and one["norm"] > 0
@@ -57,7 +64,7 @@ x = torch.zeros(2, 5, 2, 8)
         ({"attn_mask": torch.zeros(2, 1, 1, 5)}, r"a mask torch.float32 \(2, 1, 1, 5\)"),
         ({"attn_mask": torch.ones(1, 1, 2, 5, dtype=torch.bool)}, "only boolean masks of padded keys"),
         ({"is_causal": True}, "is_causal=True"),
-        ({"dropout_p": 0.1}, "dropout_p=0.1"),
+        ({"dropout_p": 0.1}, "is_causal=False, dropout_p=0.1"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(given: dict[str, Any], words: str) -> None:
