@@ -92,14 +92,14 @@ def parallelize(
     for processor in processors:
         processor._attention_backend, processor._parallel_config = BACKEND, parallel
     group = config._flattened_mesh.get_group()
-    model.register_forward_pre_hook(partial(_compare_inputs, group), with_kwargs=True)
+    model.register_forward_pre_hook(partial(torch.compiler.disable(_compare_inputs), group), with_kwargs=True)
     apply_context_parallel(model, config, {name: place for name, place in cp_plan.items() if isinstance(place, dict)})
     for name, place in cp_plan.items():
         if not isinstance(place, dict):
             dims = [x and x.gather_dim for x in (place if isinstance(place, list | tuple) else [place])]
             modules = _get_submodule_by_name(model, name)
             for module in modules if isinstance(modules, list) else [modules]:
-                module.register_forward_hook(partial(_gather, dims, group))
+                module.register_forward_hook(partial(torch.compiler.disable(_gather), dims, group))
     return model
 
 
