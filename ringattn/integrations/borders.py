@@ -8,13 +8,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InvalidInput, Mismatch
 from ..functional import get_transport
 from ..kernels.dropout import finalize, key_steps
-from ..layout.regular import Layout
+from ..layout.regular import Layout, make_layout
 from ..pattern import Documents
 from ..train import NO_LABEL
 from ..transport.records import Exchange, compare_records
@@ -137,8 +138,8 @@ def compare_batches(records: list[list[int]]) -> list[int]:
     return [record[0] for record in records]
 
 
-def gather_rows(logits: torch.Tensor, group: Any) -> list[int]:
-    """The tokens of the logits [B, n, classes] of each rank. Collective.
+def gather_rows(logits: torch.Tensor, group: Any, layout: str | Layout) -> torch.Tensor:
+    """The logits [B, N, classes] of whole sequences from the ranks' [B, n, classes]. Collective, not differentiable.
 
     Raises InvalidInput for logits of another shape, and Mismatch on all ranks where only the ranks' batches or classes
     differ.
@@ -149,7 +150,12 @@ def gather_rows(logits: torch.Tensor, group: Any) -> list[int]:
             raise InvalidInput(f"logits must be [batch, tokens, classes], got {got}; pass model(**batch).logits")
         batch, rows, classes = logits.shape
         ranks.mine = json.dumps({"batch": batch, "rows": rows, "classes": classes}).encode()
-    return [fields["rows"] for fields in compare_records(ranks.records)]
+    lengths = [fields["rows"] for fields in compare_records(ranks.records)]
+    cut = make_layout(layout, tokens=sum(lengths), ranks=len(lengths)) if isinstance(layout, str) else layout
+    mine = F.pad(logits.detach(), (0, 0, 0, max(lengths) - rows)).contiguous()
+    shards = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(shards, mine, group=group)
+    return cut.unshard_tensor([shard[:, :n] for shard, n in zip(shards, lengths, strict=True)], dim=1)
 
 
 def read_borders(borders: torch.Tensor) -> Documents:

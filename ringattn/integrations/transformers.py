@@ -263,14 +263,7 @@ def gather_logits(logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None 
 
     Not differentiable: a loss is computed on the rows of each rank.
     """
-    place = _place(group)
-    rows = gather_rows(logits, place.group)
-    cut = make_layout(layout, tokens=sum(rows), ranks=len(rows))
-    most = max(rows)
-    mine = nn.functional.pad(logits.detach(), (0, 0, 0, most - logits.shape[1])).contiguous()
-    shards = [torch.empty_like(mine) for _ in rows]
-    dist.all_gather(shards, mine, group=place.group)
-    return cut.unshard_tensor([shard[:, :n] for shard, n in zip(shards, rows, strict=True)], dim=1)
+    return gather_rows(logits, _place(group).group, layout)
 
 
 def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreement:

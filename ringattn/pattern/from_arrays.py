@@ -111,8 +111,8 @@ def from_block_mask(mask: BlockMask, batch: int = 0) -> Pattern:
     if not 0 <= batch < elements:
         raise InvalidInput(f"from_block_mask: batch={batch} is not one of the {elements} elements of the mask; try 0")
     read = [_Element(mask, element, heads, int(q_block), int(tokens)) for element in range(elements)]
-    band = _find_band(np.stack([element.first for element in read]), np.stack([element.last for element in read]))
-    if band is not None and all(element.has_runs for element in read):
+    band = _find_band(read)
+    if band is not None:
         return band
     patterns = [element.make_table() for element in read]
     for element, pattern in enumerate(patterns):
@@ -125,8 +125,8 @@ class _Element:
     """One batch element of a BlockMask: its blocks, and what each query sees.
 
     `full` and `causal` are bool [heads, blocks, blocks]: blocks of all pairs, and of the pairs with q >= k; `finer` is
-    a block of other pairs. `first`, `last` and `count` are the first and last key of each query and their number, int64
-    [heads, tokens].
+    a block of other pairs. `first` and `last` are the first and last key of each query, int64 [heads, tokens]; in
+    `has_runs` no query skips a key between them.
     """
 
     def __init__(self, mask: BlockMask, element: int, heads: int, block: int, tokens: int) -> None:
@@ -139,9 +139,7 @@ class _Element:
         widths = np.diff(edges)
         first = np.where(self.full, edges[:-1], tokens).min(-1, initial=tokens)
         last = np.where(self.full, edges[1:] - 1, -1).max(-1, initial=-1)
-        self.first, self.last, self.count = (
-            np.repeat(x, widths, axis=-1).astype(np.int64) for x in (first, last, self.full @ widths)
-        )
+        self.first, self.last, count = (np.repeat(x, widths, axis=-1) for x in (first, last, self.full @ widths))
         partial = _read_table(mask.kv_num_blocks, mask.kv_indices, element, shape)
         for head, row, column in np.argwhere(partial & ~self.full).tolist():
             q, k = (np.arange(edges[i], edges[i + 1]) for i in (row, column))
@@ -155,12 +153,8 @@ class _Element:
             rows = head, slice(q[0], q[-1] + 1)
             self.first[rows] = np.minimum(self.first[rows], np.where(seen, k, tokens).min(-1))
             self.last[rows] = np.maximum(self.last[rows], np.where(seen, k, -1).max(-1))
-            self.count[rows] += seen.sum(-1)
-
-    @property
-    def has_runs(self) -> bool:
-        """Whether each query sees adjacent keys."""
-        return bool((self.count == self.last - self.first + 1).all())
+            count[rows] += seen.sum(-1)
+        self.has_runs = bool((count == self.last - self.first + 1).all())
 
     def make_table(self) -> Pattern:
         """The blocks as BlockSparse, or BlockSparse & Causal()."""
@@ -176,14 +170,15 @@ class _Element:
         return BlockSparse(self.block, table) & Causal()
 
 
-def _find_band(first: np.ndarray, last: np.ndarray) -> Pattern | None:
-    """The pattern of causality, window and documents by which queries see the keys first .. last; None: there is none.
+def _find_band(elements: list[_Element]) -> Pattern | None:
+    """The pattern of causality, a window and documents that these elements are; None: they are another one.
 
-    Both are int64 [elements, heads, tokens]. A document begins where a query sees no earlier key.
+    A document begins where a query sees no earlier key.
     """
-    if not first.size or (first != first[:, :1]).any() or (last != last[:, :1]).any():
+    heads = [x for element in elements for x in (element.first, element.last)]
+    if not all(element.has_runs for element in elements) or any((x != x[:1]).any() for x in heads):
         return None
-    first, last = first[:, 0], last[:, 0]
+    first, last = (np.stack([x[0] for x in heads[side::2]]) for side in (0, 1))
     tokens = np.arange(first.shape[-1])
     starts = [np.flatnonzero(row == tokens) for row in first]
     if any(row[:1].tolist() != [0] for row in starts):
