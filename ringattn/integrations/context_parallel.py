@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask, flex_attention
 from torch.utils import checkpoint
@@ -160,6 +161,13 @@ def attend_rows(
     enable_gqa: bool = False,
 ) -> Any:
     """What `scaled_dot_product_attention` computes in a context; the arguments are torch's."""
+    if isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor):
+        kinds = {query.placements, key.placements, value.placements}
+        if len(kinds) > 1 or Shard(2) in query.placements:
+            raise Unsupported(f"DTensors of {kinds}: heads of query, key and value may be sharded alike, and no rows")
+        q, k, v = query.to_local(), key.to_local(), value.to_local()
+        rows = attend_rows(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return DTensor.from_local(rows, query.device_mesh, query.placements)
     padding = None
     if attn_mask is not None:
         if attn_mask.dtype != torch.bool or attn_mask.ndim != 4 or attn_mask.shape[1:3] != (1, 1):
