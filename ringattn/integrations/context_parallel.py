@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask, flex_attention
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
 from ..errors import InvalidInput, Unsupported
@@ -65,8 +66,9 @@ def context_parallel(
 
     `scaled_dot_product_attention` takes q [B, H, n, D], k and v [B, K, n, D] of this rank's rows; its `attn_mask` may
     say padding, bool [B or 1, 1, 1, n], True for a token. `flex_attention` takes the BlockMask of whole sequences, see
-    `from_block_mask`. What torch.utils.checkpoint recomputes after the context is computed in it. Attention that a
-    model computes by other functions, and scaled_dot_product_attention under another name, are not seen.
+    `from_block_mask`. What torch.utils.checkpoint recomputes after the context is computed in it, and
+    DistributedDataParallel broadcasts no buffers in it. Attention that a model computes by other functions, and
+    scaled_dot_product_attention under another name, are not seen.
 
     Raises InvalidInput for buffers that do not fit, Unsupported for other masks, score_mod and max_scores, and what
     `ring_attention` raises.
@@ -110,6 +112,7 @@ def _context(ring: dict[str, Any], swaps: list[tuple[Tensor, Tensor]]) -> Iterat
         (checkpoint, "CheckpointFunction", SimpleNamespace(apply=lambda run, *x: function.apply(inside(run), *x))),
         (flex_attention, "__code__", attend_by_mask.__code__),  # models hold it by other names, and compiled
         (torch.backends.mha, "_is_fastpath_enabled", False),
+        (DistributedDataParallel, "will_sync_module_buffers", lambda _: False),  # each rank has its rows of them
     ]
     for module in [*sys.modules.values()]:
         if getattr(module, "__dict__", {}).get(SDPA.__name__) is SDPA:

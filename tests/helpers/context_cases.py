@@ -127,6 +127,7 @@ def losses(rank: int, tokens: int, kind: str) -> tuple[list[float], list[float]]
 
     torch._dynamo.reset()
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if kind.endswith("compiled") else model
+    run = nn.parallel.DistributedDataParallel(model) if kind.endswith("DDP") else run
     found = train(run, model, tokens, documents, enter, after=reentrant is not None)
     return found, train(alone := Model(), alone, tokens, documents, whole)
 

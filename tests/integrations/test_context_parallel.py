@@ -25,7 +25,7 @@ def test_torch_cuts_the_same_rows_and_has_no_attention_on_cpus(run_ranks) -> Non
 @pytest.mark.multi
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_losses_and_gradient_norms_are_those_of_one_process(run_ranks, ranks: int) -> None:  # type: ignore[no-untyped-def]
-    kinds = ["causal", "recomputed", "documents, recomputed"] if ranks == 2 else ["documents"]
+    kinds = ["causal, DDP", "recomputed", "documents, recomputed"] if ranks == 2 else ["documents"]
     for found in run_ranks(context_cases.all_losses, ranks, 61, kinds):
         for kind in kinds:
             assert found[kind][0] == pytest.approx(found[kind][1], rel=1e-6), kind
