@@ -7,6 +7,7 @@ with ringattn.context_parallel(mesh["cp"], buffers=[tokens, labels, model.freqs_
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,18 +15,18 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
 from ..errors import InvalidInput, Unsupported
-from ..functional import ring_attention
+from ..functional import get_transport, ring_attention
 from ..layout.regular import Layout, make_layout
 from ..pattern import Causal, Full, Pattern, from_block_mask
+from ..transport.records import Exchange, compare_records
 from ..transport.torchdist import WeakGroup
-from .borders import gather_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,14 +75,15 @@ def context_parallel(
     `ring_attention` raises.
     """
     ring = {"group": WeakGroup(mesh).group, "layout": layout, **options}
-    cut, swaps = layout if isinstance(layout, Layout) else None, []
+    cut: Layout | None = None
+    swaps: list[tuple[Tensor, Tensor]] = []
     for x, dim in zip(buffers, buffer_seq_dims, strict=True):
         if isinstance(x, BlockMask):
             read_mask(x)
             continue
         assert dim is not None
         if cut is None:
-            cut = make_layout(str(layout), tokens=x.shape[dim], ranks=mesh.size())
+            cut = make_layout(layout, tokens=x.shape[dim], ranks=mesh.size())
         if x.shape[dim] < cut.tokens:
             raise InvalidInput(
                 f"a buffer has {x.shape[dim]:,} rows along dim {dim}, the sequence {cut.tokens:,} tokens; give buffers "
@@ -153,6 +155,26 @@ def context_parallel_unshard(
     return whole
 
 
+def gather_rows(logits: Tensor, group: Any, layout: str | Layout) -> Tensor:
+    """The logits [B, N, classes] of whole sequences from the ranks' [B, n, classes]. Collective, not differentiable.
+
+    Raises InvalidInput for logits of another shape, and Mismatch on all ranks where only the ranks' batches or classes
+    differ.
+    """
+    with Exchange(get_transport(group), "logits") as ranks:
+        if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
+            got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+            raise InvalidInput(f"logits must be [batch, tokens, classes], got {got}; pass model(**batch).logits")
+        batch, rows, classes = logits.shape
+        ranks.mine = json.dumps({"batch": batch, "rows": rows, "classes": classes}).encode()
+    lengths = [fields["rows"] for fields in compare_records(ranks.records)]
+    cut = make_layout(layout, tokens=sum(lengths), ranks=len(lengths))
+    mine = F.pad(logits.detach(), (0, 0, 0, max(lengths) - rows)).contiguous()
+    shards = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(shards, mine, group=group)
+    return cut.unshard_tensor([shard[:, :n] for shard, n in zip(shards, lengths, strict=True)], dim=1)
+
+
 def attend_rows(
     query: Tensor,
     key: Tensor,
@@ -164,6 +186,8 @@ def attend_rows(
     enable_gqa: bool = False,
 ) -> Any:
     """What `scaled_dot_product_attention` computes in a context; the arguments are torch's."""
+    from torch.distributed.tensor import DTensor, Shard  # takes a second to load
+
     if isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor):
         kinds = {query.placements, key.placements, value.placements}
         if len(kinds) > 1 or Shard(2) in query.placements:
