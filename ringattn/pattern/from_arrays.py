@@ -218,8 +218,8 @@ def _evaluate(mask: BlockMask, element: int, head: int, q: np.ndarray, k: np.nda
     """The result of mask_mod for the positions q x k: bool [len(q), len(k)]."""
     like = mask.kv_indices
     b, h = like.new_tensor(element).long(), like.new_tensor(head).long()
-    rows, columns = like.new_tensor(q.tolist()).long()[:, None], like.new_tensor(k.tolist()).long()[None, :]
-    seen = np.asarray(mask.mask_mod(b, h, rows, columns).tolist(), dtype=bool)
+    rows, columns = like.new_tensor(q).long()[:, None], like.new_tensor(k).long()[None, :]
+    seen = mask.mask_mod(b, h, rows, columns).cpu().numpy()
     return np.broadcast_to(seen, (len(q), len(k)))
 
 
