@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from .functional import synchronize as synchronize
     from .functional import virtual_attention as virtual_attention
     from .inference.cache import KVCache as KVCache
+    from .integrations.context_parallel import context_parallel as context_parallel
+    from .integrations.context_parallel import context_parallel_unshard as context_parallel_unshard
     from .kernels.dropout import Dropout as Dropout
     from .layout.regular import Layout as Layout
     from .layout.regular import make_layout as make_layout
@@ -88,6 +90,7 @@ _NAMES = {
     "simulator.timing.timeline": "Timeline",
     "functional": "attention ring_attention synchronize virtual_attention",
     "inference.cache": "KVCache",
+    "integrations.context_parallel": "context_parallel context_parallel_unshard",
     "runtime.memory": "auto_batch_size",
     "runtime.graph_op": "keep_attention save_attention_policy",
     "compat": (
