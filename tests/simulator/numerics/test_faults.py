@@ -82,7 +82,7 @@ def test_wrong_gradients_are_seen(pattern: Pattern, wrong: str | None, monkeypat
     report = numerics(plan, mode="all", backward=True, period=PERIOD)
     assert report.accurate == (wrong is None), (wrong, report)
     assert (report.rows, report.keys) == (4 * 16, 4 * 16)
-    assert report.gradient_error is not None and report.sum_error is not None
+    assert report.gradient_error is not None and report.product_error is not None
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:
