@@ -163,8 +163,8 @@ class _Compared:
         out, lse = (
             torch.cat(parts, 1).double() for parts in ([o.out[i] for o, i in mine], [o.lse[i] for o, i in mine])
         )
-        self._products([r for rank in ranks for r in layout.shard(rank)], mine, q, grad, out)
         delta = (grad * out).sum(-1)  # `out` has the scale of the pattern
+        self._products([r for rank in ranks for r in layout.shard(rank)], mine, (q, grad, out, delta))
         grad *= self.plan.pattern.output_scale
         sorted_ = [x.index_select(1, order) for x in (q, grad, lse, delta)]
         known = ExactQueries(positions[order.numpy()], *sorted_)
@@ -179,20 +179,25 @@ class _Compared:
             self.report.keys += len(local)
 
     def _products(
-        self, runs: Sequence[range], mine: Sequence[tuple[Outcome, int]],
-        q: torch.Tensor, grad: torch.Tensor, out: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self, runs: Sequence[range], mine: Sequence[tuple[Outcome, int]], of_queries: Sequence[torch.Tensor]
+    ) -> None:
         """Compare products over all rows that must be equal: v^T dv is out^T dO, and k^T dk is dq^T q.
 
         With the weights P and the gradients dS of logits these are v^T P^T dO and k^T dS^T q. Each row of q, k and v is
-        another factor, so that rows that changed places, or one wrong row, show. `runs` are the positions of the keys.
+        another factor, so that rows that changed places, or one wrong row, show. `runs` are the positions of the keys,
+        `of_queries` are q, dO, out and delta of the rows of all queries.
         """
+        q, grad, out, delta = of_queries
         dq, dk, dv = (torch.cat([o.grads[place][i] for o, i in mine], 1).double() for place in range(3))
         k, v = (self.source.join(name, runs)[0].double() for name in ("k", "v"))
         dq[..., Q_TAG], dk[..., K_TAG], dv[..., RAMP] = 0, 0, 0  # these columns hold counts
-        k[..., Q_TAG] = 1  # a column of ones: dk sums to 0, as the gradients of the logits of a row do
-        for (a, b), (c, d) in (((v, dv), (out, grad)), ((k, dk), (dq, q))):
-            pairs = (a, b), (c, d), (a**2, b**2), (c**2, d**2)
+        # A column of ones: dk sums to 0, as the gradients of the logits of a row do.
+        k = k.index_fill(-1, torch.tensor(k.shape[-1] + Q_TAG, device="cpu"), 1.0)
+        # There, and where k tells positions, sums of dS k are differences of numbers as large as delta.
+        rounded = dq.abs()
+        rounded[..., [Q_TAG, K_TAG]] += self.scale * delta.abs()[..., None]
+        for (a, b), (c, d), size in (((v, dv), (out, grad), out), ((k, dk), (dq, q), rounded)):
+            pairs = (a, b), (c, d), (a**2, b**2), (size**2, d**2)
             found, wanted, *squares = ((x.mT @ y).unflatten(0, (self.plan.kv_heads, -1)).sum(1) for x, y in pairs)
             errors = (found - wanted).abs() / sum(squares).sqrt().clamp_min(1.0)
             worst = errors.nan_to_num(torch.inf).max().item()
