@@ -37,7 +37,7 @@ def main(config: PlanConfig) -> dict[str, Any]:
     config.check()
     path = config.output.path
     check_json(path)
-    plan = plan_from_config(config, **config.queries())
+    plan = plan_from_config(config)
     lookups = count_lookups(plan, plan.ranks // 2) if plan.ranks > SMALL_RANKS else 0
     count = min(plan.ranks, TABLE_RANKS)
     # None: the steps of a single rank would take too long.

@@ -33,6 +33,7 @@ def plan_from_config(config: ProblemSizes, machine: Machine | None = None, **rep
         "layout": config.layout.spec,
         "schedule": config.schedule.spec,
         **{name: getattr(config, name) for name in names},
+        **config.queries(),
         **replaced,
     }
     for name, (limit, why) in LIMITS.items():
