@@ -274,7 +274,7 @@ class SimulateConfig(TwoSides):
         if self.mode in ("published", "validate"):
             refuse(self, f"{sizes} layout schedule tokens numerics", f"with mode={self.mode}")
         if not self.backward:
-            rotate = "rotate " * self.is_square
+            rotate = "rotate " * (self.is_square and ", " not in self.rotate)
             refuse(self, f"{rotate}machine.call_backward machine.sweep_backward", "without backward=true")
         if self.mode == "published":
             refuse(self, "validate machine heads head_dim dtype", "with mode=published")

@@ -259,7 +259,9 @@ class Walk:
 def get_route(plan: Plan) -> Route:
     """The route of a plan's keys and values. Raises Unsupported where the schedule has no route, or queries travel."""
     if plan.forward_rotates == "queries":
-        raise Unsupported("sampled rows wait for keys, and queries travel here; try rotate='keys', or mode='all'")
+        raise Unsupported(
+            "sampled rows wait for keys, and queries travel here; try rotate='keys', or mode='all' (numerics.way=all)"
+        )
     route = make_schedule(plan.schedule, plan.demand)
     if not isinstance(route, Route):
         raise Unsupported(
