@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from .runtime.graph_op import keep_attention as keep_attention
     from .runtime.graph_op import save_attention_policy as save_attention_policy
     from .runtime.memory import auto_batch_size as auto_batch_size
-    from .simulator.timing.forecast import predict as predict
+    from .simulator.timing.auto import predict as predict
     from .simulator.timing.simulation import simulate as simulate
     from .simulator.timing.solvers.recurrence import Stall as Stall
     from .simulator.timing.timeline import Timeline as Timeline
@@ -84,7 +84,7 @@ _NAMES = {
     "plan.plan": "Plan",
     "planner": "make_plan make_plans",
     "plan.choice": "Prediction",
-    "simulator.timing.forecast": "predict",
+    "simulator.timing.auto": "predict",
     "simulator.timing.simulation": "simulate",
     "simulator.timing.solvers.recurrence": "Stall",
     "simulator.timing.timeline": "Timeline",
