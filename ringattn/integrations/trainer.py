@@ -153,10 +153,10 @@ class RingMixin:
         mesh, given = self.accelerator.mesh, cast(Any, self).args
         if hasattr(given, "steps_per_generation"):  # of GRPO; the config took the ranks for processes
             rows = given.per_device_train_batch_size * self.accelerator.num_processes * given.steps_per_generation
-            if rows % cast(Any, self).num_generations:
+            if rows % given.num_generations:
                 raise InvalidInput(
-                    f"num_generations={cast(Any, self).num_generations} does not divide the {rows} completions of the "
-                    "cp groups; take a larger per_device_train_batch_size or steps_per_generation"
+                    f"num_generations={given.num_generations} does not divide the {rows} completions of the cp groups; "
+                    "take a larger per_device_train_batch_size or steps_per_generation"
                 )
             given.generation_batch_size = rows
         if mesh is None:

@@ -52,14 +52,14 @@ from .borders import (
     cut_batch,
     digest_batch,
     find_documents,
-    gather_rows,
     make_labels,
     read_batch,
     read_borders,
     write_borders,
 )
+from .context_parallel import gather_rows
 from .generation import STATE, RingCache, begin, generate, layer_windows, make_pattern
-from .whole import GatherRows, cut_call
+from .whole import cut_call
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -292,11 +292,7 @@ def gather_logits(
     `layout` is that of the batch, with `LayerMasks` layout.cut(batch["cu_seq_lens_q"], ranks). Not differentiable: a
     loss is computed on the rows of each rank.
     """
-    place = _place(group)
-    rows = gather_rows(logits, place.group)
-    cut = make_layout(layout, tokens=sum(rows), ranks=len(rows))
-    places = list(map(cut.positions, range(len(rows))))
-    return cast(torch.Tensor, GatherRows.apply(logits.detach(), places, place.group))
+    return gather_rows(logits, _place(group).group, layout)
 
 
 def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreement:
