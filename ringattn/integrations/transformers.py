@@ -24,7 +24,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
+from transformers.loss.loss_utils import (
+    LOSS_MAPPING,
+    ForCausalLMLoss,
+    ForMaskedLMLoss,
+    ForQuestionAnsweringLoss,
+    ForSequenceClassificationLoss,
+    ForTokenClassification,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..errors import InvalidInput, Mismatch, Unsupported
@@ -39,7 +46,7 @@ from ..runtime.autograd import compilable
 from ..runtime.call import AttentionOptions, check_option_names
 from ..train import NO_LABEL
 from ..transport.records import ErrorReport, Exchange, compare_records
-from ..transport.torchdist import WeakGroup, check_group
+from ..transport.torchdist import WeakGroup, place_group
 from .borders import (
     COUNT,
     DIGEST,
@@ -57,6 +64,16 @@ from .borders import (
     write_borders,
 )
 from .generation import STATE, RingCache, begin, generate
+from .heads import (
+    HeadCall,
+    check_pooler,
+    enter_base,
+    enter_pooler,
+    find_pooling,
+    find_sequences,
+    leave_base,
+    pool,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -87,12 +104,14 @@ class Agreement:
     """How far a parallelized model is from its eager self: the largest differences of logits and of gradients.
 
     `logits` and `gradients` are relative to the largest value of the eager model; `bound` is what rounding explains.
+    `unseen` is what the comparison did not look at.
     """
 
     logits: float
     gradients: float
     bound: float
     tokens: int
+    unseen: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -106,6 +125,10 @@ class _Ring:
     before: str
     #: True: labels are those of the next token; False: of the token itself; None: the model has no loss.
     shift: bool | None
+    #: What a head that reads whole sequences reads, see `find_pooling`; None: the head reads rows one by one.
+    pooling: str | None
+    #: Whether the base model has a pooler.
+    pools: bool
     #: The position that the model gives to the first token.
     first: int
     #: Whether its rope depends on the length.
@@ -142,24 +165,29 @@ def parallelize(
     options: `schedule`, `kernel`, `machine`, `deterministic`, `comm_dtype` and `rotate`, see
         `runtime.call.AttentionOptions`. Scale, softcap and dropout are those of the model.
 
-    Causal and masked language models, token classification, and models without a head are taken. The loss of the model
-    is the sum over the labels of this rank's rows, divided by `num_items_in_batch`; without this argument by the labels
-    of the batch per rank, so that the mean over the ranks is the loss of the batch.
+    Causal and masked language models, token and sequence classification (reward models), question answering, and models
+    without a head are taken. The loss of the model is the sum over the labels of this rank's rows, divided by
+    `num_items_in_batch`; without this argument by the labels of the batch per rank, so that the mean over the ranks is
+    the loss of the batch. Logits of sequences, answers and the pooler's output are equal on all ranks, and so is their
+    loss: one logit row for each sequence, or where documents are packed for each document. Padding takes no part.
 
     Sliding windows, layers of several kinds, packed documents (`cu_seq_lens_q`), padding, grouped heads, learned sinks,
     softcap, the scale of each layer, rope that depends on the length, and in training dropout of attention weights are
-    honoured. Raises Unsupported, with the name of the feature, for heads that read whole sequences, and for models
-    whose attention is not all in transformers' attention function: linear or chunked attention, position bias, ALiBi,
-    encoder-decoder models, an auxiliary loss of MoE routers. Raises Unsupported in a call with a mask that is not
-    padding, a cache of earlier tokens, or a softcap or dropout that the named kernel does not compute.
+    honoured. Raises Unsupported, with the name of the feature, for heads that read other rows than the first, the
+    last or the mean, and for models whose attention is not all in transformers' attention function: linear or chunked
+    attention, position bias, ALiBi, encoder-decoder models, an auxiliary loss of MoE routers. Raises Unsupported in a
+    call with a mask that is not padding, a cache of earlier tokens, or a softcap or dropout that the named kernel does
+    not compute.
     """
     check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap", "dropout"}))
-    shift = _check_model(model)
+    shift, pooling = _check_model(model)
+    pooler = check_pooler(model)
     before = unparallelize(model).config._attn_implementation
     rotary = list(filter(_rotates_by_length, model.modules()))
     ring = _Ring(
-        _place(group), layout, AttentionOptions(**options), before, shift, _first_position(model), bool(rotary)
-    )
+        place_group(group), layout, AttentionOptions(**options), before, shift, pooling, pooler is not None,
+        _first_position(model), bool(rotary),
+    )  # fmt: skip
     ring.check()
     if not hasattr(model, STATE):
         model.register_forward_pre_hook(_prepare_call, with_kwargs=True)
@@ -167,6 +195,11 @@ def parallelize(
         for module in rotary:
             module.register_forward_pre_hook(_add_largest, with_kwargs=True)
             module.register_forward_hook(_drop_largest)
+        if pooler is not None:
+            pooler.register_forward_pre_hook(enter_pooler)
+        if pooling is not None:
+            model.base_model.register_forward_pre_hook(enter_base, with_kwargs=True)
+            model.base_model.register_forward_hook(leave_base)
     for module in model.modules():
         setattr(module, STATE, ring)
     shared, own = model.config, deepcopy(model.config)  # models may share a config, which names their attention
@@ -200,7 +233,9 @@ def shard_batch(
     """This rank's part of a batch of whole sequences, as keyword arguments of the model.
 
     batch: `input_ids` [B, N], and where wanted `labels`, `attention_mask` (1 for a token, 0 for padding) and
-        `position_ids`, all [B, N] and equal on all ranks; `shift_labels` instead of `labels` if shifted already.
+        `position_ids` and `token_type_ids`, all [B, N] and equal on all ranks; `shift_labels` instead of `labels` if
+        shifted already. Labels of sequences, [S] or of floats [S, classes], `start_positions` and `end_positions` [B]
+        are not cut; S is B, or the number of all packed documents.
     cu_seqlens: the borders of packed documents, [0, ..., N] for all rows or one such list for each row; default:
         `cu_seq_lens_q` or `seq_idx` of the batch, or where position_ids begin anew in each row.
     shift: True for a causal language model, whose rows predict the next token; False for a model whose labels belong to
@@ -213,9 +248,9 @@ def shard_batch(
     which it takes away. Padding has no label (transformers lets the last padding before a row predict its first
     token). position_ids count from the first token that is not padding, and in each document from 0.
     """
-    place = _place(group)
+    place = place_group(group)
     with ErrorReport(get_transport(place.group), POSITIONS):
-        batch, borders = read_batch(batch)
+        batch, answers, borders = read_batch(batch)
         tokens = batch["input_ids"]
         rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
         cut = make_layout(layout, tokens=tokens.shape[1], ranks=ranks)
@@ -226,7 +261,10 @@ def shard_batch(
         if positions is None:
             positions = count_positions(tokens, mask, documents)
         labels = make_labels(batch, documents, shift)
+        if documents is not None and "start_positions" in answers:
+            raise Unsupported("start_positions of packed documents are not defined; give a row to each document")
     whole = {"input_ids": tokens, "position_ids": positions}
+    whole |= {name: x for name, x in batch.items() if name == "token_type_ids"}
     if labels is not None:
         whole["labels"] = labels
     if mask is not None and not bool(mask.all()):
@@ -236,7 +274,8 @@ def shard_batch(
         result["shift_labels"] = result["labels"]
     if documents is not None:
         result["cu_seq_lens_q"] = write_borders(documents, tokens)
-    result[DIGEST] = digest_batch({**batch, **whole}, documents)
+    result |= answers
+    result[DIGEST] = digest_batch({**batch, **whole, **answers}, documents)
     return result
 
 
@@ -263,7 +302,7 @@ def gather_logits(logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None 
 
     Not differentiable: a loss is computed on the rows of each rank.
     """
-    place = _place(group)
+    place = place_group(group)
     rows = gather_rows(logits, place.group)
     cut = make_layout(layout, tokens=sum(rows), ranks=len(rows))
     most = max(rows)
@@ -276,7 +315,8 @@ def gather_logits(logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None 
 def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreement:
     """Compare a parallelized model with its eager self on the ranks at hand, forward and backward. Collective.
 
-    Of a model without a head the last hidden states are compared in place of logits.
+    Of a model without a head the last hidden states are compared in place of logits. `Agreement.unseen` names what is
+    not compared.
 
     Two random packed documents of together `tokens` tokens run through the ring, and each document alone through the
     model's own eager attention, which is computed whole on every rank. Takes the memory of two copies of the gradients.
@@ -304,27 +344,35 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     ids[ids == config.pad_token_id] = config.vocab_size // 2  # some models give no position to this token
     batch = shard_batch({"input_ids": ids}, group, layout=ring.layout, cu_seqlens=[0, first, tokens])
     cut = make_layout(ring.layout, tokens=tokens, ranks=dist.get_world_size(group))
-    training = model.training
+    whole_parts = [model, model.base_model.pooler] if ring.pools else [model]
+    training, sequences = model.training, ring.pooling not in (None, "rows")
     model.eval()
     try:
         local = _rows_of(model(**batch, use_cache=False))
-        weights = torch.randn((1, tokens, local.shape[-1]), generator=generator, device="cpu").to(device)
-        mine = cut.shard_tensor(weights, dist.get_rank(group), dim=1)
+        shape = local.shape if sequences else (1, tokens, local.shape[-1])
+        weights = torch.randn(shape, generator=generator, device="cpu").to(device)
+        if ring.pooling is None:
+            mine = cut.shard_tensor(weights, dist.get_rank(group), dim=1)
+            logits = gather_logits(local, group, layout=ring.layout)
+        else:  # every rank has them all
+            mine, logits = weights / cut.ranks, local.detach()
         gradients = _gradients(model, (local.float() * mine).sum() / tokens)
         for gradient in gradients:
             dist.all_reduce(gradient, group=group)
-        logits = gather_logits(local, group, layout=ring.layout)
         model.set_attn_implementation("eager")
-        setattr(model, STATE, None)  # the modules keep theirs: rope takes the length of the batch
+        for part in whole_parts:  # the others keep theirs: rope takes the length of the batch
+            setattr(part, STATE, None)
         parts = [_rows_of(model(ids[:, a:b], use_cache=False)) for a, b in ((0, first), (first, tokens))]
-        whole = torch.cat(parts, 1)
+        whole = torch.cat(parts, 0 if sequences else 1)
         expected = _gradients(model, (whole.float() * weights).sum() / tokens)
     finally:
-        setattr(model, STATE, ring)
+        for part in whole_parts:
+            setattr(part, STATE, ring)
         model.set_attn_implementation(NAME)
         model.train(training)
+    unseen = "padding", "labels and loss", "dropout", "gradient checkpointing", "generate", *["the pooler"] * ring.pools
     bound = 256 * max(torch.finfo(whole.dtype).eps, 2**-23)  # models of fp64, too, have their softmax in fp32
-    result = Agreement(_difference([logits], [whole.detach()]), _difference(gradients, expected), bound, tokens)
+    result = Agreement(_difference([logits], [whole.detach()]), _difference(gradients, expected), bound, tokens, unseen)
     worst: list[float] = [0.0] * dist.get_world_size(group)
     dist.all_gather_object(worst, max(result.logits, result.gradients), group=group)
     if not max(worst) <= bound:
@@ -436,18 +484,24 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         return args, kwargs
     digest, items = kwargs.get(DIGEST), kwargs.get("num_items_in_batch")
     kept = {name: x for name, x in kwargs.items() if name not in (DIGEST, "num_items_in_batch")}
+    lengths: list[int] = []
     if torch.compiler.is_compiling():
         _check_call(model, ring, kept, kwargs)  # an exchange cannot be traced
     else:
-        _check_positions(model, ring, kept, kwargs)
+        lengths = _check_positions(model, ring, kept, kwargs)
     ring.call["packed"] = kept.get("cu_seq_lens_q") is not None
     if kept.get("labels") is not None:
-        ranks = dist.get_world_size(ring.place.group)
+        ranks = 1 if ring.pooling else dist.get_world_size(ring.place.group)  # each rank has all labels of sequences
         ring.call["items"] = items if digest is None or items is not None else digest[COUNT].clamp(min=1) / ranks
     if ring.stretches:
         ring.call["largest"] = kwargs[DIGEST][LARGEST]
+    if ring.pools or ring.pooling is not None:
+        ring.call["sequences"] = find_sequences(kept, ring.place.group, ring.layout)
     if ring.first:
         kept["position_ids"] = kept["position_ids"] + ring.first
+    if ring.pooling is not None:
+        ring.call["head"] = HeadCall(ring.pooling, ring.call["sequences"], kept, lengths)
+        kept = ring.call["head"].hide()
     return args, kept
 
 
@@ -460,13 +514,20 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
     if generation is not None:
         return generation.finish(result, ring.place.group)
     ring.call.pop("packed", None)  # the backward may recompute other calls
-    if isinstance(result, tuple) or "pooler_output" in result:
+    ring.call.pop("sequences", None)
+    head = ring.call.pop("head", None)
+    if isinstance(result, tuple):
+        raise Unsupported(f"{type(model).__name__} returns a tuple; take return_dict=True")
+    if "pooler_output" in result and not ring.pools:
         raise Unsupported(
-            f"{type(model).__name__} returns a tuple (return_dict=False), or a pooler_output, which is made of rows of "
-            "the whole sequence; take return_dict=True and a model without a pooler (add_pooling_layer=False)"
+            f"{type(model).__name__} makes pooler_output of rows of the whole sequence without a module of its own; "
+            "take a model without it, and pool(...) of its last_hidden_state"
         )
-    if kwargs.get("labels") is not None:
-        count = (kwargs["labels"] != NO_LABEL).sum()
+    labels = kwargs.get("labels")
+    if head is not None:
+        result, labels = head.finish(cast("PreTrainedModel", model), ring.layout, result), head.labels.get("labels")
+    if labels is not None:
+        count = (labels != NO_LABEL).sum()
         result["loss"] = torch.where(count > 0, result["loss"] * count, 0.0) / ring.call.pop("items")
     return result
 
@@ -502,9 +563,9 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
         return
     if labels is None:
         raise InvalidInput("shift_labels without labels: who took the labels would shift them again; leave out both")
-    if labels.shape[-1] != positions.shape[-1]:
+    if ring.pooling is None and labels.shape[-1] != positions.shape[-1]:
         raise InvalidInput(f"labels of {labels.shape[-1]} tokens for {positions.shape[-1]} rows of this rank; {whole}")
-    if (shifted is not None) is not ring.shift:
+    if (shifted is not None) is not (False if ring.pooling else ring.shift):
         wanted = {True: "shift=True", False: "shift=False", None: "no labels"}[ring.shift]
         kind = "not shifted" if shifted is None else "shifted"
         raise InvalidInput(
@@ -515,8 +576,10 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
         raise InvalidInput(f"num_items_in_batch is missing: a rank does not know the labels of the others; {whole}")
 
 
-def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raise InvalidInput where position_ids are not those of this rank's rows, and Mismatch on the other ranks.
+def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: dict[str, Any]) -> list[int]:
+    """The number of rows of each rank.
+
+    Raises InvalidInput where position_ids are not those of this rank's rows, and Mismatch on the other ranks.
 
     Raises Mismatch on every rank where digests of whole batches differ, and all errors of `_check_call`. Collective.
     """
@@ -530,7 +593,7 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
     lengths = compare_batches(list(map(json.loads, rows.records)))
     ring.checked[:] = [kind]
     if known or positions.ndim != 2 or kind[1]:
-        return  # where padding is, only the whole mask tells positions
+        return lengths  # where padding is, only the whole mask tells positions
     with ErrorReport(get_transport(ring.place.group), "call"):
         rank, borders = dist.get_rank(ring.place.group), kwargs.get("cu_seq_lens_q")
         tokens = sum(lengths)
@@ -538,13 +601,14 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
         for row, counted in enumerate(positions.cpu().numpy()):
             expected = place if borders is None else count_from_borders(place, read_borders(borders), row)
             if counted.shape != expected.shape:
-                return  # the handshake of the attention says which rank has too many or too few rows
+                return lengths  # the handshake of the attention says which rank has too many or too few rows
             for i in np.flatnonzero(counted != expected)[:1]:
                 raise InvalidInput(
                     f"position_ids of rank {rank} are not those of its rows under layout {ring.layout!r} of {tokens:,} "
                     f"tokens: element {row}, local row {i} has {counted[i]}, expected {expected[i]}; call "
                     "model(**batch) with the batch that shard_batch or Collator has made for this layout"
                 )
+    return lengths
 
 
 def _rotates_by_length(module: nn.Module) -> bool:
@@ -622,13 +686,6 @@ def _make_pattern(window: int | None, causal: bool, borders: torch.Tensor | None
     return pattern & read_borders(borders)
 
 
-def _place(group: ProcessGroup | DeviceMesh | None) -> WeakGroup:
-    """A weak reference to the group."""
-    if group is not None:
-        check_group(group)
-    return WeakGroup(dist.group.WORLD if group is None else group)
-
-
 def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     """d loss / d parameter of every parameter that the loss reaches or could reach."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -643,7 +700,9 @@ def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 
 def _rows_of(result: Any) -> torch.Tensor:
-    """What a model says of each row: its logits, without a head its last hidden states."""
+    """What a model says of each row or sequence: its logits, without a head its last hidden states."""
+    if "start_logits" in result:
+        return torch.stack([result["start_logits"], result["end_logits"]], -1)
     return cast(torch.Tensor, result["logits" if "logits" in result else "last_hidden_state"])
 
 
@@ -654,8 +713,8 @@ def _first_position(model: nn.Module) -> int:
     return padding[0] + 1 if padding else 0
 
 
-def _check_model(model: PreTrainedModel) -> bool | None:
-    """Whether labels are those of the next token; None: the model has no loss.
+def _check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
+    """(whether labels are those of the next token, what the head reads); None: no loss of rows, no head but of rows.
 
     Raises Unsupported, with the name of the feature, if ring attention cannot be all of the model's attention, or if
     a result is not made of the rows one by one.
@@ -673,6 +732,7 @@ def _check_model(model: PreTrainedModel) -> bool | None:
         kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for kind in type(model).__mro__
     )
     aligned, bare = loss in (ForMaskedLMLoss, ForTokenClassification), model.base_model is model
+    field = {ForSequenceClassificationLoss: "logits", ForQuestionAnsweringLoss: "start_logits"}.get(loss)
     kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
     refused = {
         "inputs other than tokens": model.main_input_name != "input_ids",
@@ -689,14 +749,18 @@ def _check_model(model: PreTrainedModel) -> bool | None:
         ),
         "attention outside of transformers' attention functions": not model._supports_attention_backend,
         "no argument position_ids, by which a rank says which rows it has": (
-            "position_ids" not in inspect.signature(model.forward).parameters
+            "position_ids" not in inspect.signature((model if field is None else model.base_model).forward).parameters
         ),
-        "a head that reads whole sequences, not rows": not (causal or aligned or bare),
+        "a head whose loss is neither that of tokens, nor of one class or answer for each sequence": not (
+            causal or aligned or bare or field
+        ),
     }
     for feature, present in refused.items():
         if present:
             raise Unsupported(f"{name} has {feature}; ringattn cannot compute it over ranks")
-    return None if not (causal or aligned) else not aligned
+    if field is not None and not bare:
+        return None, find_pooling(model, field)
+    return None if not (causal or aligned) else not aligned, None
 
 
 def _longest_window(model: nn.Module) -> int:
@@ -708,5 +772,13 @@ def _longest_window(model: nn.Module) -> int:
 
 
 __all__ = [
-    *("Agreement", "Collator", "RingCache", "check", "gather_logits", "parallelize", "shard_batch", "unparallelize"),
+    "Agreement",
+    "Collator",
+    "RingCache",
+    "check",
+    "gather_logits",
+    "parallelize",
+    "pool",
+    "shard_batch",
+    "unparallelize",
 ]

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 
 import ringattn as ra
 from ringattn.integrations import transformers as adapter
-from ringattn.integrations.transformers import check, gather_logits, parallelize, shard_batch, unparallelize
+from ringattn.integrations.transformers import check, gather_logits, parallelize, pool, shard_batch, unparallelize
 from ringattn.train import mean_over_ranks
 
 BASE = {
@@ -60,6 +60,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Phimoe, window of the mask": ("PhimoeForCausalLM", "PhimoeConfig", {"sliding_window": 9, **EXPERTS}),
     "RoBERTa, positions from 2": ("RobertaForMaskedLM", "RobertaConfig", {"pad_token_id": 1}),
     "Llama, no head": ("LlamaModel", "LlamaConfig", {}),
+    "Llama, rewards": ("LlamaForSequenceClassification", "LlamaConfig", {"num_labels": 1, "pad_token_id": 0}),
+    "BERT, classes": ("BertForSequenceClassification", "BertConfig", {}),
+    "EuroBERT, mean of classes": ("EuroBertForSequenceClassification", "EuroBertConfig", {"pad_token_id": 0}),
+    "Llama, answers": ("LlamaForQuestionAnswering", "LlamaConfig", {}),
 }
 #: Models whose rope depends on the length of the batch.
 ROPE = {"rope_theta": 1e4}
@@ -141,15 +145,57 @@ def by_length(rank: int, name: str, layout: str, kind: str) -> list[float]:
     return found
 
 
+def sequences(rank: int, side: str, layout: str) -> list[float]:
+    """Largest differences from each sequence alone of rewards, of a loss of them, of embeddings, and of gradients.
+
+    Gradients are those of the mean over the ranks, as DDP has them. The sequences are padded on one side.
+    """
+    eager = make("Llama, rewards", attn_implementation="eager")
+    ours = parallelize(copy.deepcopy(eager), layout=layout)
+    ids = torch.randint(1, 61, (2, 37), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    (mask[0, :11] if side == "left" else mask[0, -11:]).zero_()
+    alone = [row[real.bool()][None] for row, real in zip(ids, mask, strict=True)]
+    batch = shard_batch(
+        {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.tensor([0.5, -1.0])}, layout=layout
+    )
+    labels, found, parameters = batch.pop("labels"), [], list(ours.parameters())
+
+    def add(mine: torch.Tensor, right: torch.Tensor) -> None:
+        gradients = torch.autograd.grad(right, list(eager.parameters()), retain_graph=True, allow_unused=True)
+        for p, g in zip(torch.autograd.grad(mine, parameters, allow_unused=True), gradients, strict=True):
+            assert (p is None) == (g is None)
+            if p is not None:
+                largest = max(float(x.abs().max()) for x in gradients if x is not None)
+                found.append(float((mean_over_ranks(p) - g).abs().max()) / largest)
+        found.append(float((mine - right).detach().abs()))
+
+    rewards, right = ours(**batch).logits, torch.cat([eager(x).logits for x in alone])
+    found.append(float((rewards - right).detach().abs().max()))
+    add(*(-torch.nn.functional.logsigmoid(x[0] - x[1]).mean() for x in (rewards, right)))
+    add(ours(**batch, labels=labels).loss, ((right[:, 0] - labels) ** 2).mean())
+    items = torch.tensor(2 * dist.get_world_size())  # as the Trainer counts and divides
+    add(
+        ours(**batch, labels=labels, num_items_in_batch=items).loss * dist.get_world_size(),
+        ((right[:, 0] - labels) ** 2).mean(),
+    )
+    body = parallelize(copy.deepcopy(eager.model), layout=layout)
+    parameters = [*body.parameters(), *ours.score.parameters()]
+    whole = [eager.model(x).last_hidden_state[0] for x in alone]
+    for how, take in (("first", lambda x: x[0]), ("last", lambda x: x[-1]), ("mean", lambda x: x.mean(0))):
+        mine = pool(body(**batch, use_cache=False).last_hidden_state, batch, layout=layout, how=how)
+        add(*(x.sin().sum() for x in (mine, torch.stack([take(x) for x in whole]))))
+    return found
+
+
 VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
 BLOOM = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}
-HEAD = "a head that reads whole sequences"
 #: Models that are refused: the class of the model, that of its configuration, settings, and what the model has.
 REFUSED: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("BloomForCausalLM", "BloomConfig", BLOOM, "ALiBi"),
     ("ViTModel", "ViTConfig", VIT, "inputs other than tokens"),
-    ("LlamaForSequenceClassification", "LlamaConfig", BASE, HEAD),
-    ("LlamaForQuestionAnswering", "LlamaConfig", BASE, HEAD),
+    ("BertForNextSentencePrediction", "BertConfig", BASE, "a head whose loss is neither that of tokens, nor"),
+    ("AlbertModel", "AlbertConfig", {**BASE, "embedding_size": 8}, "a pooler that"),
 )
 
 
@@ -354,9 +400,9 @@ def refusals(rank: int) -> None:
     says(
         "InvalidInput: Linear is no model of transformers", lambda: parallelize(torch.nn.Linear(2, 2), layout="zigzag")
     )  # type: ignore[arg-type]
-    pooling = parallelize(hf.BertModel(hf.BertConfig(**BASE)), layout="zigzag")
-    words = "Unsupported: BertModel returns a tuple (return_dict=False), or a pooler_output"
-    says(words, lambda: pooling(**batch))
+    text = parallelize(hf.CLIPTextModel(hf.CLIPTextConfig(**BASE)), layout="zigzag")
+    says("Unsupported: CLIPTextModel makes pooler_output of rows of the whole sequence", lambda: text(**batch))
+    says("Unsupported: LlamaForCausalLM returns a tuple", lambda: llama(**batch, return_dict=False))
     says("Unsupported: logits_to_keep=8 keeps rows of this rank", lambda: llama(**batch, logits_to_keep=8))
     labelled, aligned = (
         shard_batch({"input_ids": ids, "labels": ids}, layout="zigzag", shift=x) for x in (True, False)

@@ -152,6 +152,10 @@ def make_labels(name: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """The labels for a class that has a loss of each row."""
     if "TokenClassification" in name:
         return {"labels": ids % 2}
+    if "SequenceClassification" in name:
+        return {"labels": ids[:, 0] % 2}
+    if "QuestionAnswering" in name:
+        return {"start_positions": ids[:, 0] % 5, "end_positions": ids[:, 0] % 7}
     return {"labels": ids} if is_causal(name) or "MaskedLM" in name else {}
 
 
@@ -159,9 +163,10 @@ def fields(result: Any) -> dict[str, torch.Tensor]:
     return {name: result[name] for name in FIELDS if isinstance(result.get(name), torch.Tensor)}
 
 
-def weights(x: torch.Tensor) -> torch.Tensor:
-    """A cotangent of fields [.., n, ..], by the place in the batch."""
-    return torch.randn((2, TOKENS, *x.shape[2:]), generator=torch.Generator().manual_seed(7))
+def weights(x: torch.Tensor, of_rows: bool) -> torch.Tensor:
+    """A cotangent of fields [.., n, ..], by the place in the batch, or of [.., ..], by the sequence."""
+    shape = (2, TOKENS, *x.shape[2:]) if of_rows else (3, *x.shape[1:])
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
 
 
 def run_alone(model: Any, mode: str, ids: torch.Tensor) -> tuple[list[Any], list[torch.Tensor], float]:
@@ -169,15 +174,19 @@ def run_alone(model: Any, mode: str, ids: torch.Tensor) -> tuple[list[Any], list
     model.zero_grad()
     found, losses, count = [], 0.0, 0
     name = type(model).__name__
-    for row, start, stop in PARTS[mode]:
+    for i, (row, start, stop) in enumerate(PARTS[mode]):
         part = ids[row : row + 1, start:stop]
-        result = model(part, **make_labels(name, part), **without_cache(model))
-        rows = {n: x for n, x in fields(result).items() if x.ndim > 1 and x.shape[1] == stop - start}
-        if rows:
-            sum((x * weights(x)[row, start:stop]).sum() for x in rows.values()).backward()
+        given = make_labels(name, part)
+        result = model(part, **given, **without_cache(model))
+        objective = torch.zeros(())
+        for x in fields(result).values():
+            of_rows = x.ndim > 1 and x.shape[1] == stop - start
+            weight = weights(x, of_rows)
+            objective = objective + (x * (weight[row, start:stop] if of_rows else weight[i])).sum()
+        objective.backward()
         found.append({n: x.detach() for n, x in fields(result).items()})
-        if make_labels(name, part):
-            labels = stop - start - is_causal(name)
+        if given:
+            labels = stop - start - is_causal(name) if given.get("labels", part[0]).ndim > 1 else 1
             losses, count = losses + float(result.loss.detach()) * labels, count + labels
     return (
         found,
@@ -191,7 +200,14 @@ def compare(
 ) -> str:
     """ "exact", or WRONG and the differences of fields, gradients and loss that are above `bound`."""
     rank, ranks, name = dist.get_rank(group), dist.get_world_size(group), type(model).__name__
-    batch = {"input_ids": ids, **make_labels(name, ids)}
+    labels = make_labels(name, ids)
+    if "start_positions" in labels and mode != "padded":
+        labels = {}
+    elif "labels" not in labels or labels["labels"].ndim == 1:  # of sequences; answers count the places of the row
+        of_parts = [make_labels(name, ids[row : row + 1, start:]) for row, start, _ in PARTS[mode]]
+        first = torch.tensor([start for _, start, _ in PARTS[mode]]) if "start_positions" in labels else 0
+        labels = {key: torch.cat([part[key] for part in of_parts]) + first for key in labels}
+    batch = {"input_ids": ids, **labels}
     borders = None if mode == "padded" else [[0, 17, TOKENS], [0, TOKENS]]
     if mode == "padded":
         batch["attention_mask"] = torch.ones_like(ids)
@@ -206,20 +222,22 @@ def compare(
     cut = ra.make_layout(layout, tokens=TOKENS, ranks=ranks)
     loss, whole = torch.zeros(()), fields(result)
     for n, x in fields(result).items():
-        if x.ndim > 1 and x.shape[1] == cut.rows(rank):
-            weight = weights(x)
-            if mode == "padded":
-                weight[1, :11] = 0
-            loss = loss + (x * cut.shard_tensor(weight, rank, dim=1)).sum()
+        local = x.ndim > 1 and x.shape[1] == cut.rows(rank)
+        of_rows = local or (x.ndim > 1 and x.shape[1] == TOKENS)
+        weight = weights(x, of_rows)[: 2 if of_rows else len(x)]
+        if mode == "padded" and of_rows:
+            weight[1, :11] = 0
+        loss = loss + (x * (cut.shard_tensor(weight, rank, dim=1) if local else weight / ranks)).sum()
+        if local:
             shards: list[Any] = [None] * ranks
             dist.all_gather_object(shards, x.detach().numpy(), group=group)
             whole[n] = cut.unshard_tensor([torch.from_numpy(s) for s in shards], dim=1)
     loss.backward()
     right, gradients, mean = expected
-    wrong = {"loss": abs(float(mean_over_ranks(result.loss, group=group)) - mean)} if "labels" in batch else {}
-    for (row, start, stop), theirs in zip(PARTS[mode], right, strict=True):
+    wrong = {"loss": abs(float(mean_over_ranks(result.loss, group=group)) - mean)} if labels else {}
+    for i, ((row, start, stop), theirs) in enumerate(zip(PARTS[mode], right, strict=True)):
         for n, x in theirs.items():
-            ours = whole[n][row, start:stop] if whole[n].ndim > 1 and whole[n].shape[1] == TOKENS else whole[n][row]
+            ours = whole[n][row, start:stop] if whole[n].ndim > 1 and whole[n].shape[1] == TOKENS else whole[n][i]
             far = (ours - x[0]).abs().max() / x.abs().max().clamp(min=1e-6) if ours.shape == x[0].shape else 1.0
             wrong[n] = max(wrong.get(n, 0.0), float(far))
     largest = max(float(g.abs().max()) for g in gradients) or 1.0
@@ -231,7 +249,7 @@ def compare(
     return f"WRONG {bad}" if bad else "exact"
 
 
-def one(rank: int, name: str) -> dict[str, str]:
+def one(rank: int, name: str, bound: float = BOUND) -> dict[str, str]:
     """What a rank of three finds for each mode of a class, and for 2 and 3 ranks."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -256,7 +274,7 @@ def one(rank: int, name: str) -> dict[str, str]:
         try:
             for mode in PARTS:
                 found[f"{mode} {dist.get_world_size(group)}"] = compare(
-                    ours[layout], group, layout, mode, expected[mode], ids
+                    ours[layout], group, layout, mode, expected[mode], ids, bound
                 )
         except ra.RingAttentionError as error:
             found[mode] = f"refused: {type(error).__name__}: {error}"
