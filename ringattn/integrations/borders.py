@@ -96,7 +96,7 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
     tokens = batch["input_ids"]
     if tokens.ndim != 2:
         raise InvalidInput(f"input_ids must be [batch, tokens], got {tuple(tokens.shape)}; try input_ids.unsqueeze(0)")
-    sizes = {name: tuple(x.shape) for name, x in batch.items()}
+    sizes = {name: tuple(x.shape[-2:] if name == "position_ids" else x.shape) for name, x in batch.items()}
     if len(set(sizes.values())) > 1:
         raise InvalidInput(f"the tensors of a batch must have one shape [batch, tokens], got {sizes}")
 
@@ -122,7 +122,7 @@ def make_labels(batch: Mapping[str, torch.Tensor], documents: Documents | None, 
     """The labels [B, N] of the rows of a whole batch, if it has some. Raises InvalidInput for labels shifted twice."""
     labels, tokens, mask = batch.get("shift_labels"), batch["input_ids"], batch.get("attention_mask")
     if labels is None and shift and "labels" in batch:
-        labels = batch["labels"].clone()
+        labels = batch["labels"].clone() if mask is None else batch["labels"].masked_fill(mask == 0, NO_LABEL)
         if documents is not None:
             for row, label in enumerate(labels):
                 label[[start for start in documents.row(row).starts[1:-1] if start < len(label)]] = NO_LABEL

@@ -32,7 +32,10 @@ from transformers.loss.loss_utils import (
     ForSequenceClassificationLoss,
     ForTokenClassification,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..functional import get_transport, ring_attention
@@ -63,6 +66,7 @@ from .borders import (
     read_borders,
     write_borders,
 )
+from .encoder_decoder import CROSS, DECODER, attend_across, find_tables, number_rows
 from .generation import STATE, RingCache, begin, generate
 from .heads import (
     HeadCall,
@@ -129,6 +133,8 @@ class _Ring:
     pooling: str | None
     #: Whether the base model has a pooler.
     pools: bool
+    #: Whether the model has an encoder and a decoder.
+    crosses: bool
     #: The position that the model gives to the first token.
     first: int
     #: Whether its rope depends on the length.
@@ -186,7 +192,7 @@ def parallelize(
     rotary = list(filter(_rotates_by_length, model.modules()))
     ring = _Ring(
         place_group(group), layout, AttentionOptions(**options), before, shift, pooling, pooler is not None,
-        _first_position(model), bool(rotary),
+        model.config.is_encoder_decoder, _first_position(model), bool(rotary),
     )  # fmt: skip
     ring.check()
     if not hasattr(model, STATE):
@@ -195,6 +201,8 @@ def parallelize(
         for module in rotary:
             module.register_forward_pre_hook(_add_largest, with_kwargs=True)
             module.register_forward_hook(_drop_largest)
+        if ring.crosses:
+            attend_across(model)
         if pooler is not None:
             pooler.register_forward_pre_hook(enter_pooler)
         if pooling is not None:
@@ -202,9 +210,10 @@ def parallelize(
             model.base_model.register_forward_hook(leave_base)
     for module in model.modules():
         setattr(module, STATE, ring)
-    shared, own = model.config, deepcopy(model.config)  # models may share a config, which names their attention
+    configs: dict[int, Any] = {}  # models may share a config, which names their attention
+    deepcopy(model.config, configs)
     for module in model.modules():
-        if getattr(module, "config", None) is shared:
+        if (own := configs.get(id(getattr(module, "config", None)))) is not None:
             module.config = own
     model.set_attn_implementation(NAME)
     model.generate = partial(generate, model)
@@ -235,7 +244,9 @@ def shard_batch(
     batch: `input_ids` [B, N], and where wanted `labels`, `attention_mask` (1 for a token, 0 for padding) and
         `position_ids` and `token_type_ids`, all [B, N] and equal on all ranks; `shift_labels` instead of `labels` if
         shifted already. Labels of sequences, [S] or of floats [S, classes], `start_positions` and `end_positions` [B]
-        are not cut; S is B, or the number of all packed documents.
+        are not cut; S is B, or the number of all packed documents. `inputs_embeds` [B, N, d] beside `input_ids`, which
+        then only count, are what the model is given; position_ids may be [axes, B, N]. `decoder_input_ids` [B, M] and
+        `decoder_attention_mask` are of an encoder-decoder model, whose labels are [B, M].
     cu_seqlens: the borders of packed documents, [0, ..., N] for all rows or one such list for each row; default:
         `cu_seq_lens_q` or `seq_idx` of the batch, or where position_ids begin anew in each row.
     shift: True for a causal language model, whose rows predict the next token; False for a model whose labels belong to
@@ -248,16 +259,20 @@ def shard_batch(
     which it takes away. Padding has no label (transformers lets the last padding before a row predict its first
     token). position_ids count from the first token that is not padding, and in each document from 0.
     """
+    if "decoder_input_ids" in batch:
+        return _shard_both(batch, group, layout)
     place = place_group(group)
     with ErrorReport(get_transport(place.group), POSITIONS):
-        batch, answers, borders = read_batch(batch)
+        embeds = batch.get("inputs_embeds")
+        batch, answers, borders = read_batch({name: x for name, x in batch.items() if name != "inputs_embeds"})
         tokens = batch["input_ids"]
         rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
         cut = make_layout(layout, tokens=tokens.shape[1], ranks=ranks)
         check_rows(cut)
         mask, positions = batch.get("attention_mask"), batch.get("position_ids")
         given = borders if cu_seqlens is None else cu_seqlens
-        documents = find_documents(tokens, None if mask is not None else positions, given)
+        begins = positions if mask is None and positions is not None and positions.ndim == 2 else None
+        documents = find_documents(tokens, begins, given)
         if positions is None:
             positions = count_positions(tokens, mask, documents)
         labels = make_labels(batch, documents, shift)
@@ -269,13 +284,28 @@ def shard_batch(
         whole["labels"] = labels
     if mask is not None and not bool(mask.all()):
         whole["attention_mask"] = mask
-    result = {name: cut.shard_tensor(x, rank, dim=1).contiguous() for name, x in whole.items()}
+    result = {name: cut.shard_tensor(x, rank, dim=-1).contiguous() for name, x in whole.items()}
+    if embeds is not None:
+        del result["input_ids"]
+        result["inputs_embeds"] = cut.shard_tensor(embeds, rank, dim=1).contiguous()
     if labels is not None and (shift or "shift_labels" in batch):
         result["shift_labels"] = result["labels"]
     if documents is not None:
         result["cu_seq_lens_q"] = write_borders(documents, tokens)
     result |= answers
     result[DIGEST] = digest_batch({**batch, **whole, **answers}, documents)
+    return result
+
+
+def _shard_both(batch: Batch, group: ProcessGroup | DeviceMesh | None, layout: str) -> dict[str, torch.Tensor]:
+    """`shard_batch` for an encoder and a decoder, whose sequences are cut each by itself; labels are the decoder's."""
+    given = {own: batch[name] for own, name in DECODER.items() if name in batch}
+    rest = {name: x for name, x in batch.items() if name not in DECODER.values()}
+    inner, result = (shard_batch(x, group, layout=layout, shift=False) for x in (given, rest))
+    if "cu_seq_lens_q" in {**inner, **result}:
+        raise Unsupported("packed documents of an encoder and a decoder: give a row to each document")
+    result |= {DECODER.get(name, f"decoder_{name}"): x for name, x in inner.items() if name != DIGEST}
+    result[DIGEST] = torch.cat([(result[DIGEST] + 3 * inner[DIGEST])[:COUNT], inner[DIGEST][COUNT:]])
     return result
 
 
@@ -417,7 +447,7 @@ def _attend(
             raise Unsupported(
                 f"{name} has a mask of its own, {tuple(mask.shape)} of {mask.dtype}, which is not padding"
             )
-        window = mask.shape[2] - 2 or None
+        window, causal = mask.shape[2] - 2 or None, mask.shape[1] == 1
         mask = mask[:, 0, 0] if mask.shape[3] else None
     generation = ring.call.get("generation")
     if generation is not None:
@@ -426,7 +456,7 @@ def _attend(
         return out.transpose(1, 2).contiguous(), None
     out = _attend_ring(
         ring, name, query, key, value, mask, scaling, dropout, window, softcap, s_aux, position_bias, causal,
-        cu_seq_lens_q,
+        cu_seq_lens_q, getattr(module, CROSS, False),
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
@@ -447,25 +477,30 @@ def _attend_ring(
     position_bias: torch.Tensor | None,
     causal: bool,
     borders: torch.Tensor | None,
+    crosses: bool,
 ) -> torch.Tensor:
-    """out [B, H, n, Dv] of a layer of class `name`. The borders of documents are a tensor, which may change."""
+    """out [B, H, n, Dv] of a layer of class `name`. The borders of documents are a tensor, which may change.
+
+    crosses: keys and values are rows of another sequence than the queries, all of which are seen.
+    """
     group = ring.place.group
     with ErrorReport(get_transport(group), "call"):
         if position_bias is not None:
             raise Unsupported(f"{name} adds a position bias to its logits, which ringattn does not")
-        if q.shape[2] != k.shape[2]:
+        if q.shape[2] != k.shape[2] and not crosses:
             raise Unsupported(
                 f"a cache of earlier tokens: {q.shape[2]} queries, {k.shape[2]} keys; pass use_cache=False"
             )
         if borders is None and ring.call.get("packed"):
             raise Unsupported(f"{name} is not given cu_seq_lens_q by its model, and would see across documents")
-        pattern = _make_pattern(window, causal, borders)
+        pattern = Full() if crosses else _make_pattern(window, causal, borders)
         padding = None if mask is None else ~mask.to(device=k.device, dtype=torch.bool)
     given = {"scale": scaling, "softcap": softcap, "dropout": dropout}
     options = cast("AttentionKeywords", {**ring.options.keywords(), **given})
     return ring_attention(
-        q, k, v, pattern, layout=ring.layout, group=group, key_padding_mask=padding, sinks=sinks, **options
-    )
+        q, k, v, pattern, layout=ring.layout, q_layout=ring.layout if crosses else None, group=group,
+        key_padding_mask=padding, sinks=sinks, **options,
+    )  # fmt: skip
 
 
 def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -495,6 +530,8 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         ring.call["items"] = items if digest is None or items is not None else digest[COUNT].clamp(min=1) / ranks
     if ring.stretches:
         ring.call["largest"] = kwargs[DIGEST][LARGEST]
+    if ring.crosses:
+        kept = _place_both(model, ring, kept, lengths)
     if ring.pools or ring.pooling is not None:
         ring.call["sequences"] = find_sequences(kept, ring.place.group, ring.layout)
     if ring.first:
@@ -503,6 +540,25 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         ring.call["head"] = HeadCall(ring.pooling, ring.call["sequences"], kept, lengths)
         kept = ring.call["head"].hide()
     return args, kept
+
+
+def _place_both(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
+    """The arguments that a model with an encoder and a decoder takes; its tables learn the places of the rows.
+
+    Raises InvalidInput without decoder_input_ids. Collective.
+    """
+    with Exchange(get_transport(ring.place.group), "rows of the decoder") as rows:
+        if kwargs.get("decoder_input_ids") is None:
+            raise InvalidInput(
+                "decoder_input_ids is missing, and a rank does not know the label before its rows; give shard_batch "
+                "those of model.prepare_decoder_input_ids_from_labels(labels)"
+            )
+        rows.mine = str(kwargs["decoder_input_ids"].shape[1]).encode()
+    parts = {"encoder": lengths, "decoder": list(map(int, rows.records))}
+    device = kwargs["decoder_input_ids"].device
+    ring.call["places"] = number_rows(parts, ring.layout, dist.get_rank(ring.place.group), device)
+    taken = inspect.signature(model.forward).parameters
+    return {name: x for name, x in kwargs.items() if name in taken or not name.endswith("position_ids")}
 
 
 def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
@@ -554,6 +610,7 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
     if isinstance(keep, torch.Tensor) or keep:
         raise Unsupported(f"logits_to_keep={keep} keeps rows of this rank, not of the sequence; leave it out")
     positions, labels, shifted = (kwargs.get(name) for name in ("position_ids", "labels", "shift_labels"))
+    rows = kwargs.get("decoder_input_ids", positions)
     whole = "call model(**batch) with the batch that shard_batch or Collator has made"
     if positions is None:
         raise InvalidInput(f"position_ids is missing: the rows of a rank do not tell their positions; {whole}")
@@ -563,8 +620,9 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
         return
     if labels is None:
         raise InvalidInput("shift_labels without labels: who took the labels would shift them again; leave out both")
-    if ring.pooling is None and labels.shape[-1] != positions.shape[-1]:
-        raise InvalidInput(f"labels of {labels.shape[-1]} tokens for {positions.shape[-1]} rows of this rank; {whole}")
+    assert rows is not None
+    if ring.pooling is None and labels.shape[-1] != rows.shape[-1]:
+        raise InvalidInput(f"labels of {labels.shape[-1]} tokens for {rows.shape[-1]} rows of this rank; {whole}")
     if (shifted is not None) is not (False if ring.pooling else ring.shift):
         wanted = {True: "shift=True", False: "shift=False", None: "no labels"}[ring.shift]
         kind = "not shifted" if shifted is None else "shifted"
@@ -648,10 +706,11 @@ def _write_mask(
     device: torch.device | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """The mask of a kind of layers for `_attend`: padding [B, 1, 2 + keys that a window shows to a side, n].
+    """The mask of a kind of layers for `_attend`: padding [B, sides, 2 + keys that a window shows to a side, n].
 
-    Every [B, n] of it is the padding mask; n = 0: no padding. Without a window the size is 2. The size carries the
-    window, since the mask decides in transformers: the keyword `sliding_window` is not passed by all models.
+    Every [B, n] of it is the padding mask; n = 0: no padding. One side: causal; two: not. Without a window the size is
+    2. The sizes carry both, since the mask decides in transformers: the keyword `sliding_window` is not passed by all
+    models, and their `is_causal` may say something else.
     Raises Unsupported for a mask that is made of more than causality, a window and documents.
     """
     if not torch.compiler.is_compiling() and (unknown := _rules(mask_function) - MASKS):
@@ -661,8 +720,9 @@ def _write_mask(
         )
     if attention_mask is None:
         attention_mask = torch.ones(batch_size, 0, dtype=torch.bool, device=device)
-    keys = 0 if local_size is None else local_size + ("allow_is_bidirectional_skip" in others)  # the row's own, too
-    return attention_mask[:, None, None].expand(-1, -1, 2 + keys, -1)
+    both = "allow_is_bidirectional_skip" in others
+    keys = 0 if local_size is None else local_size + both  # the row's own, too
+    return attention_mask[:, None, None].expand(-1, 1 + both, 2 + keys, -1)
 
 
 def _rules(function: Callable[..., Any]) -> set[str]:
@@ -724,33 +784,45 @@ def _check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
             f"{type(model).__name__} is no model of transformers; parallelize a PreTrainedModel, before DDP, FSDP or "
             "torch.compile wrap it, and give models of your own ringattn.nn.RingAttention"
         )
-    config, name = model.config.get_text_config(), type(model).__name__
-    if config is not model.config:
-        raise Unsupported(f"{name} has inputs besides text; parallelize its language model alone")
+    both, name, config = model.config.is_encoder_decoder, type(model).__name__, model.config
+    if not _is_of_text(config):
+        parts = [path for path, part in model.named_modules() if part is model.get_decoder() and path]
+        hint = f"parallelize(model.{parts[0]}, ...)" if parts else "a language model"
+        raise Unsupported(f"{name} has inputs besides text; take {hint} alone, with inputs_embeds in shard_batch")
     loss = LOSS_MAPPING.get(model.loss_type)
     causal = loss is ForCausalLMLoss or any(
         kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for kind in type(model).__mro__
     )
+    if both and (causal or name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()):
+        causal, loss = False, ForMaskedLMLoss  # labels are those of the decoder's rows
     aligned, bare = loss in (ForMaskedLMLoss, ForTokenClassification), model.base_model is model
     field = {ForSequenceClassificationLoss: "logits", ForQuestionAnsweringLoss: "start_logits"}.get(loss)
     kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
     refused = {
         "inputs other than tokens": model.main_input_name != "input_ids",
         f"layers of type {', '.join(sorted(kinds))}": bool(kinds),
-        "an encoder and a decoder": any(
-            getattr(config, word, False) for word in ("is_encoder_decoder", "add_cross_attention")
-        ),
+        "a decoder for the rows of an encoder that it does not have (add_cross_attention)": not both
+        and getattr(config, "add_cross_attention", False),
         "attention in chunks (attention_chunk_size)": getattr(config, "attention_chunk_size", None) is not None,
         "a mask made of its values (keep_window_size)": hasattr(config, "keep_window_size"),
         "embeddings of neighbouring tokens (trigram_input)": bool(getattr(config, "trigram_input", False)),
+        "a bias of relative positions (relative_attention_num_buckets)": hasattr(
+            config, "relative_attention_num_buckets"
+        ),
         "ALiBi": bool(getattr(config, "alibi", False)) or any("alibi" in word for word in dir(model.base_model)),
         "an auxiliary loss of its routers (output_router_logits), which is not a sum over tokens": bool(
             getattr(config, "output_router_logits", False)
         ),
-        "attention outside of transformers' attention functions": not model._supports_attention_backend,
+        "attention outside of transformers' attention functions": not (
+            model._supports_attention_backend or (model._can_set_attn_implementation() and model._supports_sdpa)
+        ),
         "no argument position_ids, by which a rank says which rows it has": (
             "position_ids" not in inspect.signature((model if field is None else model.base_model).forward).parameters
+            and not (both and len(find_tables(model)) == 2)
         ),
+        "a head over an encoder and a decoder": both and field is not None,
+        "rope that depends on the lengths of an encoder's and a decoder's sequence": both
+        and any(map(_rotates_by_length, model.modules())),
         "a head whose loss is neither that of tokens, nor of one class or answer for each sequence": not (
             causal or aligned or bare or field
         ),
@@ -761,6 +833,13 @@ def _check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
     if field is not None and not bare:
         return None, find_pooling(model, field)
     return None if not (causal or aligned) else not aligned, None
+
+
+def _is_of_text(config: Any) -> bool:
+    """Whether a model of this configuration has no other part than one of text, or an encoder and a decoder of text."""
+    parts = [getattr(config, name, None) for name in config.sub_configs]
+    parts = [part for part in parts if hasattr(part, "num_hidden_layers")]
+    return all(map(_is_of_text, parts)) if config.is_encoder_decoder else not parts
 
 
 def _longest_window(model: nn.Module) -> int:

@@ -26,19 +26,25 @@ from rank_pool import Pool
 from transformers.models.auto import configuration_auto, modeling_auto
 
 import ringattn as ra
+from ringattn.errors import LaunchFailure
 from ringattn.integrations.transformers import parallelize, shard_batch
 from ringattn.train import mean_over_ranks
 from ringattn.transport import launcher
 
 TOKENS, CLASSES = 41, 99
-#: The sequences of each kind of batch: (row, first token, end). Those of a padded batch stand at the ends of its rows,
-#: and the rows of a packed batch have documents of their own.
-PARTS = {"packed": [(0, 0, 17), (0, 17, TOKENS), (1, 0, TOKENS)], "padded": [(0, 0, TOKENS), (1, 11, TOKENS)]}
+#: The sequences of each kind of batch: (row, first token, end). The rows of a packed batch have documents of their own.
+PARTS = {
+    "packed": [(0, 0, 17), (0, 17, TOKENS), (1, 0, TOKENS)],
+    "padded": [(0, 0, TOKENS), (1, 11, TOKENS)],
+    "padded right": [(0, 0, TOKENS), (1, 0, 30)],
+}
 PARTS["checkpointed"] = PARTS["packed"]
+#: The tokens of the decoder beside an encoder's, in the whole batch and in each row.
+DECODED, IN_ROW = 29, (29, 20)
 #: Automatic mappings of transformers, and the fields of a result that are compared.
-HEADS = "CAUSAL_LM MASKED_LM TOKEN_CLASSIFICATION SEQUENCE_CLASSIFICATION QUESTION_ANSWERING"
+HEADS = "CAUSAL_LM MASKED_LM TOKEN_CLASSIFICATION SEQUENCE_CLASSIFICATION QUESTION_ANSWERING SEQ_TO_SEQ_CAUSAL_LM"
 KINDS = ("", *(f"_FOR_{head}" for head in HEADS.split()))
-FIELDS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits")
+FIELDS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits", "encoder_last_hidden_state")
 #: Seconds in which a class must end, and what classes that are not made for such sizes and batches raise.
 LIMIT = 90.0
 FOREIGN = (
@@ -82,6 +88,8 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"attention_types": [[["global", "local"], 1]], "window_size": 9},
 )
 GROUPS: list[Any] = []
+#: The end of the name of the text part of a class that has other inputs, too.
+TEXT = ".get_decoder()"
 
 
 def classes() -> dict[str, str]:
@@ -99,20 +107,32 @@ def configure(kind: Any, **more: Any) -> Any:
     known = {*inspect.signature(kind.__init__).parameters, *getattr(kind, "__dataclass_fields__", ())}
     words = {name: size for name, size in BY_NAME.items() if name in known}
     for name, sub in (getattr(kind, "sub_configs", None) or {}).items():
-        if sub is not hf.AutoConfig:
+        if sub is hf.AutoConfig:
+            sub = type(getattr(kind(), name))
+        if issubclass(sub, hf.PreTrainedConfig):
             words[name] = configure(sub).to_dict()
-    return kind(**{**words, **more})
+    config = kind(**{**words, **more})
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in rope:  # some models take sections from it
+        half = int(BY_NAME["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+        rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+    return config
 
 
 def make(name: str, model_type: str, **more: Any) -> Any:
     """The model without dropout, with random weights, the same on every rank, none of them 0."""
-    kind = getattr(hf, name)
+    kind = getattr(hf, name.removesuffix(TEXT))
     config = configure(kind.config_class or configuration_auto.CONFIG_MAPPING[model_type], **more)
     if is_causal(name):
         config.is_decoder = True
     with torch.device("meta"):
-        size = sum(p.numel() for p in kind(config).parameters())
+        empty = kind(config)
+    if name.endswith(TEXT):
+        empty = empty.get_decoder()
+        kind, config = type(empty), empty.config
+    size = sum(p.numel() for p in empty.parameters())
     if size > 6_000_000:
+        parallelize(empty, layout="zigzag")  # may refuse it
         raise ValueError(f"{size:,} parameters")
     config._attn_implementation = "eager"
     torch.manual_seed(1)
@@ -133,7 +153,7 @@ def fit(name: str, model_type: str, ids: torch.Tensor) -> Any:
     for more in OTHERS:
         try:
             model = make(name, model_type, **more)
-            model(ids, **without_cache(model))
+            model(**alone(model, ids.expand(2, -1), 0, 0, TOKENS), **without_cache(model))
             return make(name, model_type, **more)
         except FOREIGN as error:
             errors.append(error)
@@ -142,6 +162,26 @@ def fit(name: str, model_type: str, ids: torch.Tensor) -> Any:
 
 def is_causal(name: str) -> bool:
     return "CausalLM" in name or "LMHead" in name
+
+
+def parts_of(model: Any) -> dict[str, list[tuple[int, int, int]]]:
+    """The kinds of batches that a model takes; those with an encoder take no documents, and count all places."""
+    if not model.config.is_encoder_decoder:
+        return PARTS
+    return dict.fromkeys(("padded right", "checkpointed"), PARTS["padded right"])
+
+
+def alone(model: Any, ids: torch.Tensor, row: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+    """The tensors of one sequence of a batch, labels among them."""
+    part, name = ids[row : row + 1, start:stop], type(model).__name__
+    if not model.config.is_encoder_decoder:
+        return {"input_ids": part, **make_labels(name, part)}
+    decoded = ids.flip(1)[row : row + 1, : IN_ROW[row]]
+    return {"input_ids": part, "decoder_input_ids": decoded, **make_labels(name, decoded)}
+
+
+def is_of_decoder(model: Any, field: str) -> bool:
+    return model.config.is_encoder_decoder and field != "encoder_last_hidden_state"
 
 
 def without_cache(model: Any) -> dict[str, Any]:
@@ -156,16 +196,16 @@ def make_labels(name: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"labels": ids[:, 0] % 2}
     if "QuestionAnswering" in name:
         return {"start_positions": ids[:, 0] % 5, "end_positions": ids[:, 0] % 7}
-    return {"labels": ids} if is_causal(name) or "MaskedLM" in name else {}
+    return {"labels": ids} if is_causal(name) or any(x in name for x in ("MaskedLM", "Conditional", "MTModel")) else {}
 
 
 def fields(result: Any) -> dict[str, torch.Tensor]:
     return {name: result[name] for name in FIELDS if isinstance(result.get(name), torch.Tensor)}
 
 
-def weights(x: torch.Tensor, of_rows: bool) -> torch.Tensor:
-    """A cotangent of fields [.., n, ..], by the place in the batch, or of [.., ..], by the sequence."""
-    shape = (2, TOKENS, *x.shape[2:]) if of_rows else (3, *x.shape[1:])
+def weights(x: torch.Tensor, tokens: int | None) -> torch.Tensor:
+    """A cotangent of fields [.., n, ..] by the place in rows of so many tokens; None: of [.., ..], by the sequence."""
+    shape = (3, *x.shape[1:]) if tokens is None else (2, tokens, *x.shape[2:])
     return torch.randn(shape, generator=torch.Generator().manual_seed(7))
 
 
@@ -173,20 +213,20 @@ def run_alone(model: Any, mode: str, ids: torch.Tensor) -> tuple[list[Any], list
     """(fields of each sequence alone, gradients of all, the mean loss of all labels)."""
     model.zero_grad()
     found, losses, count = [], 0.0, 0
-    name = type(model).__name__
-    for i, (row, start, stop) in enumerate(PARTS[mode]):
-        part = ids[row : row + 1, start:stop]
-        given = make_labels(name, part)
-        result = model(part, **given, **without_cache(model))
+    for i, (row, start, stop) in enumerate(parts_of(model)[mode]):
+        given = alone(model, ids, row, start, stop)
+        result = model(**given, **without_cache(model))
         objective = torch.zeros(())
-        for x in fields(result).values():
-            of_rows = x.ndim > 1 and x.shape[1] == stop - start
-            weight = weights(x, of_rows)
-            objective = objective + (x * (weight[row, start:stop] if of_rows else weight[i])).sum()
+        for n, x in fields(result).items():
+            first, last, tokens = (0, IN_ROW[row], DECODED) if is_of_decoder(model, n) else (start, stop, TOKENS)
+            of_rows = x.ndim > 1 and x.shape[1] == last - first
+            weight = weights(x, tokens)[row, first:last] if of_rows else weights(x, None)[i]
+            objective = objective + (x * weight).sum()
         objective.backward()
         found.append({n: x.detach() for n, x in fields(result).items()})
-        if given:
-            labels = stop - start - is_causal(name) if given.get("labels", part[0]).ndim > 1 else 1
+        if result.get("loss") is not None:
+            labels = given.get("labels", given["input_ids"][0])
+            labels = labels.shape[1] - is_causal(type(model).__name__) if labels.ndim > 1 else 1
             losses, count = losses + float(result.loss.detach()) * labels, count + labels
     return (
         found,
@@ -195,23 +235,34 @@ def run_alone(model: Any, mode: str, ids: torch.Tensor) -> tuple[list[Any], list
     )
 
 
+def whole_batch(model: Any, mode: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The batch of all sequences of this kind; answers count the places of the row."""
+    name, parts = type(model).__name__, parts_of(model)[mode]
+    batch, labels = {"input_ids": ids}, make_labels(name, ids)
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = ids.flip(1)[:, :DECODED]
+        batch["decoder_attention_mask"] = (torch.arange(DECODED) < torch.tensor(IN_ROW)[:, None]).long()
+        labels = make_labels(name, batch["decoder_input_ids"])
+    elif "start_positions" in labels and not mode.startswith("padded"):
+        labels = {}
+    elif "labels" not in labels or labels["labels"].ndim == 1:
+        of_parts = [make_labels(name, ids[row : row + 1, start:]) for row, start, _ in parts]
+        first = torch.tensor([start for _, start, _ in parts]) if "start_positions" in labels else 0
+        labels = {key: torch.cat([part[key] for part in of_parts]) + first for key in labels}
+    if mode.startswith("padded") or model.config.is_encoder_decoder:
+        batch["attention_mask"] = torch.zeros_like(ids)
+        for row, start, stop in parts:
+            batch["attention_mask"][row, start:stop] = 1
+    return {**batch, **labels}
+
+
 def compare(
     model: Any, group: Any, layout: str, mode: str, expected: Any, ids: torch.Tensor, bound: float = BOUND
 ) -> str:
     """ "exact", or WRONG and the differences of fields, gradients and loss that are above `bound`."""
     rank, ranks, name = dist.get_rank(group), dist.get_world_size(group), type(model).__name__
-    labels = make_labels(name, ids)
-    if "start_positions" in labels and mode != "padded":
-        labels = {}
-    elif "labels" not in labels or labels["labels"].ndim == 1:  # of sequences; answers count the places of the row
-        of_parts = [make_labels(name, ids[row : row + 1, start:]) for row, start, _ in PARTS[mode]]
-        first = torch.tensor([start for _, start, _ in PARTS[mode]]) if "start_positions" in labels else 0
-        labels = {key: torch.cat([part[key] for part in of_parts]) + first for key in labels}
-    batch = {"input_ids": ids, **labels}
-    borders = None if mode == "padded" else [[0, 17, TOKENS], [0, TOKENS]]
-    if mode == "padded":
-        batch["attention_mask"] = torch.ones_like(ids)
-        batch["attention_mask"][1, :11] = 0
+    batch = whole_batch(model, mode, ids)
+    borders = None if "attention_mask" in batch else [[0, 17, TOKENS], [0, TOKENS]]
     if mode == "checkpointed":
         if not model.supports_gradient_checkpointing:
             return "exact"
@@ -219,14 +270,17 @@ def compare(
     model.zero_grad()
     part = shard_batch(batch, group, layout=layout, cu_seqlens=borders, shift=is_causal(name))
     result = model(**part, **without_cache(model))
-    cut = ra.make_layout(layout, tokens=TOKENS, ranks=ranks)
     loss, whole = torch.zeros(()), fields(result)
     for n, x in fields(result).items():
+        tokens, mask = TOKENS, batch.get("attention_mask")
+        if is_of_decoder(model, n):
+            tokens, mask = DECODED, batch["decoder_attention_mask"]
+        cut = ra.make_layout(layout, tokens=tokens, ranks=ranks)
         local = x.ndim > 1 and x.shape[1] == cut.rows(rank)
-        of_rows = local or (x.ndim > 1 and x.shape[1] == TOKENS)
-        weight = weights(x, of_rows)[: 2 if of_rows else len(x)]
-        if mode == "padded" and of_rows:
-            weight[1, :11] = 0
+        of_rows = local or (x.ndim > 1 and x.shape[1] == tokens)
+        weight = weights(x, tokens if of_rows else None)[: 2 if of_rows else len(x)]
+        if of_rows and mask is not None:
+            weight[mask == 0] = 0
         loss = loss + (x * (cut.shard_tensor(weight, rank, dim=1) if local else weight / ranks)).sum()
         if local:
             shards: list[Any] = [None] * ranks
@@ -234,10 +288,13 @@ def compare(
             whole[n] = cut.unshard_tensor([torch.from_numpy(s) for s in shards], dim=1)
     loss.backward()
     right, gradients, mean = expected
-    wrong = {"loss": abs(float(mean_over_ranks(result.loss, group=group)) - mean)} if labels else {}
-    for i, ((row, start, stop), theirs) in enumerate(zip(PARTS[mode], right, strict=True)):
+    wrong = {}
+    if result.get("loss") is not None:
+        wrong["loss"] = abs(float(mean_over_ranks(result.loss, group=group)) - mean)
+    for i, ((row, start, stop), theirs) in enumerate(zip(parts_of(model)[mode], right, strict=True)):
         for n, x in theirs.items():
-            ours = whole[n][row, start:stop] if whole[n].ndim > 1 and whole[n].shape[1] == TOKENS else whole[n][i]
+            first, last, tokens = (0, IN_ROW[row], DECODED) if is_of_decoder(model, n) else (start, stop, TOKENS)
+            ours = whole[n][row, first:last] if whole[n].ndim > 1 and whole[n].shape[1] == tokens else whole[n][i]
             far = (ours - x[0]).abs().max() / x.abs().max().clamp(min=1e-6) if ours.shape == x[0].shape else 1.0
             wrong[n] = max(wrong.get(n, 0.0), float(far))
     largest = max(float(g.abs().max()) for g in gradients) or 1.0
@@ -253,7 +310,7 @@ def one(rank: int, name: str, bound: float = BOUND) -> dict[str, str]:
     """What a rank of three finds for each mode of a class, and for 2 and 3 ranks."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    if "input_ids" not in inspect.signature(getattr(hf, name).forward).parameters:
+    if "input_ids" not in inspect.signature(getattr(hf, name.removesuffix(TEXT)).forward).parameters:
         return {"": "no text"}
     ids = torch.randint(6, CLASSES, (2, TOKENS), generator=torch.Generator().manual_seed(2))
     if not GROUPS:
@@ -262,9 +319,9 @@ def one(rank: int, name: str, bound: float = BOUND) -> dict[str, str]:
     if rank == 2:
         del groups["zigzag"]
     try:
-        model = fit(name, classes()[name], ids[:1])
+        model = fit(name, classes()[name.removesuffix(TEXT)], ids[:1])
         ours = {layout: parallelize(copy.deepcopy(model), group, layout=layout) for layout, group in groups.items()}
-        expected = {mode: run_alone(model, mode, ids) for mode in PARTS}
+        expected = {mode: run_alone(model, mode, ids) for mode in parts_of(model)}
     except ra.RingAttentionError as error:
         return {"": f"refused: {type(error).__name__}: {error}"}
     except FOREIGN as error:
@@ -272,7 +329,7 @@ def one(rank: int, name: str, bound: float = BOUND) -> dict[str, str]:
     found: dict[str, str] = {}
     for layout, group in groups.items():
         try:
-            for mode in PARTS:
+            for mode in parts_of(model):
                 found[f"{mode} {dist.get_world_size(group)}"] = compare(
                     ours[layout], group, layout, mode, expected[mode], ids, bound
                 )
@@ -300,15 +357,17 @@ def main(names: list[str]) -> int:
     names, pool = names or sorted(classes()), None
     for name in names:
         getattr(hf, name, None)  # ranks have imported what this process has
-    for name in names:
-        pool = pool or Pool(3)
+    while names:
+        name, pool = names.pop(0), pool or Pool(3)
         try:
             text = verdict(pool.run(one, name, timeout=LIMIT))
-        except ra.LaunchFailure as error:
+        except LaunchFailure as error:
             text = f"crash: {str(error).splitlines()[0]}"
         if any(word in text for word in ("crash", "CommFailure", "Mismatch")):
             pool.close()
             pool = None
+        if "inputs besides text" in text and not name.endswith(TEXT):
+            names.insert(0, name + TEXT)
         counts[text.split(":")[0].split(" {")[0].split(" [")[0]] += 1
         print(name, text, sep="\t", flush=True)
     if pool is not None:
