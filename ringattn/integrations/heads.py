@@ -190,7 +190,9 @@ def check_pooler(model: PreTrainedModel) -> nn.Module | None:
     """The pooler of the model, which reads first rows. Raises Unsupported for another one."""
     pooler = getattr(model.base_model, "pooler", None)
     if pooler is not None and (found := _ask(model, "pooler", _copy(pooler))) != "first":
-        raise Unsupported(f"{type(model).__name__} has a pooler that reads {found} rows; take add_pooling_layer=False")
+        raise Unsupported(
+            f"{type(model).__name__} has a pooler of {found}, not first rows; take add_pooling_layer=False"
+        )
     return cast("nn.Module | None", pooler)
 
 

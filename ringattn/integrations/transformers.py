@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -24,18 +25,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.loss.loss_utils import (
-    LOSS_MAPPING,
-    ForCausalLMLoss,
-    ForMaskedLMLoss,
-    ForQuestionAnsweringLoss,
-    ForSequenceClassificationLoss,
-    ForTokenClassification,
-)
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
 
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..functional import get_transport, ring_attention
@@ -66,18 +55,18 @@ from .borders import (
     read_borders,
     write_borders,
 )
-from .encoder_decoder import CROSS, DECODER, attend_across, find_tables, number_rows
+from .encoder_decoder import CROSS, DECODER, attend_across, number_rows
 from .generation import STATE, RingCache, begin, generate
 from .heads import (
     HeadCall,
     check_pooler,
     enter_base,
     enter_pooler,
-    find_pooling,
     find_sequences,
     leave_base,
     pool,
 )
+from .supported import check_model, first_position, longest_window, rotates_by_length
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -92,8 +81,6 @@ if TYPE_CHECKING:
 
 #: The name under which transformers finds `_attend` and `_write_mask`.
 NAME = "ringattn"
-#: The kinds of layers whose whole attention is in the attention function.
-LAYER_TYPES = ("full_attention", "sliding_attention")
 #: The first exchange of a model; `shard_batch` reports its errors there.
 POSITIONS = "positions of a model"
 #: The functions of transformers.masking_utils that a mask may be made of: `_attend` knows what they say.
@@ -186,13 +173,13 @@ def parallelize(
     not compute.
     """
     check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap", "dropout"}))
-    shift, pooling = _check_model(model)
+    shift, pooling = check_model(model)
     pooler = check_pooler(model)
     before = unparallelize(model).config._attn_implementation
-    rotary = list(filter(_rotates_by_length, model.modules()))
+    rotary = list(filter(rotates_by_length, model.modules()))
     ring = _Ring(
         place_group(group), layout, AttentionOptions(**options), before, shift, pooling, pooler is not None,
-        model.config.is_encoder_decoder, _first_position(model), bool(rotary),
+        model.config.is_encoder_decoder, first_position(model), bool(rotary),
     )  # fmt: skip
     ring.check()
     if not hasattr(model, STATE):
@@ -349,12 +336,13 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     not compared.
 
     Two random packed documents of together `tokens` tokens run through the ring, and each document alone through the
-    model's own eager attention, which is computed whole on every rank. Takes the memory of two copies of the gradients.
-    A sliding window of W keys is tested only where the first document has more than W tokens: raises InvalidInput for
-    fewer `tokens`. Raises Mismatch on every rank if logits or gradients differ by more than rounding, or if the ranks
+    model's own eager attention, which is computed whole on every rank (an encoder is given one document, its decoder
+    two thirds of it). Takes the memory of two copies of the gradients. A sliding window of W keys is tested only where
+    the first document has more than W tokens: raises InvalidInput for fewer `tokens`. Raises Mismatch on every rank if
+    logits or gradients differ by more than rounding, or if the ranks
     differ in `tokens` or `seed`.
     """
-    ring, long = cast("_Ring | None", getattr(model, STATE, None)), _longest_window(model)
+    ring, long = cast("_Ring | None", getattr(model, STATE, None)), longest_window(model)
     if ring is None:
         raise InvalidInput("this model is not parallelized; call parallelize(model, group, layout=...) first")
     group, first = ring.place.group, max(tokens * 2 // 3, 1)
@@ -372,14 +360,18 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (1, tokens), generator=generator, device="cpu").to(device)
     ids[ids == config.pad_token_id] = config.vocab_size // 2  # some models give no position to this token
-    batch = shard_batch({"input_ids": ids}, group, layout=ring.layout, cu_seqlens=[0, first, tokens])
-    cut = make_layout(ring.layout, tokens=tokens, ranks=dist.get_world_size(group))
-    whole_parts = [model, model.base_model.pooler] if ring.pools else [model]
+    borders, decoded, rows = [0, first, tokens], {}, tokens
+    if ring.crosses:
+        borders, decoded, rows = [0, tokens], {"decoder_input_ids": ids.flip(1)[:, :first]}, first
+    packed = None if ring.crosses else borders
+    batch = shard_batch({"input_ids": ids, **decoded}, group, layout=ring.layout, cu_seqlens=packed)
+    cut = make_layout(ring.layout, tokens=rows, ranks=dist.get_world_size(group))
+    whole = [module for module in model.modules() if not rotates_by_length(module)]
     training, sequences = model.training, ring.pooling not in (None, "rows")
     model.eval()
     try:
         local = _rows_of(model(**batch, use_cache=False))
-        shape = local.shape if sequences else (1, tokens, local.shape[-1])
+        shape = local.shape if sequences else (1, rows, local.shape[-1])
         weights = torch.randn(shape, generator=generator, device="cpu").to(device)
         if ring.pooling is None:
             mine = cut.shard_tensor(weights, dist.get_rank(group), dim=1)
@@ -390,19 +382,19 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
         for gradient in gradients:
             dist.all_reduce(gradient, group=group)
         model.set_attn_implementation("eager")
-        for part in whole_parts:  # the others keep theirs: rope takes the length of the batch
-            setattr(part, STATE, None)
-        parts = [_rows_of(model(ids[:, a:b], use_cache=False)) for a, b in ((0, first), (first, tokens))]
-        whole = torch.cat(parts, 0 if sequences else 1)
-        expected = _gradients(model, (whole.float() * weights).sum() / tokens)
+        for module in whole:  # the others keep theirs: rope takes the length of the batch
+            setattr(module, STATE, None)
+        parts = [_rows_of(model(ids[:, a:b], use_cache=False, **decoded)) for a, b in pairwise(borders)]
+        right = torch.cat(parts, 0 if sequences else 1)
+        expected = _gradients(model, (right.float() * weights).sum() / tokens)
     finally:
-        for part in whole_parts:
-            setattr(part, STATE, ring)
+        for module in whole:
+            setattr(module, STATE, ring)
         model.set_attn_implementation(NAME)
         model.train(training)
     unseen = "padding", "labels and loss", "dropout", "gradient checkpointing", "generate", *["the pooler"] * ring.pools
-    bound = 256 * max(torch.finfo(whole.dtype).eps, 2**-23)  # models of fp64, too, have their softmax in fp32
-    result = Agreement(_difference([logits], [whole.detach()]), _difference(gradients, expected), bound, tokens, unseen)
+    bound = 256 * max(torch.finfo(right.dtype).eps, 2**-23)  # models of fp64, too, have their softmax in fp32
+    result = Agreement(_difference([logits], [right.detach()]), _difference(gradients, expected), bound, tokens, unseen)
     worst: list[float] = [0.0] * dist.get_world_size(group)
     dist.all_gather_object(worst, max(result.logits, result.gradients), group=group)
     if not max(worst) <= bound:
@@ -451,6 +443,8 @@ def _attend(
         mask = mask[:, 0, 0] if mask.shape[3] else None
     generation = ring.call.get("generation")
     if generation is not None:
+        if not causal:
+            raise Unsupported(f"generate: rows of {name} see later tokens; call unparallelize(model) first")
         options = {**ring.options.keywords(), "scale": scaling, "softcap": softcap}
         out = generation.attend(module, window, query, key, value, s_aux, options)
         return out.transpose(1, 2).contiguous(), None
@@ -669,15 +663,6 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
     return lengths
 
 
-def _rotates_by_length(module: nn.Module) -> bool:
-    """Whether the module is a rotary embedding whose frequencies depend on the largest position."""
-    kinds = getattr(module, "rope_type", "")
-    return any(
-        "dynamic" in str(kind) or kind == "longrope"
-        for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
-    )
-
-
 def _add_largest(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments (x, position_ids) of a rotary embedding, the largest position of the batch beside the others."""
     ring = cast("_Ring | None", getattr(module, STATE))
@@ -764,90 +749,6 @@ def _rows_of(result: Any) -> torch.Tensor:
     if "start_logits" in result:
         return torch.stack([result["start_logits"], result["end_logits"]], -1)
     return cast(torch.Tensor, result["logits" if "logits" in result else "last_hidden_state"])
-
-
-def _first_position(model: nn.Module) -> int:
-    """The position of the first token: models of RoBERTa's kind count from the position of padding on."""
-    tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
-    padding = [place for x in tables if (place := getattr(x, "padding_idx", None)) is not None]
-    return padding[0] + 1 if padding else 0
-
-
-def _check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
-    """(whether labels are those of the next token, what the head reads); None: no loss of rows, no head but of rows.
-
-    Raises Unsupported, with the name of the feature, if ring attention cannot be all of the model's attention, or if
-    a result is not made of the rows one by one.
-    """
-    if not hasattr(model, "set_attn_implementation"):
-        raise InvalidInput(
-            f"{type(model).__name__} is no model of transformers; parallelize a PreTrainedModel, before DDP, FSDP or "
-            "torch.compile wrap it, and give models of your own ringattn.nn.RingAttention"
-        )
-    both, name, config = model.config.is_encoder_decoder, type(model).__name__, model.config
-    if not _is_of_text(config):
-        parts = [path for path, part in model.named_modules() if part is model.get_decoder() and path]
-        hint = f"parallelize(model.{parts[0]}, ...)" if parts else "a language model"
-        raise Unsupported(f"{name} has inputs besides text; take {hint} alone, with inputs_embeds in shard_batch")
-    loss = LOSS_MAPPING.get(model.loss_type)
-    causal = loss is ForCausalLMLoss or any(
-        kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for kind in type(model).__mro__
-    )
-    if both and (causal or name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()):
-        causal, loss = False, ForMaskedLMLoss  # labels are those of the decoder's rows
-    aligned, bare = loss in (ForMaskedLMLoss, ForTokenClassification), model.base_model is model
-    field = {ForSequenceClassificationLoss: "logits", ForQuestionAnsweringLoss: "start_logits"}.get(loss)
-    kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
-    refused = {
-        "inputs other than tokens": model.main_input_name != "input_ids",
-        f"layers of type {', '.join(sorted(kinds))}": bool(kinds),
-        "a decoder for the rows of an encoder that it does not have (add_cross_attention)": not both
-        and getattr(config, "add_cross_attention", False),
-        "attention in chunks (attention_chunk_size)": getattr(config, "attention_chunk_size", None) is not None,
-        "a mask made of its values (keep_window_size)": hasattr(config, "keep_window_size"),
-        "embeddings of neighbouring tokens (trigram_input)": bool(getattr(config, "trigram_input", False)),
-        "a bias of relative positions (relative_attention_num_buckets)": hasattr(
-            config, "relative_attention_num_buckets"
-        ),
-        "ALiBi": bool(getattr(config, "alibi", False)) or any("alibi" in word for word in dir(model.base_model)),
-        "an auxiliary loss of its routers (output_router_logits), which is not a sum over tokens": bool(
-            getattr(config, "output_router_logits", False)
-        ),
-        "attention outside of transformers' attention functions": not (
-            model._supports_attention_backend or (model._can_set_attn_implementation() and model._supports_sdpa)
-        ),
-        "no argument position_ids, by which a rank says which rows it has": (
-            "position_ids" not in inspect.signature((model if field is None else model.base_model).forward).parameters
-            and not (both and len(find_tables(model)) == 2)
-        ),
-        "a head over an encoder and a decoder": both and field is not None,
-        "rope that depends on the lengths of an encoder's and a decoder's sequence": both
-        and any(map(_rotates_by_length, model.modules())),
-        "a head whose loss is neither that of tokens, nor of one class or answer for each sequence": not (
-            causal or aligned or bare or field
-        ),
-    }
-    for feature, present in refused.items():
-        if present:
-            raise Unsupported(f"{name} has {feature}; ringattn cannot compute it over ranks")
-    if field is not None and not bare:
-        return None, find_pooling(model, field)
-    return None if not (causal or aligned) else not aligned, None
-
-
-def _is_of_text(config: Any) -> bool:
-    """Whether a model of this configuration has no other part than one of text, or an encoder and a decoder of text."""
-    parts = [getattr(config, name, None) for name in config.sub_configs]
-    parts = [part for part in parts if hasattr(part, "num_hidden_layers")]
-    return all(map(_is_of_text, parts)) if config.is_encoder_decoder else not parts
-
-
-def _longest_window(model: nn.Module) -> int:
-    """The most keys that a sliding window of the model lets a row see; 0 without windows."""
-    config = cast("PreTrainedModel", model).config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    slides = "sliding_attention" in kinds if kinds is not None else getattr(config, "use_sliding_window", True)
-    return int(getattr(config, "sliding_window", None) or 0) if slides else 0
 
 
 __all__ = [

@@ -1,6 +1,7 @@
 """Every text model of the installed transformers, tiny, over ranks and alone: none may be accepted that is not exact.
 
-    PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py [CLASS ...]    # without classes all of them
+    PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py [CLASS ...] > LINES    # without classes all of them
+    PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py --page < LINES         # docs/support_models.md
 
 Writes a line for each class: exact, refused (in words), not buildable, no text, WRONG or crash. The status is 1 if some
 are WRONG or crash. `test_transformers.py` runs a sample.
@@ -16,6 +17,8 @@ import sys
 import warnings
 from collections import Counter
 from datetime import timedelta
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +30,12 @@ from transformers.models.auto import configuration_auto, modeling_auto
 
 import ringattn as ra
 from ringattn.errors import LaunchFailure
+from ringattn.integrations.supported import check_model
 from ringattn.integrations.transformers import parallelize, shard_batch
 from ringattn.train import mean_over_ranks
 from ringattn.transport import launcher
 
+PAGE = Path(__file__).resolve().parents[2] / "docs/support_models.md"
 TOKENS, CLASSES = 41, 99
 #: The sequences of each kind of batch: (row, first token, end). The rows of a packed batch have documents of their own.
 PARTS = {
@@ -43,6 +48,7 @@ PARTS["checkpointed"] = PARTS["packed"]
 DECODED, IN_ROW = 29, (29, 20)
 #: Automatic mappings of transformers, and the fields of a result that are compared.
 HEADS = "CAUSAL_LM MASKED_LM TOKEN_CLASSIFICATION SEQUENCE_CLASSIFICATION QUESTION_ANSWERING SEQ_TO_SEQ_CAUSAL_LM"
+SEQ_TO_SEQ = set(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values())
 KINDS = ("", *(f"_FOR_{head}" for head in HEADS.split()))
 FIELDS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits", "encoder_last_hidden_state")
 #: Seconds in which a class must end, and what classes that are not made for such sizes and batches raise.
@@ -119,21 +125,25 @@ def configure(kind: Any, **more: Any) -> Any:
     return config
 
 
-def make(name: str, model_type: str, **more: Any) -> Any:
-    """The model without dropout, with random weights, the same on every rank, none of them 0."""
+def make_empty(name: str, model_type: str, **more: Any) -> Any:
+    """The model without weights."""
     kind = getattr(hf, name.removesuffix(TEXT))
     config = configure(kind.config_class or configuration_auto.CONFIG_MAPPING[model_type], **more)
     if is_causal(name):
         config.is_decoder = True
     with torch.device("meta"):
-        empty = kind(config)
-    if name.endswith(TEXT):
-        empty = empty.get_decoder()
-        kind, config = type(empty), empty.config
+        model = kind(config)
+    return model.get_decoder() if name.endswith(TEXT) else model
+
+
+def make(name: str, model_type: str, **more: Any) -> Any:
+    """The model without dropout, with random weights, the same on every rank, none of them 0."""
+    empty = make_empty(name, model_type, **more)
     size = sum(p.numel() for p in empty.parameters())
     if size > 6_000_000:
-        parallelize(empty, layout="zigzag")  # may refuse it
+        check_model(empty)  # may refuse it
         raise ValueError(f"{size:,} parameters")
+    kind, config = type(empty), empty.config
     config._attn_implementation = "eager"
     torch.manual_seed(1)
     model = kind(config).float().eval()
@@ -196,7 +206,7 @@ def make_labels(name: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"labels": ids[:, 0] % 2}
     if "QuestionAnswering" in name:
         return {"start_positions": ids[:, 0] % 5, "end_positions": ids[:, 0] % 7}
-    return {"labels": ids} if is_causal(name) or any(x in name for x in ("MaskedLM", "Conditional", "MTModel")) else {}
+    return {"labels": ids} if is_causal(name) or "MaskedLM" in name or name in SEQ_TO_SEQ else {}
 
 
 def fields(result: Any) -> dict[str, torch.Tensor]:
@@ -310,8 +320,6 @@ def one(rank: int, name: str, bound: float = BOUND) -> dict[str, str]:
     """What a rank of three finds for each mode of a class, and for 2 and 3 ranks."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    if "input_ids" not in inspect.signature(getattr(hf, name.removesuffix(TEXT)).forward).parameters:
-        return {"": "no text"}
     ids = torch.randint(6, CLASSES, (2, TOKENS), generator=torch.Generator().manual_seed(2))
     if not GROUPS:
         GROUPS.extend(dist.new_group(list(range(n)), timeout=timedelta(seconds=LIMIT / 3)) for n in (2, 3))
@@ -319,6 +327,8 @@ def one(rank: int, name: str, bound: float = BOUND) -> dict[str, str]:
     if rank == 2:
         del groups["zigzag"]
     try:
+        if "input_ids" not in inspect.signature(getattr(hf, name.removesuffix(TEXT)).forward).parameters:
+            return {"": "no text"}
         model = fit(name, classes()[name.removesuffix(TEXT)], ids[:1])
         ours = {layout: parallelize(copy.deepcopy(model), group, layout=layout) for layout, group in groups.items()}
         expected = {mode: run_alone(model, mode, ids) for mode in parts_of(model)}
@@ -327,16 +337,16 @@ def one(rank: int, name: str, bound: float = BOUND) -> dict[str, str]:
     except FOREIGN as error:
         return {"": f"not buildable: {type(error).__name__}: {str(error)[:150]}"}
     found: dict[str, str] = {}
-    for layout, group in groups.items():
+    for (layout, group), mode in product(groups.items(), parts_of(model)):
+        where = f"{mode} {dist.get_world_size(group)}"
         try:
-            for mode in parts_of(model):
-                found[f"{mode} {dist.get_world_size(group)}"] = compare(
-                    ours[layout], group, layout, mode, expected[mode], ids, bound
-                )
+            found[where] = compare(ours[layout], group, layout, mode, expected[mode], ids, bound)
+        except (ra.Mismatch, ra.CommFailure) as error:
+            return {where: f"crash: {type(error).__name__}: {error}"}
         except ra.RingAttentionError as error:
-            found[mode] = f"refused: {type(error).__name__}: {error}"
+            found[where] = f"refused: {type(error).__name__}: {error}"
         except FOREIGN as error:
-            return {mode: f"crash: {type(error).__name__}: {str(error)[:150]}"}
+            return {where: f"crash: {type(error).__name__}: {str(error)[:150]}"}
     return found
 
 
@@ -346,12 +356,62 @@ def verdict(results: list[dict[str, str]]) -> str:
     for found in results:
         for mode, text in found.items():
             modes.setdefault(text, set()).add(mode)
-    order = sorted(modes, key=lambda text: [not text.startswith(word) for word in ("WRONG", "crash", "refused")])
-    shown = [f"{text} [{', '.join(sorted(modes[text]))}]" for text in order if text != "exact"]
-    return " | ".join(shown).replace(" []", "") or "exact"
+    words = ("WRONG", "crash", "exact", "refused")
+    order = sorted(modes, key=lambda text: [not text.startswith(word) for word in words])
+    shown = [f"{text} [{', '.join(sorted(modes[text]))}]" if len(modes) > 1 else text for text in order]
+    return " ".join(" | ".join(shown).replace(" []", "").split())
+
+
+#: The words before the table of docs/support_models.md.
+INTRODUCTION = """# Classes of transformers
+
+Which models of Hugging Face can be sharded, and what is said to the others? `python tests/helpers/sweep.py` writes this
+page: it makes every class of the automatic mappings of transformers {transformers} tiny, with random weights, and
+compares it on 2 and 3 ranks (torch {torch}, CPU, fp32) with each sequence alone: logits, hidden states, poolers,
+answers, losses and all gradients, to 0.2 % of the largest value (most differ by 1e-6).
+
+Batches are packed, padded on the left, padded on the right, and packed with gradient checkpointing; models with an
+encoder and a decoder have padded ones only. `{text}` is the text part of the class above it.
+A class that is not named in a table has no tokens ({blind} classes). "Not set up" says why no tiny model was made.
+
+{counts}.
+"""
+#: The words of an answer, in the order of the page.
+ANSWERS = {"exact": "exact", "refused": "refused by name", "not buildable": "not set up", "WRONG": "wrong"}
+
+
+def answer(text: str) -> str:
+    """What a line says about a class: "exact" where only some batches are refused, too."""
+    return text.split(":")[0].split(" {")[0].split(" [")[0]
+
+
+def write_page(lines: list[str]) -> str:
+    """docs/support_models.md of lines of this program."""
+    found = dict(line.split("\t") for line in lines if "\t" in line)
+    counts = Counter(map(answer, found.values()))
+    shown = [f"{counts[word]} are {words}" for word, words in ANSWERS.items()]
+    page = INTRODUCTION.format(
+        transformers=hf.__version__, torch=torch.__version__.split("+")[0], text=TEXT, blind=counts["no text"],
+        counts=f"Of {sum(counts.values()) - counts['no text']} classes {', '.join(shown)}",
+    )  # fmt: skip
+    for word, words in ANSWERS.items():
+        rows = [(name, text) for name, text in sorted(found.items()) if answer(text) == word]
+        page += f"\n## {words.capitalize()}\n\n| class | |\n|---|---|\n" if rows else ""
+        page += "".join(row(name, text) for name, text in rows)
+    return page
+
+
+def row(name: str, text: str) -> str:
+    """The row of a class in the table of the page."""
+    own = text.removeprefix(f"{answer(text)}: ").removeprefix("Unsupported: ")
+    own = own.removeprefix(f"{name} ").replace("|", ";").replace("<", "&lt;")
+    return f"| {name} | {own} |\n"
 
 
 def main(names: list[str]) -> int:
+    if names[:1] == ["--page"]:
+        PAGE.write_text(write_page(sys.stdin.read().splitlines()))
+        return 0
     launcher.get_context = lambda method: multiprocessing.get_context("fork")  # type: ignore[assignment]
     counts: Counter[str] = Counter()
     names, pool = names or sorted(classes()), None
@@ -366,9 +426,9 @@ def main(names: list[str]) -> int:
         if any(word in text for word in ("crash", "CommFailure", "Mismatch")):
             pool.close()
             pool = None
-        if "inputs besides text" in text and not name.endswith(TEXT):
+        if "take parallelize(" in text:
             names.insert(0, name + TEXT)
-        counts[text.split(":")[0].split(" {")[0].split(" [")[0]] += 1
+        counts[answer(text)] += 1
         print(name, text, sep="\t", flush=True)
     if pool is not None:
         pool.close()

@@ -16,6 +16,8 @@ import transformers
 from graph_cases import in_graphs
 from packaging.specifiers import SpecifierSet
 
+from ringattn.errors import Unsupported
+from ringattn.integrations import supported
 from ringattn.integrations import transformers as adapter
 from ringattn.integrations.heads import find_pooling
 
@@ -37,7 +39,7 @@ def test_logits_and_gradients_are_those_of_the_eager_model(run_ranks, ranks: int
 @pytest.mark.parametrize("name", ["Gemma 2, softcap", "GPT-OSS, sinks", "Mistral, window"])
 def test_padded_and_packed_rows_equal_sequences_alone(run_ranks, name: str) -> None:  # type: ignore[no-untyped-def]
     for found in run_ranks(model_cases.batches, 2, name, 32 * EPS, timeout=120):
-        assert found == dict.fromkeys(("packed", "padded", "checkpointed"), "exact")
+        assert found == dict.fromkeys(sweep.PARTS, "exact")
 
 
 @pytest.mark.multi
@@ -74,6 +76,12 @@ def test_heads_are_those_of_sequences_alone(run_ranks, name: str) -> None:  # ty
 @pytest.mark.parametrize(("side", "layout"), [("left", "zigzag"), ("right", "contiguous")])
 def test_losses_of_rewards_and_embeddings(run_ranks, side: str, layout: str) -> None:  # type: ignore[no-untyped-def]
     for found in run_ranks(model_cases.sequences, 2, side, layout, timeout=120):
+        assert max(found) <= 1e-5
+
+
+@pytest.mark.multi
+def test_embeddings_types_and_positions_on_three_axes(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    for found in run_ranks(model_cases.other_inputs, 2, timeout=120):
         assert max(found) <= 1e-5
 
 
@@ -166,23 +174,35 @@ def test_the_trainer_on_dp_x_cp_ranks_is_the_trainer_of_one_process(run_ranks, t
         assert max(differences[:6]) > 1e-4 and max(differences[6:12]) > 1e-4  # losses, gradient norms
 
 
-#: A class for each way in which models differ, and the begin of what the sweep says about it.
-SAMPLE = {
-    "AfmoeForCausalLM": "exact",
-    "ModernBertForTokenClassification": "exact",
-    "OPTModel": "exact",
-    "PhimoeForCausalLM": "exact",
-    "Qwen2MoeForCausalLM": "exact",
-    "CLIPTextModel": "refused: Unsupported: CLIPTextModel makes pooler_output of rows of the whole sequence",
-    "DogeForCausalLM": "refused: Unsupported: DogeForCausalLM has a mask made of its values",
-    "MobileBertForMaskedLM": "refused: Unsupported: MobileBertForMaskedLM has embeddings of neighbouring tokens",
-    "NemotronForCausalLM": "refused: Unsupported: NemotronAttention is not given cu_seq_lens_q",
-    "Qwen2ForQuestionAnswering": "exact",
-}
+#: A class for each way in which models differ.
+SAMPLE = (
+    *("AfmoeForCausalLM", "ModernBertForTokenClassification", "OPTModel", "PhimoeForCausalLM", "BartModel"),
+    *("Qwen2VLModel", "Qwen2VLModel.get_decoder()", "CLIPTextModel", "DogeForCausalLM", "NemotronForCausalLM"),
+)
 
 
 @pytest.mark.multi
 @pytest.mark.timeout(240)
-def test_accepted_models_are_exact_and_others_refused_by_name(run_ranks) -> None:  # type: ignore[no-untyped-def]
-    for name, words in SAMPLE.items():
-        assert sweep.verdict(run_ranks(sweep.one, 3, name, timeout=120)).startswith(words), name
+def test_the_page_of_classes_says_what_the_code_does(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    page = sweep.PAGE.read_text()
+    assert "## Wrong" not in page and "0 are wrong" in page
+    if f"transformers {transformers.__version__} tiny" not in page:
+        pytest.skip("the page is that of another version of transformers")
+    for name in SAMPLE:
+        assert sweep.row(name, sweep.verdict(run_ranks(sweep.one, 3, name, timeout=120))) in page, name
+
+
+def test_the_page_of_classes_and_the_code_refuse_the_same_classes() -> None:
+    """A class for each reason that is known before a model runs; and no exact class is refused."""
+    page = sweep.PAGE.read_text()
+    if f"transformers {transformers.__version__} tiny" not in page:
+        pytest.skip("the page is that of another version of transformers")
+    refused = re.findall(
+        r"^\| (\w+) \| ((?:has|ALiBi).*) \|$", page.split("## Refused")[1].split("## ")[0], re.MULTILINE
+    )
+    by_reason = {re.sub(r"model[.\w]*", "", words): (name, words) for name, words in refused}
+    assert len(by_reason) > 12
+    for name, words in by_reason.values():
+        with pytest.raises(Unsupported) as error:
+            supported.check_model(sweep.make_empty(name, sweep.classes()[name]))
+        assert f"| {name} | {words} |\n" == sweep.row(name, f"refused: Unsupported: {error.value}")
