@@ -5,10 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from ..layout.regular import make_layout
 from .generation import STATE
 
 if TYPE_CHECKING:
@@ -41,12 +39,6 @@ def attend_across(model: PreTrainedModel) -> None:
     for name, table in find_tables(model).items():
         setattr(table, PART, name)
         table.register_forward_pre_hook(_place_rows, with_kwargs=True)
-
-
-def number_rows(rows: dict[str, list[int]], layout: str, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """The places [n] of this rank's rows in each part's sequence, of which the ranks have so many rows."""
-    cuts = {name: make_layout(layout, tokens=sum(x), ranks=len(x)) for name, x in rows.items()}
-    return {name: torch.from_numpy(cut.positions(rank)).to(device) for name, cut in cuts.items()}
 
 
 def _note_keys(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

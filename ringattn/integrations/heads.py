@@ -155,32 +155,20 @@ def join_rows(rows: torch.Tensor, lengths: list[int], layout: str, group: Proces
     return _SumOverRanks.apply(whole, group)
 
 
-class _Stand(nn.Module):
-    """Takes the place of the model below a head: its last hidden states are given."""
-
-    def __init__(self, pooler: nn.Module | None) -> None:
-        super().__init__()
-        self.pooler, self.hidden = pooler, torch.empty(0)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """A result of the base model with these hidden states."""
-        pooled = None if self.pooler is None else self.pooler(self.hidden)
-        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=self.hidden, pooler_output=pooled)
-
-
 def find_pooling(model: PreTrainedModel, field: str) -> str:
     """What the head of a model reads, by its result `field`: "first", "last", "mean", "late" or "rows".
 
     late: each row by itself, and then the mean; rows: each row by itself. The head is run on a few random rows, with
     random weights. Raises Unsupported for a head that reads anything else.
     """
-    base = model.base_model
-    stand = _Stand(_copy(getattr(base, "pooler", None)))
-    head = _copy(model, {id(base): stand})
+    pooler, below = _copy(getattr(model.base_model, "pooler", None)), nn.Identity()
+    head = _copy(model, {id(model.base_model): below})
     token = 1 + max(head.config.get_text_config().pad_token_id or 0, 0)
 
     def run(hidden: torch.Tensor) -> torch.Tensor:
-        stand.hidden = hidden
+        pooled = None if pooler is None else pooler(hidden)
+        result = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=hidden, pooler_output=pooled)
+        below.forward = lambda *args, **kwargs: result  # type: ignore[method-assign]
         return cast(torch.Tensor, head(input_ids=torch.full(hidden.shape[:2], token))[field])
 
     return _ask(model, f"head ({field})", run)
@@ -223,13 +211,8 @@ def _ask(model: PreTrainedModel, part: str, run: Callable[[torch.Tensor], torch.
             alone = [run(row) for row in hidden.split(1, 1)]
     except Exception as error:
         raise Unsupported(f"{words}: {type(error).__name__}: {error}") from error
-    known = {
-        "first": alone[0][0],
-        "last": alone[-1][0],
-        "mean": middle,
-        "late": torch.cat(alone).mean(0),
-        "rows": torch.cat(alone, 1)[0],
-    }
+    known = {"first": alone[0][0], "last": alone[-1][0], "mean": middle}
+    known |= {"late": torch.cat(alone).mean(0), "rows": torch.cat(alone, 1)[0]}
     for name, right in known.items():
         if right.shape == whole.shape and torch.allclose(right, whole, atol=1e-5):
             return name
@@ -254,7 +237,7 @@ class HeadCall:
 
     def hide(self) -> dict[str, Any]:
         """The arguments for the head, which is to see sequences of one token, but for a head that reads rows."""
-        ids = self.rows["input_ids"]
+        ids = torch.ones_like(self.sequences.index)
         if self.pooling == "late":
             ids = ids.reshape(-1, 1)
         elif self.pooling != "rows":

@@ -57,41 +57,33 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
     kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
     reads = (model if field is None else model.base_model).forward
     places = "position_ids" in inspect.signature(reads).parameters or (both and len(find_tables(model)) == 2)
+    through = model._supports_attention_backend or (model._can_set_attn_implementation() and model._supports_sdpa)
+    alibi = any("alibi" in word for word in dir(model.base_model))
+    stretched = both and any(map(rotates_by_length, model.modules()))
+    other = not (causal or aligned or bare or field)
+
+    def given(word: str) -> Any:
+        return getattr(config, word, None)
+
     for feature, present, hint in (
         ("inputs other than tokens", model.main_input_name != "input_ids", "only sequences of tokens are sharded"),
-        (f"layers of type {', '.join(sorted(kinds))}", bool(kinds), f"only {' and '.join(LAYER_TYPES)} is served"),
+        (f"layers of type {', '.join(sorted(kinds))}", kinds, f"only {' and '.join(LAYER_TYPES)} are served"),
         (
-            "a decoder for the rows of an encoder that it does not have (add_cross_attention)",
-            not both and getattr(config, "add_cross_attention", False),
-            "take add_cross_attention=False",
+            "a decoder for rows that it lacks",
+            given("add_cross_attention") and not both,
+            "set add_cross_attention=False",
         ),
-        ("attention in chunks (attention_chunk_size)", getattr(config, "attention_chunk_size", None) is not None, ""),
+        ("attention in chunks (attention_chunk_size)", given("attention_chunk_size") is not None, ""),
         ("a mask made of its values (keep_window_size)", hasattr(config, "keep_window_size"), ""),
-        ("embeddings of neighbouring tokens (trigram_input)", getattr(config, "trigram_input", False), ""),
+        ("embeddings of neighbouring tokens (trigram_input)", given("trigram_input"), ""),
         ("a bias of relative positions", hasattr(config, "relative_attention_num_buckets"), ""),
-        ("ALiBi", getattr(config, "alibi", False) or any("alibi" in x for x in dir(model.base_model)), ""),
-        (
-            "an auxiliary loss of its routers, which is not a sum over tokens",
-            getattr(config, "output_router_logits", False),
-            "set output_router_logits=False",
-        ),
-        (
-            "attention outside of transformers' attention functions",
-            not (model._supports_attention_backend or (model._can_set_attn_implementation() and model._supports_sdpa)),
-            "",
-        ),
+        ("ALiBi", given("alibi") or alibi, ""),
+        ("an auxiliary loss of its routers", given("output_router_logits"), "set output_router_logits=False"),
+        ("attention outside of transformers' attention functions", not through, ""),
         ("no argument position_ids, by which a rank says which rows it has", not places, ""),
         ("a head over an encoder and a decoder", both and field is not None, "take its base model"),
-        (
-            "rope that depends on the lengths of two sequences",
-            both and any(map(rotates_by_length, model.modules())),
-            "",
-        ),
-        (
-            "a head whose loss is neither that of tokens, nor of one class or answer for each sequence",
-            not (causal or aligned or bare or field),
-            "take its base model and a loss of your own",
-        ),
+        ("rope that depends on the lengths of two sequences", stretched, ""),
+        ("a head whose loss is not of tokens, classes or answers", other, "take its base model and your own loss"),
     ):
         if present:
             raise Unsupported(f"{name} has {feature}; {hint or 'unserved over ranks: shard the batch instead'}")

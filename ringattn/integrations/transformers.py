@@ -55,17 +55,10 @@ from .borders import (
     read_borders,
     write_borders,
 )
-from .encoder_decoder import CROSS, DECODER, attend_across, number_rows
+from .encoder_decoder import CROSS, DECODER, attend_across
 from .generation import STATE, RingCache, begin, generate
-from .heads import (
-    HeadCall,
-    check_pooler,
-    enter_base,
-    enter_pooler,
-    find_sequences,
-    leave_base,
-    pool,
-)
+from .heads import HeadCall, check_pooler, enter_base, enter_pooler, find_sequences, leave_base
+from .heads import pool as pool
 from .supported import check_model, first_position, longest_window, rotates_by_length
 
 if TYPE_CHECKING:
@@ -288,6 +281,10 @@ def _shard_both(batch: Batch, group: ProcessGroup | DeviceMesh | None, layout: s
     """`shard_batch` for an encoder and a decoder, whose sequences are cut each by itself; labels are the decoder's."""
     given = {own: batch[name] for own, name in DECODER.items() if name in batch}
     rest = {name: x for name, x in batch.items() if name not in DECODER.values()}
+    for x in (given, rest):  # such models count padding, too
+        x["position_ids"] = torch.arange(x["input_ids"].shape[1], device=x["input_ids"].device).expand_as(
+            x["input_ids"]
+        )
     inner, result = (shard_batch(x, group, layout=layout, shift=False) for x in (given, rest))
     if "cu_seq_lens_q" in {**inner, **result}:
         raise Unsupported("packed documents of an encoder and a decoder: give a row to each document")
@@ -525,7 +522,9 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     if ring.stretches:
         ring.call["largest"] = kwargs[DIGEST][LARGEST]
     if ring.crosses:
-        kept = _place_both(model, ring, kept, lengths)
+        ring.call["places"] = {"encoder": kept["position_ids"][0], "decoder": kept["decoder_position_ids"][0]}
+        taken = inspect.signature(model.forward).parameters
+        kept = {name: x for name, x in kept.items() if name in taken or not name.endswith("position_ids")}
     if ring.pools or ring.pooling is not None:
         ring.call["sequences"] = find_sequences(kept, ring.place.group, ring.layout)
     if ring.first:
@@ -534,25 +533,6 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         ring.call["head"] = HeadCall(ring.pooling, ring.call["sequences"], kept, lengths)
         kept = ring.call["head"].hide()
     return args, kept
-
-
-def _place_both(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
-    """The arguments that a model with an encoder and a decoder takes; its tables learn the places of the rows.
-
-    Raises InvalidInput without decoder_input_ids. Collective.
-    """
-    with Exchange(get_transport(ring.place.group), "rows of the decoder") as rows:
-        if kwargs.get("decoder_input_ids") is None:
-            raise InvalidInput(
-                "decoder_input_ids is missing, and a rank does not know the label before its rows; give shard_batch "
-                "those of model.prepare_decoder_input_ids_from_labels(labels)"
-            )
-        rows.mine = str(kwargs["decoder_input_ids"].shape[1]).encode()
-    parts = {"encoder": lengths, "decoder": list(map(int, rows.records))}
-    device = kwargs["decoder_input_ids"].device
-    ring.call["places"] = number_rows(parts, ring.layout, dist.get_rank(ring.place.group), device)
-    taken = inspect.signature(model.forward).parameters
-    return {name: x for name, x in kwargs.items() if name in taken or not name.endswith("position_ids")}
 
 
 def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
@@ -603,20 +583,20 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
         raise Unsupported("attention_mask is not padding [batch, tokens]; write other masks as a Pattern")
     if isinstance(keep, torch.Tensor) or keep:
         raise Unsupported(f"logits_to_keep={keep} keeps rows of this rank, not of the sequence; leave it out")
-    positions, labels, shifted = (kwargs.get(name) for name in ("position_ids", "labels", "shift_labels"))
-    rows = kwargs.get("decoder_input_ids", positions)
+    own = "decoder_position_ids" if ring.crosses else "position_ids"
+    positions, labels, shifted = (kwargs.get(name) for name in (own, "labels", "shift_labels"))
     whole = "call model(**batch) with the batch that shard_batch or Collator has made"
     if positions is None:
-        raise InvalidInput(f"position_ids is missing: the rows of a rank do not tell their positions; {whole}")
+        more = " of input_ids and decoder_input_ids" if ring.crosses else ""
+        raise InvalidInput(f"{own} is missing: the rows of a rank do not tell their positions; {whole}{more}")
     if DIGEST not in given and ring.stretches:
         raise InvalidInput(f"{DIGEST} is missing: rope of this model depends on the length of the batch; {whole}")
     if labels is None and shifted is None:
         return
     if labels is None:
         raise InvalidInput("shift_labels without labels: who took the labels would shift them again; leave out both")
-    assert rows is not None
-    if ring.pooling is None and labels.shape[-1] != rows.shape[-1]:
-        raise InvalidInput(f"labels of {labels.shape[-1]} tokens for {rows.shape[-1]} rows of this rank; {whole}")
+    if ring.pooling is None and labels.shape[-1] != positions.shape[-1]:
+        raise InvalidInput(f"labels of {labels.shape[-1]} tokens for {positions.shape[-1]} rows of this rank; {whole}")
     if (shifted is not None) is not (False if ring.pooling else ring.shift):
         wanted = {True: "shift=True", False: "shift=False", None: "no labels"}[ring.shift]
         kind = "not shifted" if shifted is None else "shifted"
@@ -752,13 +732,6 @@ def _rows_of(result: Any) -> torch.Tensor:
 
 
 __all__ = [
-    "Agreement",
-    "Collator",
-    "RingCache",
-    "check",
-    "gather_logits",
-    "parallelize",
-    "pool",
-    "shard_batch",
+    *("Agreement", "Collator", "RingCache", "check", "gather_logits", "parallelize", "pool", "shard_batch"),
     "unparallelize",
 ]

@@ -229,7 +229,7 @@ BLOOM = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}
 REFUSED: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("BloomForCausalLM", "BloomConfig", BLOOM, "ALiBi"),
     ("ViTModel", "ViTConfig", VIT, "inputs other than tokens"),
-    ("BertForNextSentencePrediction", "BertConfig", BASE, "a head whose loss is neither that of tokens, nor"),
+    ("BertForNextSentencePrediction", "BertConfig", BASE, "a head whose loss is not of tokens, classes or answers"),
     ("AlbertModel", "AlbertConfig", {**BASE, "embedding_size": 8}, "a pooler of rows, not first rows"),
 )
 
