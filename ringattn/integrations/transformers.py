@@ -512,6 +512,8 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     kept = {name: x for name, x in kwargs.items() if name not in (DIGEST, "num_items_in_batch")}
     lengths: list[int] = []
     if torch.compiler.is_compiling():
+        if ring.pools or ring.pooling is not None:
+            raise Unsupported("torch.compile of a head or pooler over whole sequences; compile the layers alone")
         _check_call(model, ring, kept, kwargs)  # an exchange cannot be traced
     else:
         lengths = _check_positions(model, ring, kept, kwargs)
