@@ -499,7 +499,7 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is None:
         return args, kwargs
-    ring.call.pop("generation", None)  # of a call that ended with an exception
+    ring.call.update(generation=None, head=None)  # of a call that ended with an exception
     past = ring.call.get("past")
     if past is not None and kwargs.get("past_key_values") is None:  # Phi-3 computes all again where its rope changes
         past.reset()
