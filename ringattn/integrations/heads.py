@@ -23,10 +23,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from ..errors import InvalidInput, Unsupported
 from ..functional import get_transport
 from ..kernels.base import wide
-from ..layout.regular import make_layout
 from ..transport.records import Exchange, compare_records
 from ..transport.torchdist import WeakGroup, place_group
-from .borders import ANSWERS, read_borders
+from .borders import ANSWERS, cut_batch, read_borders
 from .generation import STATE
 
 if TYPE_CHECKING:
@@ -36,10 +35,15 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
+    from ..layout.regular import Layout
+    from .borders import LayerMasks
+
 #: How the rows of a sequence become one row.
 POOLINGS = ("first", "last", "mean")
 #: Tokens of the sequence by which `find_pooling` asks a head what it reads.
 ASKED = 5
+#: What a head raises that cannot be run on hidden states alone.
+FOREIGN = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 #: The arguments by which a head finds the row that it reads; the model below it is given those of this rank.
 OF_ROWS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "cu_seq_lens_q", "inputs_embeds")
 #: The labels of whole sequences.
@@ -97,7 +101,9 @@ class Sequences:
         return _SumOverRanks.apply(pooled, self.group).to(rows.dtype)
 
 
-def find_sequences(batch: Mapping[str, torch.Tensor], group: ProcessGroup, layout: str) -> Sequences:
+def find_sequences(
+    batch: Mapping[str, torch.Tensor], group: ProcessGroup, layout: str | Layout | LayerMasks
+) -> Sequences:
     """The sequences of this rank's part of a batch, as `shard_batch` has made it."""
     positions, mask, borders = (batch.get(name) for name in ("position_ids", "attention_mask", "cu_seq_lens_q"))
     assert positions is not None
@@ -108,9 +114,9 @@ def find_sequences(batch: Mapping[str, torch.Tensor], group: ProcessGroup, layou
         index = torch.arange(batch_size, device=positions.device)[:, None].expand_as(positions)
         return Sequences(index, positions, real, batch_size, group)
     documents, found, number = read_borders(borders), [], 0
+    cut = cut_batch(layout, documents.row(0).starts[-1], dist.get_world_size(group), documents)
     for row in range(batch_size):
         starts = np.unique(documents.row(row).starts)
-        cut = make_layout(layout, tokens=int(starts[-1]), ranks=dist.get_world_size(group))
         found.append(number + np.searchsorted(starts, cut.positions(dist.get_rank(group)), "right") - 1)
         number += len(starts) - 1
     return Sequences(torch.tensor(np.array(found), device=positions.device), positions, real, number, group)
@@ -121,7 +127,7 @@ def pool(
     batch: Mapping[str, torch.Tensor],
     group: ProcessGroup | DeviceMesh | None = None,
     *,
-    layout: str,
+    layout: str | Layout | LayerMasks,
     how: str = "mean",
 ) -> torch.Tensor:
     """One vector for each sequence [S, d], equal on all ranks, such as an embedding of a text. Collective.
@@ -147,11 +153,10 @@ def pool(
     return find_sequences(batch, place, layout).pool(hidden, how)
 
 
-def join_rows(rows: torch.Tensor, lengths: list[int], layout: str, group: ProcessGroup) -> torch.Tensor:
+def join_rows(rows: torch.Tensor, cut: Layout, group: ProcessGroup) -> torch.Tensor:
     """[B, N] of whole sequences from this rank's [B, n], on every rank. Differentiable; collective."""
-    cut = make_layout(layout, tokens=sum(lengths), ranks=len(lengths))
     places = torch.from_numpy(cut.positions(dist.get_rank(group))).to(rows.device)
-    whole = rows.new_zeros(rows.shape[0], sum(lengths)).index_copy(1, places, rows)
+    whole = rows.new_zeros(rows.shape[0], cut.tokens).index_copy(1, places, rows)
     return _SumOverRanks.apply(whole, group)
 
 
@@ -209,7 +214,7 @@ def _ask(model: PreTrainedModel, part: str, run: Callable[[torch.Tensor], torch.
         with torch.no_grad():
             whole, middle = run(hidden)[0], run(hidden.mean(1, keepdim=True))[0]
             alone = [run(row) for row in hidden.split(1, 1)]
-    except Exception as error:
+    except FOREIGN as error:
         raise Unsupported(f"{words}: {type(error).__name__}: {error}") from error
     known = {"first": alone[0][0], "last": alone[-1][0], "mean": middle}
     known |= {"late": torch.cat(alone).mean(0), "rows": torch.cat(alone, 1)[0]}
@@ -223,11 +228,11 @@ class HeadCall:
     """A call of a model whose head reads whole sequences.
 
     pooling: what the head reads, see `find_pooling`.
-    kwargs: the arguments of the call, of the rows of this rank; lengths: the rows of each rank.
+    kwargs: the arguments of the call, of the rows of this rank, which `cut` has cut.
     """
 
-    def __init__(self, pooling: str, sequences: Sequences, kwargs: dict[str, Any], lengths: list[int]) -> None:
-        self.pooling, self.sequences, self.lengths = pooling, sequences, lengths
+    def __init__(self, pooling: str, sequences: Sequences, kwargs: dict[str, Any], cut: Layout) -> None:
+        self.pooling, self.sequences, self.cut = pooling, sequences, cut
         given = {name: x for name, x in kwargs.items() if x is not None}
         #: What only the loss reads.
         self.labels = {name: given.pop(name) for name in LABELS if name in given}
@@ -252,12 +257,12 @@ class HeadCall:
             return hidden.flatten(0, 1)[:, None]
         return self.sequences.pool(hidden, self.pooling)[:, None]
 
-    def finish(self, model: PreTrainedModel, layout: str, result: Any) -> Any:
+    def finish(self, model: PreTrainedModel, result: Any) -> Any:
         """The result of whole sequences on every rank, with its loss."""
         if self.pooling == "rows":
             for name in ("start_logits", "end_logits"):
                 rows = result[name].masked_fill(~self.sequences.real, torch.finfo(result[name].dtype).min)
-                result[name] = join_rows(rows, self.lengths, layout, self.sequences.group)
+                result[name] = join_rows(rows, self.cut, self.sequences.group)
             given = {name: result[name] for name in ("start_logits", "end_logits")}
         else:
             if self.pooling == "late":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers.loss.loss_utils import (
@@ -113,11 +113,3 @@ def first_position(model: nn.Module) -> int:
     tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
     padding = [place for x in tables if (place := getattr(x, "padding_idx", None)) is not None]
     return padding[0] + 1 if padding else 0
-
-
-def longest_window(model: nn.Module) -> int:
-    """The most keys that a sliding window of the model lets a row see; 0 without windows."""
-    config = cast("PreTrainedModel", model).config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    slides = "sliding_attention" in kinds if kinds is not None else getattr(config, "use_sliding_window", True)
-    return int(getattr(config, "sliding_window", None) or 0) if slides else 0

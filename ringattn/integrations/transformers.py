@@ -29,9 +29,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..functional import get_transport, ring_attention
 from ..kernels import split_kernel
-from ..layout.regular import make_layout
+from ..layout.regular import Layout, make_layout
 from ..machine.presets import get_machine
-from ..pattern import Causal, Full, Pattern, Window
+from ..pattern import Documents
 from ..plan.schedules import resolve
 from ..plan.steps import check_rotate
 from ..runtime.autograd import compilable
@@ -43,10 +43,12 @@ from .borders import (
     COUNT,
     DIGEST,
     LARGEST,
+    LayerMasks,
     check_rows,
     compare_batches,
     count_from_borders,
     count_positions,
+    cut_batch,
     digest_batch,
     find_documents,
     gather_rows,
@@ -56,10 +58,10 @@ from .borders import (
     write_borders,
 )
 from .encoder_decoder import CROSS, DECODER, attend_across
-from .generation import STATE, RingCache, begin, generate
+from .generation import STATE, RingCache, begin, generate, layer_windows, make_pattern
 from .heads import HeadCall, check_pooler, enter_base, enter_pooler, find_sequences, leave_base
 from .heads import pool as pool
-from .supported import check_model, first_position, longest_window, rotates_by_length
+from .supported import check_model, first_position, rotates_by_length
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -103,7 +105,7 @@ class _Ring:
     """Where the attention of a model runs, and how the sequence was cut."""
 
     place: WeakGroup
-    layout: str
+    layout: str | Layout | LayerMasks
     options: AttentionOptions
     #: The attention that the model had before.
     before: str
@@ -126,7 +128,8 @@ class _Ring:
 
     def check(self) -> None:
         """Raise InvalidInput for a name that no call could use: of a layout, schedule, kernel, machine or rotation."""
-        make_layout(self.layout, tokens=1, ranks=1)  # raises for a layout that needs a pattern, too
+        if isinstance(self.layout, str):
+            make_layout(self.layout, tokens=1, ranks=1)  # raises for a layout that needs a pattern, too
         resolve(self.options.schedule, dist.get_world_size(self.place.group))
         check_rotate(self.options.rotate)
         get_machine(self.options.machine)
@@ -141,13 +144,15 @@ def parallelize(
     model: PreTrainedModel,
     group: ProcessGroup | DeviceMesh | None = None,
     *,
-    layout: str,
+    layout: str | Layout | LayerMasks,
     **options: Unpack[AttentionKeywords],
 ) -> PreTrainedModel:
     """The model itself, whose attention now runs over the ranks of `group`; collective calls from then on.
 
     group: a ProcessGroup, or one axis of a DeviceMesh; None: all processes.
-    layout: the name of the layout by which `shard_batch` or `Collator` cuts sequences, such as "zigzag".
+    layout: that by which `shard_batch` or `Collator` cuts sequences: a name such as "zigzag", a Layout for batches of
+        one length, or `LayerMasks.of(model)`, which balances the masks of all layers over the documents of each batch.
+        `generate()` cuts prompts by zigzag where it is no name.
     options: `schedule`, `kernel`, `machine`, `deterministic`, `comm_dtype` and `rotate`, see
         `runtime.call.AttentionOptions`. Scale, softcap and dropout are those of the model.
 
@@ -215,7 +220,7 @@ def shard_batch(
     batch: Batch,
     group: ProcessGroup | DeviceMesh | None = None,
     *,
-    layout: str,
+    layout: str | Layout | LayerMasks,
     cu_seqlens: Borders | None = None,
     shift: bool = True,
 ) -> dict[str, torch.Tensor]:
@@ -239,25 +244,27 @@ def shard_batch(
     which it takes away. Padding has no label (transformers lets the last padding before a row predict its first
     token). position_ids count from the first token that is not padding, and in each document from 0.
     """
-    if "decoder_input_ids" in batch:
+    if isinstance(batch, Mapping) and "decoder_input_ids" in batch:
         return _shard_both(batch, group, layout)
     place = place_group(group)
     with ErrorReport(get_transport(place.group), POSITIONS):
-        embeds = batch.get("inputs_embeds")
-        batch, answers, borders = read_batch({name: x for name, x in batch.items() if name != "inputs_embeds"})
+        batch, answers, borders = read_batch(batch)
+        embeds = answers.pop("inputs_embeds", None)
         tokens = batch["input_ids"]
         rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
-        cut = make_layout(layout, tokens=tokens.shape[1], ranks=ranks)
-        check_rows(cut)
         mask, positions = batch.get("attention_mask"), batch.get("position_ids")
         given = borders if cu_seqlens is None else cu_seqlens
         begins = positions if mask is None and positions is not None and positions.ndim == 2 else None
         documents = find_documents(tokens, begins, given)
+        cut = cut_batch(layout, tokens.shape[1], ranks, documents)
+        check_rows(cut)
         if positions is None:
             positions = count_positions(tokens, mask, documents)
         labels = make_labels(batch, documents, shift)
         if documents is not None and "start_positions" in answers:
             raise Unsupported("start_positions of packed documents are not defined; give a row to each document")
+        if documents is None and isinstance(layout, LayerMasks):
+            documents = Documents((tokens.shape[1],))  # from which the model makes the layout
     whole = {"input_ids": tokens, "position_ids": positions}
     whole |= {name: x for name, x in batch.items() if name == "token_type_ids"}
     if labels is not None:
@@ -277,8 +284,12 @@ def shard_batch(
     return result
 
 
-def _shard_both(batch: Batch, group: ProcessGroup | DeviceMesh | None, layout: str) -> dict[str, torch.Tensor]:
+def _shard_both(
+    batch: Batch, group: ProcessGroup | DeviceMesh | None, layout: str | Layout | LayerMasks
+) -> dict[str, torch.Tensor]:
     """`shard_batch` for an encoder and a decoder, whose sequences are cut each by itself; labels are the decoder's."""
+    if not isinstance(layout, str):
+        raise Unsupported("an encoder and a decoder have sequences of two lengths; give a name, such as 'zigzag'")
     given = {own: batch[name] for own, name in DECODER.items() if name in batch}
     rest = {name: x for name, x in batch.items() if name not in DECODER.values()}
     for x in (given, rest):  # such models count padding, too
@@ -303,7 +314,7 @@ class Collator:
 
     inner: Any
     group: ProcessGroup | DeviceMesh | None = None
-    layout: str = "zigzag"
+    layout: str | Layout | LayerMasks = "zigzag"
     shift: bool = True
 
     def __call__(self, examples: Any) -> dict[str, torch.Tensor]:
@@ -311,10 +322,13 @@ class Collator:
         return shard_batch(self.inner(examples), self.group, layout=self.layout, shift=self.shift)
 
 
-def gather_logits(logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None = None, *, layout: str) -> torch.Tensor:
+def gather_logits(
+    logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None = None, *, layout: str | Layout
+) -> torch.Tensor:
     """The logits [B, N, classes] of whole sequences from the ranks' [B, n, classes], on every rank. Collective.
 
-    Not differentiable: a loss is computed on the rows of each rank.
+    `layout` is that of the batch, with `LayerMasks` layout.cut(batch["cu_seq_lens_q"], ranks). Not differentiable: a
+    loss is computed on the rows of each rank.
     """
     place = place_group(group)
     rows = gather_rows(logits, place.group)
@@ -339,7 +353,7 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     logits or gradients differ by more than rounding, or if the ranks
     differ in `tokens` or `seed`.
     """
-    ring, long = cast("_Ring | None", getattr(model, STATE, None)), longest_window(model)
+    ring, long = cast("_Ring | None", getattr(model, STATE, None)), max(filter(None, layer_windows(model)), default=0)
     if ring is None:
         raise InvalidInput("this model is not parallelized; call parallelize(model, group, layout=...) first")
     group, first = ring.place.group, max(tokens * 2 // 3, 1)
@@ -360,9 +374,11 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     borders, decoded, rows = [0, first, tokens], {}, tokens
     if ring.crosses:
         borders, decoded, rows = [0, tokens], {"decoder_input_ids": ids.flip(1)[:, :first]}, first
-    packed = None if ring.crosses else borders
-    batch = shard_batch({"input_ids": ids, **decoded}, group, layout=ring.layout, cu_seqlens=packed)
-    cut = make_layout(ring.layout, tokens=rows, ranks=dist.get_world_size(group))
+    packed = None if ring.crosses else Documents(cu_seqlens=borders)
+    batch = shard_batch(
+        {"input_ids": ids, **decoded}, group, layout=ring.layout, cu_seqlens=None if ring.crosses else borders
+    )
+    cut = cut_batch(ring.layout, rows, dist.get_world_size(group), packed)
     whole = [module for module in model.modules() if not rotates_by_length(module)]
     training, sequences = model.training, ring.pooling not in (None, "rows")
     model.eval()
@@ -372,7 +388,7 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
         weights = torch.randn(shape, generator=generator, device="cpu").to(device)
         if ring.pooling is None:
             mine = cut.shard_tensor(weights, dist.get_rank(group), dim=1)
-            logits = gather_logits(local, group, layout=ring.layout)
+            logits = gather_logits(local, group, layout=cut)
         else:  # every rank has them all
             mine, logits = weights / cut.ranks, local.detach()
         gradients = _gradients(model, (local.float() * mine).sum() / tokens)
@@ -482,14 +498,18 @@ def _attend_ring(
             raise Unsupported(
                 f"a cache of earlier tokens: {q.shape[2]} queries, {k.shape[2]} keys; pass use_cache=False"
             )
-        if borders is None and ring.call.get("packed"):
+        if borders is None and (ring.call.get("packed") or isinstance(ring.layout, LayerMasks)):
             raise Unsupported(f"{name} is not given cu_seq_lens_q by its model, and would see across documents")
-        pattern = Full() if crosses else _make_pattern(window, causal, borders)
+        pattern, layout = make_pattern(None, False) if crosses else make_pattern(window, causal), ring.layout
+        if borders is not None:
+            pattern = pattern & read_borders(borders)
+        if isinstance(layout, LayerMasks):
+            layout = layout.cut(cast(torch.Tensor, borders), dist.get_world_size(group))
         padding = None if mask is None else ~mask.to(device=k.device, dtype=torch.bool)
     given = {"scale": scaling, "softcap": softcap, "dropout": dropout}
     options = cast("AttentionKeywords", {**ring.options.keywords(), **given})
     return ring_attention(
-        q, k, v, pattern, layout=ring.layout, q_layout=ring.layout if crosses else None, group=group,
+        q, k, v, pattern, layout=layout, q_layout=layout if crosses else None, group=group,
         key_padding_mask=padding, sinks=sinks, **options,
     )  # fmt: skip
 
@@ -505,7 +525,7 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         past.reset()
         kwargs = {**kwargs, "past_key_values": past}
     if isinstance(kwargs.get("past_key_values"), RingCache):
-        kwargs, generation = begin(cast("PreTrainedModel", model), ring.place.group, ring.layout, kwargs)
+        kwargs, generation = begin(cast("PreTrainedModel", model), ring.place.group, kwargs)
         ring.call.update(generation=generation, largest=generation.largest)
         return args, kwargs
     digest, items = kwargs.get(DIGEST), kwargs.get("num_items_in_batch")
@@ -532,7 +552,9 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     if ring.first:
         kept["position_ids"] = kept["position_ids"] + ring.first
     if ring.pooling is not None:
-        ring.call["head"] = HeadCall(ring.pooling, ring.call["sequences"], kept, lengths)
+        borders = kept.get("cu_seq_lens_q")
+        cut = cut_batch(ring.layout, sum(lengths), len(lengths), None if borders is None else read_borders(borders))
+        ring.call["head"] = HeadCall(ring.pooling, ring.call["sequences"], kept, cut)
         kept = ring.call["head"].hide()
     return args, kept
 
@@ -557,7 +579,7 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
         )
     labels = kwargs.get("labels")
     if head is not None:
-        result, labels = head.finish(cast("PreTrainedModel", model), ring.layout, result), head.labels.get("labels")
+        result, labels = head.finish(cast("PreTrainedModel", model), result), head.labels.get("labels")
     if labels is not None:
         count = (labels != NO_LABEL).sum()
         result["loss"] = torch.where(count > 0, result["loss"] * count, 0.0) / ring.call.pop("items")
@@ -631,9 +653,10 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
     with ErrorReport(get_transport(ring.place.group), "call"):
         rank, borders = dist.get_rank(ring.place.group), kwargs.get("cu_seq_lens_q")
         tokens = sum(lengths)
-        place = make_layout(ring.layout, tokens=tokens, ranks=len(lengths)).positions(rank)
+        documents = None if borders is None else read_borders(borders)
+        place = cut_batch(ring.layout, tokens, len(lengths), documents).positions(rank)
         for row, counted in enumerate(positions.cpu().numpy()):
-            expected = place if borders is None else count_from_borders(place, read_borders(borders), row)
+            expected = place if documents is None else count_from_borders(place, documents, row)
             if counted.shape != expected.shape:
                 return lengths  # the handshake of the attention says which rank has too many or too few rows
             for i in np.flatnonzero(counted != expected)[:1]:
@@ -703,16 +726,6 @@ AttentionInterface.register(NAME, _attend)
 AttentionMaskInterface.register(NAME, _write_mask)
 
 
-def _make_pattern(window: int | None, causal: bool, borders: torch.Tensor | None) -> Pattern:
-    """Which keys a row sees. A window of W keys counts the row's own: Window(W - 1); without causal to both sides."""
-    pattern: Pattern = Causal() if causal else Full()
-    if window is not None:
-        pattern = pattern & Window(window - 1, 0 if causal else window - 1)
-    if borders is None:
-        return pattern
-    return pattern & read_borders(borders)
-
-
 def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     """d loss / d parameter of every parameter that the loss reaches or could reach."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -734,6 +747,6 @@ def _rows_of(result: Any) -> torch.Tensor:
 
 
 __all__ = [
-    *("Agreement", "Collator", "RingCache", "check", "gather_logits", "parallelize", "pool", "shard_batch"),
-    "unparallelize",
+    *("Agreement", "Collator", "LayerMasks", "RingCache", "check", "gather_logits", "parallelize", "pool"),
+    *("shard_batch", "unparallelize"),
 ]
