@@ -161,12 +161,13 @@ def by_length(rank: int, name: str, layout: str, kind: str) -> list[float]:
     return found
 
 
-def sequences(rank: int, side: str, layout: str) -> list[float]:
+def sequences(rank: int, side: str, name: str) -> list[float]:
     """Largest differences from each sequence alone of rewards, of a loss of them, of embeddings, and of gradients.
 
     Gradients are those of the mean over the ranks, as DDP has them. The sequences are padded on one side.
     """
     eager = make("Llama, rewards", attn_implementation="eager")
+    layout: Any = LayerMasks.of(eager) if name == "layers" else name
     ours = parallelize(copy.deepcopy(eager), layout=layout)
     ids = torch.randint(1, 61, (2, 37), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)

@@ -88,7 +88,7 @@ def test_heads_are_those_of_sequences_alone(run_ranks, name: str) -> None:  # ty
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("side", "layout"), [("left", "zigzag"), ("right", "contiguous")])
+@pytest.mark.parametrize(("side", "layout"), [("left", "zigzag"), ("right", "layers")])
 def test_losses_of_rewards_and_embeddings(run_ranks, side: str, layout: str) -> None:  # type: ignore[no-untyped-def]
     for found in run_ranks(model_cases.sequences, 2, side, layout, timeout=120):
         assert max(found) <= 1e-5
