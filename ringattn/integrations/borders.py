@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 Borders = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
 #: The key of a batch whose tensor, int64 [one per name], stands for the whole batch that all ranks must be given.
 DIGEST = "batch_digest"
+#: Labels of whole sequences: the first and the last token of an answer, [B].
+ANSWERS = ("start_positions", "end_positions")
 #: The tensors of a batch that its digest covers.
-COMPARED = ("input_ids", "attention_mask", "cu_seqlens", "labels", "position_ids")
+COMPARED = ("input_ids", "attention_mask", "cu_seqlens", "labels", "position_ids", "token_type_ids", *ANSWERS)
 #: Places in the digest after those of `COMPARED`: the labels of the whole batch, and its largest position.
 COUNT, LARGEST = -2, -1
 #: The borders of packed documents by the tensor that transformers passes to all layers: one copy to the host a batch.
@@ -74,26 +76,44 @@ def check_rows(layout: Layout) -> None:
         )
 
 
-def read_batch(batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Borders | None]:
-    """(the tensors of a batch that are cut, its borders of documents). Raises InvalidInput for what cannot be cut."""
+Tensors = dict[str, torch.Tensor]
+
+
+def read_batch(batch: Mapping[str, torch.Tensor]) -> tuple[Tensors, Tensors, Borders | None]:
+    """(the tensors of a batch that are cut alike, labels of sequences and embeddings, borders of documents).
+
+    Raises InvalidInput for what cannot be cut.
+    """
     if not isinstance(batch, Mapping):
         raise InvalidInput(f"a batch is a dict of tensors such as {{'input_ids': ids}}, got {type(batch).__name__}")
     kept = {name: x for name, x in batch.items() if name not in ("cu_seq_lens_k", "max_length_q", "max_length_k")}
     borders = kept.pop("cu_seq_lens_q", None)
+    whole = {name: kept.pop(name) for name in ("labels", *ANSWERS) if _is_of_sequences(name, kept)}
+    if "inputs_embeds" in kept:
+        whole["inputs_embeds"] = kept.pop("inputs_embeds")
     _check_batch(kept)
     index = kept.pop("seq_idx", None)
     if index is None:
-        return kept, borders
+        return kept, whole, borders
     found = _list_borders(index[:, 1:] != index[:, :-1])
     given = found if borders is None else borders.expand(len(index), -1).tolist()
     if [sorted({*row}) for row in given] != found:
         raise InvalidInput(f"seq_idx begins documents at {found}, cu_seq_lens_q at {given}; give one of them")
-    return kept, found
+    return kept, whole, found
+
+
+def _is_of_sequences(name: str, batch: Tensors) -> bool:
+    """Whether the batch has a tensor of this name with one entry for each sequence: classes [S] or [S, classes]."""
+    x, tokens = batch.get(name), batch.get("input_ids")
+    if not isinstance(x, torch.Tensor) or not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
+        return False
+    return x.ndim == 1 or (x.is_floating_point() and x.ndim == 2)
 
 
 def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
     """Raise InvalidInput for what cannot be cut into shards."""
-    unknown = set(batch) - {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_idx"}
+    of_rows = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_idx", "token_type_ids"}
+    unknown = set(batch) - of_rows
     if "cu_seqlens" in unknown:
         raise InvalidInput(
             "cu_seqlens is no tensor of a batch; give the borders beside it, shard_batch(batch, cu_seqlens=...); in "
@@ -112,7 +132,7 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
     tokens = batch["input_ids"]
     if tokens.ndim != 2:
         raise InvalidInput(f"input_ids must be [batch, tokens], got {tuple(tokens.shape)}; try input_ids.unsqueeze(0)")
-    sizes = {name: tuple(x.shape) for name, x in batch.items()}
+    sizes = {name: tuple(x.shape[-2:] if name == "position_ids" else x.shape) for name, x in batch.items()}
     if len(set(sizes.values())) > 1:
         raise InvalidInput(f"the tensors of a batch must have one shape [batch, tokens], got {sizes}")
 
@@ -127,7 +147,8 @@ def digest_batch(batch: Mapping[str, torch.Tensor], documents: Documents | None)
     numbers = [torch.zeros((), dtype=torch.int64, device=tokens.device)] * len(COMPARED)
     for i, name in enumerate(COMPARED):
         if name in whole:
-            x = whole[name].to(tokens.device, torch.int64).flatten()
+            x = whole[name].to(tokens.device).flatten()
+            x = x.double().view(torch.int64) if x.is_floating_point() else x.long()
             numbers[i] = finalize(x + key_steps(torch.arange(len(x), device=x.device))).sum()
     count = (batch["labels"] != NO_LABEL).sum() if "labels" in batch else torch.zeros_like(numbers[0])
     return torch.stack([*numbers, count.to(tokens.device), batch["position_ids"].max().to(tokens.device)])
@@ -137,7 +158,7 @@ def make_labels(batch: Mapping[str, torch.Tensor], documents: Documents | None, 
     """The labels [B, N] of the rows of a whole batch, if it has some. Raises InvalidInput for labels shifted twice."""
     labels, tokens, mask = batch.get("shift_labels"), batch["input_ids"], batch.get("attention_mask")
     if labels is None and shift and "labels" in batch:
-        labels = batch["labels"].clone()
+        labels = batch["labels"].clone() if mask is None else batch["labels"].masked_fill(mask == 0, NO_LABEL)
         if documents is not None:
             for row, label in enumerate(labels):
                 label[[start for start in documents.row(row).starts[1:-1] if start < len(label)]] = NO_LABEL

@@ -254,6 +254,8 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     ring = getattr(model, STATE)
     with Exchange(get_transport(ring.place.group), "generate", 0):
         past = kwargs.get("past_key_values")
+        if model.config.is_encoder_decoder:
+            raise Unsupported("generate: an encoder and a decoder; call unparallelize(model) first")
         if kwargs.get("use_cache") is False:
             raise Unsupported("generate: use_cache=False; a parallelized model generates with its sharded cache only")
         if past is None and kwargs.get("cache_implementation") is None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -24,8 +25,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..functional import get_transport, ring_attention
@@ -39,7 +38,7 @@ from ..runtime.autograd import compilable
 from ..runtime.call import AttentionOptions, check_option_names
 from ..train import NO_LABEL
 from ..transport.records import ErrorReport, Exchange, compare_records
-from ..transport.torchdist import WeakGroup, check_group
+from ..transport.torchdist import WeakGroup, place_group
 from .borders import (
     COUNT,
     DIGEST,
@@ -58,7 +57,11 @@ from .borders import (
     write_borders,
 )
 from .context_parallel import gather_rows
+from .encoder_decoder import CROSS, DECODER, attend_across
 from .generation import STATE, RingCache, begin, generate, layer_windows, make_pattern
+from .heads import HeadCall, check_pooler, enter_base, enter_pooler, find_sequences, leave_base
+from .heads import pool as pool
+from .supported import check_model, first_position, rotates_by_length
 from .whole import cut_call
 
 if TYPE_CHECKING:
@@ -74,8 +77,6 @@ if TYPE_CHECKING:
 
 #: The name under which transformers finds `_attend` and `_write_mask`.
 NAME = "ringattn"
-#: The kinds of layers whose whole attention is in the attention function.
-LAYER_TYPES = ("full_attention", "sliding_attention")
 #: The first exchange of a model; `shard_batch` reports its errors there.
 POSITIONS = "positions of a model"
 #: The functions of transformers.masking_utils that a mask may be made of: `_attend` knows what they say.
@@ -98,12 +99,14 @@ class Agreement:
     """How far a parallelized model is from its eager self: the largest differences of logits and of gradients.
 
     `logits` and `gradients` are relative to the largest value of the eager model; `bound` is what rounding explains.
+    `unseen` is what the comparison did not look at.
     """
 
     logits: float
     gradients: float
     bound: float
     tokens: int
+    unseen: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,12 @@ class _Ring:
     before: str
     #: True: labels are those of the next token; False: of the token itself; None: the model has no loss.
     shift: bool | None
+    #: What a head that reads whole sequences reads, see `find_pooling`; None: the head reads rows one by one.
+    pooling: str | None
+    #: Whether the base model has a pooler.
+    pools: bool
+    #: Whether the model has an encoder and a decoder.
+    crosses: bool
     #: The position that the model gives to the first token.
     first: int
     #: Whether its rope depends on the length.
@@ -162,24 +171,31 @@ def parallelize(
     options: `schedule`, `kernel`, `machine`, `deterministic`, `comm_dtype` and `rotate`, see
         `runtime.call.AttentionOptions`. Scale, softcap and dropout are those of the model.
 
-    Causal and masked language models, token classification, and models without a head are taken. The loss of the model
-    is the sum over the labels of this rank's rows, divided by `num_items_in_batch`; without this argument by the labels
-    of the batch per rank, so that the mean over the ranks is the loss of the batch.
+    Causal and masked language models, token and sequence classification (reward models), question answering, and models
+    without a head are taken. The loss of the model is the sum over the labels of this rank's rows, divided by
+    `num_items_in_batch`; without this argument by the labels of the batch per rank, so that the mean over the ranks is
+    the loss of the batch. Logits of sequences, answers and the pooler's output are equal on all ranks, and so is their
+    loss: one logit row for each sequence, or where documents are packed for each document. Padding takes no part.
 
     Sliding windows, layers of several kinds, packed documents (`cu_seq_lens_q`), padding, grouped heads, learned sinks,
     softcap, the scale of each layer, rope that depends on the length, and in training dropout of attention weights are
-    honoured. Raises Unsupported, with the name of the feature, for heads that read whole sequences, and for models
-    whose attention is not all in transformers' attention function: linear or chunked attention, position bias, ALiBi,
-    encoder-decoder models, an auxiliary loss of MoE routers. Raises Unsupported in a call with a mask that is not
-    padding, a cache of earlier tokens, or a softcap or dropout that the named kernel does not compute.
+    honoured. Raises Unsupported, with the name of the feature, for heads that read other rows than the first, the
+    last or the mean, and for models whose attention is not all in transformers' attention function: linear or chunked
+    attention, position bias, ALiBi, encoder-decoder models, an auxiliary loss of MoE routers. Raises Unsupported in a
+    call with a mask that is not padding, a cache of earlier tokens, or a softcap or dropout that the named kernel does
+    not compute.
     """
     check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap", "dropout"}))
-    shift = _check_model(model)
+    shift, pooling = check_model(model)
+    if whole and model.config.is_encoder_decoder:
+        raise Unsupported("whole=True of a model with an encoder and a decoder; give it what shard_batch has made")
+    pooler = check_pooler(model)
     before = unparallelize(model).config._attn_implementation
-    rotary = list(filter(_rotates_by_length, model.modules()))
+    rotary = list(filter(rotates_by_length, model.modules()))
     ring = _Ring(
-        _place(group), layout, AttentionOptions(**options), before, shift, _first_position(model), bool(rotary), whole
-    )
+        place_group(group), layout, AttentionOptions(**options), before, shift, pooling, pooler is not None,
+        model.config.is_encoder_decoder, first_position(model), bool(rotary), whole,
+    )  # fmt: skip
     ring.check()
     if not hasattr(model, STATE):
         model.register_forward_pre_hook(_prepare_call, with_kwargs=True)
@@ -187,11 +203,19 @@ def parallelize(
         for module in rotary:
             module.register_forward_pre_hook(_add_largest, with_kwargs=True)
             module.register_forward_hook(_drop_largest)
+        if ring.crosses:
+            attend_across(model)
+        if pooler is not None:
+            pooler.register_forward_pre_hook(enter_pooler)
+        if pooling is not None:
+            model.base_model.register_forward_pre_hook(enter_base, with_kwargs=True)
+            model.base_model.register_forward_hook(leave_base)
     for module in model.modules():
         setattr(module, STATE, ring)
-    shared, own = model.config, deepcopy(model.config)  # models may share a config, which names their attention
+    configs: dict[int, Any] = {}  # models may share a config, which names their attention
+    deepcopy(model.config, configs)
     for module in model.modules():
-        if getattr(module, "config", None) is shared:
+        if (own := configs.get(id(getattr(module, "config", None)))) is not None:
             module.config = own
     model.set_attn_implementation(NAME)
     model.generate = partial(generate, model)
@@ -224,7 +248,11 @@ def shard_batch(
     """This rank's part of a batch of whole sequences, as keyword arguments of the model.
 
     batch: `input_ids` [B, N], and where wanted `labels`, `attention_mask` (1 for a token, 0 for padding) and
-        `position_ids`, all [B, N] and equal on all ranks; `shift_labels` instead of `labels` if shifted already.
+        `position_ids` and `token_type_ids`, all [B, N] and equal on all ranks; `shift_labels` instead of `labels` if
+        shifted already. Labels of sequences, [S] or of floats [S, classes], `start_positions` and `end_positions` [B]
+        are not cut; S is B, or the number of all packed documents. `inputs_embeds` [B, N, d] beside `input_ids`, which
+        then only count, are what the model is given; position_ids may be [axes, B, N]. `decoder_input_ids` [B, M] and
+        `decoder_attention_mask` are of an encoder-decoder model, whose labels are [B, M].
     cu_seqlens: the borders of packed documents, [0, ..., N] for all rows or one such list for each row; default:
         `cu_seq_lens_q` or `seq_idx` of the batch, or where position_ids begin anew in each row.
     shift: True for a causal language model, whose rows predict the next token; False for a model whose labels belong to
@@ -237,32 +265,63 @@ def shard_batch(
     which it takes away. Padding has no label (transformers lets the last padding before a row predict its first
     token). position_ids count from the first token that is not padding, and in each document from 0.
     """
-    place = _place(group)
+    if isinstance(batch, Mapping) and "decoder_input_ids" in batch:
+        return _shard_both(batch, group, layout)
+    place = place_group(group)
     with ErrorReport(get_transport(place.group), POSITIONS):
-        batch, borders = read_batch(batch)
+        batch, answers, borders = read_batch(batch)
+        embeds = answers.pop("inputs_embeds", None)
         tokens = batch["input_ids"]
         rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
         mask, positions = batch.get("attention_mask"), batch.get("position_ids")
         given = borders if cu_seqlens is None else cu_seqlens
-        documents = find_documents(tokens, None if mask is not None else positions, given)
+        begins = positions if mask is None and positions is not None and positions.ndim == 2 else None
+        documents = find_documents(tokens, begins, given)
         cut = cut_batch(layout, tokens.shape[1], ranks, documents)
         check_rows(cut)
         if positions is None:
             positions = count_positions(tokens, mask, documents)
         labels = make_labels(batch, documents, shift)
+        if documents is not None and "start_positions" in answers:
+            raise Unsupported("start_positions of packed documents are not defined; give a row to each document")
         if documents is None and isinstance(layout, LayerMasks):
             documents = Documents((tokens.shape[1],))  # from which the model makes the layout
     whole = {"input_ids": tokens, "position_ids": positions}
+    whole |= {name: x for name, x in batch.items() if name == "token_type_ids"}
     if labels is not None:
         whole["labels"] = labels
     if mask is not None and not bool(mask.all()):
         whole["attention_mask"] = mask
-    result = {name: cut.shard_tensor(x, rank, dim=1).contiguous() for name, x in whole.items()}
+    result = {name: cut.shard_tensor(x, rank, dim=-1).contiguous() for name, x in whole.items()}
+    if embeds is not None:
+        del result["input_ids"]
+        result["inputs_embeds"] = cut.shard_tensor(embeds, rank, dim=1).contiguous()
     if labels is not None and (shift or "shift_labels" in batch):
         result["shift_labels"] = result["labels"]
     if documents is not None:
         result["cu_seq_lens_q"] = write_borders(documents, tokens)
-    result[DIGEST] = digest_batch({**batch, **whole}, documents)
+    result |= answers
+    result[DIGEST] = digest_batch({**batch, **whole, **answers}, documents)
+    return result
+
+
+def _shard_both(
+    batch: Batch, group: ProcessGroup | DeviceMesh | None, layout: str | Layout | LayerMasks
+) -> dict[str, torch.Tensor]:
+    """`shard_batch` for an encoder and a decoder, whose sequences are cut each by itself; labels are the decoder's."""
+    if not isinstance(layout, str):
+        raise Unsupported("an encoder and a decoder have sequences of two lengths; give a name, such as 'zigzag'")
+    given = {own: batch[name] for own, name in DECODER.items() if name in batch}
+    rest = {name: x for name, x in batch.items() if name not in DECODER.values()}
+    for x in (given, rest):  # such models count padding, too
+        x["position_ids"] = torch.arange(x["input_ids"].shape[1], device=x["input_ids"].device).expand_as(
+            x["input_ids"]
+        )
+    inner, result = (shard_batch(x, group, layout=layout, shift=False) for x in (given, rest))
+    if "cu_seq_lens_q" in {**inner, **result}:
+        raise Unsupported("packed documents of an encoder and a decoder: give a row to each document")
+    result |= {DECODER.get(name, f"decoder_{name}"): x for name, x in inner.items() if name != DIGEST}
+    result[DIGEST] = torch.cat([(result[DIGEST] + 3 * inner[DIGEST])[:COUNT], inner[DIGEST][COUNT:]])
     return result
 
 
@@ -292,18 +351,20 @@ def gather_logits(
     `layout` is that of the batch, with `LayerMasks` layout.cut(batch["cu_seq_lens_q"], ranks). Not differentiable: a
     loss is computed on the rows of each rank.
     """
-    return gather_rows(logits, _place(group).group, layout)
+    return gather_rows(logits, place_group(group).group, layout)
 
 
 def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreement:
     """Compare a parallelized model with its eager self on the ranks at hand, forward and backward. Collective.
 
-    Of a model without a head the last hidden states are compared in place of logits.
+    Of a model without a head the last hidden states are compared in place of logits. `Agreement.unseen` names what is
+    not compared.
 
     Two random packed documents of together `tokens` tokens run through the ring, and each document alone through the
-    model's own eager attention, which is computed whole on every rank. Takes the memory of two copies of the gradients.
-    A sliding window of W keys is tested only where the first document has more than W tokens: raises InvalidInput for
-    fewer `tokens`. Raises Mismatch on every rank if logits or gradients differ by more than rounding, or if the ranks
+    model's own eager attention, which is computed whole on every rank (an encoder is given one document, its decoder
+    two thirds of it). Takes the memory of two copies of the gradients. A sliding window of W keys is tested only where
+    the first document has more than W tokens: raises InvalidInput for fewer `tokens`. Raises Mismatch on every rank if
+    logits or gradients differ by more than rounding, or if the ranks
     differ in `tokens` or `seed`.
     """
     ring, long = cast("_Ring | None", getattr(model, STATE, None)), max(filter(None, layer_windows(model)), default=0)
@@ -324,29 +385,43 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (1, tokens), generator=generator, device="cpu").to(device)
     ids[ids == config.pad_token_id] = config.vocab_size // 2  # some models give no position to this token
-    batch = shard_batch({"input_ids": ids}, group, layout=ring.layout, cu_seqlens=[0, first, tokens])
-    cut = cut_batch(ring.layout, tokens, dist.get_world_size(group), Documents(cu_seqlens=[0, first, tokens]))
-    training = model.training
+    borders, decoded, rows = [0, first, tokens], {}, tokens
+    if ring.crosses:
+        borders, decoded, rows = [0, tokens], {"decoder_input_ids": ids.flip(1)[:, :first]}, first
+    packed = None if ring.crosses else Documents(cu_seqlens=borders)
+    batch = shard_batch(
+        {"input_ids": ids, **decoded}, group, layout=ring.layout, cu_seqlens=None if ring.crosses else borders
+    )
+    cut = cut_batch(ring.layout, rows, dist.get_world_size(group), packed)
+    whole = [module for module in model.modules() if not rotates_by_length(module)]
+    training, sequences = model.training, ring.pooling not in (None, "rows")
     model.eval()
     try:
         local = _rows_of(model(**batch, use_cache=False))
-        weights = torch.randn((1, tokens, local.shape[-1]), generator=generator, device="cpu").to(device)
-        mine = cut.shard_tensor(weights, dist.get_rank(group), dim=1)
+        shape = local.shape if sequences else (1, rows, local.shape[-1])
+        weights = torch.randn(shape, generator=generator, device="cpu").to(device)
+        if ring.pooling is None:
+            mine = cut.shard_tensor(weights, dist.get_rank(group), dim=1)
+            logits = gather_logits(local, group, layout=cut)
+        else:  # every rank has them all
+            mine, logits = weights / cut.ranks, local.detach()
         gradients = _gradients(model, (local.float() * mine).sum() / tokens)
         for gradient in gradients:
             dist.all_reduce(gradient, group=group)
-        logits = gather_logits(local, group, layout=cut)
         model.set_attn_implementation("eager")
-        setattr(model, STATE, None)  # the modules keep theirs: rope takes the length of the batch
-        parts = [_rows_of(model(ids[:, a:b], use_cache=False)) for a, b in ((0, first), (first, tokens))]
-        whole = torch.cat(parts, 1)
-        expected = _gradients(model, (whole.float() * weights).sum() / tokens)
+        for module in whole:  # the others keep theirs: rope takes the length of the batch
+            setattr(module, STATE, None)
+        parts = [_rows_of(model(ids[:, a:b], use_cache=False, **decoded)) for a, b in pairwise(borders)]
+        right = torch.cat(parts, 0 if sequences else 1)
+        expected = _gradients(model, (right.float() * weights).sum() / tokens)
     finally:
-        setattr(model, STATE, ring)
+        for module in whole:
+            setattr(module, STATE, ring)
         model.set_attn_implementation(NAME)
         model.train(training)
-    bound = 256 * max(torch.finfo(whole.dtype).eps, 2**-23)  # models of fp64, too, have their softmax in fp32
-    result = Agreement(_difference([logits], [whole.detach()]), _difference(gradients, expected), bound, tokens)
+    unseen = "padding", "labels and loss", "dropout", "gradient checkpointing", "generate", *["the pooler"] * ring.pools
+    bound = 256 * max(torch.finfo(right.dtype).eps, 2**-23)  # models of fp64, too, have their softmax in fp32
+    result = Agreement(_difference([logits], [right.detach()]), _difference(gradients, expected), bound, tokens, unseen)
     worst: list[float] = [0.0] * dist.get_world_size(group)
     dist.all_gather_object(worst, max(result.logits, result.gradients), group=group)
     if not max(worst) <= bound:
@@ -391,16 +466,18 @@ def _attend(
             raise Unsupported(
                 f"{name} has a mask of its own, {tuple(mask.shape)} of {mask.dtype}, which is not padding"
             )
-        window = mask.shape[2] - 2 or None
+        window, causal = mask.shape[2] - 2 or None, mask.shape[1] == 1
         mask = mask[:, 0, 0] if mask.shape[3] else None
     generation = ring.call.get("generation")
     if generation is not None:
+        if not causal:
+            raise Unsupported(f"generate: rows of {name} see later tokens; call unparallelize(model) first")
         options = {**ring.options.keywords(), "scale": scaling, "softcap": softcap}
         out = generation.attend(module, window, query, key, value, s_aux, options)
         return out.transpose(1, 2).contiguous(), None
     out = _attend_ring(
         ring, name, query, key, value, mask, scaling, dropout, window, softcap, s_aux, position_bias, causal,
-        cu_seq_lens_q,
+        cu_seq_lens_q, getattr(module, CROSS, False),
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
@@ -421,19 +498,23 @@ def _attend_ring(
     position_bias: torch.Tensor | None,
     causal: bool,
     borders: torch.Tensor | None,
+    crosses: bool,
 ) -> torch.Tensor:
-    """out [B, H, n, Dv] of a layer of class `name`. The borders of documents are a tensor, which may change."""
+    """out [B, H, n, Dv] of a layer of class `name`. The borders of documents are a tensor, which may change.
+
+    crosses: keys and values are rows of another sequence than the queries, all of which are seen.
+    """
     group = ring.place.group
     with ErrorReport(get_transport(group), "call"):
         if position_bias is not None:
             raise Unsupported(f"{name} adds a position bias to its logits, which ringattn does not")
-        if q.shape[2] != k.shape[2]:
+        if q.shape[2] != k.shape[2] and not crosses:
             raise Unsupported(
                 f"a cache of earlier tokens: {q.shape[2]} queries, {k.shape[2]} keys; pass use_cache=False"
             )
         if borders is None and (ring.call.get("packed") or isinstance(ring.layout, LayerMasks)):
             raise Unsupported(f"{name} is not given cu_seq_lens_q by its model, and would see across documents")
-        pattern, layout = make_pattern(window, causal), ring.layout
+        pattern, layout = make_pattern(None, False) if crosses else make_pattern(window, causal), ring.layout
         if borders is not None:
             pattern = pattern & read_borders(borders)
         if isinstance(layout, LayerMasks):
@@ -442,8 +523,9 @@ def _attend_ring(
     given = {"scale": scaling, "softcap": softcap, "dropout": dropout}
     options = cast("AttentionKeywords", {**ring.options.keywords(), **given})
     return ring_attention(
-        q, k, v, pattern, layout=layout, group=group, key_padding_mask=padding, sinks=sinks, **options
-    )
+        q, k, v, pattern, layout=layout, q_layout=layout if crosses else None, group=group,
+        key_padding_mask=padding, sinks=sinks, **options,
+    )  # fmt: skip
 
 
 def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -451,8 +533,7 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is None:
         return args, kwargs
-    for name in ("generation", "whole"):  # of a call that ended with an exception
-        ring.call.pop(name, None)
+    ring.call.update(generation=None, head=None, whole=None)  # of a call that ended with an exception
     past = ring.call.get("past")
     if past is not None and kwargs.get("past_key_values") is None:  # Phi-3 computes all again where its rope changes
         past.reset()
@@ -462,30 +543,57 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         ring.call.update(generation=generation, largest=generation.largest)
         return args, kwargs
     if ring.whole and DIGEST not in kwargs:
-        kwargs = {**inspect.signature(model.forward).bind_partial(*args).arguments, **kwargs}
-        shard = partial(shard_batch, group=ring.place.group, layout=ring.layout, shift=ring.shift is not False)
-        args = ()
-        loss_only = torch.is_grad_enabled() or not ring.call.get("logits")
-        kwargs, ring.call["whole"] = cut_call(
-            kwargs, shard, ring.layout, ring.place.group, counts=not ring.first, loss_only=loss_only
-        )
+        args, kwargs = (), _cut_call(model, ring, args, kwargs)
     digest, items = kwargs.get(DIGEST), kwargs.get("num_items_in_batch")
     kept = {name: x for name, x in kwargs.items() if name not in (DIGEST, "num_items_in_batch")}
+    lengths: list[int] = []
     if torch.compiler.is_compiling():
+        if ring.pools or ring.pooling is not None:
+            raise Unsupported("torch.compile of a head or pooler over whole sequences; compile the layers alone")
         _check_call(model, ring, kept, kwargs)  # an exchange cannot be traced
     else:
-        _check_positions(model, ring, kept, kwargs)
+        lengths = _check_positions(model, ring, kept, kwargs)
     ring.call["packed"] = kept.get("cu_seq_lens_q") is not None
     if kept.get("labels") is not None:
-        ranks = dist.get_world_size(ring.place.group)
+        ranks = 1 if ring.pooling else dist.get_world_size(ring.place.group)  # each rank has all labels of sequences
         ring.call["items"] = items if digest is None or items is not None else digest[COUNT].clamp(min=1) / ranks
+    return args, _enter_call(model, ring, kept, kwargs, lengths)
+
+
+def _cut_call(model: nn.Module, ring: _Ring, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of this rank's part of a call with whole sequences."""
+    kwargs = {**inspect.signature(model.forward).bind_partial(*args).arguments, **kwargs}
+    shard = partial(shard_batch, group=ring.place.group, layout=ring.layout, shift=ring.shift is not False)
+    loss_only = torch.is_grad_enabled() or not ring.call.get("logits")
+    kwargs, ring.call["whole"] = cut_call(
+        kwargs, shard, ring.layout, ring.place.group, counts=not ring.first, loss_only=loss_only
+    )
+    return kwargs
+
+
+def _enter_call(
+    model: nn.Module, ring: _Ring, kept: dict[str, Any], kwargs: dict[str, Any], lengths: list[int]
+) -> dict[str, Any]:
+    """The arguments that the model is given, of those `kept` of `kwargs`; `lengths` are the rows of each rank."""
     if ring.stretches:
         ring.call["largest"] = kwargs[DIGEST][LARGEST]
+    if ring.crosses:
+        ring.call["places"] = {"encoder": kept["position_ids"][0], "decoder": kept["decoder_position_ids"][0]}
+        taken = inspect.signature(model.forward).parameters
+        kept = {name: x for name, x in kept.items() if name in taken or not name.endswith("position_ids")}
+    if ring.pools or ring.pooling is not None:
+        ring.call["sequences"] = find_sequences(kept, ring.place.group, ring.layout)
     if ring.first:
         kept["position_ids"] = kept["position_ids"] + ring.first
-    if "whole" in ring.call and ring.call["whole"].keep is not None:
-        kept["logits_to_keep"] = ring.call["whole"].keep
-    return args, kept
+    whole = ring.call["whole"]
+    if whole is not None and whole.keep is not None:
+        kept["logits_to_keep"] = whole.keep
+    if ring.pooling is not None:
+        borders = kept.get("cu_seq_lens_q")
+        cut = cut_batch(ring.layout, sum(lengths), len(lengths), None if borders is None else read_borders(borders))
+        ring.call["head"] = HeadCall(ring.pooling, ring.call["sequences"], kept, cut)
+        kept = ring.call["head"].hide()
+    return kept
 
 
 def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
@@ -497,16 +605,23 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
     if generation is not None:
         return generation.finish(result, ring.place.group)
     ring.call.pop("packed", None)  # the backward may recompute other calls
-    if isinstance(result, tuple) or "pooler_output" in result:
+    ring.call.pop("sequences", None)
+    head = ring.call.pop("head", None)
+    if isinstance(result, tuple):
+        raise Unsupported(f"{type(model).__name__} returns a tuple; take return_dict=True")
+    if "pooler_output" in result and not ring.pools:
         raise Unsupported(
-            f"{type(model).__name__} returns a tuple (return_dict=False), or a pooler_output, which is made of rows of "
-            "the whole sequence; take return_dict=True and a model without a pooler (add_pooling_layer=False)"
+            f"{type(model).__name__} makes pooler_output of rows of the whole sequence without a module of its own; "
+            "take a model without it, and pool(...) of its last_hidden_state"
         )
-    if kwargs.get("labels") is not None:
-        count = (kwargs["labels"] != NO_LABEL).sum()
+    labels = kwargs.get("labels")
+    if head is not None:
+        result, labels = head.finish(cast("PreTrainedModel", model), result), head.labels.get("labels")
+    if labels is not None:
+        count = (labels != NO_LABEL).sum()
         result["loss"] = torch.where(count > 0, result["loss"] * count, 0.0) / ring.call.pop("items")
     whole = ring.call.pop("whole", None)
-    return result if whole is None else whole.finish(result, ring.place.group)
+    return result if whole is None or head is not None else whole.finish(result, ring.place.group)
 
 
 def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: dict[str, Any]) -> None:
@@ -526,19 +641,21 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
         raise Unsupported("attention_mask is not padding [batch, tokens]; write other masks as a Pattern")
     if isinstance(keep, torch.Tensor) or keep:
         raise Unsupported(f"logits_to_keep={keep} keeps rows of this rank, not of the sequence; leave it out")
-    positions, labels, shifted = (kwargs.get(name) for name in ("position_ids", "labels", "shift_labels"))
+    own = "decoder_position_ids" if ring.crosses else "position_ids"
+    positions, labels, shifted = (kwargs.get(name) for name in (own, "labels", "shift_labels"))
     whole = "call model(**batch) with the batch that shard_batch or Collator has made"
     if positions is None:
-        raise InvalidInput(f"position_ids is missing: the rows of a rank do not tell their positions; {whole}")
+        more = " of input_ids and decoder_input_ids" if ring.crosses else ""
+        raise InvalidInput(f"{own} is missing: the rows of a rank do not tell their positions; {whole}{more}")
     if DIGEST not in given and ring.stretches:
         raise InvalidInput(f"{DIGEST} is missing: rope of this model depends on the length of the batch; {whole}")
     if labels is None and shifted is None:
         return
     if labels is None:
         raise InvalidInput("shift_labels without labels: who took the labels would shift them again; leave out both")
-    if labels.shape[-1] != positions.shape[-1]:
+    if ring.pooling is None and labels.shape[-1] != positions.shape[-1]:
         raise InvalidInput(f"labels of {labels.shape[-1]} tokens for {positions.shape[-1]} rows of this rank; {whole}")
-    if (shifted is not None) is not ring.shift:
+    if (shifted is not None) is not (False if ring.pooling else ring.shift):
         wanted = {True: "shift=True", False: "shift=False", None: "no labels"}[ring.shift]
         kind = "not shifted" if shifted is None else "shifted"
         raise InvalidInput(
@@ -556,8 +673,10 @@ def _check_options(kwargs: dict[str, Any], config: Any) -> None:
             raise Unsupported(f"{name}=True: {reason}")
 
 
-def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raise InvalidInput where position_ids are not those of this rank's rows, and Mismatch on the other ranks.
+def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: dict[str, Any]) -> list[int]:
+    """The number of rows of each rank.
+
+    Raises InvalidInput where position_ids are not those of this rank's rows, and Mismatch on the other ranks.
 
     Raises Mismatch on every rank where digests of whole batches differ, and all errors of `_check_call`. Collective.
     """
@@ -571,7 +690,7 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
     lengths = compare_batches(list(map(json.loads, rows.records)))
     ring.checked[:] = [kind]
     if known or positions.ndim != 2 or kind[1]:
-        return  # where padding is, only the whole mask tells positions
+        return lengths  # where padding is, only the whole mask tells positions
     with ErrorReport(get_transport(ring.place.group), "call"):
         rank, borders = dist.get_rank(ring.place.group), kwargs.get("cu_seq_lens_q")
         tokens = sum(lengths)
@@ -580,22 +699,14 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
         for row, counted in enumerate(positions.cpu().numpy()):
             expected = place if documents is None else count_from_borders(place, documents, row)
             if counted.shape != expected.shape:
-                return  # the handshake of the attention says which rank has too many or too few rows
+                return lengths  # the handshake of the attention says which rank has too many or too few rows
             for i in np.flatnonzero(counted != expected)[:1]:
                 raise InvalidInput(
                     f"position_ids of rank {rank} are not those of its rows under layout {ring.layout!r} of {tokens:,} "
                     f"tokens: element {row}, local row {i} has {counted[i]}, expected {expected[i]}; call "
                     "model(**batch) with the batch that shard_batch or Collator has made for this layout"
                 )
-
-
-def _rotates_by_length(module: nn.Module) -> bool:
-    """Whether the module is a rotary embedding whose frequencies depend on the largest position."""
-    kinds = getattr(module, "rope_type", "")
-    return any(
-        "dynamic" in str(kind) or kind == "longrope"
-        for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
-    )
+    return lengths
 
 
 def _add_largest(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -626,10 +737,11 @@ def _write_mask(
     device: torch.device | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """The mask of a kind of layers for `_attend`: padding [B, 1, 2 + keys that a window shows to a side, n].
+    """The mask of a kind of layers for `_attend`: padding [B, sides, 2 + keys that a window shows to a side, n].
 
-    Every [B, n] of it is the padding mask; n = 0: no padding. Without a window the size is 2. The size carries the
-    window, since the mask decides in transformers: the keyword `sliding_window` is not passed by all models.
+    Every [B, n] of it is the padding mask; n = 0: no padding. One side: causal; two: not. Without a window the size is
+    2. The sizes carry both, since the mask decides in transformers: the keyword `sliding_window` is not passed by all
+    models, and their `is_causal` may say something else.
     Raises Unsupported for a mask that is made of more than causality, a window and documents.
     """
     if not torch.compiler.is_compiling() and (unknown := _rules(mask_function) - MASKS):
@@ -639,8 +751,9 @@ def _write_mask(
         )
     if attention_mask is None:
         attention_mask = torch.ones(batch_size, 0, dtype=torch.bool, device=device)
-    keys = 0 if local_size is None else local_size + ("allow_is_bidirectional_skip" in others)  # the row's own, too
-    return attention_mask[:, None, None].expand(-1, -1, 2 + keys, -1)
+    both = "allow_is_bidirectional_skip" in others
+    keys = 0 if local_size is None else local_size + both  # the row's own, too
+    return attention_mask[:, None, None].expand(-1, 1 + both, 2 + keys, -1)
 
 
 def _rules(function: Callable[..., Any]) -> set[str]:
@@ -652,13 +765,6 @@ def _rules(function: Callable[..., Any]) -> set[str]:
 
 AttentionInterface.register(NAME, _attend)
 AttentionMaskInterface.register(NAME, _write_mask)
-
-
-def _place(group: ProcessGroup | DeviceMesh | None) -> WeakGroup:
-    """A weak reference to the group."""
-    if group is not None:
-        check_group(group)
-    return WeakGroup(dist.group.WORLD if group is None else group)
 
 
 def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
@@ -675,63 +781,13 @@ def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 
 def _rows_of(result: Any) -> torch.Tensor:
-    """What a model says of each row: its logits, without a head its last hidden states."""
+    """What a model says of each row or sequence: its logits, without a head its last hidden states."""
+    if "start_logits" in result:
+        return torch.stack([result["start_logits"], result["end_logits"]], -1)
     return cast(torch.Tensor, result["logits" if "logits" in result else "last_hidden_state"])
 
 
-def _first_position(model: nn.Module) -> int:
-    """The position of the first token: models of RoBERTa's kind count from the position of padding on."""
-    tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
-    padding = [place for x in tables if (place := getattr(x, "padding_idx", None)) is not None]
-    return padding[0] + 1 if padding else 0
-
-
-def _check_model(model: PreTrainedModel) -> bool | None:
-    """Whether labels are those of the next token; None: the model has no loss.
-
-    Raises Unsupported, with the name of the feature, if ring attention cannot be all of the model's attention, or if
-    a result is not made of the rows one by one.
-    """
-    if not hasattr(model, "set_attn_implementation"):
-        raise InvalidInput(
-            f"{type(model).__name__} is no model of transformers; parallelize a PreTrainedModel, before DDP, FSDP or "
-            "torch.compile wrap it, and give models of your own ringattn.nn.RingAttention"
-        )
-    config, name = model.config.get_text_config(), type(model).__name__
-    if config is not model.config:
-        raise Unsupported(f"{name} has inputs besides text; parallelize its language model alone")
-    loss = LOSS_MAPPING.get(model.loss_type)
-    causal = loss is ForCausalLMLoss or any(
-        kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for kind in type(model).__mro__
-    )
-    aligned, bare = loss in (ForMaskedLMLoss, ForTokenClassification), model.base_model is model
-    kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
-    refused = {
-        "inputs other than tokens": model.main_input_name != "input_ids",
-        f"layers of type {', '.join(sorted(kinds))}": bool(kinds),
-        "an encoder and a decoder": any(
-            getattr(config, word, False) for word in ("is_encoder_decoder", "add_cross_attention")
-        ),
-        "attention in chunks (attention_chunk_size)": getattr(config, "attention_chunk_size", None) is not None,
-        "a mask made of its values (keep_window_size)": hasattr(config, "keep_window_size"),
-        "embeddings of neighbouring tokens (trigram_input)": bool(getattr(config, "trigram_input", False)),
-        "ALiBi": bool(getattr(config, "alibi", False)) or any("alibi" in word for word in dir(model.base_model)),
-        "an auxiliary loss of its routers (output_router_logits), which is not a sum over tokens": bool(
-            getattr(config, "output_router_logits", False)
-        ),
-        "attention outside of transformers' attention functions": not model._supports_attention_backend,
-        "no argument position_ids, by which a rank says which rows it has": (
-            "position_ids" not in inspect.signature(model.forward).parameters
-        ),
-        "a head that reads whole sequences, not rows": not (causal or aligned or bare),
-    }
-    for feature, present in refused.items():
-        if present:
-            raise Unsupported(f"{name} has {feature}; ringattn cannot compute it over ranks")
-    return None if not (causal or aligned) else not aligned
-
-
 __all__ = [
-    *("Agreement", "Collator", "LayerMasks", "RingCache"),
-    *("check", "gather_logits", "parallelize", "shard_batch", "unparallelize"),
+    *("Agreement", "Collator", "LayerMasks", "RingCache", "check", "gather_logits", "parallelize", "pool"),
+    *("shard_batch", "unparallelize"),
 ]

@@ -78,7 +78,7 @@ class WholeCall:
                 result[name] = None if x is None else GatherRows.apply(x.reshape(1, 1), each, group).sum()
             elif name == "past_key_values" or (self.loss and name in ("logits", "hidden_states")):
                 result[name] = None
-            elif name != "logits" or x.ndim == 3:  # else pooled: of sequences, not of rows
+            elif name not in ("logits", "pooler_output") or x.ndim == 3:  # else pooled: of sequences, not of rows
                 whole = tree_map(gather, x)
                 result[name] = whole[:, :-1] if self.short and isinstance(whole, Tensor) and whole.ndim == 2 else whole
         return result

@@ -75,6 +75,13 @@ class WeakGroup:
         return group
 
 
+def place_group(group: Any) -> WeakGroup:
+    """A weak reference to a ProcessGroup or an axis of a DeviceMesh; None: all processes."""
+    if group is not None:
+        check_group(group)
+    return WeakGroup(dist.group.WORLD if group is None else group)
+
+
 def check_group(group: object) -> None:
     """Raise InvalidInput for what is neither a ProcessGroup nor a DeviceMesh."""
     if dist.is_available() and isinstance(group, dist.ProcessGroup | DeviceMesh):

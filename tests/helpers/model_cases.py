@@ -22,6 +22,7 @@ from ringattn.integrations.transformers import (
     check,
     gather_logits,
     parallelize,
+    pool,
     shard_batch,
     unparallelize,
 )
@@ -39,6 +40,12 @@ BASE = {
 }
 MIXED = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+BART = {
+    "d_model": 32,
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
+}
 #: Models of every family by name: the class of the model, that of its configuration, and settings.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", "LlamaConfig", {}),
@@ -65,6 +72,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Phimoe, window of the mask": ("PhimoeForCausalLM", "PhimoeConfig", {"sliding_window": 9, **EXPERTS}),
     "RoBERTa, positions from 2": ("RobertaForMaskedLM", "RobertaConfig", {"pad_token_id": 1}),
     "Llama, no head": ("LlamaModel", "LlamaConfig", {}),
+    "Llama, rewards": ("LlamaForSequenceClassification", "LlamaConfig", {"num_labels": 1, "pad_token_id": 0}),
+    "BERT, classes": ("BertForSequenceClassification", "BertConfig", {}),
+    "EuroBERT, mean of classes": ("EuroBertForSequenceClassification", "EuroBertConfig", {"pad_token_id": 0}),
+    "BART": ("BartForConditionalGeneration", "BartConfig", BART),
+    "Llama, answers": ("LlamaForQuestionAnswering", "LlamaConfig", {}),
 }
 #: Models whose rope depends on the length of the batch.
 ROPE = {"rope_theta": 1e4}
@@ -146,6 +158,78 @@ def by_length(rank: int, name: str, layout: str, kind: str) -> list[float]:
     return found
 
 
+def sequences(rank: int, side: str, name: str) -> list[float]:
+    """Largest differences from each sequence alone of rewards, of a loss of them, of embeddings, and of gradients.
+
+    Gradients are those of the mean over the ranks, as DDP has them. The sequences are padded on one side.
+    """
+    eager = make("Llama, rewards", attn_implementation="eager")
+    layout: Any = LayerMasks.of(eager) if name == "layers" else name
+    ours = parallelize(copy.deepcopy(eager), layout=layout)
+    ids = torch.randint(1, 61, (2, 37), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    (mask[0, :11] if side == "left" else mask[0, -11:]).zero_()
+    alone = [row[real.bool()][None] for row, real in zip(ids, mask, strict=True)]
+    batch = shard_batch(
+        {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.tensor([0.5, -1.0])}, layout=layout
+    )
+    labels, found, parameters = batch.pop("labels"), [], list(ours.parameters())
+
+    def add(mine: torch.Tensor, right: torch.Tensor) -> None:
+        gradients = torch.autograd.grad(right, list(eager.parameters()), retain_graph=True, allow_unused=True)
+        for p, g in zip(torch.autograd.grad(mine, parameters, allow_unused=True), gradients, strict=True):
+            assert (p is None) == (g is None)
+            if p is not None:
+                largest = max(float(x.abs().max()) for x in gradients if x is not None)
+                found.append(float((mean_over_ranks(p) - g).abs().max()) / largest)
+        found.append(float((mine - right).detach().abs()))
+
+    rewards, right = ours(**batch).logits, torch.cat([eager(x).logits for x in alone])
+    found.append(float((rewards - right).detach().abs().max()))
+    add(*(-torch.nn.functional.logsigmoid(x[0] - x[1]).mean() for x in (rewards, right)))
+    add(ours(**batch, labels=labels).loss, ((right[:, 0] - labels) ** 2).mean())
+    items = torch.tensor(2 * dist.get_world_size())  # as the Trainer counts and divides
+    add(
+        ours(**batch, labels=labels, num_items_in_batch=items).loss * dist.get_world_size(),
+        ((right[:, 0] - labels) ** 2).mean(),
+    )
+    body = parallelize(copy.deepcopy(eager.model), layout=layout)
+    parameters = [*body.parameters(), *ours.score.parameters()]
+    whole = [eager.model(x).last_hidden_state[0] for x in alone]
+    for how, take in (("first", lambda x: x[0]), ("last", lambda x: x[-1]), ("mean", lambda x: x.mean(0))):
+        mine = pool(body(**batch, use_cache=False).last_hidden_state, batch, layout=layout, how=how)
+        add(*(x.sin().sum() for x in (mine, torch.stack([take(x) for x in whole]))))
+    return found
+
+
+def other_inputs(rank: int) -> list[float]:
+    """Largest differences from the eager models where a batch has embeddings and positions on three axes, or types."""
+    ids = torch.randint(1, 61, (2, 37), generator=torch.Generator().manual_seed(2))
+    cut = ra.make_layout("zigzag", tokens=37, ranks=dist.get_world_size())
+    text = hf.Qwen2VLConfig(
+        text_config={**BASE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+    ).text_config
+    torch.manual_seed(1)
+    found = []
+    for eager, more in (
+        (hf.Qwen2VLTextModel(text), {"position_ids": torch.stack([torch.arange(37) // n for n in (1, 2, 3)])[:, None]}),
+        (hf.BertModel(hf.BertConfig(**BASE)), {"token_type_ids": (ids % 2)}),
+    ):
+        eager.eval()
+        batch = {"input_ids": ids, **{name: x.expand(*x.shape[:-2], 2, -1) for name, x in more.items()}}
+        embeds = eager.get_input_embeddings()(ids).detach().requires_grad_()
+        alone = {name: x for name, x in batch.items() if name != "input_ids"}
+        right = eager(inputs_embeds=embeds, **alone).last_hidden_state
+        (gradient,) = torch.autograd.grad(right.sin().sum(), embeds)
+        ours = parallelize(copy.deepcopy(eager), layout="zigzag")
+        mine = ours(**shard_batch({**batch, "inputs_embeds": embeds}, layout="zigzag")).last_hidden_state
+        (rows,) = torch.autograd.grad(mine.sin().sum(), embeds)
+        dist.all_reduce(rows)
+        found.append(float((cut.shard_tensor(right, rank, dim=1) - mine).detach().abs().max()))
+        found.append(float((rows - gradient).abs().max() / gradient.abs().max()))
+    return found
+
+
 def balanced_layers(rank: int, name: str) -> tuple[list[float], int]:
     """Errors of logits and gradients of three batches, whose backwards come last, and how many layouts they had.
 
@@ -196,13 +280,12 @@ def balanced_layers(rank: int, name: str) -> tuple[list[float], int]:
 
 VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
 BLOOM = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}
-HEAD = "a head that reads whole sequences"
 #: Models that are refused: the class of the model, that of its configuration, settings, and what the model has.
 REFUSED: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("BloomForCausalLM", "BloomConfig", BLOOM, "ALiBi"),
     ("ViTModel", "ViTConfig", VIT, "inputs other than tokens"),
-    ("LlamaForSequenceClassification", "LlamaConfig", BASE, HEAD),
-    ("LlamaForQuestionAnswering", "LlamaConfig", BASE, HEAD),
+    ("BertForNextSentencePrediction", "BertConfig", BASE, "a head whose loss is not of tokens, classes or answers"),
+    ("AlbertModel", "AlbertConfig", {**BASE, "embedding_size": 8}, "a pooler of rows, not first rows"),
 )
 
 
@@ -383,9 +466,9 @@ def refusals(rank: int) -> None:
     says(
         "InvalidInput: Linear is no model of transformers", lambda: parallelize(torch.nn.Linear(2, 2), layout="zigzag")
     )  # type: ignore[arg-type]
-    pooling = parallelize(hf.BertModel(hf.BertConfig(**BASE)), layout="zigzag")
-    words = "Unsupported: BertModel returns a tuple (return_dict=False), or a pooler_output"
-    says(words, lambda: pooling(**batch))
+    text = parallelize(hf.CLIPTextModel(hf.CLIPTextConfig(**BASE)), layout="zigzag")
+    says("Unsupported: CLIPTextModel makes pooler_output of rows of the whole sequence", lambda: text(**batch))
+    says("Unsupported: LlamaForCausalLM returns a tuple", lambda: llama(**batch, return_dict=False))
     says("Unsupported: logits_to_keep=8 keeps rows of this rank", lambda: llama(**batch, logits_to_keep=8))
     labelled, aligned = (
         shard_batch({"input_ids": ids, "labels": ids}, layout="zigzag", shift=x) for x in (True, False)

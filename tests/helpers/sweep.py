@@ -1,6 +1,7 @@
 """Every text model of the installed transformers, tiny, over ranks and alone: none may be accepted that is not exact.
 
-    PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py [CLASS ...]    # without classes all of them
+    PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py [CLASS ...] > LINES    # without classes all of them
+    PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py --page < LINES         # docs/support_models.md
 
 Writes a line for each class: exact, refused (in words), not buildable, no text, WRONG or crash. The status is 1 if some
 are WRONG or crash. `test_transformers.py` runs a sample.
@@ -16,6 +17,8 @@ import sys
 import warnings
 from collections import Counter
 from datetime import timedelta
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,19 +29,28 @@ from rank_pool import Pool
 from transformers.models.auto import configuration_auto, modeling_auto
 
 import ringattn as ra
+from ringattn.errors import LaunchFailure
+from ringattn.integrations.supported import check_model
 from ringattn.integrations.transformers import parallelize, shard_batch
 from ringattn.train import mean_over_ranks
 from ringattn.transport import launcher
 
+PAGE = Path(__file__).resolve().parents[2] / "docs/support_models.md"
 TOKENS, CLASSES = 41, 99
-#: The sequences of each kind of batch: (row, first token, end). Those of a padded batch stand at the ends of its rows,
-#: and the rows of a packed batch have documents of their own.
-PARTS = {"packed": [(0, 0, 17), (0, 17, TOKENS), (1, 0, TOKENS)], "padded": [(0, 0, TOKENS), (1, 11, TOKENS)]}
+#: The sequences of each kind of batch: (row, first token, end). The rows of a packed batch have documents of their own.
+PARTS = {
+    "packed": [(0, 0, 17), (0, 17, TOKENS), (1, 0, TOKENS)],
+    "padded": [(0, 0, TOKENS), (1, 11, TOKENS)],
+    "padded right": [(0, 0, TOKENS), (1, 0, 30)],
+}
 PARTS["checkpointed"] = PARTS["packed"]
+#: The tokens of the decoder beside an encoder's, in the whole batch and in each row.
+DECODED, IN_ROW = 29, (29, 20)
 #: Automatic mappings of transformers, and the fields of a result that are compared.
-HEADS = "CAUSAL_LM MASKED_LM TOKEN_CLASSIFICATION SEQUENCE_CLASSIFICATION QUESTION_ANSWERING"
+HEADS = "CAUSAL_LM MASKED_LM TOKEN_CLASSIFICATION SEQUENCE_CLASSIFICATION QUESTION_ANSWERING SEQ_TO_SEQ_CAUSAL_LM"
+SEQ_TO_SEQ = set(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values())
 KINDS = ("", *(f"_FOR_{head}" for head in HEADS.split()))
-FIELDS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits")
+FIELDS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits", "encoder_last_hidden_state")
 #: Seconds in which a class must end, and what classes that are not made for such sizes and batches raise.
 LIMIT = 90.0
 FOREIGN = (
@@ -82,6 +94,8 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"attention_types": [[["global", "local"], 1]], "window_size": 9},
 )
 GROUPS: list[Any] = []
+#: The end of the name of the text part of a class that has other inputs, too.
+TEXT = ".get_decoder()"
 
 
 def classes() -> dict[str, str]:
@@ -99,21 +113,37 @@ def configure(kind: Any, **more: Any) -> Any:
     known = {*inspect.signature(kind.__init__).parameters, *getattr(kind, "__dataclass_fields__", ())}
     words = {name: size for name, size in BY_NAME.items() if name in known}
     for name, sub in (getattr(kind, "sub_configs", None) or {}).items():
-        if sub is not hf.AutoConfig:
+        if sub is hf.AutoConfig:
+            sub = type(getattr(kind(), name))
+        if issubclass(sub, hf.PreTrainedConfig):
             words[name] = configure(sub).to_dict()
-    return kind(**{**words, **more})
+    config = kind(**{**words, **more})
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in rope:  # some models take sections from it
+        half = int(BY_NAME["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+        rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+    return config
 
 
-def make(name: str, model_type: str, **more: Any) -> Any:
-    """The model without dropout, with random weights, the same on every rank, none of them 0."""
-    kind = getattr(hf, name)
+def make_empty(name: str, model_type: str, **more: Any) -> Any:
+    """The model without weights."""
+    kind = getattr(hf, name.removesuffix(TEXT))
     config = configure(kind.config_class or configuration_auto.CONFIG_MAPPING[model_type], **more)
     if is_causal(name):
         config.is_decoder = True
     with torch.device("meta"):
-        size = sum(p.numel() for p in kind(config).parameters())
+        model = kind(config)
+    return model.get_decoder() if name.endswith(TEXT) else model
+
+
+def make(name: str, model_type: str, **more: Any) -> Any:
+    """The model without dropout, with random weights, the same on every rank, none of them 0."""
+    empty = make_empty(name, model_type, **more)
+    size = sum(p.numel() for p in empty.parameters())
     if size > 6_000_000:
+        check_model(empty)  # may refuse it
         raise ValueError(f"{size:,} parameters")
+    kind, config = type(empty), empty.config
     config._attn_implementation = "eager"
     torch.manual_seed(1)
     model = kind(config).float().eval()
@@ -133,7 +163,7 @@ def fit(name: str, model_type: str, ids: torch.Tensor) -> Any:
     for more in OTHERS:
         try:
             model = make(name, model_type, **more)
-            model(ids, **without_cache(model))
+            model(**alone(model, ids.expand(2, -1), 0, 0, TOKENS), **without_cache(model))
             return make(name, model_type, **more)
         except FOREIGN as error:
             errors.append(error)
@@ -144,6 +174,26 @@ def is_causal(name: str) -> bool:
     return "CausalLM" in name or "LMHead" in name
 
 
+def parts_of(model: Any) -> dict[str, list[tuple[int, int, int]]]:
+    """The kinds of batches that a model takes; those with an encoder take no documents, and count all places."""
+    if not model.config.is_encoder_decoder:
+        return PARTS
+    return dict.fromkeys(("padded right", "checkpointed"), PARTS["padded right"])
+
+
+def alone(model: Any, ids: torch.Tensor, row: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+    """The tensors of one sequence of a batch, labels among them."""
+    part, name = ids[row : row + 1, start:stop], type(model).__name__
+    if not model.config.is_encoder_decoder:
+        return {"input_ids": part, **make_labels(name, part)}
+    decoded = ids.flip(1)[row : row + 1, : IN_ROW[row]]
+    return {"input_ids": part, "decoder_input_ids": decoded, **make_labels(name, decoded)}
+
+
+def is_of_decoder(model: Any, field: str) -> bool:
+    return model.config.is_encoder_decoder and field != "encoder_last_hidden_state"
+
+
 def without_cache(model: Any) -> dict[str, Any]:
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
@@ -152,32 +202,41 @@ def make_labels(name: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """The labels for a class that has a loss of each row."""
     if "TokenClassification" in name:
         return {"labels": ids % 2}
-    return {"labels": ids} if is_causal(name) or "MaskedLM" in name else {}
+    if "SequenceClassification" in name:
+        return {"labels": ids[:, 0] % 2}
+    if "QuestionAnswering" in name:
+        return {"start_positions": ids[:, 0] % 5, "end_positions": ids[:, 0] % 7}
+    return {"labels": ids} if is_causal(name) or "MaskedLM" in name or name in SEQ_TO_SEQ else {}
 
 
 def fields(result: Any) -> dict[str, torch.Tensor]:
     return {name: result[name] for name in FIELDS if isinstance(result.get(name), torch.Tensor)}
 
 
-def weights(x: torch.Tensor) -> torch.Tensor:
-    """A cotangent of fields [.., n, ..], by the place in the batch."""
-    return torch.randn((2, TOKENS, *x.shape[2:]), generator=torch.Generator().manual_seed(7))
+def weights(x: torch.Tensor, tokens: int | None) -> torch.Tensor:
+    """A cotangent of fields [.., n, ..] by the place in rows of so many tokens; None: of [.., ..], by the sequence."""
+    shape = (3, *x.shape[1:]) if tokens is None else (2, tokens, *x.shape[2:])
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
 
 
 def run_alone(model: Any, mode: str, ids: torch.Tensor) -> tuple[list[Any], list[torch.Tensor], float]:
     """(fields of each sequence alone, gradients of all, the mean loss of all labels)."""
     model.zero_grad()
     found, losses, count = [], 0.0, 0
-    name = type(model).__name__
-    for row, start, stop in PARTS[mode]:
-        part = ids[row : row + 1, start:stop]
-        result = model(part, **make_labels(name, part), **without_cache(model))
-        rows = {n: x for n, x in fields(result).items() if x.ndim > 1 and x.shape[1] == stop - start}
-        if rows:
-            sum((x * weights(x)[row, start:stop]).sum() for x in rows.values()).backward()
+    for i, (row, start, stop) in enumerate(parts_of(model)[mode]):
+        given = alone(model, ids, row, start, stop)
+        result = model(**given, **without_cache(model))
+        objective = torch.zeros(())
+        for n, x in fields(result).items():
+            first, last, tokens = (0, IN_ROW[row], DECODED) if is_of_decoder(model, n) else (start, stop, TOKENS)
+            of_rows = x.ndim > 1 and x.shape[1] == last - first
+            weight = weights(x, tokens)[row, first:last] if of_rows else weights(x, None)[i]
+            objective = objective + (x * weight).sum()
+        objective.backward()
         found.append({n: x.detach() for n, x in fields(result).items()})
-        if make_labels(name, part):
-            labels = stop - start - is_causal(name)
+        if result.get("loss") is not None:
+            labels = given.get("labels", given["input_ids"][0])
+            labels = labels.shape[1] - is_causal(type(model).__name__) if labels.ndim > 1 else 1
             losses, count = losses + float(result.loss.detach()) * labels, count + labels
     return (
         found,
@@ -186,16 +245,34 @@ def run_alone(model: Any, mode: str, ids: torch.Tensor) -> tuple[list[Any], list
     )
 
 
+def whole_batch(model: Any, mode: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The batch of all sequences of this kind; answers count the places of the row."""
+    name, parts = type(model).__name__, parts_of(model)[mode]
+    batch, labels = {"input_ids": ids}, make_labels(name, ids)
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = ids.flip(1)[:, :DECODED]
+        batch["decoder_attention_mask"] = (torch.arange(DECODED) < torch.tensor(IN_ROW)[:, None]).long()
+        labels = make_labels(name, batch["decoder_input_ids"])
+    elif "start_positions" in labels and not mode.startswith("padded"):
+        labels = {}
+    elif "labels" not in labels or labels["labels"].ndim == 1:
+        of_parts = [make_labels(name, ids[row : row + 1, start:]) for row, start, _ in parts]
+        first = torch.tensor([start for _, start, _ in parts]) if "start_positions" in labels else 0
+        labels = {key: torch.cat([part[key] for part in of_parts]) + first for key in labels}
+    if mode.startswith("padded") or model.config.is_encoder_decoder:
+        batch["attention_mask"] = torch.zeros_like(ids)
+        for row, start, stop in parts:
+            batch["attention_mask"][row, start:stop] = 1
+    return {**batch, **labels}
+
+
 def compare(
     model: Any, group: Any, layout: str, mode: str, expected: Any, ids: torch.Tensor, bound: float = BOUND
 ) -> str:
     """ "exact", or WRONG and the differences of fields, gradients and loss that are above `bound`."""
     rank, ranks, name = dist.get_rank(group), dist.get_world_size(group), type(model).__name__
-    batch = {"input_ids": ids, **make_labels(name, ids)}
-    borders = None if mode == "padded" else [[0, 17, TOKENS], [0, TOKENS]]
-    if mode == "padded":
-        batch["attention_mask"] = torch.ones_like(ids)
-        batch["attention_mask"][1, :11] = 0
+    batch = whole_batch(model, mode, ids)
+    borders = None if "attention_mask" in batch else [[0, 17, TOKENS], [0, TOKENS]]
     if mode == "checkpointed":
         if not model.supports_gradient_checkpointing:
             return "exact"
@@ -203,23 +280,31 @@ def compare(
     model.zero_grad()
     part = shard_batch(batch, group, layout=layout, cu_seqlens=borders, shift=is_causal(name))
     result = model(**part, **without_cache(model))
-    cut = ra.make_layout(layout, tokens=TOKENS, ranks=ranks)
     loss, whole = torch.zeros(()), fields(result)
     for n, x in fields(result).items():
-        if x.ndim > 1 and x.shape[1] == cut.rows(rank):
-            weight = weights(x)
-            if mode == "padded":
-                weight[1, :11] = 0
-            loss = loss + (x * cut.shard_tensor(weight, rank, dim=1)).sum()
+        tokens, mask = TOKENS, batch.get("attention_mask")
+        if is_of_decoder(model, n):
+            tokens, mask = DECODED, batch["decoder_attention_mask"]
+        cut = ra.make_layout(layout, tokens=tokens, ranks=ranks)
+        local = x.ndim > 1 and x.shape[1] == cut.rows(rank)
+        of_rows = local or (x.ndim > 1 and x.shape[1] == tokens)
+        weight = weights(x, tokens if of_rows else None)[: 2 if of_rows else len(x)]
+        if of_rows and mask is not None:
+            weight[mask == 0] = 0
+        loss = loss + (x * (cut.shard_tensor(weight, rank, dim=1) if local else weight / ranks)).sum()
+        if local:
             shards: list[Any] = [None] * ranks
             dist.all_gather_object(shards, x.detach().numpy(), group=group)
             whole[n] = cut.unshard_tensor([torch.from_numpy(s) for s in shards], dim=1)
     loss.backward()
     right, gradients, mean = expected
-    wrong = {"loss": abs(float(mean_over_ranks(result.loss, group=group)) - mean)} if "labels" in batch else {}
-    for (row, start, stop), theirs in zip(PARTS[mode], right, strict=True):
+    wrong = {}
+    if result.get("loss") is not None:
+        wrong["loss"] = abs(float(mean_over_ranks(result.loss, group=group)) - mean)
+    for i, ((row, start, stop), theirs) in enumerate(zip(parts_of(model)[mode], right, strict=True)):
         for n, x in theirs.items():
-            ours = whole[n][row, start:stop] if whole[n].ndim > 1 and whole[n].shape[1] == TOKENS else whole[n][row]
+            first, last, tokens = (0, IN_ROW[row], DECODED) if is_of_decoder(model, n) else (start, stop, TOKENS)
+            ours = whole[n][row, first:last] if whole[n].ndim > 1 and whole[n].shape[1] == tokens else whole[n][i]
             far = (ours - x[0]).abs().max() / x.abs().max().clamp(min=1e-6) if ours.shape == x[0].shape else 1.0
             wrong[n] = max(wrong.get(n, 0.0), float(far))
     largest = max(float(g.abs().max()) for g in gradients) or 1.0
@@ -231,12 +316,10 @@ def compare(
     return f"WRONG {bad}" if bad else "exact"
 
 
-def one(rank: int, name: str) -> dict[str, str]:
+def one(rank: int, name: str, bound: float = BOUND) -> dict[str, str]:
     """What a rank of three finds for each mode of a class, and for 2 and 3 ranks."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    if "input_ids" not in inspect.signature(getattr(hf, name).forward).parameters:
-        return {"": "no text"}
     ids = torch.randint(6, CLASSES, (2, TOKENS), generator=torch.Generator().manual_seed(2))
     if not GROUPS:
         GROUPS.extend(dist.new_group(list(range(n)), timeout=timedelta(seconds=LIMIT / 3)) for n in (2, 3))
@@ -244,24 +327,26 @@ def one(rank: int, name: str) -> dict[str, str]:
     if rank == 2:
         del groups["zigzag"]
     try:
-        model = fit(name, classes()[name], ids[:1])
+        if "input_ids" not in inspect.signature(getattr(hf, name.removesuffix(TEXT)).forward).parameters:
+            return {"": "no text"}
+        model = fit(name, classes()[name.removesuffix(TEXT)], ids[:1])
         ours = {layout: parallelize(copy.deepcopy(model), group, layout=layout) for layout, group in groups.items()}
-        expected = {mode: run_alone(model, mode, ids) for mode in PARTS}
+        expected = {mode: run_alone(model, mode, ids) for mode in parts_of(model)}
     except ra.RingAttentionError as error:
         return {"": f"refused: {type(error).__name__}: {error}"}
     except FOREIGN as error:
         return {"": f"not buildable: {type(error).__name__}: {str(error)[:150]}"}
     found: dict[str, str] = {}
-    for layout, group in groups.items():
+    for (layout, group), mode in product(groups.items(), parts_of(model)):
+        where = f"{mode} {dist.get_world_size(group)}"
         try:
-            for mode in PARTS:
-                found[f"{mode} {dist.get_world_size(group)}"] = compare(
-                    ours[layout], group, layout, mode, expected[mode], ids
-                )
+            found[where] = compare(ours[layout], group, layout, mode, expected[mode], ids, bound)
+        except (ra.Mismatch, ra.CommFailure) as error:
+            return {where: f"crash: {type(error).__name__}: {error}"}
         except ra.RingAttentionError as error:
-            found[mode] = f"refused: {type(error).__name__}: {error}"
+            found[where] = f"refused: {type(error).__name__}: {error}"
         except FOREIGN as error:
-            return {mode: f"crash: {type(error).__name__}: {str(error)[:150]}"}
+            return {where: f"crash: {type(error).__name__}: {str(error)[:150]}"}
     return found
 
 
@@ -271,27 +356,85 @@ def verdict(results: list[dict[str, str]]) -> str:
     for found in results:
         for mode, text in found.items():
             modes.setdefault(text, set()).add(mode)
-    order = sorted(modes, key=lambda text: [not text.startswith(word) for word in ("WRONG", "crash", "refused")])
-    shown = [f"{text} [{', '.join(sorted(modes[text]))}]" for text in order if text != "exact"]
-    return " | ".join(shown).replace(" []", "") or "exact"
+    words = ("WRONG", "crash", "exact", "refused")
+    order = sorted(modes, key=lambda text: [not text.startswith(word) for word in words])
+    shown = [f"{text} [{', '.join(sorted(modes[text]))}]" if len(modes) > 1 else text for text in order]
+    return " ".join(" | ".join(shown).replace(" []", "").split())
+
+
+#: The words before the table of docs/support_models.md.
+INTRODUCTION = """# Classes of transformers
+
+Which models of Hugging Face can be sharded, and what is said to the others? `python tests/helpers/sweep.py` writes this
+page: it makes every class of the automatic mappings of transformers {transformers} tiny, with random weights, and
+compares it on 2 and 3 ranks (torch {torch}, CPU, fp32) with each sequence alone: logits, hidden states, poolers,
+answers, losses and all gradients, to 0.2 % of the largest value. Tests hold some to 1e-5.
+
+Batches are packed, padded on the left, padded on the right, and packed with gradient checkpointing; models with an
+encoder and a decoder have padded ones only. `{text}` is the text part of the class above it.
+A class that is not named in a table has no tokens ({blind} classes). "Not set up" says why no tiny model was made.
+
+{counts}.
+"""
+#: The words of an answer, in the order of the page.
+ANSWERS = {
+    "exact": "exact",
+    "refused": "refused by name",
+    "not buildable": "not set up",
+    "crash": "crashed",
+    "WRONG": "wrong",
+}
+
+
+def answer(text: str) -> str:
+    """What a line says about a class: "exact" where only some batches are refused, too."""
+    return text.split(":")[0].split(" {")[0].split(" [")[0]
+
+
+def write_page(lines: list[str]) -> str:
+    """docs/support_models.md of lines of this program."""
+    found = dict(line.split("\t") for line in lines if "\t" in line)
+    counts = Counter(map(answer, found.values()))
+    shown = [f"{counts[word]} are {words}" for word, words in ANSWERS.items()]
+    page = INTRODUCTION.format(
+        transformers=hf.__version__, torch=torch.__version__.split("+")[0], text=TEXT, blind=counts["no text"],
+        counts=f"Of {sum(counts.values()) - counts['no text']} classes {', '.join(shown)}",
+    )  # fmt: skip
+    for word, words in ANSWERS.items():
+        rows = [(name, text) for name, text in sorted(found.items()) if answer(text) == word]
+        page += f"\n## {words.capitalize()}\n\n| class | |\n|---|---|\n" if rows else ""
+        page += "".join(row(name, text) for name, text in rows)
+    return page
+
+
+def row(name: str, text: str) -> str:
+    """The row of a class in the table of the page."""
+    own = text.removeprefix(f"{answer(text)}: ").removeprefix("Unsupported: ")
+    own = own.removeprefix(f"{name} ").replace("|", ";").replace("<", "&lt;")
+    return f"| {name} | {own} |\n"
 
 
 def main(names: list[str]) -> int:
+    if names[:1] == ["--page"]:
+        PAGE.write_text(write_page(sys.stdin.read().splitlines()))
+        return 0
     launcher.get_context = lambda method: multiprocessing.get_context("fork")  # type: ignore[assignment]
     counts: Counter[str] = Counter()
     names, pool = names or sorted(classes()), None
     for name in names:
         getattr(hf, name, None)  # ranks have imported what this process has
-    for name in names:
-        pool = pool or Pool(3)
+    while names:
+        name, pool = names.pop(0), pool or Pool(3)
         try:
             text = verdict(pool.run(one, name, timeout=LIMIT))
-        except ra.LaunchFailure as error:
+        except LaunchFailure as error:
             text = f"crash: {str(error).splitlines()[0]}"
         if any(word in text for word in ("crash", "CommFailure", "Mismatch")):
             pool.close()
             pool = None
-        counts[text.split(":")[0].split(" {")[0].split(" [")[0]] += 1
+        if "take parallelize(" in text:
+            names.insert(0, name + TEXT)
+        counts[answer(text)] += 1
         print(name, text, sep="\t", flush=True)
     if pool is not None:
         pool.close()

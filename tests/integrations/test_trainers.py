@@ -15,7 +15,14 @@ FREE = {"padding_free": True, "max_length": None, "accumulate": 2, **STEPS}
 Cases = list[tuple[str, dict[str, Any]]]
 #: By dp and cp.
 CASES: dict[tuple[int, int], Cases] = {
-    (1, 2): [("sft", PACKED), ("sft", FREE), ("dpo", STEPS), ("grpo", STEPS), ("plain", {"data": "dispatch", **STEPS})],
+    (1, 2): [
+        ("sft", PACKED),
+        ("sft", FREE),
+        ("dpo", STEPS),
+        ("grpo", STEPS),
+        ("reward", STEPS),
+        ("plain", {"data": "dispatch", **STEPS}),
+    ],
     (2, 2): [
         ("plain", {"accumulate": 2, "resume": True, "steps": 4}),
         ("plain", {"data": "stream", **STEPS}),

@@ -12,11 +12,15 @@ import pytest
 pytest.importorskip("transformers")
 import model_cases
 import sweep
+import transformers
 from graph_cases import in_graphs
 from packaging.specifiers import SpecifierSet
+from rank_pool import told_by
 
 import ringattn as ra
+from ringattn.integrations import supported
 from ringattn.integrations import transformers as adapter
+from ringattn.integrations.heads import check_pooler, find_pooling
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +40,7 @@ def test_logits_and_gradients_are_those_of_the_eager_model(run_ranks, ranks: int
 @pytest.mark.parametrize("name", ["Gemma 2, softcap", "GPT-OSS, sinks", "Mistral, window"])
 def test_padded_and_packed_rows_equal_sequences_alone(run_ranks, name: str) -> None:  # type: ignore[no-untyped-def]
     for found in run_ranks(model_cases.batches, 2, name, 32 * EPS, timeout=120):
-        assert found == dict.fromkeys(("packed", "padded", "checkpointed"), "exact")
+        assert found == dict.fromkeys(sweep.PARTS, "exact")
 
 
 @pytest.mark.multi
@@ -66,6 +70,51 @@ def test_rope_takes_the_length_of_the_whole_batch(run_ranks, name: str, layout: 
 def test_the_mean_over_ranks_is_the_loss_where_one_rank_has_no_label(run_ranks, name: str) -> None:  # type: ignore[no-untyped-def]
     for loss, gradients in run_ranks(model_cases.losses, 2, name, timeout=120):
         assert loss <= 32 * EPS and gradients <= 32 * EPS
+
+
+#: Heads of encoders and decoders: compared on 2 and 3 ranks, packed, padded and checkpointed, with each sequence alone.
+HEADS = (
+    *("BertForTokenClassification", "BertForSequenceClassification", "BertModel", "EuroBertForSequenceClassification"),
+    *("RobertaForMaskedLM", "RobertaForSequenceClassification", "ModernBertForSequenceClassification"),
+    *("ModernBertForMaskedLM", "LlamaForTokenClassification", "LlamaForSequenceClassification"),
+    "LlamaForQuestionAnswering",
+)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_are_those_of_sequences_alone(run_ranks, name: str) -> None:  # type: ignore[no-untyped-def]
+    assert sweep.verdict(run_ranks(sweep.one, 3, name, 1e-5, timeout=120)) == "exact"
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("side", "layout"), [("left", "zigzag"), ("right", "layers")])
+def test_losses_of_rewards_and_embeddings(run_ranks, side: str, layout: str) -> None:  # type: ignore[no-untyped-def]
+    for found in run_ranks(model_cases.sequences, 2, side, layout, timeout=120):
+        assert max(found) <= 1e-5
+
+
+@pytest.mark.multi
+def test_embeddings_types_and_positions_on_three_axes(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    for found in run_ranks(model_cases.other_inputs, 2, timeout=120):
+        assert max(found) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reads"),
+    [
+        ("ModernBert", {"classifier_pooling": "cls"}, "first"),
+        ("ModernBert", {"classifier_pooling": "mean"}, "mean"),
+        ("EuroBert", {"classifier_pooling": "bos"}, "first"),
+        ("EuroBert", {"classifier_pooling": "mean"}, "mean"),
+        ("EuroBert", {"classifier_pooling": "late"}, "late"),
+        ("Roberta", {}, "first"),
+        ("GPT2", {}, "last"),
+    ],
+)
+def test_a_head_is_asked_what_it_reads(family: str, settings: dict[str, str], reads: str) -> None:
+    config = getattr(transformers, f"{family}Config")(**model_cases.BASE, pad_token_id=0, **settings)
+    assert find_pooling(getattr(transformers, f"{family}ForSequenceClassification")(config), "logits") == reads
 
 
 @pytest.mark.multi
@@ -114,23 +163,33 @@ def test_the_interface_of_transformers_has_not_moved() -> None:
     assert SpecifierSet(tested).contains(version("transformers")), f"{version('transformers')} is not in {tested}"
 
 
-#: A class for each way in which models differ, and the begin of what the sweep says about it.
-SAMPLE = {
-    "AfmoeForCausalLM": "exact",
-    "ModernBertForTokenClassification": "exact",
-    "OPTModel": "exact",
-    "PhimoeForCausalLM": "exact",
-    "Qwen2MoeForCausalLM": "exact",
-    "CLIPTextModel": "refused: Unsupported: CLIPTextModel returns a tuple (return_dict=False), or a pooler_output",
-    "DogeForCausalLM": "refused: Unsupported: DogeForCausalLM has a mask made of its values",
-    "MobileBertForMaskedLM": "refused: Unsupported: MobileBertForMaskedLM has embeddings of neighbouring tokens",
-    "NemotronForCausalLM": "refused: Unsupported: NemotronAttention is not given cu_seq_lens_q",
-    "Qwen2ForQuestionAnswering": "refused: Unsupported: Qwen2ForQuestionAnswering has a head that reads whole",
-}
+#: A class for each way in which models differ.
+SAMPLE = (
+    *("AfmoeForCausalLM", "ModernBertForTokenClassification", "OPTModel", "PhimoeForCausalLM", "BartModel"),
+    *("Qwen2VLModel", "Qwen2VLModel.get_decoder()", "CLIPTextModel", "DogeForCausalLM", "NemotronForCausalLM"),
+)
 
 
 @pytest.mark.multi
 @pytest.mark.timeout(240)
-def test_accepted_models_are_exact_and_others_refused_by_name(run_ranks) -> None:  # type: ignore[no-untyped-def]
-    for name, words in SAMPLE.items():
-        assert sweep.verdict(run_ranks(sweep.one, 3, name, timeout=120)).startswith(words), name
+def test_the_page_of_classes_says_what_the_code_does(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    page = sweep.PAGE.read_text()
+    assert "## Wrong" not in page and "0 are wrong" in page
+    if f"transformers {transformers.__version__} tiny" not in page:
+        pytest.skip("the page is that of another version of transformers")
+    for name in SAMPLE:
+        assert sweep.row(name, sweep.verdict(run_ranks(sweep.one, 3, name, timeout=120))) in page, name
+
+
+def test_the_page_of_classes_and_the_code_refuse_the_same_classes() -> None:
+    """A class for each reason that is known before a model runs; and no exact class is refused."""
+    page = sweep.PAGE.read_text()
+    if f"transformers {transformers.__version__} tiny" not in page:
+        pytest.skip("the page is that of another version of transformers")
+    refused = re.findall(r"^\| (\w+) \| (has .*) \|$", page.split("## Refused")[1].split("## ")[0], re.MULTILINE)
+    by_reason = {re.sub(r"model[.\w]*", "", words): (name, words) for name, words in refused}
+    assert len(by_reason) > 12
+    for name, words in by_reason.values():
+        model = sweep.make_empty(name, sweep.classes()[name])
+        said = told_by(lambda model=model: (supported.check_model(model), check_pooler(model)))  # type: ignore[misc]
+        assert f"| {name} | {words} |\n" == sweep.row(name, f"refused: {said}")

@@ -1,0 +1,302 @@
+"""Heads that read whole sequences: what a model of transformers says of a sequence, from rows that ranks hold.
+
+A head for classification reads one row of a sequence, or the mean of its rows. The ranks exchange this row alone, and
+the model's own head computes it on every rank, as a sequence of one token. Which row it reads is asked of the head
+itself (`find_pooling`), so that no list of classes can be out of date.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+
+from ..errors import InvalidInput, Unsupported
+from ..functional import get_transport
+from ..kernels.base import wide
+from ..transport.records import Exchange, compare_records
+from ..transport.torchdist import WeakGroup, place_group
+from .borders import ANSWERS, cut_batch, read_borders
+from .generation import STATE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+    from ..layout.regular import Layout
+    from .borders import LayerMasks
+
+#: How the rows of a sequence become one row.
+POOLINGS = ("first", "last", "mean")
+#: Tokens of the sequence by which `find_pooling` asks a head what it reads.
+ASKED = 5
+#: What a head raises that cannot be run on hidden states alone.
+FOREIGN = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+#: The arguments by which a head finds the row that it reads; the model below it is given those of this rank.
+OF_ROWS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "cu_seq_lens_q", "inputs_embeds")
+#: The labels of whole sequences.
+LABELS = ("labels", *ANSWERS)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over ranks, on each of them; its gradient is the sum of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        """The sum, a tensor of its own."""
+        ctx.group = WeakGroup(group)
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The sum of what the ranks say."""
+        return _SumOverRanks.apply(gradients[0], ctx.group.group), None
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of a batch whose rows ranks hold: its rows, or where these are packed its documents, in order."""
+
+    #: [B, n]: the number of the sequence that a row of this rank belongs to.
+    index: torch.Tensor
+    #: [B, n]: the position in this sequence.
+    positions: torch.Tensor
+    #: [B, n]: False for padding.
+    real: torch.Tensor
+    number: int
+    group: ProcessGroup
+
+    def pool(self, rows: torch.Tensor, how: str) -> torch.Tensor:
+        """[number, d] of this rank's rows [B, n, d], the same on every rank. Differentiable; collective."""
+        index, real = self.index.flatten(), self.real.flatten()
+        weight = real.to(wide(rows.dtype))
+        if how == "mean":
+            count = weight.new_zeros(self.number).index_add(0, index, weight)
+            dist.all_reduce(count, group=self.group)
+            weight = weight / count.clamp(min=1)[index]
+        else:
+            place = self.positions.flatten().long() * (1 if how == "last" else -1)
+            place = place.masked_fill(~real, torch.iinfo(torch.int64).min)
+            best = torch.full_like(place, torch.iinfo(torch.int64).min)[:1].expand(self.number).contiguous()
+            best = best.scatter_reduce(0, index, place, "amax")
+            dist.all_reduce(best, dist.ReduceOp.MAX, group=self.group)
+            real = real & (place == best[index])
+        chosen = real.nonzero()[:, 0]
+        mine = rows.flatten(0, 1)[chosen].to(weight.dtype) * weight[chosen, None]
+        pooled = mine.new_zeros(self.number, mine.shape[1]).index_add(0, index[chosen], mine)
+        return _SumOverRanks.apply(pooled, self.group).to(rows.dtype)
+
+
+def find_sequences(
+    batch: Mapping[str, torch.Tensor], group: ProcessGroup, layout: str | Layout | LayerMasks
+) -> Sequences:
+    """The sequences of this rank's part of a batch, as `shard_batch` has made it."""
+    positions, mask, borders = (batch.get(name) for name in ("position_ids", "attention_mask", "cu_seq_lens_q"))
+    assert positions is not None
+    positions = positions.reshape(-1, *positions.shape[-2:])[0]
+    real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask.bool()
+    batch_size = len(positions)
+    if borders is None:
+        index = torch.arange(batch_size, device=positions.device)[:, None].expand_as(positions)
+        return Sequences(index, positions, real, batch_size, group)
+    documents, found, number = read_borders(borders), [], 0
+    cut = cut_batch(layout, documents.row(0).starts[-1], dist.get_world_size(group), documents)
+    for row in range(batch_size):
+        starts = np.unique(documents.row(row).starts)
+        found.append(number + np.searchsorted(starts, cut.positions(dist.get_rank(group)), "right") - 1)
+        number += len(starts) - 1
+    return Sequences(torch.tensor(np.array(found), device=positions.device), positions, real, number, group)
+
+
+def pool(
+    hidden: torch.Tensor,
+    batch: Mapping[str, torch.Tensor],
+    group: ProcessGroup | DeviceMesh | None = None,
+    *,
+    layout: str | Layout | LayerMasks,
+    how: str = "mean",
+) -> torch.Tensor:
+    """One vector for each sequence [S, d], equal on all ranks, such as an embedding of a text. Collective.
+
+    hidden: the last hidden states [B, n, d] of this rank's rows.
+    batch: what `shard_batch` has made; S is B, or where documents are packed the number of all documents, in order.
+    how: "first", "last" or "mean" of the tokens of a sequence, padding left out.
+
+    Differentiable: where each rank computes the same loss of the result, the mean over the ranks of the gradients is
+    that of the loss, as DDP and FSDP2 average. Raises InvalidInput for shapes that do not fit and unknown names.
+    """
+    place = place_group(group).group
+    with Exchange(get_transport(place), "pool") as ranks:
+        if how not in POOLINGS:
+            raise InvalidInput(f"how={how!r}: expected one of {', '.join(POOLINGS)}")
+        if hidden.ndim != 3 or hidden.shape[:2] != batch["position_ids"].shape[-2:]:
+            raise InvalidInput(
+                f"hidden must be [batch, tokens, d] of the rows of this rank, got {tuple(hidden.shape)}; pass "
+                "model(**batch).last_hidden_state"
+            )
+        ranks.mine = json.dumps({"how": how, "batch": hidden.shape[0], "d": hidden.shape[2]}).encode()
+    compare_records(ranks.records)
+    return find_sequences(batch, place, layout).pool(hidden, how)
+
+
+def join_rows(rows: torch.Tensor, cut: Layout, group: ProcessGroup) -> torch.Tensor:
+    """[B, N] of whole sequences from this rank's [B, n], on every rank. Differentiable; collective."""
+    places = torch.from_numpy(cut.positions(dist.get_rank(group))).to(rows.device)
+    whole = rows.new_zeros(rows.shape[0], cut.tokens).index_copy(1, places, rows)
+    return _SumOverRanks.apply(whole, group)
+
+
+def find_pooling(model: PreTrainedModel, field: str) -> str:
+    """What the head of a model reads, by its result `field`: "first", "last", "mean", "late" or "rows".
+
+    late: each row by itself, and then the mean; rows: each row by itself. The head is run on a few random rows, with
+    random weights. Raises Unsupported for a head that reads anything else.
+    """
+    pooler, below = _copy(getattr(model.base_model, "pooler", None)), nn.Identity()
+    head = _copy(model, {id(model.base_model): below})
+    token = 1 + max(head.config.get_text_config().pad_token_id or 0, 0)
+
+    def run(hidden: torch.Tensor) -> torch.Tensor:
+        pooled = None if pooler is None else pooler(hidden)
+        result = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=hidden, pooler_output=pooled)
+        below.forward = lambda *args, **kwargs: result  # type: ignore[method-assign]
+        return cast(torch.Tensor, head(input_ids=torch.full(hidden.shape[:2], token))[field])
+
+    return _ask(model, f"head ({field})", run)
+
+
+def check_pooler(model: PreTrainedModel) -> nn.Module | None:
+    """The pooler of the model, which reads first rows. Raises Unsupported for another one."""
+    pooler = getattr(model.base_model, "pooler", None)
+    if pooler is not None and (found := _ask(model, "pooler", _copy(pooler))) != "first":
+        raise Unsupported(
+            f"{type(model).__name__} has a pooler of {found}, not first rows; take add_pooling_layer=False"
+        )
+    return cast("nn.Module | None", pooler)
+
+
+def _copy(module: nn.Module | None, known: dict[int, Any] | None = None) -> Any:
+    """A copy on the CPU, in fp32, with random weights, that drops nothing. `known` are objects to put into it."""
+    if module is None:
+        return None
+    made = deepcopy(module, known or {}).to_empty(device="cpu").float().eval()
+    generator = torch.Generator().manual_seed(0)
+    for part in made.modules():
+        setattr(part, STATE, None)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, device="cpu") * max(p.shape[-1:] or [1]) ** -0.5)
+        for buffer in made.buffers():
+            buffer.zero_()
+    return made
+
+
+def _ask(model: PreTrainedModel, part: str, run: Callable[[torch.Tensor], torch.Tensor]) -> str:
+    """What `run`, a part of a model that is given hidden states [1, n, d], reads of them."""
+    width = model.config.get_text_config().hidden_size
+    hidden = torch.randn(1, ASKED, width, generator=torch.Generator().manual_seed(1), device="cpu")
+    words = f"{type(model).__name__} has a {part} that does not read the first, the last or the mean of the rows"
+    try:
+        with torch.no_grad():
+            whole, middle = run(hidden)[0], run(hidden.mean(1, keepdim=True))[0]
+            alone = [run(row) for row in hidden.split(1, 1)]
+    except FOREIGN as error:
+        raise Unsupported(f"{words}: {type(error).__name__}: {error}") from error
+    known = {"first": alone[0][0], "last": alone[-1][0], "mean": middle}
+    known |= {"late": torch.cat(alone).mean(0), "rows": torch.cat(alone, 1)[0]}
+    for name, right in known.items():
+        if right.shape == whole.shape and torch.allclose(right, whole, atol=1e-5):
+            return name
+    raise Unsupported(f"{words}; pool the rows of its base model by ringattn.integrations.transformers.pool")
+
+
+class HeadCall:
+    """A call of a model whose head reads whole sequences.
+
+    pooling: what the head reads, see `find_pooling`.
+    kwargs: the arguments of the call, of the rows of this rank, which `cut` has cut.
+    """
+
+    def __init__(self, pooling: str, sequences: Sequences, kwargs: dict[str, Any], cut: Layout) -> None:
+        self.pooling, self.sequences, self.cut = pooling, sequences, cut
+        given = {name: x for name, x in kwargs.items() if x is not None}
+        #: What only the loss reads.
+        self.labels = {name: given.pop(name) for name in LABELS if name in given}
+        #: What the model below the head is given.
+        self.rows = {name: given.pop(name) for name in OF_ROWS if name in given}
+        self.others = given
+
+    def hide(self) -> dict[str, Any]:
+        """The arguments for the head, which is to see sequences of one token, but for a head that reads rows."""
+        ids = torch.ones_like(self.sequences.index)
+        if self.pooling == "late":
+            ids = ids.reshape(-1, 1)
+        elif self.pooling != "rows":
+            ids = ids.new_ones(self.sequences.number, 1)
+        return {**self.others, "input_ids": ids}
+
+    def pooled(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head is given in place of the hidden states [B, n, d] of this rank's rows."""
+        if self.pooling == "rows":
+            return hidden
+        if self.pooling == "late":
+            return hidden.flatten(0, 1)[:, None]
+        return self.sequences.pool(hidden, self.pooling)[:, None]
+
+    def finish(self, model: PreTrainedModel, result: Any) -> Any:
+        """The result of whole sequences on every rank, with its loss."""
+        if self.pooling == "rows":
+            for name in ("start_logits", "end_logits"):
+                rows = result[name].masked_fill(~self.sequences.real, torch.finfo(result[name].dtype).min)
+                result[name] = join_rows(rows, self.cut, self.sequences.group)
+            given = {name: result[name] for name in ("start_logits", "end_logits")}
+        else:
+            if self.pooling == "late":
+                rows = result["logits"].view(*self.sequences.index.shape, -1)
+                result["logits"] = self.sequences.pool(rows, "mean")
+            given = {"pooled_logits": result["logits"], "config": model.config}
+        return type(result)(loss=model.loss_function(**given, **self.labels), **result) if self.labels else result
+
+
+def enter_base(base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of the model below a head, with those of this rank's rows."""
+    ring = getattr(base, STATE)
+    call: HeadCall | None = None if ring is None else ring.call.get("head")
+    if call is None:
+        return args, kwargs
+    bound = inspect.signature(base.forward).bind(*args, **kwargs)
+    named = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+    return (), {name: x for name, x in named.items() if name not in ("kwargs", *OF_ROWS)} | call.rows
+
+
+def leave_base(base: nn.Module, args: Any, result: Any) -> Any:
+    """The result of the model below a head, with the hidden states that the head reads."""
+    ring = getattr(base, STATE)
+    call: HeadCall | None = None if ring is None else ring.call.get("head")
+    if call is not None:
+        result["last_hidden_state"] = call.pooled(result["last_hidden_state"])
+    return result
+
+
+def enter_pooler(pooler: nn.Module, args: Any) -> Any:
+    """The first rows of whole sequences, [S, 1, d], in place of this rank's [B, n, d]."""
+    ring = getattr(pooler, STATE)
+    if ring is None:
+        return args
+    if "sequences" not in ring.call:
+        raise InvalidInput(f"{type(pooler).__name__}: call the model that parallelize returned, not a part of it")
+    return (ring.call["sequences"].pool(args[0], "first")[:, None], *args[1:])

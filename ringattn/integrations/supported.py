@@ -1,0 +1,115 @@
+"""Which models of transformers ranks can compute, and what a call must know of one: read from the model itself."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers.loss.loss_utils import (
+    LOSS_MAPPING,
+    ForCausalLMLoss,
+    ForMaskedLMLoss,
+    ForQuestionAnsweringLoss,
+    ForSequenceClassificationLoss,
+    ForTokenClassification,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from ..errors import InvalidInput, Unsupported
+from .encoder_decoder import find_tables
+from .heads import find_pooling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: The kinds of layers whose whole attention is in the attention function.
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
+    """(whether labels are those of the next token, what the head reads); None: no loss of rows, no head but of rows.
+
+    Raises Unsupported, with the name of the feature, if ring attention cannot be all of the model's attention, or if
+    a result is not made of the rows one by one.
+    """
+    if not hasattr(model, "set_attn_implementation"):
+        raise InvalidInput(
+            f"{type(model).__name__} is no model of transformers; parallelize a PreTrainedModel, before DDP, FSDP or "
+            "torch.compile wrap it, and give models of your own ringattn.nn.RingAttention"
+        )
+    both, name, config = model.config.is_encoder_decoder, type(model).__name__, model.config
+    if not _is_of_text(config):
+        parts = [path for path, part in model.named_modules() if part is model.get_decoder() and path]
+        hint = f"parallelize(model.{parts[0]}, ...)" if parts else "a language model"
+        raise Unsupported(f"{name} has inputs besides text; take {hint} alone, with inputs_embeds in shard_batch")
+    loss = LOSS_MAPPING.get(model.loss_type)
+    causal = loss is ForCausalLMLoss or any(
+        kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for kind in type(model).__mro__
+    )
+    if both and (causal or name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()):
+        causal, loss = False, ForMaskedLMLoss  # labels are those of the decoder's rows
+    aligned, bare = loss in (ForMaskedLMLoss, ForTokenClassification), model.base_model is model
+    field = {ForSequenceClassificationLoss: "logits", ForQuestionAnsweringLoss: "start_logits"}.get(loss)
+    kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
+    reads = (model if field is None else model.base_model).forward
+    places = "position_ids" in inspect.signature(reads).parameters or (both and len(find_tables(model)) == 2)
+    through = model._supports_attention_backend or (model._can_set_attn_implementation() and model._supports_sdpa)
+    alibi = any("alibi" in word for word in dir(model.base_model))
+    stretched = both and any(map(rotates_by_length, model.modules()))
+    other = not (causal or aligned or bare or field)
+
+    def given(word: str) -> Any:
+        return getattr(config, word, None)
+
+    for feature, present, hint in (
+        ("inputs other than tokens", model.main_input_name != "input_ids", "only sequences of tokens are sharded"),
+        (f"layers of type {', '.join(sorted(kinds))}", kinds, f"only {' and '.join(LAYER_TYPES)} are served"),
+        (
+            "a decoder for rows that it lacks",
+            given("add_cross_attention") and not both,
+            "set add_cross_attention=False",
+        ),
+        ("attention in chunks (attention_chunk_size)", given("attention_chunk_size") is not None, ""),
+        ("a mask made of its values (keep_window_size)", hasattr(config, "keep_window_size"), ""),
+        ("embeddings of neighbouring tokens (trigram_input)", given("trigram_input"), ""),
+        ("a bias of relative positions", hasattr(config, "relative_attention_num_buckets"), ""),
+        ("ALiBi", given("alibi") or alibi, ""),
+        ("an auxiliary loss of its routers", given("output_router_logits"), "set output_router_logits=False"),
+        ("attention outside of transformers' attention functions", not through, ""),
+        ("no argument position_ids, by which a rank says which rows it has", not places, ""),
+        ("a head over an encoder and a decoder", both and field is not None, "take its base model"),
+        ("rope that depends on the lengths of two sequences", stretched, ""),
+        ("a head whose loss is not of tokens, classes or answers", other, "take its base model and your own loss"),
+    ):
+        if present:
+            raise Unsupported(f"{name} has {feature}; {hint or 'unserved over ranks: shard the batch instead'}")
+    if field is not None and not bare:
+        return None, find_pooling(model, field)
+    return None if not (causal or aligned) else not aligned, None
+
+
+def _is_of_text(config: Any) -> bool:
+    """Whether a model of this configuration has no other part than one of text, or an encoder and a decoder of text."""
+    parts = [getattr(config, name, None) for name in config.sub_configs]
+    parts = [part for part in parts if hasattr(part, "num_hidden_layers")]
+    return all(map(_is_of_text, parts)) if config.is_encoder_decoder else not parts
+
+
+def rotates_by_length(module: nn.Module) -> bool:
+    """Whether the module is a rotary embedding whose frequencies depend on the largest position."""
+    kinds = getattr(module, "rope_type", "")
+    return any(
+        "dynamic" in str(kind) or kind == "longrope"
+        for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
+    )
+
+
+def first_position(model: nn.Module) -> int:
+    """The position of the first token: models of RoBERTa's kind count from the position of padding on."""
+    tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
+    padding = [place for x in tables if (place := getattr(x, "padding_idx", None)) is not None]
+    return padding[0] + 1 if padding else 0
