@@ -10,7 +10,8 @@ from math import log
 from typing import Any
 
 from ...errors import InvalidInput
-from ...machine.bands import describe_band
+from ...machine.bands import STEPS
+from ...machine.machine import MACHINE_NUMBERS
 from ...machine.presets import CURRENCY
 from ...text import did_you_mean, digits, duration, plural, rate, size
 from ..models.attention import plan_of_widest_layer
@@ -53,8 +54,8 @@ class Advice:
     found: dict[tuple[str, int], Found]
     #: The best candidates of different shapes, best first; at most SHOWN.
     best: list[TrainingCandidate]
-    #: Seconds of 1e9 tokens of each of `best` at each of BANDWIDTHS; none where one node has all GPUs of the first.
-    bandwidths: list[list[float]]
+    #: Each of `best` at each of BANDWIDTHS; none where one node has all GPUs of the first.
+    bandwidths: list[list[TrainingCandidate]]
     #: The best candidate at each of LENGTHS times the tokens; None: nothing fits.
     lengths: list[TrainingCandidate | None]
 
@@ -88,7 +89,7 @@ class Advice:
         best, step, model = self.best[0], self.best[0].step, self.question.model
         mfu = "" if step.mfu is None else f", {step.mfu:.0%} of the peak"
         return (
-            f"{'Fastest' if self.by == 'time' else 'Cheapest'} for {model.name} on sequences of "
+            f"{self.words[1].title()} for {model.name} on sequences of "
             f"{self.question.tokens:,} tokens: {describe_place(best)}, {best.name}, {best.choices}; a step of "
             f"{plural(best.parallel.rows * best.parallel.dp, 'sequence')} takes {duration(step.seconds)}{mfu}, and 1e9 "
             f"tokens take {duration(best.seconds)} and {self.price(best.cost)} [modelled]{self._bandwidth_change()}."
@@ -104,22 +105,31 @@ class Advice:
         """What else would change the verdict, a sentence each."""
         return [*self._length_changes(), self._memory_change(), *self._price_changes()]
 
+    def value(self, candidate: TrainingCandidate) -> float:
+        """What candidates are sorted by, of 1e9 tokens: seconds or cost."""
+        return candidate.seconds if self.by == "time" else candidate.cost
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """What a better candidate and the best one are called."""
+        return ("faster", "fastest") if self.by == "time" else ("cheaper", "cheapest")
+
     def _bandwidth_change(self) -> str:
         """The end of the verdict; "" where no bandwidths were compared."""
         if not self.bandwidths:
             return ""
         now = self.best[0].offer.machine.bandwidth
         for place in sorted(range(len(BANDWIDTHS)), key=lambda i: abs(log(BANDWIDTHS[i]))):
-            winner = min(range(len(self.best)), key=lambda i: self.bandwidths[i][place])
-            if self.bandwidths[winner][place] < self.bandwidths[0][place] * (1 - EQUAL):
-                changed = rate(now * BANDWIDTHS[place], "B/s")
-                return f"; at {changed} instead of {rate(now, 'B/s')} between nodes, {self.best[winner].name} is faster"
+            values = [self.value(line[place]) for line in self.bandwidths]
+            if min(values) < values[0] * (1 - EQUAL):
+                winner, changed = self.best[values.index(min(values))], rate(now * BANDWIDTHS[place], "B/s")
+                return f"; at {changed} instead of {rate(now, 'B/s')} between nodes, {winner.name} is {self.words[0]}"
         low, high = (rate(now * factor, "B/s") for factor in (BANDWIDTHS[0], BANDWIDTHS[-1]))
-        return f"; at {low} to {high} between nodes, none of the others shown becomes faster"
+        return f"; at {low} to {high} between nodes, none of the others shown becomes {self.words[0]}"
 
     def _length_changes(self) -> list[str]:
         best, lines = self.best[0], []
-        most = "cheapest" if self.by == "cost" else "fastest"  # on the same GPUs it is one question
+        most = self.words[1]  # on the same GPUs it is one question
         for factor, other in zip(LENGTHS, self.lengths, strict=True):
             tokens = max(int(self.question.tokens * factor), 1)
             if other is None:
@@ -161,23 +171,45 @@ class Advice:
 
     @property
     def doubts(self) -> list[str]:
-        """How sure the order is, a sentence each."""
-        best = self.best[0]
-        lines = []
-        for name in dict.fromkeys(candidate.offer.name for candidate in self.best):
-            one = next(candidate for candidate in self.best if candidate.offer.name == name)
-            rows = one.parallel.rows // one.pipeline.count(one.parallel.rows)
-            band = describe_band(one.offer.machine.preset, rows * -(-self.question.tokens // one.parallel.cp))
-            lines.append(f"Attention on {band or f'{name}: no published measurement of this machine'}.")
+        """How sure the order is, and what was not searched, a sentence each."""
+        best, lines = self.best[0], []
         low, high = span(best)
-        if low == high:
-            return [*lines, "Without a band nothing says how sure the order is.", f"{PUBLISHED_STEPS}."]
-        close = [f"{place}. {one.name}" for place, one in enumerate(self.best, 1) if place > 1 and span(one)[0] <= high]
-        if close:
+        if low < high:
+            lines.append(f"{PUBLISHED_STEPS}: here 1e9 tokens take {duration(low)} to {duration(high)}.")
+            most = STEPS.high * self.value(best)
+            equal = [f"{place}. {one.name}" for place, one in enumerate(self.best, 1) if self.value(one) <= most][1:]
+            if equal:
+                lines.append(f"Within this band of the first, and so equal to it: {', '.join(equal)}.")
+        else:
+            lines.append("Without a preset nothing says how sure the order is.")
+        memory = best.offer.machine.memory
+        if memory is not None and best.step.reserved > memory:
             lines.append(
-                f"Their bands overlap with that of the first, so that they may be as fast: {', '.join(close)}."
+                f"It needs {size(best.step.needed)}, and an allocator would show {size(best.step.reserved)} of "
+                f"{size(memory)}: take more GPUs, or keep activations in the memory of the host, where it does not run."
             )
-        return [*lines, f"{PUBLISHED_STEPS}."]
+        if self.question.model.experts > 1:
+            lines.append("Not searched: experts in parallel. Here each rank has a part of every expert.")
+        return lines
+
+    @property
+    def launch(self) -> str:
+        """The command by which torchtitan launches the best candidate."""
+        best, parallel, gpus = self.best[0], self.best[0].parallel, self.best[0].step.gpus
+        node = min(best.offer.machine.ranks_per_node, gpus)
+        kept = {"attention": "selective"}.get(parallel.checkpointing, parallel.checkpointing)
+        numbers = {
+            "training.seq_len": self.question.tokens,
+            "training.local_batch_size": parallel.rows,
+            "parallelism.data_parallel_shard_degree": parallel.dp,
+            "parallelism.context_parallel_degree": parallel.cp,
+            "parallelism.tensor_parallel_degree": parallel.tp,
+            "parallelism.pipeline_parallel_degree": best.pipeline.stages,
+            "parallelism.fsdp_reshard_after_forward": "always" if parallel.shard == "weights" else "never",
+            "activation_checkpoint.mode": kept,
+        }
+        flags = " ".join(f"--{name} {value}" for name, value in numbers.items())
+        return f"torchrun --nnodes {gpus // node} --nproc_per_node {node} -m torchtitan.train {flags}"
 
     @property
     def not_fitting(self) -> list[str]:
@@ -268,6 +300,17 @@ def explain_too_large(found: Found, offer: Offer) -> list[str]:
     return lines
 
 
+def describe_numbers(advice: Advice) -> list[str]:
+    """Each number of the machines that steps follow from, with its source."""
+    machines = {one.offer.name: one.offer.machine for one in advice.best}
+    return [
+        f"{where}: {name} {getattr(machine, name):g} {number.unit}, {machine.source(name)}"
+        for where, machine in machines.items()
+        for name, number in MACHINE_NUMBERS.items()
+        if number.python_type is float and getattr(machine, name) is not None
+    ]
+
+
 def describe_counts(counts: Counter[str]) -> str:
     """What became of the candidates, in words."""
     words = {
@@ -338,20 +381,34 @@ def _choose(found: dict[tuple[str, int], Found], by: str) -> list[TrainingCandid
 
 
 def _nothing_fits(question: Question, found: dict[tuple[str, int], Found]) -> InvalidInput:
-    lines = [line for offer in question.offers for line in explain_too_large(found[offer.name, question.gpus], offer)]
+    """Why nothing fits: the nearest miss, and on how many GPUs or with what in the memory of the host it would fit."""
     refused = [reason for one in found.values() for reason in one.refused]
-    why = "; ".join([*lines, *refused][:3]) or "no cp x dp x tp x pp has this number of GPUs and this batch"
+    missed = [one for offer in question.offers for one in found[offer.name, question.gpus].too_large]
+    why = refused[0] if refused else "no cp x dp x tp x pp has this number of GPUs and this batch"
+    if missed:
+        nearest = min(missed, key=lambda one: one.bytes - (one.offer.machine.memory or 0))
+        has, kept = nearest.offer.machine.memory or 0, nearest.step.memory["activations"]
+        why = (
+            f"the nearest miss is {describe_place(nearest)}, {nearest.name}, {nearest.choices}, which needs "
+            f"{size(nearest.bytes)} of {size(has)}"
+        )
+        if nearest.bytes - kept <= has:
+            why += f"; with {size(nearest.bytes - has)} of its activations in the memory of the host it would fit"
+        for factor in (2, 4, 8, 16):
+            if any(_any_fits(question, nearest.offer, factor * question.gpus, name) for name in CHECKPOINTING):
+                why += f"; on {factor * question.gpus} GPUs something fits"
+                break
     return InvalidInput(
         f"{question.model.name} with {question.tokens:,} tokens fits on no number of GPUs up to {question.gpus}: {why};"
         " try more GPUs, fewer tokens, or machines with more memory"
     )
 
 
-def _vary_bandwidth(question: Question, candidate: TrainingCandidate) -> list[float]:
-    """Seconds of 1e9 tokens at each of BANDWIDTHS."""
+def _vary_bandwidth(question: Question, candidate: TrainingCandidate) -> list[TrainingCandidate]:
+    """The candidate at each of BANDWIDTHS."""
     machine = candidate.offer.machine
     machines = (replace(machine, bandwidth=factor * machine.bandwidth) for factor in BANDWIDTHS)
-    return [replace(candidate, step=simulate_step(question, one, candidate)).seconds for one in machines]
+    return [replace(candidate, step=simulate_step(question, one, candidate)) for one in machines]
 
 
 def _vary_length(
@@ -387,10 +444,12 @@ def record(advice: Advice) -> dict[str, Any]:
         "pareto": [_record(candidate) for candidate in advice.pareto],
         "does not fit": advice.not_fitting,
         "how sure": advice.doubts,
+        "launch": advice.launch,
+        "numbers": describe_numbers(advice),
         "counts": {f"{name}, {gpus} GPUs": dict(found.counts) for (name, gpus), found in advice.found.items()},
         "refused": advice.refused,
         "bandwidth": [
-            {"factor": factor, "seconds": [line[place] for line in advice.bandwidths]}
+            {"factor": factor, "seconds": [line[place].seconds for line in advice.bandwidths]}
             for place, factor in enumerate(BANDWIDTHS)
             if advice.bandwidths
         ],

@@ -299,13 +299,14 @@ class LayerCosts:
     def activation_bytes(self) -> int:
         """Bytes of what the backward of a layer reads where nothing is computed again.
 
-        Inputs and results of two norms (4 h), q, k, v, output and lse of attention, and of the MLP its columns: both
-        halves and their product with a gate. With experts, the e rows of a token at their input and output (2 e h).
-        After Korthikanti et al. (2022), without masks of dropout and without scores.
+        Inputs of two norms (2 h), q, k, v, output and lse of attention, and of the MLP its columns: both halves with a
+        gate. Not compiled, also the results of the norms (2 h) and of the activation (m), which a compiler computes
+        again. With experts, the e rows of a token at their input and output (2 e h). After Korthikanti et al. (2022),
+        without masks of dropout and without scores.
         """
-        model, tp = self.model, self.parallel.tp
+        model, tp, more = self.model, self.parallel.tp, 0 if self.software.compiled else 1
         chosen = model.experts_per_token
-        elements = 4 * model.hidden + chosen * (3 if model.gated else 2) * model.mlp
+        elements = (2 + 2 * more) * model.hidden + chosen * ((2 if model.gated else 1) + more) * model.mlp
         elements += 2 * chosen * model.hidden if model.experts > 1 else 0
         qkv = (self.heads + 2 * self.kv_heads) * model.head_dim
         return self.rows * (elements // tp + qkv) * self.item + self.attention_bytes
