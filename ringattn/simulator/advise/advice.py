@@ -14,7 +14,6 @@ from ...machine.bands import STEPS
 from ...machine.machine import MACHINE_NUMBERS
 from ...machine.presets import CURRENCY
 from ...text import did_you_mean, digits, duration, plural, rate, size
-from ..models.attention import plan_of_widest_layer
 from ..models.parallel import CHECKPOINTING
 from ..models.training import ATTENTION_PARTS, PUBLISHED_STEPS
 from ..progress import Listener
@@ -37,8 +36,8 @@ ORDERS = ("time", "cost")
 BANDWIDTHS, LENGTHS = (0.125, 0.5, 1.0, 2.0), (0.25, 4.0)
 #: The longest sequences that the frontier of tokens looks at.
 MOST_TOKENS = 1 << 30
-#: Categories of memory that are states of the weights, and parts of a step that are traffic outside attention.
-STATES, TRAFFIC = ("weights", "gradients", "optimizer"), ("tp", "fsdp", "pp")
+#: Parts of a step that are traffic outside attention.
+TRAFFIC = ("tp", "fsdp", "pp")
 #: The least part of the time for which more memory is named.
 WORTH = 0.03
 #: A GPU whose memory is fuller than this is said to be nearly full.
@@ -183,10 +182,10 @@ class Advice:
         else:
             lines.append("Without a preset nothing says how sure the order is.")
         memory = best.offer.machine.memory
-        if memory is not None and best.step.reserved > memory:
+        if memory is not None and best.bytes > NEARLY_FULL * memory:
             lines.append(
-                f"It needs {size(best.step.needed)}, and an allocator would show {size(best.step.reserved)} of "
-                f"{size(memory)}: take more GPUs, or keep activations in the memory of the host, where it does not run."
+                f"The first needs {size(best.step.needed)} of {size(memory)}, and an allocator would take "
+                f"{size(best.step.reserved)}: where it does not run, take more GPUs, or keep activations on the host."
             )
         if self.question.model.experts > 1:
             lines.append("Not searched: experts in parallel. Here each rank has a part of every expert.")
@@ -213,12 +212,9 @@ class Advice:
 
     @property
     def not_fitting(self) -> list[str]:
-        """What does not fit with all GPUs, and why, a line for each machine and setting."""
-        return [
-            f"{offer.name}: {line}"
-            for offer in self.question.offers
-            for line in explain_too_large(self.found[offer.name, self.question.gpus], offer)
-        ] + [
+        """What does not fit, of each machine: the nearest miss with all GPUs, and numbers of GPUs that are too few."""
+        misses = {one.name: nearest_miss(self.found[one.name, self.question.gpus], one) for one in self.question.offers}
+        return [f"{name}: {words}" for name, words in misses.items() if words] + [
             f"{offer.name}: nothing fits on {', '.join(map(str, none))} GPUs"
             for offer in self.question.offers
             if (none := [gpus for gpus in self.question.counts if not self.found[offer.name, gpus].best])
@@ -277,27 +273,21 @@ def explain(candidate: TrainingCandidate) -> str:
     return f"{words}; {nearly}: {size(candidate.bytes)} of {size(memory)}, most of it {category}"
 
 
-def explain_too_large(found: Found, offer: Offer) -> list[str]:
-    """What does not fit and why, a line for each setting."""
+def nearest_miss(found: Found, offer: Offer) -> str:
+    """The candidate that needs the least more than there is, and what would help, in words; "" where all fit."""
     has = offer.machine.memory
-    if has is None:
-        return []
-    groups: dict[str, list[TrainingCandidate]] = {}
-    for one in found.too_large:
-        states = sum(one.step.memory[name] for name in STATES) > has / 2
-        setting = f"sharding={one.parallel.shard}" if states else f"checkpointing={one.parallel.checkpointing}"
-        groups.setdefault(setting, []).append(one)
-    lines = []
-    for setting, entries in groups.items():
-        first = min(entries, key=lambda one: one.bytes)
-        memory = first.step.memory
-        category = max(memory, key=lambda name: memory[name])
-        lines.append(
-            f"{setting}: the least need is {size(first.bytes - has)} more than the {size(has)} there are, of "
-            f"{first.name}, {first.choices}, of which {category} {size(memory[category])} "
-            f"({plural(len(entries), 'candidate')})"
-        )
-    return lines
+    if has is None or not found.too_large:
+        return ""
+    nearest = min(found.too_large, key=lambda one: one.bytes)
+    memory, lacking = nearest.step.memory, nearest.bytes - has
+    category = max(memory, key=lambda name: memory[name])
+    words = (
+        f"the nearest miss is {nearest.name}, {nearest.choices}: {size(lacking)} more than the {size(has)} there are, "
+        f"most of it {category}, {size(memory[category])}"
+    )
+    if lacking <= memory["activations"]:
+        words += f"; it would fit with {size(lacking)} of its activations in the memory of the host"
+    return words
 
 
 def describe_numbers(advice: Advice) -> list[str]:
@@ -366,7 +356,8 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
     far = best[0].step.gpus > best[0].offer.machine.ranks_per_node
     bandwidths = [_vary_bandwidth(question, candidate) for candidate in best] if far else []
     tell(len(tasks) + 1, len(tasks) + 2, "other lengths")
-    lengths = [_vary_length(question, best[0], found, factor) for factor in LENGTHS]
+    others = (replace(question, tokens=max(int(factor * question.tokens), 1)) for factor in LENGTHS)
+    lengths = [next(iter(search(other, best[0].offer, best[0].step.gpus, 1).best), None) for other in others]
     return Advice(question, by, found, best, bandwidths, lengths)
 
 
@@ -381,23 +372,14 @@ def _choose(found: dict[tuple[str, int], Found], by: str) -> list[TrainingCandid
 
 
 def _nothing_fits(question: Question, found: dict[tuple[str, int], Found]) -> InvalidInput:
-    """Why nothing fits: the nearest miss, and on how many GPUs or with what in the memory of the host it would fit."""
-    refused = [reason for one in found.values() for reason in one.refused]
-    missed = [one for offer in question.offers for one in found[offer.name, question.gpus].too_large]
-    why = refused[0] if refused else "no cp x dp x tp x pp has this number of GPUs and this batch"
-    if missed:
-        nearest = min(missed, key=lambda one: one.bytes - (one.offer.machine.memory or 0))
-        has, kept = nearest.offer.machine.memory or 0, nearest.step.memory["activations"]
-        why = (
-            f"the nearest miss is {describe_place(nearest)}, {nearest.name}, {nearest.choices}, which needs "
-            f"{size(nearest.bytes)} of {size(has)}"
-        )
-        if nearest.bytes - kept <= has:
-            why += f"; with {size(nearest.bytes - has)} of its activations in the memory of the host it would fit"
-        for factor in (2, 4, 8, 16):
-            if any(_any_fits(question, nearest.offer, factor * question.gpus, name) for name in CHECKPOINTING):
-                why += f"; on {factor * question.gpus} GPUs something fits"
-                break
+    """Why nothing fits: the nearest miss, and on how many GPUs something would."""
+    reasons = [reason for one in found.values() for reason in one.refused]
+    for offer in question.offers:
+        if words := nearest_miss(found[offer.name, question.gpus], offer):
+            more = (factor * question.gpus for factor in (2, 4, 8, 16))
+            fitting = next((n for n in more if any(_any_fits(question, offer, n, x) for x in CHECKPOINTING)), None)
+            reasons.append(f"{offer.name}: {words}{f'; on {fitting} GPUs something fits' if fitting else ''}")
+    why = "; ".join(reasons[:3]) or "no cp x dp x tp x pp has this number of GPUs and this batch"
     return InvalidInput(
         f"{question.model.name} with {question.tokens:,} tokens fits on no number of GPUs up to {question.gpus}: {why};"
         " try more GPUs, fewer tokens, or machines with more memory"
@@ -409,20 +391,6 @@ def _vary_bandwidth(question: Question, candidate: TrainingCandidate) -> list[Tr
     machine = candidate.offer.machine
     machines = (replace(machine, bandwidth=factor * machine.bandwidth) for factor in BANDWIDTHS)
     return [replace(candidate, step=simulate_step(question, one, candidate)) for one in machines]
-
-
-def _vary_length(
-    question: Question, best: TrainingCandidate, found: dict[tuple[str, int], Found], factor: float
-) -> TrainingCandidate | None:
-    """The fastest candidate with another length on the GPUs of the best, with the plans that were best before."""
-    other = replace(question, tokens=max(int(question.tokens * factor), 1))
-    known: dict[tuple[int, int], tuple[str, str]] = {}
-    for one in found[best.offer.name, best.step.gpus].best:
-        # What `auto` took before is not chosen again.
-        plan = plan_of_widest_layer(question.model, best.offer.machine, question.tokens, one.parallel, question.dtype)
-        known.setdefault((one.parallel.cp, one.parallel.tp), (one.parallel.layout, plan.schedule))
-    fastest = search(other, best.offer, best.step.gpus, 1, known).best
-    return fastest[0] if fastest else None
 
 
 def record(advice: Advice) -> dict[str, Any]:

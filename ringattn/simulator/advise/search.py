@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -34,8 +34,6 @@ SHOWN = 5
 EQUAL = 1e-3
 #: Numbers of GPUs: cp, dp, tp and pp.
 Shape = tuple[int, int, int, int]
-#: (layout, schedule) by (cp, tp).
-KnownPlans = Mapping[tuple[int, int], tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -146,19 +144,18 @@ class Found:
         self.too_large.append(candidate)
 
 
-def search(question: Question, offer: Offer, gpus: int, shown: int, known: KnownPlans | None = None) -> Found:
+def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
     """The best `shown` candidates of different shapes on exactly `gpus` GPUs, and perhaps more; nothing better exists.
 
     Candidates are simulated from the least possible time on, until that of the next is more than the time of the last
-    one shown. `known` are (layout, schedule) by (cp, tp): of these only the named one is tried, of others the ring;
-    None: all are.
+    one shown.
     """
     found, best = Found(), dict[Shape, TrainingCandidate]()
     waiting: list[TrainingCandidate] = []
     for parallel, pipeline in list_spreads(question, offer.machine, gpus):
         step = least_step(question, offer.machine, parallel, pipeline)
         attention = sum(step.parts[name] for name in ATTENTION_PARTS)
-        for layout, schedule in list_plans(offer.machine, question.model, parallel, known):
+        for layout, schedule in list_plans(offer.machine, question.model, parallel):
             spread = replace(parallel, layout=layout, schedule=schedule)
             bound = TrainingCandidate(offer, spread, pipeline, step, attention)
             if step.fits is False:
@@ -228,18 +225,11 @@ def _divisors(number: int) -> list[int]:
     return [i for i in range(1, number + 1) if number % i == 0]
 
 
-def list_plans(
-    machine: Machine,
-    model: ModelConfig,
-    parallel: Parallel,
-    known: KnownPlans | None = None,
-) -> Sequence[tuple[str, str]]:
+def list_plans(machine: Machine, model: ModelConfig, parallel: Parallel) -> Sequence[tuple[str, str]]:
     """(layout, schedule) that are tried for a spread."""
     cp, tp = parallel.cp, parallel.tp
     if cp == 1:
         return (("contiguous", "ring"),)
-    if known is not None:
-        return (known.get((cp, tp), (LAYOUTS[0], "ring")),)
     layouts = LAYOUTS if any(model.windows) else LAYOUTS[:1]
     if cp > SMALL:
         return [(layout, "auto") for layout in layouts]

@@ -98,12 +98,6 @@ def describe_layers(layers: list[tuple[int, LayerAttention]]) -> str:
     return "; ".join(f"{count} layers: {one.plan}" for count, one in layers)
 
 
-def plan_of_widest_layer(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str) -> Plan:
-    """The plan of a layer with the widest window."""
-    layers = [layer for _, layer in _layers(model, machine, tokens, parallel, dtype, tokens)]
-    return max(layers, key=lambda layer: tokens if layer.window is None else layer.window).plan()
-
-
 def _layers(
     model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str, chunk: int
 ) -> list[tuple[int, _Layer]]:

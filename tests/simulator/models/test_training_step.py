@@ -87,7 +87,7 @@ def test_the_parts_of_a_step_on_one_gpu() -> None:
     assert one.flops == flops and one.mfu == pytest.approx(flops / one.seconds / 4e12)
     assert one.tokens_per_second == TOKENS / one.seconds and one.seconds_band is None
     rows = TOKENS * 2  # bytes of a column of activations
-    activations = rows * (4 * 256 + 3 * 512 + 8 * 64) + TOKENS * 4 * (64 * 2 + 4)
+    activations = rows * (2 * 256 + 2 * 512 + 8 * 64) + TOKENS * 4 * (64 * 2 + 4)
     assert one.memory["activations"] == rows * 256 + activations, "the input of the layer that is computed again, once"
     assert one.memory["gradients"] == 4 * parameters - 2 * rows * 256, "gradients replace what layers keep"
     assert [one.memory[name] for name in ("weights", "optimizer")] == [size * parameters for size in (2, 12)]
