@@ -89,7 +89,7 @@ class Striped(Layout):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block < 1:
-            raise InvalidInput(f"striped: the block is a number of tokens >= 1, got {self.block}; try striped(64)")
+            raise InvalidInput(f"layout {self.name}: the block is a number of tokens >= 1; try 64")
 
     @property
     def name(self) -> str:
