@@ -160,17 +160,12 @@ class LayerCosts:
         return self.parallel.software
 
     @cached_property
-    def out(self) -> float:
-        """Seconds of the projection from the output of attention."""
-        model = self.model
-        return self._matmul(model.hidden, self.heads * model.head_dim, stored=model.attention_item)
-
-    @cached_property
     def projections(self) -> float:
         """Seconds of the projections to q, k, v and from the output of attention."""
         model = self.model
-        columns = (self.heads + 2 * self.kv_heads) * model.head_dim
-        return self._matmul(columns, model.hidden, stored=model.attention_item) + self.out
+        columns, stored = (self.heads + 2 * self.kv_heads) * model.head_dim, model.attention_item
+        out = self._matmul(model.hidden, self.heads * model.head_dim, stored=stored)
+        return self._matmul(columns, model.hidden, stored=stored) + out
 
     def _experts(self, columns: float, inner: float) -> float:
         """Seconds of a product of the MLP, or of experts with equal numbers of tokens."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ...machine.bands import ErrorBand
-from ...machine.machine import Machine
 from ...machine.presets import get_machine
 from ..models.config import ModelConfig
 from ..models.parallel import Parallel, Software
@@ -103,33 +102,13 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
         shard="optimizer" if whole else "weights",
         software=software,
     )
-    pipeline = Pipeline(
-        sizes["pp"], sizes["micro_batches"] if sizes["micro_batches"] > 1 else None, sizes["interleaved"]
-    )
-    machine = _machine(MACHINES[row["gpu"]] + library, sizes["gpus_per_node"], parallel)
-    if name == "torchtitan" and row["gpu"] == "h100":
-        machine = _limit(machine)
+    pipeline = Pipeline(sizes["pp"], sizes["micro_batches"], sizes["interleaved"])
+    limited = name == "torchtitan" and row["gpu"] == "h100"
+    machine = get_machine(("h100_500w_ib" if limited else MACHINES[row["gpu"]]) + library)
+    node, links = sizes["gpus_per_node"], machine.node_bandwidth or 0.0
+    ring = sizes["tp"] if sizes["tp"] > 1 else min(sizes["dp"], node)
+    if node == 4 and ring > 1:  # HGX boards of 4 join GPUs in pairs, each by a third of the links
+        links *= (ring - 1) / 3
+    machine = replace(machine, ranks_per_node=node, node_bandwidth=links)
     step = pipelined_step(model, machine, sizes["seq"], parallel, pipeline)
     return step.tokens_per_second, step.needed, step.reserved
-
-
-def _machine(name: str, node: int, parallel: Parallel) -> Machine:
-    """A preset with nodes of `node` GPUs. HGX boards of 4 join GPUs in pairs, each by a third of the links."""
-    machine = get_machine(name)
-    ring = parallel.tp if parallel.tp > 1 else min(parallel.dp, node)
-    assert machine.node_bandwidth is not None
-    links = (ring - 1) / 3 if node == 4 and ring > 1 else 1.0
-    return replace(machine, ranks_per_node=node, node_bandwidth=links * machine.node_bandwidth)
-
-
-def _limit(machine: Machine) -> Machine:
-    """Meta's H100: limited to 500 W and with memory of 2.4e12 bytes/s, of which 92 % are reached."""
-    rates, matmul = machine.kernel_rates, 0.6 * 9.89e14
-    assert rates is not None and machine.matmul is not None
-    slower = matmul / machine.matmul
-    return replace(
-        machine,
-        matmul=matmul,
-        matmul_fp8=slower * (machine.matmul_fp8 or 2 * machine.matmul),
-        kernel_rates=replace(rates, forward=slower * rates.forward, backward=slower * rates.backward, memory=2.2e12),
-    )
