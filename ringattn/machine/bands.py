@@ -31,7 +31,7 @@ BANDS: dict[str, tuple[ErrorBand | None, ...]] = {
 
 
 #: The band of whole steps of training.
-STEPS = ErrorBand(81, 0.88, 1.12)
+STEPS = ErrorBand(81, 0.91, 1.12)
 
 
 def size_class(tokens: int) -> int:

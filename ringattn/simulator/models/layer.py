@@ -21,6 +21,9 @@ CAST = 4
 #: Seconds of the start of a collective within `latency`; the rest of it is of each hop (NCCL, src/graph/tuning.cc: a
 #: ring starts in 6.6 us, a hop of the Simple protocol takes 3.4 us over NVLink and 14 us over a network).
 START = 6.6e-6
+#: What a collective takes from computing meanwhile: part of the multiprocessors (16 to 24 channels of NCCL, of H100's
+#: 132), and bytes of memory for each byte of its ring (written by the neighbour, read, and written to its place).
+CHANNELS, COPIES = 20 / 132, 3
 #: The part of the memory that the driver, NCCL's buffers and fragments take [assumed].
 RESERVED = 0.05
 
@@ -71,6 +74,11 @@ def collective_seconds(machine: Machine, size: float, ranks: int, stride: int) -
         count * max(machine.rates(way)[0] - START, 0.0) for way, count in ((True, ranks - nodes), (False, nodes - 1))
     )
     return min(latency, START) + hops + size * (ranks - 1) / ranks / bandwidth
+
+
+def slowdown_seconds(machine: Machine, seconds: float, size: float) -> float:
+    """Seconds by which a collective of `seconds` and `size` bytes slows down what computes meanwhile."""
+    return CHANNELS * seconds + COPIES * size / memory_bandwidth(machine)
 
 
 def exchange_seconds(machine: Machine, size: float, ranks: int, stride: int) -> float:
@@ -222,7 +230,8 @@ class LayerCosts:
         seconds = self.software.exchanges * once
         if not self.software.hides_exchanges:
             return seconds
-        return max(self.software.contention * seconds, seconds - self.projections - self.mlp)
+        slowed = slowdown_seconds(self.machine, seconds, self.software.exchanges * size)
+        return max(slowed, seconds - self.projections - self.mlp)
 
     @cached_property
     def again(self) -> float:

@@ -44,9 +44,6 @@ class Software:
     #: Whether products hide them (asynchronous tensor parallelism), and whether norms are cut by tokens between them.
     hides_exchanges: bool = False
     sequence_parallel: bool = True
-    #: The part of its own time by which a collective slows down what computes meanwhile, as it takes multiprocessors,
-    #: memory and power. Fitted to published steps; `published.steps` has what each source's errors are told with.
-    contention: float = 0.5
     #: Bytes of a parameter: weight, gradient, and state of the optimizer with the fp32 weight (Rajbhandari et al.,
     #: "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020; there with gradients in 16 bits,
     #: here in fp32, in which FSDP reduces them).

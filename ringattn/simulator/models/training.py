@@ -22,6 +22,7 @@ from .layer import (
     check_dtype,
     collective_seconds,
     memory_bandwidth,
+    slowdown_seconds,
 )
 from .parallel import SHARDS, Parallel
 
@@ -43,8 +44,10 @@ ATTENTION_PARTS = ("attention forward", "attention backward", "attention again")
 #: How far published steps lie from this model, in words; `simulate experiment=published` computes the numbers.
 PUBLISHED_STEPS = (
     f"90 % of {STEPS.rows} published steps of training took {STEPS.low:g} to {STEPS.high:g} times as long as this "
-    "model, with nothing set by the source of a step; half were within 3.3 %"
+    "model, of which no number is fitted to them; half were within 4.1 %"
 )
+#: Seconds and bytes of collectives.
+Collectives = tuple[float, float]
 #: (number of layers, attention of such a layer), of a model's layers: `attention_of_layers`, or a bound on it.
 Attend = Callable[[ModelConfig, Machine, int, Parallel, str], list[tuple[int, LayerAttention]]]
 
@@ -176,26 +179,28 @@ def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: 
     """
     model, machine, parallel = costs.model, costs.machine, costs.parallel
     level, group = SHARDS.index(parallel.shard), parallel.cp * parallel.dp
-    contention = costs.software.contention
 
-    def collectives(parameters: float) -> tuple[float, float]:
-        local = parameters / parallel.tp
-        gather = collective_seconds(machine, costs.item * local, group, parallel.tp)
-        reduce = collective_seconds(machine, GRADIENT * local, group, parallel.tp)
-        return gather if level else 0.0, (gather if level == 3 else 0.0) + (reduce if level else 2 * reduce)
+    def collectives(parameters: float) -> tuple[Collectives, Collectives]:
+        """Seconds and bytes of those of a forward, and of a backward."""
+        gathered, reduced = costs.item * parameters / parallel.tp, GRADIENT * parameters / parallel.tp
+        gather, reduce = (collective_seconds(machine, size, group, parallel.tp) for size in (gathered, reduced))
+        again, times = int(level == 3), 1 if level else 2
+        backward = again * gather + times * reduce, again * gathered + times * reduced
+        return (gather, gathered) if level else (0.0, 0.0), backward
 
-    def added(seconds: float, behind: float) -> float:
-        return max(seconds - (1 - contention) * behind, contention * seconds)
+    def added(collective: Collectives, behind: float) -> float:
+        seconds, size = collective
+        return max(seconds - behind, slowdown_seconds(machine, seconds, size)) if group > 1 else 0.0
 
     forward, backward = collectives(model.layer)
-    ends = forward + backward - (forward if level == 3 else 0.0)
+    ends = forward[0] + backward[0] - (forward[0] if level == 3 else 0.0)
     exposed = 0.0
     for count, one in layers:
         again = costs.again + (one.forward if parallel.checkpointing == "full" else 0.0)
         behind = one.backward + 2 * costs.seconds - costs.exchanges + again
         exposed += count * (added(forward, one.forward + costs.seconds) + added(backward, behind))
-    outer = sum(collectives(model.parameters - model.layers * model.layer))
-    return ends + exposed * (1 - 1 / model.layers) + added(outer, loss)
+    outer = collectives(model.parameters - model.layers * model.layer)
+    return ends + exposed * (1 - 1 / model.layers) + added((outer[0][0] + outer[1][0], outer[0][1] + outer[1][1]), loss)
 
 
 def _memory(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[str, int]:

@@ -21,18 +21,14 @@ ALL = "all"
 MACHINES = {"a100": "a100_nvlink_ib", "h100": "h100_nvlink_ib", "h200": "h200_nvlink_ib", "b200": "b200_nvlink_ib"}
 #: FSDP with fp32 shards, from which it gathers bf16, and a loss over all logits.
 _FSDP = Software(states=(4, 4, 8), loss_rows=None)
-#: By the beginning of a source's name: its kernel of attention and its software, from its own text and code. Only
-#: `contention` is fitted to rows, here to those of all other sources, each of which counts as much: the mean
-#: over sources of the median error is the least with 0.5, without KempnerForge or NeMo 0.6, without Trainy 0.45.
+#: By the beginning of a source's name: its kernel of attention and its software, from its own text and code. No number
+#: is fitted to rows.
 SOURCES: dict[str, tuple[str, Software]] = {
     "torchtitan": ("/fa2", _FSDP),
-    "Trainy": ("/cudnn", replace(_FSDP, contention=0.45)),
+    "Trainy": ("/cudnn", _FSDP),
     # tensor_parallel.py: q, k, v, gate and up each gather their input, and logits are gathered; all states in bf16.
-    "KempnerForge": (
-        "/fa2",
-        Software(states=(2, 2, 4), loss_rows=None, exchanges=7, splits_loss=False, contention=0.6),
-    ),
-    "NeMo": ("/cudnn", replace(_FSDP, hides_exchanges=True, contention=0.6)),
+    "KempnerForge": ("/fa2", Software(states=(2, 2, 4), loss_rows=None, exchanges=7, splits_loss=False)),
+    "NeMo": ("/cudnn", replace(_FSDP, hides_exchanges=True)),
     # submit_benchmarks.py: attn_impl=triton; PyTorch of 2023, not compiled.
     "llm-foundry": ("/triton_2022", replace(_FSDP, compiled=False, stops_early=False)),
 }

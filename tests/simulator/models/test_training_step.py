@@ -107,19 +107,19 @@ def test_collectives_of_weights_are_exposed_where_they_take_longer_than_a_layer(
     forward, backward = attention(TOKENS)
     parts = far.parts
     beside, again = (parts["projections"] + parts["mlp"] + parts["norms"]) / 6, parts["all else again"] / 2
-    # The first gather and the last reduction hide behind nothing, those of the other layer behind a layer's computing,
-    # which they slow down by half of their own time.
-    exposed = gather - (forward + beside) / 2 + gather + reduce - (backward + forward + 2 * beside + again) / 2
+    # The first gather and the last reduction hide behind nothing, those of the other layer behind a layer's computing.
+    exposed = gather - (forward + beside) + gather + reduce - (backward + forward + 2 * beside + again)
     assert parts["fsdp"] == pytest.approx(
-        gather + reduce + exposed + 2 * seconds(outer, 2) + seconds(outer, 4) - parts["loss"] / 2
+        gather + reduce + exposed + 2 * seconds(outer, 2) + seconds(outer, 4) - parts["loss"]
     )
+    # What is hidden slows down what computes: 20 of 132 multiprocessors, and three bytes of memory for one sent.
     quick = replace(MACHINE, bandwidth=1e11, node_bandwidth=1e11)
     gather, reduce, gathers, reduces = (1e-5 + item * size * 7 / 8 / 1e11 for size in (layer, outer) for item in (2, 4))
-    slowed = (2 * gather + reduce + 2 * gathers + reduces) / 2
+    slowed = 20 / 132 * (2 * gather + reduce + 2 * gathers + reduces) + 3 * 8 * (layer + outer) / 1e12
     assert step(quick, dp=8).parts["fsdp"] == pytest.approx(gather + reduce + slowed)
     assert step(dp=4).parts["fsdp"] < step(dp=8).parts["fsdp"] < parts["fsdp"]
     quick = replace(MACHINE, bandwidth=1e15, node_bandwidth=1e15, latency=0.0, node_latency=0.0)
-    assert step(quick, dp=8).parts["fsdp"] < 1e-7
+    assert step(quick, dp=8).parts["fsdp"] == pytest.approx(3 * 8 * (layer + outer) / 1e12, rel=1e-3)
     for shard, factors in (("none", (1, 1, 1)), ("optimizer", (1, 1, 8)), ("gradients", (1, 8, 8))):
         parallel = Parallel(dp=8, shard=shard, rows=2)  # of two micro-batches, so that gradients are kept
         memory = pipelined_step(MODEL, MACHINE, TOKENS, parallel, Pipeline(micro_batches=2)).memory
@@ -161,8 +161,9 @@ def test_software_changes_what_a_layer_costs() -> None:
     two = step(tp=2)
     every = step(tp=2, software=Software(exchanges=7))
     assert every.parts["tp"] == pytest.approx(7 / 4 * two.parts["tp"])
-    hidden = step(tp=2, software=Software(hides_exchanges=True))
-    assert two.parts["tp"] / 2 <= hidden.parts["tp"] < two.parts["tp"]
+    quick = replace(MACHINE, node_bandwidth=1e11)
+    hidden = step(quick, tp=2, software=Software(hides_exchanges=True)).parts["tp"]
+    assert hidden == pytest.approx(20 / 132 * step(quick, tp=2).parts["tp"] + 16 * 3 * TOKENS * 512 / 1e12)
     assert step(tp=2, software=Software(sequence_parallel=False)).parts["norms"] > two.parts["norms"]
     wide = step(tp=2, software=Software(splits_loss=False, loss_rows=None)).memory["logits"]
     assert wide == 2 * step(tp=2, software=Software(loss_rows=None)).memory["logits"]
@@ -310,12 +311,12 @@ def test_published_throughputs() -> None:
 
     wide = Parallel(dp=64)
     rows = [
-        (2904, -0.013, tokens_per_second(a100, "llama3_8b", wide, "none", "full")),
-        (2973, -0.052, tokens_per_second(a100, "llama3_8b", wide, "selective")),
-        (331, -0.026, tokens_per_second(a100, "llama3_70b", wide, "full")),
-        (43, 0.1, mfu(8192, dp=64, rows=32)),
-        (41, 0.051, mfu(8192, dp=128, rows=16)),
-        (38, 0.018, mfu(131072, cp=16, dp=8, rows=16)),
+        (2904, -0.003, tokens_per_second(a100, "llama3_8b", wide, "none", "full")),
+        (2973, -0.043, tokens_per_second(a100, "llama3_8b", wide, "selective")),
+        (331, -0.018, tokens_per_second(a100, "llama3_70b", wide, "full")),
+        (43, 0.115, mfu(8192, dp=64, rows=32)),
+        (41, 0.076, mfu(8192, dp=128, rows=16)),
+        (38, 0.032, mfu(131072, cp=16, dp=8, rows=16)),
     ]
     assert [modelled / published - 1 for published, _, modelled in rows] == pytest.approx(
         [error for _, error, _ in rows], abs=0.001
