@@ -24,6 +24,8 @@ from ..models.training import ATTENTION_PARTS, StepEstimate
 LAYOUTS = ("zigzag", "contiguous")
 #: Up to this many context-parallel ranks every schedule is simulated; of more ranks, the one that `auto` takes.
 SMALL = 16
+#: Of more ranks than these the choice takes too long: they are a ring.
+LARGE = 64
 #: What is compared of SHARDS: to share optimizer states alone takes as long as with gradients, and more bytes.
 SHARED = ("none", "gradients", "weights")
 #: The most parts of a stage that are compared: published jobs have 1 to 20, most of them 8 or fewer.
@@ -232,7 +234,7 @@ def list_plans(machine: Machine, model: ModelConfig, parallel: Parallel) -> Sequ
         return (("contiguous", "ring"),)
     layouts = LAYOUTS if any(model.windows) else LAYOUTS[:1]
     if cp > SMALL:
-        return [(layout, "auto") for layout in layouts]
+        return [(layout, "auto" if cp <= LARGE else "ring") for layout in layouts]
     node = max(machine.ranks_per_node // tp, 1)
     # Without a window every block visits every rank, so that sending it directly saves nothing over the ring.
     schedules = ["ring", "allgather", *(["direct"] if any(model.windows) else [])]
