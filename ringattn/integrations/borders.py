@@ -1,10 +1,11 @@
-"""A batch of token sequences, and the borders of packed documents in it, which may differ between its rows."""
+"""A batch of token sequences, the borders of packed documents in it, which may differ between its rows, and its cut."""
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -12,12 +13,14 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InvalidInput, Mismatch
-from ..functional import get_transport
 from ..kernels.dropout import finalize, key_steps
-from ..layout.regular import Layout
-from ..pattern import Documents
+from ..layout.regular import Layout, make_layout
+from ..pattern import Documents, Pattern
 from ..train import NO_LABEL
-from ..transport.records import Exchange, compare_records
+from .generation import layer_windows, make_pattern
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: Cumulative lengths [0, ..., N] for all rows, or one such list for each row.
 Borders = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
@@ -29,6 +32,37 @@ COMPARED = ("input_ids", "attention_mask", "cu_seqlens", "labels", "position_ids
 COUNT, LARGEST = -2, -1
 #: The borders of packed documents by the tensor that transformers passes to all layers: one copy to the host a batch.
 _borders: Any = WeakIdKeyDictionary()
+
+
+@dataclass(frozen=True)
+class LayerMasks:
+    """A layout that is made anew for the documents of each batch, for `layout=` of `parallelize` and `shard_batch`.
+
+    `patterns` are the masks of the layers without documents, `weights` the number of layers of each.
+    """
+
+    patterns: tuple[Pattern, ...]
+    weights: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> LayerMasks:
+        """The masks of a model of transformers: its windows, and whether it is causal."""
+        causal = all(getattr(module, "is_causal", True) for module in model.modules())
+        layers = Counter(layer_windows(model))
+        return cls(tuple(make_pattern(window, causal) for window in layers), tuple(layers.values()))
+
+    def cut(self, borders: torch.Tensor | Documents, ranks: int) -> Layout:
+        """The Layout of the batch with these documents, which are `cu_seq_lens_q` of `shard_batch`'s result."""
+        documents = read_borders(borders) if isinstance(borders, torch.Tensor) else borders
+        patterns, tokens = [pattern & documents for pattern in self.patterns], documents.row(0).starts[-1]
+        return make_layout("balanced", tokens=tokens, ranks=ranks, patterns=patterns, weights=self.weights)
+
+
+def cut_batch(layout: str | Layout | LayerMasks, tokens: int, ranks: int, documents: Documents | None) -> Layout:
+    """The Layout of a batch, whose documents may be one for each row. Raises InvalidInput."""
+    if isinstance(layout, LayerMasks):
+        return layout.cut(documents or Documents((tokens,)), ranks)
+    return make_layout(layout, tokens=tokens, ranks=ranks)
 
 
 def check_rows(layout: Layout) -> None:
@@ -135,21 +169,6 @@ def compare_batches(records: list[list[int]]) -> list[int]:
                     "rank and the number of dp groups, not the rank and the number of all processes"
                 )
     return [record[0] for record in records]
-
-
-def gather_rows(logits: torch.Tensor, group: Any) -> list[int]:
-    """The tokens of the logits [B, n, classes] of each rank. Collective.
-
-    Raises InvalidInput for logits of another shape, and Mismatch on all ranks where only the ranks' batches or classes
-    differ.
-    """
-    with Exchange(get_transport(group), "logits") as ranks:
-        if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
-            got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-            raise InvalidInput(f"logits must be [batch, tokens, classes], got {got}; pass model(**batch).logits")
-        batch, rows, classes = logits.shape
-        ranks.mine = json.dumps({"batch": batch, "rows": rows, "classes": classes}).encode()
-    return [fields["rows"] for fields in compare_records(ranks.records)]
 
 
 def read_borders(borders: torch.Tensor) -> Documents:
