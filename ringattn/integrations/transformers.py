@@ -51,12 +51,12 @@ from .borders import (
     cut_batch,
     digest_batch,
     find_documents,
-    gather_rows,
     make_labels,
     read_batch,
     read_borders,
     write_borders,
 )
+from .context_parallel import gather_rows
 from .encoder_decoder import CROSS, DECODER, attend_across
 from .generation import STATE, RingCache, begin, generate, layer_windows, make_pattern
 from .heads import HeadCall, check_pooler, enter_base, enter_pooler, find_sequences, leave_base
@@ -330,14 +330,7 @@ def gather_logits(
     `layout` is that of the batch, with `LayerMasks` layout.cut(batch["cu_seq_lens_q"], ranks). Not differentiable: a
     loss is computed on the rows of each rank.
     """
-    place = place_group(group)
-    rows = gather_rows(logits, place.group)
-    cut = make_layout(layout, tokens=sum(rows), ranks=len(rows))
-    most = max(rows)
-    mine = nn.functional.pad(logits.detach(), (0, 0, 0, most - logits.shape[1])).contiguous()
-    shards = [torch.empty_like(mine) for _ in rows]
-    dist.all_gather(shards, mine, group=place.group)
-    return cut.unshard_tensor([shard[:, :n] for shard, n in zip(shards, rows, strict=True)], dim=1)
+    return gather_rows(logits, place_group(group).group, layout)
 
 
 def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreement:

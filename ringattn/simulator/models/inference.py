@@ -9,7 +9,7 @@ from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
 from ...machine.machine import Machine
 from ...text import plural
-from .attention import attention_of_layers, describe_layers, error_band
+from .attention import attention_of_layers, describe_layers
 from .config import ModelConfig
 from .layer import RESERVED, LayerCosts, ModelEstimate, check_dtype, exchange_seconds, memory_bandwidth
 from .parallel import Parallel, check_counts
@@ -88,7 +88,6 @@ def _prefill(
         tokens=tokens * parallel.rows * parallel.dp,
         machine=machine,
         plan=describe_layers(layers),
-        band=error_band(machine, parallel, tokens),
     )
 
 
