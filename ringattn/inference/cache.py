@@ -33,9 +33,9 @@ from ..text import plural
 from ..transport.base import TAG_BITS, Program, Tags, drive
 from ..transport.records import MARK, ErrorReport, Exchange, compare_records, digest
 from ..transport.virtual import Virtual
-from . import MERGES, WINDOWS
+from . import MERGES, WINDOWS, merge_seconds
 from .holdings import Holdings, find_needed, split
-from .partials import RowGroups, attend, count_bytes, exchange, merge_ranks
+from .partials import RowGroups, attend, exchange, merge_ranks
 from .store import SHARED_ROWS, LayerStore
 
 if TYPE_CHECKING:
@@ -381,7 +381,9 @@ class KVCache:
         if not holdings.copies:
             tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
             label = f"step of layer {layer}, partials"
-            out, lse = yield from merge_ranks(rank, size, out, lse, self._way(call), tags, label)
+            machine = get_machine(call.options.machine, call.device.type)
+            way, _ = merge_seconds(machine, lse.numel() * (v.shape[3] + 1) * lse.element_size(), size, merge=self.merge)
+            out, lse = yield from merge_ranks(rank, size, out, lse, way, tags, label)
         store.trim(holdings.kept, rank)
         return out, lse
 
@@ -534,17 +536,6 @@ class KVCache:
         if isinstance(self.transport, Virtual):
             return self.transport.run(programs)
         return [drive(programs[0], self.transport, self.transport.rank)]
-
-    def _way(self, call: Call) -> str:
-        """How a step merges partials."""
-        size = self.transport.size
-        if self.merge != "auto" or size < 3:
-            return "gather" if self.merge == "auto" else self.merge
-        machine, sizes = get_machine(call.options.machine, call.device.type), call.sizes
-        item = 8 if sizes["dtype"] == "float64" else 4
-        row_bytes = sizes["batch"] * sizes["heads"] * call.rows * (sizes["value_dim"] + 1) * item
-        saved = count_bytes(size, row_bytes, "gather") - count_bytes(size, row_bytes, "scatter")
-        return "scatter" if saved / machine.bandwidth > machine.latency else "gather"
 
     # Patterns.
 

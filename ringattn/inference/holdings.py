@@ -14,12 +14,14 @@ from ..cache import cached
 from ..layout import Layout
 from ..layout.composed import Composed
 from ..pattern.base import Pattern
-from ..pattern.tile import ceil_div, clip, find_runs, locate, merge_runs, shift_range
+from ..pattern.tile import Tile, clip, find_runs, locate, merge_runs, shift_range
 from ..plan.row_sets import Ranges
-from ..plan.work import Work, is_dense, join_keys, split_heads
+from ..plan.work import Work, join_keys, localize, lower
 
 #: Works of a step with at most so many keys are one kernel call, on keys that are copied together.
 SHORT_KEYS = 256
+#: Tiles of several places are looked for in each of them, where they are more than one for so many places.
+PLACES_OF_A_TILE = 8
 #: A pattern that answers in more pieces which keys later queries see keeps all keys.
 MOST_PIECES = 4096
 #: By rank and block the local rows to keep.
@@ -172,8 +174,8 @@ def take(places: Sequence[range], rows: range) -> Iterator[range]:
 
 def append(block: list[range], run: range) -> None:
     """Add a range of places, joined with the last one where it goes on."""
-    if block and block[-1].step == run.step == 1 and block[-1].stop == run.start:
-        block[-1] = range(block[-1].start, run.stop)
+    if block and block[-1].step == run.step and block[-1][-1] + run.step == run.start:
+        block[-1] = range(block[-1].start, run.stop, run.step)
     else:
         block.append(run)
 
@@ -196,39 +198,54 @@ def split(block: Sequence[range], runs: Ranges) -> tuple[list[range], Ranges]:
 def make_works(pattern: Pattern, q: range, places: Sequence[range], heads: int, group: int) -> tuple[Work, ...]:
     """The works of queries at places `q` on local rows, which are at `places` one after another.
 
-    Runs that all queries see are found by halving: a hull that is one dense tile holds no more to look at.
+    The pattern is asked for many places at once, and again for half of them where tiles are many, or have bands.
     """
-    if not places:
-        return ()
     starts = [0, *accumulate(map(len, places))]
-    works: list[Work] = []
-    dense: dict[tuple[range, range, range, int], list[range]] = {}
+    table = np.array([(r.start, r.step, r[-1], start) for r, start in zip(places, starts, strict=False)])
+    tiles: list[Tile] = []
+    dense: dict[tuple[range, range, int], list[range]] = {}
 
-    def add(heads: range, rows: range, keys: range, branch: int, lo: int | None = None, hi: int | None = None) -> None:
-        for some, kv in split_heads(heads, group):
-            if lo is None and hi is None and keys.step == 1:
-                dense.setdefault((some, kv, rows, branch), []).append(keys)
-            else:
-                works.append(Work(some, kv, rows, (keys,), lo, hi))
+    def add(tile: Tile) -> None:
+        if tile.dense:
+            append(dense.setdefault((tile.heads, tile.q, tile.branch), []), tile.k)
+        else:
+            tiles.append(tile)
 
     def visit(first: int, last: int) -> None:
-        parts = places[first:last]
-        hull = range(min(r[0] for r in parts), max(r[-1] for r in parts) + 1)
-        if next(pattern.tiles(q, hull, range(heads)), None) is None:
-            return
-        if is_dense(pattern, (q,), (hull,), heads):
-            add(range(heads), range(len(q)), range(starts[first], starts[last]), 0)
-        elif last - first > 1:
+        parts, most = places[first:last], 1 + (last - first) // PLACES_OF_A_TILE
+        hull = parts[0] if len(parts) == 1 else range(min(r[0] for r in parts), max(r[-1] for r in parts) + 1)
+        some = islice(pattern.tiles(q, hull, range(heads)), None if len(parts) == 1 else most + 1)
+        found = [part for tile in some for part in tile.refine()]
+        if len(parts) == 1:
+            for tile in found:
+                add(localize(tile, q, hull, 0, starts[first]))
+        elif len(found) <= most and all(tile.dense for tile in found):
+            for tile in found:
+                for keys in locate_keys(tile.k, *table[first:last].T):
+                    add(Tile(tile.heads, locate(tile.q, q), keys, branch=tile.branch))
+        else:
             visit(first, (first + last) // 2)
             visit((first + last) // 2, last)
-        else:
-            for tile in (part for whole in pattern.tiles(q, parts[0], range(heads)) for part in whole.refine()):
-                rows, keys = locate(tile.q, q), shift_range(locate(tile.k, parts[0]), starts[first])
-                base, step = tile.q.start - tile.k.start, tile.q.step
-                lo = None if tile.lo is None else ceil_div(tile.lo - base, step)
-                hi = None if tile.hi is None else (tile.hi - base) // step
-                add(tile.heads, rows, keys, tile.branch, lo, hi)
 
-    visit(0, len(places))
-    works += [Work(some, kv, rows, (keys,)) for (some, kv, rows, _), runs in dense.items() for keys in merge_runs(runs)]
-    return tuple(join_keys(works, lambda work: work.keys <= SHORT_KEYS))
+    if places:
+        visit(0, len(places))
+    tiles += [Tile(*key[:2], keys, branch=key[2]) for key, runs in dense.items() for keys in runs]
+    return tuple(join_keys(lower(tiles, group), lambda work: work.keys <= SHORT_KEYS))
+
+
+def locate_keys(
+    keys: range, begins: np.ndarray, steps: np.ndarray, lasts: np.ndarray, starts: np.ndarray
+) -> Iterator[range]:
+    """The local rows of `keys`, as few ranges, in places with these bounds and first rows: `intersect` of arrays."""
+    shared, offset = np.gcd(steps, keys.step), keys.start - begins
+    strides = keys.step // shared
+    inverse = np.array([pow(a, -1, m) for a, m in zip((steps // shared).tolist(), strides.tolist(), strict=True)])
+    rows = offset // shared % strides * inverse % strides
+    rows -= (rows - np.maximum(-(-offset // steps), 0)) // strides * strides
+    counts = ((np.minimum(lasts, keys[-1]) - begins) // steps - rows) // strides + 1
+    meets = (counts > 0) & (offset % shared == 0)
+    rows, counts, strides = (rows + starts)[meets], counts[meets], strides[meets]
+    cuts = np.flatnonzero((np.diff(rows) != (counts * strides)[:-1]) | np.diff(strides)) + 1
+    for row, count, stride in zip(*(np.split(x, cuts) for x in (rows, counts, strides)), strict=True):
+        if len(row):
+            yield range(int(row[0]), int(row[0] + count.sum() * stride[0]), int(stride[0]))

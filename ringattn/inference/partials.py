@@ -60,11 +60,6 @@ def attend(
     return total.finish(() if found else (range(rows),), None)
 
 
-def count_bytes(size: int, row_bytes: int, way: str) -> int:
-    """Bytes that a rank sends to merge partials of `row_bytes` bytes, where rows are as many as ranks or more."""
-    return (size - 1) * row_bytes if way == "gather" else 2 * (size - 1) * row_bytes // size
-
-
 def merge_ranks(rank: int, size: int, out: Tensor, lse: Tensor, way: str, tags: Tags, label: str) -> Program[Pair]:
     """The partials of all ranks, merged in rank order: equal bits on all ranks.
 

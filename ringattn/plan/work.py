@@ -220,12 +220,12 @@ def local_tiles(pattern: Pattern, q_shard: tuple[range, ...], k_shard: tuple[ran
         for k_rows in k_shard:
             for tile in pattern.tiles(q_rows, k_rows, range(heads)):
                 for part in tile.refine():
-                    yield _localize(part, q_rows, k_rows, first_q, first_k)
+                    yield localize(part, q_rows, k_rows, first_q, first_k)
             first_k += len(k_rows)
         first_q += len(q_rows)
 
 
-def _localize(tile: Tile, q_rows: range, k_rows: range, first_q: int, first_k: int) -> Tile:
+def localize(tile: Tile, q_rows: range, k_rows: range, first_q: int, first_k: int) -> Tile:
     """A tile of positions in `q_rows` x `k_rows` in local indices, which begin at `first_q` and `first_k`."""
     q, k = locate(tile.q, q_rows), locate(tile.k, k_rows)
     q = range(q.start + first_q, q.stop + first_q, q.step)
