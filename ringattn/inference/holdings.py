@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from itertools import accumulate, islice
+from itertools import islice
 
 import numpy as np
 
@@ -14,14 +14,12 @@ from ..cache import cached
 from ..layout import Layout
 from ..layout.composed import Composed
 from ..pattern.base import Pattern
-from ..pattern.tile import Tile, clip, find_runs, locate, merge_runs, shift_range
+from ..pattern.tile import append_run, clip, find_runs, locate, merge_runs, shift_range
 from ..plan.row_sets import Ranges
-from ..plan.work import Work, join_keys, localize, lower
+from ..plan.work import Work, find_tiles, join_dense, join_keys, lower
 
 #: Works of a step with at most so many keys are one kernel call, on keys that are copied together.
 SHORT_KEYS = 256
-#: Tiles of several places are looked for in each of them, where they are more than one for so many places.
-PLACES_OF_A_TILE = 8
 #: A pattern that answers in more pieces which keys later queries see keeps all keys.
 MOST_PIECES = 4096
 #: By rank and block the local rows to keep.
@@ -103,7 +101,7 @@ class Holdings:
             shards = [tuple(run for shard in shards for run in shard)] * self.ranks
         for blocks, shard in zip(self.held, shards, strict=True):
             for run in shard:
-                append(blocks[-1], run)
+                append_run(blocks[-1], run)
         self.needed, self.kept = needed, None if needed is None else self.keep(needed, page)
         if self.kept is not None or clips:
             self.floor = floor
@@ -149,7 +147,8 @@ class Holdings:
         """What queries at places `q` see of a block of a rank: works on its local rows."""
         key = rank, block, pattern, q, heads, group
         if key not in self._works:
-            self._works[key] = make_works(pattern, q, self.held[rank][block], heads, group)
+            tiles = join_dense(find_tiles(pattern, q, self.held[rank][block], heads))
+            self._works[key] = tuple(join_keys(lower(tiles, group), lambda work: work.keys <= SHORT_KEYS))
         return self._works[key]
 
 
@@ -172,14 +171,6 @@ def take(places: Sequence[range], rows: range) -> Iterator[range]:
         first += len(run)
 
 
-def append(block: list[range], run: range) -> None:
-    """Add a range of places, joined with the last one where it goes on."""
-    if block and block[-1].step == run.step and block[-1][-1] + run.step == run.start:
-        block[-1] = range(block[-1].start, run.stop, run.step)
-    else:
-        block.append(run)
-
-
 def split(block: Sequence[range], runs: Ranges) -> tuple[list[range], Ranges]:
     """(the places of a block inside of `runs`, their local rows)."""
     parts: list[range] = []
@@ -189,63 +180,7 @@ def split(block: Sequence[range], runs: Ranges) -> tuple[list[range], Ranges]:
         for run in runs:
             part = clip(places, run.start, run.stop - 1)
             if part:
-                append(parts, part)
-                append(local, shift_range(locate(part, places), first))
+                append_run(parts, part)
+                append_run(local, shift_range(locate(part, places), first))
         first += len(places)
     return parts, tuple(local)
-
-
-def make_works(pattern: Pattern, q: range, places: Sequence[range], heads: int, group: int) -> tuple[Work, ...]:
-    """The works of queries at places `q` on local rows, which are at `places` one after another.
-
-    The pattern is asked for many places at once, and again for half of them where tiles are many, or have bands.
-    """
-    starts = [0, *accumulate(map(len, places))]
-    table = np.array([(r.start, r.step, r[-1], start) for r, start in zip(places, starts, strict=False)])
-    tiles: list[Tile] = []
-    dense: dict[tuple[range, range, int], list[range]] = {}
-
-    def add(tile: Tile) -> None:
-        if tile.dense:
-            append(dense.setdefault((tile.heads, tile.q, tile.branch), []), tile.k)
-        else:
-            tiles.append(tile)
-
-    def visit(first: int, last: int) -> None:
-        parts, most = places[first:last], 1 + (last - first) // PLACES_OF_A_TILE
-        hull = parts[0] if len(parts) == 1 else range(min(r[0] for r in parts), max(r[-1] for r in parts) + 1)
-        some = islice(pattern.tiles(q, hull, range(heads)), None if len(parts) == 1 else most + 1)
-        found = [part for tile in some for part in tile.refine()]
-        if len(parts) == 1:
-            for tile in found:
-                add(localize(tile, q, hull, 0, starts[first]))
-        elif len(found) <= most and all(tile.dense for tile in found):
-            for tile in found:
-                for keys in locate_keys(tile.k, *table[first:last].T):
-                    add(Tile(tile.heads, locate(tile.q, q), keys, branch=tile.branch))
-        else:
-            visit(first, (first + last) // 2)
-            visit((first + last) // 2, last)
-
-    if places:
-        visit(0, len(places))
-    tiles += [Tile(*key[:2], keys, branch=key[2]) for key, runs in dense.items() for keys in runs]
-    return tuple(join_keys(lower(tiles, group), lambda work: work.keys <= SHORT_KEYS))
-
-
-def locate_keys(
-    keys: range, begins: np.ndarray, steps: np.ndarray, lasts: np.ndarray, starts: np.ndarray
-) -> Iterator[range]:
-    """The local rows of `keys`, as few ranges, in places with these bounds and first rows: `intersect` of arrays."""
-    shared, offset = np.gcd(steps, keys.step), keys.start - begins
-    strides = keys.step // shared
-    inverse = np.array([pow(a, -1, m) for a, m in zip((steps // shared).tolist(), strides.tolist(), strict=True)])
-    rows = offset // shared % strides * inverse % strides
-    rows -= (rows - np.maximum(-(-offset // steps), 0)) // strides * strides
-    counts = ((np.minimum(lasts, keys[-1]) - begins) // steps - rows) // strides + 1
-    meets = (counts > 0) & (offset % shared == 0)
-    rows, counts, strides = (rows + starts)[meets], counts[meets], strides[meets]
-    cuts = np.flatnonzero((np.diff(rows) != (counts * strides)[:-1]) | np.diff(strides)) + 1
-    for row, count, stride in zip(*(np.split(x, cuts) for x in (rows, counts, strides)), strict=True):
-        if len(row):
-            yield range(int(row[0]), int(row[0] + count.sum() * stride[0]), int(stride[0]))

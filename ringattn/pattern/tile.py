@@ -92,6 +92,14 @@ def join_runs(runs: Iterable[range]) -> Iterator[range]:
         yield current
 
 
+def append_run(runs: list[range], run: range) -> None:
+    """Add a range, joined with the last one where it goes on."""
+    if runs and runs[-1].step == run.step and runs[-1][-1] + run.step == run.start:
+        runs[-1] = range(runs[-1].start, run.stop, run.step)
+    else:
+        runs.append(run)
+
+
 def find_runs(mask: np.ndarray, first: int = 0) -> tuple[range, ...]:
     """The runs of adjacent members of a bool mask of the numbers `first`, `first` + 1, .., ascending."""
     if not len(mask):

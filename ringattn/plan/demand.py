@@ -13,7 +13,7 @@ import numpy as np
 from ..cache import Cache, cached
 from ..layout.regular import Layout
 from ..pattern.base import Pattern, Side
-from ..pattern.tile import clip, join_runs, locate, merge_runs, shift_range
+from ..pattern.tile import Tile, clip, join_runs, locate, merge_runs, shift_range
 from .row_sets import (
     ALL_ROWS,
     WHOLE_BLOCK,
@@ -27,8 +27,9 @@ from .row_sets import (
 )
 from .work import (
     Work,
+    find_tiles,
     is_dense,
-    join_adjacent,
+    join_dense,
     join_keys,
     join_repetitions,
     join_tiles,
@@ -121,9 +122,12 @@ class BlockDemand(ABC):
         """The rows of the block of `owner` that some rank of `ranks` needs."""
         if self.row_reach is not None:
             return self.row_reach.needed(ranks, owner, self.most_ranges)
-        runs = None if self.readers is self.layout else self._needed_runs(ranks, owner)
-        if runs is not None:
-            return group_heads([runs] * self.block_heads, self.layout.rows(owner))
+        if self.readers is not self.layout:
+            runs = self._needed_runs(ranks, owner)
+            if runs is not None:
+                return group_heads([runs] * self.block_heads, self.layout.rows(owner))
+            tiles = (piece for run in ranks for rank in run for piece in self._tile_rows(rank, owner))
+            return union(tiles, self.block_heads, self.layout.rows(owner))
         if len(self.layout.shard(owner)) > self.most_ranges:
             return self._union_of_masks(ranks, owner)
         return union(self._local_pieces(ranks, owner), self.block_heads, self.layout.rows(owner))
@@ -152,6 +156,10 @@ class BlockDemand(ABC):
             parts += [shift_range(part, start - r.start) for part in inside if part]
             start += len(r)
         return tuple(join_runs(parts))
+
+    @abstractmethod
+    def _tile_rows(self, rank: int, owner: int) -> Iterator[tuple[range, range]]:
+        """(heads of the block, local rows) of the block of `owner` in the tiles of `rank`."""
 
     def count_needed(self, ranks: tuple[range, ...], owner: int) -> int:
         """The number of rows of all heads in `needed_rows`."""
@@ -255,12 +263,12 @@ class KeyDemand(BlockDemand):
         """Whether some query of `q_rows` sees some key of `k_rows`; none of these ranges is empty."""
         for q in q_rows:
             run = self.pattern.run("keys", q.start, q.stop - 1) if q.step == 1 else None
-            for k in k_rows:
-                if run is None or k.step != 1:
-                    if next(self.pattern.tiles(q, k, range(self.heads)), None) is not None:
-                        return True
-                elif run[0] < k.stop and k.start <= run[1]:
-                    return True
+            if run is None or any(k.step != 1 for k in k_rows):
+                touches = next(find_tiles(self.pattern, q, k_rows, self.heads), None) is not None
+            else:
+                touches = any(run[0] < k.stop and k.start <= run[1] for k in k_rows)
+            if touches:
+                return True
         return False
 
     def visits(self, rank: int, owner: int) -> bool:
@@ -275,8 +283,26 @@ class KeyDemand(BlockDemand):
     @cached
     def pairs(self, rank: int, owner: int) -> int:
         """The exact number of (query, key, head, branch) pairs that `rank` computes against the block of `owner`."""
+        if self.readers is not self.layout:
+            works = self.works(rank, owner, ALL_ROWS)
+            return sum(len(w.heads) * Tile(w.heads, range(len(w.q)), range(w.keys), w.lo, w.hi).pairs for w in works)
         rows, keys = self.readers.shard(rank), self.layout.shard(owner)
         return sum(self.pattern.count(q, k, range(self.heads)) for q in rows for k in keys)
+
+    @cached
+    def tiles(self, rank: int, owner: int) -> list[Tile]:
+        """The pairs of `rank` and the block of `owner` in local rows, where queries have a layout of their own."""
+        found: list[Tile] = []
+        first = 0
+        for rows in self.readers.shard(rank):
+            found += find_tiles(self.pattern, rows, self.layout.shard(owner), self.heads, first)
+            first += len(rows)
+        return join_dense(found)
+
+    def _tile_rows(self, rank: int, owner: int) -> Iterator[tuple[range, range]]:
+        for tile in self.tiles(rank, owner):
+            for heads in _kv_heads(tile.heads, self.group):
+                yield heads, tile.k
 
     @cached
     def joined_works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
@@ -295,10 +321,11 @@ class KeyDemand(BlockDemand):
         few = q_rows and k_rows and max(len(q_rows), len(k_rows)) <= MOST_RANGES
         if few and is_dense(self.pattern, q_rows, k_rows, self.heads):
             return self._dense_works(sum(map(len, q_rows)), sum(map(len, k_rows)))
-        tiles = local_tiles(self.pattern, q_rows, k_rows, self.heads)
-        if self.readers is not self.layout:  # the rows of a cache and its chunks have many ranges
-            tiles = join_adjacent(tiles)
-        return tuple(lower(join_tiles(list(tiles)), self.group))
+        if self.readers is self.layout:
+            tiles = list(local_tiles(self.pattern, q_rows, k_rows, self.heads))
+        else:
+            tiles = self.tiles(rank, owner)
+        return tuple(lower(join_tiles(tiles), self.group))
 
     @cached
     def first_works(self, rank: int, owner: int, most: int | None) -> tuple[tuple[Work, ...], bool]:
@@ -336,6 +363,9 @@ class QueryDemand(BlockDemand):
 
     def visits(self, rank: int, owner: int) -> bool:
         return self.keys.visits(owner, rank)
+
+    def _tile_rows(self, rank: int, owner: int) -> Iterator[tuple[range, range]]:
+        return ((tile.heads, tile.q) for tile in self.keys.tiles(owner, rank))
 
     @cached
     def joined_works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:

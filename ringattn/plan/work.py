@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
 
 from ..cache import Value
 from ..pattern.base import Pattern
-from ..pattern.tile import Tile, ceil_div, locate, make_tile, shift_range
+from ..pattern.tile import Tile, append_run, ceil_div, locate, make_tile, shift_range
 from .row_sets import Ranges, RowSet, as_range, to_numbers, to_ranges
 
 #: Dense works of the same query rows are joined into one work up to this many query rows.
@@ -193,6 +194,8 @@ def _join_chain(chain: list[Work]) -> Work:
     return replace(chain[0], repeat=len(chain), q_shift=q_shift, k_shift=k_shift)
 
 
+#: Tiles of several places are looked for in each of them, where they are more than one for so many places.
+PLACES_OF_A_TILE = 8
 #: Tiles of one visit are joined pairwise only up to this many: the search is quadratic.
 MAX_JOINED = 32
 #: (query head in the row set, key/value head)
@@ -243,25 +246,62 @@ def localize(tile: Tile, q_rows: range, k_rows: range, first_q: int, first_k: in
     return Tile(tile.heads, q, k, lo, hi, tile.branch)
 
 
-def join_adjacent(tiles: Iterable[Tile]) -> Iterator[Tile]:
-    """The tiles, where dense tiles of the same queries that follow each other, as their keys do, are one tile."""
-    last: Tile | None = None
-    for tile in tiles:
-        joins = last is not None and last.dense and tile.dense and last.k.step == tile.k.step == 1
-        if last is None:
-            last = tile
-        elif joins and (last.heads, last.q, last.branch, last.k.stop) == (
-            tile.heads,
-            tile.q,
-            tile.branch,
-            tile.k.start,
-        ):
-            last = replace(last, k=range(last.k.start, tile.k.stop))
+def find_tiles(pattern: Pattern, q: range, places: Sequence[range], heads: int, first_row: int = 0) -> Iterator[Tile]:
+    """Tiles of queries at positions `q` and local keys, which are at `places` one after another.
+
+    `first_row` is the local index of the first query. The pattern is asked for many places at once, and again for half
+    of them where tiles are many, or have bands: the rows of a cache and its chunks have many ranges.
+    """
+    starts = [0, *accumulate(map(len, places))]
+
+    def visit(first: int, last: int) -> Iterator[Tile]:
+        parts, most = places[first:last], 1 + (last - first) // PLACES_OF_A_TILE
+        hull = parts[0] if len(parts) == 1 else range(min(r[0] for r in parts), max(r[-1] for r in parts) + 1)
+        some = islice(pattern.tiles(q, hull, range(heads)), None if len(parts) == 1 else most + 1)
+        found = [part for tile in some for part in tile.refine()]
+        if len(parts) == 1:
+            yield from (localize(tile, q, hull, first_row, starts[first]) for tile in found)
+        elif len(found) <= most and all(tile.dense for tile in found):
+            table = np.array([(r.start, r.step, r[-1], start) for r, start in zip(parts, starts[first:], strict=False)])
+            for tile in found:
+                rows = shift_range(locate(tile.q, q), first_row)
+                for keys in locate_keys(tile.k, *table.T):
+                    yield Tile(tile.heads, rows, keys, branch=tile.branch)
         else:
-            yield last
-            last = tile
-    if last is not None:
-        yield last
+            yield from visit(first, (first + last) // 2)
+            yield from visit((first + last) // 2, last)
+
+    return visit(0, len(places)) if q and places else iter(())
+
+
+def locate_keys(
+    keys: range, begins: np.ndarray, steps: np.ndarray, lasts: np.ndarray, starts: np.ndarray
+) -> Iterator[range]:
+    """The local rows of `keys`, as few ranges, in places with these bounds and first rows: `intersect` of arrays."""
+    shared, offset = np.gcd(steps, keys.step), keys.start - begins
+    strides = keys.step // shared
+    inverse = np.array([pow(a, -1, m) for a, m in zip((steps // shared).tolist(), strides.tolist(), strict=True)])
+    rows = offset // shared % strides * inverse % strides
+    rows -= (rows - np.maximum(-(-offset // steps), 0)) // strides * strides
+    counts = ((np.minimum(lasts, keys[-1]) - begins) // steps - rows) // strides + 1
+    meets = (counts > 0) & (offset % shared == 0)
+    rows, counts, strides = (rows + starts)[meets], counts[meets], strides[meets]
+    cuts = np.flatnonzero((np.diff(rows) != (counts * strides)[:-1]) | np.diff(strides)) + 1
+    for row, count, stride in zip(*(np.split(x, cuts) for x in (rows, counts, strides)), strict=True):
+        if len(row):
+            yield range(int(row[0]), int(row[0] + count.sum() * stride[0]), int(stride[0]))
+
+
+def join_dense(tiles: Iterable[Tile]) -> list[Tile]:
+    """The tiles, where dense tiles of the same queries whose keys go on are one tile; dense ones come last."""
+    others: list[Tile] = []
+    dense: dict[tuple[range, range, int], list[range]] = {}
+    for tile in tiles:
+        if tile.dense:
+            append_run(dense.setdefault((tile.heads, tile.q, tile.branch), []), tile.k)
+        else:
+            others.append(tile)
+    return others + [Tile(*key[:2], keys, branch=key[2]) for key, runs in dense.items() for keys in runs]
 
 
 def join_tiles(tiles: list[Tile]) -> list[Tile]:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 import ringattn.inference.cache
-from ringattn.inference.holdings import Holdings, append, make_works
+from ringattn.inference.holdings import Holdings
 from ringattn.pattern.base import And
-from ringattn.pattern.tile import Tile
+from ringattn.pattern.tile import Tile, append_run
+from ringattn.plan.work import find_tiles, join_dense, lower
 from ringattn.transport.base import Counters
 
 
@@ -272,9 +273,9 @@ def test_works_are_the_pairs_of_a_mask(pattern: ra.Pattern, layout: str, cuts: s
     places: list[range] = []
     for first, last in itertools.pairwise(sorted({0, *cuts, keys})):
         for r in ra.make_layout(layout, tokens=last - first, ranks=ranks).shard(0):
-            append(places, range(r.start + first, r.stop + first, r.step))
+            append_run(places, range(r.start + first, r.stop + first, r.step))
     found = np.zeros((2, new, sum(map(len, places))), dtype=np.int64)
-    for work in make_works(bound, range(keys, MOST), places, 2, 1):
+    for work in lower(join_dense(find_tiles(bound, range(keys, MOST), places, 2)), 1):
         for i, row in enumerate(work.q):
             for j, key in enumerate(key for run in work.k for key in run):
                 seen = (work.lo is None or work.lo <= i - j) and (work.hi is None or i - j <= work.hi)
