@@ -194,8 +194,6 @@ def _join_chain(chain: list[Work]) -> Work:
     return replace(chain[0], repeat=len(chain), q_shift=q_shift, k_shift=k_shift)
 
 
-#: Tiles of several places are looked for in each of them, where they are more than one for so many places.
-PLACES_OF_A_TILE = 8
 #: Tiles of one visit are joined pairwise only up to this many: the search is quadratic.
 MAX_JOINED = 32
 #: (query head in the row set, key/value head)
@@ -250,18 +248,18 @@ def find_tiles(pattern: Pattern, q: range, places: Sequence[range], heads: int, 
     """Tiles of queries at positions `q` and local keys, which are at `places` one after another.
 
     `first_row` is the local index of the first query. The pattern is asked for many places at once, and again for half
-    of them where tiles are many, or have bands: the rows of a cache and its chunks have many ranges.
+    of them where there are more tiles than places, or bands: the rows of a cache and its chunks have many ranges.
     """
     starts = [0, *accumulate(map(len, places))]
 
     def visit(first: int, last: int) -> Iterator[Tile]:
-        parts, most = places[first:last], 1 + (last - first) // PLACES_OF_A_TILE
+        parts = places[first:last]
         hull = parts[0] if len(parts) == 1 else range(min(r[0] for r in parts), max(r[-1] for r in parts) + 1)
-        some = islice(pattern.tiles(q, hull, range(heads)), None if len(parts) == 1 else most + 1)
+        some = islice(pattern.tiles(q, hull, range(heads)), None if len(parts) == 1 else len(parts) + 1)
         found = [part for tile in some for part in tile.refine()]
         if len(parts) == 1:
             yield from (localize(tile, q, hull, first_row, starts[first]) for tile in found)
-        elif len(found) <= most and all(tile.dense for tile in found):
+        elif len(found) <= len(parts) and all(tile.dense for tile in found):
             table = np.array([(r.start, r.step, r[-1], start) for r, start in zip(parts, starts[first:], strict=False)])
             for tile in found:
                 rows = shift_range(locate(tile.q, q), first_row)
@@ -280,8 +278,9 @@ def locate_keys(
     """The local rows of `keys`, as few ranges, in places with these bounds and first rows: `intersect` of arrays."""
     shared, offset = np.gcd(steps, keys.step), keys.start - begins
     strides = keys.step // shared
-    inverse = np.array([pow(a, -1, m) for a, m in zip((steps // shared).tolist(), strides.tolist(), strict=True)])
-    rows = offset // shared % strides * inverse % strides
+    inverse = {(a, m): pow(a // m, -1, keys.step // m) for a, m in {*zip(steps.tolist(), shared.tolist(), strict=True)}}
+    inverses = np.array([inverse[key] for key in zip(steps.tolist(), shared.tolist(), strict=True)])
+    rows = offset // shared % strides * inverses % strides
     rows -= (rows - np.maximum(-(-offset // steps), 0)) // strides * strides
     counts = ((np.minimum(lasts, keys[-1]) - begins) // steps - rows) // strides + 1
     meets = (counts > 0) & (offset % shared == 0)
