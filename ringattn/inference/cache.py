@@ -308,27 +308,18 @@ class KVCache:
 
     def _attend(
         self, event: NewTokens, pattern: Pattern, q: Tensor, keys: list[tuple[Tensor, ...]], sinks: Tensor | None,
-        options: AttentionKeywords,
-    ) -> Tensor:  # fmt: skip
+        options: Any,
+    ) -> Any:  # fmt: skip
         """Attention of the queries of a chunk to `keys`, those of the ranks of this process."""
         layouts: dict[str, Any] = {"layout": event.layout}
-        groups: RowGroups = [(self._view(pattern), None)]
         if event.new.start:
             assert event.layout is not None
             layouts = {"layout": self._holdings[pattern].keys, "q_layout": shift_layout(event.layout, event.new.start)}
-            groups = self._groups(pattern)
-        k, v = keys[0]
-        if isinstance(self.transport, Virtual):
-            k, v = (layouts["layout"].unshard_tensor(shards) for shards in zip(*keys, strict=True))
-        outs = []
-        for view, rows in groups:
-            x = (q, k, v) if rows is None else (q[rows], k[rows], v[rows])
-            if isinstance(self.transport, Virtual):
-                outs.append(virtual_attention(*x, view, ranks=self.transport.size, sinks=sinks, **layouts, **options))
-            else:
-                outs.append(ring_attention(*x, view, transport=self.transport, sinks=sinks, **layouts, **options))
-        order = [row for _, rows in groups for row in rows or ()]
-        return outs[0] if not order else torch.cat(outs)[np.argsort(order)]
+        view, options = self._view(pattern), {**options, "sinks": sinks, **layouts}
+        if not isinstance(self.transport, Virtual):
+            return ring_attention(q, *keys[0], view, transport=self.transport, **options)
+        k, v = (layouts["layout"].unshard_tensor(shards) for shards in zip(*keys, strict=True))
+        return virtual_attention(q, k, v, view, ranks=self.transport.size, **options)
 
     def step(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, return_lse: bool = False,
