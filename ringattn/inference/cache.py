@@ -317,7 +317,8 @@ class KVCache:
             layouts = {"layout": self._holdings[pattern].keys, "q_layout": shift_layout(event.layout, event.new.start)}
         view, options = self._view(pattern), {**options, "sinks": sinks, **layouts}
         if not isinstance(self.transport, Virtual):
-            return ring_attention(q, *keys[0], view, transport=self.transport, **options)
+            k, v = keys[0]
+            return ring_attention(q, k, v, view, transport=self.transport, **options)
         k, v = (layouts["layout"].unshard_tensor(shards) for shards in zip(*keys, strict=True))
         return virtual_attention(q, k, v, view, ranks=self.transport.size, **options)
 

@@ -14,7 +14,7 @@ from ..cache import cached
 from ..layout import Layout
 from ..layout.composed import Composed
 from ..pattern.base import Pattern
-from ..pattern.tile import append_run, clip, find_runs, locate, merge_runs, shift_range
+from ..pattern.tile import RangeIndex, append_run, find_runs, merge_runs
 from ..plan.row_sets import Ranges
 from ..plan.work import Work, find_tiles, join_dense, join_keys, lower
 
@@ -56,9 +56,6 @@ class HeldRows(Composed):
         if all(run.step == 1 for run in ranges):
             return merge_runs(ranges)
         return find_runs(np.bincount(np.concatenate([np.arange(r.start, r.stop, r.step) for r in ranges])) > 0)
-
-    def owner(self, position: int) -> int:
-        return next(rank for rank, shard in enumerate(self.shards) if any(position in run for run in shard))
 
     def grouped(self, size: int) -> Layout:
         groups = (self.shards[first : first + size] for first in range(0, self.ranks, size))
@@ -173,14 +170,9 @@ def take(places: Sequence[range], rows: range) -> Iterator[range]:
 
 def split(block: Sequence[range], runs: Ranges) -> tuple[list[range], Ranges]:
     """(the places of a block inside of `runs`, their local rows)."""
+    index = RangeIndex(block) if block else None
+    local = merge_runs(rows for run in runs for rows in index.locate(run)) if index else ()
     parts: list[range] = []
-    local: list[range] = []
-    first = 0
-    for places in block:
-        for run in runs:
-            part = clip(places, run.start, run.stop - 1)
-            if part:
-                append_run(parts, part)
-                append_run(local, shift_range(locate(part, places), first))
-        first += len(places)
-    return parts, tuple(local)
+    for places in (places for rows in local for places in take(block, rows)):
+        append_run(parts, places)
+    return parts, local

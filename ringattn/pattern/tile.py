@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, lcm
 from typing import Literal
@@ -119,6 +119,29 @@ def locate(part: range, whole: range) -> range:
     start = (part.start - whole.start) // whole.step
     step = part.step // whole.step if len(part) > 1 else 1
     return range(start, start + (len(part) - 1) * step + 1, step)
+
+
+class RangeIndex:
+    """The indices of the members of ranges that lie one after another, from `first` on."""
+
+    def __init__(self, ranges: Sequence[range], first: int = 0) -> None:
+        self._starts, self._steps, self._lasts, lengths = np.array([(r.start, r.step, r[-1], len(r)) for r in ranges]).T
+        self._firsts = np.cumsum(lengths) - lengths + first
+
+    def locate(self, part: range) -> Iterator[range]:
+        """The indices of the members of `part` that are there, as few ranges: `intersect` and `locate` of arrays."""
+        shared, offset = np.gcd(self._steps, part.step), part.start - self._starts
+        strides, pairs = part.step // shared, [*zip(self._steps.tolist(), shared.tolist(), strict=True)]
+        inverse = {(step, common): pow(step // common, -1, part.step // common) for step, common in {*pairs}}
+        rows = offset // shared % strides * np.array([inverse[pair] for pair in pairs]) % strides
+        rows -= (rows - np.maximum(-(-offset // self._steps), 0)) // strides * strides
+        counts = ((np.minimum(self._lasts, part[-1]) - self._starts) // self._steps - rows) // strides + 1
+        meets = (counts > 0) & (offset % shared == 0)
+        rows, counts, strides = (rows + self._firsts)[meets], counts[meets], strides[meets]
+        cuts = np.flatnonzero((np.diff(rows) != (counts * strides)[:-1]) | np.diff(strides)) + 1
+        for row, count, stride in zip(*(np.split(x, cuts) for x in (rows, counts, strides)), strict=True):
+            if len(row):
+                yield range(int(row[0]), int(row[0] + count.sum() * stride[0]), int(stride[0]))
 
 
 def floor_sum(n: int, m: int, a: int, b: int) -> int:

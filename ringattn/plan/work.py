@@ -12,7 +12,7 @@ import numpy as np
 
 from ..cache import Value
 from ..pattern.base import Pattern
-from ..pattern.tile import Tile, append_run, ceil_div, locate, make_tile, shift_range
+from ..pattern.tile import RangeIndex, Tile, append_run, ceil_div, locate, make_tile, shift_range
 from .row_sets import Ranges, RowSet, as_range, to_numbers, to_ranges
 
 #: Dense works of the same query rows are joined into one work up to this many query rows.
@@ -260,35 +260,15 @@ def find_tiles(pattern: Pattern, q: range, places: Sequence[range], heads: int, 
         if len(parts) == 1:
             yield from (localize(tile, q, hull, first_row, starts[first]) for tile in found)
         elif len(found) <= len(parts) and all(tile.dense for tile in found):
-            table = np.array([(r.start, r.step, r[-1], start) for r, start in zip(parts, starts[first:], strict=False)])
+            rows_of = RangeIndex(parts, starts[first])
             for tile in found:
                 rows = shift_range(locate(tile.q, q), first_row)
-                for keys in locate_keys(tile.k, *table.T):
-                    yield Tile(tile.heads, rows, keys, branch=tile.branch)
+                yield from (Tile(tile.heads, rows, keys, branch=tile.branch) for keys in rows_of.locate(tile.k))
         else:
             yield from visit(first, (first + last) // 2)
             yield from visit((first + last) // 2, last)
 
     return visit(0, len(places)) if q and places else iter(())
-
-
-def locate_keys(
-    keys: range, begins: np.ndarray, steps: np.ndarray, lasts: np.ndarray, starts: np.ndarray
-) -> Iterator[range]:
-    """The local rows of `keys`, as few ranges, in places with these bounds and first rows: `intersect` of arrays."""
-    shared, offset = np.gcd(steps, keys.step), keys.start - begins
-    strides = keys.step // shared
-    inverse = {(a, m): pow(a // m, -1, keys.step // m) for a, m in {*zip(steps.tolist(), shared.tolist(), strict=True)}}
-    inverses = np.array([inverse[key] for key in zip(steps.tolist(), shared.tolist(), strict=True)])
-    rows = offset // shared % strides * inverses % strides
-    rows -= (rows - np.maximum(-(-offset // steps), 0)) // strides * strides
-    counts = ((np.minimum(lasts, keys[-1]) - begins) // steps - rows) // strides + 1
-    meets = (counts > 0) & (offset % shared == 0)
-    rows, counts, strides = (rows + starts)[meets], counts[meets], strides[meets]
-    cuts = np.flatnonzero((np.diff(rows) != (counts * strides)[:-1]) | np.diff(strides)) + 1
-    for row, count, stride in zip(*(np.split(x, cuts) for x in (rows, counts, strides)), strict=True):
-        if len(row):
-            yield range(int(row[0]), int(row[0] + count.sum() * stride[0]), int(stride[0]))
 
 
 def join_dense(tiles: Iterable[Tile]) -> list[Tile]:
