@@ -176,12 +176,8 @@ class KVCache:
         size, first = self.transport.size, self.length
         self._check_room(check_integer(tokens, "tokens", 1, "the tokens of a chunk"))
         layout = make_layout(self.layout, tokens=tokens, ranks=size, pattern=self.patterns[0])
-        if padding is not None and (
-            not isinstance(padding, Tensor)
-            or padding.ndim != 2
-            or padding.shape[1] != tokens
-            or padding.dtype != torch.bool
-        ):
+        fits = isinstance(padding, Tensor) and padding.dtype == torch.bool and padding.shape[1:] == (tokens,)
+        if padding is not None and not fits:
             got = f"{padding.dtype} {tuple(padding.shape)}" if isinstance(padding, Tensor) else type(padding).__name__
             raise InvalidInput(f"padding must be a tensor, bool [batch, {tokens}], got {got}")
         self._chunk = layout, padding
@@ -276,14 +272,11 @@ class KVCache:
             self._check_event("prefill", layer, None)
         event, pattern = self._event or self._begin("prefill", call, ""), self.patterns[layer]
         with self._report("prefill", deferred=True):
-            keys = [
-                self._keys_of(event, rank, layer, *x)
-                for rank, x in zip(self._ranks, self._cut(event, k, v), strict=True)
-            ]
+            shards = [*zip(self._ranks, self._cut(event, k, v), strict=True)]
+            keys = [self._keys_of(event, rank, layer, *x) for rank, x in shards]
         out = self._attend(event, pattern, q, keys, sinks, options)
         with self._report("prefill", deferred=True), autocast_off(call.device), typed_errors(call.device):
-            shards = self._cut(event, k, v)
-            self._run([self._share(event, rank, layer, *x) for rank, x in zip(self._ranks, shards, strict=True)])
+            self._run([self._share(event, rank, layer, *x) for rank, x in shards])
         return self._end(layer, out)
 
     def _cut(self, event: NewTokens, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
@@ -391,10 +384,8 @@ class KVCache:
                 mine if p == rank else mine.new_empty((*mine.shape[:2], n, mine.shape[3])) for p, n in enumerate(counts)
             ]
             tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
-            label = f"prefill of layer {layer}, rows of its window"
-            yield from exchange(
-                rank, self.transport.size, lambda peer: mine, lambda peer: inbox[peer], tags.of(0), label
-            )
+            label, size = f"prefill of layer {layer}, rows of its window", self.transport.size
+            yield from exchange(rank, size, lambda peer: mine, lambda peer: inbox[peer], tags.of(0), label)
             for x in inbox:
                 store.append(x[..., :width], x[..., width:])
         store.trim(holdings.kept, rank)
@@ -452,11 +443,8 @@ class KVCache:
             runs = [(p % size, clip(new, p * self.page, (p + 1) * self.page - 1)) for p in pages]
             shards = tuple(tuple(run for rank, run in runs if rank == mine) for mine in range(size))
         if not self.lengths:
-            self.lengths, self._marks, self._heads = (
-                [0] * call.sizes["batch"],
-                [()] * call.sizes["batch"],
-                call.sizes["heads"],
-            )
+            batch, self._heads = call.sizes["batch"], call.sizes["heads"]
+            self.lengths, self._marks = [0] * batch, [()] * batch
         self._place_tokens(new, padding)
         due, floor = kind == "prefill" or first // self.page != new.stop // self.page, max(new.stop - self.page, 0)
         for pattern in dict.fromkeys(self.patterns):

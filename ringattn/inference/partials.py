@@ -83,13 +83,8 @@ def merge_ranks(rank: int, size: int, out: Tensor, lse: Tensor, way: str, tags: 
     space = MergeSpace()
     total = inbox[0]
     for part in inbox[1:]:
-        merge_(
-            total[None, None, :, :-1],
-            total[None, None, :, -1],
-            part[None, None, :, :-1],
-            part[None, None, :, -1],
-            space=space,
-        )
+        a, b = total[None, None], part[None, None]
+        merge_(a[..., :-1], a[..., -1], b[..., :-1], b[..., -1], space=space)
     if way == "scatter":
         whole = empty(flat.shape, out.dtype, out.device)
         whole[share].copy_(total)

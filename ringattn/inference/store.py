@@ -46,14 +46,12 @@ class Block:
 
     def _move(self, local: Ranges, like: tuple[Tensor, ...], capacity: int) -> None:
         """Move rows to new memory, of the shapes of `like`."""
-        moved = []
-        for index, x in enumerate(like):
-            room = empty((*x.shape[:2], capacity, x.shape[3]), x.dtype, x.device)
-            first = 0
-            for run in local:
-                room[:, :, first : first + len(run)].copy_(self.tensors[index][:, :, run.start : run.stop])
-                first += len(run)
-            moved.append(room)
+        moved = [empty((*x.shape[:2], capacity, x.shape[3]), x.dtype, x.device) for x in like]
+        first = 0
+        for run in local:
+            for x, room in zip(self.tensors, moved, strict=True):
+                room[:, :, first : first + len(run)].copy_(x[:, :, run.start : run.stop])
+            first += len(run)
         self.tensors = tuple(moved)
 
     def share(self, rows: Sequence[int]) -> None:

@@ -28,16 +28,13 @@ from .row_sets import (
 from .work import (
     Work,
     find_tiles,
-    is_dense,
     join_dense,
     join_keys,
     join_repetitions,
     join_tiles,
-    local_tiles,
     lower,
     restrict_keys,
     restrict_queries,
-    split_heads,
 )
 
 if TYPE_CHECKING:
@@ -126,8 +123,8 @@ class BlockDemand(ABC):
             runs = self._needed_runs(ranks, owner)
             if runs is not None:
                 return group_heads([runs] * self.block_heads, self.layout.rows(owner))
-            tiles = (piece for run in ranks for rank in run for piece in self._tile_rows(rank, owner))
-            return union(tiles, self.block_heads, self.layout.rows(owner))
+            seen = (piece for run in ranks for rank in run for piece in self._seen_rows(rank, owner))
+            return union(seen, self.block_heads, self.layout.rows(owner))
         if len(self.layout.shard(owner)) > self.most_ranges:
             return self._union_of_masks(ranks, owner)
         return union(self._local_pieces(ranks, owner), self.block_heads, self.layout.rows(owner))
@@ -158,8 +155,8 @@ class BlockDemand(ABC):
         return tuple(join_runs(parts))
 
     @abstractmethod
-    def _tile_rows(self, rank: int, owner: int) -> Iterator[tuple[range, range]]:
-        """(heads of the block, local rows) of the block of `owner` in the tiles of `rank`."""
+    def _seen_rows(self, rank: int, owner: int) -> Iterator[tuple[range, range]]:
+        """(heads of the block, local rows) of the block of `owner` in the works of `rank`."""
 
     def count_needed(self, ranks: tuple[range, ...], owner: int) -> int:
         """The number of rows of all heads in `needed_rows`."""
@@ -289,20 +286,14 @@ class KeyDemand(BlockDemand):
         rows, keys = self.readers.shard(rank), self.layout.shard(owner)
         return sum(self.pattern.count(q, k, range(self.heads)) for q in rows for k in keys)
 
-    @cached
-    def tiles(self, rank: int, owner: int) -> list[Tile]:
-        """The pairs of `rank` and the block of `owner` in local rows, where queries have a layout of their own."""
-        found: list[Tile] = []
+    def _find_tiles(self, rank: int, owner: int) -> Iterator[Tile]:
         first = 0
         for rows in self.readers.shard(rank):
-            found += find_tiles(self.pattern, rows, self.layout.shard(owner), self.heads, first)
+            yield from find_tiles(self.pattern, rows, self.layout.shard(owner), self.heads, first)
             first += len(rows)
-        return join_dense(found)
 
-    def _tile_rows(self, rank: int, owner: int) -> Iterator[tuple[range, range]]:
-        for tile in self.tiles(rank, owner):
-            for heads in _kv_heads(tile.heads, self.group):
-                yield heads, tile.k
+    def _seen_rows(self, rank: int, owner: int) -> Iterator[tuple[range, range]]:
+        return ((work.kv, run) for work in self.works(rank, owner, ALL_ROWS) for run in work.k)
 
     @cached
     def joined_works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
@@ -317,32 +308,17 @@ class KeyDemand(BlockDemand):
         """
         if isinstance(row_set, RowSet):
             return tuple(restrict_keys(self.works(rank, owner, ALL_ROWS), row_set))
-        q_rows, k_rows = self.readers.shard(rank), self.layout.shard(owner)
-        few = q_rows and k_rows and max(len(q_rows), len(k_rows)) <= MOST_RANGES
-        if few and is_dense(self.pattern, q_rows, k_rows, self.heads):
-            return self._dense_works(sum(map(len, q_rows)), sum(map(len, k_rows)))
-        if self.readers is self.layout:
-            tiles = list(local_tiles(self.pattern, q_rows, k_rows, self.heads))
-        else:
-            tiles = self.tiles(rank, owner)
-        return tuple(lower(join_tiles(tiles), self.group))
+        return tuple(lower(join_tiles(join_dense(self._find_tiles(rank, owner))), self.group))
 
     @cached
     def first_works(self, rank: int, owner: int, most: int | None) -> tuple[tuple[Work, ...], bool]:
         """(`joined_works` works of the first `most` tiles of a visit, or of all tiles; whether these are all tiles)."""
         if most is None:
             return self.joined_works(rank, owner), True
-        tiles = local_tiles(self.pattern, self.readers.shard(rank), self.layout.shard(owner), self.heads)
-        first = list(islice(tiles, most + 1))
+        first = list(islice(self._find_tiles(rank, owner), most + 1))
         if len(first) <= most:
             return self.joined_works(rank, owner), True
         return tuple(join_repetitions(join_keys(lower(first[:most], self.group)))), False
-
-    @cached
-    def _dense_works(self, rows: int, keys: int) -> tuple[Work, ...]:
-        """The works of a visit in which every row sees every key."""
-        parts = split_heads(range(self.heads), self.group)
-        return tuple(Work(heads, kv, range(rows), (range(keys),)) for heads, kv in parts)
 
 
 class QueryDemand(BlockDemand):
@@ -364,8 +340,8 @@ class QueryDemand(BlockDemand):
     def visits(self, rank: int, owner: int) -> bool:
         return self.keys.visits(owner, rank)
 
-    def _tile_rows(self, rank: int, owner: int) -> Iterator[tuple[range, range]]:
-        return ((tile.heads, tile.q) for tile in self.keys.tiles(owner, rank))
+    def _seen_rows(self, rank: int, owner: int) -> Iterator[tuple[range, range]]:
+        return ((work.heads, work.q) for work in self.keys.works(owner, rank, ALL_ROWS))
 
     @cached
     def joined_works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:

@@ -200,32 +200,6 @@ MAX_JOINED = 32
 HeadPairs = list[tuple[int, int]]
 
 
-def is_dense(pattern: Pattern, q_rows: tuple[range, ...], k_rows: tuple[range, ...], heads: int) -> bool:
-    """Whether all heads see all pairs of these positions exactly once, with one tile for each two ranges."""
-    for q in q_rows:
-        for k in k_rows:
-            tiles = pattern.tiles(q, k, range(heads))
-            first = next(tiles, None)
-            if first is None or not first.dense or (first.q, first.k, first.heads) != (q, k, range(heads)):
-                return False
-            if next(tiles, None) is not None:
-                return False
-    return True
-
-
-def local_tiles(pattern: Pattern, q_shard: tuple[range, ...], k_shard: tuple[range, ...], heads: int) -> Iterator[Tile]:
-    """Tiles in local row indices. A tile with a band has equal q and k steps if the layouts of both sides are one."""
-    first_q = 0
-    for q_rows in q_shard:
-        first_k = 0
-        for k_rows in k_shard:
-            for tile in pattern.tiles(q_rows, k_rows, range(heads)):
-                for part in tile.refine():
-                    yield localize(part, q_rows, k_rows, first_q, first_k)
-            first_k += len(k_rows)
-        first_q += len(q_rows)
-
-
 def localize(tile: Tile, q_rows: range, k_rows: range, first_q: int, first_k: int) -> Tile:
     """A tile of positions in `q_rows` x `k_rows` in local indices, which begin at `first_q` and `first_k`."""
     q, k = locate(tile.q, q_rows), locate(tile.k, k_rows)
