@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import InvalidInput, Unsupported
 from ..functional import get_transport, ring_attention, virtual_attention
-from ..kernels.base import as_dtype, positive
+from ..kernels.base import as_dtype
 from ..layout import Layout, nonempty
 from ..layout.composed import shift_layout
 from ..layout.regular import make_layout
@@ -358,11 +358,7 @@ class KVCache:
             for run in shard:
                 new = slice(run.start - event.new.start, run.stop - event.new.start)
                 store.append(*(self._rounded(x[:, :, new]) for x in (k, v)))
-        group = q.shape[1] // k.shape[1]
-        out, lse = attend(
-            q, v.shape[3], event.new, store, holdings, rank, self._groups(pattern), call.kernel,
-            positive(call.scale)[1], group,
-        )  # fmt: skip
+        out, lse = attend(q, event.new, store, holdings, rank, self._groups(pattern), call)
         if not holdings.copies:
             tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
             label = f"step of layer {layer}, partials"

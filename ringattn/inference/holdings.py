@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import islice
@@ -32,9 +32,6 @@ class HeldRows(Composed):
 
     shards: tuple[Ranges, ...]
 
-    def __post_init__(self) -> None:
-        Layout.__post_init__(self)
-
     __hash__ = Layout.kept_hash
 
     @property
@@ -59,12 +56,8 @@ class HeldRows(Composed):
 
     def grouped(self, size: int) -> Layout:
         groups = (self.shards[first : first + size] for first in range(0, self.ranks, size))
-        return hold([tuple(run for shard in group for run in shard) for group in groups])
-
-
-def hold(shards: Sequence[Ranges]) -> HeldRows:
-    """The layout of these shards."""
-    return HeldRows(sum(len(run) for shard in shards for run in shard), len(shards), (), tuple(shards))
+        shards = tuple(tuple(run for shard in group for run in shard) for group in groups)
+        return replace(self, ranks=len(shards), shards=shards)
 
 
 class Holdings:
@@ -89,8 +82,10 @@ class Holdings:
 
         `needed` are those that queries from `floor` on see; None: nothing is let go now.
         """
-        self.keys = hold([(*held, *own) for held, own in zip(self.shards(), shards, strict=True)]) if prompt else None
         count = sum(len(run) for shard in shards for run in shard)
+        if prompt:
+            keys = tuple((*held, *own) for held, own in zip(self.shards(), shards, strict=True))
+            self.keys = HeldRows(sum(len(run) for shard in keys for run in shard), self.ranks, (), keys)
         if self.copies and prompt and needed is not None:
             shards = [tuple(split(shard, needed)[0]) for shard in shards]
         clips = sum(len(run) for shard in shards for run in shard) < count
@@ -117,19 +112,13 @@ class Holdings:
 
     def keep(self, runs: Ranges, least: int = 1) -> Kept | None:
         """The local rows inside of `runs`, all that is held after `settle`; None where fewer than `least` rows fall."""
-        kept: Kept = []
-        later: list[list[list[range]]] = []
-        rows = remaining = 0
-        for blocks in self.held:
-            pairs = [split(block, runs) for block in blocks]
-            later.append([places for places, _ in pairs])
-            kept.append([local for _, local in pairs])
-            rows += sum(len(run) for block in blocks for run in block)
-            remaining += sum(len(run) for places, _ in pairs for run in places)
+        pairs = [[split(block, runs) for block in blocks] for blocks in self.held]
+        later = [[places for places, _ in blocks] for blocks in pairs]
+        rows, remaining = (sum(len(r) for blocks in x for block in blocks for r in block) for x in (self.held, later))
         if rows - remaining < least * (self.ranks if self.copies else 1):
             return None
         self._later = later
-        return kept
+        return [[local for _, local in blocks] for blocks in pairs]
 
     def settle(self) -> None:
         """Forget what `keep` has dropped: the layers have attended to it for the last time."""

@@ -112,9 +112,7 @@ class LayerStore:
     def whole(self) -> tuple[Tensor, ...]:
         """k [B, K, n, D] and v [B, K, n, Dv] of all rows: views of one block, else a copy; () where there is no row."""
         parts = [
-            tuple(
-                x[:, :, : block.count] if block.of is None else x[block.of][:, :, : block.count] for x in block.tensors
-            )
+            tuple((x if block.of is None else x[block.of])[:, :, : block.count] for x in block.tensors)
             for block in self.blocks
             if block.count
         ]

@@ -27,7 +27,7 @@ class Composed(Layout):
         for part in self.parts:
             if part.digest or part.stacked > 1:
                 raise InvalidInput(f"{part.name} cannot be part of a layout; try contiguous, zigzag or striped(64)")
-        if {part.ranks for part in self.parts} != {self.ranks}:
+        if {part.ranks for part in self.parts} - {self.ranks}:
             raise InvalidInput(f"{self.name} joins layouts of different ranks; make all of them for {self.ranks} ranks")
 
     __hash__ = Layout.kept_hash

@@ -13,7 +13,7 @@ import numpy as np
 from ..cache import Cache, cached
 from ..layout.regular import Layout
 from ..pattern.base import Pattern, Side
-from ..pattern.tile import Tile, clip, join_runs, locate, merge_runs, shift_range
+from ..pattern.tile import RangeIndex, Tile, locate, merge_runs
 from .row_sets import (
     ALL_ROWS,
     WHOLE_BLOCK,
@@ -139,7 +139,7 @@ class BlockDemand(ABC):
             positions, exact = self.readers.span(run)
             mine += positions if exact else (r for rank in run for r in self.readers.shard(rank))
         block = self.layout.shard(owner)
-        if any(r.step != 1 for r in (*mine, *block)):
+        if not block or any(r.step != 1 for r in (*mine, *block)):
             return None
         wanted: list[range] = []
         for r in mine:
@@ -147,12 +147,8 @@ class BlockDemand(ABC):
             if needed is None:
                 return None
             wanted.append(range(needed[0], needed[1] + 1))
-        runs, parts, start = merge_runs(wanted), [], 0
-        for r in block:
-            inside = (clip(r, run.start, run[-1]) for run in runs)
-            parts += [shift_range(part, start - r.start) for part in inside if part]
-            start += len(r)
-        return tuple(join_runs(parts))
+        index = RangeIndex(block)
+        return merge_runs(rows for run in merge_runs(wanted) for rows in index.locate(run))
 
     @abstractmethod
     def _seen_rows(self, rank: int, owner: int) -> Iterator[tuple[range, range]]:
@@ -188,13 +184,10 @@ class BlockDemand(ABC):
             if inside:
                 yield range(self.block_heads), inside
             return
-        for heads, rows in self.pattern.paired(self.side, *self._sides(mine, block), range(self.heads)):
+        sides = (mine, block) if self.side == "keys" else (block, mine)
+        for heads, rows in self.pattern.paired(self.side, *sides, range(self.heads)):
             for block_heads in _kv_heads(heads, self.group) if self.side == "keys" else (heads,):
                 yield block_heads, rows
-
-    def _sides(self, mine: range, block: range) -> tuple[range, range]:
-        """(queries, keys) of the positions of a rank and of a block."""
-        return (mine, block) if self.side == "keys" else (block, mine)
 
     def _union_of_masks(self, ranks: tuple[range, ...], owner: int) -> RowSets:
         """`needed_rows` of a block of many ranges: the union of one mask of the block per rank."""
