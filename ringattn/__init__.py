@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .plan.choice import Prediction as Prediction
     from .plan.plan import Plan as Plan
     from .planner import make_plan as make_plan
+    from .planner import make_plans as make_plans
     from .runtime.graph_op import keep_attention as keep_attention
     from .runtime.graph_op import save_attention_policy as save_attention_policy
     from .runtime.memory import auto_batch_size as auto_batch_size
@@ -79,7 +80,7 @@ _NAMES = {
     "machine.machine": "Machine",
     "machine.presets": "MACHINES get_machine",
     "plan.plan": "Plan",
-    "planner": "make_plan",
+    "planner": "make_plan make_plans",
     "plan.choice": "Prediction",
     "simulator.timing.forecast": "predict",
     "simulator.timing.simulation": "simulate",

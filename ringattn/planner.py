@@ -1,13 +1,14 @@
-"""`make_plan`: the plan of its arguments, where a layout or a schedule may be "auto"."""
+"""`make_plan` and `make_plans`: the plans of their arguments, where a layout or a schedule may be "auto"."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .cache import Cache
 from .errors import InvalidInput
-from .layout.regular import DEFAULT_LAYOUT, Layout, make_layout
+from .layout.regular import DEFAULT_LAYOUT, Layout, make_layout, read_masks
 from .pattern import Pattern, as_pattern
 from .plan.plan import Plan, arrange, bind_sides
 from .plan.schedules import resolve
@@ -118,6 +119,38 @@ def make_plan(
 
     key = tuple(layouts), tuple(own.values()), schedule, on_machine if choosing else None, bound, sizes
     return make_it() if pattern.transient else _plans.answer(key, make_it)
+
+
+def make_plans(
+    patterns: Sequence[Pattern | str],
+    weights: Sequence[int] | None = None,
+    *,
+    tokens: int,
+    ranks: int,
+    layout: str | Layout = DEFAULT_LAYOUT,
+    heads: int = 1,
+    machine: Machine | str | None = None,
+    **options: Any,
+) -> tuple[Plan, ...]:
+    """The plans of a model whose layers have several masks, one plan for each of `patterns`, all on one layout.
+
+    `weights` are the numbers of layers of each pattern (default: 1); a pattern of weight 0 has no say in the layout.
+    "balanced" is made for all patterns together, see `make_layout`. layout="auto" takes the layout on which the
+    forwards of all layers take the least predicted time, each pattern with the schedule that is fastest for it.
+    `options` are those of `make_plan`. Raises InvalidInput.
+    """
+    masks, names, plans = read_masks(patterns, weights), [layout], []
+    options |= {"tokens": tokens, "ranks": ranks, "heads": heads, "machine": machine}
+    if len(masks) == 1:
+        return (make_plan(masks[0][0], layout=layout, **options),)
+    if isinstance(layout, str) and layout.strip() == "auto":
+        from .simulator.timing.auto import choose_layout, list_layouts  # as above
+
+        names = [*list_layouts(ranks)]
+    for name in names:
+        cut = make_layout(name, tokens=tokens, ranks=ranks, patterns=patterns, weights=weights, heads=heads)
+        plans.append(tuple(make_plan(pattern, layout=cut, **options) for pattern, _ in masks))
+    return plans[0] if len(plans) == 1 else choose_layout(plans, [weight for _, weight in masks], machine)
 
 
 def _make_sides(

@@ -21,6 +21,9 @@ def headlines(record: dict[str, Any]) -> Cells:
     for name, timed in record.get("passes", {}).items():
         moved = "sent" if "bytes_sent" in timed else "copied"
         cells |= {name: duration(timed["median"]), f"{name} {moved}": size(sum(timed[f"bytes_{moved}"]))}
+    for i, mask in enumerate(record.get("masks", ()), 1):  # of several patterns
+        shown = {name: x for name, x in headlines(mask).items() if name.endswith(("imbalance", "sends"))}
+        cells |= {f"{name} {i}": x for name, x in shown.items()}
     if "counted" in record:
         totals = record["counted"]["totals"]
         cells["pairs"] = f"{totals['pairs']:,}"

@@ -20,7 +20,8 @@ from ..simulator.reporting.console import (
 )
 from ..simulator.timing.auto import count_lookups
 from ..text import plural, size
-from .config.build import plan_from_config
+from .comparison import headlines, print_jobs
+from .config.build import plans_from_config
 from .config.schema import PlanConfig
 
 #: Up to this many ranks all ranks are counted; more ranks only where that takes at most so many lookups of tiles.
@@ -33,11 +34,25 @@ TOTALS_LEFT_OUT = "left out: they need the steps of every rank"
 
 
 def main(config: PlanConfig) -> dict[str, Any]:
-    """Print the picture, pairs, imbalance and bytes of a plan; write them as JSON to a path. Returns its totals."""
+    """Print the picture, pairs, imbalance and bytes of a plan; write them as JSON to a path. Returns its totals.
+
+    Of several patterns, those of each, with a table at the end; the JSON has a list of them.
+    """
     config.check()
     path = config.output.path
     check_json(path)
-    plan = plan_from_config(config, **config.queries())
+    records = [_show(plan, config) for plan in plans_from_config(config, **config.queries())]
+    whole = records[0] if len(records) == 1 else {"masks": records}
+    if path != STDOUT:
+        print_jobs([({"mask": f"{i}"}, headlines(one)) for i, one in enumerate(records, 1)], "masks [counted]")
+    if path is not None:
+        write_json(path, whole)
+    return whole
+
+
+def _show(plan: Plan, config: PlanConfig) -> dict[str, Any]:
+    """Print a plan and what is counted of it; returns both for JSON."""
+    path = config.output.path
     lookups = count_lookups(plan, plan.ranks // 2) if plan.ranks > SMALL_RANKS else 0
     count = min(plan.ranks, TABLE_RANKS)
     # None: the steps of a single rank would take too long.
@@ -54,8 +69,7 @@ def main(config: PlanConfig) -> dict[str, Any]:
     }
     if path is not None:
         counted["ranks"] = _count_ranks(plan, range(plan.ranks)) if counts_all else ranks
-        write_json(path, {**json.loads(plan.to_json()), "counted": counted, "choice": choice_record(plan.choice)})
-    return {"counted": counted}
+    return {**json.loads(plan.to_json()), "counted": counted, "choice": choice_record(plan.choice)}
 
 
 def _count_totals(plan: Plan, counts_all: bool) -> dict[str, Any]:

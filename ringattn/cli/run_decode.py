@@ -34,8 +34,8 @@ class DecodeRun:
         sizes = (parse_size(x, name) for x, name in ((config.context, "context"), (config.new, "new")))
         self.context, self.new = sizes
         self.chunk = self.context if config.chunk is None else parse_size(config.chunk, "chunk")
-        if not min(self.context, self.new, self.chunk):
-            raise InvalidInput("mode=decode needs a token or more of context=, new= and chunk=")
+        if not min(self.context, self.new, self.chunk, config.batch):
+            raise InvalidInput("mode=decode needs a token or more of context=, new= and chunk=, and a row of batch=")
         self.config, self.transport = replace(config, tokens=self.context + self.new), transport
         self.pattern = parse_pattern(config.pattern.spec)
         total, heads = self.context + self.new, range(config.heads)

@@ -29,8 +29,9 @@ from ..simulator.timing.simulation import simulate_passes
 from ..simulator.timing.timeline import CAUSES, Timeline
 from ..simulator.timing.window import window
 from ..text import digits, duration, plural, size
-from .config.build import plan_from_config, simulate_options
-from .config.groups import check_choice
+from .comparison import Cells, print_jobs
+from .config.build import plans_from_config, simulate_options
+from .config.groups import check_choice, refuse
 from .config.schema import SimulateConfig
 
 MODES = ("timing", "validate", "numerics", "published")
@@ -61,17 +62,25 @@ def main(config: SimulateConfig) -> dict[str, Any] | None:
     check_json(config.output.path)
     check_json(config.trace)
     machine = config.machine.made(ranks=config.ranks)
-    plan, options = plan_from_config(config, machine), simulate_options(config)
-    with show_progress(Console(stderr=True)) as tell, listening(tell):
-        timelines = simulate_passes(plan, machine, config.backward, options)
-        if config.trace is not None:
-            faults = {name: options[name] for name in ("slow", "slow_links", "stalls")}
-            write_trace(config.trace, "modelled", _trace_spans(plan, machine, timelines, faults))
-    tables = {timeline.direction: _timeline_numbers(timeline) for timeline in timelines}
-    if config.output.path is not None:
-        write_json(config.output.path, _record(plan, machine, timelines, tables))
-    if config.output.path != STDOUT:
-        _print(plan, machine, timelines, tables)
+    plans, jobs = plans_from_config(config, machine), list[tuple[Cells, Cells]]()
+    if len(plans) > 1:
+        refuse(config, "trace output.path", "with several patterns")
+    options = simulate_options(config)
+    for plan in plans:
+        with show_progress(Console(stderr=True)) as tell, listening(tell):
+            timelines = simulate_passes(plan, machine, config.backward, options)
+            if config.trace is not None:
+                faults = {name: options[name] for name in ("slow", "slow_links", "stalls")}
+                write_trace(config.trace, "modelled", _trace_spans(plan, machine, timelines, faults))
+        tables = {timeline.direction: _timeline_numbers(timeline) for timeline in timelines}
+        if config.output.path is not None:
+            write_json(config.output.path, _record(plan, machine, timelines, tables))
+        if config.output.path != STDOUT:
+            _print(plan, machine, timelines, tables)
+        if len(plans) > 1:
+            passes = {timeline.direction: duration(timeline.seconds) for timeline in timelines}
+            jobs.append(({"mask": f"{len(jobs) + 1}"}, {"imbalance": f"{plan.imbalance:.4f}", **passes}))
+    print_jobs(jobs, "masks: imbalance [counted], times [modelled]")
     return None
 
 

@@ -168,7 +168,8 @@ class KVCache:
     def shard(self, tokens: int, padding: Tensor | None = None) -> Tensor:
         """Begin a chunk of `tokens` tokens of a prompt: the places of this rank's rows, int64 [n], in local order.
 
-        A place is a position in rows without padding. On virtual ranks they are those of all tokens. `padding`, bool
+        A chunk that was begun before and not prefilled is forgotten. A place is a position in rows without padding.
+        On virtual ranks they are those of all tokens. `padding`, bool
         [B, tokens] and equal on all ranks, is True for padding, which is no token: it has no position, and no query
         sees it. Raises InvalidInput.
         """

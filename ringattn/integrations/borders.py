@@ -1,10 +1,12 @@
-"""A batch of token sequences, and the borders of packed documents in it, which may differ between its rows."""
+"""A batch of token sequences, the borders of packed documents in it, which may differ between its rows, and its cut."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -14,10 +16,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import InvalidInput, Mismatch
 from ..functional import get_transport
 from ..kernels.dropout import finalize, key_steps
-from ..layout.regular import Layout
-from ..pattern import Documents
+from ..layout.regular import Layout, make_layout
+from ..pattern import Documents, Pattern
 from ..train import NO_LABEL
 from ..transport.records import Exchange, compare_records
+from .generation import layer_windows, make_pattern
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: Cumulative lengths [0, ..., N] for all rows, or one such list for each row.
 Borders = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
@@ -29,6 +35,37 @@ COMPARED = ("input_ids", "attention_mask", "cu_seqlens", "labels", "position_ids
 COUNT, LARGEST = -2, -1
 #: The borders of packed documents by the tensor that transformers passes to all layers: one copy to the host a batch.
 _borders: Any = WeakIdKeyDictionary()
+
+
+@dataclass(frozen=True)
+class LayerMasks:
+    """A layout that is made anew for the documents of each batch, for `layout=` of `parallelize` and `shard_batch`.
+
+    `patterns` are the masks of the layers without documents, `weights` the number of layers of each.
+    """
+
+    patterns: tuple[Pattern, ...]
+    weights: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> LayerMasks:
+        """The masks of a model of transformers: its windows, and whether it is causal."""
+        causal = all(getattr(module, "is_causal", True) for module in model.modules())
+        layers = Counter(layer_windows(model))
+        return cls(tuple(make_pattern(window, causal) for window in layers), tuple(layers.values()))
+
+    def cut(self, borders: torch.Tensor | Documents, ranks: int) -> Layout:
+        """The Layout of the batch with these documents, which are `cu_seq_lens_q` of `shard_batch`'s result."""
+        documents = read_borders(borders) if isinstance(borders, torch.Tensor) else borders
+        patterns, tokens = [pattern & documents for pattern in self.patterns], documents.row(0).starts[-1]
+        return make_layout("balanced", tokens=tokens, ranks=ranks, patterns=patterns, weights=self.weights)
+
+
+def cut_batch(layout: str | Layout | LayerMasks, tokens: int, ranks: int, documents: Documents | None) -> Layout:
+    """The Layout of a batch, whose documents may be one for each row. Raises InvalidInput."""
+    if isinstance(layout, LayerMasks):
+        return layout.cut(documents or Documents((tokens,)), ranks)
+    return make_layout(layout, tokens=tokens, ranks=ranks)
 
 
 def check_rows(layout: Layout) -> None:

@@ -19,7 +19,7 @@ from ..errors import InvalidInput, Unsupported
 from ..functional import get_transport
 from ..inference.cache import STEP_OPTIONS, KVCache
 from ..layout.regular import make_layout
-from ..pattern import Causal, Pattern, Window
+from ..pattern import Causal, Full, Pattern, Window
 from ..transport.records import ErrorReport, Exchange, compare_records, digest
 
 if TYPE_CHECKING:
@@ -44,6 +44,12 @@ def layer_windows(model: PreTrainedModel) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
+def make_pattern(window: int | None, causal: bool = True) -> Pattern:
+    """Which keys a row sees. A window of W keys counts the row's own: Window(W - 1); without causal to both sides."""
+    pattern: Pattern = Causal() if causal else Full()
+    return pattern if window is None else pattern & Window(window - 1, 0 if causal else window - 1)
+
+
 class RingCache(Cache):  # type: ignore[misc]
     """The keys and values of a parallelized model's `generate`, sharded over its ranks.
 
@@ -60,13 +66,12 @@ class RingCache(Cache):  # type: ignore[misc]
         if shared:
             raise Unsupported(f"generate: {shared} layers of {type(model).__name__} share keys and values of others")
         self.windows = layer_windows(model)
-        patterns: list[Pattern] = [
-            Causal() if window is None else Causal() & Window(window - 1) for window in self.windows
-        ]
+        patterns = [make_pattern(window) for window in self.windows]
         #: Whether a call of the parallelized model runs, which adds what `update` is given.
         self.running = False
+        layout = ring.layout if isinstance(ring.layout, str) else "zigzag"
         #: Where the rows are.
-        self.cache = KVCache(patterns, layers=len(patterns), group=ring.place.group, layout=ring.layout, **options)
+        self.cache = KVCache(patterns, layers=len(patterns), group=ring.place.group, layout=layout, **options)
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -169,9 +174,7 @@ class Generation:
         return result
 
 
-def begin(
-    model: PreTrainedModel, group: ProcessGroup, layout: str, kwargs: dict[str, Any]
-) -> tuple[dict[str, Any], Generation]:
+def begin(model: PreTrainedModel, group: ProcessGroup, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Generation]:
     """The arguments of this rank's part of a call of `generate`, and the call. Collective for a prompt.
 
     `kwargs` are those of the whole batch, equal on all ranks. Raises Unsupported and InvalidInput.
@@ -209,7 +212,7 @@ def begin(
     }
     keep = kwargs.get("logits_to_keep", 0)
     wanted = np.arange(tokens)[-keep:] if isinstance(keep, int) else keep.cpu().numpy() % tokens
-    cut = make_layout(layout, tokens=tokens, ranks=ranks)
+    cut = make_layout(past.cache.layout, tokens=tokens, ranks=ranks)
     kept = [places[np.isin(places, wanted)] for places in map(cut.positions, range(ranks))]
     mine = torch.from_numpy(np.flatnonzero(np.isin(rows.numpy(), wanted))).to(ids.device)
     if "logits_to_keep" in kwargs:

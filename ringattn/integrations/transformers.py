@@ -30,9 +30,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..functional import get_transport, ring_attention
 from ..kernels import split_kernel
-from ..layout.regular import make_layout
+from ..layout.regular import Layout, make_layout
 from ..machine.presets import get_machine
-from ..pattern import Causal, Full, Pattern, Window
+from ..pattern import Documents
 from ..plan.schedules import resolve
 from ..plan.steps import check_rotate
 from ..runtime.autograd import compilable
@@ -44,10 +44,12 @@ from .borders import (
     COUNT,
     DIGEST,
     LARGEST,
+    LayerMasks,
     check_rows,
     compare_batches,
     count_from_borders,
     count_positions,
+    cut_batch,
     digest_batch,
     find_documents,
     gather_rows,
@@ -56,7 +58,7 @@ from .borders import (
     read_borders,
     write_borders,
 )
-from .generation import STATE, RingCache, begin, generate
+from .generation import STATE, RingCache, begin, generate, layer_windows, make_pattern
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -100,7 +102,7 @@ class _Ring:
     """Where the attention of a model runs, and how the sequence was cut."""
 
     place: WeakGroup
-    layout: str
+    layout: str | Layout | LayerMasks
     options: AttentionOptions
     #: The attention that the model had before.
     before: str
@@ -117,7 +119,8 @@ class _Ring:
 
     def check(self) -> None:
         """Raise InvalidInput for a name that no call could use: of a layout, schedule, kernel, machine or rotation."""
-        make_layout(self.layout, tokens=1, ranks=1)  # raises for a layout that needs a pattern, too
+        if isinstance(self.layout, str):
+            make_layout(self.layout, tokens=1, ranks=1)  # raises for a layout that needs a pattern, too
         resolve(self.options.schedule, dist.get_world_size(self.place.group))
         check_rotate(self.options.rotate)
         get_machine(self.options.machine)
@@ -132,13 +135,15 @@ def parallelize(
     model: PreTrainedModel,
     group: ProcessGroup | DeviceMesh | None = None,
     *,
-    layout: str,
+    layout: str | Layout | LayerMasks,
     **options: Unpack[AttentionKeywords],
 ) -> PreTrainedModel:
     """The model itself, whose attention now runs over the ranks of `group`; collective calls from then on.
 
     group: a ProcessGroup, or one axis of a DeviceMesh; None: all processes.
-    layout: the name of the layout by which `shard_batch` or `Collator` cuts sequences, such as "zigzag".
+    layout: that by which `shard_batch` or `Collator` cuts sequences: a name such as "zigzag", a Layout for batches of
+        one length, or `LayerMasks.of(model)`, which balances the masks of all layers over the documents of each batch.
+        `generate()` cuts prompts by zigzag where it is no name.
     options: `schedule`, `kernel`, `machine`, `deterministic`, `comm_dtype` and `rotate`, see
         `runtime.call.AttentionOptions`. Scale, softcap and dropout are those of the model.
 
@@ -193,7 +198,7 @@ def shard_batch(
     batch: Batch,
     group: ProcessGroup | DeviceMesh | None = None,
     *,
-    layout: str,
+    layout: str | Layout | LayerMasks,
     cu_seqlens: Borders | None = None,
     shift: bool = True,
 ) -> dict[str, torch.Tensor]:
@@ -218,14 +223,16 @@ def shard_batch(
         batch, borders = read_batch(batch)
         tokens = batch["input_ids"]
         rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
-        cut = make_layout(layout, tokens=tokens.shape[1], ranks=ranks)
-        check_rows(cut)
         mask, positions = batch.get("attention_mask"), batch.get("position_ids")
         given = borders if cu_seqlens is None else cu_seqlens
         documents = find_documents(tokens, None if mask is not None else positions, given)
+        cut = cut_batch(layout, tokens.shape[1], ranks, documents)
+        check_rows(cut)
         if positions is None:
             positions = count_positions(tokens, mask, documents)
         labels = make_labels(batch, documents, shift)
+        if documents is None and isinstance(layout, LayerMasks):
+            documents = Documents((tokens.shape[1],))  # from which the model makes the layout
     whole = {"input_ids": tokens, "position_ids": positions}
     if labels is not None:
         whole["labels"] = labels
@@ -250,7 +257,7 @@ class Collator:
 
     inner: Any
     group: ProcessGroup | DeviceMesh | None = None
-    layout: str = "zigzag"
+    layout: str | Layout | LayerMasks = "zigzag"
     shift: bool = True
 
     def __call__(self, examples: Any) -> dict[str, torch.Tensor]:
@@ -258,10 +265,13 @@ class Collator:
         return shard_batch(self.inner(examples), self.group, layout=self.layout, shift=self.shift)
 
 
-def gather_logits(logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None = None, *, layout: str) -> torch.Tensor:
+def gather_logits(
+    logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None = None, *, layout: str | Layout
+) -> torch.Tensor:
     """The logits [B, N, classes] of whole sequences from the ranks' [B, n, classes], on every rank. Collective.
 
-    Not differentiable: a loss is computed on the rows of each rank.
+    `layout` is that of the batch, with `LayerMasks` layout.cut(batch["cu_seq_lens_q"], ranks). Not differentiable: a
+    loss is computed on the rows of each rank.
     """
     place = _place(group)
     rows = gather_rows(logits, place.group)
@@ -284,7 +294,7 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     fewer `tokens`. Raises Mismatch on every rank if logits or gradients differ by more than rounding, or if the ranks
     differ in `tokens` or `seed`.
     """
-    ring, long = cast("_Ring | None", getattr(model, STATE, None)), _longest_window(model)
+    ring, long = cast("_Ring | None", getattr(model, STATE, None)), max(filter(None, layer_windows(model)), default=0)
     if ring is None:
         raise InvalidInput("this model is not parallelized; call parallelize(model, group, layout=...) first")
     group, first = ring.place.group, max(tokens * 2 // 3, 1)
@@ -303,7 +313,7 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     ids = torch.randint(config.vocab_size, (1, tokens), generator=generator, device="cpu").to(device)
     ids[ids == config.pad_token_id] = config.vocab_size // 2  # some models give no position to this token
     batch = shard_batch({"input_ids": ids}, group, layout=ring.layout, cu_seqlens=[0, first, tokens])
-    cut = make_layout(ring.layout, tokens=tokens, ranks=dist.get_world_size(group))
+    cut = cut_batch(ring.layout, tokens, dist.get_world_size(group), Documents(cu_seqlens=[0, first, tokens]))
     training = model.training
     model.eval()
     try:
@@ -313,7 +323,7 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
         gradients = _gradients(model, (local.float() * mine).sum() / tokens)
         for gradient in gradients:
             dist.all_reduce(gradient, group=group)
-        logits = gather_logits(local, group, layout=ring.layout)
+        logits = gather_logits(local, group, layout=cut)
         model.set_attn_implementation("eager")
         setattr(model, STATE, None)  # the modules keep theirs: rope takes the length of the batch
         parts = [_rows_of(model(ids[:, a:b], use_cache=False)) for a, b in ((0, first), (first, tokens))]
@@ -409,14 +419,18 @@ def _attend_ring(
             raise Unsupported(
                 f"a cache of earlier tokens: {q.shape[2]} queries, {k.shape[2]} keys; pass use_cache=False"
             )
-        if borders is None and ring.call.get("packed"):
+        if borders is None and (ring.call.get("packed") or isinstance(ring.layout, LayerMasks)):
             raise Unsupported(f"{name} is not given cu_seq_lens_q by its model, and would see across documents")
-        pattern = _make_pattern(window, causal, borders)
+        pattern, layout = make_pattern(window, causal), ring.layout
+        if borders is not None:
+            pattern = pattern & read_borders(borders)
+        if isinstance(layout, LayerMasks):
+            layout = layout.cut(cast(torch.Tensor, borders), dist.get_world_size(group))
         padding = None if mask is None else ~mask.to(device=k.device, dtype=torch.bool)
     given = {"scale": scaling, "softcap": softcap, "dropout": dropout}
     options = cast("AttentionKeywords", {**ring.options.keywords(), **given})
     return ring_attention(
-        q, k, v, pattern, layout=ring.layout, group=group, key_padding_mask=padding, sinks=sinks, **options
+        q, k, v, pattern, layout=layout, group=group, key_padding_mask=padding, sinks=sinks, **options
     )
 
 
@@ -431,7 +445,7 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         past.reset()
         kwargs = {**kwargs, "past_key_values": past}
     if isinstance(kwargs.get("past_key_values"), RingCache):
-        kwargs, generation = begin(cast("PreTrainedModel", model), ring.place.group, ring.layout, kwargs)
+        kwargs, generation = begin(cast("PreTrainedModel", model), ring.place.group, kwargs)
         ring.call.update(generation=generation, largest=generation.largest)
         return args, kwargs
     digest, items = kwargs.get(DIGEST), kwargs.get("num_items_in_batch")
@@ -534,9 +548,10 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
     with ErrorReport(get_transport(ring.place.group), "call"):
         rank, borders = dist.get_rank(ring.place.group), kwargs.get("cu_seq_lens_q")
         tokens = sum(lengths)
-        place = make_layout(ring.layout, tokens=tokens, ranks=len(lengths)).positions(rank)
+        documents = None if borders is None else read_borders(borders)
+        place = cut_batch(ring.layout, tokens, len(lengths), documents).positions(rank)
         for row, counted in enumerate(positions.cpu().numpy()):
-            expected = place if borders is None else count_from_borders(place, read_borders(borders), row)
+            expected = place if documents is None else count_from_borders(place, documents, row)
             if counted.shape != expected.shape:
                 return  # the handshake of the attention says which rank has too many or too few rows
             for i in np.flatnonzero(counted != expected)[:1]:
@@ -610,16 +625,6 @@ def _rules(function: Callable[..., Any]) -> set[str]:
 
 AttentionInterface.register(NAME, _attend)
 AttentionMaskInterface.register(NAME, _write_mask)
-
-
-def _make_pattern(window: int | None, causal: bool, borders: torch.Tensor | None) -> Pattern:
-    """Which keys a row sees. A window of W keys counts the row's own: Window(W - 1); without causal to both sides."""
-    pattern: Pattern = Causal() if causal else Full()
-    if window is not None:
-        pattern = pattern & Window(window - 1, 0 if causal else window - 1)
-    if borders is None:
-        return pattern
-    return pattern & read_borders(borders)
 
 
 def _place(group: ProcessGroup | DeviceMesh | None) -> WeakGroup:
@@ -699,14 +704,7 @@ def _check_model(model: PreTrainedModel) -> bool | None:
     return None if not (causal or aligned) else not aligned
 
 
-def _longest_window(model: nn.Module) -> int:
-    """The most keys that a sliding window of the model lets a row see; 0 without windows."""
-    config = cast("PreTrainedModel", model).config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    slides = "sliding_attention" in kinds if kinds is not None else getattr(config, "use_sliding_window", True)
-    return int(getattr(config, "sliding_window", None) or 0) if slides else 0
-
-
 __all__ = [
-    *("Agreement", "Collator", "RingCache", "check", "gather_logits", "parallelize", "shard_batch", "unparallelize"),
+    *("Agreement", "Collator", "LayerMasks", "RingCache"),
+    *("check", "gather_logits", "parallelize", "shard_batch", "unparallelize"),
 ]

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import sha256
-from heapq import heappop, heappush
 from itertools import groupby, pairwise
 from math import gcd
+
+import numpy as np
 
 from ..cache import Cache, cached
 from ..errors import InvalidInput
@@ -89,7 +90,7 @@ class Striped(Layout):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block < 1:
-            raise InvalidInput(f"striped: the block is a number of tokens >= 1, got {self.block}; try striped(64)")
+            raise InvalidInput(f"layout {self.name}: the block is a number of tokens >= 1; try 64")
 
     @property
     def name(self) -> str:
@@ -225,23 +226,44 @@ def restore_layout(name: str, tokens: int, ranks: int, runs: Sequence[Sequence[i
     return Balanced(tokens, ranks, chunk, tuple((int(first), int(owner)) for first, owner in runs))
 
 
+def read_masks(
+    patterns: Sequence[Pattern | str], weights: Sequence[int] | None = None
+) -> tuple[tuple[Pattern, int], ...]:
+    """(pattern, weight) of each mask of a model's layers; weights None: 1 each. Raises InvalidInput."""
+    weights = [1] * len(patterns) if weights is None else weights
+    if len(weights) != len(patterns) or not any(weights) or any(weight < 0 or weight % 1 for weight in weights):
+        raise InvalidInput(
+            f"patterns={shorten(repr(patterns), 100)} with weights={weights}: give a list of patterns, and the number "
+            "of layers of each, such as patterns=['Causal() & Window(1023)', 'Causal()'], weights=[5, 1]"
+        )
+    return tuple((as_pattern(pattern), int(weight)) for pattern, weight in zip(patterns, weights, strict=True))
+
+
 def make_layout(
-    name: str | Layout, *, tokens: int, ranks: int, pattern: Pattern | str | None = None, heads: int = 1
+    name: str | Layout,
+    *,
+    tokens: int,
+    ranks: int,
+    pattern: Pattern | str | None = None,
+    patterns: Sequence[Pattern | str] | None = None,
+    weights: Sequence[int] | None = None,
+    heads: int = 1,
 ) -> Layout:
     """The layout called `name` of `tokens` positions over `ranks` ranks; a Layout is checked and returned.
 
     Names: "contiguous", "zigzag", "striped", "striped(64)" (tokens of a block), "balanced" and "balanced(256)" (tokens
     of a chunk). Only "balanced" needs `pattern` and `heads` (query heads): it distributes chunks by their numbers of
-    query-key pairs. If several patterns share the shards, as those of a model's layers may, make one Layout and pass it
-    to all calls, because "balanced" is another partition for each pattern.
+    query-key pairs. Where several patterns share the shards, as those of a model's layers do, give `patterns` and as
+    `weights` the number of layers of each (default: 1), and pass the Layout to all calls: "balanced" is another
+    partition for each pattern.
 
     Layouts of other positions than 0 .. tokens-1 are made of these: "shifted(zigzag, 1000)" begins at position 1000,
     "joined(zigzag[1000], shifted(zigzag, 1000)[24])" has the rows of both parts, of 1000 and 24 tokens, and
     "kept(zigzag[1000], 0:4, 900:1000)" has the rows of zigzag at the positions 0 .. 3 and 900 .. 999. "pages(64)" deals
     pages of 64 tokens to the ranks in turn, whose rows stay where they are while the sequence grows.
 
-    Raises InvalidInput for an unknown name, for tokens < 0 or ranks < 1, for "balanced" without a pattern, for "auto"
-    (which only `make_plan` resolves), and for a Layout of other tokens or ranks.
+    Raises InvalidInput for an unknown name, for tokens < 0 or ranks < 1, for "balanced" without a pattern, for weights
+    that do not fit, for "auto" (which only `make_plan` and `make_plans` resolve), and for a Layout of other sizes.
     """
     if isinstance(name, Layout):
         if (name.tokens, name.ranks) != (tokens, ranks):
@@ -256,15 +278,17 @@ def make_layout(
     kind, chunk = _read_name(name)
     if kind != "balanced":
         return _make_formula(name, tokens, ranks)
-    if pattern is None:
+    if patterns is None and pattern is not None:
+        patterns = [pattern]
+    elif patterns is None or pattern is not None:
         raise InvalidInput(
-            f"layout {name!r} weighs chunks by the pairs of a pattern, got pattern=None; try "
+            f"layout {name!r} weighs chunks by the pairs of a pattern, got {pattern=} and {patterns=}; try "
             f"make_layout({name!r}, tokens={tokens}, ranks={ranks}, pattern=..., heads=...), as the attention gets them"
         )
-    pattern = as_pattern(pattern)
-    if pattern.transient:
-        return balance(tokens, ranks, chunk, pattern, heads)
-    key = tokens, ranks, chunk, pattern, heads
+    masks = read_masks(patterns, weights)
+    if any(mask.transient for mask, _ in masks):
+        return balance(tokens, ranks, chunk, masks, heads)
+    key = tokens, ranks, chunk, masks, heads
     return _balanced.answer(key, lambda: balance(*key))
 
 
@@ -277,13 +301,10 @@ CHUNKS, ALIGNED = 8, 128
 
 @dataclass(frozen=True)
 class Balanced(Layout):
-    """Chunks of `chunk` tokens, distributed so that the ranks compute about as many pairs of a pattern.
+    """Chunks of `chunk` tokens, distributed so that the ranks compute about as many pairs of one or several patterns.
 
     A rank owns at most ceil(chunks / ranks) chunks, so memory is balanced up to one chunk. Each rank keeps a run of
-    adjacent chunks unless a rank then has more than 1.05 of the mean pairs; see `deal`.
-
-    Counted on 8 ranks with documents of lognormal lengths: this layout reduces the imbalance from 1.67 (contiguous) to
-    1.01 for 0.98 of a full ring's bytes, and striping to 1.05 for all of them. A window stays contiguous, for 0.12.
+    adjacent chunks unless the busiest ranks then have more than 1.05 of the mean pairs; see `deal`.
 
     `runs` are (first chunk, owner) of each run of chunks, ascending. Use `make_layout` to make one for a pattern.
     Raises InvalidInput for runs that are not a partition of the chunks.
@@ -353,60 +374,77 @@ class Balanced(Layout):
         return tuple(range(parts[a].start, parts[b - 1].stop) for a, b in pairwise(bounds)), False
 
 
-def balance(tokens: int, ranks: int, chunk: int | None, pattern: Pattern, heads: int) -> Balanced:
-    """The layout that balances `pattern` over `heads` query heads. Costs O(chunks) calls of `pattern.count`.
+def balance(tokens: int, ranks: int, chunk: int | None, masks: Sequence[tuple[Pattern, int]], heads: int) -> Balanced:
+    """The layout that balances each pattern of `masks`, (pattern, weight), over `heads` query heads.
 
-    `chunk` None gives at least 8 chunks per rank, each a multiple of 128 tokens if it is longer than 128. If few rows
-    hold most pairs, as global blocks do, only a smaller chunk can balance them. Raises InvalidInput for numbers that no
-    layout has, and if the pattern does not fit.
+    Costs O(chunks) calls of `count` for each pattern. `chunk` None gives at least 8 chunks per rank, each a multiple of
+    128 tokens if it is longer than 128. If few rows hold most pairs, as global blocks do, only a smaller chunk can
+    balance them. Raises InvalidInput for numbers that no layout has, and if a pattern does not fit.
     """
-    # Report wrong numbers before the pattern is counted.
+    # Report wrong numbers before the patterns are counted.
     Balanced(min(tokens, 0), ranks, 1 if chunk is None else chunk, ())
     if heads < 1:
         raise InvalidInput(f"heads={heads}: must be an integer >= 1; give the number of query heads")
     if chunk is None:
         chunk = max(tokens // (CHUNKS * ranks), 1)
         chunk -= chunk % ALIGNED if chunk > ALIGNED else 0
-    pattern.check(tokens, heads)
-    bound, positions = pattern.bind(heads, tokens), range(tokens)
-    rows = [bound.row(index) for index in range(bound.rows or 1)]  # of a batch whose rows have patterns of their own
-    costs = [
-        sum(row.count(positions[start : start + chunk], positions, range(heads)) for row in rows)
-        for start in range(0, tokens, chunk)
-    ]
-    # Without the common factor, a pattern that is the same for all heads gives one layout for any number of heads.
-    common = gcd(*costs) or 1
-    costs = [cost // common for cost in costs]
-    owners = [0] * len(costs)
-    for rank, share in enumerate(deal(costs, ranks)):
+    positions, costs = range(tokens), []
+    spans = [positions[start : start + chunk] for start in range(0, tokens, chunk)]
+    for pattern, weight in masks:
+        pattern.check(tokens, heads)
+        bound = pattern.bind(heads, tokens)
+        rows = [bound.row(index) for index in range(bound.rows or 1)]  # of a batch whose rows have their own patterns
+        costs.append([weight * sum(row.count(span, positions, range(heads)) for row in rows) for span in spans])
+    # Without the common factor, patterns that are the same for all heads give one layout for any number of heads.
+    common = gcd(*(cost for mask in costs for cost in mask)) or 1
+    owners = [0] * len(spans)
+    for rank, share in enumerate(deal([[cost // common for cost in mask] for mask in costs], ranks)):
         for i in share:
             owners[i] = rank
     firsts = [i for i, owner in enumerate(owners) if i == 0 or owner != owners[i - 1]]
     return Balanced(tokens, ranks, chunk, tuple((i, owners[i]) for i in firsts))
 
 
-def deal(costs: list[int], ranks: int) -> list[list[int]]:
-    """The chunks of each rank, ascending, at most ceil(chunks / ranks), with about equal sums of `costs`.
+def deal(masks: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
+    """The chunks of each rank, ascending, at most ceil(chunks / ranks), with about equal costs in each mask.
 
-    Runs of equally many adjacent chunks, where no rank then has more than 1.05 of the mean cost. Else the chunks are
-    dealt heaviest first, each to the least loaded rank that has room for it, unless the runs are as good.
+    `masks` are the costs of the chunks in each mask. Ranks wait for each other in every layer, so that what counts is
+    the cost of the busiest rank in each mask, summed over the masks. Runs of equally many adjacent chunks, where that
+    is at most 1.05 of the mean costs. Else the best of these runs, of all masks dealt together, and of each alone.
     """
-    chunks, most = len(costs), -(-len(costs) // ranks)
+    chunks = len(masks[0])
     runs = [list(range(chunks * r // ranks, chunks * (r + 1) // ranks)) for r in range(ranks)]
-    if 100 * ranks * _maximum(costs, runs) <= BOUND * sum(costs):
+    masks = [mask for mask in masks if any(mask)]
+    if 100 * ranks * _busiest(masks, runs) <= BOUND * sum(map(sum, masks)):
         return runs
-    heap = [(0, 0, rank) for rank in range(ranks)]
+    alone = [[mask] for mask in masks] if len(masks) > 1 else []
+    return min(runs, *(_deal(dealt, ranks) for dealt in (masks, *alone)), key=lambda shares: _busiest(masks, shares))
+
+
+def _deal(masks: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
+    """The chunks of each rank, dealt heaviest first, each to a rank with room for it.
+
+    Of one mask it is the least loaded rank; of several the one with the least sum of costs x load ^ 16 (the loads in
+    means), which is ruled by the masks in which the rank is as busy as any.
+    """
+    costs = np.array(masks, dtype=float).T
+    chunks, most, means = len(costs), -(-len(costs) // ranks), costs.sum(0) / ranks
+    loads, counts = np.zeros((ranks, len(masks))), np.zeros(ranks, dtype=int)
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    for chunk in sorted(range(chunks), key=lambda i: -costs[i]):
-        load, count, rank = heappop(heap)
+    for chunk in np.argsort(-costs.sum(1), kind="stable").tolist():
+        powers = (loads + costs[chunk]) / means
+        for _ in range(4):  # not np.power, whose last bit depends on the CPU
+            powers = powers * powers
+        raised = np.where(counts < most, (powers * costs[chunk]).sum(1), np.inf)
+        equal = np.flatnonzero(raised == raised.min())
+        rank = equal[np.lexsort((counts[equal], loads[equal].sum(1)))[0]]
         insort(shares[rank], chunk)
-        if count + 1 < most:
-            heappush(heap, (load + costs[chunk], count + 1, rank))
+        loads[rank] += costs[chunk]
+        counts[rank] += 1
     # Number the ranks by their first chunk, so that neighbours in the ring hold chunks near to each other.
-    shares.sort(key=lambda share: share or [chunks])
-    return min(runs, shares, key=lambda shares: _maximum(costs, shares))
+    return sorted(shares, key=lambda share: share or [chunks])
 
 
-def _maximum(costs: list[int], shares: list[list[int]]) -> int:
-    """The cost of the most loaded rank."""
-    return max(sum(costs[i] for i in share) for share in shares)
+def _busiest(masks: Sequence[Sequence[int]], shares: list[list[int]]) -> int:
+    """The cost of the busiest rank in each mask, summed over the masks."""
+    return sum(max(sum(mask[i] for i in share) for share in shares) for mask in masks)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput
 from ..registry import Registry
+from ..text import shorten
 from .base import Mix as Mix
 from .base import Pattern as Pattern
 from .base import mix as mix
@@ -75,6 +76,14 @@ def parse_pattern(text: str) -> Pattern:
 
     Raises InvalidInput, with a hint for a misspelled name, if `text` does not spell a pattern.
     """
+    patterns = parse_patterns(text)
+    if len(patterns) != 1:
+        raise InvalidInput(f"{len(patterns)} patterns where one is expected: {shorten(text, 100)}; give one of them")
+    return patterns[0]
+
+
+def parse_patterns(text: str) -> list[Pattern]:
+    """The patterns of a list such as "[Causal(), Causal() & Window(127)]", or the one that `parse_pattern` reads."""
     from .parse import PatternParser  # few calls spell their pattern
 
     return PatternParser(text, PATTERNS).parse()

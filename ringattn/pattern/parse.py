@@ -20,15 +20,15 @@ class PatternParser:
     def __init__(self, text: str, functions: Mapping[str, Callable[..., Pattern]]) -> None:
         self.text, self.functions = text, functions
 
-    def parse(self) -> Pattern:
-        """The pattern that the text spells. Raises InvalidInput for any other text."""
+    def parse(self) -> list[Pattern]:
+        """The pattern, or the list of patterns, that the text spells. Raises InvalidInput for any other text."""
         try:
             tree = ast.parse(self.text.strip(), mode="eval").body
         except (SyntaxError, RecursionError, MemoryError) as error:
             reason = getattr(error, "msg", None) or "the text is nested too deep"
             raise self._error(f"it does not parse: {reason}; try 'Causal() & Window(4096)'") from None
         try:
-            return self._build(tree)
+            return [self._build(node) for node in (tree.elts if isinstance(tree, ast.List) else [tree])]
         except RecursionError:
             raise self._error("the text is nested too deep; write it with fewer brackets and operators") from None
         except OverflowError as error:

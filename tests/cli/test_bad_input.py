@@ -151,7 +151,7 @@ FILE = ("run", "input=file", "output.path=y.safetensors")
         (("report", "results=old.jsonl"), "results=old.jsonl: no such file"),
         (("bench", "--json"), "--json: ringattn report prints no JSON; it is for run, plan, simulate"),
         (("run", "output.report=missing/x.json"), "the folder missing does not exist"),
-        (("simulate", "study=scaling", "--json"), "a study is a folder of files"),
+        (("simulate", "study=scaling", "--json"), "a study writes a folder, with --json too"),
         (("simulate", "mode=numerics", "tokens=64", "trace=t.json"), "trace=t.json has no meaning"),
         (("simulate", "model=llama3_8b", "trace=t.json"), "trace=t.json has no meaning"),
         (("advise", "gpus=8", "output.page=-"), "output.page=-: a page is written to a file only"),

@@ -106,6 +106,40 @@ def test_a_job_for_each_value(inside: Inside, tmp_path: Path) -> None:
     assert "on 2 ranks" in done.stdout and "on 3 ranks" in done.stdout
 
 
+def test_the_masks_of_a_model_share_one_layout(inside: Inside, tmp_path: Path) -> None:
+    several = "pattern=[Causal() & Window(15), Causal()]", "ranks=4", "tokens=512", "layout=balanced(8)"
+    done = inside("plan", *several, "pattern.weights=[5,1]", "output.path=plans.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    plans = ra.make_plans(
+        ["Causal() & Window(15)", "Causal()"], [5, 1], tokens=512, ranks=4, layout="balanced(8)", schedule="auto"
+    )
+    rows = last_table(done, "masks [counted]")[1:]
+    assert [row[:3] for row in rows] == [
+        [f"{i}", f"{p.pairs():,}", f"{p.imbalance:.4f}"] for i, p in enumerate(plans, 1)
+    ]
+    texts = [json.dumps(mask) for mask in json.loads((tmp_path / "plans.json").read_text())["masks"]]
+    assert [ra.Plan.from_json(text) for text in texts] == [*plans]
+    done = inside("simulate", *several, "backward=true", cwd=tmp_path)
+    assert [row[0] for row in last_table(done, "masks: imbalance [counted], times [modelled]")[1:]] == ["1", "2"]
+    done = inside("plan", "-m", *several, "pattern.weights=[1,0],[0,1]", cwd=tmp_path)
+    rows = last_table(done, "jobs: times and errors [measured], other numbers [counted]")
+    assert [row[0] for row in rows[1:]] == ["[1,0]", "[0,1]"] and float(rows[1][-3]) > float(rows[2][-3]), rows
+    documents = "pattern=hybrid", "pattern.lengths=[300,212]", "pattern.left=9", *several[1:]
+    done = inside("plan", *documents, cwd=tmp_path)
+    assert len(last_table(done, "masks [counted]")) == 3, done.stderr
+    for words, says in (
+        (("run", *several[:3]), "2 patterns where one is expected"),
+        (("simulate", *several, "output.path=x.json"), "output.path=x.json has no meaning with several patterns"),
+        (("plan", *several, "pattern.weights=[1]"), "give a list of patterns, and the number of layers of each"),
+        (
+            ("plan", "pattern=Causal()", "pattern.weights=[1]"),
+            "pattern.weights=[1] has no meaning with pattern=Causal()",
+        ),
+    ):
+        done = inside(*words, cwd=tmp_path)
+        assert done.returncode == 2 and says in done.stderr, done.stderr
+
+
 def last_table(done: subprocess.CompletedProcess[str], title: str) -> list[list[str]]:
     """The cells of the table that compares jobs, at the end of what is printed."""
     assert done.returncode == 0, done.stderr

@@ -117,8 +117,8 @@ def test_nodes_must_fit() -> None:
 
 def test_one_rank_or_one_head_makes_no_ulysses_group() -> None:
     for options, words in (
-        ({"ranks": 1, "heads": 4}, "but only one rank; try ring"),
-        ({"ranks": 4, "heads": 1}, "but only one query head; try ring"),
+        ({"ranks": 1, "heads": 4}, "do not divide 1 ranks; try ring"),
+        ({"ranks": 4, "heads": 1}, "do not divide 1 query heads; try ring"),
     ):
         with pytest.raises(InvalidInput) as caught:
             ra.make_plan(ra.Full(), tokens=64, schedule="ulysses(2)", **options)  # type: ignore[arg-type]

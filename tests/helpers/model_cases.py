@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import importlib.util
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,15 @@ from rank_pool import told_by
 from torch._dynamo.utils import counters
 
 import ringattn as ra
-from ringattn.integrations import transformers as adapter
-from ringattn.integrations.transformers import check, gather_logits, parallelize, shard_batch, unparallelize
+from ringattn.integrations import generation
+from ringattn.integrations.transformers import (
+    LayerMasks,
+    check,
+    gather_logits,
+    parallelize,
+    shard_batch,
+    unparallelize,
+)
 from ringattn.train import mean_over_ranks
 
 BASE = {
@@ -139,6 +147,54 @@ def by_length(rank: int, name: str, layout: str, kind: str) -> list[float]:
             dist.all_reduce(parameter.grad)
             found.append(float((parameter.grad - gradient).abs().max()) / largest)
     return found
+
+
+def balanced_layers(rank: int, name: str) -> tuple[list[float], int]:
+    """Errors of logits and gradients of three batches, whose backwards come last, and how many layouts they had.
+
+    A layout is made for the documents of each batch and the masks of all layers.
+    """
+    eager, ranks, tokens = make(name, attn_implementation="eager"), dist.get_world_size(), 60
+    layout = LayerMasks.of(eager)
+    model = parallelize(make(name), layout=layout).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss, right, found, cuts = torch.zeros(()), torch.zeros(()), [], []
+    for borders in ([0, 50, tokens], [[0, 8, tokens], [0, 31, tokens]], None):
+        ids = torch.randint(1, 61, (2, tokens), generator=torch.Generator().manual_seed(len(cuts)))
+        weight = torch.randn(2, tokens, 61, generator=torch.Generator().manual_seed(4))
+        batch = shard_batch({"input_ids": ids}, layout=layout, cu_seqlens=borders)
+        cut = layout.cut(batch["cu_seq_lens_q"], ranks)
+        local = model(**batch, use_cache=False).logits
+        loss = loss + (local * cut.shard_tensor(weight, rank, dim=1)).sum()
+        starts = batch["cu_seq_lens_q"].expand(2, -1).tolist()
+        alone = [
+            torch.cat([eager(ids[i : i + 1, a:b], use_cache=False).logits for a, b in pairwise(row) if a < b], 1)
+            for i, row in enumerate(starts)
+        ]
+        expected = torch.cat(alone)
+        right = right + (expected * weight).sum()
+        wrong = (gather_logits(local, layout=cut) - expected).detach().abs().max()
+        found.append(float(wrong / expected.detach().abs().max()))
+        cuts.append(cut)
+    gradients = torch.autograd.grad(right, list(eager.parameters()))
+    loss.backward()
+    largest = max(float(g.abs().max()) for g in gradients)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        dist.all_reduce(parameter.grad)
+        found.append(float((parameter.grad - gradient).abs().max()) / largest)
+    says(
+        "Unsupported: GptOssAttention is not given cu_seq_lens_q",
+        lambda: model(**{**batch, "cu_seq_lens_q": None}, use_cache=False),
+    )
+    assert torch.equal(eager.eval().generate(ids, max_new_tokens=2), model.eval().generate(ids, max_new_tokens=2))
+    model = parallelize(model, layout=cuts[0])  # a Layout is for batches of its length
+    batch = shard_batch({"input_ids": ids}, layout=cuts[0])
+    found.append(float((gather_logits(model(**batch).logits, layout=cuts[0]) - expected).detach().abs().max()))
+    says(
+        "InvalidInput: the layout balanced(3) was made for 60 tokens over 2 ranks",
+        lambda: shard_batch({"input_ids": ids[:, 1:]}, layout=cuts[0]),
+    )
+    return found, len(set(cuts))
 
 
 VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
@@ -318,7 +374,7 @@ def refusals(rank: int) -> None:
     batch = shard_batch({"input_ids": ids}, layout="zigzag")
     model = ring("Mistral, window")
     with pytest.MonkeyPatch.context() as patch:  # as if a window of W keys meant W keys before the row's own
-        patch.setattr(adapter, "Window", lambda left, right: ra.Window(left + 1, right))
+        patch.setattr(generation, "Window", lambda left, right: ra.Window(left + 1, right))
         says("Mismatch: the parallelized model is not its eager self", lambda: check(model))
     words = "InvalidInput: check: a window of 9 keys hides nothing"
     says(words, lambda: check(ring("Mistral, window"), 12))

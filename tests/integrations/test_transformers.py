@@ -15,6 +15,7 @@ import sweep
 from graph_cases import in_graphs
 from packaging.specifiers import SpecifierSet
 
+import ringattn as ra
 from ringattn.integrations import transformers as adapter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +37,20 @@ def test_logits_and_gradients_are_those_of_the_eager_model(run_ranks, ranks: int
 def test_padded_and_packed_rows_equal_sequences_alone(run_ranks, name: str) -> None:  # type: ignore[no-untyped-def]
     for found in run_ranks(model_cases.batches, 2, name, 32 * EPS, timeout=120):
         assert found == dict.fromkeys(("packed", "padded", "checkpointed"), "exact")
+
+
+@pytest.mark.multi
+def test_batches_are_cut_for_the_masks_of_all_layers_and_their_own_documents(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    for found, layouts in run_ranks(model_cases.balanced_layers, 2, "GPT-OSS, sinks", timeout=120):
+        assert max(found) <= 32 * EPS and layouts == 3
+
+
+def test_masks_of_layers_are_read_from_the_model() -> None:
+    hybrid = adapter.LayerMasks.of(model_cases.make("Gemma 3, hybrid", num_hidden_layers=2))
+    assert hybrid == adapter.LayerMasks((ra.Causal() & ra.Window(8), ra.Causal()), (1, 1))
+    encoder = adapter.LayerMasks.of(model_cases.make("ModernBERT, two sides", num_hidden_layers=4))
+    assert encoder == adapter.LayerMasks((ra.Full(), ra.Full() & ra.Window(5, 5)), (2, 2))
+    assert adapter.LayerMasks.of(model_cases.make("Llama")) == adapter.LayerMasks((ra.Causal(),), (2,))
 
 
 @pytest.mark.multi

@@ -84,7 +84,11 @@ def test_striped_takes_the_shorter_description() -> None:
         ("striped(0)", {}, "block is a number of tokens >= 1"),
         ("zigzag", {"tokens": -1}, "tokens=-1"),
         ("zigzag", {"ranks": 0}, "ranks=0"),
-        ("balanced(8)", {}, "weighs chunks by the pairs of a pattern, got pattern=None; try make_layout('balanced(8)'"),
+        (
+            "balanced(8)",
+            {},
+            "weighs chunks by the pairs of a pattern, got pattern=None and patterns=None; try make_layout(",
+        ),
         ("balanced", {"pattern": "Causl()"}, "did you mean 'Causal'"),
         ("balanced(0)", {"pattern": Full()}, "the chunk is a number of tokens >= 1, got 0; try balanced(128)"),
         ("balanced", {"pattern": Full(), "tokens": -1}, "tokens=-1"),

@@ -347,11 +347,13 @@ def test_wrong_schedules() -> None:
         ("double_ring(inner=2)", r"try double_ring\(2\)"),
         ("direct(2)", "expected auto, ring"),
         ("ulysses", "expected auto, ring"),
-        ("ulysses(3)", "3 does not divide 8 ranks; try sizes 2 or 4 or 8"),
-        ("ulysses(4)", "4 does not divide 6 query heads"),
-        ("ulysses(2)", "2 does not divide 3 key/value heads"),
+        ("ulysses(3)", "groups of 3 ranks do not divide 8 ranks; try ring: no size serves all"),
+        ("ulysses(4)", "groups of 4 ranks do not divide 6 query heads"),
+        ("ulysses(2)", "groups of 2 ranks do not divide 3 key/value heads"),
         ("ulysses(2, rong)", "did you mean 'ring'"),
         ("double_rung(2)", "did you mean 'double_ring'"),
     ):
         with pytest.raises(InvalidInput, match=words):
             make_plan(Causal(), tokens=64, ranks=8, schedule=schedule, heads=6, kv_heads=3)
+    with pytest.raises(InvalidInput, match="groups of 2 ranks do not divide 9 ranks; try sizes 3"):
+        make_plan(Causal(), tokens=64, ranks=9, schedule="ulysses(2)", heads=6, kv_heads=3)

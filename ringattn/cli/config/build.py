@@ -8,9 +8,9 @@ from msgspec import ValidationError, convert
 
 from ...errors import InvalidInput
 from ...machine.machine import Machine
-from ...pattern import parse_pattern
+from ...pattern import parse_pattern, parse_patterns
 from ...plan.plan import Plan
-from ...planner import make_plan
+from ...planner import make_plans
 from .schema import ProblemSizes, SimulateConfig
 
 #: The largest sizes that plans are made for, and why. Models have some hundred heads.
@@ -22,7 +22,13 @@ LIMITS = {
 
 
 def plan_from_config(config: ProblemSizes, machine: Machine | None = None, **replaced: Any) -> Plan:
-    """The plan of a configuration. Raises InvalidInput.
+    """The plan of a configuration, see `plans_from_config`. Raises InvalidInput, also for several patterns."""
+    parse_pattern(config.pattern.spec)
+    return plans_from_config(config, machine, **replaced)[0]
+
+
+def plans_from_config(config: ProblemSizes, machine: Machine | None = None, **replaced: Any) -> tuple[Plan, ...]:
+    """The plan of each pattern of a configuration. Raises InvalidInput.
 
     `machine` saves making the machine of the configuration again. `replaced` are arguments of `make_plan` that take
     the place of settings, such as the sizes of an input file.
@@ -40,7 +46,7 @@ def plan_from_config(config: ProblemSizes, machine: Machine | None = None, **rep
             raise InvalidInput(f"{name}={arguments[name]:,}: {limit:,} is the most that is planned for: {why}")
     if machine is None:
         machine = config.machine.made(ranks=config.ranks)
-    return make_plan(parse_pattern(config.pattern.spec), machine=machine, **arguments)
+    return make_plans(parse_patterns(config.pattern.spec), config.pattern.weights, machine=machine, **arguments)
 
 
 def simulate_options(config: SimulateConfig) -> dict[str, Any]:

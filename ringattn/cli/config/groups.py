@@ -75,8 +75,12 @@ class ConfigGroup:
 
 @dataclass
 class PatternGroup(ConfigGroup):
-    """A pattern: its Python repr, and the parameters that conf/pattern/*.yaml put into that text."""
+    """A pattern: its Python repr, and the parameters that conf/pattern/*.yaml put into that text.
 
+    Of a list of patterns, `weights` are the layers of each.
+    """
+
+    weights: list[int] | None = None
     left: int | None = None
     n: int | None = None
     step: int | None = None

@@ -249,7 +249,8 @@ def check_parameters(composed: DictConfig) -> None:
         for name, value in values.items():
             if value is None and f"${{.{name}}}" in spec:
                 raise InvalidInput(f"{group}.{name}=... is missing, which {spec} needs")
-            if value is not None and f"${{.{name}}}" not in spec:
+            listed = name == "weights" and spec.startswith("[")  # of a list of patterns
+            if value is not None and f"${{.{name}}}" not in spec and not listed:
                 raise InvalidInput(f"{group}.{name}={value} has no meaning with {group}={spec}; leave it out")
 
 

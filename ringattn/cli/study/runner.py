@@ -51,7 +51,9 @@ Records = dict[int, dict[str, Any]]
 
 def main(config: SimulateConfig) -> None:
     """Run a study, or continue one, and print where its files are."""
-    refuse_stdout("output.path", config.output.path, "a study is a folder of files; try output.path=scaling")
+    refuse_stdout(
+        "output.path", config.output.path, "a study writes a folder, with --json too; try output.path=scaling"
+    )
     hydra_config = import_module("hydra.core.hydra_config").HydraConfig
     overrides, search_path = [], []
     if hydra_config.initialized():  # it is not for a caller in Python

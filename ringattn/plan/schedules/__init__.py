@@ -45,7 +45,8 @@ def resolve(name: str, ranks: int | None = None, heads: int = 0, kv_heads: int =
     if ranks == 1 and number > 1:
         raise InvalidInput(f"schedule {name!r}: one rank cannot be nodes of {number}; try ring, or more ranks")
     if ranks is not None and (number < 1 or ranks % number):
-        raise InvalidInput(f"schedule {name!r}: nodes do not divide {ranks} ranks; try {kind} with {_divisors(ranks)}")
+        fits = " or ".join([str(n) for n in range(2, min(ranks, 1024) + 1) if ranks % n == 0][:6])
+        raise InvalidInput(f"schedule {name!r}: nodes do not divide {ranks} ranks; try {kind} with {fits}")
     return f"{kind}({number})"
 
 
@@ -73,21 +74,18 @@ def _check_ulysses(name: str, size: int, ranks: int | None, heads: int, kv_heads
 
     Groups that key/value heads divide are served, too: each rank has a copy of one head.
     """
-    for what, number in (("ranks", ranks), ("query heads", heads), ("key/value heads", kv_heads)):
-        if number and "/" in what and size > 0 and size % number == 0:
-            continue
-        if number == 1 and size > 1:
-            what = what.removesuffix("s")
-            raise InvalidInput(f"schedule {name!r}: Ulysses groups of {size} ranks, but only one {what}; try ring")
-        if size < 1 or (number and number % size):
-            divisors = _divisors(number or 1)
-            raise InvalidInput(f"schedule {name!r}: {size} does not divide {number} {what}; try sizes {divisors}")
+    numbers = {"ranks": ranks or 0, "query heads": heads, "key/value heads": kv_heads}
+    for what, number in numbers.items():
+        if size < 1 or not _serves(size, what, number):
+            others = range(2, min(ranks or heads, heads or 1024, 1024) + 1)
+            fits = [str(n) for n in others if all(_serves(n, *each) for each in numbers.items())][:6]
+            hint = f"sizes {' or '.join(fits)}" if fits else "ring: no size serves all"
+            raise InvalidInput(f"schedule {name!r}: groups of {size} ranks do not divide {number} {what}; try {hint}")
 
 
-def _divisors(number: int) -> str:
-    """The first divisors of a number above 1, as words."""
-    divisors = [str(n) for n in range(2, min(number, 1024) + 1) if number % n == 0][:6] or ["1"]
-    return " or ".join(divisors)
+def _serves(size: int, what: str, number: int) -> bool:
+    """Whether groups of `size` ranks divide so many ranks or heads; 0: not known."""
+    return number % size == 0 or ("/" in what and size % number == 0)
 
 
 def _parse(name: str) -> tuple[str, int | None]:

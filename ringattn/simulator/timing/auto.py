@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import gcd, inf
 from typing import Any
@@ -13,6 +14,7 @@ from ...dtypes import ITEM_BYTES
 from ...errors import Unsupported
 from ...layout.regular import MAX_RANGES, Layout
 from ...machine.machine import Machine
+from ...machine.presets import get_machine
 from ...pattern import Pattern, Tile
 from ...pattern.base import ONE_HEAD, Position, Run, Side
 from ...pattern.views import HeadSlice
@@ -112,6 +114,30 @@ def choose(
         why = f"an estimate takes more than {LOOKUPS:,} lookups of tiles: it was taken without a comparison"
         return _take_first(first, candidates, why, machine)
     return _take_best(candidates, plans, machine)
+
+
+def choose_layout(
+    plans: Sequence[Sequence[Plan]], weights: Sequence[int], machine: Machine | str | None
+) -> tuple[Plan, ...]:
+    """The plans of a model's masks, given for each layout, of the layout whose forwards take the least time. Pure.
+
+    The forward of a mask counts `weights` times. A layout on which a mask has no estimate is taken only as the first.
+    """
+    on = get_machine(machine)
+    alone = [
+        [choose(lambda *_, p=p: p, [p.layout], [p.schedule], on) if not p.choice else p for p in masks]
+        for masks in plans
+    ]
+    choices = [[plan.choice for plan in masks if plan.choice] for masks in alone]
+    seconds = [
+        sum(choice.picked.seconds * weight if choice.picked.prediction else inf for choice, weight in pairs if weight)
+        for pairs in (zip(masks, weights, strict=True) for masks in choices)
+    ]
+    best = next(i for i, total in enumerate(seconds) if total <= min(seconds) * EQUAL)
+    shown = [f"{masks[0].layout.name} {duration(x)}" for masks, x in zip(plans, seconds, strict=True) if x < inf]
+    layers = f"; all {plural(sum(weights), 'layer')}: {', '.join(shown) or 'no estimate'}"
+    taken = zip(plans[best], choices[best], strict=True)
+    return tuple(plan.with_choice(replace(choice, reason=choice.reason + layers)) for plan, choice in taken)
 
 
 def choose_rectangle(
