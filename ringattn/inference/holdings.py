@@ -133,7 +133,7 @@ class Holdings:
         """What queries at places `q` see of a block of a rank: works on its local rows."""
         key = rank, block, pattern, q, heads, group
         if key not in self._works:
-            tiles = join_dense(find_tiles(pattern, q, self.held[rank][block], heads))
+            tiles = join_dense(find_tiles(pattern, (q,), self.held[rank][block], heads))
             self._works[key] = tuple(join_keys(lower(tiles, group), lambda work: work.keys <= SHORT_KEYS))
         return self._works[key]
 

@@ -254,7 +254,7 @@ class KeyDemand(BlockDemand):
         for q in q_rows:
             run = self.pattern.run("keys", q.start, q.stop - 1) if q.step == 1 else None
             if run is None or any(k.step != 1 for k in k_rows):
-                touches = next(find_tiles(self.pattern, q, k_rows, self.heads), None) is not None
+                touches = next(find_tiles(self.pattern, (q,), k_rows, self.heads), None) is not None
             else:
                 touches = any(run[0] < k.stop and k.start <= run[1] for k in k_rows)
             if touches:
@@ -280,10 +280,7 @@ class KeyDemand(BlockDemand):
         return sum(self.pattern.count(q, k, range(self.heads)) for q in rows for k in keys)
 
     def _find_tiles(self, rank: int, owner: int) -> Iterator[Tile]:
-        first = 0
-        for rows in self.readers.shard(rank):
-            yield from find_tiles(self.pattern, rows, self.layout.shard(owner), self.heads, first)
-            first += len(rows)
+        return find_tiles(self.pattern, self.readers.shard(rank), self.layout.shard(owner), self.heads)
 
     def _seen_rows(self, rank: int, owner: int) -> Iterator[tuple[range, range]]:
         return ((work.kv, run) for work in self.works(rank, owner, ALL_ROWS) for run in work.k)

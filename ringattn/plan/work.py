@@ -194,6 +194,8 @@ def _join_chain(chain: list[Work]) -> Work:
     return replace(chain[0], repeat=len(chain), q_shift=q_shift, k_shift=k_shift)
 
 
+#: The pattern is asked for each of up to so many ranges of keys, and for more of them at once, up to all.
+FEW_RANGES = 4
 #: Tiles of one visit are joined pairwise only up to this many: the search is quadratic.
 MAX_JOINED = 32
 #: (query head in the row set, key/value head)
@@ -218,31 +220,36 @@ def localize(tile: Tile, q_rows: range, k_rows: range, first_q: int, first_k: in
     return Tile(tile.heads, q, k, lo, hi, tile.branch)
 
 
-def find_tiles(pattern: Pattern, q: range, places: Sequence[range], heads: int, first_row: int = 0) -> Iterator[Tile]:
-    """Tiles of queries at positions `q` and local keys, which are at `places` one after another.
+def find_tiles(pattern: Pattern, q_shard: Sequence[range], k_shard: Sequence[range], heads: int) -> Iterator[Tile]:
+    """Tiles in local row indices. A tile with a band has equal q and k steps if the layouts of both sides are one.
 
-    `first_row` is the local index of the first query. The pattern is asked for many places at once, and again for half
-    of them where there are more tiles than places, or bands: the rows of a cache and its chunks have many ranges.
+    The pattern is asked for many ranges of keys at once, and again for half of them where there are more tiles than
+    ranges, or bands: the rows of a cache and its chunks have many ranges.
     """
-    starts = [0, *accumulate(map(len, places))]
+    starts = [0, *accumulate(map(len, k_shard))]
 
-    def visit(first: int, last: int) -> Iterator[Tile]:
-        parts = places[first:last]
-        hull = parts[0] if len(parts) == 1 else range(min(r[0] for r in parts), max(r[-1] for r in parts) + 1)
-        some = islice(pattern.tiles(q, hull, range(heads)), None if len(parts) == 1 else len(parts) + 1)
-        found = [part for tile in some for part in tile.refine()]
-        if len(parts) == 1:
-            yield from (localize(tile, q, hull, first_row, starts[first]) for tile in found)
-        elif len(found) <= len(parts) and all(tile.dense for tile in found):
+    def visit(q: range, row: int, first: int, last: int) -> Iterator[Tile]:
+        parts = k_shard[first:last]
+        if len(parts) <= FEW_RANGES or q.step > 1:  # the ranges of striped rows interleave
+            for keys, start in zip(parts, starts[first:last], strict=True):
+                tiles = (part for tile in pattern.tiles(q, keys, range(heads)) for part in tile.refine())
+                yield from (localize(tile, q, keys, row, start) for tile in tiles)
+            return
+        hull = range(min(r[0] for r in parts), max(r[-1] for r in parts) + 1)
+        found = [*islice(pattern.tiles(q, hull, range(heads)), len(parts) + 1)]
+        if len(found) <= len(parts) and all(tile.dense for tile in found):
             rows_of = RangeIndex(parts, starts[first])
             for tile in found:
-                rows = shift_range(locate(tile.q, q), first_row)
+                rows = shift_range(locate(tile.q, q), row)
                 yield from (Tile(tile.heads, rows, keys, branch=tile.branch) for keys in rows_of.locate(tile.k))
         else:
-            yield from visit(first, (first + last) // 2)
-            yield from visit((first + last) // 2, last)
+            yield from visit(q, row, first, (first + last) // 2)
+            yield from visit(q, row, (first + last) // 2, last)
 
-    return visit(0, len(places)) if q and places else iter(())
+    row = 0
+    for q in q_shard if k_shard else ():
+        yield from visit(q, row, 0, len(k_shard))
+        row += len(q)
 
 
 def join_dense(tiles: Iterable[Tile]) -> list[Tile]:

@@ -275,7 +275,7 @@ def test_works_are_the_pairs_of_a_mask(pattern: ra.Pattern, layout: str, cuts: s
         for r in ra.make_layout(layout, tokens=last - first, ranks=ranks).shard(0):
             append_run(places, range(r.start + first, r.stop + first, r.step))
     found = np.zeros((2, new, sum(map(len, places))), dtype=np.int64)
-    for work in lower(join_dense(find_tiles(bound, range(keys, MOST), places, 2)), 1):
+    for work in lower(join_dense(find_tiles(bound, (range(keys, MOST),), places, 2)), 1):
         for i, row in enumerate(work.q):
             for j, key in enumerate(key for run in work.k for key in run):
                 seen = (work.lo is None or work.lo <= i - j) and (work.hi is None or i - j <= work.hi)
