@@ -194,7 +194,7 @@ def _join_chain(chain: list[Work]) -> Work:
     return replace(chain[0], repeat=len(chain), q_shift=q_shift, k_shift=k_shift)
 
 
-#: The pattern is asked for each of up to so many ranges of keys, and for more of them at once, up to all.
+#: The pattern is asked for each of up to so many ranges of keys, and for more of them at once.
 FEW_RANGES = 4
 #: Tiles of one visit are joined pairwise only up to this many: the search is quadratic.
 MAX_JOINED = 32
