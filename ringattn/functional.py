@@ -58,7 +58,8 @@ def ring_attention(
     pattern: a Pattern, or its text, such as "Causal() & Window(4095)".
     layout: the Layout by which the sequence was cut into shards, or its name. The rows of a shard do not show how the
         sequence was cut: a wrong layout gives a wrong result and no error, so `layout` has no default. `make_plan` can
-        choose a layout before the sequence is cut.
+        choose a layout before the sequence is cut. "rows": rank r has the rows of the sequence that follow those of
+        rank r - 1, as many as its shard has.
     q_layout: the Layout of the queries, or its name, where they are other positions than the keys: a chunk of a prompt
         after a cache ("shifted(zigzag, 1000)": position 1000 and those after it), or the queries of cross-attention.
         q [B, H, m, D] then has other rows than k and v, and `layout` is that of the keys. None: the keys' layout.

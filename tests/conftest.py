@@ -33,6 +33,7 @@ torch.set_num_threads(1)
 #: Files that take longest. Those come first, so that no process ends long after the other.
 SLOW_FILES = (
     "integrations/test_transformers.py",
+    "integrations/test_diffusers.py",
     "transport/test_mpi.py",
     "transport/test_gloo.py",
     "seeds/test_seeds.py",

@@ -31,6 +31,7 @@ EXTRAS = {
     "mpi4py": ("the MPI transport", "pip install 'ringattn[mpi]'"),
     "matplotlib": ("plots", "pip install 'ringattn[plot]'"),
     "transformers": ("models of Hugging Face", "pip install 'ringattn[transformers]'"),
+    "diffusers": ("diffusion transformers", "pip install 'ringattn[diffusers]'"),
     "triton": ("fused merges on CUDA", "pip install 'ringattn[triton]'"),
     "ring_attention_pytorch": ("bench suite=peers", "pip install 'ringattn[peers]'"),
     "sphinx": ("building the documentation", "pip install 'ringattn[docs]'"),

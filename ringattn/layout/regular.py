@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import sha256
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from math import gcd
+from typing import Any
 
 import numpy as np
 
@@ -146,6 +147,40 @@ class Pages(Striped):
         return f"pages({self.block})"
 
 
+@dataclass(frozen=True)
+class Rows(Layout):
+    """Rank r owns `counts[r]` positions, which follow those of rank r - 1. Raises InvalidInput for other sums."""
+
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (total := sum(self.counts), len(self.counts)) != (self.tokens, self.ranks):
+            asked = f"{self.tokens:,} tokens on {self.ranks} ranks are asked for; give the rows of each rank"
+            raise InvalidInput(f"{self.name} has {total:,} tokens on {len(self.counts)} ranks, and {asked}")
+
+    @property
+    def name(self) -> str:
+        return f"rows({', '.join(map(str, self.counts))})"
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        """The first position of each rank, and the number of tokens."""
+        return [*accumulate(self.counts, initial=0)]
+
+    def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
+        return nonempty(range(self._firsts[ranks.start], self._firsts[ranks.stop])), True
+
+    def owner(self, position: int) -> int:
+        return bisect_right(self._firsts, position) - 1
+
+    def grouped(self, size: int) -> Layout:
+        return Rows(self.tokens, self.ranks // size, tuple(b - a for a, b in pairwise(self._firsts[::size])))
+
+
+#: The layout of `ring_attention` that is named by the rows of the ranks' shards, once the ranks have told them.
+ROWS = "rows"
+_COUNTS = r"\brows\s*\(\s*(\d+(?:\s*,\s*\d+)*)\s*\)"
 #: How the names of layouts made of layouts begin.
 COMPOSED = "shifted", "joined", "kept"
 _FORMULAS: dict[str, Callable[..., Layout]] = {
@@ -172,7 +207,7 @@ def _read_name(name: str) -> tuple[str, int | None]:
     size_allowed = size is None or (expected_keyword and keyword in (None, expected_keyword))
     if not valid_kind or not size_allowed or (size == "auto" and kind != "balanced"):
         hint = did_you_mean(kind, [*_FORMULAS, "balanced", "auto"])
-        expected = "contiguous, zigzag, striped, striped(block), pages(block), balanced or balanced(chunk)"
+        expected = "contiguous, zigzag, striped, striped(block), pages(block), rows(11, 9), balanced or balanced(chunk)"
         raise InvalidInput(f"unknown layout {name!r}; {hint}expected {expected}")
     return kind, None if size in (None, "auto") else int(size)
 
@@ -180,10 +215,15 @@ def _read_name(name: str) -> tuple[str, int | None]:
 def layout_name(name: str) -> str:
     """The canonical spelling of a layout name: " striped( block = 8 ) " -> "striped(8)", "striped" -> "striped(1)".
 
-    "balanced" without a chunk stays "balanced". Raises InvalidInput for an unknown name.
+    "balanced" without a chunk stays "balanced", "rows" without counts "rows". Raises InvalidInput for an unknown name.
     """
+    if name.strip() == ROWS:
+        return ROWS
+    found = re.search(_COUNTS, name)
     if name.lstrip().startswith(COMPOSED):
-        return _read_composed(name, None, 1).name
+        return _read_composed(name, None, len(found[1].split(",")) if found else 1).name
+    if (counts := _read_counts(name)) is not None:
+        return Rows(sum(counts), len(counts), counts).name
     kind, size = _read_name(name)
     if kind == "balanced":
         Balanced(0, 1, 1 if size is None else size, ())
@@ -197,13 +237,24 @@ def _make_formula(name: str, tokens: int, ranks: int) -> Layout:
     return _FORMULAS[kind](tokens, ranks) if block is None else _FORMULAS[kind](tokens, ranks, block)
 
 
+def _read_counts(name: str) -> tuple[int, ...] | None:
+    """The counts of a name such as "rows(11, 9)"; None for another name."""
+    match = re.fullmatch(rf"\s*{_COUNTS}\s*", name)
+    return None if match is None else tuple(map(int, match[1].split(",")))
+
+
+def name_rows(layout: Any, rows: Sequence[int]) -> Any:
+    """The layout itself, but for "rows" the name of the layout by which rank r has rows[r] rows."""
+    return f"rows({', '.join(map(str, rows))})" if layout == ROWS else layout
+
+
 def _read_composed(name: str, tokens: int | None, ranks: int) -> Layout:
     from .composed import read_composed  # few layouts are made of others
 
     def make(name: str, tokens: int | None) -> Layout:
         if name.lstrip().startswith(COMPOSED):
             return _read_composed(name, tokens, ranks)
-        return make_layout(name, tokens=tokens or 0, ranks=ranks)
+        return make_layout(name, tokens=sum(_read_counts(name) or ()) if tokens is None else tokens, ranks=ranks)
 
     return read_composed(name, tokens, make)
 
@@ -250,6 +301,8 @@ def make_layout(
     `weights` the number of layers of each (default: 1), and pass the Layout to all calls: "balanced" is another
     partition for each pattern.
 
+    "rows(11, 9)" gives the first 11 positions to rank 0 and the next 9 to rank 1.
+
     Layouts of other positions than 0 .. tokens-1 are made of these: "shifted(zigzag, 1000)" begins at position 1000,
     "joined(zigzag[1000], shifted(zigzag, 1000)[24])" has the rows of both parts, of 1000 and 24 tokens, and
     "kept(zigzag[1000], 0:4, 900:1000)" has the rows of zigzag at the positions 0 .. 3 and 900 .. 999. "pages(64)" deals
@@ -268,6 +321,8 @@ def make_layout(
         return name
     if name.lstrip().startswith(COMPOSED):
         return _read_composed(name, tokens, ranks)
+    if (counts := _read_counts(name)) is not None:
+        return Rows(tokens, ranks, counts)
     kind, chunk = _read_name(name)
     if kind != "balanced":
         return _make_formula(name, tokens, ranks)

@@ -18,14 +18,14 @@ from __future__ import annotations
 import hashlib
 import json
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import Mismatch
 from ..kernels.base import Kernel
-from ..layout.regular import Layout
+from ..layout.regular import Layout, name_rows
 from ..plan.plan import FORMAT, Plan
 from ..transport.base import TAG_BITS, Tags, Transport, drive
 from ..transport.records import MARK, ErrorReport, Exchange, by_rank, compare, compare_records, digest, undecoded
@@ -70,6 +70,7 @@ def agree(transport: Transport, call: Call, stage: str = "call") -> tuple[Plan, 
     q_rows = rows = _read_numbers(exchange.records, MARK)
     if call.q_layout is not None:
         q_rows = _read_numbers(exchange.records, FIXED)
+    call = replace(call, layout=name_rows(call.layout, rows), q_layout=name_rows(call.q_layout, q_rows))
     plans = Exchange(transport, "plan", LIMIT)
     # What cannot be planned is an error of the arguments, which are alike: all ranks raise it.
     with ErrorReport(transport, stage, deferred=True, common=(ValueError,)) if alike else plans:

@@ -85,6 +85,7 @@ DOCUMENTS = ("plan", "ranks=4", "tokens=1000", "pattern=Documents([700, 300])")
         ((*DOCUMENTS, "layout=balanced"), "balanced(31) on 4 ranks"),
         ((*DOCUMENTS, "layout=balanced", "layout.chunk=50"), "balanced(50) on 4 ranks"),
         ((*DOCUMENTS, "layout=balanced(20)"), "balanced(20) on 4 ranks"),
+        ((*DOCUMENTS, "layout=rows(400,300,0,300)"), "rows(400, 300, 0, 300) on 4 ranks"),
         (("plan", "experiment=window_64k"), "over 65,536 tokens, contiguous on 4 ranks"),
         (("simulate", "machine.memory=8G", "ranks=2"), "8.0 GiB"),
         (("simulate", "ranks=1", "tokens=64"), "over 64 tokens, contiguous on 1 rank, ring, B=1 H=1 K=1 D=64 float32"),

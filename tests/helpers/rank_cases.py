@@ -155,6 +155,25 @@ def balanced_shards(rank: int) -> float:
     return worst
 
 
+def own_rows(rank: int) -> float:
+    """`layout="rows"` on two unequal shards, of queries and of keys, against one device: the largest error."""
+    case, worst = make_case(TOKENS, 4, 2, torch.float64), 0.0
+    for of_queries, of_keys in (((41, 60), (41, 60)), ((70, 31), (41, 60)), ((41, 60), (0, 101))):
+        whole = case.leaves()
+        wanted = ra.attention(*whole, Causal())
+        grads = torch.autograd.grad(wanted, whole, case.grad)
+        q_layout, layout = (ra.make_layout(f"rows{x}", tokens=TOKENS, ranks=2) for x in (of_queries, of_keys))
+        layouts = q_layout, layout, layout
+        mine = [x.shard_tensor(y.detach(), rank).requires_grad_() for x, y in zip(layouts, whole, strict=True)]
+        found = ra.ring_attention(
+            *mine, Causal(), layout="rows", q_layout=None if of_queries == of_keys else "rows", schedule="ring"
+        )
+        found_grads = torch.autograd.grad(found, mine, q_layout.shard_tensor(case.grad, rank))
+        for x, a, b in zip((q_layout, *layouts), (found, *found_grads), (wanted, *grads), strict=True):
+            worst = max(worst, *(a - x.shard_tensor(b, rank)).detach().abs().flatten().tolist(), 0.0)
+    return worst
+
+
 def errors_on_every_rank(rank: int, transport: Transport | None = None) -> list[str]:
     """One wrong call after another; what this rank was told each time."""
     used = get_transport(None, None, transport)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd
 from typing import Any
 
@@ -78,6 +79,8 @@ class Rectangle:
 def name_layout(rng: random.Random, tokens: int, ranks: int, first: int = 0, *, nested: bool = True) -> str:
     """The name of a random layout of `tokens` positions from `first` on."""
     kinds = ["contiguous", "zigzag", "striped", "striped(3)", "pages(4)"]
+    cuts = [0, *sorted(rng.randint(0, tokens) for _ in range(ranks - 1)), tokens]
+    kinds.append(f"rows({', '.join(str(b - a) for a, b in pairwise(cuts))})")
     name = rng.choice([*kinds, "joined", "kept"] if nested else kinds)
     if name == "joined":
         cut = rng.randint(0, tokens)

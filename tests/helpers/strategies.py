@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -24,7 +26,9 @@ from ringattn import (
 )
 from ringattn.pattern import Tile
 
-LAYOUTS = ("contiguous", "zigzag", "striped", "striped(3)", "striped(8)", "pages(3)", "balanced(1)", "balanced(3)")
+LAYOUTS = (
+    "contiguous", "zigzag", "striped", "striped(3)", "striped(8)", "pages(3)", "rows", "balanced(1)", "balanced(3)",
+)  # fmt: skip
 
 
 def ranges(most: int = 30) -> st.SearchStrategy[range]:
@@ -123,15 +127,20 @@ def patterns(draw: st.DrawFn, tokens: int, depth: int = 2) -> Pattern:
 
 
 @st.composite
+def layout_names(draw: st.DrawFn, tokens: int, ranks: int) -> str:
+    """The name of a layout; of "rows" with counts that fit, among them 0."""
+    name = draw(st.sampled_from(LAYOUTS))
+    if name != "rows":
+        return name
+    cuts = sorted(draw(st.lists(st.integers(0, tokens), min_size=ranks - 1, max_size=ranks - 1)))
+    return f"rows({', '.join(str(b - a) for a, b in pairwise([0, *cuts, tokens]))})"
+
+
+@st.composite
 def problems(draw: st.DrawFn, most_tokens: int = 40, most_ranks: int = 9) -> tuple[Pattern, int, int, str]:
     """(pattern, tokens, ranks, layout)"""
-    tokens = draw(st.integers(0, most_tokens))
-    return (
-        draw(patterns(tokens)),
-        tokens,
-        draw(st.integers(1, most_ranks)),
-        draw(st.sampled_from(LAYOUTS)),
-    )
+    tokens, ranks = draw(st.integers(0, most_tokens)), draw(st.integers(1, most_ranks))
+    return draw(patterns(tokens)), tokens, ranks, draw(layout_names(tokens, ranks))
 
 
 head_counts = st.sampled_from([(1, 1), (4, 2), (3, 3), (6, 2)])

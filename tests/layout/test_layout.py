@@ -9,14 +9,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import LAYOUTS, patterns
+from strategies import layout_names, patterns
 
 from ringattn import Documents, Full, InvalidInput, Layout, make_layout
+from ringattn.layout.regular import layout_name
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    name, tokens, ranks = draw(st.sampled_from(LAYOUTS)), draw(st.integers(0, 50)), draw(st.integers(1, 9))
+    tokens, ranks = draw(st.integers(0, 50)), draw(st.integers(1, 9))
+    name = draw(layout_names(tokens, ranks))
     pattern = draw(patterns(tokens)) if name.startswith("balanced") else None
     return make_layout(name, tokens=tokens, ranks=ranks, pattern=pattern)
 
@@ -29,6 +31,16 @@ def test_every_position_has_one_owner(layout: Layout) -> None:
     for rank, shard in enumerate(shards):
         assert layout.rows(rank) == len(shard)
         assert all(layout.owner(int(p)) == rank for p in shard)
+
+
+@given(layouts())
+def test_a_name_reads_back(layout: Layout) -> None:
+    """Of balanced layouts the name says the chunk alone."""
+    name = layout.name
+    assert layout_name(f" {name.replace('(', ' ( ').replace(', ', ',')} ") == name
+    if not layout.digest:
+        again = make_layout(name, tokens=layout.tokens, ranks=layout.ranks)
+        assert (again, hash(again)) == (layout, hash(layout))
 
 
 @given(layouts(), st.data())
@@ -71,6 +83,13 @@ def test_zigzag_pairs_early_with_late() -> None:
     assert layout.shard(3) == (range(6, 10),)
 
 
+def test_rows_of_ranks_without_tokens() -> None:
+    layout = make_layout("rows(0, 5, 0, 3)", tokens=8, ranks=4)
+    assert [layout.shard(rank) for rank in range(4)] == [(), (range(5),), (), (range(5, 8),)]
+    assert [layout.owner(p) for p in range(8)] == [1] * 5 + [3] * 3
+    assert layout.grouped(2).name == "rows(5, 3)"
+
+
 def test_striped_takes_the_shorter_description() -> None:
     assert make_layout("striped", tokens=1 << 30, ranks=4).shard(1) == (range(1, 1 << 30, 4),)
     assert make_layout("striped(64)", tokens=512, ranks=4).shard(1) == (range(64, 128), range(320, 384))
@@ -97,6 +116,11 @@ def test_striped_takes_the_shorter_description() -> None:
         ("balanced", {"pattern": Documents((5,))}, "the 1 lengths sum to 5"),
         ("balanced(block=8)", {"pattern": Full()}, "unknown layout"),
         ("striped(auto)", {}, "unknown layout"),
+        ("rows(5, 4)", {}, "has 9 tokens on 2 ranks, and 8 tokens on 2 ranks are asked for"),
+        ("rows(8)", {}, "has 8 tokens on 1 ranks, and 8 tokens on 2 ranks are asked for"),
+        ("rows", {}, "rows(11, 9)"),
+        ("rows(5, -4)", {}, "unknown layout"),
+        ("rows(8,)", {}, "unknown layout"),
         ("ballanced", {}, "did you mean 'balanced'"),
     ],
 )
@@ -115,7 +139,7 @@ def test_a_layout_of_other_sizes_is_refused() -> None:
         layout.shard_tensor(torch.zeros(7, 1), 0)
 
 
-@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped(2)", "balanced(2)"])
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped(2)", "rows(9, 7)", "balanced(2)"])
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_that_the_layout_does_not_have_is_refused(name: str, rank: int) -> None:
     layout = make_layout(name, tokens=16, ranks=2, pattern="Causal()")

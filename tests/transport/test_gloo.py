@@ -32,6 +32,10 @@ def test_balanced_shards_on_real_ranks(run_ranks: Run) -> None:
     assert max(run_ranks(rank_cases.balanced_shards, 2, timeout=60)) <= 1e-12
 
 
+def test_ranks_tell_how_many_rows_they_have(run_ranks: Run) -> None:
+    assert max(run_ranks(rank_cases.own_rows, 2, timeout=60)) <= 1e-12
+
+
 def test_every_rank_is_told_before_the_first_message(run_ranks: Run) -> None:
     check_told(run_ranks(rank_cases.errors_on_every_rank, 2, timeout=60))
 

@@ -1,0 +1,193 @@
+"""Hugging Face diffusers: `parallelize` makes a transformer attend over tokens that are sharded over ranks.
+
+    parallelize(pipe.transformer, ContextParallelConfig(ring_degree=2, ulysses_degree=2))
+    image = pipe("a cat in the rain").images[0]
+
+Every rank holds the whole model and is given whole inputs. Tokens are cut and gathered where the model's `_cp_plan`
+says: before its blocks, and after them. In between every layer calls `_attend`, which diffusers finds under the name
+"ringattn" once this module is imported. Attention without a mask does not depend on the order of its keys, so that the
+sequence is the shard of rank 0, text before image, then that of rank 1, and so on: layout "rows".
+"""
+
+from __future__ import annotations
+
+import json
+from copy import copy
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from diffusers.hooks.context_parallel import _get_submodule_by_name, apply_context_parallel
+from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+from diffusers.models.attention import AttentionModuleMixin
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from diffusers.models.attention_processor import Attention, MochiAttention
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves
+
+from ..errors import InvalidInput, Mismatch, Unsupported
+from ..functional import get_transport, ring_attention
+from ..layout.regular import ROWS
+from ..pattern import Full
+from ..runtime.call import OPTION_NAMES, check_option_names
+from ..transport.records import Exchange, compare
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
+    from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+    from ..runtime.call import AttentionKeywords
+
+#: The name of the backend in diffusers.
+NAME = "ringattn"
+#: How many values of an input ranks compare.
+SAMPLED = 16
+
+
+def parallelize(
+    model: ModelMixin,
+    config: ContextParallelConfig,
+    *,
+    cp_plan: dict[str, Any] | None = None,
+    **options: Unpack[AttentionKeywords],
+) -> ModelMixin:
+    """The model itself, which now cuts its tokens over ring_degree * ulysses_degree ranks; calls are collective.
+
+    config: `ring_degree` groups of `ulysses_degree` consecutive ranks; `mesh` has the axes "ring" and "ulysses" where
+        the ranks have other work, too. The number of heads is a multiple of `ulysses_degree`.
+    cp_plan: where tokens are cut and gathered; None: the plan of the model's class.
+    options: `kernel`, `machine`, `deterministic`, `comm_dtype`, `rotate`, `check`: see `runtime.call.AttentionOptions`.
+
+    Stands for the model's `enable_parallelism(config=config)`, and takes any number of image or text tokens from the
+    number of ranks on: shards may differ by a token. Keys that are whole on every rank, as in the cross-attention of
+    Wan, are attended without messages. Every rank is given the same inputs and computes the loss from the gathered
+    output; the mean over the ranks of their gradients, as DDP and FSDP take it, is the gradient of the loss.
+
+    Raises Unsupported if a processor does not let diffusers choose its attention, InvalidInput without a plan. Calls
+    raise Unsupported for masks other than boolean ones of padded keys, causal attention and dropout, and Mismatch on
+    every rank if the inputs of the ranks are not the same.
+    """
+    check_option_names(options, {*OPTION_NAMES} - {"schedule", "scale", "softcap", "dropout"})
+    cp_plan = model._cp_plan if cp_plan is None else cp_plan
+    if cp_plan is None:
+        raise InvalidInput(f"{type(model).__name__} does not say where its tokens can be cut; give cp_plan=")
+    attention = Attention, MochiAttention, AttentionModuleMixin
+    for processor in (processors := [x.processor for x in model.modules() if isinstance(x, attention)]):
+        if not (hasattr(processor, "_attention_backend") and hasattr(processor, "_parallel_config")):
+            raise Unsupported(
+                f"{type(processor).__name__} of {type(model).__name__} computes attention by itself, over the tokens "
+                "of one rank; set a processor that calls diffusers' dispatch_attention_fn"
+            )
+    config = copy(config)
+    config.ring_anything = True  # so that hooks cut any number of tokens; the constructor refuses it beside Ulysses
+    mesh = config.mesh or init_device_mesh(model.device.type, config.mesh_shape, mesh_dim_names=config.mesh_dim_names)
+    parallel = ParallelConfig(context_parallel_config=config)
+    parallel.ring_options = options  # for `_attend`
+    parallel.setup(dist.get_rank(), dist.get_world_size(), model.device, mesh=mesh)
+    model._parallel_config = parallel
+    for processor in processors:
+        processor._attention_backend, processor._parallel_config = BACKEND, parallel
+    group = config._flattened_mesh.get_group()
+    model.register_forward_pre_hook(partial(torch.compiler.disable(_compare_inputs), group), with_kwargs=True)
+    apply_context_parallel(model, config, {name: place for name, place in cp_plan.items() if isinstance(place, dict)})
+    for name, place in cp_plan.items():
+        if not isinstance(place, dict):
+            dims = [x and x.gather_dim for x in (place if isinstance(place, list | tuple) else [place])]
+            modules = _get_submodule_by_name(model, name)
+            for module in modules if isinstance(modules, list) else [modules]:
+                module.register_forward_hook(partial(torch.compiler.disable(_gather), dims, group))
+    return model
+
+
+def _compare_inputs(group: ProcessGroup, module: Any, arguments: Any, named: Any) -> None:
+    """Raise Mismatch on every rank if the inputs of the ranks differ in size, or by more than rounding."""
+    inputs = [x.detach().flatten() for x in tree_leaves((arguments, named)) if isinstance(x, torch.Tensor)]
+    some = torch.cat([x[:: 1 + len(x) // SAMPLED].float() for x in inputs]).tolist()
+    with Exchange(get_transport(group), "inputs of a model") as ranks:
+        ranks.mine = json.dumps([str([*map(len, inputs)]), some]).encode()
+    sizes, values = zip(*map(json.loads, ranks.records), strict=True)
+    compare({rank: {"the sizes of the inputs": x} for rank, x in enumerate(sizes)})
+    if not np.allclose(values, values[0], rtol=0.1, atol=0.1, equal_nan=True):
+        raise Mismatch("the ranks were given different inputs; draw noise from generators of one seed on all ranks")
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of the ranks' tensors, on every rank; the gradient is the sum of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group, total = group, x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Sum.forward(ctx, grad, ctx.group), None
+
+
+def _gather(dims: list[int | None], group: ProcessGroup, module: Any, inputs: Any, output: Any) -> Any:
+    """The output of a module with the rows of all ranks along the dim of each tensor; the ranks' gradients add up.
+
+    diffusers' own hook takes the gradient of one rank, which is wrong where tokens are cut again later, and cannot
+    gather shards that differ in length with Gloo.
+    """
+    outputs = [output] if isinstance(output, torch.Tensor) else [*output]
+    for i, dim in enumerate(dims):
+        if dim is not None:
+            rows, shape = outputs[i].shape[dim], [*outputs[i].shape]
+            with Exchange(get_transport(group), "rows of an output") as ranks:
+                ranks.mine = str(rows).encode()
+            *_, shape[dim] = ends = [*accumulate(map(int, ranks.records))]
+            end = ends[dist.get_rank(group)]
+            whole = outputs[i].new_zeros(shape).slice_scatter(outputs[i], dim, end - rows, end)
+            outputs[i] = _Sum.apply(whole, group)
+    return outputs[0] if isinstance(output, torch.Tensor) else tuple(outputs)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    _parallel_config: ParallelConfig | None = None,
+) -> torch.Tensor:
+    """The output [B, n, H, D] of queries [B, n, H, D] over the keys and values [B, m, K, D] of all ranks.
+
+    Without a config the keys are whole on this rank, and diffusers' native backend attends them. diffusers drops
+    arguments that no parameter here names.
+    """
+    if _parallel_config is None:
+        native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
+        return cast(torch.Tensor, native(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+    padding, (batch, keys) = None, key.shape[:2]
+    if attn_mask is not None:
+        if attn_mask.dtype != torch.bool or attn_mask.shape not in ((batch, keys), (batch, 1, 1, keys)):
+            raise Unsupported(
+                f"a mask {attn_mask.dtype} {tuple(attn_mask.shape)} in attention over tokens that are cut over ranks; "
+                f"only boolean masks of padded keys, {(batch, keys)} or {(batch, 1, 1, keys)} here, are taken"
+            )
+        padding = ~attn_mask.reshape(batch, keys)
+    if is_causal or dropout_p:
+        raise Unsupported(f"{is_causal=}, {dropout_p=} in attention over tokens that are cut over ranks")
+    config = _parallel_config.context_parallel_config
+    out = ring_attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), Full(),
+        layout=ROWS, q_layout=ROWS, group=config._flattened_mesh.get_group(), key_padding_mask=padding, scale=scale,
+        schedule=f"ulysses({config.ulysses_degree}, ring)", **getattr(_parallel_config, "ring_options", {}),
+    )  # fmt: skip
+    return cast(torch.Tensor, out.transpose(1, 2))
+
+
+#: A new member of diffusers' enumeration of backends, which has no way to add one.
+BACKEND = str.__new__(AttentionBackendName, NAME)
+BACKEND._name_, BACKEND._value_ = NAME.upper(), NAME
+AttentionBackendName._member_map_[BACKEND._name_] = AttentionBackendName._value2member_map_[NAME] = BACKEND
+_AttentionBackendRegistry.register(BACKEND, supports_context_parallel=True)(_attend)

@@ -1,0 +1,97 @@
+"""Transformers of diffusers on real ranks against themselves on one device."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+import diffusers
+import diffusion_cases
+from diffusers import ContextParallelConfig
+from diffusers.models import attention_dispatch as dispatch
+from packaging.specifiers import SpecifierSet
+
+from ringattn import InvalidInput, RingAttentionError, Unsupported
+from ringattn.integrations import diffusers as adapter
+
+ROOT = Path(__file__).resolve().parents[2]
+RING = ContextParallelConfig(ring_degree=2)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("ranks", "ulysses", "names"),
+    [(2, 1, [*diffusion_cases.MODELS]), (2, 2, ["Flux", "Wan"]), (3, 1, ["Flux", "Wan"])],
+)
+def test_outputs_and_gradients_on_unequal_shards(run_ranks, ranks: int, ulysses: int, names: list[str]) -> None:  # type: ignore[no-untyped-def]
+    for found in run_ranks(diffusion_cases.agreements, ranks, names, ulysses, 7, 11, timeout=120):
+        for name, (output, gradients) in zip(names, found, strict=True):
+            assert output <= 1e-6 and gradients <= 1e-5, name
+
+
+@pytest.mark.multi
+def test_diffusers_own_calls_select_the_backend(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    assert max(map(max, run_ranks(diffusion_cases.selected, 2, timeout=120))) <= 1e-6
+
+
+@pytest.mark.multi
+def test_ranks_with_other_inputs_are_told(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    for noise, text in run_ranks(diffusion_cases.other_inputs, 2, timeout=120):
+        assert "were given different inputs; draw noise from generators of one seed" in noise
+        assert "disagree about the sizes of the inputs" in text
+
+
+@pytest.mark.multi
+def test_the_sample_of_the_page_computes_the_same_on_one_and_two_ranks(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    one, other = run_ranks(diffusion_cases.sample_of_the_page, 2, str(ROOT / "docs" / "models.md"), timeout=120)
+    assert one == other and one["loss"] > 0 and one["norm"] > 0
+
+
+x = torch.zeros(2, 5, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"attn_mask": torch.zeros(2, 1, 1, 5)}, r"a mask torch.float32 \(2, 1, 1, 5\)"),
+        ({"attn_mask": torch.ones(1, 1, 2, 5, dtype=torch.bool)}, "only boolean masks of padded keys"),
+        ({"is_causal": True}, "is_causal=True"),
+        ({"dropout_p": 0.1}, "is_causal=False, dropout_p=0.1"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(given: dict[str, Any], words: str) -> None:
+    parallel = diffusers.ParallelConfig(context_parallel_config=RING)
+    with pytest.raises(Unsupported, match=words):
+        dispatch.dispatch_attention_fn(x, x, x, backend=adapter.BACKEND, parallel_config=parallel, **given)
+
+
+def test_models_that_cannot_be_cut_are_refused() -> None:
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8, block_out_channels=(32,), down_block_types=("CrossAttnDownBlock2D",), norm_num_groups=8,
+        up_block_types=("CrossAttnUpBlock2D",), layers_per_block=1, cross_attention_dim=8, attention_head_dim=8,
+    )  # fmt: skip
+    calls: dict[str, tuple[type[RingAttentionError], dict[str, Any]]] = {
+        "UNet2DConditionModel does not say where its tokens can be cut": (InvalidInput, {}),
+        "AttnProcessor2_0 of UNet2DConditionModel computes attention by itself": (Unsupported, {"cp_plan": {}}),
+        "unknown option 'schedule'": (InvalidInput, {"schedule": "ring"}),
+    }
+    for words, (kind, options) in calls.items():
+        with pytest.raises(kind, match=words):
+            adapter.parallelize(model, RING, **options)
+
+
+def test_the_interface_of_diffusers_has_not_moved() -> None:
+    """A new argument may change what attention means: diffusers drops those that `_attend` does not name."""
+    passed = {*inspect.signature(dispatch.dispatch_attention_fn).parameters} - {"attention_kwargs", "backend"}
+    assert passed - {"parallel_config"} | {"_parallel_config"} == {*inspect.signature(adapter._attend).parameters}
+    assert dispatch.AttentionBackendName(adapter.NAME) is pickle.loads(pickle.dumps(adapter.BACKEND)) is adapter.BACKEND
+    (tested,) = set(re.findall(r'"diffusers(>=[^"]+)"', (ROOT / "pyproject.toml").read_text()))
+    assert SpecifierSet(tested).contains(version("diffusers")), f"{version('diffusers')} is not in {tested}"
