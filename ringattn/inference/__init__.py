@@ -34,7 +34,6 @@ def _exchange_seconds(machine: Machine, size: float, ranks: int, stride: int) ->
     times = [0.0]
     for near, peers in ((True, inside - 1), (False, ranks - inside)):
         latency, bandwidth = machine.rates(near)
-        sharing = node if machine.shared_nic and not near else 1
         if peers:
-            times.append(latency + peers * size * sharing / bandwidth)
+            times.append(latency + peers * size * (node if machine.shared_nic and not near else 1) / bandwidth)
     return max(times)

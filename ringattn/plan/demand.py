@@ -123,7 +123,7 @@ class BlockDemand(ABC):
             runs = self._needed_runs(ranks, owner)
             if runs is not None:
                 return group_heads([runs] * self.block_heads, self.layout.rows(owner))
-            seen = (piece for run in ranks for rank in run for piece in self._seen_rows(rank, owner))
+            seen = (rows for run in ranks for rank in run for rows in self._seen_rows(rank, owner))
             return union(seen, self.block_heads, self.layout.rows(owner))
         if len(self.layout.shard(owner)) > self.most_ranges:
             return self._union_of_masks(ranks, owner)

@@ -16,7 +16,7 @@ import ringattn as ra
 import ringattn.inference.cache
 from ringattn.inference.holdings import Holdings
 from ringattn.pattern.base import And
-from ringattn.pattern.tile import Tile, append_run
+from ringattn.pattern.tile import Tile, append_run, shift_range
 from ringattn.plan.work import find_tiles, join_dense, lower
 from ringattn.transport.base import Counters
 
@@ -243,9 +243,7 @@ def test_a_step_after_many_chunks_is_few_kernel_calls(
     chunks, size = 32, 1 << 15
     cut, holdings = ra.make_layout(layout, tokens=size, ranks=8), Holdings(8, copies=False)
     for chunk in range(chunks):
-        shards = [
-            tuple(range(r.start + chunk * size, r.stop + chunk * size, r.step) for r in cut.shard(x)) for x in range(8)
-        ]
+        shards = [tuple(shift_range(r, chunk * size) for r in cut.shard(rank)) for rank in range(8)]
         holdings.begin(shards, None, 0, 64, prompt=True)
         holdings.settle()
     places, asked, tiles = range(chunks * size, chunks * size + 1), [], And.tiles
@@ -273,7 +271,7 @@ def test_works_are_the_pairs_of_a_mask(pattern: ra.Pattern, layout: str, cuts: s
     places: list[range] = []
     for first, last in itertools.pairwise(sorted({0, *cuts, keys})):
         for r in ra.make_layout(layout, tokens=last - first, ranks=ranks).shard(0):
-            append_run(places, range(r.start + first, r.stop + first, r.step))
+            append_run(places, shift_range(r, first))
     found = np.zeros((2, new, sum(map(len, places))), dtype=np.int64)
     for work in lower(join_dense(find_tiles(bound, (range(keys, MOST),), places, 2)), 1):
         for i, row in enumerate(work.q):

@@ -29,7 +29,7 @@ def test_random_rectangles_equal_the_oracle(cross: bool) -> None:
     assert max(found) <= 1e-12
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_rows_of_a_batch_have_documents_of_their_own(seed: int) -> None:
     rng = random.Random(seed)
     drawn, first = draw_rectangle(seed), rng.choice([0, 9, 30])
@@ -62,8 +62,7 @@ def test_auto_compares_layouts_of_the_keys() -> None:
         assert plan.q_layout is not None and plan.choice is not None
         assert plan.q_layout.name == named.replace("auto", plan.layout.name)
         assert {"contiguous", "zigzag", "striped(64)"} == {candidate.layout for candidate in plan.choice.candidates}
-        predicted = [candidate for candidate in plan.choice.candidates if candidate.prediction]
-        assert plan.choice.picked.seconds <= min(candidate.seconds for candidate in predicted) * 1.02
+        assert plan.choice.picked.seconds <= min(x.seconds for x in plan.choice.candidates if x.prediction) * 1.02
     q, k = torch.randn(2, 2, 11, 8, dtype=torch.float64), torch.randn(2, 2, 30, 8, dtype=torch.float64)
     out = ra.virtual_attention(q, k, k, Causal(), ranks=3, layout="auto", q_layout="shifted(zigzag, 19)")
     assert torch.allclose(out, ra.attention(q, k, k, Causal(), first=19), atol=1e-12)
