@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from .functional import synchronize as synchronize
     from .functional import virtual_attention as virtual_attention
     from .inference.cache import KVCache as KVCache
+    from .integrations.context_parallel import context_parallel as context_parallel
+    from .integrations.context_parallel import context_parallel_unshard as context_parallel_unshard
     from .kernels.dropout import Dropout as Dropout
     from .layout.regular import Layout as Layout
     from .layout.regular import make_layout as make_layout
@@ -61,7 +63,7 @@ if TYPE_CHECKING:
     from .runtime.graph_op import keep_attention as keep_attention
     from .runtime.graph_op import save_attention_policy as save_attention_policy
     from .runtime.memory import auto_batch_size as auto_batch_size
-    from .simulator.timing.forecast import predict as predict
+    from .simulator.timing.auto import predict as predict
     from .simulator.timing.simulation import simulate as simulate
     from .simulator.timing.solvers.recurrence import Stall as Stall
     from .simulator.timing.timeline import Timeline as Timeline
@@ -82,12 +84,13 @@ _NAMES = {
     "plan.plan": "Plan",
     "planner": "make_plan make_plans",
     "plan.choice": "Prediction",
-    "simulator.timing.forecast": "predict",
+    "simulator.timing.auto": "predict",
     "simulator.timing.simulation": "simulate",
     "simulator.timing.solvers.recurrence": "Stall",
     "simulator.timing.timeline": "Timeline",
     "functional": "attention ring_attention synchronize virtual_attention",
     "inference.cache": "KVCache",
+    "integrations.context_parallel": "context_parallel context_parallel_unshard",
     "runtime.memory": "auto_batch_size",
     "runtime.graph_op": "keep_attention save_attention_policy",
     "compat": (

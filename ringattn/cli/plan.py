@@ -41,7 +41,7 @@ def main(config: PlanConfig) -> dict[str, Any]:
     config.check()
     path = config.output.path
     check_json(path)
-    records = [_show(plan, config) for plan in plans_from_config(config, **config.queries())]
+    records = [_show(plan, config) for plan in plans_from_config(config)]
     whole = records[0] if len(records) == 1 else {"masks": records}
     if path != STDOUT:
         print_jobs([({"mask": f"{i}"}, headlines(one)) for i, one in enumerate(records, 1)], "masks [counted]")

@@ -52,6 +52,8 @@ def main(config: SimulateConfig) -> dict[str, Any]:
         assert plan.choice is not None, "schedule=auto makes a choice"
         candidate = plan.choice.fastest_without_ulysses()
         plan = plan_from_config(config, layout=candidate.layout, schedule=candidate.schedule)
+    if plan.forward_rotates == "queries" and options.way == "sample" and config.rotate.startswith("auto"):
+        plan = plan_from_config(config, rotate="keys")  # sampled rows wait for keys
     rows, ranks = _sample_rows(plan, config), _executed_ranks(plan, options)
     fault = _make_fault(plan, options, rows, ranks)
     with show_progress(get_console()) as tell, listening(tell):
@@ -98,7 +100,7 @@ def _sample_rows(plan: Plan, config: SimulateConfig) -> list[int]:
     if len(rows) < count and options.rows != NumericsGroup().rows:
         where = f" on at most {plural(options.spread, 'rank')}" if options.spread is not None else ""
         raise InvalidInput(
-            f"numerics.rows={options.rows}: a sequence of {plural(plan.tokens, 'token')} has "
+            f"numerics.rows={options.rows}: a sequence of {plural(plan.q_tokens, 'token')} has "
             f"{plural(len(rows), 'query row')}{where}; try numerics.rows={len(rows)}"
         )
     return rows
@@ -119,10 +121,11 @@ def _make_fault(plan: Plan, options: NumericsGroup, rows: Sequence[int], ranks: 
     """The fault of a configuration, at an executed rank; None without a fault. Raises InvalidInput."""
     if options.fault is None:
         return None
-    executed = sorted({plan.layout.owner(row) for row in rows} if rows else set(ranks or range(plan.ranks)))
+    owner_of = plan.layout_of("q").owner
+    executed = sorted({owner_of(row) for row in rows} if rows else set(ranks or range(plan.ranks)))
     rank = options.fault_rank
     if rank is None and rows:
-        rank = plan.layout.owner(rows[-1])  # under a causal mask the last row reads most keys
+        rank = owner_of(rows[-1])  # under a causal mask the last row reads most keys
     elif rank is None:
         rank = executed[len(executed) // 2]
     if rank not in executed:

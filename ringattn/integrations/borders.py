@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,10 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InvalidInput, Mismatch
-from ..functional import get_transport
 from ..kernels.dropout import finalize, key_steps
 from ..layout.regular import Layout, make_layout
 from ..pattern import Documents, Pattern
 from ..train import NO_LABEL
-from ..transport.records import Exchange, compare_records
 from .generation import layer_windows, make_pattern
 
 if TYPE_CHECKING:
@@ -172,21 +169,6 @@ def compare_batches(records: list[list[int]]) -> list[int]:
                     "rank and the number of dp groups, not the rank and the number of all processes"
                 )
     return [record[0] for record in records]
-
-
-def gather_rows(logits: torch.Tensor, group: Any) -> list[int]:
-    """The tokens of the logits [B, n, classes] of each rank. Collective.
-
-    Raises InvalidInput for logits of another shape, and Mismatch on all ranks where only the ranks' batches or classes
-    differ.
-    """
-    with Exchange(get_transport(group), "logits") as ranks:
-        if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
-            got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-            raise InvalidInput(f"logits must be [batch, tokens, classes], got {got}; pass model(**batch).logits")
-        batch, rows, classes = logits.shape
-        ranks.mine = json.dumps({"batch": batch, "rows": rows, "classes": classes}).encode()
-    return [fields["rows"] for fields in compare_records(ranks.records)]
 
 
 def read_borders(borders: torch.Tensor) -> Documents:

@@ -52,12 +52,12 @@ from .borders import (
     cut_batch,
     digest_batch,
     find_documents,
-    gather_rows,
     make_labels,
     read_batch,
     read_borders,
     write_borders,
 )
+from .context_parallel import gather_rows
 from .generation import STATE, RingCache, begin, generate, layer_windows, make_pattern
 
 if TYPE_CHECKING:
@@ -273,14 +273,7 @@ def gather_logits(
     `layout` is that of the batch, with `LayerMasks` layout.cut(batch["cu_seq_lens_q"], ranks). Not differentiable: a
     loss is computed on the rows of each rank.
     """
-    place = _place(group)
-    rows = gather_rows(logits, place.group)
-    cut = make_layout(layout, tokens=sum(rows), ranks=len(rows))
-    most = max(rows)
-    mine = nn.functional.pad(logits.detach(), (0, 0, 0, most - logits.shape[1])).contiguous()
-    shards = [torch.empty_like(mine) for _ in rows]
-    dist.all_gather(shards, mine, group=place.group)
-    return cut.unshard_tensor([shard[:, :n] for shard, n in zip(shards, rows, strict=True)], dim=1)
+    return gather_rows(logits, _place(group).group, layout)
 
 
 def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreement:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import and_
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,8 +12,9 @@ from numpy.typing import ArrayLike
 from ..errors import InvalidInput, Unsupported
 from .base import Pattern, check_integer
 from .block_table import BlockSparse
+from .documents import Documents
 from .families import check_density, count_blocks
-from .simple import Causal
+from .simple import Causal, Full, Window
 from .tile import ceil_div
 
 if TYPE_CHECKING:
@@ -84,11 +87,13 @@ ATTRIBUTES = (
 
 
 def from_block_mask(mask: BlockMask, batch: int = 0) -> Pattern:
-    """The pattern of a torch.nn.attention.flex_attention.BlockMask: BlockSparse, or BlockSparse & Causal().
+    """The pattern of a torch.nn.attention.flex_attention.BlockMask.
 
-    Full blocks become a BlockSparse table. Partial blocks are accepted if `mask_mod` restricts each of them to its
-    causal part and `& Causal()` would not change a full block; other partial blocks raise Unsupported. A pattern holds
-    for the whole batch: the masks of all batch elements must equal the mask of element `batch`.
+    A mask of causality, a window and documents becomes `Causal() & Window(left) & Documents(lengths)`, or the parts of
+    it that the mask has; documents may differ between the elements of a batch. Another mask becomes BlockSparse, or
+    BlockSparse & Causal(): partial blocks are accepted if `mask_mod` restricts each of them to its causal part and
+    `& Causal()` would not change a full block; other partial blocks raise Unsupported. Such a pattern holds for the
+    whole batch: the masks of all batch elements must equal the mask of element `batch`.
 
     Raises InvalidInput for an object without the attributes of a BlockMask, blocks that are not square, different
     numbers of queries and keys, or masks that differ within the batch.
@@ -105,38 +110,91 @@ def from_block_mask(mask: BlockMask, batch: int = 0) -> Pattern:
     elements, heads = mask.kv_num_blocks.shape[:2]
     if not 0 <= batch < elements:
         raise InvalidInput(f"from_block_mask: batch={batch} is not one of the {elements} elements of the mask; try 0")
-    patterns = [_read_element(mask, element, heads, int(q_block), int(tokens)) for element in range(elements)]
+    read = [_Element(mask, element, heads, int(q_block), int(tokens)) for element in range(elements)]
+    band = _find_band(read)
+    if band is not None:
+        return band
+    patterns = [element.make_table() for element in read]
     for element, pattern in enumerate(patterns):
         if pattern != patterns[batch]:
             raise InvalidInput(f"from_block_mask: batch elements {batch} and {element} differ; make masks with B=1")
     return patterns[batch]
 
 
-def _read_element(mask: BlockMask, element: int, heads: int, block: int, tokens: int) -> Pattern:
-    """The pattern of one batch element."""
-    total = ceil_div(tokens, block)
-    shape = (heads, total, total)
-    full = _read_table(mask.full_kv_num_blocks, mask.full_kv_indices, element, shape)
-    partial = _read_table(mask.kv_num_blocks, mask.kv_indices, element, shape)
-    causal = np.zeros(shape, dtype=bool)
-    for head, row, column in np.argwhere(partial).tolist():
-        q = np.arange(row * block, min((row + 1) * block, tokens))
-        k = np.arange(column * block, min((column + 1) * block, tokens))
-        seen = _evaluate(mask, element, head, q, k)
-        if seen.all():
-            full[head, row, column] = True
-        elif seen.any():
-            if (seen != (q[:, None] >= k)).any():
-                raise _unsupported(head, row, column, "holds neither all, nor none, nor the causal part of its pairs")
-            causal[head, row, column] = True
-    occupied = full | causal
-    table = occupied[:1] if (occupied == occupied[:1]).all() else occupied
-    if not causal.any():
-        return BlockSparse(block, table)
-    for head, row, column in np.argwhere(full).tolist():
-        if row * block < min((column + 1) * block, tokens) - 1:  # Causal() would remove pairs of this full block
-            raise _unsupported(head, row, column, "is whole and not below the diagonal, while other blocks are causal")
-    return BlockSparse(block, table) & Causal()
+class _Element:
+    """One batch element of a BlockMask: its blocks, and what each query sees.
+
+    `full` and `causal` are bool [heads, blocks, blocks]: blocks of all pairs, and of the pairs with q >= k; `finer` is
+    a block of other pairs. `first` and `last` are the first and last key of each query, int64 [heads, tokens]; in
+    `has_runs` no query skips a key between them.
+    """
+
+    def __init__(self, mask: BlockMask, element: int, heads: int, block: int, tokens: int) -> None:
+        total = ceil_div(tokens, block)
+        shape = (heads, total, total)
+        self.block, self.tokens, self.finer = block, tokens, None
+        self.full = _read_table(mask.full_kv_num_blocks, mask.full_kv_indices, element, shape)
+        self.causal = np.zeros(shape, dtype=bool)
+        edges = np.minimum(np.arange(total + 1) * block, tokens)
+        widths = np.diff(edges)
+        first = np.where(self.full, edges[:-1], tokens).min(-1, initial=tokens)
+        last = np.where(self.full, edges[1:] - 1, -1).max(-1, initial=-1)
+        self.first, self.last, count = (np.repeat(x, widths, axis=-1) for x in (first, last, self.full @ widths))
+        partial = _read_table(mask.kv_num_blocks, mask.kv_indices, element, shape)
+        for head, row, column in np.argwhere(partial & ~self.full).tolist():
+            q, k = (np.arange(edges[i], edges[i + 1]) for i in (row, column))
+            seen = _evaluate(mask, element, head, q, k)
+            if seen.all():
+                self.full[head, row, column] = True
+            elif seen.any() and (seen == (q[:, None] >= k)).all():
+                self.causal[head, row, column] = True
+            elif seen.any() and self.finer is None:
+                self.finer = head, row, column
+            rows = head, slice(q[0], q[-1] + 1)
+            self.first[rows] = np.minimum(self.first[rows], np.where(seen, k, tokens).min(-1))
+            self.last[rows] = np.maximum(self.last[rows], np.where(seen, k, -1).max(-1))
+            count[rows] += seen.sum(-1)
+        self.has_runs = bool((count == self.last - self.first + 1).all())
+
+    def make_table(self) -> Pattern:
+        """The blocks as BlockSparse, or BlockSparse & Causal()."""
+        if self.finer is not None:
+            raise _unsupported(*self.finer, "holds neither all, nor none, nor the causal part of its pairs")
+        occupied = self.full | self.causal
+        table = occupied[:1] if (occupied == occupied[:1]).all() else occupied
+        if not self.causal.any():
+            return BlockSparse(self.block, table)
+        for head, row, column in np.argwhere(self.full).tolist():
+            if row * self.block < min((column + 1) * self.block, self.tokens) - 1:  # Causal() would remove pairs
+                raise _unsupported(head, row, column, "is whole and above the diagonal, while other blocks are causal")
+        return BlockSparse(self.block, table) & Causal()
+
+
+def _find_band(elements: list[_Element]) -> Pattern | None:
+    """The pattern of causality, a window and documents that these elements are; None: they are another one.
+
+    A document begins where a query sees no earlier key.
+    """
+    heads = [x for element in elements for x in (element.first, element.last)]
+    if not all(element.has_runs for element in elements) or any((x != x[:1]).any() for x in heads):
+        return None
+    first, last = (np.stack([x[0] for x in heads[side::2]]) for side in (0, 1))
+    tokens = np.arange(first.shape[-1])
+    starts = [np.flatnonzero(row == tokens) for row in first]
+    if any(row[:1].tolist() != [0] for row in starts):
+        return None
+    lengths = [np.diff(row, append=len(tokens)) for row in starts]
+    begin = np.stack([np.repeat(row, n) for row, n in zip(starts, lengths, strict=True)])
+    end = np.stack([np.repeat(row + n - 1, n) for row, n in zip(starts, lengths, strict=True)])
+    left, right = int((tokens - first).max()), int((last - tokens).max())
+    if (first != np.maximum(begin, tokens - left)).any() or (last != np.minimum(end, tokens + right)).any():
+        return None
+    parts: list[Pattern] = [] if right else [Causal()]
+    if (first != begin).any() or (right and (last != end).any()):
+        parts.append(Window(left, right))
+    if any(len(row) > 1 for row in starts):
+        parts.append(Documents([row.tolist() for row in lengths]))
+    return reduce(and_, parts or [Full()])
 
 
 def _read_table(
@@ -160,8 +218,8 @@ def _evaluate(mask: BlockMask, element: int, head: int, q: np.ndarray, k: np.nda
     """The result of mask_mod for the positions q x k: bool [len(q), len(k)]."""
     like = mask.kv_indices
     b, h = like.new_tensor(element).long(), like.new_tensor(head).long()
-    rows, columns = like.new_tensor(q.tolist()).long()[:, None], like.new_tensor(k.tolist()).long()[None, :]
-    seen = np.asarray(mask.mask_mod(b, h, rows, columns).tolist(), dtype=bool)
+    rows, columns = like.new_tensor(q).long()[:, None], like.new_tensor(k).long()[None, :]
+    seen = mask.mask_mod(b, h, rows, columns).cpu().numpy()
     return np.broadcast_to(seen, (len(q), len(k)))
 
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from ringattn import BlockSparse, Causal, InvalidInput, Unsupported, from_block_mask, parse_pattern
+from ringattn import (
+    Causal,
+    Documents,
+    Full,
+    InvalidInput,
+    Unsupported,
+    Window,
+    from_block_mask,
+    parse_pattern,
+)
 
 
 def made(rule, tokens: int, block: int = 16, batch: int | None = None, heads: int | None = None):  # type: ignore[no-untyped-def]
@@ -37,7 +45,12 @@ def halves(b, h, q, k):  # type: ignore[no-untyped-def]
     return (document[q] == document[k]) & (q >= k)
 
 
-@pytest.mark.parametrize("rule", [causal, local, local_causal, per_head, halves])
+def packed(b, h, q, k):  # type: ignore[no-untyped-def]
+    document = torch.bucketize(torch.arange(256), torch.tensor([3, 7, 90, 128, 200]), right=True)
+    return (document[q] == document[k]) & (q - k <= 40)
+
+
+@pytest.mark.parametrize("rule", [causal, local, local_causal, per_head, halves, packed])
 @pytest.mark.parametrize("tokens", [16, 128, 250, 241, 5])
 def test_equals_the_mask(rule, tokens: int) -> None:  # type: ignore[no-untyped-def]
     heads = 3 if rule is per_head else None
@@ -47,8 +60,45 @@ def test_equals_the_mask(rule, tokens: int) -> None:  # type: ignore[no-untyped-
     assert parse_pattern(repr(pattern)) == pattern
 
 
-def test_causal_is_a_table_and_causal() -> None:
-    assert from_block_mask(made(causal, 64)) == BlockSparse(16, np.tril(np.ones((4, 4), bool))) & Causal()
+def borders(*starts: int):  # type: ignore[no-untyped-def]
+    """A rule by which rows see their own document; documents begin at `starts`."""
+    document = torch.bucketize(torch.arange(64), torch.tensor(starts), right=True)
+    return lambda b, h, q, k: document[q] == document[k]
+
+
+def windowed(rule, left: int, right: int):  # type: ignore[no-untyped-def]
+    return lambda b, h, q, k: rule(b, h, q, k) & (q - k <= left) & (k - q <= right)
+
+
+@pytest.mark.parametrize(
+    ("rule", "pattern"),
+    [
+        (causal, Causal()),
+        (windowed(causal, 5, 0), Causal() & Window(5)),
+        (borders(3, 21, 22, 50), Documents([3, 18, 1, 28, 14])),
+        (windowed(borders(9, 40), 64, 0), Causal() & Documents([9, 31, 24])),
+        (windowed(borders(9, 40), 12, 0), Causal() & Window(12) & Documents([9, 31, 24])),
+        (windowed(borders(), 20, 20), Window(20, 20)),
+        (windowed(borders(30), 7, 2), Window(7, 2) & Documents([30, 34])),
+        (borders(), Full()),
+    ],
+)
+def test_causality_windows_and_documents_are_named(rule, pattern) -> None:  # type: ignore[no-untyped-def]
+    assert from_block_mask(made(rule, 64)) == pattern
+    assert from_block_mask(made(rule, 64, 64)) == pattern
+
+
+def test_documents_may_differ_between_the_elements_of_a_batch() -> None:
+    rules = [borders(9, 40), borders(33)]
+
+    def rule(b, h, q, k):  # type: ignore[no-untyped-def]
+        return torch.where(b == 0, rules[0](b, h, q, k), rules[1](b, h, q, k)) & (q >= k) & (q - k <= 24)
+
+    expected = Causal() & Window(24) & Documents([[9, 31, 24], [33, 31]])
+    assert from_block_mask(made(rule, 64, batch=2)) == expected
+
+
+def test_a_table_has_one_head_where_heads_are_alike() -> None:
     assert from_block_mask(made(local, 64, heads=8)).table.shape[0] == 1  # type: ignore[attr-defined]
 
 
@@ -70,7 +120,7 @@ def test_partial_blocks_without_full_ones() -> None:
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        (lambda b, h, q, k: (q - k).abs() <= 20, "block (0, 1) of head 0"),
+        (lambda b, h, q, k: ((q - k).abs() <= 20) | (k < 2), "block (0, 1) of head 0"),
         (lambda b, h, q, k: (q - k) % 2 == 0, "block (0, 0) of head 0"),
         (lambda b, h, q, k: (q >= k) | (k < 16), "block (0, 0) of head 0 is whole"),
     ],

@@ -19,7 +19,6 @@ from ringattn import Causal, Documents, Full, InvalidInput, Unsupported, Window
 from ringattn.functional import get_transport
 from ringattn.kernels import get_kernel
 from ringattn.runtime.executor import Job, backward, forward
-from ringattn.simulator.numerics import numerics
 from ringattn.transport.virtual import Virtual
 
 
@@ -155,8 +154,8 @@ def test_rotate_is_for_both_passes_with_a_layout_of_queries(q_layout: str) -> No
         assert (plan.forward_rotates, plan.rotates) == ("queries", "queries")
         square = ra.make_plan(Causal(), schedule=schedule, **sizes)
         assert (square.forward_rotates, square.rotates) == ("keys", "queries")
-        with pytest.raises(Unsupported, match="try simulate"):
-            ra.predict(plan, ra.Machine(flops=1e9, latency=0.0, bandwidth=1e9))
+        machine = ra.Machine(flops=1e9, latency=0.0, bandwidth=1e9)
+        assert ra.predict(plan, machine).seconds == ra.simulate(plan, machine).seconds
 
 
 def test_a_picture_shows_the_pairs_of_travelling_queries() -> None:
@@ -291,8 +290,6 @@ def test_what_is_refused() -> None:
         Documents([[8], [4, 4]], q_lengths=[[3], [3]])
     with pytest.raises(InvalidInput, match="first=2"):
         ra.attention(q, k, k, Causal(), first=2, stream="host")
-    with pytest.raises(Unsupported, match="numerics executes queries at the positions of the keys only"):
-        numerics(ra.make_plan(Causal(), tokens=8, q_tokens=3, q_layout="zigzag", ranks=2))
     with pytest.raises(InvalidInput, match="expected auto, keys, queries, or two such as"):
         ra.make_plan(Causal(), tokens=8, ranks=2, rotate="keys, values")
     with pytest.raises(InvalidInput, match="q_tokens=3 are not the tokens of the keys"):

@@ -39,6 +39,7 @@ def plans_from_config(config: ProblemSizes, machine: Machine | None = None, **re
         "layout": config.layout.spec,
         "schedule": config.schedule.spec,
         **{name: getattr(config, name) for name in names},
+        **config.queries(),
         **replaced,
     }
     for name, (limit, why) in LIMITS.items():

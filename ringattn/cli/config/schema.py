@@ -93,6 +93,10 @@ class ProblemSizes:
         """The tokens of the sequence. Raises InvalidInput."""
         return parse_size(self.tokens, "tokens")
 
+    def queries(self) -> dict[str, Any]:
+        """The arguments of `make_plan` about queries that are not the keys. Raises InvalidInput."""
+        return {}
+
 
 @dataclass
 class RunConfig(ProblemSizes):
@@ -149,16 +153,26 @@ class RunConfig(ProblemSizes):
 
 
 @dataclass
-class PlanConfig(ProblemSizes):
-    """The settings of `ringattn plan`; conf/plan.yaml explains each."""
+class TwoSides(ProblemSizes):
+    """The settings that `plan` and `simulate` share, whose queries may be other positions than the keys."""
 
-    ascii: bool = False
     q_tokens: Size | None = None
     q_first: Size | None = None
 
+    @property
+    def is_square(self) -> bool:
+        """Whether the queries are the tokens of the keys."""
+        return self.q_tokens is None and self.q_first is None
+
+    @property
+    def chooses(self) -> bool:
+        """Whether something of the plan is chosen by the machine."""
+        by_time = not self.is_square and self.rotate.startswith("auto")
+        return by_time or "auto" in (self.layout.spec, self.schedule.spec)
+
     def queries(self) -> dict[str, Any]:
         """The arguments of `make_plan` about queries that are not the keys. Raises InvalidInput."""
-        if self.q_tokens is None and self.q_first is None:
+        if self.is_square:
             return {}
         tokens = self.size()
         first = None if self.q_first is None else parse_size(self.q_first, "q_first")
@@ -169,10 +183,16 @@ class PlanConfig(ProblemSizes):
             raise InvalidInput(f"{wrong}: there are {tokens:,} keys; give both q_first= and q_tokens=, or fewer")
         return {"q_layout": f"shifted({self.layout.spec}, {first})", "q_tokens": count}
 
+
+@dataclass
+class PlanConfig(TwoSides):
+    """The settings of `ringattn plan`; conf/plan.yaml explains each."""
+
+    ascii: bool = False
+
     def check(self) -> None:
         """Raise InvalidInput for a machine that nothing is chosen by."""
-        by_time = (self.q_tokens is not None or self.q_first is not None) and self.rotate.startswith("auto")
-        if "auto" not in (self.layout.spec, self.schedule.spec) and not by_time:
+        if not self.chooses:
             refuse(self, "machine", "for a named layout and schedule; try schedule=auto, or ringattn simulate")
 
 
@@ -197,7 +217,7 @@ class ValidateGroup:
 
 
 @dataclass
-class SimulateConfig(ProblemSizes):
+class SimulateConfig(TwoSides):
     """The settings of `ringattn simulate`; conf/simulate.yaml explains each.
 
     `slow`, `slow_links` and `stalls` are mappings or lists, which `timing.simulate` checks.
@@ -240,7 +260,7 @@ class SimulateConfig(ProblemSizes):
         """Raise InvalidInput for a setting that has no effect beside the others."""
         models = "phase chunk merge windows cp dp tp pp micro_batches interleaved checkpointing sharding"
         faults = "slow slow_links stalls passes solver"
-        sizes = "pattern ranks shard kv_heads comm_dtype rotate backward seed"
+        sizes = "pattern ranks shard kv_heads comm_dtype rotate backward seed q_tokens q_first"
         if self.shard is not None:
             refuse(self, "tokens", "beside shard=, which sets the tokens (shard x ranks); give shard=null")
         if self.model.spec is not None:
@@ -254,7 +274,8 @@ class SimulateConfig(ProblemSizes):
         if self.mode in ("published", "validate"):
             refuse(self, f"{sizes} layout schedule tokens numerics", f"with mode={self.mode}")
         if not self.backward:
-            refuse(self, "rotate machine.call_backward machine.sweep_backward", "without backward=true")
+            rotate = "rotate " * (self.is_square and ", " not in self.rotate)
+            refuse(self, f"{rotate}machine.call_backward machine.sweep_backward", "without backward=true")
         if self.mode == "published":
             refuse(self, "validate machine heads head_dim dtype", "with mode=published")
         elif self.mode == "validate":
@@ -281,7 +302,7 @@ class SimulateConfig(ProblemSizes):
 
     def _check_numerics(self) -> None:
         refuse(self, "validate", "with mode=numerics")
-        if "auto" not in (self.layout.spec, self.schedule.spec):
+        if not self.chooses:
             refuse(self, "machine", "with mode=numerics, unless layout=auto or schedule=auto choose by it")
         unread = {"sample": "numerics.first numerics.count numerics.together", "all": "numerics.rows numerics.spread"}
         refuse(self, unread.get(self.numerics.way, ""), f"with numerics.way={self.numerics.way}")

@@ -200,7 +200,7 @@ def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup) -> dict[str,
     return {
         "how": descriptions[task.how],
         "ranks": report.ranks,
-        "rows": report.rows if task.how == "rows" else sum(map(plan.layout.rows, ranks)),
+        "rows": report.rows if task.how == "rows" else sum(map(plan.layout_of("q").rows, ranks)),
         "rows compared": report.rows,
         "visits": report.visits,
         "visits expected": report.visits_expected,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import InvalidInput, Unsupported
+from ...errors import InvalidInput
 from ...plan.plan import Plan
 from ...text import did_you_mean
 from ..timing.solvers.jitter import check_seed
@@ -36,7 +36,8 @@ def numerics(
     mode="sample" executes, in fp64, every message of the ranks that hold `rows`: query positions, or how many
     positions to choose on at most `spread` ranks. Memory grows neither with tokens nor with ranks. mode="all" executes
     all rows of `ranks` (default: all ranks) from end to end, about `together` ranks at a time, in fp64 or
-    fp32. `backward` adds their gradients; the ranks must then see only each other.
+    fp32. `backward` adds their gradients; the ranks must then see only each other, as in a forward in which queries
+    travel. Queries and keys are those of the plan's two layouts.
 
     `period` is the period of K and V, a prime; with None they do not repeat, and the oracle reads every key of a
     compared row. The tiles of one row are compared with the pattern's independent `visible`. `seed` fixes all inputs.
@@ -44,16 +45,12 @@ def numerics(
     """
     if mode not in MODES:
         raise InvalidInput(f"mode={mode!r}: {did_you_mean(mode, MODES)}expected {' or '.join(MODES)}")
-    if not plan.is_plain:
-        raise Unsupported(
-            "numerics executes queries at the positions of the keys only, and forwards in which keys travel"
-        )
     check_seed(seed)
     source = make_source(plan, seed=seed, period=period)
     if mode == "all":
         report = whole(plan, source, ranks=ranks, grads=backward, together=together, fault=fault)
-        executed = sorted(ranks or range(plan.ranks), key=plan.layout.rows)
-        places = plan.layout.positions(executed[-1]).tolist()  # the longest shard
+        layout = plan.layout_of("q")
+        places = layout.positions(max(ranks or range(plan.ranks), key=layout.rows)).tolist()  # the longest shard
     elif ranks is not None:
         raise InvalidInput("mode='sample' executes query rows; ranks= is of mode='all'")
     elif backward:
@@ -65,5 +62,5 @@ def numerics(
         return report
     # Neither end of the sequence where there is another row: a mask that is off by one may be right there.
     row = sorted(places)[len(places) // 2]
-    report.mask_keys, report.wrong_mask_keys = count_mask_errors(plan.pattern, plan.tokens, plan.heads, row, seed)
+    report.mask_keys, report.wrong_mask_keys = count_mask_errors(plan.pattern, source, row, seed)
     return report

@@ -13,14 +13,14 @@ from functools import cached_property
 import torch
 
 from ...errors import InvalidInput
-from ...layout.regular import Layout
 from ...plan.demand import KeyDemand
 from ...plan.plan import Plan
 from ...plan.row_sets import ALL_ROWS, AllRows, RowSet
-from ...plan.steps import Part, RankPlan
+from ...plan.steps import SUMS, Part, RankPlan
 from ...plan.work import Work
 from ...text import did_you_mean
-from .source import RowSource
+from .lockstep import settled
+from .source import BLOCK_NAMES, RowSource
 
 #: What each kind of fault does.
 FAULT_KINDS = {
@@ -28,20 +28,20 @@ FAULT_KINDS = {
     "duplicate": "the visit is computed twice",
     "owner": "the rank's own block arrives in place of the owner's",
     "band": "the band of the visit is off by one",
-    "swap": "the values, but not the keys, of this block and the next block are exchanged",
+    "swap": "the values (or queries), but not the keys (or sums), of this block and the next block are exchanged",
     "stale": "the block of the previous message is still in the buffer",
     "hop": "the block of the next message arrives",
-    "lost": "the gradients that arrive at the rank for the block of the owner are zeros",
-    "scaled": "the gradients that arrive at the rank for the block of the owner are 1 % too large",
+    "lost": "the sums that arrive at the rank for the block of the owner are zeros",
+    "scaled": "the sums that arrive at the rank for the block of the owner are 1 % too large",
 }
-#: The factor by which a fault multiplies arriving gradients.
+#: The factor by which a fault multiplies arriving sums: gradients and, where queries travel, (out, lse).
 GRADIENT_FAULTS = {"lost": 0.0, "scaled": 1.01}
 _PLANNED, _REPLACED = ("drop", "duplicate", "band"), ("owner", "swap", "stale", "hop")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in the visit of `rank` to the block of `owner`."""
+    """A fault in the visit of `rank` to the block of `owner`, as the forward visits: blocks of keys, or of queries."""
 
     kind: str
     rank: int
@@ -58,30 +58,36 @@ class Fault:
             if not 0 <= number < plan.ranks:
                 raise InvalidInput(f"the fault names rank {number}, the plan has ranks 0 .. {plan.ranks - 1}")
         if self.kind in GRADIENT_FAULTS:
-            if not backward:
+            if not backward and plan.forward_rotates == "keys":
                 raise InvalidInput(f"fault {self.kind!r} harms gradients, so it needs a backward; try backward=True")
             return
-        if self.rank == self.owner or not plan.demand.visits(self.rank, self.owner):
+        if self.rank == self.owner or not plan.demand.visits(*self.sides(plan)):
             raise InvalidInput(
                 f"rank {self.rank} receives no block of rank {self.owner} that it visits: nothing to harm; try another "
                 "owner"
             )
         near = (self.rank, self.owner, *(self._neighbour(way, plan.ranks) for way in (+1, -1)))
-        if self.kind in _REPLACED and len({plan.layout.rows(owner) for owner in near}) > 1:
+        layout = plan.layout_of("kv" if plan.forward_rotates == "keys" else "query")
+        if self.kind in _REPLACED and len({layout.rows(owner) for owner in near}) > 1:
             raise InvalidInput(f"fault {self.kind!r} puts a block in place of another: shards must be equally long")
 
-    def harm(self, source: RowSource, layout: Layout, rank: int, part: Part, tensors: Sequence[torch.Tensor]) -> None:
+    def sides(self, plan: Plan) -> tuple[int, int]:
+        """(rank of the queries, rank of the keys) of the visit."""
+        return (self.rank, self.owner) if plan.forward_rotates == "keys" else (self.owner, self.rank)
+
+    def harm(self, source: RowSource, plan: Plan, rank: int, part: Part, tensors: Sequence[torch.Tensor]) -> None:
         """Change the `tensors` [heads, rows, width] of a part that has arrived at `rank`, in place."""
-        if part.kind in ("grad", "dq") and (rank, part.owner) == (self.rank, self.owner):
+        if part.kind in SUMS and (rank, part.owner) == (self.rank, self.owner):
             for x in tensors:
                 x.mul_(GRADIENT_FAULTS.get(self.kind, 1.0))
-        if part.kind == "kv":
-            for i, home in enumerate(self.delivered(rank, part.owner, layout.ranks)):
+        if part.kind in BLOCK_NAMES:
+            homes = self.delivered(rank, part.owner, plan.ranks)[-len(tensors) :]
+            for i, home in enumerate(homes):
                 if home != part.owner:
-                    tensors[i].copy_(source.block(layout, home, part.row_set)[i][0])
+                    tensors[i].copy_(source.block(plan, part._replace(owner=home))[i][0])
 
     def delivered(self, rank: int, owner: int, ranks: int) -> tuple[int, int]:
-        """(owner of the keys, owner of the values) that arrive at `rank` in place of the block of `owner`."""
+        """(owner of keys, owner of values or queries) of what arrives at `rank` in place of the block of `owner`."""
         if rank != self.rank or self.kind not in _REPLACED:
             return owner, owner
         other = self._neighbour(+1 if self.kind == "stale" else -1, ranks)
@@ -99,13 +105,13 @@ class Fault:
 class _FaultyDemand(KeyDemand):
     """Key demand in which one visit is left out, is computed twice, or has a wrong band."""
 
-    def __init__(self, demand: KeyDemand, fault: Fault) -> None:
-        super().__init__(demand.pattern, demand.layout, demand.heads, demand.kv_heads)
-        self.fault = fault
+    def __init__(self, demand: KeyDemand, fault: Fault, sides: tuple[int, int]) -> None:
+        super().__init__(demand.pattern, demand.layout, demand.heads, demand.kv_heads, demand.readers)
+        self.fault, self.sides = fault, sides
 
     def works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
         works = super().works(rank, owner, row_set)
-        if isinstance(row_set, RowSet) or (rank, owner) != (self.fault.rank, self.fault.owner):
+        if isinstance(row_set, RowSet) or (rank, owner) != self.sides:
             return works  # works of a row set are narrowed from works of the whole block, which are wrong already
         return {"drop": (), "duplicate": 2 * works}.get(self.fault.kind, tuple(map(_off_by_one, works)))
 
@@ -130,7 +136,7 @@ class FaultyPlan(Plan):
 
     @cached_property
     def demand(self) -> KeyDemand:
-        return _FaultyDemand(self.base.demand, self.fault)
+        return _FaultyDemand(self.base.demand, self.fault, self.fault.sides(self.base))
 
     def for_rank(self, rank: int) -> RankPlan:
         return self.base.for_rank(rank)
@@ -141,4 +147,4 @@ def with_fault(plan: Plan, fault: Fault) -> Plan:
     if fault.kind not in _PLANNED:
         return plan
     inputs = {entry.name: getattr(plan, entry.name) for entry in fields(Plan)}
-    return FaultyPlan(**{**inputs, "rotate": plan.rotates}, base=plan, fault=fault)
+    return FaultyPlan(**{**inputs, "rotate": settled(plan)}, base=plan, fault=fault)

@@ -17,7 +17,7 @@ gradient that is lost on its way home is missing from the count.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -169,8 +169,9 @@ class AuditingKernel(Kernel):
 
     def _coefficients(self, first: np.ndarray) -> np.ndarray:
         """Coefficients [3, B, K, 1] of the owners of the blocks that begin at positions `first` [B, K]."""
-        tokens = self.layout.tokens
-        owners = [self.layout.owner(p) if 0 <= p < tokens else STRAY for p in first.ravel().tolist()]
+        domain = self.layout.domain
+        known = (any(p in run for run in domain) for p in first.ravel().tolist())
+        owners = [self.layout.owner(p) if ok else STRAY for p, ok in zip(first.ravel().tolist(), known, strict=True)]
         return coefficients(np.array(owners).reshape(*first.shape, 1))
 
     def _read(self, tags: torch.Tensor) -> np.ndarray:
@@ -232,7 +233,7 @@ def expect(pattern: Pattern, layout: Layout, q: range, heads: int, ledger: PairL
     Returns the owners, ascending, of the blocks in which some row of `q` sees a key.
     """
     met = [np.empty(0, dtype=np.int64)]
-    for tile in pattern.tiles(q, range(layout.tokens), range(heads)):
+    for tile in (tile for keys in layout.domain for tile in pattern.tiles(q, keys, range(heads))):
         rows = np.arange(tile.q.start, tile.q.stop, tile.q.step)
         for owner, first, count, step in seen_pieces(tile, layout):
             with np.errstate(over="ignore"):
@@ -284,12 +285,13 @@ def moments(first: np.ndarray, count: np.ndarray, step: int) -> tuple[np.ndarray
     return n, n * p + s * ones, n * p * p + np.uint64(2) * p * s * ones + s * s * squares
 
 
-def expected_counts(pattern: Pattern, tokens: int, rows: range, heads: int, *, keys: bool) -> np.ndarray:
+def expected_counts(pattern: Pattern, others: Sequence[range], rows: range, heads: int, *, keys: bool) -> np.ndarray:
     """The counts that gradients must carry, int64 [heads, rows]: for each position of `rows` (keys, or queries) and
-    each head the summed weights of the rows that it meets."""
+    each head the summed weights of the rows of `others` that it meets."""
     found = np.zeros((heads, len(rows)), dtype=np.int64)
-    q, k = (range(tokens), rows) if keys else (rows, range(tokens))
-    for tile in (part for whole in pattern.tiles(q, k, range(heads)) for part in whole.refine()):
+    sides = ((other, rows) if keys else (rows, other) for other in others)
+    tiles = (tile for q, k in sides for tile in pattern.tiles(q, k, range(heads)))
+    for tile in (part for whole in tiles for part in whole.refine()):
         mine, other = (tile.k, tile.q) if keys else (tile.q, tile.k)
         lo, hi = (None if b is None else -b for b in (tile.hi, tile.lo)) if keys else (tile.lo, tile.hi)
         at = np.arange(mine.start, mine.stop, mine.step)

@@ -18,7 +18,7 @@ import torch
 
 from ...errors import InvalidInput
 from ...plan.plan import Plan
-from ...plan.steps import Hop, Part, Step
+from ...plan.steps import OF_KEYS, Hop, Part, Step
 from ...runtime.message_buffers import message_views
 from ...transport.base import Message, Post, Program
 from ...transport.virtual import WATCHED, in_turns
@@ -42,9 +42,14 @@ class Cohort:
     @cached_property
     def plan(self) -> Plan:
         """The plan with one batch element per member, whose demand shares the answers of the whole plan's."""
-        plan = replace(self.whole, batch=len(self.ranks), rotate=self.whole.rotates)
+        plan = replace(self.whole, batch=len(self.ranks), rotate=settled(self.whole))
         plan.demand.share_answers(self.whole.demand)
         return plan
+
+
+def settled(plan: Plan) -> str:
+    """`rotate` with what travels in each pass of a plan, which a changed plan would choose anew."""
+    return f"{plan.forward_rotates}, {plan.rotates}"
 
 
 def shape(plan: Plan, rank: int, *, backward: bool) -> object:
@@ -52,20 +57,21 @@ def shape(plan: Plan, rank: int, *, backward: bool) -> object:
     size, mine = plan.ranks, plan.for_rank(rank)
 
     def away(part: Part) -> object:
-        return part.kind, (part.owner - rank) % size, part.row_set, plan.layout.rows(part.owner)
+        return part.kind, (part.owner - rank) % size, part.row_set, plan.layout_of(part.kind).rows(part.owner)
 
     def hops(found: tuple[Hop, ...]) -> object:
         return tuple(((h.peer - rank) % size, h.tag, h.until, tuple(map(away, h.parts))) for h in found)
 
     def visit(part: Part) -> object:
-        demand = plan.query_demand if part.kind == "q" else plan.demand
+        demand = plan.demand if part.kind in OF_KEYS else plan.query_demand
         return away(part), demand.joined_works(rank, part.owner, part.row_set)
 
     lists = [mine.forward, *([mine.backward] if backward else [])]
     steps = tuple(
         tuple((hops(step.sends), hops(step.recvs), tuple(map(visit, step.visits))) for step in steps) for steps in lists
     )
-    return plan.layout.rows(rank), steps, tuple(map(away, mine.kept)) if backward else ()
+    rows = plan.layout_of("q").rows(rank), plan.layout.rows(rank)
+    return rows, steps, tuple(map(away, mine.kept)) if backward else ()
 
 
 def cohorts(plan: Plan, ranks: Iterable[int], *, backward: bool) -> list[Cohort]:
@@ -77,9 +83,10 @@ def cohorts(plan: Plan, ranks: Iterable[int], *, backward: bool) -> list[Cohort]
 
 
 def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[int]]:
-    """`ranks` split into groups that send no messages to each other. Raises InvalidInput where a backward needs
-    others."""
+    """`ranks` split into groups that send no messages to each other. Raises InvalidInput where a backward, or a forward
+    in which queries travel, needs others."""
     inside, todo, found = set(ranks), set(ranks), []
+    sums = "gradients" if backward else None if plan.forward_rotates == "keys" else "(out, lse) of queries"
     for start in ranks:
         if start not in todo:
             continue
@@ -91,10 +98,11 @@ def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[
             mine = plan.for_rank(rank)
             for step in (*mine.forward, *(mine.backward if backward else ())):
                 peers = {hop.peer for hop in (*step.sends, *step.recvs)}
-                if backward and not peers <= inside:
+                if sums is not None and not peers <= inside:
                     raise InvalidInput(
-                        f"rank {rank} exchanges gradients with rank {min(peers - inside)}, which is not executed; "
-                        "execute all ranks, or whole segments of a dilated pattern, or leave out backward=True"
+                        f"rank {rank} exchanges {sums} with rank {min(peers - inside)}, which is not executed; "
+                        "execute all ranks, or whole segments of a dilated pattern, or leave out backward=True and "
+                        "rotate='queries'"
                     )
                 stack += sorted(peers & todo)
                 todo -= peers
@@ -145,7 +153,7 @@ class Lockstep:
     """Runs one program per cohort. Receive buffers hold NaN until they are filled.
 
     `answer` gives the messages of ranks that are not executed; it knows only blocks of K/V. Messages to such ranks
-    are dropped.
+    are dropped, and counted as all others.
     """
 
     def __init__(
@@ -153,7 +161,7 @@ class Lockstep:
     ) -> None:
         self.members, self.answer, self.backward, self.tamper = members, answer, backward, tamper
         self.size = members[0].whole.ranks
-        self.answered = 0
+        self.answered = self.sent_bytes = self.sent_messages = 0
         self._home: dict[int, tuple[int, int]] = {
             rank: (c, i) for c, cohort in enumerate(members) for i, rank in enumerate(cohort.ranks)
         }
@@ -194,6 +202,8 @@ class Lockstep:
             assert (c, away, message.tag) not in self._sent, f"{post.label}: two sends share peer and tag"
             self._sent[c, away, message.tag] = send
             ticket.flights.append(send)
+            self.sent_bytes += message.data.numel()
+            self.sent_messages += len(cohort.ranks)
         for recv in [recv for recv in self._open if self._arrive(recv)]:
             self._open.remove(recv)
         return ticket
@@ -229,7 +239,7 @@ class Lockstep:
         """Fill the messages that come from ranks that are not executed."""
         for i in range(len(cohort.ranks))[index] if isinstance(index, slice) else index.tolist():
             for part, tensors in _parts(cohort, recv, i):
-                assert part.kind == "kv", "gradients come from executed ranks only"
+                assert part.kind == "kv", "queries and sums come from executed ranks only"
                 for x, y in zip(tensors, self.answer(part), strict=True):
                     x.copy_(y[0])
             self.answered += 1

@@ -49,17 +49,19 @@ class ExactQueries:
 
 
 def exact_rows(pattern: Pattern, source: RowSource, rows: Sequence[range], scale: float) -> ExactRows:
-    """Attention of the query positions `rows` over all keys that each of them sees, and the gradient of each query."""
-    bound = pattern.bind(source.heads, source.tokens)
-    q, grad = (torch.cat([source.rows(name, r)[0] for r in rows], 1).double() for name in ("q", "grad"))
-    grad = grad * bound.output_scale
+    """Attention of the query positions `rows` over all keys that each of them sees, and the gradient of each query.
+
+    `pattern` is bound to the heads and positions, here and below.
+    """
+    q, grad = (source.join(name, rows)[0].double() for name in ("q", "grad"))
+    grad = grad * pattern.output_scale
     shape = q.shape[:2]
     top, norm = q.new_full(shape, -torch.inf), q.new_zeros(shape)
     # For each row the sums over its keys of p v, p (grad . v) k and p k, where p / norm is the weight of a key.
     values, pulled, mean = torch.zeros_like(grad), torch.zeros_like(q), torch.zeros_like(q)
     first = 0
     for r in rows:
-        for tile in bound.tiles(r, range(source.tokens), range(source.heads)):
+        for tile in (tile for keys in source.keys for tile in pattern.tiles(r, keys, range(source.heads))):
             heads = torch.tensor(list(tile.heads), device="cpu")[:, None]
             kv = heads[:, 0] // (source.heads // source.kv_heads)
             at = first + (_places(tile.q) - r.start) // r.step
@@ -81,7 +83,7 @@ def exact_rows(pattern: Pattern, source: RowSource, rows: Sequence[range], scale
     share = torch.where(norm > 0, 1 / norm, 0.0)[..., None]
     out = values * share
     delta = (grad * out).sum(-1, keepdim=True)
-    return ExactRows(out * bound.output_scale, top + norm.log(), scale * share * (pulled - delta * mean))
+    return ExactRows(out * pattern.output_scale, top + norm.log(), scale * share * (pulled - delta * mean))
 
 
 def exact_keys(
@@ -93,12 +95,12 @@ def exact_keys(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dk [K, rows, D] and dv [K, rows, Dv] of the key positions `rows`, from all queries that see each of them; NaN
     where one of these queries is not in `seen_by`."""
-    bound, group = pattern.bind(source.heads, source.tokens), source.heads // source.kv_heads
-    k, v = (torch.cat([source.rows(name, r)[0] for r in rows], 1).double() for name in ("k", "v"))
+    group = source.heads // source.kv_heads
+    k, v = (source.join(name, rows)[0].double() for name in ("k", "v"))
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     first = 0
     for r in rows:
-        for tile in bound.tiles(range(source.tokens), r, range(source.heads)):
+        for tile in (tile for q in source.queries for tile in pattern.tiles(q, r, range(source.heads))):
             heads = torch.tensor(list(tile.heads), device="cpu")
             kv, at = heads // group, first + (_places(tile.k) - r.start) // r.step
             y, z = (x[kv[:, None], at] for x in (k, v))
@@ -162,26 +164,28 @@ def _places(r: range) -> torch.Tensor:
     return torch.arange(r.start, r.stop, r.step, device="cpu")
 
 
-def count_mask_errors(pattern: Pattern, tokens: int, heads: int, position: int, seed: int = 0) -> tuple[int, int]:
+def count_mask_errors(pattern: Pattern, source: RowSource, position: int, seed: int = 0) -> tuple[int, int]:
     """(compared keys, keys that the tiles and `visible` count differently) of one row, over all heads.
 
-    All keys are compared where heads * tokens is at most MASK_CELLS; else the keys beside each end of a run of
+    All keys are compared where heads * positions are at most MASK_CELLS; else the keys beside each end of a run of
     adjacent keys, and random ones.
     """
-    bound = pattern.bind(heads, tokens)
-    per_head = max(MASK_CELLS // max(heads, 1), 1)
+    heads, end = source.heads, source.end
+    per_head = max(MASK_CELLS // heads, 1)
     random = np.random.default_rng(seed)
     compared = wrong = 0
     for head in range(heads):
-        tiles = bound.tiles(range(position, position + 1), range(tokens), range(head, head + 1))
+        row, one = range(position, position + 1), range(head, head + 1)
+        tiles = (tile for run in source.keys for tile in pattern.tiles(row, run, one))
         seen = [part.k for tile in tiles for part in tile.refine()]  # a position occurs once per branch
-        if tokens <= per_head:
-            keys = np.arange(tokens)
+        if end <= per_head:
+            keys = np.arange(end)
         else:
             ends = np.array([end for r in seen[:per_head] for end in (r.start, r[-1])], dtype=np.int64)
             beside = (ends[:, None] + np.arange(-2, 3)).ravel()
-            keys = np.unique(np.concatenate([beside.clip(0, tokens - 1), random.integers(tokens, size=per_head)]))
-        by_mask = np.asarray(bound.visible(np.array([position]), keys, head, tokens)).astype(np.int64)
+            keys = np.unique(np.concatenate([beside.clip(0, end - 1), random.integers(end, size=per_head)]))
+        keys = keys[_count_ranges(source.keys, keys) > 0]
+        by_mask = np.asarray(pattern.visible(np.array([position]), keys, head, end)).astype(np.int64)
         wrong += int((np.broadcast_to(by_mask, keys.shape) != _count_ranges(seen, keys)).sum())
         compared += len(keys)
     return compared, wrong

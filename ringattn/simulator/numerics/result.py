@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...plan.plan import Plan
-from ...text import duration, plural
+from ...text import duration, plural, size
 from ..reporting.console import Number
 from .ledger import PairLedger
 
@@ -52,8 +52,13 @@ class NumericsReport:
     live: int = 0
     #: Key rows whose dk and dv were compared with an oracle; dq was compared on the compared query rows.
     keys: int = 0
-    #: The error of gradients summed over all executed rows, over the sum of their absolute values.
-    sum_error: float | None = None
+    #: The error of products of the gradients over all executed rows, over the root of their summed squares, or over 1.
+    product_error: float | None = None
+    #: What the executed ranks sent, and what the plan says that they send (all).
+    sent_bytes: int = 0
+    sent_messages: int = 0
+    planned_bytes: int = 0
+    planned_messages: int = 0
     #: Messages of ranks that were not executed; the source made them.
     answered: int = 0
     #: Blocks that an executed rank receives and that no rank sends (sample; in `all` the transport finds these).
@@ -82,15 +87,16 @@ class NumericsReport:
 
     @property
     def complete(self) -> bool:
-        """Whether every ledger equals the expected ledger, every block that arrives was sent, and the tiles are the
-        mask."""
+        """Whether every ledger equals the expected ledger, what is sent is what is planned, every block that arrives
+        was sent, and the tiles are the mask."""
         wrong = (self.wrong, self.wrong_gradients, self.unsent, self.wrong_mask_keys)
-        return not any(wrong) and self.visits == self.visits_expected
+        found = self.visits, self.sent_bytes, self.sent_messages
+        return not any(wrong) and found == (self.visits_expected, self.planned_bytes, self.planned_messages)
 
     @property
     def accurate(self) -> bool:
         """Whether no error is NaN or above the tolerance."""
-        errors = (self.error, self.lse_error, self.gradient_error or 0.0, self.sum_error or 0.0)
+        errors = (self.error, self.lse_error, self.gradient_error or 0.0, self.product_error or 0.0)
         return all(error <= self.tolerance for error in errors)
 
     @property
@@ -103,7 +109,7 @@ class NumericsReport:
         ledger = "complete" if self.complete else "NOT COMPLETE"
         ledger += f": {self.visits:,} of {plural(self.visits_expected, 'visit')}"
         ledger += f", {self.pairs:,} of {plural(self.pairs_expected, 'pair')}, {plural(self.wrong, 'row')} wrong"
-        calls, rows = plural(self.calls, "call"), plural(plan.tokens, "query row")
+        calls, rows = plural(self.calls, "call"), plural(plan.q_tokens, "query row")
         found = [
             Number("way", WAYS[self.mode]),
             Number("executed", f"{self.ranks:,} of {plural(plan.ranks, 'rank')}, {calls} of the kernel", "counted"),
@@ -115,11 +121,15 @@ class NumericsReport:
         if self.gradient_error is not None:
             where = f"dq of {plural(self.rows, 'query row')}, dk and dv of {plural(self.keys, 'key row')}"
             found.append(Number("gradients", f"{self.gradient_error:.2e} ({where})", "measured"))
-        if self.sum_error is not None:
-            text = f"{self.sum_error:.2e} (dq, dk, dv over all executed rows)"
-            found.append(Number("gradient sums", text, "measured"))
+        if self.product_error is not None:
+            text = f"{self.product_error:.2e} (v^T dv, k^T dk over all executed rows)"
+            found.append(Number("gradient products", text, "measured"))
         if self.wrong_gradients is not None:
             found.append(Number("gradient ledger", f"{plural(self.wrong_gradients, 'row')} wrong", "counted"))
+        if self.live:
+            planned = f"{size(self.planned_bytes)} in {plural(self.planned_messages, 'message')}"
+            sent = f"{size(self.sent_bytes)} in {plural(self.sent_messages, 'message')}"
+            found.append(Number("sends", f"{sent}, planned are {planned}", "counted"))
         if self.unsent:
             found.append(Number("never sent", plural(self.unsent, "received block"), "counted"))
         if self.mask_keys:

@@ -10,10 +10,11 @@ does not grow with the number of steps; a route lists them in arcs that can be f
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, count
+from itertools import accumulate, chain, count
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from ...plan.plan import Plan
 from ...plan.row_sets import WHOLE_BLOCK, AllRows, RowSet, RowSets
 from ...plan.schedules import make_schedule
 from ...plan.schedules.base import Edge, Route
+from ...plan.steps import Part
 from ...plan.work import Work
 from ...runtime.accumulators import RowViews, select_inputs
 from ...runtime.softmax import merge_
@@ -50,21 +52,23 @@ def chosen_rows(plan: Plan, number: int, ranks: int | None = None, seed: int = 0
     of the sequence among them."""
     check_seed(seed)
     random = np.random.default_rng(seed)
-    number = min(number, plan.tokens)
-    homes = {plan.layout.owner(0), plan.layout.owner(plan.tokens - 1)} if plan.tokens else set()
-    most = min(number if ranks is None else max(ranks, 1), min(plan.ranks, plan.tokens))
-    rows = {0, plan.tokens - 1} if number > 1 and most >= len(homes) else {0} if number else set()
-    homes = {plan.layout.owner(row) for row in rows}
+    layout, firsts = plan.layout_of("q"), [*accumulate(map(len, plan.layout_of("q").domain), initial=0)]
+    number = min(number, layout.tokens)
+    ends = {run[end] for run, end in ((layout.domain[0], 0), (layout.domain[-1], -1))} if layout.tokens else set()
+    most = min(number if ranks is None else max(ranks, 1), min(plan.ranks, layout.tokens))
+    rows = ends if number > 1 and most >= len({*map(layout.owner, ends)}) else {*sorted(ends)[: min(number, 1)]}
+    homes = {layout.owner(row) for row in rows}
     while len(rows) < number:
-        row = int(random.integers(plan.tokens))
-        home = plan.layout.owner(row)
-        if home not in homes and len(homes) >= most:
-            shard = plan.layout.positions(sorted(homes)[int(random.integers(len(homes)))])
+        index = int(random.integers(layout.tokens))
+        run = bisect_right(firsts, index) - 1
+        row = layout.domain[run][index - firsts[run]]
+        if layout.owner(row) not in homes and len(homes) >= most:
+            shard = layout.positions(sorted(homes)[int(random.integers(len(homes)))])
             row = int(shard[int(random.integers(len(shard)))])
-            if all(plan.layout.rows(h) <= sum(plan.layout.owner(r) == h for r in rows) for h in homes):
+            if all(layout.rows(h) <= sum(layout.owner(r) == h for r in rows) for h in homes):
                 break  # these ranks have no row left
         rows.add(row)
-        homes.add(plan.layout.owner(row))
+        homes.add(layout.owner(row))
     return sorted(rows)
 
 
@@ -87,10 +91,10 @@ def sample(
         raise InvalidInput(
             f"dtype {plan.dtype}: sampled rows are exact in fp64 only; make the plan with dtype='float64'"
         )
-    if not rows or any(not 0 <= row < plan.tokens for row in rows) or len(set(rows)) != len(rows):
-        raise InvalidInput(
-            f"rows must be distinct query positions 0 .. {plan.tokens - 1}, at least one; got {rows[:8]}"
-        )
+    domain = plan.layout_of("q").domain
+    if not rows or any(not any(row in run for run in domain) for row in rows) or len(set(rows)) != len(rows):
+        positions = ", ".join(f"{run[0]} .. {run[-1]}" for run in domain[:8])
+        raise InvalidInput(f"rows must be distinct query positions {positions}, at least one; got {rows[:8]}")
     if fault is not None:
         fault.check(plan, backward=False)
     begun = time.perf_counter()
@@ -100,7 +104,7 @@ def sample(
     ledger, wanted = (PairLedger(np.array(order), plan.heads) for _ in range(2))
     for rank, local in homes:
         met = [expect(true.pattern, true.layout, range(p, p + 1), true.heads, wanted)
-               for p in true.layout.positions(rank)[list(local)].tolist()]  # fmt: skip
+               for p in true.layout_of("q").positions(rank)[list(local)].tolist()]  # fmt: skip
         report.visits_expected += len(np.unique(np.concatenate(met)))
     places = [range(row, row + 1) for row in order]
     q = torch.cat([source.rows("q", place) for place in places], 2)
@@ -142,9 +146,10 @@ def check_plan(plan: Plan) -> None:
 def _homes(plan: Plan, rows: list[int]) -> tuple[list[int], list[tuple[int, tuple[int, ...]]]]:
     """(rows in the order of their ranks, (rank, local indices of its rows) for each rank)."""
     by_rank: dict[int, list[tuple[int, int]]] = {}
+    layout = plan.layout_of("q")
     for row in rows:
-        rank = plan.layout.owner(row)
-        local = int(np.flatnonzero(plan.layout.positions(rank) == row)[0])
+        rank = layout.owner(row)
+        local = int(np.flatnonzero(layout.positions(rank) == row)[0])
         by_rank.setdefault(rank, []).append((local, row))
     homes = [(rank, sorted(found)) for rank, found in sorted(by_rank.items())]
     order = [row for _, found in homes for _, row in found]
@@ -215,7 +220,7 @@ class Walk:
                 for row_set in row_sets:
                     calls = self._find_calls(at, row_set, group, seen)
                     if calls:
-                        blocks = {owner: self.source.block(self.plan.layout, owner, row_set) for owner in {*came}}
+                        blocks = {o: self.source.block(self.plan, Part("kv", o, row_set)) for o in {*came}}
                         yield RowViews(blocks[came[0]][0], blocks[came[1]][1]), calls
                 for one in group:
                     one.visits += one.rank in seen
@@ -252,7 +257,11 @@ class Walk:
 
 
 def get_route(plan: Plan) -> Route:
-    """The route of a plan's keys and values. Raises Unsupported where the schedule has no route."""
+    """The route of a plan's keys and values. Raises Unsupported where the schedule has no route, or queries travel."""
+    if plan.forward_rotates == "queries":
+        raise Unsupported(
+            "sampled rows wait for keys, and queries travel here; try rotate='keys', or mode='all' (numerics.way=all)"
+        )
     route = make_schedule(plan.schedule, plan.demand)
     if not isinstance(route, Route):
         raise Unsupported(

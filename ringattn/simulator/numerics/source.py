@@ -30,10 +30,13 @@ from ...errors import InvalidInput
 from ...kernels.dropout import GAMMA, finalize, shift
 from ...layout.regular import Layout
 from ...plan.plan import Plan
-from ...plan.row_sets import AllRows, RowSet
+from ...plan.row_sets import AllRows
+from ...plan.steps import Kind, Part
 
 Name = Literal["q", "k", "v", "grad"]
 NAMES: tuple[Name, ...] = ("q", "k", "v", "grad")
+#: The tensors of a block that travels in a forward.
+BLOCK_NAMES: dict[Kind, tuple[Name, ...]] = {"kv": ("k", "v"), "query": ("q",)}
 #: Columns that tell positions, and the column of ones.
 Q_TAG, K_TAG, ONES, RAMP = -2, -1, 0, 1
 #: Integers up to 2^bits are exact.
@@ -46,9 +49,13 @@ PERIOD = 4099
 
 @dataclass
 class RowSource:
-    """q, k, v and the cotangent `grad` of out, for one element of a batch. Make one with `make_source`."""
+    """q, k, v and the cotangent `grad` of out, for one element of a batch. Make one with `make_source`.
 
-    tokens: int
+    `queries` and `keys` are the positions of each, as ascending runs.
+    """
+
+    queries: tuple[range, ...]
+    keys: tuple[range, ...]
     heads: int
     kv_heads: int
     head_dim: int
@@ -63,7 +70,12 @@ class RowSource:
     @property
     def unit(self) -> float:
         """The value of one position in a tag."""
-        return 2.0 ** -max(self.tokens - 1, 0).bit_length()
+        return 2.0 ** -max(self.end - 1, 0).bit_length()
+
+    @property
+    def end(self) -> int:
+        """The first position after those of all queries and keys."""
+        return max((runs[-1].stop for runs in (self.queries, self.keys) if runs), default=0)
 
     def rows(self, name: Name, r: range) -> torch.Tensor:
         """Rows at positions `r` of a tensor, [1, heads, len(r), width]. The result must not be written to."""
@@ -84,23 +96,21 @@ class RowSource:
             found[..., RAMP] = self._tags(r)
         return found
 
-    def block(self, layout: Layout, owner: int, row_set: RowSet | AllRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a row set of the block of `owner`, [1, heads, rows, D] and [1, heads, rows, Dv]."""
+    def block(self, plan: Plan, part: Part) -> tuple[torch.Tensor, ...]:
+        """The tensors of a part of a block, K and V or q, [1, heads, rows, width] each."""
+        layout, row_set, names = plan.layout_of(part.kind), part.row_set, BLOCK_NAMES[part.kind]
         if isinstance(row_set, AllRows):
-            return self._join("k", layout.shard(owner)), self._join("v", layout.shard(owner))
-        places, heads = [placed(layout, owner, rows) for rows in row_set.rows], list(row_set.heads)
+            return tuple(self.join(name, layout.shard(part.owner)) for name in names)
+        places, heads = [placed(layout, part.owner, rows) for rows in row_set.rows], list(row_set.heads)
         if len(places) == 1:
-            k, v = (self._join(name, places[0]) for name in ("k", "v"))
-            return (k, v) if len(heads) == self.kv_heads else (k[:, heads], v[:, heads])
-        k, v = (
-            torch.cat([self._join(name, r)[:, [head]] for head, r in zip(row_set.heads, places, strict=True)], 1)
-            for name in ("k", "v")
-        )
-        return k, v
+            found = tuple(self.join(name, places[0]) for name in names)
+            return found if len(heads) == found[0].shape[1] else tuple(x[:, heads] for x in found)
+        each = list(zip(heads, places, strict=True))
+        return tuple(torch.cat([self.join(name, runs)[:, [head]] for head, runs in each], 1) for name in names)
 
-    def _join(self, name: Name, runs: Sequence[range]) -> torch.Tensor:
-        """Rows at the positions of several ranges, in their order."""
-        parts = [self.rows(name, r) for r in runs]
+    def join(self, name: Name, runs: Sequence[range]) -> torch.Tensor:
+        """Rows at the positions of any number of ranges, in their order."""
+        parts = [self.rows(name, r) for r in runs or (range(0),)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def stacked(self, name: Name, layout: Layout, ranks: Sequence[int]) -> torch.Tensor:
@@ -111,7 +121,7 @@ class RowSource:
         ):
             whole = self.rows(name, range(shards[0][0].start, shards[-1][0].stop))
             return whole[0].unflatten(1, (len(ranks), -1)).transpose(0, 1)
-        return torch.cat([self._join(name, shard or (range(0),)) for shard in shards])
+        return torch.cat([self.join(name, shard) for shard in shards])
 
     def _fresh(self, name: Name, r: range) -> torch.Tensor:
         heads = self.heads if name in ("q", "grad") else self.kv_heads
@@ -147,12 +157,12 @@ class TensorSource(RowSource):
     def of(cls, source: RowSource) -> TensorSource:
         """A source that holds all rows of another source, made once."""
         s = source
-        made = cls(s.tokens, s.heads, s.kv_heads, s.head_dim, s.value_dim, s.dtype, s.seed, s.period)
-        made.tensors = {name: s.rows(name, range(s.tokens)) for name in NAMES}
+        made = cls(s.queries, s.keys, s.heads, s.kv_heads, s.head_dim, s.value_dim, s.dtype, s.seed, s.period)
+        made.tensors = {name: s.rows(name, range(s.end)) for name in NAMES}
         return made
 
     def rows(self, name: Name, r: range) -> torch.Tensor:
-        if r.stop > self.tokens:  # rows beyond the sequence complete a period
+        if r.stop > self.end:  # rows beyond the sequence complete a period
             return self._fresh(name, r)
         return self.tensors[name][:, :, r.start : r.stop : r.step]
 
@@ -173,9 +183,13 @@ def placed(layout: Layout, owner: int, local: Sequence[range]) -> list[range]:
 
 def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> RowSource:
     """The inputs of a plan. K and V repeat with `period`, a prime, or not at all (None). Raises InvalidInput."""
-    if plan.dtype not in BITS or plan.tokens > 1 << BITS[plan.dtype]:
+    domains = plan.layout_of("q").domain, plan.layout.domain
+    sizes = plan.heads, plan.kv_heads, plan.head_dim, plan.value_dim
+    longest = plan.layout.rows(0)
+    source = RowSource(*domains, *sizes, getattr(torch, plan.dtype), seed, period, min(longest + 1, 1 << 16))
+    if plan.dtype not in BITS or source.end > 1 << BITS[plan.dtype]:
         raise InvalidInput(
-            f"dtype {plan.dtype} does not hold the {plan.tokens:,} positions of the sequence exactly, which "
+            f"dtype {plan.dtype} does not hold the {source.end:,} positions of the sequence exactly, which "
             "tell shards apart; try dtype='float64' (float32: up to 16,777,216 tokens)"
         )
     if min(plan.head_dim, plan.value_dim) < 3:
@@ -187,7 +201,6 @@ def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> RowS
         raise InvalidInput(
             f"batch={plan.batch}: the numerics simulator executes one sequence; make the plan with batch=1"
         )
-    longest = plan.layout.rows(0)
     if period is not None:
         if isinstance(period, bool) or not isinstance(period, int) or not _prime(period):
             raise InvalidInput(f"period={period!r} must be a prime, so that no two shards begin alike; try {PERIOD}")
@@ -196,9 +209,7 @@ def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> RowS
                 f"period={period} divides the {longest:,} rows of a shard: all shards would be alike, and a swap "
                 f"of two would not show; try another prime such as {PERIOD}"
             )
-    margin = min(longest + 1, 1 << 16)
-    sizes = plan.tokens, plan.heads, plan.kv_heads, plan.head_dim, plan.value_dim
-    return RowSource(*sizes, getattr(torch, plan.dtype), seed, period, margin)
+    return source
 
 
 def counter_normal(stream: int, index: torch.Tensor) -> torch.Tensor:

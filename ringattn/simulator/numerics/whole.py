@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isnan
 
 import numpy as np
 import torch
@@ -19,8 +18,8 @@ import torch
 from ...errors import InvalidInput
 from ...kernels import get_kernel
 from ...kernels.base import Kernel
+from ...layout.regular import Layout
 from ...plan.plan import Plan
-from ...plan.steps import Part
 from ...runtime.executor import Forward, Job, backward, forward
 from ..progress import track
 from .faults import Fault, with_fault
@@ -29,7 +28,7 @@ from .lockstep import Cohort, Lockstep, cohorts, connected
 from .oracle import ExactQueries, exact_keys, exact_rows
 from .result import NumericsReport
 from .sampled import TOLERANCE, check_plan
-from .source import K_TAG, Q_TAG, RAMP, RowSource, placed
+from .source import K_TAG, Q_TAG, RAMP, Name, RowSource, placed
 
 #: Ranks that run together by default: batches of more ranks do not fit into caches.
 TOGETHER = 128
@@ -54,12 +53,12 @@ CohortGroup = tuple[Cohort, ...]
 
 
 def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: int = TOGETHER) -> list[CohortGroup]:
-    """Groups of about `together` ranks, each split into cohorts. Raises InvalidInput where gradients would leave
-    `ranks`."""
+    """Groups of about `together` ranks, each split into cohorts. Raises InvalidInput where sums would leave `ranks`."""
     check_plan(plan)
     found: list[list[int]] = [[]]
     for part in connected(plan, ranks, backward=backward):
-        pieces = [part] if backward else [part[i : i + together] for i in range(0, len(part), together)]
+        closed = backward or plan.forward_rotates == "queries"
+        pieces = [part] if closed else [part[i : i + together] for i in range(0, len(part), together)]
         for piece in pieces:
             if found[-1] and len(found[-1]) + len(piece) > together:
                 found.append([])
@@ -70,30 +69,26 @@ def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: i
 def execute(
     group: CohortGroup, source: RowSource, kernel: Callable[[], Kernel], scale: float, *, grads: bool,
     fault: Fault | None = None,
-) -> tuple[list[Outcome], int]:  # fmt: skip
-    """(outcome of each cohort, messages that the source answered) of a group of ranks, forward and, with `grads`,
-    backward from the cotangent of the source."""
-    plan, layout = group[0].whole, group[0].whole.layout
-
-    def answer(part: Part) -> Tensors:
-        return source.block(layout, part.owner, part.row_set)
-
-    inputs = [[source.stacked(name, layout, c.ranks) for name in ("q", "k", "v")] for c in group]
+) -> tuple[list[Outcome], list[Lockstep]]:  # fmt: skip
+    """(outcome of each cohort, the passes) of a group of ranks, forward and, with `grads`, backward from the cotangent
+    of the source."""
+    plan, answer = group[0].whole, partial(source.block, group[0].whole)
+    q_layout = plan.layout_of("q")
+    sides: tuple[tuple[Name, Layout], ...] = ("q", q_layout), ("k", plan.layout), ("v", plan.layout)
+    inputs = [[source.stacked(name, layout, c.ranks) for name, layout in sides] for c in group]
     jobs = [Job(c.plan, c.first, kernel(), scale) for c in group]
-    harm = None if fault is None else partial(fault.harm, source, layout)
-    ring = Lockstep(group, answer, tamper=harm)
+    harm = None if fault is None else partial(fault.harm, source, plan)
+    passes = [ring := Lockstep(group, answer, tamper=harm)]
     results: list[Forward] = ring.run([forward(j, *x, keep=grads) for j, x in zip(jobs, inputs, strict=True)])
     factor = plan.pattern.output_scale
     given: Sequence[Tensors] = [()] * len(jobs)
     if grads:
-        back = Lockstep(group, answer, backward=True, tamper=harm)
-        cotangents = [source.stacked("grad", layout, c.ranks) * factor for c in group]
+        passes.append(back := Lockstep(group, answer, backward=True, tamper=harm))
+        cotangents = [source.stacked("grad", q_layout, c.ranks) * factor for c in group]
         each = zip(jobs, cotangents, inputs, results, strict=True)
         given = back.run([backward(j, g, None, q, k, v, r) for j, g, (q, k, v), r in each])
     outs = [r.out if factor == 1.0 else r.out * factor for r in results]
-    return [
-        Outcome(c.ranks, out, r.lse, g) for c, out, r, g in zip(group, outs, results, given, strict=True)
-    ], ring.answered
+    return [Outcome(c.ranks, out, r.lse, g) for c, out, r, g in zip(group, outs, results, given, strict=True)], passes
 
 
 @dataclass
@@ -106,6 +101,7 @@ class _Compared:
 
     def __post_init__(self) -> None:
         self.plan, self.random = self.report.plan, np.random.default_rng(0)
+        self.q_layout = self.plan.layout_of("q")
 
     def rows_of(self, outcome: Outcome) -> None:
         """`COMPARED` rows of every rank, of the output and of dq where there is one, against `exact_rows`."""
@@ -113,7 +109,7 @@ class _Compared:
             local = self._chosen(outcome.out.shape[2])
             if not local:
                 continue
-            places = placed(self.plan.layout, rank, [local])
+            places = placed(self.q_layout, rank, [local])
             truth = exact_rows(self.plan.pattern, self.source, places, self.scale)
             mine = slice(local.start, local.stop, local.step)
             self.report.compare(outcome.out[i, :, mine], outcome.lse[i, :, mine], truth.out, truth.lse)
@@ -135,7 +131,7 @@ class _Compared:
         wanted = PairLedger(ledger.positions, self.plan.heads)
         for rank in ranks:
             met = [np.empty(0, dtype=np.int64)]
-            for r in self.plan.layout.shard(rank):
+            for r in self.q_layout.shard(rank):
                 met.append(expect(self.plan.pattern, self.plan.layout, r, self.plan.heads, wanted))
             self.report.visits_expected += len(np.unique(np.concatenate(met)))
         self.report.add_ledger(ledger, wanted)
@@ -151,7 +147,7 @@ class _Compared:
         self.report.wrong_gradients = (self.report.wrong_gradients or 0) + wrong
 
     def gradients_of(self, outcomes: Sequence[Outcome]) -> None:
-        """Compare gradients of ranks that see only each other: dk and dv of some key rows of every rank, and sums
+        """Compare gradients of ranks that see only each other: dk and dv of some key rows of every rank, and products
         over all rows."""
         home = {rank: (o, i) for o in outcomes for i, rank in enumerate(o.ranks)}
         for ranks in connected(self.plan, sorted(home), backward=True):
@@ -160,16 +156,16 @@ class _Compared:
 
     def _keys_of(self, ranks: Sequence[int], mine: Sequence[tuple[Outcome, int]]) -> None:
         layout, source = self.plan.layout, self.source
-        positions = np.concatenate([layout.positions(rank) for rank in ranks])
+        positions = np.concatenate([self.q_layout.positions(rank) for rank in ranks])
         order = torch.from_numpy(np.argsort(positions))
-        runs = [r for rank in ranks for r in layout.shard(rank)]
-        q, grad = (torch.cat([source.rows(name, r)[0] for r in runs], 1).double() for name in ("q", "grad"))
+        runs = [r for rank in ranks for r in self.q_layout.shard(rank)]
+        q, grad = (source.join(name, runs)[0].double() for name in ("q", "grad"))
         out, lse = (
             torch.cat(parts, 1).double() for parts in ([o.out[i] for o, i in mine], [o.lse[i] for o, i in mine])
         )
         delta = (grad * out).sum(-1)  # `out` has the scale of the pattern
+        self._products([r for rank in ranks for r in layout.shard(rank)], mine, (q, grad, out, delta))
         grad *= self.plan.pattern.output_scale
-        self._sums(runs, mine, q, grad.where(lse[..., None] > -torch.inf, 0.0))
         sorted_ = [x.index_select(1, order) for x in (q, grad, lse, delta)]
         known = ExactQueries(positions[order.numpy()], *sorted_)
         for rank, (o, i) in zip(ranks, mine, strict=True):
@@ -182,33 +178,42 @@ class _Compared:
                 self.report.compare_gradient(x[i, :, local.start : local.stop : local.step], truth, tag)
             self.report.keys += len(local)
 
-    def _sums(
-        self, runs: Sequence[range], mine: Sequence[tuple[Outcome, int]], q: torch.Tensor, grad: torch.Tensor
+    def _products(
+        self, runs: Sequence[range], mine: Sequence[tuple[Outcome, int]], of_queries: Sequence[torch.Tensor]
     ) -> None:
-        """Compare sums of gradients over all rows with what they must be. The weights of a row sum to 1 and the
-        gradients of its logits to 0; so dv sums to the cotangents of the rows that see a key, dk to 0, and q . dq
-        equals k . dk."""
+        """Compare products over all rows that must be equal: v^T dv is out^T dO, and k^T dk is dq^T q.
+
+        With the weights P and the gradients dS of logits these are v^T P^T dO and k^T dS^T q. Each row of q, k and v is
+        another factor, so that rows that changed places, or one wrong row, show. `runs` are the positions of the keys,
+        `of_queries` are q, dO, out and delta of the rows of all queries.
+        """
+        q, grad, out, delta = of_queries
         dq, dk, dv = (torch.cat([o.grads[place][i] for o, i in mine], 1).double() for place in range(3))
-        k = torch.cat([self.source.rows("k", r)[0] for r in runs], 1).double()
-        grad = grad.unflatten(0, (self.plan.kv_heads, -1))
+        k, v = (self.source.join(name, runs)[0].double() for name in ("k", "v"))
         dq[..., Q_TAG], dk[..., K_TAG], dv[..., RAMP] = 0, 0, 0  # these columns hold counts
-        met = (q * dq).unflatten(0, (self.plan.kv_heads, -1)), k * dk
-        pairs = [(dv.sum(1), grad.sum((1, 2)), grad.abs().sum((1, 2)))]
-        pairs.append((dk.sum(1), torch.zeros_like(dk[:, 0]), dk.abs().sum(1)))
-        pairs.append((met[0].sum((1, 2, 3)), met[1].sum((1, 2)), met[0].abs().sum((1, 2, 3))))
-        for found, wanted, size in pairs:
-            worst = ((found - wanted).abs() / size.clamp_min(1.0)).max().item()
-            self.report.sum_error = max(self.report.sum_error or 0.0, float("inf") if isnan(worst) else worst)
+        # A column of ones: dk sums to 0, as the gradients of the logits of a row do.
+        k = k.index_fill(-1, torch.tensor(k.shape[-1] + Q_TAG, device="cpu"), 1.0)
+        # There, and where k tells positions, sums of dS k are differences of numbers as large as delta.
+        rounded = dq.abs()
+        rounded[..., [Q_TAG, K_TAG]] += self.scale * delta.abs()[..., None]
+        for (a, b), (c, d), size in (((v, dv), (out, grad), out), ((k, dk), (dq, q), rounded)):
+            pairs = (a, b), (c, d), (a**2, b**2), (size**2, d**2)
+            found, wanted, *squares = ((x.mT @ y).unflatten(0, (self.plan.kv_heads, -1)).sum(1) for x, y in pairs)
+            errors = (found - wanted).abs() / sum(squares).sqrt().clamp_min(1.0)
+            worst = errors.nan_to_num(torch.inf).max().item()
+            self.report.product_error = max(self.report.product_error or 0.0, worst)
 
 
 def _expected(plan: Plan, rank: int) -> tuple[np.ndarray, np.ndarray]:
     """Expected counts of the query rows [H, n] and the key rows [K, n] of a rank, in local order."""
-    shard = plan.layout.shard(rank)
-    queries, keys = (
-        np.concatenate([expected_counts(plan.pattern, plan.tokens, r, plan.heads, keys=way) for r in shard], 1)
-        for way in (False, True)
-    )
-    return queries, keys.reshape(plan.kv_heads, -1, keys.shape[1]).sum(1)
+    layout, q_layout, heads = plan.layout, plan.layout_of("q"), plan.heads
+    found = []
+    for mine, others, keys in ((q_layout, layout, False), (layout, q_layout, True)):
+        runs = mine.shard(rank) or (range(0),)
+        found.append(
+            np.concatenate([expected_counts(plan.pattern, others.domain, r, heads, keys=keys) for r in runs], 1)
+        )
+    return found[0], found[1].reshape(plan.kv_heads, plan.heads // plan.kv_heads, -1).sum(1)
 
 
 def whole(
@@ -223,8 +228,8 @@ def whole(
     """The report of executing `ranks` (default: all) from end to end, with a ledger of all their rows.
 
     `COMPARED` query rows of each rank are compared with `exact_rows`. With `grads`, `exact_rows` also checks dq of
-    these rows, `exact_keys` checks dk and dv of as many key rows, and sums of the gradients of all rows are checked.
-    Raises InvalidInput or Unsupported.
+    these rows, `exact_keys` checks dk and dv of as many key rows, and products of the gradients of all rows are
+    checked. Raises InvalidInput or Unsupported.
     """
     if fault is not None:
         fault.check(plan, backward=grads)
@@ -234,25 +239,30 @@ def whole(
     true, plan = plan, plan if fault is None else with_fault(plan, fault)
     mine = range(plan.ranks) if ranks is None else sorted(set(ranks))
     scale = plan.head_dim**-0.5
-    one = source.rows("q", range(min(1, plan.tokens)))
+    one = source.rows("q", range(1))
     plain = get_kernel("auto", one, one, one)
     # In fp32, what rounding a sum of as many terms as there are keys comes to.
     tolerance = TOLERANCE if plan.dtype == "float64" else torch.finfo(torch.float32).eps * (8 + plan.tokens**0.5)
     steps = (step for rank in mine for step in plan.for_rank(rank).forward)
     visits = sum(len({part.owner for part in step.visits}) for step in steps)
     report = NumericsReport(true, "all", ranks=len(mine), tolerance=tolerance, visits=visits)
+    for way in (False, True)[: 1 + grads]:
+        report.planned_bytes += sum(plan.bytes_sent(rank, backward=way) for rank in mine)
+        report.planned_messages += sum(plan.messages(rank, backward=way) for rank in mine)
     done = _Compared(report, source, scale)
     groups = make_groups(plan, mine, backward=grads, together=together)
     report.live = max((sum(len(cohort.ranks) for cohort in group) for group in groups), default=0)
     for group in track(groups, len(groups), "groups of ranks"):
         members = [rank for cohort in group for rank in cohort.ranks]
-        ledger = PairLedger(np.concatenate([plan.layout.positions(rank) for rank in members]), plan.heads)
+        ledger = PairLedger(np.concatenate([done.q_layout.positions(rank) for rank in members]), plan.heads)
 
         def audited(ledger: PairLedger = ledger) -> Kernel:
             return AuditingKernel(plain, source, plan.layout, ledger)
 
-        outcomes, answered = execute(group, source, audited, scale, grads=grads, fault=fault)
-        report.answered += answered
+        outcomes, passes = execute(group, source, audited, scale, grads=grads, fault=fault)
+        report.answered += passes[0].answered
+        report.sent_bytes += sum(each.sent_bytes for each in passes)
+        report.sent_messages += sum(each.sent_messages for each in passes)
         done.ledger_of(ledger, members)
         for outcome in outcomes:
             done.rows_of(outcome)

@@ -116,6 +116,25 @@ def choose(
     return _take_best(candidates, plans, machine)
 
 
+def predict(plan: Plan, machine: Machine) -> Prediction:
+    """The modelled time of a forward, as `auto` estimates it: the sum over a rank's steps of max(visits, messages).
+
+    The time is that of the slowest rank that is looked at; bytes and messages are the most of any of them. All ranks
+    are taken to begin each step together, but for few ranks, so that they wait for messages alone. The messages of a
+    step follow each other, except that messages within a node and between nodes travel at the same time. A shared card
+    carries the bytes of its whole node. A message that may last several steps counts in equal parts against each of
+    them. Ranks that share cores compute longer. Where queries are other positions than the keys or travel in the
+    forward, every step of every rank is simulated. Raises Unsupported where the schedule has no routes.
+    """
+    if plan.is_plain:
+        return estimate(plan, machine, plan.ring_plan(0)[0].demand)[0]
+    from .simulation import simulate  # few plans are of this kind
+
+    found = simulate(plan, machine, solver="events")
+    sent, messages = (max(map(count, range(plan.ranks))) for count in (plan.bytes_sent, plan.messages))
+    return Prediction(found.seconds, found.compute, found.seconds - found.compute, sent, messages)
+
+
 def choose_layout(
     plans: Sequence[Sequence[Plan]], weights: Sequence[int], machine: Machine | str | None
 ) -> tuple[Plan, ...]:
@@ -153,8 +172,6 @@ def choose_rectangle(
     (None: those of `auto`). The layout and the form that are fastest in the ring are taken for the other schedules. Of
     more than WHOLE ranks nothing is simulated: bytes say what travels, by the first layout and schedule.
     """
-    from .simulation import simulate  # few plans have a layout of queries
-
     name, *others = names or ["ring"]
     first = make(layouts[0], name, rotates[0])
     reason = _explain_idle(first)
@@ -170,9 +187,7 @@ def choose_rectangle(
 
     def add(layout: Layout, name: str, rotate: str) -> None:
         plan = make(layout, name, rotate)
-        found = simulate(plan, machine, solver="events")
-        sent, messages = (max(map(count, range(plan.ranks))) for count in (plan.bytes_sent, plan.messages))
-        prediction = Prediction(found.seconds, found.compute, found.seconds - found.compute, sent, messages)
+        prediction = predict(plan, machine)
         basis, travels = "every step of every rank", plan.forward_rotates if len(rotates) > 1 else ""
         candidates.append(Candidate(plan.layout.name, plan.schedule, prediction, basis=basis, rotate=travels))
         plans[candidates[-1]] = plan

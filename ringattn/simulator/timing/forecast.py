@@ -39,21 +39,6 @@ SAMPLED_STEPS = 16
 ENOUGH_TILES = 256
 
 
-def predict(plan: Plan, machine: Machine) -> Prediction:
-    """The modelled time of a forward, as `auto` estimates it: the sum over a rank's steps of max(visits, messages).
-
-    The time is that of the slowest rank that is looked at; bytes and messages are the most of any of them. All ranks
-    are taken to begin each step together, but for few ranks, so that they wait for messages alone. The messages of a
-    step follow each other, except that messages within a node and between nodes travel at the same time. A shared card
-    carries the bytes of its whole node. A message that may last several steps counts in equal parts against each of
-    them. Ranks that share cores compute longer. Raises Unsupported where the schedule has no routes, and where queries
-    are other positions than the keys or travel in the forward.
-    """
-    if not plan.is_plain:
-        raise Unsupported("predict knows forwards of one sequence in which keys travel; try simulate, which knows all")
-    return estimate(plan, machine, plan.ring_plan(0)[0].demand)[0]
-
-
 def estimate(plan: Plan, machine: Machine, demand: KeyDemand, most: int = SAMPLED_STEPS) -> tuple[Prediction, str]:
     """The prediction of a forward, and how many ranks and steps it was made from.
 

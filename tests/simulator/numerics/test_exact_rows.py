@@ -9,7 +9,7 @@ from numerics_cases import PATTERNS, PERIOD, case_of, make, truth_of
 
 import ringattn as ra
 from ringattn.pattern import Pattern
-from ringattn.plan.row_sets import ALL_ROWS
+from ringattn.plan.steps import Part
 from ringattn.simulator.numerics.oracle import ExactQueries, exact_keys, exact_rows
 from ringattn.simulator.numerics.source import make_source
 
@@ -30,7 +30,7 @@ def test_rows_of_a_source_do_not_depend_on_how_they_are_asked_for(period: int | 
         assert torch.equal(v[:, :, period:, 2:], v[:, :, :-period, 2:])
     assert torch.equal(v[0, 0, :, 1] / source.unit, torch.arange(200.0, dtype=torch.float64))
     assert (source.rows("q", every)[..., -1] == 0).all() and (k[..., -2] == 0).all() and (v[..., 0] == 1).all()
-    a, b = source.block(plan.layout, 3, ALL_ROWS)
+    a, b = source.block(plan, Part("kv", 3))
     assert torch.equal(a, plan.layout.shard_tensor(k, 3)) and torch.equal(b, plan.layout.shard_tensor(v, 3))
 
 

@@ -68,21 +68,41 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int | None]] = {
     "1 % too large": (lambda x: x * 1.01, None),
     "dv of one row": (lambda x: x * (1 + 1e-2 * (torch.arange(x.shape[2])[:, None] == 5)), 2),
     "dq of one row": (lambda x: x * (1 + 1e-2 * (torch.arange(x.shape[2])[:, None] == 5)), 0),
+    "dk of one row": (lambda x: x * (1 + 1e-2 * (torch.arange(x.shape[2])[:, None] == 5)), 1),
+    "two rows of dv swapped": (lambda x: _swap(x, 20, 21), 2),
+    "two rows of dk swapped": (lambda x: _swap(x, 20, 21), 1),
+    "two rows of dq swapped": (lambda x: _swap(x, 20, 21), 0),
 }
+
+
+def _swap(x: torch.Tensor, a: int, b: int) -> torch.Tensor:
+    """Rows a and b of a gradient have changed places, where there are so many rows."""
+    order = list(range(x.shape[2]))
+    if b < len(order):
+        order[a], order[b] = b, a
+    return x[:, :, order]
 
 
 @pytest.mark.parametrize("pattern", [ra.Causal(), ra.Dilated((128, 256), (1, 2), mix="group")], ids=repr)
 @pytest.mark.parametrize("wrong", [None, *WRONG])
-def test_wrong_gradients_are_seen(pattern: Pattern, wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_wrong_gradients_are_seen(
+    pattern: Pattern, wrong: str | None, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = sys.modules["ringattn.simulator.numerics.whole"]
     if wrong is not None:
         change, which = WRONG[wrong]
         monkeypatch.setattr(module, "get_kernel", lambda *given: WrongGradients(get_kernel(*given), change, which))
-    plan = make(pattern, tokens=512, ranks=4, layout="zigzag" if pattern == ra.Causal() else "contiguous")
+    layout = "zigzag" if pattern == ra.Causal() else "contiguous"
+    plan = make(pattern, tokens=512, ranks=4, layout=layout, dtype=dtype)
     report = numerics(plan, mode="all", backward=True, period=PERIOD)
     assert report.accurate == (wrong is None), (wrong, report)
+    rows = wrong is not None and (
+        " row " in wrong or "swapped" in wrong
+    )  # few rows show in the products, sampled or not
+    assert not rows or report.product_error > report.tolerance
     assert (report.rows, report.keys) == (4 * 16, 4 * 16)
-    assert report.gradient_error is not None and report.sum_error is not None
+    assert report.gradient_error is not None and report.product_error is not None
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:

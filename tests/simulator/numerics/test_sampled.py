@@ -39,7 +39,7 @@ def test_sampled_rows_share_one_walk_around_the_ring(monkeypatch: pytest.MonkeyP
     block, made = RowSource.block, Counter[int]()
 
     def counting(self: RowSource, *place: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        made[self.tokens] += 1
+        made[self.end] += 1
         return block(self, *place)
 
     monkeypatch.setattr(RowSource, "block", counting)

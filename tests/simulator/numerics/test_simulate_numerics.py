@@ -53,6 +53,13 @@ def test_the_command_line(inside: Inside, tmp_path: Path) -> None:
     assert found["pairs"] == 6 + 101 + 4096 and found["accurate"] and found["complete"]
     assert (found["words"]["error"], found["words"]["ledger"]) == ("measured", "counted")
     assert found["plan"]["dtype"] == "float64" and 0 < found["error"] < 1e-11
+    sides = ("q_tokens=1k", "q_first=3k", "head_dim=8", "mode=numerics", "tokens=4k", "ranks=16", "numerics.period=37")
+    for more, words in (  # a sample waits for keys, whatever is faster
+        (("numerics.rows=3",), ("3 of 1,024 query rows", "1,024 query tokens, shifted(contiguous, 3072)")),
+        (("numerics.way=all", "rotate=queries"), (" messages, planned are ", "256 of 1,024 query rows")),
+    ):
+        done = inside("simulate", *sides, *more, cwd=tmp_path)
+        assert done.returncode == 0 and all(word in done.stdout for word in words), (done.stdout, done.stderr)
     for more in (("numerics.fault=swap",), ("numerics.fault=lost", "backward=true", "numerics.way=all")):
         done = inside("simulate", *shape, *more, cwd=tmp_path)
         assert done.returncode == 0 and "caught by the ledger and the numbers" in done.stdout, done.stderr

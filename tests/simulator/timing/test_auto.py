@@ -9,9 +9,8 @@ from ringattn import Causal, Documents, Full, Machine, Pattern, Plan, Window, ma
 from ringattn.bench.suites.auto import Setting
 from ringattn.errors import InvalidInput
 from ringattn.machine.presets import MACHINES
-from ringattn.simulator.timing.auto import count_lookups
+from ringattn.simulator.timing.auto import count_lookups, predict
 from ringattn.simulator.timing.costs import bound_memory, memory
-from ringattn.simulator.timing.forecast import predict
 
 LENGTHS = [900, 200, 4000, 1500, 92, 700, 3000, 1992, 3000, 1000]
 SIZES = {"tokens": 1 << 14, "heads": 8, "head_dim": 64, "dtype": "bfloat16"}

@@ -15,7 +15,20 @@ from event_oracle import EventOracle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn import Causal, Documents, Full, Machine, Plan, Stall, Strided, Unsupported, Window, make_plan, simulate
+from ringattn import (
+    Causal,
+    Documents,
+    Full,
+    Machine,
+    Plan,
+    Stall,
+    Strided,
+    Unsupported,
+    Window,
+    make_plan,
+    predict,
+    simulate,
+)
 from ringattn.simulator.timing.rates import Faults
 from ringattn.simulator.timing.solvers import delay, event_loop
 from ringattn.simulator.timing.solvers.event_loop import CardUse, share_evenly
@@ -162,7 +175,7 @@ def test_auto_compares_both_forms_of_a_rectangle() -> None:
         assert min(compared, key=lambda name: compared[name]) == wanted
         for name, seconds in compared.items():
             named = make_plan(Full(), q_layout="zigzag", schedule="ring", rotate=name, **sizes)
-            assert simulate(named, slow).seconds == seconds
+            assert simulate(named, slow).seconds == predict(named, slow).seconds == seconds
         assert Plan.from_json(plan.to_json()).forward_rotates == wanted
         many = make_plan(Full(), q_layout="zigzag", machine=slow, **{**sizes, "ranks": 64})
         assert (many.schedule, many.forward_rotates) == ("ring", wanted), "by bytes, as no step is simulated"

@@ -17,8 +17,8 @@ from strategies import problems
 import ringattn as ra
 from ringattn import Causal, Full, InvalidInput, Machine, Pattern, Plan, Stall, Unsupported, Window, make_plan, simulate
 from ringattn.machine.kernel_times import BACKWARD
+from ringattn.simulator.timing.auto import predict
 from ringattn.simulator.timing.costs import expected_seconds, failures, memory, young_daly
-from ringattn.simulator.timing.forecast import predict
 from ringattn.simulator.timing.solvers.jitter import sample_ring
 from ringattn.simulator.timing.solvers.recurrence import NeighborMessages, Phase, Ring
 

@@ -1,0 +1,255 @@
+"""torch's context parallelism: `context_parallel` takes the place of torch.distributed.tensor.experimental's.
+
+with ringattn.context_parallel(mesh["cp"], buffers=[tokens, labels, model.freqs_cis], buffer_seq_dims=[1, 1, 0]):
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+    loss.backward()
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import AuxOutput, BlockMask, flex_attention
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import checkpoint
+
+from ..errors import InvalidInput, Unsupported
+from ..functional import get_transport, ring_attention
+from ..layout.regular import Layout, make_layout
+from ..pattern import Causal, Full, Pattern, from_block_mask
+from ..transport.records import Exchange, compare_records
+from ..transport.torchdist import WeakGroup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn.attention.flex_attention import AuxRequest
+    from typing_extensions import Unpack
+
+    from ..runtime.call import AttentionKeywords
+
+#: What contexts replace, in every module that has the function under its own name.
+SDPA = F.scaled_dot_product_attention
+#: The attribute of a BlockMask that holds its pattern: torch.compile reads it, and no values of the mask.
+PATTERN = "ring_pattern"
+#: The arguments of `ring_attention` of each context that is entered, the innermost last.
+_entered: list[dict[str, Any]] = []
+
+
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: Sequence[Tensor | BlockMask] = (),
+    buffer_seq_dims: Sequence[int | None] = (),
+    no_restore_buffers: Collection[Tensor] = (),
+    layout: str | Layout = "zigzag",
+    **options: Unpack[AttentionKeywords],
+) -> AbstractContextManager[None]:
+    """A context in which torch's attention runs over the ranks of `mesh`, and buffers hold the rows of this rank.
+
+    mesh: one axis of a DeviceMesh, such as mesh["cp"].
+    buffers: tensors of whole sequences, equal on all ranks, such as tokens, labels and tables of positions. Each
+        becomes this rank's rows, in place, and is whole again after the context. The first one tells the length; of a
+        longer table the first rows are cut. A BlockMask stays whole; torch.compile needs those that it meets named.
+    buffer_seq_dims: the dim of the sequence in each buffer; None for a BlockMask.
+    no_restore_buffers: buffers that remain this rank's rows. A backward after the context needs here all buffers that
+        autograd saves, such as tokens; for others torch raises its error of tensors changed in place.
+    layout: the Layout that cuts sequences, or its name. "zigzag" is torch's order. Any length is cut.
+    options: `schedule`, `kernel` and others, see `runtime.call.AttentionOptions`; not `scale` or `dropout`.
+
+    `scaled_dot_product_attention` takes q [B, H, n, D], k and v [B, K, n, D] of this rank's rows; its `attn_mask` may
+    say padding, bool [B or 1, 1, 1, n], True for a token. `flex_attention` takes the BlockMask of whole sequences, see
+    `from_block_mask`. What torch.utils.checkpoint recomputes after the context is computed in it, and
+    DistributedDataParallel broadcasts no buffers in it. Attention that a model computes by other functions, and
+    scaled_dot_product_attention under another name, are not seen.
+
+    Raises InvalidInput for buffers that do not fit, Unsupported for other masks, score_mod and max_scores, and what
+    `ring_attention` raises.
+    """
+    ring = {"group": WeakGroup(mesh).group, "layout": layout, **options}
+    cut: Layout | None = None
+    swaps: list[tuple[Tensor, Tensor]] = []
+    for x, dim in zip(buffers, buffer_seq_dims, strict=True):
+        if isinstance(x, BlockMask):
+            read_mask(x)
+            continue
+        assert dim is not None
+        if cut is None:
+            cut = make_layout(layout, tokens=x.shape[dim], ranks=mesh.size())
+        if x.shape[dim] < cut.tokens:
+            raise InvalidInput(
+                f"a buffer has {x.shape[dim]:,} rows along dim {dim}, the sequence {cut.tokens:,} tokens; give buffers "
+                "of one sequence, its tokens first"
+            )
+        rows = cut.shard_tensor(x.detach().narrow(dim, 0, cut.tokens), mesh.get_local_rank(), dim)
+        swaps.append((x, rows.clone(memory_format=torch.contiguous_format)))
+    for x, rows in swaps:
+        if any(x is kept for kept in no_restore_buffers):
+            _set(x, rows)
+    return _context(ring, [pair for pair in swaps if not any(pair[0] is kept for kept in no_restore_buffers)])
+
+
+@contextmanager
+def _context(ring: dict[str, Any], swaps: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """The context of `context_parallel`, with its arguments of `ring_attention`, and each buffer beside its rows."""
+
+    def inside(run: Callable[..., Any]) -> Callable[..., Any]:
+        def again(*args: Any) -> Any:
+            with _context(ring, swaps):
+                return run(*args)
+
+        return again
+
+    frame, function = checkpoint._CheckpointFrame, checkpoint.CheckpointFunction
+    replaced: list[tuple[Any, str, Any]] = [
+        (checkpoint, "_CheckpointFrame", lambda run, *rest: frame(inside(run), *rest)),
+        (checkpoint, "CheckpointFunction", SimpleNamespace(apply=lambda run, *x: function.apply(inside(run), *x))),
+        (flex_attention, "__code__", attend_by_mask.__code__),  # models hold it by other names, and compiled
+        (torch.backends.mha, "_is_fastpath_enabled", False),
+        (DistributedDataParallel, "will_sync_module_buffers", lambda _: False),  # each rank has its rows of them
+    ]
+    for module in [*sys.modules.values()]:
+        if getattr(module, "__dict__", {}).get(SDPA.__name__) is SDPA:
+            replaced.append((module, SDPA.__name__, attend_rows))
+    with ExitStack() as stack:
+        if not any(ring is other for other in _entered):
+            for x, rows in swaps:
+                stack.callback(_set, x, x.detach())
+                _set(x, rows)
+            for owner, name, value in replaced:
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
+        _entered.append(ring)
+        stack.callback(_entered.pop)
+        yield
+
+
+@torch.no_grad()
+def _set(x: Tensor, value: Tensor) -> None:
+    """Let x be the memory and shape of another tensor; autograd counts this as a change of x."""
+    x.set_(value)  # type: ignore[call-overload]
+
+
+def context_parallel_unshard(
+    mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], *, layout: str | Layout = "zigzag"
+) -> list[Tensor]:
+    """Tensors of whole sequences from the rows of the ranks, on every rank. Collective, not differentiable.
+
+    Each buffer has this rank's rows along its dim by `layout`, that of the context. Raises Mismatch where other dims
+    differ between ranks.
+    """
+    whole = []
+    for x, dim in zip(buffers, seq_dims, strict=True):
+        by_rows = x.movedim(dim, 0)
+        rows = by_rows.reshape(1, len(by_rows), by_rows.shape[1:].numel())
+        found = gather_rows(rows, WeakGroup(mesh).group, layout)
+        whole.append(found.reshape(-1, *by_rows.shape[1:]).movedim(0, dim))
+    return whole
+
+
+def gather_rows(logits: Tensor, group: Any, layout: str | Layout) -> Tensor:
+    """The logits [B, N, classes] of whole sequences from the ranks' [B, n, classes]. Collective, not differentiable.
+
+    Raises InvalidInput for logits of another shape, and Mismatch on all ranks where only the ranks' batches or classes
+    differ.
+    """
+    with Exchange(get_transport(group), "logits") as ranks:
+        if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
+            got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+            raise InvalidInput(f"logits must be [batch, tokens, classes], got {got}; pass model(**batch).logits")
+        batch, rows, classes = logits.shape
+        ranks.mine = json.dumps({"batch": batch, "rows": rows, "classes": classes}).encode()
+    lengths = [fields["rows"] for fields in compare_records(ranks.records)]
+    cut = make_layout(layout, tokens=sum(lengths), ranks=len(lengths))
+    mine = F.pad(logits.detach(), (0, 0, 0, max(lengths) - rows)).contiguous()
+    shards = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(shards, mine, group=group)
+    return cut.unshard_tensor([shard[:, :n] for shard, n in zip(shards, lengths, strict=True)], dim=1)
+
+
+def attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """What `scaled_dot_product_attention` computes in a context; the arguments are torch's."""
+    from torch.distributed.tensor import DTensor, Shard  # takes a second to load
+
+    if isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor):
+        kinds = {query.placements, key.placements, value.placements}
+        if len(kinds) > 1 or Shard(2) in query.placements:
+            raise Unsupported(f"DTensors of {kinds}: heads of query, key and value may be sharded alike, and no rows")
+        q, k, v = query.to_local(), key.to_local(), value.to_local()
+        rows = attend_rows(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return DTensor.from_local(rows, query.device_mesh, query.placements)
+    padding = None
+    if attn_mask is not None:
+        if attn_mask.dtype != torch.bool or attn_mask.ndim != 4 or attn_mask.shape[1:3] != (1, 1):
+            raise Unsupported(
+                f"attn_mask {attn_mask.dtype} {tuple(attn_mask.shape)}: of masks only padding is read, bool [batch, 1, "
+                "1, tokens of this rank]; use is_causal=True, or flex_attention with a BlockMask of whole sequences"
+            )
+        padding = ~attn_mask[:, 0, 0].expand(len(key), -1)
+    pattern = Causal() if is_causal else Full()
+    return ring_attention(
+        query, key, value, pattern, key_padding_mask=padding, scale=scale, dropout=dropout_p, **_entered[-1]
+    )
+
+
+def attend_by_mask(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """What `flex_attention` computes in a context; the arguments are torch's. `kernel_options` have no effect."""
+    # torch's function runs this code with its own globals.
+    from ringattn.errors import Unsupported
+    from ringattn.functional import ring_attention
+    from ringattn.integrations.context_parallel import _entered, read_mask
+    from ringattn.pattern import Full
+
+    if score_mod is not None or (return_aux is not None and return_aux.max_scores):
+        raise Unsupported(
+            "score_mod and max_scores of flex_attention: ringattn computes neither; write a soft cap as softcap= of "
+            "context_parallel"
+        )
+    lse = return_lse or (return_aux is not None and return_aux.lse)
+    pattern = Full() if block_mask is None else read_mask(block_mask)
+    result = ring_attention(query, key, value, pattern, scale=scale, return_lse=lse, **_entered[-1])
+    if return_aux is None:
+        return result
+    return (result[0], AuxOutput(lse=result[1])) if lse else (result, AuxOutput())
+
+
+def read_mask(mask: BlockMask) -> Pattern:
+    """The pattern of a BlockMask of whole sequences, read once. Raises what `from_block_mask` raises."""
+    if not hasattr(mask, PATTERN):
+        if torch.compiler.is_compiling():
+            raise Unsupported("torch.compile met a BlockMask that it cannot read; name it in buffers= of the context")
+        setattr(mask, PATTERN, from_block_mask(mask))
+    pattern: Pattern = getattr(mask, PATTERN)
+    return pattern
+
+
+__all__ = ["context_parallel", "context_parallel_unshard"]
