@@ -73,7 +73,7 @@ class Documents(Pattern):
         for mine, others in rows:
             if len(rows) < count or (others is not None and len(others) != len(mine)):
                 raise InvalidInput(
-                    f"Documents: {len(others or own_of)} q_lengths beside {len(mine)} lengths; give each document both"
+                    f"Documents: {len(others or own_of)} q_lengths beside {len(mine)} lengths; give both"
                 )
         one = len(set(rows)) == 1
         both = rows[0] if one else tuple(zip(*rows, strict=True))

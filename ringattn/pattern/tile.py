@@ -139,9 +139,8 @@ class RangeIndex:
         meets = (counts > 0) & (offset % shared == 0)
         rows, counts, strides = (rows + self._firsts)[meets], counts[meets], strides[meets]
         cuts = np.flatnonzero((np.diff(rows) != (counts * strides)[:-1]) | np.diff(strides)) + 1
-        for row, count, stride in zip(*(np.split(x, cuts) for x in (rows, counts, strides)), strict=True):
-            if len(row):
-                yield range(int(row[0]), int(row[0] + count.sum() * stride[0]), int(stride[0]))
+        parts = zip(*(np.split(x, cuts) for x in (rows, counts, strides)), strict=True)
+        yield from (range(int(a[0]), int(a[0] + n.sum() * by[0]), int(by[0])) for a, n, by in parts if len(a))
 
 
 def floor_sum(n: int, m: int, a: int, b: int) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from ..cache import Cache, cached
 from ..layout.regular import Layout
 from ..pattern.base import Pattern, Side
-from ..pattern.tile import RangeIndex, Tile, locate, merge_runs
+from ..pattern.tile import Tile, clip, join_runs, locate, merge_runs, shift_range
 from .row_sets import (
     ALL_ROWS,
     WHOLE_BLOCK,
@@ -147,8 +147,12 @@ class BlockDemand(ABC):
             if needed is None:
                 return None
             wanted.append(range(needed[0], needed[1] + 1))
-        index = RangeIndex(block)
-        return merge_runs(rows for run in merge_runs(wanted) for rows in index.locate(run))
+        runs, parts, start = merge_runs(wanted), [], 0
+        for r in block:
+            inside = (clip(r, run.start, run[-1]) for run in runs)
+            parts += [shift_range(part, start - r.start) for part in inside if part]
+            start += len(r)
+        return tuple(join_runs(parts))
 
     @abstractmethod
     def _seen_rows(self, rank: int, owner: int) -> Iterator[tuple[range, range]]:
@@ -273,11 +277,11 @@ class KeyDemand(BlockDemand):
     @cached
     def pairs(self, rank: int, owner: int) -> int:
         """The exact number of (query, key, head, branch) pairs that `rank` computes against the block of `owner`."""
-        if self.readers is not self.layout:
-            works = self.works(rank, owner, ALL_ROWS)
-            return sum(len(w.heads) * Tile(w.heads, range(len(w.q)), range(w.keys), w.lo, w.hi).pairs for w in works)
         rows, keys = self.readers.shard(rank), self.layout.shard(owner)
-        return sum(self.pattern.count(q, k, range(self.heads)) for q in rows for k in keys)
+        if self.readers is self.layout or len(keys) <= MOST_RANGES:
+            return sum(self.pattern.count(q, k, range(self.heads)) for q in rows for k in keys)
+        works = self.works(rank, owner, ALL_ROWS)
+        return sum(len(w.heads) * Tile(w.heads, range(len(w.q)), range(w.keys), w.lo, w.hi).pairs for w in works)
 
     def _find_tiles(self, rank: int, owner: int) -> Iterator[Tile]:
         return find_tiles(self.pattern, self.readers.shard(rank), self.layout.shard(owner), self.heads)
