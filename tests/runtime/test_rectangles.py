@@ -54,7 +54,6 @@ def test_rows_of_a_batch_have_documents_of_their_own(seed: int) -> None:
 
 
 def test_auto_compares_layouts_of_the_keys() -> None:
-    """`auto` in the name of the queries' layout stands for that of the keys; a given one stays."""
     sizes = {"tokens": 4096, "q_tokens": 1024, "ranks": 4, "layout": "auto", "machine": "h100_nvlink_ib"}
     for named in ("shifted(auto, 3072)", "shifted(zigzag, 3072)"):
         plan = ra.make_plan(Causal(), q_layout=named, **sizes)
