@@ -81,24 +81,6 @@ def slowdown_seconds(machine: Machine, seconds: float, size: float) -> float:
     return CHANNELS * seconds + COPIES * size / memory_bandwidth(machine)
 
 
-def exchange_seconds(machine: Machine, size: float, ranks: int, stride: int) -> float:
-    """Seconds in which each of `ranks` ranks, `stride` apart, sends `size` bytes to every other one, all at once.
-
-    Messages within a node and between nodes travel at the same time. Between nodes all ranks of a node share one card
-    where there is only one.
-    """
-    if ranks == 1:
-        return 0.0
-    node = machine.ranks_per_node
-    inside = max(min(ranks, node // stride), 1)
-    times = []
-    for near, peers in ((True, inside - 1), (False, ranks - inside)):
-        latency, bandwidth = machine.rates(near)
-        sharing = node if machine.shared_nic and not near else 1
-        times.append(latency + peers * size * sharing / bandwidth if peers else 0.0)
-    return max(times)
-
-
 def message_seconds(machine: Machine, size: float, stride: int, ranks: int) -> float:
     """Seconds in which each of `ranks` ranks, `stride` apart, sends `size` bytes to the next one; 0 for one rank.
 

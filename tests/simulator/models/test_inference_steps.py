@@ -9,9 +9,10 @@ import pytest
 
 import ringattn as ra
 from ringattn.errors import InvalidInput
+from ringattn.inference import merge_seconds
 from ringattn.simulator.models.attention import attention_of_layers
 from ringattn.simulator.models.config import ModelConfig
-from ringattn.simulator.models.inference import decode, merge_seconds, prefill
+from ringattn.simulator.models.inference import decode, prefill
 from ringattn.simulator.models.parallel import Parallel
 from ringattn.simulator.models.training import training_step
 
