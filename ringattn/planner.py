@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .cache import Cache
@@ -61,7 +60,8 @@ def make_plan(
 
     Where queries are other positions than the keys, `q_layout` is the Layout that cuts the queries, or its name, with
     the number of queries in `q_tokens` (default: `tokens`); `tokens` and `layout` are those of the keys. For a chunk of
-    24 queries after 1000 cached keys: tokens=1024, q_layout="shifted(zigzag, 1000)", q_tokens=24.
+    24 queries after 1000 cached keys: tokens=1024, q_layout="shifted(zigzag, 1000)", q_tokens=24. "auto" in the name
+    stands for the keys' layout: "shifted(auto, 1000)".
 
     layout="auto" and schedule="auto" take the layout and the schedule that the timing model predicts to be fastest in
     the forward on `machine` (a Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` says what was compared and why.
@@ -70,30 +70,33 @@ def make_plan(
     pattern = as_pattern(pattern)
     sizes = PlanSizes(heads, kv_heads, head_dim, value_dim, dtype, batch, comm_dtype, rotate)  # type: ignore[arg-type]
     choose_layout = isinstance(layout, str) and layout.strip() == "auto"
-    own = None
-    if q_layout is not None or q_tokens not in (None, tokens):
-        own = _make_q_layout(layout, q_layout, tokens if q_tokens is None else q_tokens, ranks)
-    else:
-        pattern.check(tokens, heads)
     names: tuple[str | Layout, ...] = (layout,)
     if choose_layout:
         from .simulator.timing.auto import list_layouts  # a plan of a named layout and schedule needs no model of time
 
         names = list_layouts(ranks)
-    layouts = [make_layout(name, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads) for name in names]
+    own: dict[Layout, Layout] = {}
+    if q_layout is None and q_tokens in (None, tokens):
+        layouts = [make_layout(name, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads) for name in names]
+    else:
+        count = tokens if q_tokens is None else q_tokens
+        named = (name for name in names if not choose_layout or name != "balanced")
+        own = dict(_make_sides(name, q_layout, tokens, count, ranks) for name in named)
+        layouts = [*own]
     schedule = resolve(schedule, ranks, heads, sizes.kv_heads)
-    if own is not None and own == layouts[0]:  # a square, but `rotate` is for both passes
-        own = None
-        pattern.check(tokens, heads)
+    if own and all(layout == of_queries for layout, of_queries in own.items()):  # `rotate` is for both passes
+        own = {}
         sizes = replace(sizes, rotate="queries, queries" if sizes.rotate == "queries" else sizes.rotate)
-    bound = pattern.bind(heads, tokens) if own is None else bind_sides(pattern, layouts[0], own, heads)
+    if not own:
+        pattern.check(tokens, heads)
+    bound = bind_sides(pattern, layouts[0], own[layouts[0]], heads) if own else pattern.bind(heads, tokens)
     passes = sizes.rotate.split(", ")
     rotates = [sizes.rotate]
-    if own is not None and passes[0] == "auto":  # the forward's; rounded keys are asked for, where a comm_dtype is
+    if own and passes[0] == "auto":  # the forward's; rounded keys are asked for, where a comm_dtype is
         forms = ("keys",) if ranks == 1 or comm_dtype is not None else ("keys", "queries")
         rotates = [f"{form}, {passes[-1]}" for form in forms]
     choosing = choose_layout or schedule == "auto" or len(rotates) > 1
-    by_events = own is not None or (sizes.rotate.startswith("queries, ") and not choose_layout)
+    by_events = own or sizes.rotate.startswith("queries, ")
     on_machine = None
     if choosing or machine is not None:
         from .machine.presets import get_machine  # as above
@@ -101,7 +104,7 @@ def make_plan(
         on_machine = get_machine(machine)
 
     def make(layout: Layout, schedule: str, rotate: str = rotates[0]) -> Plan:
-        return arrange(bound, layout, schedule, replace(sizes, rotate=rotate), own)
+        return arrange(bound, layout, schedule, replace(sizes, rotate=rotate), own.get(layout))
 
     def make_it() -> Plan:
         if not choosing:
@@ -111,10 +114,10 @@ def make_plan(
         assert on_machine is not None
         names = None if schedule == "auto" else (schedule,)
         if by_events:
-            return choose_rectangle(partial(make, layouts[0]), names, rotates, on_machine)
+            return choose_rectangle(make, layouts, names, rotates, on_machine)
         return choose(make, layouts, names, on_machine)
 
-    key = tuple(layouts), own, schedule, on_machine if choosing else None, bound, sizes
+    key = tuple(layouts), tuple(own.values()), schedule, on_machine if choosing else None, bound, sizes
     return make_it() if pattern.transient else _plans.answer(key, make_it)
 
 
@@ -150,15 +153,21 @@ def make_plans(
     return plans[0] if len(plans) == 1 else choose_layout(plans, [weight for _, weight in masks], machine)
 
 
-def _make_q_layout(layout: str | Layout, q_layout: str | Layout | None, q_tokens: int, ranks: int) -> Layout:
-    """The layout of queries that are other positions than the keys. Raises InvalidInput."""
+def _make_sides(
+    layout: str | Layout, q_layout: str | Layout | None, tokens: int, q_tokens: int, ranks: int
+) -> tuple[Layout, Layout]:
+    """The layouts of the keys and of queries that are other positions. Raises InvalidInput."""
     if q_layout is None:
         raise InvalidInput(
             f"q_tokens={q_tokens} are not the tokens of the keys: say which positions the queries are, by "
             f"q_layout='contiguous' (from 0 on) or q_layout='shifted(contiguous, first)'"
         )
+    if isinstance(q_layout, str):
+        q_layout = q_layout.replace("auto", layout if isinstance(layout, str) else layout.name)
     for name, given in (("layout", layout), ("q_layout", q_layout)):
-        if isinstance(given, str) and given.strip().startswith(("auto", "balanced")):
-            raise InvalidInput(f"{name}={given!r} is made for queries that are the keys; beside q_layout= name another")
-    tokens = q_layout.tokens if isinstance(q_layout, Layout) else q_tokens
-    return make_layout(q_layout, tokens=tokens, ranks=ranks)
+        if isinstance(given, str) and "balanced" in given:
+            raise InvalidInput(f"{name}={given!r} weighs queries that are the keys; beside q_layout= try zigzag")
+    keys = make_layout(layout, tokens=tokens, ranks=ranks)
+    return keys, make_layout(
+        q_layout, tokens=q_layout.tokens if isinstance(q_layout, Layout) else q_tokens, ranks=ranks
+    )

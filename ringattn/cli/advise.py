@@ -92,3 +92,4 @@ def _print(advice: Advice) -> None:
         for line in lines:
             print_paragraph(f"{title}: {line}")
     print_paragraph(describe_counts(advice.counts))
+    print_paragraph(f"launch: {advice.launch}")

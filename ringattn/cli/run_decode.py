@@ -9,7 +9,6 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -17,7 +16,7 @@ from ..errors import InvalidInput
 from ..files import STDOUT, check_json, write_json
 from ..inference.cache import KVCache
 from ..pattern import Causal, parse_pattern
-from ..simulator.numerics.oracle import oracle_rows
+from ..simulator.numerics.oracle import oracle_rows_alone
 from ..simulator.reporting.console import Number, print_numbers, show_progress
 from ..text import duration, plural, rate, size
 from ..transport.base import Transport
@@ -132,10 +131,8 @@ class DecodeRun:
         if not count:
             return None
         q, k, v = (source.rows(name, range(total)) for name in NAMES)
-        bound, rows = self.pattern.bind(q.shape[1], total), [*range(total - count, total)]
-        scale = q.shape[3] ** -0.5 if self.config.scale is None else self.config.scale
-        truth = oracle_rows(bound, total, rows, scale, np.arange(total), q, k, v, lambda x, top: None)
-        truth *= bound.output_scale
+        factor = 1.0 if self.config.scale is None else self.config.scale * q.shape[3] ** 0.5
+        truth = oracle_rows_alone(self.pattern, [*range(total - count, total)], q.double() * factor, k, v)
         return float((out[:, :, -count:].double() - truth).abs().max() / truth.abs().max())
 
     def _print(self, record: dict[str, Any]) -> None:

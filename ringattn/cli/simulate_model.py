@@ -13,7 +13,7 @@ from ..machine.bands import describe_band
 from ..machine.presets import CURRENCY
 from ..simulator.models.config import ModelConfig, load_model
 from ..simulator.models.inference import InferenceEstimate, decode, prefill
-from ..simulator.models.parallel import Parallel
+from ..simulator.models.parallel import Parallel, Software
 from ..simulator.models.pipeline import Pipeline, pipelined_step
 from ..simulator.models.training import PUBLISHED_STEPS, StepEstimate
 from ..simulator.progress import listening
@@ -27,8 +27,8 @@ from .simulate import machine_record
 PHASES = ("training", "prefill", "decode")
 #: What no formula of models/ covers.
 NOT_MODELLED = (
-    "expert parallelism, gradient accumulation without a pipeline, messages between stages, reading of data, kernels' "
-    "starts outside attention, collectives that slow down each other or the messages of the ring (docs/models_cost.md)"
+    "expert parallelism, reading of data, kernels' starts outside attention, collectives that slow down each other or "
+    "the messages of the ring (docs/models_cost.md)"
 )
 
 
@@ -48,6 +48,7 @@ def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, StepE
         checkpointing=config.checkpointing,
         shard=config.sharding,
         rows=config.batch,
+        software=Software(fp8=config.fp8),
     )
     pipeline = Pipeline(config.pp, config.micro_batches, config.interleaved)
     machine, tokens = config.machine.made(ranks=parallel.gpus * pipeline.stages), config.size()
@@ -114,7 +115,7 @@ def _print(
     pipeline = Pipeline(config.pp, config.micro_batches, config.interleaved)
     rows = parallel.rows // pipeline.count(parallel.rows)
     band = describe_band(estimate.machine.preset, rows * -(-config.size() // parallel.cp))
-    if band and config.phase != "decode":
+    if band and config.phase == "prefill":
         print_paragraph(f"note: attention on {band}")
     print_paragraph(f"note: {PUBLISHED_STEPS if training else f'a {config.phase} has no published measurement here'}")
     print_paragraph(f"not modelled: {NOT_MODELLED}")
@@ -132,7 +133,7 @@ def _step_numbers(step: StepEstimate) -> list[Number]:
     """Time, rates and memory of a step of training."""
     band = ""
     if step.seconds_band is not None:
-        band = f", {' .. '.join(map(duration, step.seconds_band))} by the band of attention"
+        band = f", {' .. '.join(map(duration, step.seconds_band))} by the band of published steps"
     mfu = "" if step.mfu is None else f", {step.mfu:.1%} of the peak (MFU)"
     return [
         Number("step", duration(step.seconds) + band, "modelled"),
@@ -140,6 +141,7 @@ def _step_numbers(step: StepEstimate) -> list[Number]:
         Number("rate of a GPU", f"{digits(step.tflops)} TFLOP/s{mfu}", "modelled"),
         Number("tokens of a GPU", rate(step.tokens_per_second, "tokens/s"), "modelled"),
         *_fits(step),
+        Number("memory needed", f"{size(step.needed)}; an allocator shows about {size(step.reserved)}", "modelled"),
     ]
 
 
@@ -194,6 +196,7 @@ def _record(
         price, watts = estimate.machine.price, estimate.machine.watts
         record |= {
             "seconds, band": estimate.seconds_band,
+            "bytes": {"needed": estimate.needed, "reserved": estimate.reserved},
             **{name: getattr(estimate, name) for name in ("flops", "mfu", "tflops")},
             "cost per 1e9 tokens": None if price is None else estimate.cost_per_billion_tokens(price),
             "kWh per 1e9 tokens": None if watts is None else estimate.energy_per_billion_tokens(watts),

@@ -9,9 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from ..files import write_json, writing
-from ..machine.bands import BANDS, SIZES, describe_band
+from ..machine.bands import BANDS, SIZES, ErrorBand, describe_band
 from ..machine.presets import PRESETS
 from ..simulator.published.errors import (
+    ErrorStatistics,
     GroupErrors,
     cause_of,
     draw_scatter,
@@ -60,8 +61,8 @@ def main(config: SimulateConfig) -> None:
             print_paragraph(describe_band(name, size))
     for family, source in SOURCES.items():
         print_paragraph(f"{family}: {source}")
-    steps = step_errors()
-    _print_steps(steps)
+    steps, band = step_errors()
+    _print_steps(steps, band)
     if config.output.path is not None:
         _write(Path(config.output.path), predictions, families, causes, steps)
 
@@ -106,17 +107,23 @@ def _print_errors(title: str, groups: list[GroupErrors]) -> None:
     print_grid(title, header, rows)
 
 
-def _print_steps(steps: list[StepErrors]) -> None:
-    header = ("", "steps", "tokens/s: median", "P90", "bias", "runs", "memory: median", "P90", "bias")
+def _print_steps(steps: list[StepErrors], band: ErrorBand) -> None:
+    header = ("", "steps", "tokens/s: median", "P90", "bias", "runs", "reserved: median", "P90", "needed: bias")
     rows = []
     for one in steps:
-        cells = [f"{one.source.partition(' ')[0]}, {one.precision}"]
-        for errors in (one.speed, one.memory):
-            told = errors and (str(errors.rows), f"{errors.median:.1%}", f"{errors.p90:.1%}", f"{errors.bias:+.1%}")
-            cells += told or ("", "", "", "")
-        rows.append(cells)
+        cells = [one.group, *_tell(one.speed), f"{one.speed.bias:+.1%}"]
+        if one.reserved is not None and one.needed is not None:
+            cells += [*_tell(one.reserved), f"{one.needed.bias:+.1%}"]
+        rows.append(cells + [""] * (len(header) - len(cells)))
     get_console().print()
-    print_grid("steps of training, fp8 as if in bf16; memory needed, where the source tells a peak", header, rows)
+    print_grid(
+        "steps of training; memory where the source tells a peak, which holds what an allocator had", header, rows
+    )
+    print_paragraph(f"90 % of {band.rows} steps took {band.low:g} to {band.high:g} times as long as modelled")
+
+
+def _tell(errors: ErrorStatistics) -> list[str]:
+    return [str(errors.rows), f"{errors.median:.1%}", f"{errors.p90:.1%}"]
 
 
 def _write(

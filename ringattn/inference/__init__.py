@@ -1,4 +1,39 @@
 """Generation: a K/V cache that is sharded over ranks, and attention of new tokens to it."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..machine.machine import Machine
+
 #: How a step merges the partial results of the ranks, and where the keys of layers with a window lie, see `KVCache`.
 MERGES, WINDOWS = ("auto", "gather", "scatter"), ("shard", "copy")
+
+
+def merge_seconds(machine: Machine, size: int, ranks: int, stride: int = 1, merge: str = "auto") -> tuple[str, float]:
+    """How `ranks` ranks, `stride` apart, merge their outputs and lse of `size` bytes each, and the modelled seconds.
+
+    gather: every rank sends all of it to every other one, in one round. scatter: every rank merges its share of the
+    heads, and sends that to every other one: a part of `ranks` of the bytes, in two rounds. auto: the faster one.
+    """
+    gather, scatter = (_exchange_seconds(machine, part, ranks, stride) for part in (size, size / ranks))
+    seconds = {"gather": gather, "scatter": 2 * scatter}
+    way = min(seconds, key=lambda name: seconds[name]) if merge == "auto" else merge
+    return way, seconds[way]
+
+
+def _exchange_seconds(machine: Machine, size: float, ranks: int, stride: int) -> float:
+    """Seconds in which each of `ranks` ranks, `stride` apart, sends `size` bytes to every other one, all at once.
+
+    Messages within a node and between nodes travel at the same time. Between nodes all ranks of a node share one card
+    where there is only one.
+    """
+    node = machine.ranks_per_node
+    inside = max(min(ranks, node // stride), 1)
+    times = [0.0]
+    for near, peers in ((True, inside - 1), (False, ranks - inside)):
+        latency, bandwidth = machine.rates(near)
+        if peers:
+            times.append(latency + peers * size * (node if machine.shared_nic and not near else 1) / bandwidth)
+    return max(times)

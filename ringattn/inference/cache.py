@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import InvalidInput, Unsupported
 from ..functional import get_transport, ring_attention, virtual_attention
-from ..kernels.base import as_dtype, positive
+from ..kernels.base import as_dtype
 from ..layout import Layout, nonempty
 from ..layout.composed import shift_layout
 from ..layout.regular import make_layout
@@ -33,9 +33,9 @@ from ..text import plural
 from ..transport.base import TAG_BITS, Program, Tags, drive
 from ..transport.records import MARK, ErrorReport, Exchange, compare_records, digest
 from ..transport.virtual import Virtual
-from . import MERGES, WINDOWS
+from . import MERGES, WINDOWS, merge_seconds
 from .holdings import Holdings, find_needed, split
-from .partials import RowGroups, attend, count_bytes, exchange, merge_ranks
+from .partials import RowGroups, attend, exchange, merge_ranks
 from .store import SHARED_ROWS, LayerStore
 
 if TYPE_CHECKING:
@@ -177,12 +177,8 @@ class KVCache:
         size, first = self.transport.size, self.length
         self._check_room(check_integer(tokens, "tokens", 1, "the tokens of a chunk"))
         layout = make_layout(self.layout, tokens=tokens, ranks=size, pattern=self.patterns[0])
-        if padding is not None and (
-            not isinstance(padding, Tensor)
-            or padding.ndim != 2
-            or padding.shape[1] != tokens
-            or padding.dtype != torch.bool
-        ):
+        fits = isinstance(padding, Tensor) and padding.dtype == torch.bool and padding.shape[1:] == (tokens,)
+        if padding is not None and not fits:
             got = f"{padding.dtype} {tuple(padding.shape)}" if isinstance(padding, Tensor) else type(padding).__name__
             raise InvalidInput(f"padding must be a tensor, bool [batch, {tokens}], got {got}")
         self._chunk = layout, padding
@@ -277,14 +273,11 @@ class KVCache:
             self._check_event("prefill", layer, None)
         event, pattern = self._event or self._begin("prefill", call, ""), self.patterns[layer]
         with self._report("prefill", deferred=True):
-            keys = [
-                self._keys_of(event, rank, layer, *x)
-                for rank, x in zip(self._ranks, self._cut(event, k, v), strict=True)
-            ]
+            shards = [*zip(self._ranks, self._cut(event, k, v), strict=True)]
+            keys = [self._keys_of(event, rank, layer, *x) for rank, x in shards]
         out = self._attend(event, pattern, q, keys, sinks, options)
         with self._report("prefill", deferred=True), autocast_off(call.device), typed_errors(call.device):
-            shards = self._cut(event, k, v)
-            self._run([self._share(event, rank, layer, *x) for rank, x in zip(self._ranks, shards, strict=True)])
+            self._run([self._share(event, rank, layer, *x) for rank, x in shards])
         return self._end(layer, out)
 
     def _cut(self, event: NewTokens, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
@@ -309,27 +302,19 @@ class KVCache:
 
     def _attend(
         self, event: NewTokens, pattern: Pattern, q: Tensor, keys: list[tuple[Tensor, ...]], sinks: Tensor | None,
-        options: AttentionKeywords,
-    ) -> Tensor:  # fmt: skip
+        options: Any,
+    ) -> Any:  # fmt: skip
         """Attention of the queries of a chunk to `keys`, those of the ranks of this process."""
         layouts: dict[str, Any] = {"layout": event.layout}
-        groups: RowGroups = [(self._view(pattern), None)]
         if event.new.start:
             assert event.layout is not None
             layouts = {"layout": self._holdings[pattern].keys, "q_layout": shift_layout(event.layout, event.new.start)}
-            groups = self._groups(pattern)
-        k, v = keys[0]
-        if isinstance(self.transport, Virtual):
-            k, v = (layouts["layout"].unshard_tensor(shards) for shards in zip(*keys, strict=True))
-        outs = []
-        for view, rows in groups:
-            x = (q, k, v) if rows is None else (q[rows], k[rows], v[rows])
-            if isinstance(self.transport, Virtual):
-                outs.append(virtual_attention(*x, view, ranks=self.transport.size, sinks=sinks, **layouts, **options))
-            else:
-                outs.append(ring_attention(*x, view, transport=self.transport, sinks=sinks, **layouts, **options))
-        order = [row for _, rows in groups for row in rows or ()]
-        return outs[0] if not order else torch.cat(outs)[np.argsort(order)]
+        view, options = self._view(pattern), {**options, "sinks": sinks, **layouts}
+        if not isinstance(self.transport, Virtual):
+            k, v = keys[0]
+            return ring_attention(q, k, v, view, transport=self.transport, **options)
+        k, v = (layouts["layout"].unshard_tensor(shards) for shards in zip(*keys, strict=True))
+        return virtual_attention(q, k, v, view, ranks=self.transport.size, **options)
 
     def step(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, return_lse: bool = False,
@@ -374,15 +359,13 @@ class KVCache:
             for run in shard:
                 new = slice(run.start - event.new.start, run.stop - event.new.start)
                 store.append(*(self._rounded(x[:, :, new]) for x in (k, v)))
-        group = q.shape[1] // k.shape[1]
-        out, lse = attend(
-            q, v.shape[3], event.new, store, holdings, rank, self._groups(pattern), call.kernel,
-            positive(call.scale)[1], group,
-        )  # fmt: skip
+        out, lse = attend(q, event.new, store, holdings, rank, self._groups(pattern), call)
         if not holdings.copies:
             tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
             label = f"step of layer {layer}, partials"
-            out, lse = yield from merge_ranks(rank, size, out, lse, self._way(call), tags, label)
+            machine = get_machine(call.options.machine, call.device.type)
+            way, _ = merge_seconds(machine, lse.numel() * (v.shape[3] + 1) * lse.element_size(), size, merge=self.merge)
+            out, lse = yield from merge_ranks(rank, size, out, lse, way, tags, label)
         store.trim(holdings.kept, rank)
         return out, lse
 
@@ -398,10 +381,8 @@ class KVCache:
                 mine if p == rank else mine.new_empty((*mine.shape[:2], n, mine.shape[3])) for p, n in enumerate(counts)
             ]
             tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
-            label = f"prefill of layer {layer}, rows of its window"
-            yield from exchange(
-                rank, self.transport.size, lambda peer: mine, lambda peer: inbox[peer], tags.of(0), label
-            )
+            label, size = f"prefill of layer {layer}, rows of its window", self.transport.size
+            yield from exchange(rank, size, lambda peer: mine, lambda peer: inbox[peer], tags.of(0), label)
             for x in inbox:
                 store.append(x[..., :width], x[..., width:])
         store.trim(holdings.kept, rank)
@@ -459,11 +440,8 @@ class KVCache:
             runs = [(p % size, clip(new, p * self.page, (p + 1) * self.page - 1)) for p in pages]
             shards = tuple(tuple(run for rank, run in runs if rank == mine) for mine in range(size))
         if not self.lengths:
-            self.lengths, self._marks, self._heads = (
-                [0] * call.sizes["batch"],
-                [()] * call.sizes["batch"],
-                call.sizes["heads"],
-            )
+            batch, self._heads = call.sizes["batch"], call.sizes["heads"]
+            self.lengths, self._marks = [0] * batch, [()] * batch
         self._place_tokens(new, padding)
         due, floor = kind == "prefill" or first // self.page != new.stop // self.page, max(new.stop - self.page, 0)
         for pattern in dict.fromkeys(self.patterns):
@@ -535,17 +513,6 @@ class KVCache:
         if isinstance(self.transport, Virtual):
             return self.transport.run(programs)
         return [drive(programs[0], self.transport, self.transport.rank)]
-
-    def _way(self, call: Call) -> str:
-        """How a step merges partials."""
-        size = self.transport.size
-        if self.merge != "auto" or size < 3:
-            return "gather" if self.merge == "auto" else self.merge
-        machine, sizes = get_machine(call.options.machine, call.device.type), call.sizes
-        item = 8 if sizes["dtype"] == "float64" else 4
-        row_bytes = sizes["batch"] * sizes["heads"] * call.rows * (sizes["value_dim"] + 1) * item
-        saved = count_bytes(size, row_bytes, "gather") - count_bytes(size, row_bytes, "scatter")
-        return "scatter" if saved / machine.bandwidth > machine.latency else "gather"
 
     # Patterns.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from itertools import accumulate, islice
+from itertools import islice
 
 import numpy as np
 
@@ -14,9 +14,9 @@ from ..cache import cached
 from ..layout import Layout
 from ..layout.composed import Composed
 from ..pattern.base import Pattern
-from ..pattern.tile import ceil_div, clip, find_runs, locate, merge_runs, shift_range
+from ..pattern.tile import RangeIndex, append_run, find_runs, merge_runs
 from ..plan.row_sets import Ranges
-from ..plan.work import Work, is_dense, join_keys, split_heads
+from ..plan.work import Work, find_tiles, join_dense, join_keys, lower
 
 #: Works of a step with at most so many keys are one kernel call, on keys that are copied together.
 SHORT_KEYS = 256
@@ -31,9 +31,6 @@ class HeldRows(Composed):
     """The rows of a cache and of a new chunk: each rank has those at its `shards`, in this order."""
 
     shards: tuple[Ranges, ...]
-
-    def __post_init__(self) -> None:
-        Layout.__post_init__(self)
 
     __hash__ = Layout.kept_hash
 
@@ -57,17 +54,10 @@ class HeldRows(Composed):
             return merge_runs(ranges)
         return find_runs(np.bincount(np.concatenate([np.arange(r.start, r.stop, r.step) for r in ranges])) > 0)
 
-    def owner(self, position: int) -> int:
-        return next(rank for rank, shard in enumerate(self.shards) if any(position in run for run in shard))
-
     def grouped(self, size: int) -> Layout:
         groups = (self.shards[first : first + size] for first in range(0, self.ranks, size))
-        return hold([tuple(run for shard in group for run in shard) for group in groups])
-
-
-def hold(shards: Sequence[Ranges]) -> HeldRows:
-    """The layout of these shards."""
-    return HeldRows(sum(len(run) for shard in shards for run in shard), len(shards), (), tuple(shards))
+        shards = tuple(tuple(run for shard in group for run in shard) for group in groups)
+        return replace(self, ranks=len(shards), shards=shards)
 
 
 class Holdings:
@@ -92,8 +82,10 @@ class Holdings:
 
         `needed` are those that queries from `floor` on see; None: nothing is let go now.
         """
-        self.keys = hold([(*held, *own) for held, own in zip(self.shards(), shards, strict=True)]) if prompt else None
         count = sum(len(run) for shard in shards for run in shard)
+        if prompt:
+            keys = tuple((*held, *own) for held, own in zip(self.shards(), shards, strict=True))
+            self.keys = HeldRows(sum(len(run) for shard in keys for run in shard), self.ranks, (), keys)
         if self.copies and prompt and needed is not None:
             shards = [tuple(split(shard, needed)[0]) for shard in shards]
         clips = sum(len(run) for shard in shards for run in shard) < count
@@ -101,7 +93,7 @@ class Holdings:
             shards = [tuple(run for shard in shards for run in shard)] * self.ranks
         for blocks, shard in zip(self.held, shards, strict=True):
             for run in shard:
-                append(blocks[-1], run)
+                append_run(blocks[-1], run)
         self.needed, self.kept = needed, None if needed is None else self.keep(needed, page)
         if self.kept is not None or clips:
             self.floor = floor
@@ -120,19 +112,13 @@ class Holdings:
 
     def keep(self, runs: Ranges, least: int = 1) -> Kept | None:
         """The local rows inside of `runs`, all that is held after `settle`; None where fewer than `least` rows fall."""
-        kept: Kept = []
-        later: list[list[list[range]]] = []
-        rows = remaining = 0
-        for blocks in self.held:
-            pairs = [split(block, runs) for block in blocks]
-            later.append([places for places, _ in pairs])
-            kept.append([local for _, local in pairs])
-            rows += sum(len(run) for block in blocks for run in block)
-            remaining += sum(len(run) for places, _ in pairs for run in places)
+        pairs = [[split(block, runs) for block in blocks] for blocks in self.held]
+        later = [[places for places, _ in blocks] for blocks in pairs]
+        rows, remaining = (sum(len(r) for blocks in x for block in blocks for r in block) for x in (self.held, later))
         if rows - remaining < least * (self.ranks if self.copies else 1):
             return None
         self._later = later
-        return kept
+        return [[local for _, local in blocks] for blocks in pairs]
 
     def settle(self) -> None:
         """Forget what `keep` has dropped: the layers have attended to it for the last time."""
@@ -147,7 +133,8 @@ class Holdings:
         """What queries at places `q` see of a block of a rank: works on its local rows."""
         key = rank, block, pattern, q, heads, group
         if key not in self._works:
-            self._works[key] = make_works(pattern, q, self.held[rank][block], heads, group)
+            tiles = join_dense(find_tiles(pattern, (q,), self.held[rank][block], heads))
+            self._works[key] = tuple(join_keys(lower(tiles, group), lambda work: work.keys <= SHORT_KEYS))
         return self._works[key]
 
 
@@ -170,65 +157,11 @@ def take(places: Sequence[range], rows: range) -> Iterator[range]:
         first += len(run)
 
 
-def append(block: list[range], run: range) -> None:
-    """Add a range of places, joined with the last one where it goes on."""
-    if block and block[-1].step == run.step == 1 and block[-1].stop == run.start:
-        block[-1] = range(block[-1].start, run.stop)
-    else:
-        block.append(run)
-
-
 def split(block: Sequence[range], runs: Ranges) -> tuple[list[range], Ranges]:
     """(the places of a block inside of `runs`, their local rows)."""
+    index = RangeIndex(block) if block else None
+    local = merge_runs(rows for run in runs for rows in index.locate(run)) if index else ()
     parts: list[range] = []
-    local: list[range] = []
-    first = 0
-    for places in block:
-        for run in runs:
-            part = clip(places, run.start, run.stop - 1)
-            if part:
-                append(parts, part)
-                append(local, shift_range(locate(part, places), first))
-        first += len(places)
-    return parts, tuple(local)
-
-
-def make_works(pattern: Pattern, q: range, places: Sequence[range], heads: int, group: int) -> tuple[Work, ...]:
-    """The works of queries at places `q` on local rows, which are at `places` one after another.
-
-    Runs that all queries see are found by halving: a hull that is one dense tile holds no more to look at.
-    """
-    if not places:
-        return ()
-    starts = [0, *accumulate(map(len, places))]
-    works: list[Work] = []
-    dense: dict[tuple[range, range, range, int], list[range]] = {}
-
-    def add(heads: range, rows: range, keys: range, branch: int, lo: int | None = None, hi: int | None = None) -> None:
-        for some, kv in split_heads(heads, group):
-            if lo is None and hi is None and keys.step == 1:
-                dense.setdefault((some, kv, rows, branch), []).append(keys)
-            else:
-                works.append(Work(some, kv, rows, (keys,), lo, hi))
-
-    def visit(first: int, last: int) -> None:
-        parts = places[first:last]
-        hull = range(min(r[0] for r in parts), max(r[-1] for r in parts) + 1)
-        if next(pattern.tiles(q, hull, range(heads)), None) is None:
-            return
-        if is_dense(pattern, (q,), (hull,), heads):
-            add(range(heads), range(len(q)), range(starts[first], starts[last]), 0)
-        elif last - first > 1:
-            visit(first, (first + last) // 2)
-            visit((first + last) // 2, last)
-        else:
-            for tile in (part for whole in pattern.tiles(q, parts[0], range(heads)) for part in whole.refine()):
-                rows, keys = locate(tile.q, q), shift_range(locate(tile.k, parts[0]), starts[first])
-                base, step = tile.q.start - tile.k.start, tile.q.step
-                lo = None if tile.lo is None else ceil_div(tile.lo - base, step)
-                hi = None if tile.hi is None else (tile.hi - base) // step
-                add(tile.heads, rows, keys, tile.branch, lo, hi)
-
-    visit(0, len(places))
-    works += [Work(some, kv, rows, (keys,)) for (some, kv, rows, _), runs in dense.items() for keys in merge_runs(runs)]
-    return tuple(join_keys(works, lambda work: work.keys <= SHORT_KEYS))
+    for places in (places for rows in local for places in take(block, rows)):
+        append_run(parts, places)
+    return parts, local

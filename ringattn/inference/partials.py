@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.base import Kernel, as_dtype, wide
+from ..kernels.base import as_dtype, positive, wide
 from ..pattern.base import Pattern
 from ..plan.work import Work
 from ..runtime.accumulators import OutputAccumulator, Pair, RowViews, align_rows, select_inputs
+from ..runtime.call import Call
 from ..runtime.memory import MergeSpace, empty
 from ..runtime.merge_plan import KernelCall, Section
 from ..runtime.rank_program import batches
@@ -24,45 +25,31 @@ RowGroups = Sequence[tuple[Pattern, Sequence[int] | None]]
 
 
 def attend(
-    q: Tensor,
-    value_dim: int,
-    places: range,
-    store: LayerStore,
-    holdings: Holdings,
-    rank: int,
-    groups: RowGroups,
-    kernel: Kernel,
-    scale: float,
-    group: int,
+    q: Tensor, places: range, store: LayerStore, holdings: Holdings, rank: int, groups: RowGroups, call: Call
 ) -> Pair:
     """(out [B, H, T, Dv], lse [B, H, T]) in fp32 (fp64 for fp64) of queries at `places` over the rows of one rank."""
-    q = align_rows(q)
-    count, heads, rows, _ = q.shape
+    q, kernel, (_, scale) = align_rows(q), call.kernel, positive(call.scale)
+    (count, heads, rows, _), group = q.shape, q.shape[1] // call.sizes["kv_heads"]
     found: list[tuple[Work, slice | None, Pair]] = []
     for index, block in enumerate(store.blocks):
         for pattern, members in groups if block.count else ():
-            calls = kernel.calls_of(holdings.works(rank, index, pattern, places, heads, group))
-            for part, tensors in block.batches(members, count) if calls else ():
+            works = kernel.calls_of(holdings.works(rank, index, pattern, places, heads, group))
+            for part, tensors in block.batches(members, count) if works else ():
                 query, block_rows = RowViews(q if part is None else q[part]), RowViews(*tensors)
-                for call in calls:
-                    for batch in batches(call, count) if part is None else (None,):
-                        (x,), (k, v) = select_inputs(call, batch, query, block_rows)
-                        pair = kernel.forward(x, as_dtype(k, q.dtype), as_dtype(v, q.dtype), call, scale)
-                        found.append((call, batch or part, pair))
-    kind = wide(q.dtype)
+                for work in works:
+                    for batch in batches(work, count) if part is None else (None,):
+                        (x,), (k, v) = select_inputs(work, batch, query, block_rows)
+                        pair = kernel.forward(x, as_dtype(k, q.dtype), as_dtype(v, q.dtype), work, scale)
+                        found.append((work, batch or part, pair))
+    kind, width = wide(q.dtype), call.sizes["value_dim"]
     if len(found) == 1 and found[0][2][1].shape == (count, heads, rows) and not found[0][0].gathered:
         out, lse = found[0][2]
         return as_dtype(out, kind), as_dtype(lse, kind)
-    total = OutputAccumulator(q, value_dim, empty((count, rows, heads, value_dim), kind, q.device).transpose(1, 2))
+    total = OutputAccumulator(q, width, empty((count, rows, heads, width), kind, q.device).transpose(1, 2))
     section = Section(range(rows), single=False, filled=True)
-    for call, batch, pair in found:
-        total.add(section, KernelCall(call, call.q, first=False), *pair, batch)
+    for work, batch, pair in found:
+        total.add(section, KernelCall(work, work.q, first=False), *pair, batch)
     return total.finish(() if found else (range(rows),), None)
-
-
-def count_bytes(size: int, row_bytes: int, way: str) -> int:
-    """Bytes that a rank sends to merge partials of `row_bytes` bytes, where rows are as many as ranks or more."""
-    return (size - 1) * row_bytes if way == "gather" else 2 * (size - 1) * row_bytes // size
 
 
 def merge_ranks(rank: int, size: int, out: Tensor, lse: Tensor, way: str, tags: Tags, label: str) -> Program[Pair]:
@@ -73,28 +60,20 @@ def merge_ranks(rank: int, size: int, out: Tensor, lse: Tensor, way: str, tags: 
     """
     if size == 1:
         return out, lse
-    count, heads, rows, width = out.shape
-    mine = empty((heads, count, rows, width + 1), out.dtype, out.device)
-    mine[..., :-1].copy_(out.transpose(0, 1))
-    mine[..., -1].copy_(lse.transpose(0, 1))
-    flat = mine.view(-1, width + 1)
+    mine = torch.cat((out, lse[..., None]), 3).transpose(0, 1).contiguous()
+    flat = mine.view(-1, out.shape[3] + 1)
     number = len(flat)
     cuts = [slice(number * i // size, number * (i + 1) // size) for i in range(size)]
     shares = [slice(0, number)] * size if way == "gather" else cuts
     share = shares[rank]
-    inbox = empty((size, share.stop - share.start, width + 1), out.dtype, out.device)
+    inbox = empty((size, share.stop - share.start, flat.shape[1]), out.dtype, out.device)
     inbox[rank].copy_(flat[share])
     yield from exchange(rank, size, lambda peer: flat[shares[peer]], lambda peer: inbox[peer], tags.of(0), label)
     space = MergeSpace()
     total = inbox[0]
     for part in inbox[1:]:
-        merge_(
-            total[None, None, :, :-1],
-            total[None, None, :, -1],
-            part[None, None, :, :-1],
-            part[None, None, :, -1],
-            space=space,
-        )
+        a, b = total[None, None], part[None, None]
+        merge_(a[..., :-1], a[..., -1], b[..., :-1], b[..., -1], space=space)
     if way == "scatter":
         whole = empty(flat.shape, out.dtype, out.device)
         whole[share].copy_(total)

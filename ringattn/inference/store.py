@@ -46,14 +46,12 @@ class Block:
 
     def _move(self, local: Ranges, like: tuple[Tensor, ...], capacity: int) -> None:
         """Move rows to new memory, of the shapes of `like`."""
-        moved = []
-        for index, x in enumerate(like):
-            room = empty((*x.shape[:2], capacity, x.shape[3]), x.dtype, x.device)
-            first = 0
-            for run in local:
-                room[:, :, first : first + len(run)].copy_(self.tensors[index][:, :, run.start : run.stop])
-                first += len(run)
-            moved.append(room)
+        moved = [empty((*x.shape[:2], capacity, x.shape[3]), x.dtype, x.device) for x in like]
+        first = 0
+        for run in local:
+            for x, room in zip(self.tensors, moved, strict=True):
+                room[:, :, first : first + len(run)].copy_(x[:, :, run.start : run.stop])
+            first += len(run)
         self.tensors = tuple(moved)
 
     def share(self, rows: Sequence[int]) -> None:
@@ -114,9 +112,7 @@ class LayerStore:
     def whole(self) -> tuple[Tensor, ...]:
         """k [B, K, n, D] and v [B, K, n, Dv] of all rows: views of one block, else a copy; () where there is no row."""
         parts = [
-            tuple(
-                x[:, :, : block.count] if block.of is None else x[block.of][:, :, : block.count] for x in block.tensors
-            )
+            tuple((x if block.of is None else x[block.of])[:, :, : block.count] for x in block.tensors)
             for block in self.blocks
             if block.count
         ]

@@ -58,6 +58,7 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
     reads = (model if field is None else model.base_model).forward
     places = "position_ids" in inspect.signature(reads).parameters or (both and len(find_tables(model)) == 2)
     through = model._supports_attention_backend or (model._can_set_attn_implementation() and model._supports_sdpa)
+    whole = "decoder_input_ids" in inspect.signature(model.forward).parameters
     alibi = any("alibi" in word for word in dir(model.base_model))
     stretched = both and any(map(rotates_by_length, model.modules()))
     other = not (causal or aligned or bare or field)
@@ -80,6 +81,7 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
         ("ALiBi", given("alibi") or alibi, ""),
         ("an auxiliary loss of its routers", given("output_router_logits"), "set output_router_logits=False"),
         ("attention outside of transformers' attention functions", not through, ""),
+        ("only one half of an encoder and a decoder", both and not whole, "take the whole model"),
         ("no argument position_ids, by which a rank says which rows it has", not places, ""),
         ("a head over an encoder and a decoder", both and field is not None, "take its base model"),
         ("rope that depends on the lengths of two sequences", stretched, ""),

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..cache import Value
 from ..errors import InvalidInput
-from ..pattern.tile import merge_runs
+from ..pattern.tile import merge_runs, shift_range
 
 if TYPE_CHECKING:
     import torch
@@ -181,11 +181,13 @@ def nonempty(*ranges: range) -> tuple[range, ...]:
 class Stacked(Layout):
     """The positions of `row_layout` in each of `count` rows, row after row; `tokens` are those of all rows.
 
-    The shards of a tensor [1, H, count * N, D] are those of [count, H, N, D] by `row_layout`.
+    Position p of row i is position i * stride + p. The shards of a tensor [1, H, count * N, D] are those of
+    [count, H, N, D] by `row_layout`.
     """
 
     row_layout: Layout
     count: int
+    stride: int
 
     @property
     def base(self) -> Layout:
@@ -203,19 +205,29 @@ class Stacked(Layout):
     def digest(self) -> str:
         return self.base.digest
 
+    @property
+    def domain(self) -> tuple[range, ...]:
+        return merge_runs(self._of_rows(self.base.domain, self.stride))
+
+    def places(self, rank: int) -> tuple[range, ...]:
+        return self._of_rows(self.base.places(rank), self.base.tokens)
+
     def owner(self, position: int) -> int:
-        return self.base.owner(position % self.base.tokens)
+        return self.base.owner(position % self.stride)
 
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         ranges, exact = self.base.span(ranks)
-        firsts = range(0, self.tokens, self.base.tokens) if ranges else range(0)
-        parts = tuple(range(r.start + first, r.stop + first, r.step) for first in firsts for r in ranges)
+        parts = self._of_rows(ranges, self.stride)
         if len(ranks) == self.ranks and all(r.step == 1 for r in parts):
             parts = merge_runs(parts)
         return parts, exact
 
+    def _of_rows(self, ranges: tuple[range, ...], stride: int) -> tuple[range, ...]:
+        """The ranges of one row in all rows."""
+        return tuple(shift_range(r, row * stride) for row in range(self.count) for r in ranges)
+
     def grouped(self, size: int) -> Layout:
-        return stack_rows(self.base.grouped(size), self.count)
+        return stack_rows(self.base.grouped(size), self.count, self.stride)
 
     def stack(self, x: torch.Tensor) -> torch.Tensor:
         return x.transpose(0, 1).reshape(1, x.shape[1], x.shape[0] * x.shape[2], *x.shape[3:])
@@ -224,6 +236,6 @@ class Stacked(Layout):
         return x.reshape(x.shape[1], self.count, x.shape[2] // self.count, *x.shape[3:]).transpose(0, 1)
 
 
-def stack_rows(base: Layout, rows: int) -> Stacked:
-    """The layout of `rows` rows that are cut by `base`."""
-    return Stacked(base.tokens * rows, base.ranks, base, rows)
+def stack_rows(base: Layout, rows: int, stride: int) -> Stacked:
+    """The layout of `rows` rows that are cut by `base`; the positions of a row are `stride` after those before."""
+    return Stacked(base.tokens * rows, base.ranks, base, rows, stride)

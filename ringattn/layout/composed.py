@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 from ..cache import Cache, cached
 from ..errors import InvalidInput
-from ..pattern.tile import clip, locate, merge_runs, shift_range
+from ..pattern.tile import RangeIndex, clip, merge_runs, shift_range
 from . import Layout
 
 #: Bytes of the spans that one layout caches.
@@ -29,7 +27,7 @@ class Composed(Layout):
         for part in self.parts:
             if part.digest or part.stacked > 1:
                 raise InvalidInput(f"{part.name} cannot be part of a layout; try contiguous, zigzag or striped(64)")
-        if {part.ranks for part in self.parts} != {self.ranks}:
+        if {part.ranks for part in self.parts} - {self.ranks}:
             raise InvalidInput(f"{self.name} joins layouts of different ranks; make all of them for {self.ranks} ranks")
 
     __hash__ = Layout.kept_hash
@@ -46,6 +44,12 @@ class Composed(Layout):
             ranges = merge_runs(ranges)
         return ranges, all(exact for _, exact in spans)
 
+    def owner(self, position: int) -> int:
+        return next(rank for rank in range(self.ranks) if any(position in run for run in self.shard(rank)))
+
+    def grouped(self, size: int) -> Layout:
+        return replace(self, ranks=self.ranks // size, parts=tuple(part.grouped(size) for part in self.parts))
+
     def _select(self, part: Layout, ranges: Iterable[range]) -> Iterable[range]:
         """The positions of this layout at these positions of a part."""
         return ranges
@@ -54,22 +58,9 @@ class Composed(Layout):
     def domain(self) -> tuple[range, ...]:
         return merge_runs(r for part in self.parts for r in self._select(part, part.domain))
 
-    @cached_property
-    def _firsts(self) -> list[int]:
-        """The number of positions before each run of the domain."""
-        return [*accumulate(map(len, self.domain), initial=0)]
-
     @cached
     def places(self, rank: int) -> tuple[range, ...]:
-        starts, found = [run.start for run in self.domain], []
-        for r in self.shard(rank):
-            while r:
-                index = bisect_right(starts, r[0]) - 1
-                run = self.domain[index]
-                here = clip(r, run.start, run[-1])
-                found.append(shift_range(locate(here, run), self._firsts[index]))
-                r = r[len(here) :]
-        return tuple(found)
+        return tuple(places for run in self.shard(rank) for places in RangeIndex(self.domain).locate(run))
 
 
 @dataclass(frozen=True)
@@ -92,12 +83,6 @@ class Shifted(Composed):
     def _select(self, part: Layout, ranges: Iterable[range]) -> Iterable[range]:
         return (shift_range(r, self.first) for r in ranges)
 
-    def owner(self, position: int) -> int:
-        return self.parts[0].owner(position - self.first)
-
-    def grouped(self, size: int) -> Layout:
-        return shift_layout(self.parts[0].grouped(size), self.first)
-
 
 @dataclass(frozen=True)
 class Joined(Composed):
@@ -113,12 +98,6 @@ class Joined(Composed):
     @property
     def name(self) -> str:
         return f"joined({', '.join(f'{part.name}[{part.tokens}]' for part in self.parts)})"
-
-    def owner(self, position: int) -> int:
-        return next(part for part in self.parts if any(position in r for r in part.domain)).owner(position)
-
-    def grouped(self, size: int) -> Layout:
-        return join_layouts([part.grouped(size) for part in self.parts])
 
 
 @dataclass(frozen=True)
@@ -137,12 +116,6 @@ class Kept(Composed):
     def _select(self, part: Layout, ranges: Iterable[range]) -> Iterable[range]:
         found = (clip(r, run.start, run[-1]) for r in ranges for run in self.runs)
         return (r for r in found if r)
-
-    def owner(self, position: int) -> int:
-        return self.parts[0].owner(position)
-
-    def grouped(self, size: int) -> Layout:
-        return keep_rows(self.parts[0].grouped(size), self.runs)
 
 
 def shift_layout(layout: Layout, first: int) -> Layout:

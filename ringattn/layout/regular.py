@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from itertools import accumulate, groupby, pairwise
@@ -118,10 +118,10 @@ class Striped(Layout):
     def _select(self, first: int, width: int) -> tuple[range, ...]:
         """The positions p with first <= p % (ranks * block) < first + width, as the fewest ranges.
 
-        These are `width` ranges with a step, or one range of step 1 per round.
+        These are `width` ranges with a step, or one range of step 1 per round, as always for pages.
         """
         period = self.ranks * self.block
-        if width <= self._rounds:
+        if width <= self._rounds and not isinstance(self, Pages):
             return nonempty(*(range(first + i, self.tokens, period) for i in range(width)))
         starts = range(first, self.tokens, period)
         return nonempty(*(range(start, min(start + width, self.tokens)) for start in starts))
@@ -130,7 +130,7 @@ class Striped(Layout):
         return position // self.block % self.ranks
 
     def grouped(self, size: int) -> Layout:
-        return Striped(self.tokens, self.ranks // size, self.block * size)
+        return replace(self, ranks=self.ranks // size, block=self.block * size)
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,6 @@ class Pages(Striped):
     @property
     def name(self) -> str:
         return f"pages({self.block})"
-
-    def _select(self, first: int, width: int) -> tuple[range, ...]:
-        starts = range(first, self.tokens, self.ranks * self.block)
-        return nonempty(*(range(start, min(start + width, self.tokens)) for start in starts))
-
-    def grouped(self, size: int) -> Layout:
-        return Pages(self.tokens, self.ranks // size, self.block * size)
 
 
 @dataclass(frozen=True)

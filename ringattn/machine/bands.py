@@ -1,6 +1,6 @@
-"""How far published measurements lie from the model of a preset: its error bands, by the size of a rank's shard.
+"""How far published measurements lie from the model: bands of presets by the size of a rank's shard, and of steps.
 
-`ringattn simulate experiment=published` computes the bands; a test compares them with BANDS.
+`ringattn simulate experiment=published` computes the bands; tests compare them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ BANDS: dict[str, tuple[ErrorBand | None, ...]] = {
     "h100_nvlink_ib": (None, ErrorBand(128, 0.96, 1.1), ErrorBand(12, 0.84, 1.04)),
     "h800_nvlink_ib": (None, ErrorBand(16, 0.84, 1.16), None),
 }
+
+
+#: The band of whole steps of training.
+STEPS = ErrorBand(81, 0.91, 1.12)
 
 
 def size_class(tokens: int) -> int:

@@ -20,8 +20,10 @@ SOURCES = ("cited", "fitted", "assumed", "measured")
 TABLES = ("kernel", "kernel_rates", "residuals")
 #: Runs of a calibration whose residuals make an interval: those of about one size of its default passes.
 NEAREST_RUNS = 80
+#: Numbers that only whole models use.
+MODEL_ONLY = ("peak", "matmul", "matmul_fp8", "memory")
 #: Fields whose change leaves a preset's error band as it is: the published gathers were predicted with one_gather.
-BESIDE_BANDS = {"peak", "matmul", "memory", "watts", "price", "mtbf", "checkpoint", "restart", "sources", "one_gather"}
+BESIDE_BANDS = {*MODEL_ONLY, "watts", "price", "mtbf", "checkpoint", "restart", "sources", "one_gather"}
 #: The calibrations that measure a number: "every" calibration, or only a calibration of several "ranks".
 MeasuredBy = Literal["every", "ranks"]
 T = TypeVar("T")
@@ -279,6 +281,12 @@ class Machine:
         meaning="the operations per second of large matrix products outside attention (only with model=)",
         example=6.5e14,
         default="by default flops",
+    ).with_default(None)
+    matmul_fp8: float | None = MachineNumber(
+        unit="flop/s",
+        meaning="the operations per second of large matrix products in 8 bits (only with model=)",
+        example=1.5e15,
+        default="by default twice matmul",
     ).with_default(None)
     memory: float | None = MachineNumber(
         unit="bytes",

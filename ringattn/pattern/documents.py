@@ -37,7 +37,7 @@ class Documents(Pattern):
     rows only; `cu_seqlens` may have rows, too. The positions of each row count from 0. Equal rows are one row.
 
     `Documents(lengths, q_lengths=)` is for queries that are other tokens than the keys, see `ring_attention`: the
-    queries of document i are q_lengths[i] tokens, and attend the lengths[i] keys of document i.
+    queries of document i are q_lengths[i] tokens, and attend the lengths[i] keys of document i. Both may have rows.
 
     A positional array or tensor that begins with 0 is read as cu_seqlens. For an array of lengths whose first document
     is empty write `Documents(x.tolist())`.
@@ -49,7 +49,7 @@ class Documents(Pattern):
     #: The lengths of each document, or for each row of a batch the lengths of its documents.
     lengths: tuple[int, ...] | tuple[tuple[int, ...], ...]
     #: The queries of each document; None: the queries are the same tokens as the keys.
-    q_lengths: tuple[int, ...] | None = None
+    q_lengths: tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
 
     endless = True
 
@@ -65,19 +65,19 @@ class Documents(Pattern):
         source: object = lengths if cu_seqlens is None else cu_seqlens
         values: object = source.tolist() if hasattr(source, "tolist") else source
         cumulative = True if cu_seqlens is not None else None if hasattr(source, "tolist") else False
-        if isinstance(values, list | tuple) and values and all(isinstance(row, list | tuple) for row in values):
-            rows = [_read_lengths(row, cumulative) for row in values]
-            self._normalize(lengths=rows[0] if len(set(rows)) == 1 else tuple(rows))
-        else:
-            self._normalize(lengths=_read_lengths(values, cumulative))
         given: object = q_lengths
         own: object = given.tolist() if hasattr(given, "tolist") else given
-        self._normalize(q_lengths=None if own is None else _read_lengths(own, False))
-        if self.q_lengths is not None and (self.rows is not None or len(self.q_lengths) != len(self.lengths)):
-            raise InvalidInput(
-                f"Documents: {len(self.q_lengths)} q_lengths beside {len(self.lengths)} lengths; give each document "
-                "of one sequence both"
-            )
+        lengths_of, own_of = _read_rows(values, cumulative), [None] if own is None else _read_rows(own, False)
+        count = max(len(lengths_of), len(own_of))
+        rows = [*zip(*(x * count if len(x) == 1 else x for x in (lengths_of, own_of)), strict=False)]
+        for mine, others in rows:
+            if len(rows) < count or (others is not None and len(others) != len(mine)):
+                raise InvalidInput(
+                    f"Documents: {len(others or own_of)} q_lengths beside {len(mine)} lengths; give both"
+                )
+        one = len(set(rows)) == 1
+        both = rows[0] if one else tuple(zip(*rows, strict=True))
+        self._normalize(lengths=both[0], q_lengths=None if own is None else both[1])
 
     def __repr__(self) -> str:
         own = "" if self.q_lengths is None else f", q_lengths={self.q_lengths!r}"
@@ -98,7 +98,8 @@ class Documents(Pattern):
             return self
         if not -self.rows <= index < self.rows:
             raise InvalidInput(f"row {index} of Documents with {self.rows} rows; try row({self.rows - 1}), the last")
-        return Documents(cast("tuple[int, ...]", self.lengths[index]))
+        own = None if self.q_lengths is None else cast("tuple[int, ...]", self.q_lengths[index])
+        return Documents(cast("tuple[int, ...]", self.lengths[index]), q_lengths=own)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -111,7 +112,11 @@ class Documents(Pattern):
     @cached_property
     def q_starts(self) -> tuple[int, ...]:
         """The first query of each document, then the end of the last."""
-        return self.starts if self.q_lengths is None else tuple(accumulate(self.q_lengths, initial=0))
+        return (
+            self.starts
+            if self.q_lengths is None
+            else tuple(accumulate(cast("tuple[int, ...]", self.q_lengths), initial=0))
+        )
 
     @property
     def _of_all_rows(self) -> tuple[int, ...]:
@@ -141,14 +146,16 @@ class Documents(Pattern):
             )
 
     def check_sides(self, keys: int, queries: int, heads: int) -> None:
-        if self.q_lengths is None:
+        if self.rows is not None:
+            for index in range(self.rows):
+                self.row(index).check_sides(keys, queries, heads)
+        elif self.q_lengths is None:
             # Queries of a part of the sequence, such as a chunk of a prompt, see no later document.
             super().check_sides(max(keys, self.starts[-1]), queries, heads)
-            return
-        for name, total, tokens in (("lengths", self.starts[-1], keys), ("q_lengths", self.q_starts[-1], queries)):
-            if total != tokens:
-                what = "keys" if name == "lengths" else "queries"
-                raise InvalidInput(f"Documents: the {name} sum to {total:,}, and there are {tokens:,} {what}")
+        elif (total := self.starts[-1]) != keys:
+            raise InvalidInput(f"Documents: the lengths sum to {total:,}, and there are {keys:,} keys")
+        elif (total := self.q_starts[-1]) != queries:
+            raise InvalidInput(f"Documents: the q_lengths sum to {total:,}, and there are {queries:,} queries")
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         if not q or not k:
@@ -178,6 +185,13 @@ class Documents(Pattern):
         document = np.repeat(np.arange(len(lengths)), lengths)
         own = document if self.q_lengths is None else np.repeat(np.arange(len(lengths)), self.q_lengths)
         return own[q] == document[k]
+
+
+def _read_rows(values: object, cumulative: bool | None) -> list[tuple[int, ...]]:
+    """The lengths of each row of a batch, or of all rows."""
+    if isinstance(values, list | tuple) and values and all(isinstance(row, list | tuple) for row in values):
+        return [_read_lengths(row, cumulative) for row in values]
+    return [_read_lengths(values, cumulative)]
 
 
 def _read_lengths(values: object, cumulative: bool | None) -> tuple[int, ...]:

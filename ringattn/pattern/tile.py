@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, lcm
 from typing import Literal
@@ -92,6 +92,14 @@ def join_runs(runs: Iterable[range]) -> Iterator[range]:
         yield current
 
 
+def append_run(runs: list[range], run: range) -> None:
+    """Add a range, joined with the last one where it goes on."""
+    if runs and runs[-1].step == run.step and runs[-1][-1] + run.step == run.start:
+        runs[-1] = range(runs[-1].start, run.stop, run.step)
+    else:
+        runs.append(run)
+
+
 def find_runs(mask: np.ndarray, first: int = 0) -> tuple[range, ...]:
     """The runs of adjacent members of a bool mask of the numbers `first`, `first` + 1, .., ascending."""
     if not len(mask):
@@ -111,6 +119,28 @@ def locate(part: range, whole: range) -> range:
     start = (part.start - whole.start) // whole.step
     step = part.step // whole.step if len(part) > 1 else 1
     return range(start, start + (len(part) - 1) * step + 1, step)
+
+
+class RangeIndex:
+    """The indices of the members of ranges that lie one after another, from `first` on."""
+
+    def __init__(self, ranges: Sequence[range], first: int = 0) -> None:
+        self._starts, self._steps, self._lasts, lengths = np.array([(r.start, r.step, r[-1], len(r)) for r in ranges]).T
+        self._firsts = np.cumsum(lengths) - lengths + first
+
+    def locate(self, part: range) -> Iterator[range]:
+        """The indices of the members of `part` that are there, as few ranges: `intersect` and `locate` of arrays."""
+        shared, offset = np.gcd(self._steps, part.step), part.start - self._starts
+        strides, pairs = part.step // shared, [*zip(self._steps.tolist(), shared.tolist(), strict=True)]
+        inverse = {(step, common): pow(step // common, -1, part.step // common) for step, common in {*pairs}}
+        rows = offset // shared % strides * np.array([inverse[pair] for pair in pairs]) % strides
+        rows -= (rows - np.maximum(-(-offset // self._steps), 0)) // strides * strides
+        counts = ((np.minimum(self._lasts, part[-1]) - self._starts) // self._steps - rows) // strides + 1
+        meets = (counts > 0) & (offset % shared == 0)
+        rows, counts, strides = (rows + self._firsts)[meets], counts[meets], strides[meets]
+        cuts = np.flatnonzero((np.diff(rows) != (counts * strides)[:-1]) | np.diff(strides)) + 1
+        parts = zip(*(np.split(x, cuts) for x in (rows, counts, strides)), strict=True)
+        yield from (range(int(a[0]), int(a[0] + n.sum() * by[0]), int(by[0])) for a, n, by in parts if len(a))
 
 
 def floor_sum(n: int, m: int, a: int, b: int) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from ..cache import Cache, cached
 from ..layout.regular import Layout
 from ..pattern.base import Pattern, Side
-from ..pattern.tile import clip, join_runs, locate, merge_runs, shift_range
+from ..pattern.tile import Tile, clip, join_runs, locate, merge_runs, shift_range
 from .row_sets import (
     ALL_ROWS,
     WHOLE_BLOCK,
@@ -27,16 +27,14 @@ from .row_sets import (
 )
 from .work import (
     Work,
-    is_dense,
-    join_adjacent,
+    find_tiles,
+    join_dense,
     join_keys,
     join_repetitions,
     join_tiles,
-    local_tiles,
     lower,
     restrict_keys,
     restrict_queries,
-    split_heads,
 )
 
 if TYPE_CHECKING:
@@ -121,9 +119,12 @@ class BlockDemand(ABC):
         """The rows of the block of `owner` that some rank of `ranks` needs."""
         if self.row_reach is not None:
             return self.row_reach.needed(ranks, owner, self.most_ranges)
-        runs = None if self.readers is self.layout else self._needed_runs(ranks, owner)
-        if runs is not None:
-            return group_heads([runs] * self.block_heads, self.layout.rows(owner))
+        if self.readers is not self.layout:
+            runs = self._needed_runs(ranks, owner)
+            if runs is not None:
+                return group_heads([runs] * self.block_heads, self.layout.rows(owner))
+            seen = (rows for run in ranks for rank in run for rows in self._seen_rows(rank, owner))
+            return union(seen, self.block_heads, self.layout.rows(owner))
         if len(self.layout.shard(owner)) > self.most_ranges:
             return self._union_of_masks(ranks, owner)
         return union(self._local_pieces(ranks, owner), self.block_heads, self.layout.rows(owner))
@@ -138,7 +139,7 @@ class BlockDemand(ABC):
             positions, exact = self.readers.span(run)
             mine += positions if exact else (r for rank in run for r in self.readers.shard(rank))
         block = self.layout.shard(owner)
-        if any(r.step != 1 for r in (*mine, *block)):
+        if not block or any(r.step != 1 for r in (*mine, *block)):
             return None
         wanted: list[range] = []
         for r in mine:
@@ -152,6 +153,10 @@ class BlockDemand(ABC):
             parts += [shift_range(part, start - r.start) for part in inside if part]
             start += len(r)
         return tuple(join_runs(parts))
+
+    @abstractmethod
+    def _seen_rows(self, rank: int, owner: int) -> Iterator[tuple[range, range]]:
+        """(heads of the block, local rows) of the block of `owner` in the works of `rank`."""
 
     def count_needed(self, ranks: tuple[range, ...], owner: int) -> int:
         """The number of rows of all heads in `needed_rows`."""
@@ -183,13 +188,10 @@ class BlockDemand(ABC):
             if inside:
                 yield range(self.block_heads), inside
             return
-        for heads, rows in self.pattern.paired(self.side, *self._sides(mine, block), range(self.heads)):
+        sides = (mine, block) if self.side == "keys" else (block, mine)
+        for heads, rows in self.pattern.paired(self.side, *sides, range(self.heads)):
             for block_heads in _kv_heads(heads, self.group) if self.side == "keys" else (heads,):
                 yield block_heads, rows
-
-    def _sides(self, mine: range, block: range) -> tuple[range, range]:
-        """(queries, keys) of the positions of a rank and of a block."""
-        return (mine, block) if self.side == "keys" else (block, mine)
 
     def _union_of_masks(self, ranks: tuple[range, ...], owner: int) -> RowSets:
         """`needed_rows` of a block of many ranges: the union of one mask of the block per rank."""
@@ -255,12 +257,12 @@ class KeyDemand(BlockDemand):
         """Whether some query of `q_rows` sees some key of `k_rows`; none of these ranges is empty."""
         for q in q_rows:
             run = self.pattern.run("keys", q.start, q.stop - 1) if q.step == 1 else None
-            for k in k_rows:
-                if run is None or k.step != 1:
-                    if next(self.pattern.tiles(q, k, range(self.heads)), None) is not None:
-                        return True
-                elif run[0] < k.stop and k.start <= run[1]:
-                    return True
+            if run is None or any(k.step != 1 for k in k_rows):
+                touches = next(find_tiles(self.pattern, (q,), k_rows, self.heads), None) is not None
+            else:
+                touches = any(run[0] < k.stop and k.start <= run[1] for k in k_rows)
+            if touches:
+                return True
         return False
 
     def visits(self, rank: int, owner: int) -> bool:
@@ -276,7 +278,16 @@ class KeyDemand(BlockDemand):
     def pairs(self, rank: int, owner: int) -> int:
         """The exact number of (query, key, head, branch) pairs that `rank` computes against the block of `owner`."""
         rows, keys = self.readers.shard(rank), self.layout.shard(owner)
-        return sum(self.pattern.count(q, k, range(self.heads)) for q in rows for k in keys)
+        if self.readers is self.layout or len(keys) <= MOST_RANGES:
+            return sum(self.pattern.count(q, k, range(self.heads)) for q in rows for k in keys)
+        works = self.works(rank, owner, ALL_ROWS)
+        return sum(len(w.heads) * Tile(w.heads, range(len(w.q)), range(w.keys), w.lo, w.hi).pairs for w in works)
+
+    def _find_tiles(self, rank: int, owner: int) -> Iterator[Tile]:
+        return find_tiles(self.pattern, self.readers.shard(rank), self.layout.shard(owner), self.heads)
+
+    def _seen_rows(self, rank: int, owner: int) -> Iterator[tuple[range, range]]:
+        return ((work.kv, run) for work in self.works(rank, owner, ALL_ROWS) for run in work.k)
 
     @cached
     def joined_works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
@@ -291,31 +302,17 @@ class KeyDemand(BlockDemand):
         """
         if isinstance(row_set, RowSet):
             return tuple(restrict_keys(self.works(rank, owner, ALL_ROWS), row_set))
-        q_rows, k_rows = self.readers.shard(rank), self.layout.shard(owner)
-        few = q_rows and k_rows and max(len(q_rows), len(k_rows)) <= MOST_RANGES
-        if few and is_dense(self.pattern, q_rows, k_rows, self.heads):
-            return self._dense_works(sum(map(len, q_rows)), sum(map(len, k_rows)))
-        tiles = local_tiles(self.pattern, q_rows, k_rows, self.heads)
-        if self.readers is not self.layout:  # the rows of a cache and its chunks have many ranges
-            tiles = join_adjacent(tiles)
-        return tuple(lower(join_tiles(list(tiles)), self.group))
+        return tuple(lower(join_tiles(join_dense(self._find_tiles(rank, owner))), self.group))
 
     @cached
     def first_works(self, rank: int, owner: int, most: int | None) -> tuple[tuple[Work, ...], bool]:
         """(`joined_works` works of the first `most` tiles of a visit, or of all tiles; whether these are all tiles)."""
         if most is None:
             return self.joined_works(rank, owner), True
-        tiles = local_tiles(self.pattern, self.readers.shard(rank), self.layout.shard(owner), self.heads)
-        first = list(islice(tiles, most + 1))
+        first = list(islice(self._find_tiles(rank, owner), most + 1))
         if len(first) <= most:
             return self.joined_works(rank, owner), True
         return tuple(join_repetitions(join_keys(lower(first[:most], self.group)))), False
-
-    @cached
-    def _dense_works(self, rows: int, keys: int) -> tuple[Work, ...]:
-        """The works of a visit in which every row sees every key."""
-        parts = split_heads(range(self.heads), self.group)
-        return tuple(Work(heads, kv, range(rows), (range(keys),)) for heads, kv in parts)
 
 
 class QueryDemand(BlockDemand):
@@ -336,6 +333,9 @@ class QueryDemand(BlockDemand):
 
     def visits(self, rank: int, owner: int) -> bool:
         return self.keys.visits(owner, rank)
+
+    def _seen_rows(self, rank: int, owner: int) -> Iterator[tuple[range, range]]:
+        return ((work.heads, work.q) for work in self.keys.works(owner, rank, ALL_ROWS))
 
     @cached
     def joined_works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..cache import Cache, cached, estimate_bytes
-from ..errors import InvalidInput, Unsupported
+from ..errors import InvalidInput
 from ..layout.regular import Balanced, Layout, make_layout, restore_layout
 from ..pattern import Pattern, parse_pattern
 from .demand import ANSWERS, KeyDemand, QueryDemand
@@ -354,8 +354,9 @@ class Plan(PlanSizes):
         layout = self.layout.base
         partition: dict[str, Any] = {"partition": layout.runs} if isinstance(layout, Balanced) else {}
         if self.q_layout is not None:
-            partition |= {"q_layout": self.q_layout.name, "q_tokens": self.q_layout.tokens}
-            partition |= {"q_partition": self.q_layout.runs} if isinstance(self.q_layout, Balanced) else {}
+            q_layout = self.q_layout.base
+            partition |= {"q_layout": q_layout.name, "q_tokens": q_layout.tokens}
+            partition |= {"q_partition": q_layout.runs} if isinstance(q_layout, Balanced) else {}
         return {
             **partition,
             "format": FORMAT,
@@ -370,15 +371,15 @@ class Plan(PlanSizes):
 
 
 def bind_sides(pattern: Pattern, layout: Layout, q_layout: Layout, heads: int) -> Pattern:
-    """The pattern bound to keys of `layout` and to queries of `q_layout`. Raises InvalidInput where it does not fit.
-
-    Raises Unsupported where rows of the batch have patterns of their own.
-    """
-    if pattern.rows is not None:
-        raise Unsupported("q_layout= beside documents of each row of a batch; call attention once for each row")
-    keys, queries = (x.domain[-1].stop if x.domain else 0 for x in (layout, q_layout))
+    """The pattern bound to keys of `layout` and to queries of `q_layout`. Raises InvalidInput where it does not fit."""
+    keys, queries = _end(layout), _end(q_layout)
     pattern.check_sides(keys, queries, heads)
     return pattern.bind(heads, max(keys, queries))
+
+
+def _end(layout: Layout) -> int:
+    """The position after the last one."""
+    return layout.domain[-1].stop if layout.domain else 0
 
 
 def arrange(bound: Pattern, layout: Layout, schedule: str, sizes: PlanSizes, q_layout: Layout | None = None) -> Plan:
@@ -394,5 +395,7 @@ def arrange(bound: Pattern, layout: Layout, schedule: str, sizes: PlanSizes, q_l
         from ..layout import stack_rows  # few batches have rows with patterns of their own
         from ..pattern.views import RowByRow
 
-        bound, layout, sizes = RowByRow(bound, layout.tokens), stack_rows(layout, rows), replace(sizes, batch=1)
+        stride = max(_end(x) for x in (layout, q_layout) if x is not None)
+        bound, sizes, layout = RowByRow(bound, stride), replace(sizes, batch=1), stack_rows(layout, rows, stride)
+        q_layout = None if q_layout is None else stack_rows(q_layout, rows, stride)
     return Plan(pattern=bound, layout=layout, schedule=schedule, q_layout=q_layout, **sizes.sizes)

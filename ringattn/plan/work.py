@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
 
 from ..cache import Value
 from ..pattern.base import Pattern
-from ..pattern.tile import Tile, ceil_div, locate, make_tile, shift_range
+from ..pattern.tile import RangeIndex, Tile, append_run, ceil_div, locate, make_tile, shift_range
 from .row_sets import Ranges, RowSet, as_range, to_numbers, to_ranges
 
 #: Dense works of the same query rows are joined into one work up to this many query rows.
@@ -193,39 +194,15 @@ def _join_chain(chain: list[Work]) -> Work:
     return replace(chain[0], repeat=len(chain), q_shift=q_shift, k_shift=k_shift)
 
 
+#: The pattern is asked for each of up to so many ranges of keys, and for more of them at once.
+FEW_RANGES = 4
 #: Tiles of one visit are joined pairwise only up to this many: the search is quadratic.
 MAX_JOINED = 32
 #: (query head in the row set, key/value head)
 HeadPairs = list[tuple[int, int]]
 
 
-def is_dense(pattern: Pattern, q_rows: tuple[range, ...], k_rows: tuple[range, ...], heads: int) -> bool:
-    """Whether all heads see all pairs of these positions exactly once, with one tile for each two ranges."""
-    for q in q_rows:
-        for k in k_rows:
-            tiles = pattern.tiles(q, k, range(heads))
-            first = next(tiles, None)
-            if first is None or not first.dense or (first.q, first.k, first.heads) != (q, k, range(heads)):
-                return False
-            if next(tiles, None) is not None:
-                return False
-    return True
-
-
-def local_tiles(pattern: Pattern, q_shard: tuple[range, ...], k_shard: tuple[range, ...], heads: int) -> Iterator[Tile]:
-    """Tiles in local row indices. A tile with a band has equal q and k steps if the layouts of both sides are one."""
-    first_q = 0
-    for q_rows in q_shard:
-        first_k = 0
-        for k_rows in k_shard:
-            for tile in pattern.tiles(q_rows, k_rows, range(heads)):
-                for part in tile.refine():
-                    yield _localize(part, q_rows, k_rows, first_q, first_k)
-            first_k += len(k_rows)
-        first_q += len(q_rows)
-
-
-def _localize(tile: Tile, q_rows: range, k_rows: range, first_q: int, first_k: int) -> Tile:
+def localize(tile: Tile, q_rows: range, k_rows: range, first_q: int, first_k: int) -> Tile:
     """A tile of positions in `q_rows` x `k_rows` in local indices, which begin at `first_q` and `first_k`."""
     q, k = locate(tile.q, q_rows), locate(tile.k, k_rows)
     q = range(q.start + first_q, q.stop + first_q, q.step)
@@ -243,25 +220,48 @@ def _localize(tile: Tile, q_rows: range, k_rows: range, first_q: int, first_k: i
     return Tile(tile.heads, q, k, lo, hi, tile.branch)
 
 
-def join_adjacent(tiles: Iterable[Tile]) -> Iterator[Tile]:
-    """The tiles, where dense tiles of the same queries that follow each other, as their keys do, are one tile."""
-    last: Tile | None = None
-    for tile in tiles:
-        joins = last is not None and last.dense and tile.dense and last.k.step == tile.k.step == 1
-        if last is None:
-            last = tile
-        elif joins and (last.heads, last.q, last.branch, last.k.stop) == (
-            tile.heads,
-            tile.q,
-            tile.branch,
-            tile.k.start,
-        ):
-            last = replace(last, k=range(last.k.start, tile.k.stop))
+def find_tiles(pattern: Pattern, q_shard: Sequence[range], k_shard: Sequence[range], heads: int) -> Iterator[Tile]:
+    """Tiles in local row indices. A tile with a band has equal q and k steps if the layouts of both sides are one.
+
+    The pattern is asked for many ranges of keys at once, and again for half of them where there are more tiles than
+    ranges, or bands: the rows of a cache and its chunks have many ranges.
+    """
+    starts = [0, *accumulate(map(len, k_shard))]
+
+    def visit(q: range, row: int, first: int, last: int) -> Iterator[Tile]:
+        parts = k_shard[first:last]
+        if len(parts) <= FEW_RANGES or q.step > 1:  # the ranges of striped rows interleave
+            for keys, start in zip(parts, starts[first:last], strict=True):
+                tiles = (part for tile in pattern.tiles(q, keys, range(heads)) for part in tile.refine())
+                yield from (localize(tile, q, keys, row, start) for tile in tiles)
+            return
+        hull = range(min(r[0] for r in parts), max(r[-1] for r in parts) + 1)
+        found = [*islice(pattern.tiles(q, hull, range(heads)), len(parts) + 1)]
+        if len(found) <= len(parts) and all(tile.dense for tile in found):
+            rows_of = RangeIndex(parts, starts[first])
+            for tile in found:
+                rows = shift_range(locate(tile.q, q), row)
+                yield from (Tile(tile.heads, rows, keys, branch=tile.branch) for keys in rows_of.locate(tile.k))
         else:
-            yield last
-            last = tile
-    if last is not None:
-        yield last
+            yield from visit(q, row, first, (first + last) // 2)
+            yield from visit(q, row, (first + last) // 2, last)
+
+    row = 0
+    for q in q_shard if k_shard else ():
+        yield from visit(q, row, 0, len(k_shard))
+        row += len(q)
+
+
+def join_dense(tiles: Iterable[Tile]) -> list[Tile]:
+    """The tiles, where dense tiles of the same queries whose keys go on are one tile; dense ones come last."""
+    others: list[Tile] = []
+    dense: dict[tuple[range, range, int], list[range]] = {}
+    for tile in tiles:
+        if tile.dense:
+            append_run(dense.setdefault((tile.heads, tile.q, tile.branch), []), tile.k)
+        else:
+            others.append(tile)
+    return others + [Tile(*key[:2], keys, branch=key[2]) for key, runs in dense.items() for keys in runs]
 
 
 def join_tiles(tiles: list[Tile]) -> list[Tile]:

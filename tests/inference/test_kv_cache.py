@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from generations import MOST, PATTERNS, Generation
@@ -13,6 +15,9 @@ from hypothesis import strategies as st
 import ringattn as ra
 import ringattn.inference.cache
 from ringattn.inference.holdings import Holdings
+from ringattn.pattern.base import And
+from ringattn.pattern.tile import Tile, append_run, shift_range
+from ringattn.plan.work import find_tiles, join_dense, lower
 from ringattn.transport.base import Counters
 
 
@@ -226,20 +231,55 @@ def test_calls_out_of_order_are_refused() -> None:
         cache.step(0, *torch.randn(3, 1, 2, 1, 8, requires_grad=True))
 
 
-@pytest.mark.parametrize("pattern", ["Causal()", "Causal() & Window(100000)", "Causal() & (Sinks(4) | Window(4095))"])
-def test_a_step_after_many_chunks_is_few_kernel_calls(pattern: str) -> None:
-    """A million tokens in 32 chunks: what a rank holds is seen as a whole."""
+@pytest.mark.parametrize("layout", ["zigzag", "striped(64)"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["Causal()", "Causal() & Window(100000)", "Causal() & (Sinks(4) | Window(4095))", "Causal() & Strided(8)"],
+)
+def test_a_step_after_many_chunks_is_few_kernel_calls(
+    pattern: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million tokens in 32 chunks: what a rank holds is seen as a whole, and asked of the pattern a few times."""
     chunks, size = 32, 1 << 15
-    layout, holdings = ra.make_layout("zigzag", tokens=size, ranks=8), Holdings(8, copies=False)
+    cut, holdings = ra.make_layout(layout, tokens=size, ranks=8), Holdings(8, copies=False)
     for chunk in range(chunks):
-        shards = [
-            tuple(range(r.start + chunk * size, r.stop + chunk * size) for r in layout.shard(x)) for x in range(8)
-        ]
+        shards = [tuple(shift_range(r, chunk * size) for r in cut.shard(rank)) for rank in range(8)]
         holdings.begin(shards, None, 0, 64, prompt=True)
         holdings.settle()
-    places = range(chunks * size, chunks * size + 1)
+    places, asked, tiles = range(chunks * size, chunks * size + 1), [], And.tiles
+
+    def count(self: And, *sides: range) -> Iterator[Tile]:
+        asked.append(sides)
+        return tiles(self, *sides)
+
+    monkeypatch.setattr(And, "tiles", count)
     for rank in range(8):
         assert len(holdings.works(rank, 0, ra.parse_pattern(pattern), places, 32, 4)) <= 2
+    assert len(asked) <= 8 * 40
+
+
+@settings(max_examples=60)
+@given(
+    pattern=st.sampled_from(PATTERNS),
+    layout=st.sampled_from(["zigzag", "striped(2)", "striped(3)", "striped"]),
+    cuts=st.sets(st.integers(1, MOST - 5), max_size=6),
+    ranks=st.integers(1, 4),
+    new=st.integers(1, 5),
+)
+def test_works_are_the_pairs_of_a_mask(pattern: ra.Pattern, layout: str, cuts: set[int], ranks: int, new: int) -> None:
+    bound, keys = pattern.bind(2, MOST), MOST - new
+    places: list[range] = []
+    for first, last in itertools.pairwise(sorted({0, *cuts, keys})):
+        for r in ra.make_layout(layout, tokens=last - first, ranks=ranks).shard(0):
+            append_run(places, shift_range(r, first))
+    found = np.zeros((2, new, sum(map(len, places))), dtype=np.int64)
+    for work in lower(join_dense(find_tiles(bound, (range(keys, MOST),), places, 2)), 1):
+        for i, row in enumerate(work.q):
+            for j, key in enumerate(key for run in work.k for key in run):
+                seen = (work.lo is None or work.lo <= i - j) and (work.hi is None or i - j <= work.hi)
+                found[np.ix_(list(work.heads), [row], [key])] += seen
+    wanted = bound.mask(MOST, 2).astype(np.int64)[:, keys:, [place for run in places for place in run]]
+    assert (found == wanted).all()
 
 
 def test_rows_of_documents_of_their_own() -> None:

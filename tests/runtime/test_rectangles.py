@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from oracle import dense, errors, make_case, solve
 from rank_pool import told_by
-from rectangles import draw_rectangle
+from rectangles import draw_rectangle, name_layout
 
 import ringattn as ra
 from ringattn import Causal, Documents, Full, InvalidInput, Unsupported, Window
@@ -24,6 +26,44 @@ from ringattn.transport.virtual import Virtual
 def test_random_rectangles_equal_the_oracle(cross: bool) -> None:
     found = [draw_rectangle(seed, cross=cross).worst_error(seed) for seed in range(20 if cross else 40)]
     assert max(found) <= 1e-12
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_of_a_batch_have_documents_of_their_own(seed: int) -> None:
+    rng = random.Random(seed)
+    drawn, first = draw_rectangle(seed), rng.choice([0, 9, 30])
+
+    def split(tokens: int) -> list[int]:
+        cuts = sorted(rng.choices(range(tokens + 1), k=2))
+        return [cuts[0], cuts[1] - cuts[0], tokens - cuts[1]]
+
+    keys, queries = 30, 11
+    if seed % 2:
+        first, pattern = 0, Documents([split(keys), split(keys)], q_lengths=[split(queries), split(queries)])
+    else:
+        pattern = Causal() & Documents([split(keys + queries), split(keys + queries)])
+    layouts = {"layout": name_layout(rng, keys, drawn.ranks), "q_layout": name_layout(rng, queries, drawn.ranks, first)}
+    rectangle = replace(
+        drawn, pattern=pattern, keys=keys, queries=queries, first=first, options={**drawn.options, **layouts}
+    )
+    case = rectangle.case(seed)
+    masks = [replace(rectangle, pattern=pattern.row(row)).mask() for row in range(2)]
+    assert max(errors(rectangle.solve(case), dense(case, torch.stack(masks)))) <= 1e-12
+    plan = rectangle.plan(batch=2)
+    assert ra.Plan.from_json(plan.to_json()).hash == plan.hash
+
+
+def test_auto_compares_layouts_of_the_keys() -> None:
+    sizes = {"tokens": 4096, "q_tokens": 1024, "ranks": 4, "layout": "auto", "machine": "h100_nvlink_ib"}
+    for named in ("shifted(auto, 3072)", "shifted(zigzag, 3072)"):
+        plan = ra.make_plan(Causal(), q_layout=named, **sizes)
+        assert plan.q_layout is not None and plan.choice is not None
+        assert plan.q_layout.name == named.replace("auto", plan.layout.name)
+        assert {"contiguous", "zigzag", "striped(64)"} == {candidate.layout for candidate in plan.choice.candidates}
+        assert plan.choice.picked.seconds <= min(x.seconds for x in plan.choice.candidates if x.prediction) * 1.02
+    q, k = torch.randn(2, 2, 11, 8, dtype=torch.float64), torch.randn(2, 2, 30, 8, dtype=torch.float64)
+    out = ra.virtual_attention(q, k, k, Causal(), ranks=3, layout="auto", q_layout="shifted(zigzag, 19)")
+    assert torch.allclose(out, ra.attention(q, k, k, Causal(), first=19), atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -239,14 +279,14 @@ def test_what_is_refused() -> None:
     q, k = torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 8, 8)
     with pytest.raises(InvalidInput, match="need q_layout=, or first="):
         ra.virtual_attention(q, k, k, Causal(), ranks=2)
-    with pytest.raises(InvalidInput, match="layout='auto' is made for queries that are the keys"):
-        ra.virtual_attention(q, k, k, Causal(), ranks=2, layout="auto", q_layout="zigzag")
+    with pytest.raises(InvalidInput, match="layout='balanced' weighs queries that are the keys"):
+        ra.virtual_attention(q, k, k, Causal(), ranks=2, layout="balanced", q_layout="zigzag")
     with pytest.raises(InvalidInput, match="the q_lengths sum to 4, and there are 3 queries"):
         ra.virtual_attention(q, k, k, Documents([8], q_lengths=[4]), ranks=2, q_layout="zigzag")
     with pytest.raises(InvalidInput, match="2 q_lengths beside 1 lengths"):
         Documents([8], q_lengths=[4, 4])
-    with pytest.raises(Unsupported, match="documents of each row"):
-        ra.virtual_attention(q, k, k, Documents([[8], [4, 4]]), ranks=2, q_layout="zigzag")
+    with pytest.raises(InvalidInput, match="1 q_lengths beside 2 lengths"):
+        Documents([[8], [4, 4]], q_lengths=[[3], [3]])
     with pytest.raises(InvalidInput, match="first=2"):
         ra.attention(q, k, k, Causal(), first=2, stream="host")
     with pytest.raises(InvalidInput, match="expected auto, keys, queries, or two such as"):

@@ -248,6 +248,7 @@ class SimulateConfig(TwoSides):
     interleaved: int = 1
     checkpointing: str = "full"
     sharding: str = "weights"
+    fp8: bool = False
     validate: ValidateGroup = field(default_factory=ValidateGroup)
     numerics: NumericsGroup = field(default_factory=NumericsGroup)
     study: StudyGroup = field(default_factory=StudyGroup)
@@ -258,7 +259,7 @@ class SimulateConfig(TwoSides):
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect beside the others."""
-        models = "phase chunk merge windows cp dp tp pp micro_batches interleaved checkpointing sharding"
+        models = "phase chunk merge windows cp dp tp pp micro_batches interleaved checkpointing sharding fp8"
         faults = "slow slow_links stalls passes solver"
         sizes = "pattern ranks shard kv_heads comm_dtype rotate backward seed q_tokens q_first"
         if self.shard is not None:
@@ -266,7 +267,11 @@ class SimulateConfig(TwoSides):
         if self.model.spec is not None:
             self._check_model(f"{sizes} {faults}")
             return
-        refuse(self, f"{models} machine.peak machine.matmul model", "without a model, such as model=llama3_8b")
+        refuse(
+            self,
+            f"{models} machine.peak machine.matmul machine.matmul_fp8 model",
+            "without a model, such as model=llama3_8b",
+        )
         if self.mode != "timing":
             refuse(self, f"study trace {faults} batch", f"with mode={self.mode}")
         elif not self.study.axes and not self.study.together:
@@ -294,7 +299,7 @@ class SimulateConfig(TwoSides):
         reason = "with a model, which has sizes of its own (cp=, dp= and tp= set the ranks)"
         refuse(self, f"mode validate numerics trace heads head_dim {without}", reason)
         if self.phase != "training":
-            refuse(self, "checkpointing sharding pp micro_batches interleaved", f"with phase={self.phase}")
+            refuse(self, "checkpointing sharding fp8 pp micro_batches interleaved", f"with phase={self.phase}")
         if self.phase != "prefill":
             refuse(self, "chunk", f"with phase={self.phase}, only with phase=prefill")
         if self.phase != "decode":

@@ -10,10 +10,10 @@ from math import log
 from typing import Any
 
 from ...errors import InvalidInput
-from ...machine.bands import describe_band
+from ...machine.bands import STEPS
+from ...machine.machine import MACHINE_NUMBERS
 from ...machine.presets import CURRENCY
 from ...text import did_you_mean, digits, duration, plural, rate, size
-from ..models.attention import plan_of_widest_layer
 from ..models.parallel import CHECKPOINTING
 from ..models.training import ATTENTION_PARTS, PUBLISHED_STEPS
 from ..progress import Listener
@@ -36,8 +36,8 @@ ORDERS = ("time", "cost")
 BANDWIDTHS, LENGTHS = (0.125, 0.5, 1.0, 2.0), (0.25, 4.0)
 #: The longest sequences that the frontier of tokens looks at.
 MOST_TOKENS = 1 << 30
-#: Categories of memory that are states of the weights, and parts of a step that are traffic outside attention.
-STATES, TRAFFIC = ("weights", "gradients", "optimizer"), ("tp", "fsdp", "pp")
+#: Parts of a step that are traffic outside attention.
+TRAFFIC = ("tp", "fsdp", "pp")
 #: The least part of the time for which more memory is named.
 WORTH = 0.03
 #: A GPU whose memory is fuller than this is said to be nearly full.
@@ -53,8 +53,8 @@ class Advice:
     found: dict[tuple[str, int], Found]
     #: The best candidates of different shapes, best first; at most SHOWN.
     best: list[TrainingCandidate]
-    #: Seconds of 1e9 tokens of each of `best` at each of BANDWIDTHS; none where one node has all GPUs of the first.
-    bandwidths: list[list[float]]
+    #: Each of `best` at each of BANDWIDTHS; none where one node has all GPUs of the first.
+    bandwidths: list[list[TrainingCandidate]]
     #: The best candidate at each of LENGTHS times the tokens; None: nothing fits.
     lengths: list[TrainingCandidate | None]
 
@@ -88,7 +88,7 @@ class Advice:
         best, step, model = self.best[0], self.best[0].step, self.question.model
         mfu = "" if step.mfu is None else f", {step.mfu:.0%} of the peak"
         return (
-            f"{'Fastest' if self.by == 'time' else 'Cheapest'} for {model.name} on sequences of "
+            f"{self.words[1].title()} for {model.name} on sequences of "
             f"{self.question.tokens:,} tokens: {describe_place(best)}, {best.name}, {best.choices}; a step of "
             f"{plural(best.parallel.rows * best.parallel.dp, 'sequence')} takes {duration(step.seconds)}{mfu}, and 1e9 "
             f"tokens take {duration(best.seconds)} and {self.price(best.cost)} [modelled]{self._bandwidth_change()}."
@@ -104,22 +104,31 @@ class Advice:
         """What else would change the verdict, a sentence each."""
         return [*self._length_changes(), self._memory_change(), *self._price_changes()]
 
+    def value(self, candidate: TrainingCandidate) -> float:
+        """What candidates are sorted by, of 1e9 tokens: seconds or cost."""
+        return candidate.seconds if self.by == "time" else candidate.cost
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """What a better candidate and the best one are called."""
+        return ("faster", "fastest") if self.by == "time" else ("cheaper", "cheapest")
+
     def _bandwidth_change(self) -> str:
         """The end of the verdict; "" where no bandwidths were compared."""
         if not self.bandwidths:
             return ""
         now = self.best[0].offer.machine.bandwidth
         for place in sorted(range(len(BANDWIDTHS)), key=lambda i: abs(log(BANDWIDTHS[i]))):
-            winner = min(range(len(self.best)), key=lambda i: self.bandwidths[i][place])
-            if self.bandwidths[winner][place] < self.bandwidths[0][place] * (1 - EQUAL):
-                changed = rate(now * BANDWIDTHS[place], "B/s")
-                return f"; at {changed} instead of {rate(now, 'B/s')} between nodes, {self.best[winner].name} is faster"
+            values = [self.value(line[place]) for line in self.bandwidths]
+            if min(values) < values[0] * (1 - EQUAL):
+                winner, changed = self.best[values.index(min(values))], rate(now * BANDWIDTHS[place], "B/s")
+                return f"; at {changed} instead of {rate(now, 'B/s')} between nodes, {winner.name} is {self.words[0]}"
         low, high = (rate(now * factor, "B/s") for factor in (BANDWIDTHS[0], BANDWIDTHS[-1]))
-        return f"; at {low} to {high} between nodes, none of the others shown becomes faster"
+        return f"; at {low} to {high} between nodes, none of the others shown becomes {self.words[0]}"
 
     def _length_changes(self) -> list[str]:
         best, lines = self.best[0], []
-        most = "cheapest" if self.by == "cost" else "fastest"  # on the same GPUs it is one question
+        most = self.words[1]  # on the same GPUs it is one question
         for factor, other in zip(LENGTHS, self.lengths, strict=True):
             tokens = max(int(self.question.tokens * factor), 1)
             if other is None:
@@ -161,32 +170,51 @@ class Advice:
 
     @property
     def doubts(self) -> list[str]:
-        """How sure the order is, a sentence each."""
-        best = self.best[0]
-        lines = []
-        for name in dict.fromkeys(candidate.offer.name for candidate in self.best):
-            one = next(candidate for candidate in self.best if candidate.offer.name == name)
-            rows = one.parallel.rows // one.pipeline.count(one.parallel.rows)
-            band = describe_band(one.offer.machine.preset, rows * -(-self.question.tokens // one.parallel.cp))
-            lines.append(f"Attention on {band or f'{name}: no published measurement of this machine'}.")
+        """How sure the order is, and what was not searched, a sentence each."""
+        best, lines = self.best[0], []
         low, high = span(best)
-        if low == high:
-            return [*lines, "Without a band nothing says how sure the order is.", f"{PUBLISHED_STEPS}."]
-        close = [f"{place}. {one.name}" for place, one in enumerate(self.best, 1) if place > 1 and span(one)[0] <= high]
-        if close:
+        if low < high:
+            lines.append(f"{PUBLISHED_STEPS}: here 1e9 tokens take {duration(low)} to {duration(high)}.")
+            most = STEPS.high * self.value(best)
+            equal = [f"{place}. {one.name}" for place, one in enumerate(self.best, 1) if self.value(one) <= most][1:]
+            if equal:
+                lines.append(f"Within this band of the first, and so equal to it: {', '.join(equal)}.")
+        else:
+            lines.append("Without a preset nothing says how sure the order is.")
+        memory = best.offer.machine.memory
+        if memory is not None and best.bytes > NEARLY_FULL * memory:
             lines.append(
-                f"Their bands overlap with that of the first, so that they may be as fast: {', '.join(close)}."
+                f"The first needs {size(best.step.needed)} of {size(memory)}, and an allocator would take "
+                f"{size(best.step.reserved)}: where it does not run, take more GPUs, or keep activations on the host."
             )
-        return [*lines, f"{PUBLISHED_STEPS}."]
+        if self.question.model.experts > 1:
+            lines.append("Not searched: experts in parallel. Here each rank has a part of every expert.")
+        return lines
+
+    @property
+    def launch(self) -> str:
+        """The command by which torchtitan launches the best candidate."""
+        best, parallel, gpus = self.best[0], self.best[0].parallel, self.best[0].step.gpus
+        node = min(best.offer.machine.ranks_per_node, gpus)
+        kept = {"attention": "selective"}.get(parallel.checkpointing, parallel.checkpointing)
+        numbers = {
+            "training.seq_len": self.question.tokens,
+            "training.local_batch_size": parallel.rows,
+            "parallelism.data_parallel_shard_degree": parallel.dp,
+            "parallelism.context_parallel_degree": parallel.cp,
+            "parallelism.tensor_parallel_degree": parallel.tp,
+            "parallelism.pipeline_parallel_degree": best.pipeline.stages,
+            "parallelism.fsdp_reshard_after_forward": "always" if parallel.shard == "weights" else "never",
+            "activation_checkpoint.mode": kept,
+        }
+        flags = " ".join(f"--{name} {value}" for name, value in numbers.items())
+        return f"torchrun --nnodes {gpus // node} --nproc_per_node {node} -m torchtitan.train {flags}"
 
     @property
     def not_fitting(self) -> list[str]:
-        """What does not fit with all GPUs, and why, a line for each machine and setting."""
-        return [
-            f"{offer.name}: {line}"
-            for offer in self.question.offers
-            for line in explain_too_large(self.found[offer.name, self.question.gpus], offer)
-        ] + [
+        """What does not fit, of each machine: the nearest miss with all GPUs, and numbers of GPUs that are too few."""
+        misses = {one.name: nearest_miss(self.found[one.name, self.question.gpus], one) for one in self.question.offers}
+        return [f"{name}: {words}" for name, words in misses.items() if words] + [
             f"{offer.name}: nothing fits on {', '.join(map(str, none))} GPUs"
             for offer in self.question.offers
             if (none := [gpus for gpus in self.question.counts if not self.found[offer.name, gpus].best])
@@ -245,27 +273,32 @@ def explain(candidate: TrainingCandidate) -> str:
     return f"{words}; {nearly}: {size(candidate.bytes)} of {size(memory)}, most of it {category}"
 
 
-def explain_too_large(found: Found, offer: Offer) -> list[str]:
-    """What does not fit and why, a line for each setting."""
+def nearest_miss(found: Found, offer: Offer) -> str:
+    """The candidate that needs the least more than there is, and what would help, in words; "" where all fit."""
     has = offer.machine.memory
-    if has is None:
-        return []
-    groups: dict[str, list[TrainingCandidate]] = {}
-    for one in found.too_large:
-        states = sum(one.step.memory[name] for name in STATES) > has / 2
-        setting = f"sharding={one.parallel.shard}" if states else f"checkpointing={one.parallel.checkpointing}"
-        groups.setdefault(setting, []).append(one)
-    lines = []
-    for setting, entries in groups.items():
-        first = min(entries, key=lambda one: one.bytes)
-        memory = first.step.memory
-        category = max(memory, key=lambda name: memory[name])
-        lines.append(
-            f"{setting}: the least need is {size(first.bytes - has)} more than the {size(has)} there are, of "
-            f"{first.name}, {first.choices}, of which {category} {size(memory[category])} "
-            f"({plural(len(entries), 'candidate')})"
-        )
-    return lines
+    if has is None or not found.too_large:
+        return ""
+    nearest = min(found.too_large, key=lambda one: one.bytes)
+    memory, lacking = nearest.step.memory, nearest.bytes - has
+    category = max(memory, key=lambda name: memory[name])
+    words = (
+        f"the nearest miss is {nearest.name}, {nearest.choices}: {size(lacking)} more than the {size(has)} there are, "
+        f"most of it {category}, {size(memory[category])}"
+    )
+    if lacking <= memory["activations"]:
+        words += f"; it would fit with {size(lacking)} of its activations in the memory of the host"
+    return words
+
+
+def describe_numbers(advice: Advice) -> list[str]:
+    """Each number of the machines that steps follow from, with its source."""
+    machines = {one.offer.name: one.offer.machine for one in advice.best}
+    return [
+        f"{where}: {name} {getattr(machine, name):g} {number.unit}, {machine.source(name)}"
+        for where, machine in machines.items()
+        for name, number in MACHINE_NUMBERS.items()
+        if number.python_type is float and getattr(machine, name) is not None
+    ]
 
 
 def describe_counts(counts: Counter[str]) -> str:
@@ -323,7 +356,8 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
     far = best[0].step.gpus > best[0].offer.machine.ranks_per_node
     bandwidths = [_vary_bandwidth(question, candidate) for candidate in best] if far else []
     tell(len(tasks) + 1, len(tasks) + 2, "other lengths")
-    lengths = [_vary_length(question, best[0], found, factor) for factor in LENGTHS]
+    others = (replace(question, tokens=max(int(factor * question.tokens), 1)) for factor in LENGTHS)
+    lengths = [next(iter(search(other, best[0].offer, best[0].step.gpus, 1).best), None) for other in others]
     return Advice(question, by, found, best, bandwidths, lengths)
 
 
@@ -338,34 +372,25 @@ def _choose(found: dict[tuple[str, int], Found], by: str) -> list[TrainingCandid
 
 
 def _nothing_fits(question: Question, found: dict[tuple[str, int], Found]) -> InvalidInput:
-    lines = [line for offer in question.offers for line in explain_too_large(found[offer.name, question.gpus], offer)]
-    refused = [reason for one in found.values() for reason in one.refused]
-    why = "; ".join([*lines, *refused][:3]) or "no cp x dp x tp x pp has this number of GPUs and this batch"
+    """Why nothing fits: the nearest miss, and on how many GPUs something would."""
+    reasons = [reason for one in found.values() for reason in one.refused]
+    for offer in question.offers:
+        if words := nearest_miss(found[offer.name, question.gpus], offer):
+            more = (factor * question.gpus for factor in (2, 4, 8, 16))
+            fitting = next((n for n in more if any(_any_fits(question, offer, n, x) for x in CHECKPOINTING)), None)
+            reasons.append(f"{offer.name}: {words}{f'; on {fitting} GPUs something fits' if fitting else ''}")
+    why = "; ".join(reasons[:3]) or "no cp x dp x tp x pp has this number of GPUs and this batch"
     return InvalidInput(
         f"{question.model.name} with {question.tokens:,} tokens fits on no number of GPUs up to {question.gpus}: {why};"
         " try more GPUs, fewer tokens, or machines with more memory"
     )
 
 
-def _vary_bandwidth(question: Question, candidate: TrainingCandidate) -> list[float]:
-    """Seconds of 1e9 tokens at each of BANDWIDTHS."""
+def _vary_bandwidth(question: Question, candidate: TrainingCandidate) -> list[TrainingCandidate]:
+    """The candidate at each of BANDWIDTHS."""
     machine = candidate.offer.machine
     machines = (replace(machine, bandwidth=factor * machine.bandwidth) for factor in BANDWIDTHS)
-    return [replace(candidate, step=simulate_step(question, one, candidate)).seconds for one in machines]
-
-
-def _vary_length(
-    question: Question, best: TrainingCandidate, found: dict[tuple[str, int], Found], factor: float
-) -> TrainingCandidate | None:
-    """The fastest candidate with another length on the GPUs of the best, with the plans that were best before."""
-    other = replace(question, tokens=max(int(question.tokens * factor), 1))
-    known: dict[tuple[int, int], tuple[str, str]] = {}
-    for one in found[best.offer.name, best.step.gpus].best:
-        # What `auto` took before is not chosen again.
-        plan = plan_of_widest_layer(question.model, best.offer.machine, question.tokens, one.parallel, question.dtype)
-        known.setdefault((one.parallel.cp, one.parallel.tp), (one.parallel.layout, plan.schedule))
-    fastest = search(other, best.offer, best.step.gpus, 1, known).best
-    return fastest[0] if fastest else None
+    return [replace(candidate, step=simulate_step(question, one, candidate)) for one in machines]
 
 
 def record(advice: Advice) -> dict[str, Any]:
@@ -387,10 +412,12 @@ def record(advice: Advice) -> dict[str, Any]:
         "pareto": [_record(candidate) for candidate in advice.pareto],
         "does not fit": advice.not_fitting,
         "how sure": advice.doubts,
+        "launch": advice.launch,
+        "numbers": describe_numbers(advice),
         "counts": {f"{name}, {gpus} GPUs": dict(found.counts) for (name, gpus), found in advice.found.items()},
         "refused": advice.refused,
         "bandwidth": [
-            {"factor": factor, "seconds": [line[place] for line in advice.bandwidths]}
+            {"factor": factor, "seconds": [line[place].seconds for line in advice.bandwidths]}
             for place, factor in enumerate(BANDWIDTHS)
             if advice.bandwidths
         ],

@@ -9,7 +9,7 @@ import numpy as np
 from markupsafe import Markup
 
 from ..reporting.pages import COLOURS, MARKERS, drawing, render_page, to_svg
-from .advice import BANDWIDTHS, Advice, describe_counts, explain, tabulate
+from .advice import BANDWIDTHS, Advice, describe_counts, describe_numbers, explain, span, tabulate
 
 
 def render(advice: Advice) -> str:
@@ -18,6 +18,7 @@ def render(advice: Advice) -> str:
     # Title, what draws it and from what, and what it shows; without data there is no plot.
     plots: list[tuple[str, Callable[[Any, Any], None], object, str]] = [
         ("Time and cost", _pareto, advice, "Each point is the fastest of a shape; the line joins the Pareto front."),
+        ("Time by part", _time, advice, "The candidates of the table, in its order."),
         ("Tokens that fit", _frontier, advice, f"Counted bytes, {best.offer.name}, one sequence on all GPUs."),
         ("Memory of a GPU", _memory, advice,
          "The candidates of the table, in its order; the dashed lines are the GPUs' memory."),
@@ -30,6 +31,7 @@ def render(advice: Advice) -> str:
         "best": dict(zip(("header", "rows"), tabulate(advice.best), strict=True)),
         "pareto": dict(zip(("header", "rows"), tabulate(advice.pareto), strict=True)),
         "reasons": [f"{one.name}: {one.step.plan}; {one.choices}; {explain(one)}" for one in advice.best],
+        "numbers": describe_numbers(advice),
         "counts": describe_counts(advice.counts),
     }
     return render_page(__package__ or "", "advise.j2", "html", values)
@@ -84,27 +86,45 @@ def _frontier(figure: Any, advice: Advice) -> None:
     )
 
 
-def _memory(figure: Any, advice: Advice) -> None:
+def _stack(figure: Any, bars: Sequence[Mapping[str, float]], label: str) -> Any:
+    """Axes with a bar for each candidate of the table, of named parts."""
     axes = figure.subplots()
-    places = np.arange(len(advice.best))
-    names = list(dict.fromkeys(name for one in advice.best for name, count in one.step.memory.items() if count))
-    left = np.zeros(len(places))
-    for name, colour in zip(names, COLOURS, strict=False):
-        counts = np.array([one.step.memory.get(name, 0) / 2**30 for one in advice.best])
-        axes.barh(places, counts, left=left, label=name, color=colour)
-        left += counts
-    for has in {one.offer.machine.memory or 0.0 for one in advice.best} - {0.0}:
-        axes.axvline(has / 2**30, linestyle="--", color=COLOURS[3])
+    places, left = np.arange(len(bars)), np.zeros(len(bars))
+    for i, name in enumerate(dict.fromkeys(name for bar in bars for name, part in bar.items() if part)):
+        parts = np.array([bar.get(name, 0.0) for bar in bars])
+        hatch = "//" * (i // len(COLOURS))
+        axes.barh(places, parts, left=left, label=name, color=COLOURS[i % len(COLOURS)], hatch=hatch)
+        left += parts
     axes.set_yticks(places, [f"{place + 1}." for place in places])
     axes.invert_yaxis()
-    axes.set(xlabel="GiB, counted and modelled")
+    axes.set(xlabel=label)
+    return axes
+
+
+def _time(figure: Any, advice: Advice) -> None:
+    scales = [one.seconds / one.step.seconds / 3600 for one in advice.best]
+    bars = [
+        {name: scale * part for name, part in one.step.parts.items()}
+        for one, scale in zip(advice.best, scales, strict=True)
+    ]
+    axes = _stack(figure, bars, "hours of 1e9 tokens, modelled, and the band of published steps")
+    hours = np.array([one.seconds / 3600 for one in advice.best])
+    bands = np.array([span(one) for one in advice.best]).T / 3600
+    axes.errorbar(hours, range(len(hours)), xerr=abs(bands - hours), fmt="none", ecolor=COLOURS[3], capsize=3)
+
+
+def _memory(figure: Any, advice: Advice) -> None:
+    bars = [{name: count / 2**30 for name, count in one.step.memory.items()} for one in advice.best]
+    axes = _stack(figure, bars, "GiB, counted and modelled")
+    for has in {one.offer.machine.memory or 0.0 for one in advice.best} - {0.0}:
+        axes.axvline(has / 2**30, linestyle="--", color=COLOURS[3])
 
 
 def _bandwidth(figure: Any, advice: Advice) -> None:
     series = {
         f"{place}. {one.name}": [
-            (factor * one.offer.machine.bandwidth / 1e9, seconds / 3600)
-            for factor, seconds in zip(BANDWIDTHS, line, strict=True)
+            (factor * one.offer.machine.bandwidth / 1e9, changed.seconds / 3600)
+            for factor, changed in zip(BANDWIDTHS, line, strict=True)
         ]
         for place, (one, line) in enumerate(zip(advice.best, advice.bandwidths, strict=True), 1)
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -14,25 +14,28 @@ from ...errors import InvalidInput, RingAttentionError
 from ...machine.kernel_times import BACKWARD, BLOCK
 from ...machine.machine import Machine
 from ...pattern import Causal, Pattern, Window
-from ...plan.schedules import split_ulysses
 from ..models.attention import LayerAttention
 from ..models.config import ModelConfig
-from ..models.parallel import CHECKPOINTING, SHARDS, Parallel
+from ..models.parallel import CHECKPOINTING, Parallel
 from ..models.pipeline import Pipeline, pipelined_step
 from ..models.training import ATTENTION_PARTS, StepEstimate
 
-#: Layouts that are compared.
+#: Layouts that are compared; without windows only the first, as ranks of contiguous shards are not equally busy.
 LAYOUTS = ("zigzag", "contiguous")
 #: Up to this many context-parallel ranks every schedule is simulated; of more ranks, the one that `auto` takes.
 SMALL = 16
+#: Of more ranks than these the choice takes too long: they are a ring.
+LARGE = 64
+#: What is compared of SHARDS: to share optimizer states alone takes as long as with gradients, and more bytes.
+SHARED = ("none", "gradients", "weights")
+#: The most parts of a stage that are compared: published jobs have 1 to 20, most of them 8 or fewer.
+PARTS = 8
 #: Candidates that are shown.
 SHOWN = 5
 #: Times within this part are equal: the candidate with fewer bytes is the better one.
 EQUAL = 1e-3
 #: Numbers of GPUs: cp, dp, tp and pp.
 Shape = tuple[int, int, int, int]
-#: (layout, schedule) by (cp, tp).
-KnownPlans = Mapping[tuple[int, int], tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -143,23 +146,19 @@ class Found:
         self.too_large.append(candidate)
 
 
-def search(question: Question, offer: Offer, gpus: int, shown: int, known: KnownPlans | None = None) -> Found:
+def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
     """The best `shown` candidates of different shapes on exactly `gpus` GPUs, and perhaps more; nothing better exists.
 
     Candidates are simulated from the least possible time on, until that of the next is more than the time of the last
-    one shown. `known` are (layout, schedule) by (cp, tp): of these only the named one is tried, of others the ring;
-    None: all are.
+    one shown.
     """
     found, best = Found(), dict[Shape, TrainingCandidate]()
     waiting: list[TrainingCandidate] = []
     for parallel, pipeline in list_spreads(question, offer.machine, gpus):
-        least: dict[tuple[str, int], StepEstimate] = {}
-        for layout, schedule in list_plans(offer.machine, question.model, parallel, known):
-            spread, kind = replace(parallel, layout=layout, schedule=schedule), (layout, split_ulysses(schedule)[0])
-            if kind not in least:
-                least[kind] = least_step(question, offer.machine, spread, pipeline)
-            step = least[kind]
-            attention = sum(step.parts[name] for name in ATTENTION_PARTS)
+        step = least_step(question, offer.machine, parallel, pipeline)
+        attention = sum(step.parts[name] for name in ATTENTION_PARTS)
+        for layout, schedule in list_plans(offer.machine, question.model, parallel):
+            spread = replace(parallel, layout=layout, schedule=schedule)
             bound = TrainingCandidate(offer, spread, pipeline, step, attention)
             if step.fits is False:
                 found.add_too_large(bound)
@@ -200,8 +199,8 @@ def simulate_step(question: Question, machine: Machine, candidate: TrainingCandi
 def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tuple[Parallel, Pipeline]]:
     """Every cp x dp x tp x pp = `gpus` with each checkpointing and sharding.
 
-    tp lies in a node and divides K/V heads. Stages have one part, or as many as they have layers, where that is not
-    worse for sure: with at most as many micro-batches as stages it keeps no more and waits less.
+    tp lies in a node and divides K/V heads; a rank has a thread block of rows at least. Stages have one part, or the
+    most that divide their layers, up to PARTS.
     """
     model = question.model
     for tp, cp, pp in product(_divisors(gpus), repeat=3):
@@ -211,15 +210,15 @@ def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tu
             or tp > machine.ranks_per_node
             or machine.ranks_per_node % tp
             or any(count % tp for count in (model.heads, model.kv_heads, model.mlp))
-            or cp > question.tokens
+            or (cp > 1 and cp * BLOCK > question.tokens)
             or pp > model.layers
             or (question.batch is not None and question.batch % dp)
         ):
             continue
         rows = pp if question.batch is None else question.batch // dp
-        parts = {1} if rows % pp else {1, model.layers // pp} if rows > pp else {model.layers // pp}
+        parts = {1} if rows % pp else {1, max(i for i in range(1, PARTS + 1) if (model.layers // pp) % i == 0)}
         for checkpointing, interleaved in product(CHECKPOINTING, sorted(parts) if pp > 1 else (1,)):
-            for shard in SHARDS if cp * dp > 1 else SHARDS[:1]:
+            for shard in SHARED if cp * dp > 1 else SHARED[:1]:
                 parallel = Parallel(cp, dp, tp, checkpointing=checkpointing, shard=shard, rows=rows)
                 yield parallel, Pipeline(pp, interleaved=interleaved)
 
@@ -228,20 +227,14 @@ def _divisors(number: int) -> list[int]:
     return [i for i in range(1, number + 1) if number % i == 0]
 
 
-def list_plans(
-    machine: Machine,
-    model: ModelConfig,
-    parallel: Parallel,
-    known: KnownPlans | None = None,
-) -> Sequence[tuple[str, str]]:
+def list_plans(machine: Machine, model: ModelConfig, parallel: Parallel) -> Sequence[tuple[str, str]]:
     """(layout, schedule) that are tried for a spread."""
     cp, tp = parallel.cp, parallel.tp
     if cp == 1:
         return (("contiguous", "ring"),)
-    if known is not None:
-        return (known.get((cp, tp), (LAYOUTS[0], "ring")),)
+    layouts = LAYOUTS if any(model.windows) else LAYOUTS[:1]
     if cp > SMALL:
-        return [(layout, "auto") for layout in LAYOUTS]
+        return [(layout, "auto" if cp <= LARGE else "ring") for layout in layouts]
     node = max(machine.ranks_per_node // tp, 1)
     # Without a window every block visits every rank, so that sending it directly saves nothing over the ring.
     schedules = ["ring", "allgather", *(["direct"] if any(model.windows) else [])]
@@ -254,7 +247,7 @@ def list_plans(
         for count in range(2, min(groups, cp) + 1)
         if not any(number % count for number in (*shared, groups))
     ]
-    return [(layout, schedule) for layout in LAYOUTS for schedule in schedules]
+    return [(layout, schedule) for layout in layouts for schedule in schedules]
 
 
 def least_step(question: Question, machine: Machine, parallel: Parallel, pipeline: Pipeline) -> StepEstimate:
@@ -269,8 +262,8 @@ def least_attention_of_layers(
 ) -> list[tuple[int, LayerAttention]]:
     """(number of layers, attention of such a layer) that no schedule is faster or smaller than.
 
-    Attention computes the visible pairs at the rate of a full GPU, on ranks that are equally busy but for contiguous
-    layouts, and holds what every schedule holds. Without messages: they only add to both.
+    Attention computes the visible pairs at the rate of a full GPU, on ranks that are equally busy, and holds what every
+    schedule holds. Without messages: they only add to both.
     """
     rows, item = parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype]
     wide = max(item, 4)
@@ -280,48 +273,26 @@ def least_attention_of_layers(
     buffers = rows * (output * item + inputs * (2 * wide + (item if item != wide else 0)))
     layers = []
     for window, count in Counter(model.windows).items():
-        busy = _busiest_pairs(window, tokens, parallel, machine)
+        pairs = _count_pairs(window, tokens)
         forward, backward = (
-            _least_pass(model, machine, tokens, parallel, item, busy, direction) for direction in (False, True)
+            _least_pass(model, machine, tokens, parallel, item, pairs / parallel.cp, direction)
+            for direction in (False, True)
         )
-        layers.append((count, LayerAttention(forward, backward, _count_pairs(window, tokens), buffers, "")))
+        layers.append((count, LayerAttention(forward, backward, pairs, buffers, "")))
     return layers
 
 
 @lru_cache(maxsize=4096)
-def _count_pairs(window: int | None, tokens: int, first: int = 0) -> int:
-    """Visible pairs of the rows from `first` on, of one head."""
+def _count_pairs(window: int | None, tokens: int) -> int:
+    """Visible pairs of one head."""
     pattern: Pattern = Causal() if window is None else Causal() & Window(window - 1)
-    return pattern.count(range(first, tokens), range(tokens))
-
-
-def _busiest_pairs(window: int | None, tokens: int, parallel: Parallel, machine: Machine) -> float:
-    """Pairs of one head that the busiest rank computes at least."""
-    mean = _count_pairs(window, tokens) / parallel.cp
-    if parallel.layout != "contiguous":
-        return mean
-    # The ranks of a Ulysses group share the rows of all of them, so that the group is as busy as one rank of a ring.
-    group = _largest_group(machine, parallel) if parallel.schedule == "auto" else split_ulysses(parallel.schedule)[0]
-    start = tokens - tokens * group // parallel.cp
-    return max(mean, _count_pairs(window, tokens, start) / group)
-
-
-def _largest_group(machine: Machine, parallel: Parallel) -> int:
-    """The most ranks of a Ulysses group: those of a node, or all where every rank is a node."""
-    node = machine.ranks_per_node // parallel.tp
-    return min(node if node > 1 else parallel.cp, parallel.cp)
+    return pattern.count(range(tokens), range(tokens))
 
 
 def _least_pass(
-    model: ModelConfig,
-    machine: Machine,
-    tokens: int,
-    parallel: Parallel,
-    item: int,
-    pairs: float,
-    backward: bool,
+    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, item: int, pairs: float, backward: bool
 ) -> float:
-    """Seconds that attention of one layer takes at least, where the busiest rank computes `pairs` pairs of a head.
+    """Seconds that attention of one layer takes at least, where a rank computes `pairs` pairs of a head.
 
     0 by measured kernel times, whose best rate is at no known size.
     """
@@ -331,11 +302,6 @@ def _least_pass(
     computed = parallel.rows * heads * pairs
     if rates is None:
         return computed * 4 * model.head_dim * (BACKWARD if backward else 1.0) / machine.flops
-    rows = ceil(tokens / parallel.cp)
     # A zigzag shard has two pieces, each with a thread block that is not full.
-    blocks = parallel.rows * heads * (rows / BLOCK + 2)
-    seconds = computed * rates.pair_seconds(blocks, dense=True, dims=2 * model.head_dim, backward=backward, item=item)
-    group = _largest_group(machine, parallel)
-    if group == parallel.cp or machine.one_gather:
-        return seconds
-    return seconds + (rates.launch + rates.visit) * pairs / group / rows**2  # a visit has at most this many pairs
+    blocks = parallel.rows * heads * (ceil(tokens / parallel.cp) / BLOCK + 2)
+    return computed * rates.pair_seconds(blocks, dense=True, dims=2 * model.head_dim, backward=backward, item=item)

@@ -9,7 +9,6 @@ from typing import Any
 
 from ...layout.composed import join_layouts, shift_layout
 from ...layout.regular import make_layout
-from ...machine.bands import BANDS, size_class
 from ...machine.machine import Machine
 from ...pattern import Causal, Pattern, Window
 from ...plan.plan import Plan
@@ -99,17 +98,13 @@ def describe_layers(layers: list[tuple[int, LayerAttention]]) -> str:
     return "; ".join(f"{count} layers: {one.plan}" for count, one in layers)
 
 
-def plan_of_widest_layer(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str) -> Plan:
-    """The plan of a layer with the widest window."""
-    layers = [layer for _, layer in _layers(model, machine, tokens, parallel, dtype, tokens)]
-    return max(layers, key=lambda layer: tokens if layer.window is None else layer.window).plan()
-
-
 def _layers(
     model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str, chunk: int
 ) -> list[tuple[int, _Layer]]:
     """(number of layers, what such a layer computes) for each distinct window; one that hides nothing is none."""
     tp = parallel.tp
+    if parallel.cp == 1:  # one kernel call in a queue that the host fills ahead
+        machine = replace(machine, host=None, host_call=None)
     if tp > 1:  # every tp-th rank of a node is in the group
         shared = machine.bandwidth / min(tp, machine.ranks_per_node) if machine.shared_nic else machine.bandwidth
         machine = replace(machine, ranks_per_node=max(machine.ranks_per_node // tp, 1), bandwidth=shared)
@@ -118,13 +113,6 @@ def _layers(
     windows = Counter(None if window is None or window >= tokens else window for window in model.windows)
     queries = (tokens - 1) % chunk + 1
     return [(count, _Layer(window, tokens, queries, chunk, *sizes, machine)) for window, count in windows.items()]
-
-
-def error_band(machine: Machine, parallel: Parallel, tokens: int) -> tuple[float, float] | None:
-    """Factors on the modelled seconds of attention between which 90 % of measured passes lie; None: not known."""
-    band = BANDS.get(machine.preset)
-    of_size = band and band[size_class(parallel.rows * -(-tokens // parallel.cp))]
-    return (of_size.low, of_size.high) if of_size else machine.interval(1.0)
 
 
 @lru_cache(maxsize=4096)

@@ -7,11 +7,12 @@ from math import ceil
 
 from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
+from ...inference import merge_seconds
 from ...machine.machine import Machine
 from ...text import plural
-from .attention import attention_of_layers, describe_layers, error_band
+from .attention import attention_of_layers, describe_layers
 from .config import ModelConfig
-from .layer import RESERVED, LayerCosts, ModelEstimate, check_dtype, exchange_seconds, memory_bandwidth
+from .layer import RESERVED, LayerCosts, ModelEstimate, check_dtype, memory_bandwidth
 from .parallel import Parallel, check_counts
 
 #: The most chunks of a prompt.
@@ -88,7 +89,6 @@ def _prefill(
         tokens=tokens * parallel.rows * parallel.dp,
         machine=machine,
         plan=describe_layers(layers),
-        band=error_band(machine, parallel, tokens),
     )
 
 
@@ -134,20 +134,6 @@ def decode(
         machine=machine,
         plan=f"keys of {plural(parallel.cp, 'rank')}, merge={way}" if parallel.cp > 1 else "",
     )
-
-
-def merge_seconds(machine: Machine, size: int, ranks: int, stride: int, merge: str = "auto") -> tuple[str, float]:
-    """How `ranks` ranks, `stride` apart, merge their outputs and lse of `size` bytes each, and the modelled seconds.
-
-    gather: every rank sends all of it to every other one, in one round. scatter: every rank merges its share of the
-    heads, and sends that to every other one: a part of `ranks` of the bytes, in two rounds. auto: the faster one.
-    """
-    seconds = {
-        "gather": exchange_seconds(machine, size, ranks, stride),
-        "scatter": 2 * exchange_seconds(machine, size / ranks, ranks, stride),
-    }
-    way = min(seconds, key=lambda name: seconds[name]) if merge == "auto" else merge
-    return way, seconds[way]
 
 
 def _memory(costs: LayerCosts, kept: int, rows: int) -> dict[str, int]:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil, log2
+from math import ceil
 
 from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
 from ...machine.machine import Machine
 from .config import ModelConfig
-from .parallel import Parallel
+from .parallel import SHARDS, Parallel, Software
 
 #: Rows and columns of the tile of the result that one thread block of a matrix product computes.
 TILE = 128
-#: Times that a rank of tensor parallelism gathers or reduces the activations in a forward, and again in a backward:
-#: around attention and around the MLP (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-#: Models", 2022, with sequence parallelism).
-TP_EXCHANGES = 4
+#: The part of what is needed that an allocator holds beside it, in fragments [assumed].
+FRAGMENTS = 0.08
+#: Bytes of an element that casting to 8 bits moves: read, and written in two layouts.
+CAST = 4
+#: Seconds of the start of a collective within `latency`; the rest of it is of each hop (NCCL, src/graph/tuning.cc: a
+#: ring starts in 6.6 us, a hop of the Simple protocol takes 3.4 us over NVLink and 14 us over a network).
+START = 6.6e-6
+#: What a collective takes from computing meanwhile: part of the multiprocessors (16 to 24 channels of NCCL, of H100's
+#: 132), and bytes of memory for each byte of its ring (written by the neighbour, read, and written to its place).
+CHANNELS, COPIES = 20 / 132, 3
 #: The part of the memory that the driver, NCCL's buffers and fragments take [assumed].
 RESERVED = 0.05
 
@@ -50,9 +56,9 @@ def collective_seconds(machine: Machine, size: float, ranks: int, stride: int) -
     """Seconds in which each of `ranks` ranks, `stride` apart, gathers `size` bytes of which it has its share.
 
     A ring moves size x (ranks - 1) / ranks bytes over its slowest link (Thakur, Rabenseifner and Gropp, "Optimization
-    of Collective Communication Operations in MPICH", 2005), after log2(ranks) latencies. A reduce-scatter takes as
-    long, an all-reduce twice as long. Between nodes the ring uses the cards of all its ranks of a node at once, as
-    NCCL's rings do; all other rings of the node share one card where there is only one.
+    of Collective Communication Operations in MPICH", 2005), in ranks - 1 hops. A reduce-scatter takes as long, an
+    all-reduce twice as long. Between nodes the ring uses the cards of all its ranks of a node at once, as NCCL's rings
+    do; all other rings of the node share one card where there is only one.
     """
     if ranks == 1:
         return 0.0
@@ -63,25 +69,16 @@ def collective_seconds(machine: Machine, size: float, ranks: int, stride: int) -
     if not near:
         bandwidth *= inside / node if machine.shared_nic else inside
         bandwidth = min(bandwidth, machine.rates(True)[1]) if inside > 1 else bandwidth
-    return latency * ceil(log2(ranks)) + size * (ranks - 1) / ranks / bandwidth
+    nodes = ceil(ranks / inside)
+    hops = sum(
+        count * max(machine.rates(way)[0] - START, 0.0) for way, count in ((True, ranks - nodes), (False, nodes - 1))
+    )
+    return min(latency, START) + hops + size * (ranks - 1) / ranks / bandwidth
 
 
-def exchange_seconds(machine: Machine, size: float, ranks: int, stride: int) -> float:
-    """Seconds in which each of `ranks` ranks, `stride` apart, sends `size` bytes to every other one, all at once.
-
-    Messages within a node and between nodes travel at the same time. Between nodes all ranks of a node share one card
-    where there is only one.
-    """
-    if ranks == 1:
-        return 0.0
-    node = machine.ranks_per_node
-    inside = max(min(ranks, node // stride), 1)
-    times = []
-    for near, peers in ((True, inside - 1), (False, ranks - inside)):
-        latency, bandwidth = machine.rates(near)
-        sharing = node if machine.shared_nic and not near else 1
-        times.append(latency + peers * size * sharing / bandwidth if peers else 0.0)
-    return max(times)
+def slowdown_seconds(machine: Machine, seconds: float, size: float) -> float:
+    """Seconds by which a collective of `seconds` and `size` bytes slows down what computes meanwhile."""
+    return CHANNELS * seconds + COPIES * size / memory_bandwidth(machine)
 
 
 def message_seconds(machine: Machine, size: float, stride: int, ranks: int) -> float:
@@ -122,20 +119,35 @@ class LayerCosts:
         return self.model.heads // self.parallel.tp
 
     def _matmul(
-        self, columns: float, inner: float, rows: float | None = None, count: float = 1, stored: float | None = None
+        self,
+        columns: float,
+        inner: float,
+        rows: float | None = None,
+        count: float = 1,
+        stored: float | None = None,
+        layer: bool = True,
     ) -> float:
         """Seconds of `count` products [rows, inner] x [inner, columns] at once; `stored`: bytes of a weight in memory.
 
-        The longer of computing, 2 rows columns inner / (rate x fill), and of moving both operands and the result
-        through memory. `fill` = n / (n + slots / 4) for n tiles of the result, as for the thread blocks of attention.
+        Computing, 2 rows columns inner / (rate x fill), and moving both operands and the result through memory, which
+        the first and the last tiles do not hide. `fill` = n / (n + slots / 4) for n tiles of the result, as for the
+        thread blocks of attention. Products of a layer may be in 8 bits.
         """
         machine, rows = self.machine, self.rows if rows is None else rows
+        fp8 = layer and self.software.fp8
         tiles = count * ceil(rows / TILE) * ceil(columns / TILE)
         idle = 0.0 if machine.kernel_rates is None else machine.kernel_rates.slots / 4
         rate = machine.matmul or machine.flops
+        rate = (machine.matmul_fp8 or 2 * rate) if fp8 else rate
+        item = 1 if fp8 else self.item
         computing = 2.0 * count * rows * columns * inner / rate * (1 + idle / max(tiles, 1))
-        moved = count * (self.item * (rows * inner + rows * columns) + (stored or self.item) * inner * columns)
-        return max(computing, moved / memory_bandwidth(machine))
+        moved = count * (item * rows * inner + self.item * rows * columns + (stored or item) * inner * columns)
+        return computing + moved / memory_bandwidth(machine)
+
+    @property
+    def software(self) -> Software:
+        """What the framework does."""
+        return self.parallel.software
 
     @cached_property
     def projections(self) -> float:
@@ -145,38 +157,75 @@ class LayerCosts:
         out = self._matmul(model.hidden, self.heads * model.head_dim, stored=stored)
         return self._matmul(columns, model.hidden, stored=stored) + out
 
+    def _experts(self, columns: float, inner: float) -> float:
+        """Seconds of a product of the MLP, or of experts with equal numbers of tokens."""
+        chosen = self.rows * self.model.experts_per_token
+        used = min(self.model.experts, chosen)
+        return self._matmul(columns, inner, chosen / used, used, self.model.mlp_item)
+
+    @cached_property
+    def down(self) -> float:
+        """Seconds of the last product of the MLP."""
+        return self._experts(self.model.hidden, self.model.mlp / self.parallel.tp)
+
     @cached_property
     def mlp(self) -> float:
-        """Seconds of the matrix products of the MLP, or of the router and of experts with equal numbers of tokens."""
+        """Seconds of the matrix products of the MLP, or of the router and of experts."""
         model = self.model
-        columns = model.mlp / self.parallel.tp
-        chosen = self.rows * model.experts_per_token
-        used = min(model.experts, chosen)
-        rows = chosen / used
-        stored = model.mlp_item
-        wide = self._matmul((2 if model.gated else 1) * columns, model.hidden, rows, used, stored)
-        router = self._matmul(model.experts, model.hidden) if model.experts > 1 else 0.0
-        return wide + self._matmul(model.hidden, columns, rows, used, stored) + router
+        router = self._matmul(model.experts, model.hidden, layer=False) if model.experts > 1 else 0.0
+        columns = (2 if model.gated else 1) * model.mlp / self.parallel.tp
+        return self._experts(columns, model.hidden) + self.down + router
 
     @cached_property
     def norms(self) -> float:
-        """Seconds of norms, residuals, rotary positions, activation and routing, each read and written once.
+        """Seconds of norms, residuals, rotary positions, activation, casts and routing, each read and written once.
 
-        Elements of a token: 2 norms (4 h), 2 residuals (6 h), rotary positions 2 (H + K) D, the activation of m
-        columns (3 m with a gate, else 2 m); with e experts of a token also 4 e h to send tokens there and back.
+        Bytes of a token, of 2-byte activations: 2 norms (4 h each; by steps in fp32 36 h), 2 residuals (6 h each),
+        rotary positions 4 (H + K) D (by steps 20), the activation of m columns (6 m with a gate, by steps 10 m; else
+        4 m); with e experts of a token also 8 e h to send tokens there and back; with 8 bits CAST of each input of a
+        product. Models without a gate have the norm of a library, which is one kernel.
         """
         model, tp = self.model, self.parallel.tp
-        moved = 10 * model.hidden / tp + 2 * (self.heads + self.kv_heads) * model.head_dim
-        moved += model.experts_per_token * (3 if model.gated else 2) * model.mlp / tp
+        cut = tp if self.software.sequence_parallel else 1
+        eager = model.gated and not self.software.compiled
+        columns = model.experts_per_token * model.mlp / tp
+        moved = (84 if eager else 20) * model.hidden / cut
+        moved += (20 if eager else 4) * (self.heads + self.kv_heads) * model.head_dim
+        moved += columns * ((10 if eager else 6) if model.gated else 4)
         if model.experts > 1:
-            moved += 4 * model.experts_per_token * model.hidden / tp
-        return self.rows * moved * self.item / memory_bandwidth(self.machine)
+            moved += 8 * model.experts_per_token * model.hidden / tp
+        if self.software.fp8:
+            moved += CAST * (2 * model.hidden + self.heads * model.head_dim + columns)
+        return self.rows * moved * self.item / 2 / memory_bandwidth(self.machine)
 
     @cached_property
     def exchanges(self) -> float:
-        """Seconds of tensor parallelism: gathers and reductions of the activations, which nothing hides."""
+        """Seconds of tensor parallelism: gathers and reductions of the activations, and a copy of each.
+
+        Hidden behind products they slow those down. Without sequence parallelism each pair is an all-reduce.
+        """
+        tp = self.parallel.tp
+        if tp == 1:
+            return 0.0
         size = self.rows * self.model.hidden * self.item
-        return TP_EXCHANGES * collective_seconds(self.machine, size, self.parallel.tp, 1)
+        once = collective_seconds(self.machine, size, tp, 1) + 2 * size / memory_bandwidth(self.machine)
+        seconds = self.software.exchanges * once
+        if not self.software.hides_exchanges:
+            return seconds
+        slowed = slowdown_seconds(self.machine, seconds, self.software.exchanges * size)
+        return max(slowed, seconds - self.projections - self.mlp)
+
+    @cached_property
+    def again(self) -> float:
+        """Seconds in which a backward computes a layer's forward again, beside attention."""
+        kind = self.parallel.checkpointing
+        if kind == "none":
+            return 0.0
+        products = self.projections + self.mlp
+        last = self.down if self.software.stops_early else 0.0
+        if kind == "selective":
+            return products / 2 + self.norms
+        return products - last + self.norms + self.exchanges
 
     def products(self, layers: int) -> dict[str, float]:
         """Seconds of the parts of so many forwards that compute beside attention."""
@@ -187,14 +236,20 @@ class LayerCosts:
         """Seconds of a layer's forward beside attention."""
         return self.projections + self.mlp + self.norms + self.exchanges
 
+    @property
+    def classes(self) -> float:
+        """Columns of the logits of which a rank computes the loss."""
+        return self.model.vocab / (self.parallel.tp if self.software.splits_loss else 1)
+
     def logits(self, rows: float | None = None) -> float:
         """Seconds of the product with the output matrix, for all rows or for `rows`."""
-        return self._matmul(self.model.vocab / self.parallel.tp, self.model.hidden, rows)
+        return self._matmul(self.model.vocab / self.parallel.tp, self.model.hidden, rows, layer=False)
 
     @property
     def input_bytes(self) -> int:
         """Bytes of the input of a layer: all that checkpointing="full" keeps of it."""
-        return self.rows * self.model.hidden * self.item // self.parallel.tp
+        cut = self.parallel.tp if self.software.sequence_parallel else 1
+        return self.rows * self.model.hidden * self.item // cut
 
     @property
     def attention_bytes(self) -> int:
@@ -202,16 +257,42 @@ class LayerCosts:
         return self.rows * self.heads * (self.model.head_dim * self.item + 4)
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes that checkpointing keeps of a layer. torchtitan's "selective op" keeps the outputs of attention and of
+        q, v, gate and the layer's last product."""
+        model, kind = self.model, self.parallel.checkpointing
+        if kind == "none":
+            return self.activation_bytes
+        kept = self.input_bytes + (self.attention_bytes if kind != "full" else 0)
+        if kind == "selective":
+            columns = model.hidden // self.parallel.tp + (self.heads + self.kv_heads) * model.head_dim
+            columns += model.experts_per_token * model.mlp // self.parallel.tp
+            kept += self.rows * columns * self.item
+        return kept
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that a rank keeps."""
+        ranks = self.parallel.dp * self.parallel.cp if self.parallel.shard in SHARDS[2:] else 1
+        return ceil(self.software.states[1] * self.model.parameters / self.parallel.tp / ranks)
+
+    @property
+    def again_bytes(self) -> int:
+        """Bytes beside those of a layer that is computed again."""
+        return self.activation_bytes - self.kept_bytes
+
+    @property
     def activation_bytes(self) -> int:
         """Bytes of what the backward of a layer reads where nothing is computed again.
 
-        Inputs and results of two norms (4 h), q, k, v, output and lse of attention, and of the MLP its columns: both
-        halves and their product with a gate. With experts, the e rows of a token at their input and output (2 e h).
-        After Korthikanti et al. (2022), without masks of dropout and without scores.
+        Inputs of two norms (2 h), q, k, v, output and lse of attention, and of the MLP its columns: both halves with a
+        gate. Not compiled, also the results of the norms (2 h) and of the activation (m), which a compiler computes
+        again. With experts, the e rows of a token at their input and output (2 e h). After Korthikanti et al. (2022),
+        without masks of dropout and without scores.
         """
-        model, tp = self.model, self.parallel.tp
+        model, tp, more = self.model, self.parallel.tp, 0 if self.software.compiled else 1
         chosen = model.experts_per_token
-        elements = 4 * model.hidden + chosen * (3 if model.gated else 2) * model.mlp
+        elements = (2 + 2 * more) * model.hidden + chosen * ((2 if model.gated else 1) + more) * model.mlp
         elements += 2 * chosen * model.hidden if model.experts > 1 else 0
         qkv = (self.heads + 2 * self.kv_heads) * model.head_dim
         return self.rows * (elements // tp + qkv) * self.item + self.attention_bytes
@@ -231,8 +312,18 @@ class ModelEstimate:
     machine: Machine = field(repr=False)
     #: What was planned for attention, in words; "" in a decode.
     plan: str = ""
-    #: Factors on the seconds of attention between which 90 % of measured passes lie; None: not known.
-    band: tuple[float, float] | None = None
+    #: Bytes that the steps of a loss hold where memory is not scarce.
+    copies: int = 0
+
+    @property
+    def needed(self) -> int:
+        """Bytes of one GPU without which nothing runs: all but what the driver, NCCL and an allocator hold."""
+        return sum(count for name, count in self.memory.items() if name != "reserved")
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that an allocator shows as reserved where memory is not scarce: with copies of logits and fragments."""
+        return int((1 + FRAGMENTS) * self.needed) + self.copies
 
     @property
     def seconds(self) -> float:

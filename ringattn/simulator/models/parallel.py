@@ -9,8 +9,9 @@ from ...machine.machine import Machine
 from ...text import did_you_mean
 from .config import ModelConfig
 
-#: What a layer keeps for its backward: all; its input and the output of attention; its input alone.
-CHECKPOINTING = ("none", "attention", "full")
+#: What a layer keeps for its backward: all; its input, the output of attention and those of every other product, as
+#: torchtitan's "selective op"; its input and the output of attention; its input alone.
+CHECKPOINTING = ("none", "selective", "attention", "full")
 #: What the ranks of dp x cp hold in shards instead of whole: ZeRO 0, 1, 2 and 3.
 SHARDS = ("none", "optimizer", "gradients", "weights")
 
@@ -20,6 +21,33 @@ def check_counts(**counts: object) -> None:
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InvalidInput(f"{name}={value!r} must be a whole number >= 1; try {name}=1")
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a framework does with a layer. The defaults are those of this library with torch.compile."""
+
+    #: Whether the products of layers but those of attention are in 8 bits, with casts; the output matrix never is.
+    fp8: bool = False
+    #: Whether norms, rotary positions, gates and the loss are fused; if not, each step of them is a kernel.
+    compiled: bool = True
+    #: Whether computing a layer again leaves out its last product, which no backward reads (PyTorch from 2.1 on).
+    stops_early: bool = True
+    #: Rows whose logits exist at once: `chunk` of train.linear_cross_entropy; None: all.
+    loss_rows: int | None = 512
+    #: Whether a rank of tensor parallelism computes the loss of its columns of the logits; if not, of all.
+    splits_loss: bool = True
+    #: Times that a rank of tensor parallelism gathers or reduces the activations in a forward, and again in a backward:
+    #: around attention and around the MLP (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+    #: Models", 2022). 7 where q, k, v, gate and up gather their input one by one.
+    exchanges: int = 4
+    #: Whether products hide them (asynchronous tensor parallelism), and whether norms are cut by tokens between them.
+    hides_exchanges: bool = False
+    sequence_parallel: bool = True
+    #: Bytes of a parameter: weight, gradient, and state of the optimizer with the fp32 weight (Rajbhandari et al.,
+    #: "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020; there with gradients in 16 bits,
+    #: here in fp32, in which FSDP reduces them).
+    states: tuple[int, int, int] = (2, 4, 12)
 
 
 @dataclass(frozen=True)
@@ -39,6 +67,7 @@ class Parallel:
     shard: str = "weights"
     #: Sequences of each dp group in a step.
     rows: int = 1
+    software: Software = Software()
 
     def __post_init__(self) -> None:
         check_counts(cp=self.cp, dp=self.dp, tp=self.tp, rows=self.rows)

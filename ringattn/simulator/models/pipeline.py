@@ -12,7 +12,7 @@ from .attention import attention_of_layers
 from .config import ModelConfig
 from .layer import LayerCosts, message_seconds
 from .parallel import Parallel, check_counts
-from .training import OPTIMIZER, Attend, StepEstimate, training_step
+from .training import CHECKPOINT, Attend, StepEstimate, training_step
 
 #: Parts of a step that are not repeated in each layer.
 BESIDE_LAYERS = ("loss", "optimiser", "fsdp")
@@ -93,8 +93,10 @@ def pipelined_step(
     sent = message_seconds(machine, costs.input_bytes, parallel.gpus, pipeline.stages)
     parts["pp"] = count * max(2 * pipeline.interleaved * sent - repeated, 0.0)
     parts["bubble"] = (pipeline.stages - 1) / pipeline.interleaved * repeated
-    again = 0 if parallel.checkpointing == "none" else costs.activation_bytes
-    memory = {**one.memory, "activations": again + ceil(_kept(pipeline, count) * (one.memory["activations"] - again))}
+    kept = ceil(_kept(pipeline, count) * (one.memory["activations"] - costs.again_bytes))
+    memory = {**one.memory, "activations": kept + costs.again_bytes}
+    if count > 1:
+        memory["gradients"] = costs.gradient_bytes
     gpus, sequences = pipeline.stages * parallel.gpus, parallel.rows * parallel.dp
     pairs = sum(layers * each.pairs for layers, each in attend(model, machine, tokens, micro, dtype))
     return replace(
@@ -104,7 +106,7 @@ def pipelined_step(
         parts=parts,
         memory=memory,
         flops=sequences * (6.0 * model.active_parameters * tokens + 12.0 * model.head_dim * model.heads * pairs),
-        checkpoint_bytes=OPTIMIZER * model.parameters / gpus,
+        checkpoint_bytes=CHECKPOINT * model.parameters / gpus,
     )
 
 

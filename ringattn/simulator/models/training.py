@@ -8,33 +8,46 @@ from math import ceil
 
 from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
+from ...machine.bands import STEPS
 from ...machine.machine import Machine
 from ...text import duration
 from ..timing.costs import HOPELESS, JOULES_PER_KWH, SECONDS_PER_HOUR, expected_seconds, young_daly
-from .attention import LayerAttention, attention_of_layers, describe_layers, error_band
+from .attention import LayerAttention, attention_of_layers, describe_layers
 from .config import ModelConfig
-from .layer import RESERVED, LayerCosts, ModelEstimate, check_dtype, collective_seconds, memory_bandwidth
+from .layer import (
+    CAST,
+    RESERVED,
+    LayerCosts,
+    ModelEstimate,
+    check_dtype,
+    collective_seconds,
+    memory_bandwidth,
+    slowdown_seconds,
+)
 from .parallel import SHARDS, Parallel
 
-#: Bytes per parameter of mixed precision with Adam, beside weights in the dtype of the activations: gradients in fp32,
-#: and in fp32 a copy of the weights and two moments (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
-#: Trillion Parameter Models", 2020; there with gradients in 16 bits, here in fp32, in which FSDP reduces them).
-GRADIENT, OPTIMIZER = 4, 12
-#: Rows whose logits exist at once: `chunk` of train.linear_cross_entropy.
-LOSS_ROWS = 512
-#: Bytes that Adam moves per parameter, beside writing the weight: the gradient read, its fp32 state read and written.
-ADAM_TRAFFIC = GRADIENT + 2 * OPTIMIZER
-#: Products of the chunked loss: logits, logits again in the backward, and both gradients.
-LOSS_PRODUCTS = 4
-#: Times that fp32 logits are read or written: twice in the forward, four times in the backward.
-LOGIT_TRAFFIC = 6
+#: Bytes of a gradient while it is reduced: fp32, as FSDP reduces.
+GRADIENT = 4
+#: Bytes of a parameter in a checkpoint: its fp32 weight and two moments.
+CHECKPOINT = 12
+#: Bytes that Adam moves per parameter: the gradient read, its fp32 state read and written, the new weight.
+ADAM_TRAFFIC = GRADIENT + 2 * 12 + 2
+#: Bytes of a parameter that each micro-batch moves beside the product that makes its gradient: the fp32 sum of
+#: gradients read, and written in 4 bytes instead of 2; with ZeRO 3 also two gathers copied from the buffer of the
+#: collective.
+ADDING, COPYING = GRADIENT + 2, 8
+#: Bytes of a logit moved by a fused loss, and by one of single steps in fp32; bytes of it that are needed at once, and
+#: those of fp32 copies beside them.
+FUSED_LOSS, LOSS_BY_STEPS, LOGIT, LOGIT_COPIES = 24, 40, 4, 8
 #: Parts of a step that are attention, whose error band is known.
 ATTENTION_PARTS = ("attention forward", "attention backward", "attention again")
 #: How far published steps lie from this model, in words; `simulate experiment=published` computes the numbers.
 PUBLISHED_STEPS = (
-    "Of 67 published steps of training in bf16, which set nothing here, half reach within 14.5 % of this model's "
-    "tokens/s and 90 % within 28.7 %; the model is 14.5 % too fast in the mean"
+    f"90 % of {STEPS.rows} published steps of training took {STEPS.low:g} to {STEPS.high:g} times as long as this "
+    "model, of which no number is fitted to them; half were within 4.1 %"
 )
+#: Seconds and bytes of collectives.
+Collectives = tuple[float, float]
 #: (number of layers, attention of such a layer), of a model's layers: `attention_of_layers`, or a bound on it.
 Attend = Callable[[ModelConfig, Machine, int, Parallel, str], list[tuple[int, LayerAttention]]]
 
@@ -50,12 +63,8 @@ class StepEstimate(ModelEstimate):
 
     @property
     def seconds_band(self) -> tuple[float, float] | None:
-        """Seconds at both ends of the band of attention, all else as modelled; None: no band is known."""
-        if self.band is None:
-            return None
-        attention = sum(self.parts[name] for name in ATTENTION_PARTS)
-        low, high = (self.seconds + (end - 1) * attention for end in self.band)
-        return low, high
+        """Seconds between which 90 % of published steps would lie; None: the machine is no preset."""
+        return (STEPS.low * self.seconds, STEPS.high * self.seconds) if self.machine.preset else None
 
     @property
     def tflops(self) -> float:
@@ -121,41 +130,48 @@ def training_step(
     sequences = parallel.rows * parallel.dp
     pairs = sum(count * one.pairs for count, one in layers)
     flops = sequences * (6.0 * model.active_parameters * tokens + 12.0 * model.head_dim * model.heads * pairs)
+    memory = _memory(costs, layers)
     return StepEstimate(
         gpus=parallel.gpus,
         tokens=sequences * tokens,
         parts=_parts(costs, layers),
-        memory=_memory(costs, layers),
+        memory=memory,
+        copies=LOGIT_COPIES // LOGIT * memory["logits"],
         machine=machine,
         flops=flops,
         plan=describe_layers(layers),
-        band=error_band(machine, parallel, tokens),
-        checkpoint_bytes=OPTIMIZER * model.parameters / parallel.gpus,
+        checkpoint_bytes=CHECKPOINT * model.parameters / parallel.gpus,
     )
 
 
 def _parts(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[str, float]:
     """The seconds that each part adds to a step."""
-    model, machine, parallel = costs.model, costs.machine, costs.parallel
-    again = parallel.checkpointing
+    model, machine, parallel, software = costs.model, costs.machine, costs.parallel, costs.software
     shards = parallel.cp * parallel.dp if parallel.shard != "none" else 1
-    logits = LOGIT_TRAFFIC * 4 * costs.rows * model.vocab / parallel.tp / memory_bandwidth(machine)
+    memory = memory_bandwidth(machine)
     forward = sum(count * one.forward for count, one in layers)
+    # A chunked loss makes its logits twice.
+    products = 3 if software.loss_rows is None else 4
+    moved = (FUSED_LOSS if software.compiled else LOSS_BY_STEPS) * costs.rows * costs.classes
+    copied = ADDING + (COPYING if parallel.shard == "weights" and shards > 1 else 0)
+    updated = ADAM_TRAFFIC / shards + (CAST if software.fp8 else 0)
     parts = {
         "attention forward": forward,
         "attention backward": sum(count * one.backward for count, one in layers),
-        "attention again": forward if again == "full" else 0.0,
+        "attention again": forward if parallel.checkpointing == "full" else 0.0,
         **costs.products(3 * model.layers),
-        "all else again": 0.0 if again == "none" else model.layers * costs.seconds,
-        "loss": LOSS_PRODUCTS * costs.logits() + logits,
-        "optimiser": (ADAM_TRAFFIC + costs.item) * model.parameters / parallel.tp / shards / memory_bandwidth(machine),
+        "all else again": model.layers * costs.again,
+        "loss": products * costs.logits() + moved / memory,
+        "gradients": copied * model.parameters / parallel.tp / memory,
+        "optimiser": updated * model.parameters / parallel.tp / memory,
         "tp": 2 * model.layers * costs.exchanges,
     }
     return {**parts, "fsdp": _exposed(costs, layers, parts["loss"])}
 
 
 def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: float) -> float:
-    """Seconds in which the collectives of weights and gradients are not hidden behind computing, layer by layer.
+    """Seconds that the collectives of weights and gradients add: where they are not hidden behind computing, layer by
+    layer, and where they are, by which they slow it down.
 
     ZeRO 3 gathers the weights of a layer in its forward and backward, and reduces its gradients in the backward; ZeRO 1
     and 2 gather once, and without shards gradients are reduced and gathered (Rajbhandari et al. 2020, section 7). The
@@ -164,21 +180,27 @@ def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: 
     model, machine, parallel = costs.model, costs.machine, costs.parallel
     level, group = SHARDS.index(parallel.shard), parallel.cp * parallel.dp
 
-    def collectives(parameters: float) -> tuple[float, float]:
-        local = parameters / parallel.tp
-        gather = collective_seconds(machine, costs.item * local, group, parallel.tp)
-        reduce = collective_seconds(machine, GRADIENT * local, group, parallel.tp)
-        return gather if level else 0.0, (gather if level == 3 else 0.0) + (reduce if level else 2 * reduce)
+    def collectives(parameters: float) -> tuple[Collectives, Collectives]:
+        """Seconds and bytes of those of a forward, and of a backward."""
+        gathered, reduced = costs.item * parameters / parallel.tp, GRADIENT * parameters / parallel.tp
+        gather, reduce = (collective_seconds(machine, size, group, parallel.tp) for size in (gathered, reduced))
+        again, times = int(level == 3), 1 if level else 2
+        backward = again * gather + times * reduce, again * gathered + times * reduced
+        return (gather, gathered) if level else (0.0, 0.0), backward
+
+    def added(collective: Collectives, behind: float) -> float:
+        seconds, size = collective
+        return max(seconds - behind, slowdown_seconds(machine, seconds, size)) if group > 1 else 0.0
 
     forward, backward = collectives(model.layer)
-    ends = forward + backward - (forward if level == 3 else 0.0)
+    ends = forward[0] + backward[0] - (forward[0] if level == 3 else 0.0)
     exposed = 0.0
     for count, one in layers:
-        again = {"none": 0.0, "attention": costs.seconds, "full": costs.seconds + one.forward}[parallel.checkpointing]
+        again = costs.again + (one.forward if parallel.checkpointing == "full" else 0.0)
         behind = one.backward + 2 * costs.seconds - costs.exchanges + again
-        exposed += count * (max(forward - one.forward - costs.seconds, 0.0) + max(backward - behind, 0.0))
-    outer = sum(collectives(model.parameters - model.layers * model.layer))
-    return ends + exposed * (1 - 1 / model.layers) + max(outer - loss, 0.0)
+        exposed += count * (added(forward, one.forward + costs.seconds) + added(backward, behind))
+    outer = collectives(model.parameters - model.layers * model.layer)
+    return ends + exposed * (1 - 1 / model.layers) + added((outer[0][0] + outer[1][0], outer[0][1] + outer[1][1]), loss)
 
 
 def _memory(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[str, int]:
@@ -188,24 +210,21 @@ def _memory(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict
     shards = parallel.dp * parallel.cp
     local, layer = model.parameters / parallel.tp, model.layer / parallel.tp
     largest = max(layer, model.table / parallel.tp)
-    kept = {
-        "full": costs.input_bytes,
-        "attention": costs.input_bytes + costs.attention_bytes,
-        "none": costs.activation_bytes,
-    }[parallel.checkpointing]
-    again = 0 if parallel.checkpointing == "none" else costs.activation_bytes
+    weight, _, optimizer = costs.software.states
+    activations = model.layers * costs.kept_bytes
     return {
-        "weights": ceil(costs.item * local / (shards if level >= 3 else 1)),
-        "gradients": ceil(GRADIENT * local / (shards if level >= 2 else 1)),
-        "optimizer": ceil(OPTIMIZER * local / (shards if level >= 1 else 1)),
-        # The layer that computes and the layer that is gathered meanwhile; the gradients of one before they are shared.
+        "weights": ceil(weight * local / (shards if level >= 3 else 1)),
+        # Gradients of one micro-batch take the place of activations, layer by layer.
+        "gradients": max(costs.gradient_bytes - activations, 0),
+        "optimizer": ceil(optimizer * local / (shards if level >= 1 else 1)),
+        # What computes and the layer that is gathered meanwhile; the gradients of one before they are shared.
         "gathered weights and gradients": (
-            ceil((2 * costs.item if level >= 3 else 0) * largest + (GRADIENT if level >= 2 else 0) * largest)
+            ceil((costs.item * (layer + largest) if level >= 3 else 0) + (GRADIENT * largest if level >= 2 else 0))
             if shards > 1
             else 0
         ),
-        "activations": model.layers * kept + again,
+        "activations": activations + costs.again_bytes,
         "attention buffers": max(one.buffers for _, one in layers),
-        "logits": 2 * 4 * min(LOSS_ROWS, costs.rows) * ceil(model.vocab / parallel.tp),
+        "logits": LOGIT * min(costs.software.loss_rows or costs.rows, costs.rows) * ceil(costs.classes),
         "reserved": int(RESERVED * (machine.memory or 0)),
     }

@@ -104,14 +104,15 @@ def preset_bands(predictions: Iterable[PredictedRow]) -> dict[str, tuple[ErrorBa
     ratios: defaultdict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in SIZES])
     for one in predictions:
         ratios[one.row.machine][size_class(one.row.shard)].append(one.row.seconds / one.unseen.seconds)
-    return {name: tuple(_band(sorted(part)) for part in parts) for name, parts in ratios.items()}
+    return {name: tuple(map(band_of, parts)) for name, parts in ratios.items()}
 
 
-def _band(ratios: list[float]) -> ErrorBand | None:
+def band_of(ratios: Sequence[float]) -> ErrorBand | None:
+    """The span of 90 % of ratios; None: there are none."""
     if not ratios:
         return None
-    left_out = int(0.05 * len(ratios))
-    return ErrorBand(len(ratios), round(ratios[left_out], 2), round(ratios[-1 - left_out], 2))
+    left_out, ordered = int(0.05 * len(ratios)), sorted(ratios)
+    return ErrorBand(len(ratios), round(ordered[left_out], 2), round(ordered[-1 - left_out], 2))
 
 
 def errors_of(name: str, group: Sequence[PredictedRow]) -> GroupErrors:

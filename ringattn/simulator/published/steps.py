@@ -1,7 +1,4 @@
-"""81 published steps of training, read from the file beside this module, and their errors by the model.
-
-No row set a number of the model; its share of the peak for products was chosen with other rows of torchtitan in sight.
-"""
+"""81 published steps of training, read from the file beside this module, and their errors by the model."""
 
 from __future__ import annotations
 
@@ -11,65 +8,103 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...machine.bands import ErrorBand
 from ...machine.presets import get_machine
 from ..models.config import ModelConfig
-from ..models.parallel import Parallel
+from ..models.parallel import Parallel, Software
 from ..models.pipeline import Pipeline, pipelined_step
-from .errors import ErrorStatistics
+from .errors import ErrorStatistics, band_of
 
+#: The group of all steps.
+ALL = "all"
 #: The machine of a GPU, and what a source computes attention with where that is not the preset's first kernel.
-MACHINES = {"h100": "h100_nvlink_ib", "h200": "h200_nvlink_ib"}
-KERNELS = {"llm-foundry training benchmarks (MPT, FSDP)": "/fa2"}
-#: What of a layer is kept, by the word of a source; "selective" keeps about the outputs of attention.
-CHECKPOINTING = {"none": "none", "selective": "attention", "full": "full"}
+MACHINES = {"a100": "a100_nvlink_ib", "h100": "h100_nvlink_ib", "h200": "h200_nvlink_ib", "b200": "b200_nvlink_ib"}
+#: FSDP with fp32 shards, from which it gathers bf16, and a loss over all logits.
+_FSDP = Software(states=(4, 4, 8), loss_rows=None)
+#: By the beginning of a source's name: its kernel of attention and its software, from its own text and code. No number
+#: is fitted to rows.
+SOURCES: dict[str, tuple[str, Software]] = {
+    "torchtitan": ("/fa2", _FSDP),
+    "Trainy": ("/cudnn", _FSDP),
+    # tensor_parallel.py: q, k, v, gate and up each gather their input, and logits are gathered; all states in bf16.
+    "KempnerForge": ("/fa2", Software(states=(2, 2, 4), loss_rows=None, exchanges=7, splits_loss=False)),
+    "NeMo": ("/cudnn", replace(_FSDP, hides_exchanges=True)),
+    # submit_benchmarks.py: attn_impl=triton; PyTorch of 2023, not compiled.
+    "llm-foundry": ("/triton_2022", replace(_FSDP, compiled=False, stops_early=False)),
+}
 
 
 @dataclass(frozen=True)
 class StepErrors:
-    """Errors of tokens/s of the steps of a source in one precision, and of the memory where the source tells a peak."""
+    """Errors of tokens/s of a group of steps, and of the bytes needed and reserved where the source tells a peak."""
 
-    source: str
-    precision: str
+    group: str
     speed: ErrorStatistics
-    memory: ErrorStatistics | None
+    needed: ErrorStatistics | None
+    reserved: ErrorStatistics | None
 
 
-def step_errors() -> list[StepErrors]:
-    """The errors by source and precision, then of all sources by precision. Steps in fp8 are modelled as if in bf16."""
-    speeds: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    memories: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+def step_errors() -> tuple[list[StepErrors], ErrorBand]:
+    """The errors by source and precision and of all steps, and the span of 90 % of all."""
+    speeds: defaultdict[str, list[float]] = defaultdict(list)
+    memories: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     with (Path(__file__).parent / "steps.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            speed, memory = _predict(row)
-            for source in (row["source"], "all sources"):
-                key = source, row["precision"]
-                speeds[key].append(speed / float(row["tokens_per_s_per_gpu"]) - 1)
+            speed, *sizes = _predict(row)
+            for group in (f"{row['source'].partition(' ')[0]}, {row['precision']}", ALL):
+                speeds[group].append(speed / float(row["tokens_per_s_per_gpu"]) - 1)
                 if row["peak_GiB"]:
-                    memories[key].append(memory / 2**30 / float(row["peak_GiB"]) - 1)
-    return [
-        StepErrors(*key, ErrorStatistics.of(errors), ErrorStatistics.of(memories[key]) if key in memories else None)
-        for key, errors in sorted(speeds.items(), key=lambda entry: entry[0][0] == "all sources")
-    ]
+                    needed, reserved = (size / 2**30 / float(row["peak_GiB"]) - 1 for size in sizes)
+                    memories[group].append((needed, reserved))
+    errors: list[StepErrors] = []
+    for group in sorted(speeds, key=ALL.__eq__):
+        sizes_of = [ErrorStatistics.of(part) for part in zip(*memories[group], strict=True)]
+        errors.append(StepErrors(group, ErrorStatistics.of(speeds[group]), *(sizes_of or (None, None))))
+    band = band_of([1 + error for error in speeds[ALL]])
+    assert band is not None
+    return errors, band
 
 
-def _predict(row: dict[str, str]) -> tuple[float, int]:
-    """Tokens/s of a GPU, and its bytes, by the model."""
+def _predict(row: dict[str, str]) -> tuple[float, int, int]:
+    """Tokens/s of a GPU, the bytes that it needs, and those that an allocator reserves, by the model."""
     names = "layers hidden heads kv_heads mlp vocab gpus_per_node dp cp tp pp micro_batches interleaved seq rows_per_dp"
     sizes = {name: int(row[name]) for name in names.split()}
     shape: dict[str, Any] = {name: sizes[name] for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "vocab")}
-    head_dim = sizes["hidden"] // sizes["heads"]
-    model = ModelConfig(name=row["model"], **shape, head_dim=head_dim, gated=row["gated"] == "True")
-    machine = get_machine(MACHINES[row["gpu"]] + KERNELS.get(row["source"], ""))
+    model = ModelConfig(
+        name=row["model"],
+        **shape,
+        head_dim=sizes["hidden"] // sizes["heads"],
+        gated=row["gated"] == "True",
+        tied=row["model"].startswith("mpt"),
+    )
+    name = next((name for name in SOURCES if row["source"].startswith(name)), "")
+    library, software = SOURCES.get(name, ("", _FSDP))
+    software = replace(
+        software,
+        fp8=row["precision"] == "fp8",
+        compiled=software.compiled and row["compiled"] != "no",
+        hides_exchanges=software.hides_exchanges or "async" in row["run"].lower(),
+    )
+    # Megatron's and torchtitan's stages of a pipeline keep their weights whole between micro-batches.
+    whole = name == "NeMo" or sizes["pp"] > 1
+    if whole:
+        software = replace(software, states=Software.states)
     parallel = Parallel(
         cp=sizes["cp"],
         dp=sizes["dp"],
         tp=sizes["tp"],
         rows=sizes["rows_per_dp"],
-        checkpointing=CHECKPOINTING[row["checkpointing"]],
-        shard="optimizer" if row["source"].startswith("NeMo") else "weights",
+        checkpointing=row["checkpointing"],
+        shard="optimizer" if whole else "weights",
+        software=software,
     )
-    pipeline = Pipeline(sizes["pp"], sizes["micro_batches"] if sizes["pp"] > 1 else None, sizes["interleaved"])
-    step = pipelined_step(
-        model, replace(machine, ranks_per_node=sizes["gpus_per_node"]), sizes["seq"], parallel, pipeline
-    )
-    return step.tokens_per_second, sum(step.memory.values())
+    pipeline = Pipeline(sizes["pp"], sizes["micro_batches"], sizes["interleaved"])
+    limited = name == "torchtitan" and row["gpu"] == "h100"
+    machine = get_machine(("h100_500w_ib" if limited else MACHINES[row["gpu"]]) + library)
+    node, links = sizes["gpus_per_node"], machine.node_bandwidth or 0.0
+    ring = sizes["tp"] if sizes["tp"] > 1 else min(sizes["dp"], node)
+    if node == 4 and ring > 1:  # HGX boards of 4 join GPUs in pairs, each by a third of the links
+        links *= (ring - 1) / 3
+    machine = replace(machine, ranks_per_node=node, node_bandwidth=links)
+    step = pipelined_step(model, machine, sizes["seq"], parallel, pipeline)
+    return step.tokens_per_second, step.needed, step.reserved

@@ -160,47 +160,55 @@ def choose_layout(
 
 
 def choose_rectangle(
-    make: Callable[[str, str], Plan], names: Sequence[str] | None, rotates: Sequence[str], machine: Machine
+    make: Callable[[Layout, str, str], Plan],
+    layouts: Sequence[Layout],
+    names: Sequence[str] | None,
+    rotates: Sequence[str],
+    machine: Machine,
 ) -> Plan:
     """The best plan of queries and keys at different positions, by every step of every rank, with its `choice`. Pure.
 
-    `make` makes the plan of a schedule and a `rotate`. As `choose` for the schedules `names` (None: those of `auto`).
-    The form that is faster in the ring is taken for the other schedules. Of more than WHOLE ranks nothing is simulated:
-    bytes say what travels, by the first schedule.
+    `make` makes the plan of a layout of the keys, a schedule and a `rotate`. As `choose` for the schedules `names`
+    (None: those of `auto`). The layout and the form that are fastest in the ring are taken for the other schedules. Of
+    more than WHOLE ranks nothing is simulated: bytes say what travels, by the first layout and schedule.
     """
     name, *others = names or ["ring"]
-    first = make(name, rotates[0])
+    first = make(layouts[0], name, rotates[0])
     reason = _explain_idle(first)
     if not reason and first.ranks > WHOLE:
         reason = f"{first.ranks:,} ranks are more than the {WHOLE} whose steps are all simulated for a choice"
         keys = first.block_bytes("kv", first.kv_heads * first.tokens)
         queries = sum(first.block_bytes(kind, first.heads * first.q_tokens) for kind in _WITH_QUERIES)
-        first = make(name, rotates[-1 if queries < keys else 0])
+        first = make(layouts[0], name, rotates[-1 if queries < keys else 0])
     if reason:
         return _take_first(first, (), f"{reason}: nothing was compared", machine)
     candidates: list[Candidate] = []
     plans: dict[Candidate, Plan] = {}
 
-    def add(name: str, rotate: str) -> None:
-        plan = make(name, rotate)
+    def add(layout: Layout, name: str, rotate: str) -> None:
+        plan = make(layout, name, rotate)
         prediction = predict(plan, machine)
         basis, travels = "every step of every rank", plan.forward_rotates if len(rotates) > 1 else ""
         candidates.append(Candidate(plan.layout.name, plan.schedule, prediction, basis=basis, rotate=travels))
         plans[candidates[-1]] = plan
 
-    for rotate in rotates:
-        add(name, rotate)
+    for layout in layouts:
+        if layout != layouts[0] and len(layout.shard(0)) > MAX_RANGES:
+            candidates.append(Candidate(layout.name, "any schedule", None, f"shards of more than {MAX_RANGES} ranges"))
+            continue
+        for rotate in rotates:
+            add(layout, name, rotate)
     best = _take_best(tuple(candidates), plans, machine)
     for name in list_schedules(first, machine)[1:] if names is None else others:
         fastest = min(candidate.seconds for candidate in plans)
         if fastest <= min(candidate.prediction.compute for candidate in plans if candidate.prediction) * EQUAL:
             why = f"no schedule takes less than its visits, {duration(fastest)} to within {EQUAL - 1:.0%}"
-        elif machine.memory is not None and bound_memory(make(name, best.rotate)) > machine.memory:
+        elif machine.memory is not None and bound_memory(make(best.layout.base, name, best.rotate)) > machine.memory:
             why = "it does not fit into the memory of a rank"
         else:
-            add(name, best.rotate)
+            add(best.layout.base, name, best.rotate)
             continue
-        candidates.append(Candidate(first.layout.name, name, None, why))
+        candidates.append(Candidate(best.layout.name, name, None, why))
     return _take_best(tuple(candidates), plans, machine)
 
 

@@ -41,7 +41,7 @@ def test_the_json_has_every_number(folder: Path) -> None:
         assert one["cp"] * one["dp"] * one["tp"] * one["pp"] == one["gpus"] and one["why"].startswith("bound by: ")
         assert sum(one["parts"].values()) == pytest.approx(one["step seconds"])
         low, high = one["seconds of 1e9 tokens, band"]
-        assert 0.9 * one["seconds of 1e9 tokens"] <= low < high
+        assert low < one["seconds of 1e9 tokens"] < high
     # The A100 is cheap here, so that the front has a fast and a cheap end.
     assert {one["machine"] for one in advice["pareto"]} == {"h100_nvlink_ib", "a100_nvlink_ib"}
     assert set(advice["counts"]) == {f"{name}, {n} GPUs" for name in advice["question"]["machines"] for n in (4, 2, 1)}
@@ -56,7 +56,7 @@ def test_the_page_begins_with_the_verdict_and_fits_a_phone(folder: Path) -> None
         pytest.skip("no Chromium on this machine")
     found = probe(page, PROBE, folder)
     assert found["first"] == json.loads((folder / "advice.json").read_text())["verdict"]
-    assert found["shown"] == found["figures"] == 3 and found["columns"] == 6 and found["wide"] <= found["room"]
+    assert found["shown"] == found["figures"] == 4 and found["columns"] == 6 and found["wide"] <= found["room"]
 
 
 @pytest.mark.parametrize(

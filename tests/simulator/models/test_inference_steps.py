@@ -9,9 +9,10 @@ import pytest
 
 import ringattn as ra
 from ringattn.errors import InvalidInput
+from ringattn.inference import merge_seconds
 from ringattn.simulator.models.attention import attention_of_layers
 from ringattn.simulator.models.config import ModelConfig
-from ringattn.simulator.models.inference import decode, merge_seconds, prefill
+from ringattn.simulator.models.inference import decode, prefill
 from ringattn.simulator.models.parallel import Parallel
 from ringattn.simulator.models.training import training_step
 
@@ -27,8 +28,8 @@ def test_a_prefill_is_the_forwards_of_a_step_and_the_last_logits() -> None:
     assert first.parts["attention"] == step.parts["attention forward"]
     assert 3 * first.parts["mlp"] == pytest.approx(step.parts["mlp"])
     assert 2 * first.parts["tp"] == pytest.approx(step.parts["tp"])
-    moved = 2 * (256 + 256 * 512 + 512)  # one row: the matrix is read for longer than it computes
-    assert first.parts["logits"] == pytest.approx(moved / 1e12)
+    moved = 2 * (256 + 256 * 512 + 512)  # one row
+    assert first.parts["logits"] == pytest.approx(moved / 1e12 + 2 * 256 * 512 / 2e13)
     assert first.tokens_per_second == 2048 / first.seconds / 4
     # Keys and values of a window and of half of all tokens, of one of the two heads, in 16 bits.
     assert first.kv_bytes == (100 + 1024) * 2 * 64 * 2
@@ -60,13 +61,15 @@ def test_a_decoded_token_reads_weights_and_keys_once() -> None:
     assert one.kv_bytes == 4 * (50 + 1024) * 2 * 2 * 64 * 2
     assert one.parts["keys and values"] == pytest.approx(one.kv_bytes / 1e12)
     qkv, out = 4 * 256 + 256 * 512 + 4 * 512, 4 * 256 + 256 * 256 + 4 * 256
-    assert one.parts["projections"] == pytest.approx(2 * 2 * (qkv + out) / 1e12)
+    assert one.parts["projections"] == pytest.approx(2 * (2 * (qkv + out) / 1e12 + 2 * 4 * 256 * 768 / 2e13))
     # Two ranks of a node send fp32 outputs and lse of 4 heads and 4 sequences to each other, in each of 2 layers.
     merged = 4 * 4 * 4 * 65
     assert one.parts["merging over cp"] == pytest.approx(2 * (1e-5 + merged / 1e8))
     assert one.tokens_per_second == pytest.approx(12 / one.seconds / 6)
     wide = decode(MODEL, MACHINE, 2048, 4096, Parallel(cp=2, dp=3))
-    assert wide.parts["mlp"] == pytest.approx(2 * 2 * 4096 * 3 * 256 * 512 / 2e13), "many rows compute"
+    assert wide.parts["mlp"] == pytest.approx(
+        2 * (2 * 4096 * 3 * 256 * 512 / 2e13 + 2 * (4096 * (256 + 1024 + 512 + 256) + 3 * 256 * 512) / 1e12)
+    )
 
 
 def test_more_ranks_hold_fewer_keys_and_few_experts_are_read() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import ringattn as ra
-from ringattn.machine.bands import BANDS, SIZES, describe_band, size_class
+from ringattn.machine.bands import BANDS, SIZES, STEPS, describe_band, size_class
 from ringattn.machine.presets import PRESETS
 from ringattn.simulator.models.training import PUBLISHED_STEPS
+from ringattn.simulator.published import steps
 from ringattn.simulator.published.errors import draw_scatter, group_errors, judge_choices, preset_bands
 from ringattn.simulator.published.predictions import (
     CAUSES,
@@ -115,10 +117,18 @@ def test_the_scatter_is_drawn(predictions: list[PredictedRow], tmp_path: Path) -
 
 
 def test_steps_of_training_are_as_far_as_the_model_says() -> None:
-    errors = {(one.source, one.precision): one for one in step_errors()}
-    sources = [one for one in errors.values() if one.source != "all sources"]
-    assert sum(one.speed.rows for one in sources) == 81 and len(sources) == 6
-    speed = errors["all sources", "bf16"].speed
-    words = f"within {speed.median:.1%} of this model's tokens/s and 90 % within {speed.p90:.1%}".replace("%", " %")
-    assert f"Of {speed.rows} published" in PUBLISHED_STEPS and words.replace("90  %", "90 %") in PUBLISHED_STEPS
-    assert f"{speed.bias:.1%} too fast".replace("%", " %") in PUBLISHED_STEPS
+    errors, band = step_errors()
+    everything = errors[-1]
+    assert sum(one.speed.rows for one in errors[:-1]) == everything.speed.rows == 81 and len(errors) == 7
+    assert band == STEPS and f"within {100 * everything.speed.median:.1f} %" in PUBLISHED_STEPS
+    assert everything.speed.median <= 0.1 and everything.speed.p90 <= 0.25 and abs(everything.speed.bias) <= 0.05
+    assert everything.reserved is not None and everything.reserved.median <= 0.2
+
+
+def test_no_step_that_fitted_needs_more_than_its_peak() -> None:
+    with (Path(steps.__file__).parent / "steps.csv").open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["peak_GiB"]]
+    assert len(rows) == 22
+    for row in rows:
+        _, needed, reserved = steps._predict(row)
+        assert needed <= float(row["peak_GiB"]) * 2**30 and needed < reserved, row["run"]
