@@ -15,7 +15,7 @@ Run = Callable[..., list[Any]]
 pytestmark = pytest.mark.multi
 
 #: Each cycle makes and destroys 4 groups; the first cycles warm up what a process holds anyway.
-CYCLES, WARM = 25, 6
+CYCLES, WARM = 14, 5
 
 
 def test_groups_leave_nothing_behind(new_ranks: Run, tmp_path: Path) -> None:

@@ -39,13 +39,13 @@ def test_results_come_in_rank_order(new_ranks: Run) -> None:
     [
         ("raise", ["rank 1 of 2 exited with status 1", "ValueError: a bad day on rank one"]),
         ("kill", ["rank 1 of 2 was killed by SIGKILL"]),
-        ("hang", ["did not end within 15 s", "rank 1 still ran", "about to hang"]),
+        ("hang", ["did not end within 10 s", "rank 1 still ran", "about to hang"]),
     ],
 )
 def test_a_failing_rank_is_named(new_ranks: Run, how: str, words: list[str]) -> None:
     start = time.monotonic()
     with pytest.raises(LaunchFailure) as caught:
-        new_ranks(rank_cases.fail, 2, how, timeout=15 if how == "hang" else 80)
+        new_ranks(rank_cases.fail, 2, how, timeout=10 if how == "hang" else 80)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert time.monotonic() - start < 90
     assert active_children() == []
