@@ -23,8 +23,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from ..errors import InvalidInput, Unsupported
 from ..functional import get_transport
 from ..kernels.base import wide
+from ..train import SumOverRanks
 from ..transport.records import Exchange, compare_records
-from ..transport.torchdist import WeakGroup, place_group
+from ..transport.torchdist import place_group
 from .borders import ANSWERS, cut_batch, read_borders
 from .generation import STATE
 
@@ -48,23 +49,6 @@ FOREIGN = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 OF_ROWS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "cu_seq_lens_q", "inputs_embeds")
 #: The labels of whole sequences.
 LABELS = ("labels", *ANSWERS)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over ranks, on each of them; its gradient is the sum of their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        """The sum, a tensor of its own."""
-        ctx.group = WeakGroup(group)
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The sum of what the ranks say."""
-        return _SumOverRanks.apply(gradients[0], ctx.group.group), None
 
 
 @dataclass(frozen=True)
@@ -98,7 +82,7 @@ class Sequences:
         chosen = real.nonzero()[:, 0]
         mine = rows.flatten(0, 1)[chosen].to(weight.dtype) * weight[chosen, None]
         pooled = mine.new_zeros(self.number, mine.shape[1]).index_add(0, index[chosen], mine)
-        return _SumOverRanks.apply(pooled, self.group).to(rows.dtype)
+        return SumOverRanks.apply(pooled, self.group).to(rows.dtype)
 
 
 def find_sequences(
@@ -157,7 +141,7 @@ def join_rows(rows: torch.Tensor, cut: Layout, group: ProcessGroup) -> torch.Ten
     """[B, N] of whole sequences from this rank's [B, n], on every rank. Differentiable; collective."""
     places = torch.from_numpy(cut.positions(dist.get_rank(group))).to(rows.device)
     whole = rows.new_zeros(rows.shape[0], cut.tokens).index_copy(1, places, rows)
-    return _SumOverRanks.apply(whole, group)
+    return SumOverRanks.apply(whole, group)
 
 
 def find_pooling(model: PreTrainedModel, field: str) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -102,6 +102,23 @@ def mean_over_ranks(x: torch.Tensor, *, group: ProcessGroup | DeviceMesh | None 
     if _count_ranks(group) > 1:
         dist.all_reduce(mean, group=_get_group(group))
     return mean / _count_ranks(group)
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over ranks, on each of them; its gradient is the sum of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        """The sum, a tensor of its own."""
+        ctx.group = WeakGroup(group)
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The sum of what the ranks say."""
+        return SumOverRanks.apply(gradients[0], ctx.group.group), None
 
 
 def _get_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
