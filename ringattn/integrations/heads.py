@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -273,6 +274,8 @@ def leave_base(base: nn.Module, args: Any, result: Any) -> Any:
     call: HeadCall | None = None if ring is None else ring.call.get("head")
     if call is not None:
         result["last_hidden_state"] = call.pooled(result["last_hidden_state"])
+        if call.pooling in POOLINGS:  # every rank computes the head, and drops the same of it
+            ring.call.pop("numbers", ExitStack()).close()
     return result
 
 

@@ -173,10 +173,18 @@ class RingMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the trainer's, with a `RingAccelerator`."""
+        given = cast(Any, self).args
+        for name, hint in (
+            ("parallelism_config", "cp= of the trainer is all that it takes"),
+            ("torch_compile", "compile the layers of the model yourself"),
+            ("neftune_noise_alpha", "its noise grows with fewer rows"),
+        ):
+            if dist.is_initialized() and dist.get_world_size() > 1 and getattr(given, name, None):
+                raise Unsupported(f"{name}={getattr(given, name)} over ranks that share sequences; {hint}")
         cast(Any, super()).create_accelerator_and_postprocess()
         self.accelerator.__class__ = RingAccelerator
         self.accelerator.form_groups(self._cp)
-        if cast(Any, self).args.train_sampling_strategy == "batch_rebalance":
+        if given.train_sampling_strategy == "batch_rebalance":
             raise Unsupported("train_sampling_strategy='batch_rebalance' shares the data by rank; take another")
 
     def get_total_train_batch_size(self, args: Any) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,7 +63,7 @@ from .generation import STATE, RingCache, begin, generate, layer_windows, make_p
 from .heads import HeadCall, check_pooler, enter_base, enter_pooler, find_sequences, leave_base
 from .heads import pool as pool
 from .supported import check_model, first_position, rotates_by_length
-from .whole import cut_call
+from .whole import cut_call, draw_alone
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -533,7 +534,8 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is None:
         return args, kwargs
-    ring.call.update(generation=None, head=None, whole=None)  # of a call that ended with an exception
+    ring.call.pop("numbers", ExitStack()).close()  # of a call that ended with an exception
+    ring.call.update(generation=None, head=None, whole=None)
     past = ring.call.get("past")
     if past is not None and kwargs.get("past_key_values") is None:  # Phi-3 computes all again where its rope changes
         past.reset()
@@ -568,6 +570,9 @@ def _cut_call(model: nn.Module, ring: _Ring, args: Any, kwargs: dict[str, Any]) 
     kwargs, ring.call["whole"] = cut_call(
         kwargs, shard, ring.layout, ring.place.group, counts=not ring.first, loss_only=loss_only
     )
+    if model.training:
+        ring.call["calls"] = ring.call.get("calls", 0) + 1
+        ring.call["numbers"] = draw_alone(ring.place.group, ring.call["calls"])
     return kwargs
 
 
@@ -601,6 +606,7 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is None:
         return result
+    ring.call.pop("numbers", ExitStack()).close()
     generation = ring.call.pop("generation", None)
     if generation is not None:
         return generation.finish(result, ring.place.group)

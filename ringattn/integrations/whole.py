@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -51,6 +53,20 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad[:, ctx.mine] * ctx.ranks, None, None
+
+
+def draw_alone(group: ProcessGroup, call: int) -> ExitStack:
+    """Until it is closed, this rank draws random numbers of its own in call number `call`, such as for dropout.
+
+    Then the numbers go on that all ranks of the group share, as if the call had drawn none: else those that drop fewer
+    rows would part from the others, which draw their next batch.
+    """
+    alone = ExitStack()
+    cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    seed = crc32(torch.get_rng_state().numpy()) + call * dist.get_world_size(group) + dist.get_rank(group)
+    alone.enter_context(torch.random.fork_rng(cuda))
+    torch.manual_seed(seed)
+    return alone
 
 
 @dataclass
