@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InvalidInput, Mismatch
-from ..kernels.dropout import finalize, key_steps
 from ..layout.regular import Layout, make_layout
 from ..pattern import Documents, Pattern
 from ..train import NO_LABEL
 from .generation import layer_windows, make_pattern
+from .ranks import digest_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -147,9 +147,7 @@ def digest_batch(batch: Mapping[str, torch.Tensor], documents: Documents | None)
     numbers = [torch.zeros((), dtype=torch.int64, device=tokens.device)] * len(COMPARED)
     for i, name in enumerate(COMPARED):
         if name in whole:
-            x = whole[name].to(tokens.device).flatten()
-            x = x.double().view(torch.int64) if x.is_floating_point() else x.long()
-            numbers[i] = finalize(x + key_steps(torch.arange(len(x), device=x.device))).sum()
+            numbers[i] = digest_tensor(whole[name].to(tokens.device))
     count = (batch["labels"] != NO_LABEL).sum() if "labels" in batch else torch.zeros_like(numbers[0])
     return torch.stack([*numbers, count.to(tokens.device), batch["position_ids"].max().to(tokens.device)])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,10 +26,11 @@ from ..layout.regular import Layout, make_layout
 from ..pattern import Causal, Full, Pattern, from_block_mask
 from ..transport.records import Exchange, compare_records
 from ..transport.torchdist import WeakGroup
-from .whole import GatherRows
+from .ranks import GatherRows, compare_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.attention.flex_attention import AuxRequest
     from typing_extensions import Unpack
@@ -42,20 +43,23 @@ SDPA = F.scaled_dot_product_attention
 PATTERN = "ring_pattern"
 #: The arguments of `ring_attention` of each context that is entered, the innermost last.
 _entered: list[dict[str, Any]] = []
+#: The buffers of all contexts that are entered.
+_held: list[Tensor] = []
 
 
+@contextmanager
 def context_parallel(
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | ProcessGroup,
     *,
     buffers: Sequence[Tensor | BlockMask] = (),
     buffer_seq_dims: Sequence[int | None] = (),
     no_restore_buffers: Collection[Tensor] = (),
     layout: str | Layout = "zigzag",
     **options: Unpack[AttentionKeywords],
-) -> AbstractContextManager[None]:
+) -> Iterator[None]:
     """A context in which torch's attention runs over the ranks of `mesh`, and buffers hold the rows of this rank.
 
-    mesh: one axis of a DeviceMesh, such as mesh["cp"].
+    mesh: one axis of a DeviceMesh, such as mesh["cp"], or a ProcessGroup.
     buffers: tensors of whole sequences, equal on all ranks, such as tokens, labels and tables of positions. Each
         becomes this rank's rows, in place, and is whole again after the context. The first one tells the length; of a
         longer table the first rows are cut. A BlockMask stays whole; torch.compile needs those that it meets named.
@@ -71,30 +75,49 @@ def context_parallel(
     DistributedDataParallel broadcasts no buffers in it. Attention that a model computes by other functions, and
     scaled_dot_product_attention under another name, are not seen.
 
-    Raises InvalidInput for buffers that do not fit, Unsupported for other masks, score_mod and max_scores, and what
-    `ring_attention` raises.
+    Raises Mismatch where the ranks have other buffers, InvalidInput for buffers that do not fit and where no attention
+    ran over the ranks, Unsupported for other masks, score_mod and max_scores, and what `ring_attention` raises.
     """
-    ring = {"group": WeakGroup(mesh).group, "layout": layout, **options}
-    cut: Layout | None = None
+    group = WeakGroup(mesh).group
+    ring = get_transport(group)
+    held = [x for x in buffers if not isinstance(x, BlockMask)]
+    if any(x is other for x in held for other in _held):
+        raise InvalidInput("a buffer holds the rows of this rank already: a context around this one has cut it")
+    compare_inputs(held, group)
+    if len(buffers) != len(buffer_seq_dims):
+        raise InvalidInput(f"{len(buffers)} buffers have {len(buffer_seq_dims)} buffer_seq_dims; give one dim for each")
     swaps: list[tuple[Tensor, Tensor]] = []
     for x, dim in zip(buffers, buffer_seq_dims, strict=True):
         if isinstance(x, BlockMask):
             read_mask(x)
             continue
         assert dim is not None
-        if cut is None:
-            cut = make_layout(layout, tokens=x.shape[dim], ranks=mesh.size())
-        if x.shape[dim] < cut.tokens:
+        layout = layout if swaps else make_layout(layout, tokens=x.shape[dim], ranks=ring.size)
+        assert isinstance(layout, Layout)
+        if x.shape[dim] < layout.tokens:
             raise InvalidInput(
-                f"a buffer has {x.shape[dim]:,} rows along dim {dim}, the sequence {cut.tokens:,} tokens; give buffers "
-                "of one sequence, its tokens first"
+                f"a buffer has {x.shape[dim]:,} rows along dim {dim}, the sequence {layout.tokens:,} tokens; give "
+                "buffers of one sequence, its tokens first"
             )
-        rows = cut.shard_tensor(x.detach().narrow(dim, 0, cut.tokens), mesh.get_local_rank(), dim)
+        rows = layout.shard_tensor(x.detach().narrow(dim, 0, layout.tokens), ring.rank, dim)
         swaps.append((x, rows.clone(memory_format=torch.contiguous_format)))
     for x, rows in swaps:
         if any(x is kept for kept in no_restore_buffers):
             _set(x, rows)
-    return _context(ring, [pair for pair in swaps if not any(pair[0] is kept for kept in no_restore_buffers)])
+    swaps = [pair for pair in swaps if not any(pair[0] is kept for kept in no_restore_buffers)]
+    events = ring.events
+    _held.extend(held)
+    try:
+        with _context({"group": group, "layout": layout, **options}, swaps):
+            yield
+    finally:
+        del _held[len(_held) - len(held) :]
+    if ring.size > 1 and ring.events == events:
+        raise InvalidInput(
+            "no attention ran over the ranks: each has seen its own rows alone. Let the model call "
+            "torch.nn.functional.scaled_dot_product_attention by its module, as F.scaled_dot_product_attention, or "
+            "flex_attention; leave the context out where nothing attends"
+        )
 
 
 @contextmanager
@@ -139,7 +162,11 @@ def _set(x: Tensor, value: Tensor) -> None:
 
 
 def context_parallel_unshard(
-    mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], *, layout: str | Layout = "zigzag"
+    mesh: DeviceMesh | ProcessGroup,
+    buffers: Sequence[Tensor],
+    seq_dims: Sequence[int],
+    *,
+    layout: str | Layout = "zigzag",
 ) -> list[Tensor]:
     """Tensors of whole sequences from the rows of the ranks, on every rank. Collective, not differentiable.
 

@@ -11,13 +11,11 @@ sequence is the shard of rank 0, text before image, then that of rank 1, and so 
 
 from __future__ import annotations
 
-import json
 from copy import copy
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from diffusers.hooks.context_parallel import _get_submodule_by_name, apply_context_parallel
@@ -28,12 +26,13 @@ from diffusers.models.attention_processor import Attention, MochiAttention
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
-from ..errors import InvalidInput, Mismatch, Unsupported
+from ..errors import InvalidInput, Unsupported
 from ..functional import get_transport, ring_attention
 from ..layout.regular import ROWS
 from ..pattern import Full
 from ..runtime.call import OPTION_NAMES, check_option_names
-from ..transport.records import Exchange, compare
+from ..transport.records import Exchange
+from .ranks import compare_inputs
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
 
 #: The name of the backend in diffusers.
 NAME = "ringattn"
-#: How many values of an input ranks compare.
-SAMPLED = 16
 
 
 def parallelize(
@@ -104,15 +101,8 @@ def parallelize(
 
 
 def _compare_inputs(group: ProcessGroup, module: Any, arguments: Any, named: Any) -> None:
-    """Raise Mismatch on every rank if the inputs of the ranks differ in size, or by more than rounding."""
-    inputs = [x.detach().flatten() for x in tree_leaves((arguments, named)) if isinstance(x, torch.Tensor)]
-    some = torch.cat([x[:: 1 + len(x) // SAMPLED].float() for x in inputs]).tolist()
-    with Exchange(get_transport(group), "inputs of a model") as ranks:
-        ranks.mine = json.dumps([str([*map(len, inputs)]), some]).encode()
-    sizes, values = zip(*map(json.loads, ranks.records), strict=True)
-    compare({rank: {"the sizes of the inputs": x} for rank, x in enumerate(sizes)})
-    if not np.allclose(values, values[0], rtol=0.1, atol=0.1, equal_nan=True):
-        raise Mismatch("the ranks were given different inputs; draw noise from generators of one seed on all ranks")
+    """Raise Mismatch on every rank if the inputs of the ranks differ in shape, or by more than rounding."""
+    compare_inputs([x for x in tree_leaves((arguments, named)) if isinstance(x, torch.Tensor)], group)
 
 
 class _Sum(torch.autograd.Function):

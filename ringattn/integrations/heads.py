@@ -159,7 +159,7 @@ def find_pooling(model: PreTrainedModel, field: str) -> str:
         pooled = None if pooler is None else pooler(hidden)
         result = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=hidden, pooler_output=pooled)
         below.forward = lambda *args, **kwargs: result  # type: ignore[method-assign]
-        return cast(torch.Tensor, head(input_ids=torch.full(hidden.shape[:2], token))[field])
+        return cast(torch.Tensor, head(input_ids=torch.full(hidden.shape[:2], token, device=hidden.device))[field])
 
     return _ask(model, f"head ({field})", run)
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from ..errors import InvalidInput, Unsupported
 from .borders import COUNT, DIGEST, cut_batch, read_borders
+from .ranks import GatherRows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,32 +28,6 @@ if TYPE_CHECKING:
 
 #: What collators say of packed documents; the other tensors of a batch are known by their shape.
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-
-
-class GatherRows(torch.autograd.Function):
-    """The rows [B, N, ...] of all ranks, from the rows [B, n, ...] of each. Collective; its backward is not.
-
-    All ranks must compute the same loss of the result. The gradient of a rank's rows is that of the loss times the
-    ranks, so that the mean of the parameters' gradients over the ranks, which DDP and FSDP take, is the gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, places: Places, group: ProcessGroup) -> Tensor:
-        """`places` are, by rank, the places of its rows in the result."""
-        ctx.ranks = len(places)
-        ctx.mine = torch.from_numpy(places[dist.get_rank(group)]).to(mine.device)
-        assert mine.shape[1] == len(ctx.mine)
-        most = max(map(len, places))
-        padded = mine.new_zeros((len(mine), most, *mine.shape[2:]))
-        padded[:, : mine.shape[1]] = mine
-        parts = [torch.empty_like(padded) for _ in places]
-        dist.all_gather(parts, padded, group=group)
-        rows = torch.cat([part[:, : len(there)] for part, there in zip(parts, places, strict=True)], 1)
-        return rows[:, torch.from_numpy(np.argsort(np.concatenate(places))).to(mine.device)]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad[:, ctx.mine] * ctx.ranks, None, None
 
 
 def draw_alone(group: ProcessGroup, call: int) -> ExitStack:

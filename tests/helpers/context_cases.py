@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rank_pool import told_by
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import context_parallel as torch_context
 from torch.nn import functional as F
@@ -97,7 +98,7 @@ def train(run: Any, model: Model, tokens: int, documents: bool, enter: Any, afte
         total = loss.detach()
         if enter is not whole:
             for x in (total, *(p.grad for p in model.parameters())):
-                dist.all_reduce(x)
+                dist.all_reduce(x, group=get_mesh().get_group())
             assert after or inputs.shape == labels.shape == (2, tokens)
         found += [total.item(), nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()]
         optimizer.step()
@@ -127,7 +128,7 @@ def losses(rank: int, tokens: int, kind: str) -> tuple[list[float], list[float]]
 
     torch._dynamo.reset()
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if kind.endswith("compiled") else model
-    run = nn.parallel.DistributedDataParallel(model) if kind.endswith("DDP") else run
+    run = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group()) if kind.endswith("DDP") else run
     found = train(run, model, tokens, documents, enter, after=reentrant is not None)
     return found, train(alone := Model(), alone, tokens, documents, whole)
 
@@ -136,13 +137,30 @@ def all_losses(rank: int, tokens: int, kinds: list[str]) -> dict[str, tuple[list
     return {kind: losses(rank, tokens, kind) for kind in kinds}
 
 
+@cache
+def make_mesh(ranks: int) -> Any:
+    """The mesh of the first ranks; None on the others. Collective on all."""
+    group = dist.new_group(range(ranks))
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",)) if dist.get_rank() < ranks else None
+
+
+#: The mesh of the case that runs.
+current: list[Any] = []
+
+
 def get_mesh() -> Any:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))["cp"]
+    return current[-1]
 
 
-def tutorial(rank: int, tokens: int, context_parallel: Any, unshard: Any) -> float:
+def on_first(rank: int, ranks: int, case: Any, *args: Any) -> Any:
+    """What a case finds on the first ranks; None on the others. The starts of ranks take longer than the cases."""
+    current[:] = [make_mesh(ranks)]
+    return None if rank >= ranks else case(rank, *args)
+
+
+def ours(rank: int, tokens: int) -> float:
     """The lines of torch's tutorial of context parallelism, and the gradients: the largest difference of both."""
-    device_mesh = get_mesh()
+    device_mesh = get_mesh() if tokens == 64 else get_mesh().get_group()
     torch.manual_seed(0)
     qkv = [torch.rand((2, 4, tokens, 16), requires_grad=True) for _ in range(3)]
     out = F.scaled_dot_product_attention(*qkv, is_causal=True)
@@ -151,7 +169,7 @@ def tutorial(rank: int, tokens: int, context_parallel: Any, unshard: Any) -> flo
 
     cp_qkv = [t.detach().clone() for t in qkv]
     mine = weights.clone()
-    with context_parallel(device_mesh, buffers=(*cp_qkv, mine), buffer_seq_dims=(2, 2, 2, 2)):
+    with ra.context_parallel(device_mesh, buffers=(*cp_qkv, mine), buffer_seq_dims=(2, 2, 2, 2)):
         for t in cp_qkv:
             t.requires_grad = True
         cp_out = F.scaled_dot_product_attention(*cp_qkv, is_causal=True)
@@ -160,12 +178,9 @@ def tutorial(rank: int, tokens: int, context_parallel: Any, unshard: Any) -> flo
         for t in cp_qkv:
             t.requires_grad, t.grad = False, None
     assert all(torch.equal(a, b) for a, b in zip(cp_qkv, qkv, strict=True)), "buffers are whole again"
-    found = unshard(device_mesh, [cp_out.detach(), *gradients], [2, 2, 2, 2])
+    assert "transformers" not in sys.modules, "a context needs torch alone"
+    found = ra.context_parallel_unshard(device_mesh, [cp_out.detach(), *gradients], [2, 2, 2, 2])
     return max(float((a - b).abs().max()) for a, b in zip(found, [out, *(t.grad for t in qkv)], strict=True))
-
-
-def ours(rank: int, tokens: int) -> float:
-    return tutorial(rank, tokens, ra.context_parallel, ra.context_parallel_unshard)
 
 
 def beside_torch(rank: int) -> tuple[bool, str]:
@@ -175,6 +190,8 @@ def beside_torch(rank: int) -> tuple[bool, str]:
         x, table = torch.arange(128.0).view(2, 64).clone(), torch.arange(64)
         with context(mesh, buffers=[x, table], buffer_seq_dims=[1, 0]):
             rows.append((x.clone(), table.clone()))
+            if context is ra.context_parallel:  # a context without attention raises
+                F.scaled_dot_product_attention(*(3 * [x[None, :, :, None]]))
         assert x.shape == (2, 64)
     q = torch.randn(2, 4, 64, 16)
     with torch_context(mesh, buffers=[q], buffer_seq_dims=[2]):
@@ -219,7 +236,7 @@ def doors(rank: int) -> tuple[dict[str, float], list[str]]:
         out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
         return out.to_local() if isinstance(out, DTensor) else out
 
-    own = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("cp", "tp"))["tp"]
+    own = DeviceMesh.from_group(dist.new_group([rank], use_local_synchronization=True), "cpu")
     given = [x.clone() for x in whole]
     for name, attend, dim in (
         ("padding", padded, 2),
@@ -251,7 +268,7 @@ def doors(rank: int) -> tuple[dict[str, float], list[str]]:
         lambda: F.scaled_dot_product_attention(q, q, q, torch.zeros(23, 23)),
         lambda: flex_attention(q, q, q, lambda score, b, h, i, j: score, made),
         lambda: flex_attention(q, q, q, block_mask=made, return_aux=AuxRequest(max_scores=True)),
-        lambda: ra.context_parallel(mesh, buffers=[q, short], buffer_seq_dims=[2, 1]),
+        lambda: ra.context_parallel(mesh, buffers=[q, short], buffer_seq_dims=[2, 1]).__enter__(),
         lambda: F.scaled_dot_product_attention(*(3 * [DTensor.from_local(q, mesh, [Shard(2)])])),
     ]
     with ra.context_parallel(mesh):
@@ -261,3 +278,29 @@ def doors(rank: int) -> tuple[dict[str, float], list[str]]:
     assert F.scaled_dot_product_attention is scaled_dot_product_attention
     assert told_by(lambda: flex_attention(q, q, q, block_mask=made)) == "fine"
     return found, told
+
+
+def mistakes(rank: int) -> list[str]:
+    """What users are told whose contexts would compute something else."""
+    mesh, x, table = get_mesh(), torch.arange(46).view(2, 23), torch.arange(96)
+
+    def enter(x: torch.Tensor, *dims: int, attend: Any = F.scaled_dot_product_attention, inside: Any = None) -> Any:
+        with ra.context_parallel(mesh, buffers=[x, table], buffer_seq_dims=dims):
+            if inside is not None:
+                inside()
+            q = x[:, None, :, None].float()
+            return attend(q, q, q) if attend is not None else F.scaled_dot_product_attention(q, q, q)
+
+    told = [
+        told_by(lambda: enter(x + (torch.arange(23) == 5) * rank, 1, 0, attend=None)),
+        told_by(lambda: enter(torch.zeros(2, 23 + rank), 1, 0, attend=None)),
+        told_by(lambda: enter(torch.full((2, 23), float(rank)), 1, 0, attend=None)),
+        told_by(lambda: enter(x, 1, 0)),  # a function that the context does not see
+        told_by(lambda: enter(x, 1, 0, attend=lambda q, k, v: (q @ k.mT).softmax(-1) @ v)),
+        told_by(lambda: enter(x, 0, 0, attend=None)),
+        told_by(lambda: enter(x, 1, 0, inside=lambda: enter(x, 1, 0))),
+        told_by(lambda: enter(x, 1)),
+        told_by(lambda: enter(x, 1, 0, attend=None)),
+    ]
+    assert x.shape == (2, 23) and table.shape == (96,)
+    return told

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import context_cases
 import pytest
 from graph_cases import in_graphs
@@ -9,39 +11,51 @@ from graph_cases import in_graphs
 EPS = 2.0**-23
 
 
+@pytest.fixture(scope="module")
+def run_first(run_ranks) -> Any:  # type: ignore[no-untyped-def]
+    """run_first(ranks, case, ...): what a case finds on the first 2 or all 3 of the same ranks."""
+
+    def run(ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+        return run_ranks(context_cases.on_first, 3, ranks, *args, timeout=timeout)[:ranks]  # type: ignore[no-any-return]
+
+    return run
+
+
 @pytest.mark.multi
 @pytest.mark.parametrize("tokens", [64, 61])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_lines_of_the_tutorial_compute_attention_of_whole_sequences(run_ranks, ranks: int, tokens: int) -> None:  # type: ignore[no-untyped-def]
-    assert max(run_ranks(context_cases.ours, ranks, tokens)) <= 64 * EPS
+def test_the_lines_of_the_tutorial_compute_attention_of_whole_sequences(
+    run_first: Any, ranks: int, tokens: int
+) -> None:
+    assert max(run_first(ranks, context_cases.ours, tokens)) <= 64 * EPS
 
 
 @pytest.mark.multi
-def test_torch_cuts_the_same_rows_and_has_no_attention_on_cpus(run_ranks) -> None:  # type: ignore[no-untyped-def]
-    for same, told in run_ranks(context_cases.beside_torch, 2):
+def test_torch_cuts_the_same_rows_and_has_no_attention_on_cpus(run_first: Any) -> None:
+    for same, told in run_first(2, context_cases.beside_torch):
         assert same and "does not have a sharding strategy" in told
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_losses_and_gradient_norms_are_those_of_one_process(run_ranks, ranks: int) -> None:  # type: ignore[no-untyped-def]
+def test_losses_and_gradient_norms_are_those_of_one_process(run_first: Any, ranks: int) -> None:
     kinds = ["causal, DDP", "recomputed", "documents, recomputed"] if ranks == 2 else ["documents"]
-    for found in run_ranks(context_cases.all_losses, ranks, 61, kinds):
+    for found in run_first(ranks, context_cases.all_losses, 61, kinds):
         for kind in kinds:
             assert found[kind][0] == pytest.approx(found[kind][1], rel=1e-6), kind
 
 
 @pytest.mark.multi
 @in_graphs
-def test_compiled_models_and_compiled_attention(run_ranks) -> None:  # type: ignore[no-untyped-def]
+def test_compiled_models_and_compiled_attention(run_first: Any) -> None:
     kinds = ["documents, compiled attention", "documents, compiled"]
-    for found in run_ranks(context_cases.all_losses, 2, 61, kinds, timeout=120):
+    for found in run_first(2, context_cases.all_losses, 61, kinds, timeout=120):
         for kind in kinds:
             assert found[kind][0] == pytest.approx(found[kind][1], rel=1e-6), kind
 
 
 @pytest.mark.multi
-def test_what_a_context_takes_and_refuses(run_ranks) -> None:  # type: ignore[no-untyped-def]
+def test_what_a_context_takes_and_refuses(run_first: Any) -> None:
     words = [
         "Unsupported: attn_mask torch.float32 (23, 23): of masks only padding is read",
         "Unsupported: score_mod and max_scores of flex_attention",
@@ -50,6 +64,23 @@ def test_what_a_context_takes_and_refuses(run_ranks) -> None:  # type: ignore[no
         "Unsupported: DTensors of {(Shard(dim=2),)}",
         "InvalidInput: Documents",
     ]
-    for found, told in run_ranks(context_cases.doors, 2):
+    for found, told in run_first(2, context_cases.doors):
         assert max(found.values()) <= 64 * EPS, found
+        assert [text[: len(word)] for text, word in zip(told, words, strict=True)] == words
+
+
+@pytest.mark.multi
+def test_contexts_that_would_compute_something_else_are_refused(run_first: Any) -> None:
+    words = [
+        "Mismatch: the ranks were given different inputs",
+        "Mismatch: the ranks disagree about the shapes of the inputs: [(2, 23), (96,)] on rank 0; [(2, 24), (96,)]",
+        "Mismatch: the ranks were given different inputs",
+        "InvalidInput: no attention ran over the ranks",
+        "InvalidInput: no attention ran over the ranks",
+        "InvalidInput: the layout zigzag was made for 2 tokens over 2 ranks, the call has 46 tokens",
+        "InvalidInput: a buffer holds the rows of this rank already",
+        "InvalidInput: 2 buffers have 1 buffer_seq_dims",
+        "fine",
+    ]
+    for told in run_first(2, context_cases.mistakes):
         assert [text[: len(word)] for text, word in zip(told, words, strict=True)] == words

@@ -45,8 +45,8 @@ def test_diffusers_own_calls_select_the_backend(run_ranks) -> None:  # type: ign
 @pytest.mark.multi
 def test_ranks_with_other_inputs_are_told(run_ranks) -> None:  # type: ignore[no-untyped-def]
     for noise, text in run_ranks(diffusion_cases.other_inputs, 2, timeout=120):
-        assert "were given different inputs; draw noise from generators of one seed" in noise
-        assert "disagree about the sizes of the inputs" in text
+        assert "were given different inputs; draw noise, or batches, from generators of one seed" in noise
+        assert "disagree about the shapes of the inputs" in text
 
 
 @pytest.mark.multi
