@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from diffusers.hooks.context_parallel import _get_submodule_by_name, apply_context_parallel
+from diffusers.hooks import HookRegistry
+from diffusers.hooks.context_parallel import ContextParallelSplitHook, _get_submodule_by_name
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
 
 #: The name of the backend in diffusers.
 NAME = "ringattn"
-#: How many values of an input ranks compare.
-SAMPLED = 16
+#: How many values of an input, and about how many of a weight, ranks compare.
+SAMPLED, SAMPLED_WEIGHTS = 16, 2
 
 
 def parallelize(
@@ -67,10 +68,13 @@ def parallelize(
     Wan, are attended without messages. Every rank is given the same inputs and computes the loss from the gathered
     output; the mean over the ranks of their gradients, as DDP and FSDP take it, is the gradient of the loss.
 
-    Raises Unsupported if a processor does not let diffusers choose its attention, InvalidInput without a plan. Calls
-    raise Unsupported for masks other than boolean ones of padded keys, causal attention and dropout, and Mismatch on
-    every rank if the inputs of the ranks are not the same.
+    Raises Unsupported if a processor does not let diffusers choose its attention, InvalidInput without a plan, for
+    degrees that are not those of the ranks, and for a model that is parallel already. Calls raise Unsupported for masks
+    other than boolean ones of padded keys, causal attention and dropout, InvalidInput for fewer tokens than ranks, and
+    Mismatch on every rank if inputs, or weights that are whole on each rank, are not the same on all.
     """
+    if model._parallel_config is not None:
+        raise InvalidInput(f"this {type(model).__name__} is parallel already; load it anew for another config")
     check_option_names(options, {*OPTION_NAMES} - {"schedule", "scale", "softcap", "dropout"})
     cp_plan = model._cp_plan if cp_plan is None else cp_plan
     if cp_plan is None:
@@ -84,6 +88,12 @@ def parallelize(
             )
     config = copy(config)
     config.ring_anything = True  # so that hooks cut any number of tokens; the constructor refuses it beside Ulysses
+    have = config.mesh["ring", "ulysses"].size() if config.mesh else dist.get_world_size()
+    if config.ring_degree * config.ulysses_degree != have:
+        raise InvalidInput(
+            f"ring_degree {config.ring_degree} x ulysses_degree {config.ulysses_degree} is not the {have} ranks at "
+            "hand; give degrees whose product is their number, or mesh= where other axes take the rest"
+        )
     mesh = config.mesh or init_device_mesh(model.device.type, config.mesh_shape, mesh_dim_names=config.mesh_dim_names)
     parallel = ParallelConfig(context_parallel_config=config)
     parallel.ring_options = options  # for `_attend`
@@ -93,26 +103,70 @@ def parallelize(
         processor._attention_backend, processor._parallel_config = BACKEND, parallel
     group = config._flattened_mesh.get_group()
     model.register_forward_pre_hook(partial(torch.compiler.disable(_compare_inputs), group), with_kwargs=True)
-    apply_context_parallel(model, config, {name: place for name, place in cp_plan.items() if isinstance(place, dict)})
     for name, place in cp_plan.items():
-        if not isinstance(place, dict):
-            dims = [x and x.gather_dim for x in (place if isinstance(place, list | tuple) else [place])]
-            modules = _get_submodule_by_name(model, name)
-            for module in modules if isinstance(modules, list) else [modules]:
+        modules = _get_submodule_by_name(model, name)
+        for module in modules if isinstance(modules, list) else [modules]:
+            if isinstance(place, dict):
+                registry = HookRegistry.check_if_exists_or_initialize(module)
+                registry.register_hook(_Cut(place, config), f"{NAME} {name}")
+            else:
+                dims = [x and x.gather_dim for x in (place if isinstance(place, list | tuple) else [place])]
                 module.register_forward_hook(partial(torch.compiler.disable(_gather), dims, group))
     return model
 
 
+class _Cut(ContextParallelSplitHook):  # type: ignore[misc]
+    """diffusers' hook that cuts tokens, which leaves the output of a whole model alone: that may be a dataclass."""
+
+    def _prepare_cp_input(self, x: torch.Tensor, place: Any) -> torch.Tensor:
+        ranks = self.parallel_config._flattened_mesh.size()
+        if place.expected_dims in (None, x.dim()) and x.shape[place.split_dim] < ranks:
+            raise InvalidInput(
+                f"{x.shape[place.split_dim]} tokens of an input {tuple(x.shape)} for {ranks} ranks: every rank needs "
+                "a token of the image and one of the text, where the model cuts it; take fewer ranks"
+            )
+        return cast(torch.Tensor, super()._prepare_cp_input(x, place))
+
+    def post_forward(self, module: Any, output: Any) -> Any:
+        cuts = any(isinstance(name, int) for name in self.metadata)  # the places of outputs
+        return super().post_forward(module, output) if cuts else output
+
+
 def _compare_inputs(group: ProcessGroup, module: Any, arguments: Any, named: Any) -> None:
-    """Raise Mismatch on every rank if the inputs of the ranks differ in size, or by more than rounding."""
-    inputs = [x.detach().flatten() for x in tree_leaves((arguments, named)) if isinstance(x, torch.Tensor)]
-    some = torch.cat([x[:: 1 + len(x) // SAMPLED].float() for x in inputs]).tolist()
+    """Raise Mismatch on every rank if the inputs of the ranks differ in size, or by more than rounding.
+
+    So do unequal weights, in the first call and wherever gradients are wanted: weights may drift apart in training.
+    Weights that are sharded, or not there yet, are left out.
+    """
+    inputs = [x for x in tree_leaves((arguments, named)) if isinstance(x, torch.Tensor)]
+    weights, config = [], module._parallel_config
+    if torch.is_grad_enabled() or not hasattr(config, "ring_compared"):
+        weights = [
+            x
+            for name, x in module.named_parameters()
+            if type(x) is torch.nn.Parameter and not x.is_meta and "_fsdp" not in name
+        ]
+    some, few = _sample(inputs, SAMPLED), _sample(weights, SAMPLED_WEIGHTS)
     with Exchange(get_transport(group), "inputs of a model") as ranks:
-        ranks.mine = json.dumps([str([*map(len, inputs)]), some]).encode()
-    sizes, values = zip(*map(json.loads, ranks.records), strict=True)
-    compare({rank: {"the sizes of the inputs": x} for rank, x in enumerate(sizes)})
+        ranks.mine = json.dumps([str([*map(torch.numel, inputs)]), len(few), some, few]).encode()
+    sizes, counts, values, samples = zip(*map(json.loads, ranks.records), strict=True)
+    names = "the sizes of the inputs", "the number of weights"
+    compare({rank: dict(zip(names, x, strict=True)) for rank, x in enumerate(zip(sizes, counts, strict=True))})
     if not np.allclose(values, values[0], rtol=0.1, atol=0.1, equal_nan=True):
         raise Mismatch("the ranks were given different inputs; draw noise from generators of one seed on all ranks")
+    if not np.allclose(samples, samples[0], rtol=1e-3, atol=1e-6, equal_nan=True):
+        raise Mismatch(
+            "the ranks have different weights; load or seed them alike, and in training wrap the model in DDP or FSDP, "
+            "or average the gradients over the ranks"
+        )
+    config.ring_compared = True
+
+
+def _sample(tensors: list[torch.Tensor], count: int) -> list[float]:
+    """About `count` values of each tensor."""
+    flat = [x.detach().flatten() for x in tensors]
+    some = [x[:: 1 + len(x) // count].to(flat[0].device, torch.float32) for x in flat]
+    return cast(list[float], torch.cat(some).tolist()) if some else []
 
 
 class _Sum(torch.autograd.Function):

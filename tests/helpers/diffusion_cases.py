@@ -141,13 +141,26 @@ def selected(rank: int) -> list[float]:
     return errors
 
 
-def other_inputs(rank: int) -> list[str]:
-    """What ranks with other noise, or more text, on rank 1 are told."""
-    told = []
-    for more in ({"hidden_states": torch.randn(2, 11, 4) + 9 * rank}, {"txt_ids": torch.zeros(7 + rank, 3)}):
+def mistakes(rank: int) -> dict[str, str]:
+    """What the ranks are told where they, or a user, are at odds."""
+    config, told = ContextParallelConfig(ring_degree=2), {}
+    changes: dict[str, dict[str, Any]] = {
+        "noise": {"hidden_states": torch.randn(2, 11, 4) + 9 * rank},
+        "text": {"txt_ids": torch.zeros(7 + rank, 3)},
+        "few": {"encoder_hidden_states": torch.randn(2, 1, 32), "txt_ids": torch.zeros(1, 3)},
+    }
+    for name, more in changes.items():
+        torch.manual_seed(0)
         model, inputs = flux(7, 11)
-        parallelize(model, ContextParallelConfig(ring_degree=2))
-        told.append(told_by(partial(model, **{**inputs, **more}, return_dict=False)))
+        parallelize(model, config)
+        told[name] = told_by(partial(model, **{**inputs, **more}))
+    told["alike"] = told_by(partial(model, **inputs))
+    with torch.no_grad():
+        model.proj_out.weight.mul_(1 + 0.01 * rank)
+        told["compared before"] = told_by(partial(model, **inputs))
+    told["weights"] = told_by(partial(model, **inputs))
+    told["again"] = told_by(partial(parallelize, model, config))
+    told["degrees"] = told_by(partial(parallelize, flux(7, 11)[0], ContextParallelConfig(3, 2)))
     return told
 
 

@@ -43,10 +43,21 @@ def test_diffusers_own_calls_select_the_backend(run_ranks) -> None:  # type: ign
 
 
 @pytest.mark.multi
-def test_ranks_with_other_inputs_are_told(run_ranks) -> None:  # type: ignore[no-untyped-def]
-    for noise, text in run_ranks(diffusion_cases.other_inputs, 2, timeout=120):
-        assert "were given different inputs; draw noise from generators of one seed" in noise
-        assert "disagree about the sizes of the inputs" in text
+def test_mistakes_are_told(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    expected = {
+        "noise": "Mismatch: the ranks were given different inputs; draw noise from generators of one seed",
+        "text": "Mismatch: the ranks disagree about the sizes of the inputs",
+        "few": "InvalidInput: 1 tokens of an input (2, 1, 32) for 2 ranks: every rank needs a token",
+        "alike": "fine",
+        "compared before": "fine",
+        "weights": "Mismatch: the ranks have different weights; load or seed them alike",
+        "again": "InvalidInput: this FluxTransformer2DModel is parallel already",
+        "degrees": "InvalidInput: ring_degree 3 x ulysses_degree 2 is not the 2 ranks at hand",
+    }
+    for told in run_ranks(diffusion_cases.mistakes, 2, timeout=120):
+        assert told.keys() == expected.keys()
+        for name, words in expected.items():
+            assert words in told[name]
 
 
 @pytest.mark.multi
