@@ -12,6 +12,7 @@ sequence is the shard of rank 0, text before image, then that of rank 1, and so 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from copy import copy
 from functools import partial
 from itertools import accumulate
@@ -122,8 +123,8 @@ class _Cut(ContextParallelSplitHook):  # type: ignore[misc]
         ranks = self.parallel_config._flattened_mesh.size()
         if place.expected_dims in (None, x.dim()) and x.shape[place.split_dim] < ranks:
             raise InvalidInput(
-                f"{x.shape[place.split_dim]} tokens of an input {tuple(x.shape)} for {ranks} ranks: every rank needs "
-                "a token of the image and one of the text, where the model cuts it; take fewer ranks"
+                f"an input {tuple(x.shape)} has fewer tokens, in dim {place.split_dim}, than {ranks}, the number of "
+                "ranks: every rank needs one of the image, and one of the text where that is cut; take fewer ranks"
             )
         return cast(torch.Tensor, super()._prepare_cp_input(x, place))
 
@@ -141,17 +142,14 @@ def _compare_inputs(group: ProcessGroup, module: Any, arguments: Any, named: Any
     inputs = [x for x in tree_leaves((arguments, named)) if isinstance(x, torch.Tensor)]
     weights, config = [], module._parallel_config
     if torch.is_grad_enabled() or not hasattr(config, "ring_compared"):
-        weights = [
-            x
-            for name, x in module.named_parameters()
-            if type(x) is torch.nn.Parameter and not x.is_meta and "_fsdp" not in name
-        ]
+        weights = [x for name, x in module.named_parameters() if type(x) is torch.nn.Parameter and "_fsdp" not in name]
+        weights = [x for x in weights if not x.is_meta]
     some, few = _sample(inputs, SAMPLED), _sample(weights, SAMPLED_WEIGHTS)
     with Exchange(get_transport(group), "inputs of a model") as ranks:
         ranks.mine = json.dumps([str([*map(torch.numel, inputs)]), len(few), some, few]).encode()
-    sizes, counts, values, samples = zip(*map(json.loads, ranks.records), strict=True)
-    names = "the sizes of the inputs", "the number of weights"
-    compare({rank: dict(zip(names, x, strict=True)) for rank, x in enumerate(zip(sizes, counts, strict=True))})
+    records = [*map(json.loads, ranks.records)]
+    compare({rank: {"the sizes of the inputs": x[0], "the number of weights": x[1]} for rank, x in enumerate(records)})
+    *_, values, samples = zip(*records, strict=True)
     if not np.allclose(values, values[0], rtol=0.1, atol=0.1, equal_nan=True):
         raise Mismatch("the ranks were given different inputs; draw noise from generators of one seed on all ranks")
     if not np.allclose(samples, samples[0], rtol=1e-3, atol=1e-6, equal_nan=True):
@@ -162,7 +160,7 @@ def _compare_inputs(group: ProcessGroup, module: Any, arguments: Any, named: Any
     config.ring_compared = True
 
 
-def _sample(tensors: list[torch.Tensor], count: int) -> list[float]:
+def _sample(tensors: Sequence[torch.Tensor], count: int) -> list[float]:
     """About `count` values of each tensor."""
     flat = [x.detach().flatten() for x in tensors]
     some = [x[:: 1 + len(x) // count].to(flat[0].device, torch.float32) for x in flat]

@@ -104,7 +104,8 @@ def agreements(
 ) -> list[tuple[float, float]]:
     """The largest differences of output and of gradients from one device, each relative to its largest value.
 
-    The first `ranks` ranks compute, groups of `ulysses`; others find nothing. Gradients are means over ranks, and those of small tensors are relative to 1e-3.
+    The first `ranks` ranks compute, in groups of `ulysses`; others find nothing. Gradients are means over ranks, and
+    those of small tensors are relative to 1e-3.
     """
     found: list[tuple[float, float]] = []
     degrees = {"ring_degree": ranks // ulysses, "ulysses_degree": ulysses}

@@ -51,7 +51,7 @@ def test_mistakes_are_told(run_ranks) -> None:  # type: ignore[no-untyped-def]
     expected = {
         "noise": "Mismatch: the ranks were given different inputs; draw noise from generators of one seed",
         "text": "Mismatch: the ranks disagree about the sizes of the inputs",
-        "few": "InvalidInput: 1 tokens of an input (2, 1, 32) for 3 ranks: every rank needs a token",
+        "few": "InvalidInput: an input (2, 1, 32) has fewer tokens, in dim 1, than 3, the number of ranks",
         "alike": "fine",
         "compared before": "fine",
         "weights": "Mismatch: the ranks have different weights; load or seed them alike",
