@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from diffusers.hooks.context_parallel import _get_submodule_by_name, apply_context_parallel
+from diffusers.hooks import HookRegistry
+from diffusers.hooks.context_parallel import ContextParallelSplitHook, _get_submodule_by_name
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -31,6 +32,7 @@ from ..functional import get_transport, ring_attention
 from ..layout.regular import ROWS
 from ..pattern import Full
 from ..runtime.call import OPTION_NAMES, check_option_names
+from ..train import SumOverRanks
 from ..transport.records import Exchange
 from .ranks import compare_inputs
 
@@ -64,10 +66,13 @@ def parallelize(
     Wan, are attended without messages. Every rank is given the same inputs and computes the loss from the gathered
     output; the mean over the ranks of their gradients, as DDP and FSDP take it, is the gradient of the loss.
 
-    Raises Unsupported if a processor does not let diffusers choose its attention, InvalidInput without a plan. Calls
-    raise Unsupported for masks other than boolean ones of padded keys, causal attention and dropout, and Mismatch on
-    every rank if the inputs of the ranks are not the same.
+    Raises Unsupported if a processor does not let diffusers choose its attention, InvalidInput without a plan, for
+    degrees that are not those of the ranks, and for a model that is parallel already. Calls raise Unsupported for masks
+    other than boolean ones of padded keys, causal attention and dropout, InvalidInput for fewer tokens than ranks, and
+    Mismatch on every rank if inputs, or weights that are whole on each rank, are not the same on all.
     """
+    if model._parallel_config is not None:
+        raise InvalidInput(f"this {type(model).__name__} is parallel already; load it anew for another config")
     check_option_names(options, {*OPTION_NAMES} - {"schedule", "scale", "softcap", "dropout"})
     cp_plan = model._cp_plan if cp_plan is None else cp_plan
     if cp_plan is None:
@@ -81,6 +86,12 @@ def parallelize(
             )
     config = copy(config)
     config.ring_anything = True  # so that hooks cut any number of tokens; the constructor refuses it beside Ulysses
+    have = config.mesh["ring", "ulysses"].size() if config.mesh else dist.get_world_size()
+    if config.ring_degree * config.ulysses_degree != have:
+        raise InvalidInput(
+            f"ring_degree {config.ring_degree} x ulysses_degree {config.ulysses_degree} is not the {have} ranks at "
+            "hand; give degrees whose product is their number, or mesh= where other axes take the rest"
+        )
     mesh = config.mesh or init_device_mesh(model.device.type, config.mesh_shape, mesh_dim_names=config.mesh_dim_names)
     parallel = ParallelConfig(context_parallel_config=config)
     parallel.ring_options = options  # for `_attend`
@@ -90,33 +101,47 @@ def parallelize(
         processor._attention_backend, processor._parallel_config = BACKEND, parallel
     group = config._flattened_mesh.get_group()
     model.register_forward_pre_hook(partial(torch.compiler.disable(_compare_inputs), group), with_kwargs=True)
-    apply_context_parallel(model, config, {name: place for name, place in cp_plan.items() if isinstance(place, dict)})
     for name, place in cp_plan.items():
-        if not isinstance(place, dict):
-            dims = [x and x.gather_dim for x in (place if isinstance(place, list | tuple) else [place])]
-            modules = _get_submodule_by_name(model, name)
-            for module in modules if isinstance(modules, list) else [modules]:
+        modules = _get_submodule_by_name(model, name)
+        for module in modules if isinstance(modules, list) else [modules]:
+            if isinstance(place, dict):
+                registry = HookRegistry.check_if_exists_or_initialize(module)
+                registry.register_hook(_Cut(place, config), f"{NAME} {name}")
+            else:
+                dims = [x and x.gather_dim for x in (place if isinstance(place, list | tuple) else [place])]
                 module.register_forward_hook(partial(torch.compiler.disable(_gather), dims, group))
     return model
 
 
+class _Cut(ContextParallelSplitHook):  # type: ignore[misc]
+    """diffusers' hook that cuts tokens, which leaves the output of a whole model alone: that may be a dataclass."""
+
+    def _prepare_cp_input(self, x: torch.Tensor, place: Any) -> torch.Tensor:
+        ranks = self.parallel_config._flattened_mesh.size()
+        if place.expected_dims in (None, x.dim()) and x.shape[place.split_dim] < ranks:
+            raise InvalidInput(
+                f"an input {tuple(x.shape)} has fewer tokens, in dim {place.split_dim}, than {ranks}, the number of "
+                "ranks: every rank needs one of the image, and one of the text where that is cut; take fewer ranks"
+            )
+        return cast(torch.Tensor, super()._prepare_cp_input(x, place))
+
+    def post_forward(self, module: Any, output: Any) -> Any:
+        cuts = any(isinstance(name, int) for name in self.metadata)  # the places of outputs
+        return super().post_forward(module, output) if cuts else output
+
+
 def _compare_inputs(group: ProcessGroup, module: Any, arguments: Any, named: Any) -> None:
-    """Raise Mismatch on every rank if the inputs of the ranks differ in shape, or by more than rounding."""
-    compare_inputs([x for x in tree_leaves((arguments, named)) if isinstance(x, torch.Tensor)], group)
+    """Raise Mismatch on every rank if the inputs of the ranks differ in shape, or by more than rounding.
 
-
-class _Sum(torch.autograd.Function):
-    """The sum of the ranks' tensors, on every rank; the gradient is the sum of their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group, total = group, x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Sum.forward(ctx, grad, ctx.group), None
+    So do unequal weights, in the first call and wherever gradients are wanted: weights may drift apart in training.
+    Weights that are sharded, or not there yet, are left out.
+    """
+    weights, config = [], module._parallel_config
+    if torch.is_grad_enabled() or not hasattr(config, "ring_compared"):
+        weights = [x for name, x in module.named_parameters() if type(x) is torch.nn.Parameter and "_fsdp" not in name]
+        weights = [x for x in weights if not x.is_meta]
+    compare_inputs([x for x in tree_leaves((arguments, named)) if isinstance(x, torch.Tensor)], group, weights)
+    config.ring_compared = True
 
 
 def _gather(dims: list[int | None], group: ProcessGroup, module: Any, inputs: Any, output: Any) -> Any:
@@ -134,7 +159,7 @@ def _gather(dims: list[int | None], group: ProcessGroup, module: Any, inputs: An
             *_, shape[dim] = ends = [*accumulate(map(int, ranks.records))]
             end = ends[dist.get_rank(group)]
             whole = outputs[i].new_zeros(shape).slice_scatter(outputs[i], dim, end - rows, end)
-            outputs[i] = _Sum.apply(whole, group)
+            outputs[i] = SumOverRanks.apply(whole, group)
     return outputs[0] if isinstance(output, torch.Tensor) else tuple(outputs)
 
 

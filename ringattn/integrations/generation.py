@@ -202,7 +202,8 @@ def begin(model: PreTrainedModel, group: ProcessGroup, kwargs: dict[str, Any]) -
     if tokens < LEAST_ROWS * ranks and padding is None:
         return kwargs, Generation(past, told, largest, np.arange(0), [], None)
     with Exchange(transport, PROMPT) as exchange:
-        exchange.mine = json.dumps({"tokens": told, "shape": list(ids.shape), "layers": len(past)}).encode()
+        name = "tokens (give every rank the whole prompt, not a shard)"
+        exchange.mine = json.dumps({name: told, "shape": list(ids.shape), "layers": len(past)}).encode()
     compare_records(exchange.records)
     rows = past.cache.shard(tokens, padding) - first
     kwargs |= {
@@ -236,6 +237,8 @@ def _check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             raise Unsupported(f"generate: {name}; give input_ids alone")
     if kwargs.get("input_ids") is None:
         raise Unsupported("a call with a RingCache takes input_ids= by its name; give input_ids=, or call generate()")
+    if not kwargs["input_ids"].numel():
+        raise InvalidInput(f"generate: input_ids {tuple(kwargs['input_ids'].shape)} has no token; give one at least")
 
 
 def _share_seed(device: torch.device, group: ProcessGroup) -> None:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     Places = list[np.ndarray[Any, Any]]
 
-#: How many values of a tensor ranks compare that holds no integers.
-SAMPLED = 16
+#: How many values of an input without integers, and about how many of a weight, ranks compare.
+SAMPLED, SAMPLED_WEIGHTS = 16, 2
 
 
 class GatherRows(torch.autograd.Function):
@@ -58,19 +58,32 @@ def digest_tensor(x: Tensor) -> Tensor:
     return finalize(x + key_steps(torch.arange(len(x), device=x.device))).sum()
 
 
-def compare_inputs(inputs: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Raise Mismatch on every rank if the inputs of the ranks differ in shape, or by more than rounding. Collective.
+def compare_inputs(inputs: Sequence[Tensor], group: ProcessGroup, weights: Sequence[Tensor] = ()) -> None:
+    """Raise Mismatch on every rank if inputs differ in shape, or by more than rounding, or weights. Collective.
 
     All values of integers are compared, of other tensors some.
     """
     exact = [digest_tensor(x).item() for x in inputs if not (x.is_floating_point() or x.is_complex())]
-    some = [v for x in inputs for v in x.detach().flatten()[:: 1 + x.numel() // SAMPLED].real.double().tolist()]
+    some, few = _sample(inputs, SAMPLED), _sample(weights, SAMPLED_WEIGHTS)
     with Exchange(get_transport(group), "inputs of a model") as ranks:
-        ranks.mine = json.dumps([str([tuple(x.shape) for x in inputs]), exact, some]).encode()
-    shapes, numbers, values = zip(*map(json.loads, ranks.records), strict=True)
-    compare({rank: {"the shapes of the inputs": x} for rank, x in enumerate(shapes)})
+        ranks.mine = json.dumps([[str([tuple(x.shape) for x in inputs]), len(few)], exact, some, few]).encode()
+    sizes, numbers, values, samples = zip(*map(json.loads, ranks.records), strict=True)
+    names = "the shapes of the inputs", "the number of weights"
+    compare({rank: dict(zip(names, x, strict=True)) for rank, x in enumerate(sizes)})
     alike = all(x == exact for x in numbers) and np.allclose(values, values[0], rtol=0.1, atol=0.1, equal_nan=True)
     if not alike:
         raise Mismatch(
             "the ranks were given different inputs; draw noise, or batches, from generators of one seed on all ranks"
         )
+    if not np.allclose(samples, samples[0], rtol=1e-3, atol=1e-6, equal_nan=True):
+        raise Mismatch(
+            "the ranks have different weights; load or seed them alike, and in training wrap the model in DDP or FSDP, "
+            "or average the gradients over the ranks"
+        )
+
+
+def _sample(tensors: Sequence[Tensor], count: int) -> list[float]:
+    """About `count` values of each tensor, copied to the host at once."""
+    flat = [x.detach().flatten() for x in tensors]
+    some = [x[:: 1 + len(x) // count].real.to(flat[0].device, torch.float64) for x in flat]
+    return torch.cat(some).tolist() if some else []

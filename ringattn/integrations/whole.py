@@ -38,7 +38,7 @@ def draw_alone(group: ProcessGroup, call: int) -> ExitStack:
     """
     alone = ExitStack()
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    seed = crc32(torch.get_rng_state().numpy()) + call * dist.get_world_size(group) + dist.get_rank(group)
+    seed = crc32(torch.get_rng_state().numpy().tobytes()) + call * dist.get_world_size(group) + dist.get_rank(group)
     alone.enter_context(torch.random.fork_rng(cuda))
     torch.manual_seed(seed)
     return alone

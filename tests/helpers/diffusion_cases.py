@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from rank_pool import told_by
+from torch.distributed.device_mesh import DeviceMesh
 
 from ringattn.integrations.diffusers import NAME, parallelize
 
@@ -98,18 +99,24 @@ def ltx(text: int, image: int) -> Case:
 MODELS: dict[str, Callable[[int, int], Case]] = {"Flux": flux, "Wan": wan, "Helios": helios, "Qwen": qwen, "LTX": ltx}
 
 
-def agreements(rank: int, names: list[str], ulysses: int, text: int, image: int) -> list[tuple[float, float]]:
+def agreements(
+    rank: int, ranks: int, names: list[str], ulysses: int, text: int, image: int
+) -> list[tuple[float, float]]:
     """The largest differences of output and of gradients from one device, each relative to its largest value.
 
-    `ulysses` ranks make a group. Gradients are means over ranks, and those of small tensors are relative to 1e-3.
+    The first `ranks` ranks compute, in groups of `ulysses`; others find nothing. Gradients are means over ranks, and
+    those of small tensors are relative to 1e-3.
     """
-    found = []
-    for name in names:
+    found: list[tuple[float, float]] = []
+    degrees = {"ring_degree": ranks // ulysses, "ulysses_degree": ulysses}
+    mesh = DeviceMesh("cpu", torch.arange(ranks).view(*degrees.values()), mesh_dim_names=("ring", "ulysses"))
+    whole_mesh = mesh["ring", "ulysses"]._flatten()
+    for name in names if rank < ranks else []:
         torch.manual_seed(0)
         alone, inputs = MODELS[name](text, image)
         inputs["hidden_states"].requires_grad_()
         model, mine = deepcopy(alone), deepcopy(inputs)
-        config = ContextParallelConfig(ring_degree=dist.get_world_size() // ulysses, ulysses_degree=ulysses)
+        config = ContextParallelConfig(**degrees, mesh=mesh)
         assert parallelize(model, config) is model and not config.ring_anything
         outs = [one(**given, return_dict=False)[0] for one, given in ((alone, inputs), (model, mine))]
         grad = torch.randn(outs[0].shape)
@@ -119,8 +126,8 @@ def agreements(rank: int, names: list[str], ulysses: int, text: int, image: int)
         leaves = [(x["hidden_states"], *one.parameters()) for one, x in ((alone, inputs), (model, mine))]
         for whole, own in zip(*leaves, strict=True):
             wanted, mean = (torch.zeros_like(x) if x.grad is None else x.grad for x in (whole, own))
-            dist.all_reduce(mean)
-            error = (mean / dist.get_world_size() - wanted).abs().max()
+            dist.all_reduce(mean, group=whole_mesh.get_group())
+            error = (mean / ranks - wanted).abs().max()
             worst = max(worst, float(error / wanted.abs().max().clamp(min=1e-3)))
         found.append((float((outs[1] - outs[0]).detach().abs().max() / outs[0].detach().abs().max()), worst))
     return found
@@ -131,8 +138,8 @@ def selected(rank: int) -> list[float]:
     errors = []
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(torch.accelerator, "device_count", lambda: 1)  # diffusers divides by it
-        for degrees in ({"ring_degree": 2}, {"ulysses_degree": 2}):
-            model, inputs = flux(8, 12)
+        for degrees in ({"ring_degree": 3}, {"ulysses_degree": 3}):
+            model, inputs = flux(9, 12)
             wanted = model(**inputs, return_dict=False)[0]
             model.set_attention_backend(NAME)
             assert torch.allclose(model(**inputs, return_dict=False)[0], wanted)
@@ -141,18 +148,31 @@ def selected(rank: int) -> list[float]:
     return errors
 
 
-def other_inputs(rank: int) -> list[str]:
-    """What ranks with other noise, or more text, on rank 1 are told."""
-    told = []
-    for more in ({"hidden_states": torch.randn(2, 11, 4) + 9 * rank}, {"txt_ids": torch.zeros(7 + rank, 3)}):
+def mistakes(rank: int) -> dict[str, str]:
+    """What the ranks are told where they, or a user, are at odds."""
+    config, told = ContextParallelConfig(ring_degree=3), {}
+    changes: dict[str, dict[str, Any]] = {
+        "noise": {"hidden_states": torch.randn(2, 11, 4) + 9 * rank},
+        "text": {"txt_ids": torch.zeros(7 + rank, 3)},
+        "few": {"encoder_hidden_states": torch.randn(2, 1, 32), "txt_ids": torch.zeros(1, 3)},
+    }
+    for name, more in changes.items():
+        torch.manual_seed(0)
         model, inputs = flux(7, 11)
-        parallelize(model, ContextParallelConfig(ring_degree=2))
-        told.append(told_by(partial(model, **{**inputs, **more}, return_dict=False)))
+        parallelize(model, config)
+        told[name] = told_by(partial(model, **{**inputs, **more}))
+    told["alike"] = told_by(partial(model, **inputs))
+    with torch.no_grad():
+        model.proj_out.weight.mul_(1 + 0.01 * rank)
+        told["compared before"] = told_by(partial(model, **inputs))
+    told["weights"] = told_by(partial(model, **inputs))
+    told["again"] = told_by(partial(parallelize, model, config))
+    told["degrees"] = told_by(partial(parallelize, flux(7, 11)[0], ContextParallelConfig(3, 2)))
     return told
 
 
 def sample_of_the_page(rank: int, page: str) -> dict[str, Any]:
-    """What the sample of a page leaves, run on the ranks at hand."""
+    """What the sample of a page, which is for 2 ranks, leaves on 3."""
     (sample,) = (
         x
         for x in re.findall(r"```python\n(.*?)```", Path(page).read_text(), re.DOTALL)
@@ -162,5 +182,5 @@ def sample_of_the_page(rank: int, page: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("init_process_group", "destroy_process_group"):
             patch.setattr(dist, name, lambda *arguments: None)
-        exec(sample, names)
+        exec(sample.replace("ring_degree=2", "ring_degree=3"), names)
     return {name: float(names[name]) for name in ("loss", "norm")}

@@ -123,6 +123,7 @@ def refusals(rank: int) -> dict[str, str]:
         ),
         "another prompt": lambda: model.generate(ids["input_ids"] + (rank == 1), max_new_tokens=3),
         "a shorter prompt": lambda: model.generate(ids["input_ids"][:, rank:], max_new_tokens=3),
+        "no prompt": lambda: model.generate(ids["input_ids"][:, :0], max_new_tokens=3),
         "another model": lambda: RingCache(unparallelize(make("Llama"))),
         "other tokens": lambda: model.generate(**ids, max_new_tokens=9, logits_processor=[Parting(rank)]),
     }
