@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ... import __version__
 from ...errors import InvalidInput, NumericsFailure, RingAttentionError
-from ...files import OUTPUTS, check_writable, make_folder, write_text
+from ...files import MARK, OUTPUTS, check_writable, make_folder, write_text
 from ...plan.plan import Plan
 from ...simulator.progress import Listener
 from ...simulator.reporting.console import print_plain, show_progress
@@ -149,7 +149,10 @@ def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
     folder, head = study.folder, study.head
     with Journal(folder / JOURNAL, head) as journal:
         for path in folder.iterdir():  # what is there of an earlier run is replaced at the end
-            check_writable(path)
+            if MARK in path.name:  # of a run that was killed while it wrote
+                path.unlink()
+            else:
+                check_writable(path)
         records = _evaluate_points(study.points, journal, tell)
         executed = _execute_plans(study, journal, tell)
         tell(1, 1, "tables, plots and reports")
