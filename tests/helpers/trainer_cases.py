@@ -313,7 +313,13 @@ def refusals(rank: int, folder: str) -> list[str]:
         said = [told_by(lambda: model(input_ids=ids, **call)) for call in calls]
         said.append(told_by(lambda: model(inputs_embeds=torch.ones(1, 8, 32))))
         said.append(told_by(lambda: model(input_ids=ids + rank)))
-    return [make({}, cp=3), make({"train_sampling_strategy": "batch_rebalance"}), own, *said]
+    return [
+        make({}, cp=3),
+        make({"train_sampling_strategy": "batch_rebalance"}),
+        make({"torch_compile": True}),
+        own,
+        *said,
+    ]
 
 
 def rows_of_logits(rank: int, balanced: bool) -> tuple[float, float, float]:
@@ -333,3 +339,16 @@ def rows_of_logits(rank: int, balanced: bool) -> tuple[float, float, float]:
         float((a.grad - b.grad).abs().max()) for a, b in zip(model.parameters(), alone.parameters(), strict=True)
     ]
     return float((found - expected).abs().max()), max(gradients), float((states[0] - states[1]).abs().max())
+
+
+def dropped_units(rank: int) -> tuple[list[bool], float]:
+    """Which units of its first row a rank drops in two calls in training, and the number that it draws after these."""
+    model = parallelize(make_model("GPT2LMHeadModel", n_layer=1, n_head=4, n_embd=32), layout="zigzag", whole=True)
+    model.train()
+    dropped: list[bool] = []
+    model.transformer.drop.register_forward_hook(lambda m, x, out: dropped.extend((out[0, 0] == 0).tolist()))
+    torch.manual_seed(3)
+    for _ in range(2):
+        ids = torch.ones(1, 7, dtype=torch.long)
+        model(input_ids=ids, labels=ids).loss.backward()
+    return dropped, float(torch.rand(()))

@@ -55,6 +55,7 @@ def test_programs_that_would_be_wrong_are_refused(run_ranks, tmp_path: Path) -> 
     words = [
         "InvalidInput: cp=3 does not divide the 2 ranks",
         "Unsupported: train_sampling_strategy='batch_rebalance' shares the data by rank",
+        "Unsupported: torch_compile=True over ranks",
         "InvalidInput: cp=3 does not divide the 2 ranks",
         "Unsupported: output_router_logits=True: the auxiliary loss of routers",
         "Unsupported: logits_to_keep=tensor",
@@ -65,6 +66,14 @@ def test_programs_that_would_be_wrong_are_refused(run_ranks, tmp_path: Path) -> 
     for said in run_ranks(trainer_cases.refusals, 2, str(tmp_path)):
         for found, expected in zip(said, words, strict=True):
             assert found.startswith(expected), found
+
+
+@pytest.mark.multi
+def test_ranks_drop_units_of_their_own_and_share_the_other_random_numbers(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    (first, after), (second, also) = run_ranks(trainer_cases.dropped_units, 2)
+    calls = [first[:32], first[32:], second[:32], second[32:]]
+    assert len(set(map(tuple, calls))) == 4 and all(map(any, calls))
+    assert after == also
 
 
 #: Options of examples/hf_finetune: the groups, and the micro-batches of a step, have different numbers of labels.
