@@ -24,7 +24,7 @@ from ringattn.transport import channel
 
 ROWS = 24
 #: Seconds after which a group gives up, and where a rank is late.
-PATIENCE, LATE = 60.0, 2.0
+PATIENCE, LATE = 60.0, 4.0
 Run = Callable[..., list[Any]]
 pytestmark = pytest.mark.multi
 
