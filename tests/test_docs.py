@@ -154,7 +154,9 @@ def test_another_hydra_application_has_our_groups(way: str, tmp_path: Path) -> N
 
 
 #: Takes seconds of one core at most; all others run where RINGATTN_EVERY_COMMAND is set, which takes an hour.
-QUICK = re.compile(r"ringattn (plan(?! -m experiment)|doctor|run .*--|simulate (model|ranks=256|study=stragglers|mode=\S+$))")
+QUICK = re.compile(
+    r"ringattn (plan(?! -m experiment)|doctor|run .*--|simulate (model|ranks=256|study=stragglers|mode=\S+$))"
+)
 #: What the samples read; `calibrate` writes machine.yaml for those after it.
 STORED = {"outputs/bench/standard_1.jsonl": "standard", "old.jsonl": "standard", "new.jsonl": "standard"}
 COMMANDS = dict.fromkeys(
