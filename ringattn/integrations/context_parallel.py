@@ -7,12 +7,11 @@ with ringattn.context_parallel(mesh["cp"], buffers=[tokens, labels, model.freqs_
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
@@ -24,9 +23,8 @@ from ..errors import InvalidInput, Unsupported
 from ..functional import get_transport, ring_attention
 from ..layout.regular import Layout, make_layout
 from ..pattern import Causal, Full, Pattern, from_block_mask
-from ..transport.records import Exchange, compare_records
 from ..transport.torchdist import WeakGroup
-from .ranks import GatherRows, compare_inputs
+from .ranks import compare_inputs, gather_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -180,24 +178,6 @@ def context_parallel_unshard(
         found = gather_rows(rows, WeakGroup(mesh).group, layout)
         whole.append(found.reshape(-1, *by_rows.shape[1:]).movedim(0, dim))
     return whole
-
-
-def gather_rows(logits: Tensor, group: Any, layout: str | Layout) -> Tensor:
-    """The logits [B, N, classes] of whole sequences from the ranks' [B, n, classes]. Collective, not differentiable.
-
-    Raises InvalidInput for logits of another shape, and Mismatch on all ranks where only the ranks' batches or classes
-    differ.
-    """
-    with Exchange(get_transport(group), "logits") as ranks:
-        if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
-            got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-            raise InvalidInput(f"logits must be [batch, tokens, classes], got {got}; pass model(**batch).logits")
-        batch, rows, classes = logits.shape
-        ranks.mine = json.dumps({"batch": batch, "rows": rows, "classes": classes}).encode()
-    lengths = [fields["rows"] for fields in compare_records(ranks.records)]
-    cut = make_layout(layout, tokens=sum(lengths), ranks=len(lengths))
-    places = list(map(cut.positions, range(len(lengths))))
-    return cast(torch.Tensor, GatherRows.apply(logits.detach(), places, group))
 
 
 def attend_rows(

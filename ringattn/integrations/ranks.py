@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import Mismatch
+from ..errors import InvalidInput, Mismatch
 from ..functional import get_transport
 from ..kernels.dropout import finalize, key_steps
-from ..transport.records import Exchange, compare
+from ..layout.regular import make_layout
+from ..transport.records import Exchange, compare, compare_records
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ..layout.regular import Layout
 
     Places = list[np.ndarray[Any, Any]]
 
@@ -49,6 +52,24 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad[:, ctx.mine] * ctx.ranks, None, None
+
+
+def gather_rows(logits: Tensor, group: Any, layout: str | Layout) -> Tensor:
+    """The logits [B, N, classes] of whole sequences from the ranks' [B, n, classes]. Collective, not differentiable.
+
+    Raises InvalidInput for logits of another shape, and Mismatch on all ranks where only the ranks' batches or classes
+    differ.
+    """
+    with Exchange(get_transport(group), "logits") as ranks:
+        if not isinstance(logits, Tensor) or logits.ndim != 3:
+            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise InvalidInput(f"logits must be [batch, tokens, classes], got {got}; pass model(**batch).logits")
+        batch, rows, classes = logits.shape
+        ranks.mine = json.dumps({"batch": batch, "rows": rows, "classes": classes}).encode()
+    lengths = [fields["rows"] for fields in compare_records(ranks.records)]
+    cut = make_layout(layout, tokens=sum(lengths), ranks=len(lengths))
+    places = list(map(cut.positions, range(len(lengths))))
+    return cast(Tensor, GatherRows.apply(logits.detach(), places, group))
 
 
 def digest_tensor(x: Tensor) -> Tensor:

@@ -57,11 +57,11 @@ from .borders import (
     read_borders,
     write_borders,
 )
-from .context_parallel import gather_rows
 from .encoder_decoder import CROSS, DECODER, attend_across
 from .generation import STATE, RingCache, begin, generate, layer_windows, make_pattern
 from .heads import HeadCall, check_pooler, enter_base, enter_pooler, find_sequences, leave_base
 from .heads import pool as pool
+from .ranks import gather_rows
 from .supported import check_model, first_position, rotates_by_length
 from .whole import cut_call, draw_alone
 
