@@ -72,9 +72,10 @@ def warm_ranks() -> Iterator[None]:
     from ringattn.transport import launcher
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["pytest", "hydra", "torch.distributed.device_mesh", "torch._dynamo", "ringattn.nn", "ringattn.cli.run"]
-    )
+    ours = ["pytest", "hydra", "torch.distributed.device_mesh", "torch._dynamo", "ringattn.nn", "ringattn.cli.run"]
+    # What the collected tests call on ranks, with the libraries of which it is made.
+    ours += [path.stem for path in Path(__file__).parent.glob("helpers/*.py") if path.stem in sys.modules]
+    context.set_forkserver_preload(ours)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "get_context", lambda method: context)
         yield

@@ -244,7 +244,7 @@ def test_run_on_local_ranks_equals_torchrun_and_virtual(inside: Inside, tmp_path
         ("torchrun", (), {"launcher": torchrun(2)}),
         ("virtual", ("ranks=2", "transport=virtual", "threads=1"), {}),
     ):
-        call = inside if name == "virtual" else started
+        call = {"local": ringattn, "torchrun": started, "virtual": inside}[name]
         done = call("run", *common, *arguments, f"output.path={name}.safetensors", cwd=tmp_path, **launcher)
         assert done.returncode == 0, done.stderr
         assert "[measured]" in done.stdout and "as planned" in done.stdout

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import runpy
+import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from model_cases import make
@@ -130,6 +136,19 @@ def refusals(rank: int) -> dict[str, str]:
     found = {name: told_by(call) for name, call in calls.items()}
     found["after them"] = told_by(lambda: model.generate(**ids, max_new_tokens=3))
     return found
+
+
+def example(rank: int, words: list[str], lines: str) -> str:
+    """What examples/generate.py prints on this rank, whose group it takes for its own; rank 0 has the lines."""
+    file = str(Path(__file__).resolve().parents[2] / "examples/generate.py")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setenv("RANK", str(rank))
+        patch.setattr(sys, "argv", [file, *words])
+        patch.setattr(sys, "stdin", io.StringIO(lines if rank == 0 else ""))
+        for name in ("init_process_group", "destroy_process_group"):
+            patch.setattr(dist, name, lambda *_: None)
+        runpy.run_path(file, run_name="__main__")
+    return printed.getvalue()
 
 
 class Parting:

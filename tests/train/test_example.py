@@ -32,24 +32,22 @@ def run(folder: Path, *overrides: str, launcher: tuple[str, ...] = ()) -> subpro
     )
 
 
-def train(output: Path, ranks: int, *overrides: str) -> list[float]:
-    """The losses in the folder of a run after torchrun has ended: of each step, then of the topics held out."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=1", f"--nproc-per-node={ranks}")
-    done = run(output.parent, *overrides, launcher=launcher)
-    assert done.returncode == 0, done.stderr
-    return losses(output)
-
-
 def losses(output: Path) -> list[float]:
+    """The losses in the folder of a run: of each step, then of the topics held out."""
     lines = [json.loads(line) for line in (output / "losses.jsonl").read_text().splitlines()]
     return [line[key] for key in ("loss", "held_out") for line in lines if key in line]
 
 
 @pytest.mark.multi
 def test_losses_depend_neither_on_ranks_nor_on_a_restart(tmp_path: Path) -> None:
-    whole = train(tmp_path / "one", 1, "output=one", "steps=5")
-    continued = train(tmp_path / "two", 2, "output=two", "steps=5", "cp=2", "kill_at=3")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=1", "--nproc-per-node=2")
+    for done in (
+        run(tmp_path, "output=one", "steps=5"),
+        run(tmp_path, "output=two", "steps=5", "cp=2", "kill_at=3", launcher=launcher),
+    ):
+        assert done.returncode == 0, done.stderr
     assert (tmp_path / "two" / "killed").exists()
+    whole, continued = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert continued == pytest.approx(whole, rel=1e-5)
     assert len(whole) == 6 and whole[-1] < whole[0] - 0.5  # the topics held out, after 5 steps
     stale = tmp_path / "two" / "unfinished_000009"

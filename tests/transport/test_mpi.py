@@ -25,8 +25,7 @@ pytestmark = pytest.mark.mpi
 #: The cases of each number of ranks, and the results of those that have run: one start for all tests of a number.
 CASES: dict[int, dict[str, tuple[Any, ...]]] = {
     2: {"equals_virtual": ("float64", (3, 1)), "errors": (), "passes": ()},
-    3: {"equals_virtual": ("bfloat16", (2, 2)), "checks": (), "cache": ([0, 1, 2, 3, 4, 5],)},
-    4: {"equals_virtual": ("float32", (4, 2)), "split": ()},
+    3: {"equals_virtual": ("bfloat16", (2, 2)), "checks": (), "cache": ([0, 1, 2, 3, 4, 5],), "split": ()},
 }
 RESULTS: dict[int, dict[str, Any]] = {}
 
@@ -44,7 +43,7 @@ def found(mpirun: Run) -> Callable[[int, str], Any]:
     return result
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_mpi_equals_virtual_and_the_plan(found: Run, ranks: int) -> None:
     assert found(ranks, "equals_virtual") == [16] * ranks
 
@@ -70,7 +69,7 @@ def test_passes_in_different_order_and_errors_of_signal_handlers(found: Run) -> 
 
 
 def test_a_part_of_the_world(found: Run) -> None:
-    assert found(4, "split") == [True] * 4
+    assert found(3, "split") == [True] * 3
 
 
 @pytest.mark.parametrize("how", ["raises", "dies", "stays away"])
@@ -115,13 +114,13 @@ COMMON = (
 
 def test_the_command_under_mpirun(start: Run, mpirun_path: str, inside: Run, tmp_path: Path) -> None:
     """Rank 0 writes and prints, the others are quiet; the result is that of virtual ranks."""
-    command = [mpirun_path, "-n", "3", sys.executable, "-m", "ringattn", "run", "transport=mpi", *COMMON]
+    command = [mpirun_path, "-n", "2", sys.executable, "-m", "ringattn", "run", "transport=mpi", *COMMON]
     done = start([*command, "backward=true", "output.path=mpi.safetensors"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "zigzag on 3 mpi ranks" in done.stdout and "NOT AS PLANNED" not in done.stdout
+    assert "zigzag on 2 mpi ranks" in done.stdout and "NOT AS PLANNED" not in done.stdout
     assert done.stdout.count("forward time") == 1 and done.stderr == ""
     assert len(list(tmp_path.glob("outputs/**/.hydra"))) == len(list(tmp_path.glob("outputs/run/*/*"))) == 1
-    virtual = ("transport=virtual", "ranks=3", "threads=1", "output.path=virtual.safetensors")
+    virtual = ("transport=virtual", "ranks=2", "threads=1", "output.path=virtual.safetensors")
     done = inside("run", *COMMON, *virtual, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found, wanted = (load_file(tmp_path / f"{name}.safetensors") for name in ("mpi", "virtual"))
@@ -129,22 +128,20 @@ def test_the_command_under_mpirun(start: Run, mpirun_path: str, inside: Run, tmp
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("ranks", "arguments", "words"),
     [
-        (("tokens=64", "output.path=no/such/x.safetensors"), "the folder no/such does not exist"),
+        ("2", ("tokens=64", "output.path=no/such/x.safetensors"), "the folder no/such does not exist"),
         pytest.param(
-            ("transport.gpu_aware=true", "tokens=64"),
+            *("1", ("transport.gpu_aware=true", "tokens=64")),
             "transport.gpu_aware=true needs a CUDA device, and this rank sees none",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU"),
         ),
-        (("input=file", "input.path=none.safetensors"), "no such file"),
-        (("ranks=3",), "ranks=3: mpich started 2, and as many take part"),
     ],
 )
 def test_errors_of_the_command(
-    start: Run, mpirun_path: str, tmp_path: Path, arguments: tuple[str, ...], words: str
+    start: Run, mpirun_path: str, tmp_path: Path, ranks: str, arguments: tuple[str, ...], words: str
 ) -> None:
-    command = [mpirun_path, "-n", "2", sys.executable, "-m", "ringattn", "run", "transport=mpi"]
+    command = [mpirun_path, "-n", ranks, sys.executable, "-m", "ringattn", "run", "transport=mpi"]
     done = start([*command, *arguments], cwd=tmp_path)
     assert done.returncode != 0
     assert words in done.stderr and "Traceback" not in done.stderr, done.stderr
