@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from browser import BROWSER, OVERLAPS, probe
+from browser import BROWSER, OVERLAPS, WIDTHS, probe, probe_all
 from safetensors.torch import save_file
 
 from ringattn.cli import advise
@@ -333,48 +333,37 @@ LOOK = """
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 @pytest.mark.skipif(not SITE.is_dir(), reason="needs the pages: scripts/docs")
-@pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("name", ["index", "textbook", "simulation", "command_line", "notebooks/planning_a_cluster"])
-def test_pages_of_the_site_fit(name: str, width: int, tmp_path: Path) -> None:
+def test_pages_of_the_site_fit(name: str, tmp_path: Path) -> None:
     page = SITE / f"{name}.html"
     base = f'<head><base href="{page.as_uri()}">'
-    seen = probe(page.read_text().replace("<head>", base, 1), LOOK, tmp_path, width=width)
-    assert seen["wide"] <= seen["room"] == width
-    assert not seen["silent"] and not seen["broken"] and (seen["images"] or name == "command_line")
+    shown = page.read_text().replace("<head>", base, 1)
+    for width, seen in zip(WIDTHS, probe_all([(shown, width) for width in WIDTHS], LOOK, tmp_path), strict=True):
+        assert seen["wide"] <= seen["room"] == width
+        assert not seen["silent"] and not seen["broken"] and (seen["images"] or name == "command_line")
     assert "reference download" not in page.read_text()
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
-@pytest.mark.parametrize("width", [390, 1280])
-def test_the_stored_study_fits(width: int, tmp_path: Path) -> None:
-    (page,) = ROOT.glob("benchmarks/billion_*/report.html")
-    seen = probe(page.read_text(), OVERLAPS, tmp_path, width=width)
-    assert not seen["found"] and seen["wide"] <= seen["room"] == width
-
-
-@pytest.fixture(scope="module")
-def advice(tmp_path_factory: pytest.TempPathFactory) -> str:
+def test_the_pages_of_a_study_and_of_advice_fit(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    page = tmp_path_factory.mktemp("advice") / "advice.html"
+    (study,) = ROOT.glob("benchmarks/billion_*/report.html")
+    page = tmp_path / "advice.html"
     config = AdviseConfig(tokens="32k", gpus=4, batch=1, output=AdviseOutputGroup(page=str(page)))
     with contextlib.redirect_stdout(io.StringIO()):
         advise.main(config)
-    return page.read_text()
-
-
-@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
-@pytest.mark.parametrize("width", [390, 1280])
-def test_the_page_of_advice_fits(advice: str, width: int, tmp_path: Path) -> None:
-    seen = probe(advice, OVERLAPS, tmp_path, width=width)
-    assert seen["words"] > 20 and not seen["silent"]
-    assert not seen["found"] and seen["wide"] <= seen["room"] == width
+    shown = [(each.read_text(), width) for each in (study, page) for width in WIDTHS]
+    for (_, width), seen in zip(shown, found := probe_all(shown, OVERLAPS, tmp_path), strict=True):
+        assert not seen["found"] and seen["wide"] <= seen["room"] == width
+    assert all(seen["words"] > 20 and not seen["silent"] for seen in found[2:])
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_words_of_figures_do_not_overlap(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     names = ("readme_figure", "textbook", "layouts", "schedules", "overlap", "memory", "crossover", "chunks")
-    drawn = "".join(f"<div>{getattr(figures(), f'draw_{name}')()}</div>" for name in names)
+    module = figures()
+    drawn = "".join(f"<div>{getattr(module, f'draw_{name}')()}</div>" for name in names)
     seen = probe(f"<!doctype html><title></title><body>{drawn}</body>", OVERLAPS, tmp_path, width=1280)
     assert seen["words"] > 100
     assert not seen["found"]

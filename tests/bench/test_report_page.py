@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import BROWSER, OVERLAPS, probe
+from browser import BROWSER, OVERLAPS, WIDTHS, probe, probe_all
 
 from ringattn.bench import runner
 from ringattn.bench.records import FORMAT, read_results
@@ -87,11 +88,19 @@ def test_stored_results_have_their_page(path: Path) -> None:
         assert text.index("\n## every column") == text.rindex("\n## ", 0, text.rindex("\n|"))
 
 
+@pytest.fixture(scope="module")
+def stored_pages(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Path, int], Any]:
+    """What OVERLAPS finds on each page at each width."""
+    shown = list(product(STORED, WIDTHS))
+    pages = [(path.with_suffix(".html").read_text(), width) for path, width in shown]
+    return dict(zip(shown, probe_all(pages, OVERLAPS, tmp_path_factory.mktemp("pages")), strict=True))
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.name.partition("_")[0])
-def test_stored_pages_fit(path: Path, width: int, tmp_path: Path) -> None:
-    seen = probe(path.with_suffix(".html").read_text(), OVERLAPS, tmp_path, width=width)
+def test_stored_pages_fit(path: Path, width: int, stored_pages: dict[tuple[Path, int], Any]) -> None:
+    seen = stored_pages[path, width]
     assert seen["words"] > 5 and not seen["found"] and not seen["silent"] and seen["wide"] <= seen["room"] == width
 
 

@@ -6,13 +6,18 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-#: A window cannot be as narrow as a phone, a frame can; the page tells the window around it what it found.
-AROUND = """<!doctype html><title></title><script>onmessage = told => {{ document.title = told.data; }};</script>
-<iframe src="page.html" width="{width}" height="900" style="border: 0"></iframe>"""
+#: A window cannot be as narrow as a phone, a frame can; the pages tell the window around them what they found.
+AROUND = """<!doctype html><title></title><script>const found = []; onmessage = told => {{
+  found[Array.from(frames).indexOf(told.source)] = JSON.parse(told.data); document.title = JSON.stringify(found); }};</script>
+{frames}"""
+FRAME = '<iframe src="{name}" width="{width}" height="900" style="border: 0"></iframe>'
+#: In pixels, of a phone and of a screen.
+WIDTHS = (390, 1280)
 
 #: Words of figures that lie on each other, or reach beyond an edge; how wide the page is and may be; how many images
 #: have no alternative text.
@@ -37,16 +42,22 @@ OVERLAPS = """
 """
 
 
-def probe(page: str, script: str, folder: Path, scheme: str = "light", width: int = 390) -> dict[str, Any]:
-    """What `script`, run once the page is loaded, writes into the title as JSON; fails where the console has a line."""
+def probe_all(pages: Sequence[tuple[str, int]], script: str, folder: Path, scheme: str = "light") -> list[Any]:
+    """What `script`, run once a page is loaded, writes into its title as JSON, for each (page, width) in one browser.
+
+    Fails where the console has a line.
+    """
     assert BROWSER is not None
     told = f"<script>addEventListener('load', () => {{{script} parent.postMessage(document.title, '*');}});</script>"
-    (folder / "page.html").write_text(page.replace("</body>", f"{told}</body>"))
-    around = folder / "around.html"
-    around.write_text(AROUND.format(width=width))
+    around, shown = folder / "around.html", []
+    for number, (page, width) in enumerate(pages):
+        (folder / f"page_{number}.html").write_text(page.replace("</body>", f"{told}</body>"))
+        shown.append(FRAME.format(name=f"page_{number}.html", width=width))
+    around.write_text(AROUND.format(frames="".join(shown)))
+    widest = max(width for _, width in pages)
     done = subprocess.run(
         [
-            *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width + 200},1000"),
+            *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={widest + 200},1000"),
             *("--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=10000"),
             *(f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}", "--dump-dom", around.as_uri()),
         ],
@@ -58,3 +69,8 @@ def probe(page: str, script: str, folder: Path, scheme: str = "light", width: in
     title = re.search(r"<title>(.*?)</title>", done.stdout)
     assert title is not None, done.stderr
     return json.loads(title[1])
+
+
+def probe(page: str, script: str, folder: Path, scheme: str = "light", width: int = 390) -> dict[str, Any]:
+    """`probe_all` of one page."""
+    return probe_all([(page, width)], script, folder, scheme)[0]
