@@ -9,11 +9,13 @@ import os
 import pkgutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from command_line import ringattn
 
-import ringattn.pattern
+import ringattn.pattern as patterns
 from ringattn.pattern import PATTERNS, Pattern
 
 PARTS = '''
@@ -170,21 +172,20 @@ with pytest.raises(ra.RingAttentionError, match="did you mean 'twice'"):
 """
 
 
-def offered(folder: Path, points: str, parts: str = PARTS) -> dict[str, str]:
-    """The environment in which a package offers these entry points."""
+def offered(folder: Path, points: str, parts: str = PARTS) -> str:
+    """A folder in which a package that offers these entry points is installed."""
     folder.mkdir()
     (folder / "outside.py").write_text(parts)
     info = folder / "outside-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(points)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return str(folder)
 
 
-def python(*words: str, env: dict[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments."""
-    command = [sys.executable, *words]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
+def run_code(code: str, folder: Path, site: str) -> subprocess.CompletedProcess[str]:
+    (script := folder / "script.py").write_text(code)
+    return ringattn(cwd=folder, script=str(script), site=site)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def python(*words: str, env: dict[str, str], cwd: Path | None = None) -> subproc
     ids=["pattern and schedule", "kernel", "solver"],
 )
 def test_an_installed_package_adds_parts(tmp_path: Path, points: str, parts: str, use: str) -> None:
-    done = python("-c", use, env=offered(tmp_path / "site", points, parts))
+    done = run_code(use, tmp_path, offered(tmp_path / "site", points, parts))
     assert done.returncode == 0, done.stderr
 
 
@@ -221,25 +222,31 @@ def test_the_command_line_takes_names_of_an_installed_package(
 ) -> None:
     parts = ("patterns", "Recent"), ("schedules", "star"), ("kernels", "counting")
     points = "".join(f"[ringattn.{kind}]\n{name} = outside:{name.capitalize()}\n" for kind, name in parts)
-    env = offered(tmp_path / "site", points)
-    done = python("-m", "ringattn", *words, "ranks=4", "tokens=40", cwd=tmp_path, env=env)
+    done = ringattn(*words, "ranks=4", "tokens=40", cwd=tmp_path, site=offered(tmp_path / "site", points))
     assert done.returncode == status and shown in done.stdout + done.stderr, (done.stdout, done.stderr)
 
 
 @pytest.mark.multi
 def test_an_installed_package_adds_a_bench_suite(tmp_path: Path) -> None:
     """On the command line, where each rank finds the suite in a process of its own."""
-    env = offered(tmp_path / "site", "[ringattn.bench_suites]\nidle = outside:SUITE\n")
-    root = Path(__file__).resolve().parents[1]
-    env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(root)])
-    bench = "-m", "ringattn", "bench"
-    done = python(*bench, "suite=idle", "repeat=2", "output.path=out", cwd=tmp_path, env=env)
+    site = offered(tmp_path / "site", "[ringattn.bench_suites]\nidle = outside:SUITE\n")
+    path = os.pathsep.join([site, str(Path(__file__).resolve().parents[1])])
+    command = [sys.executable, "-m", "ringattn", "bench", "suite=idle", "repeat=2", "output.path=out"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     (path,) = (tmp_path / "out").glob("idle_*.jsonl")
     _, record = map(json.loads, path.read_text().splitlines())
     assert [len(column["seconds"]) for column in record["columns"].values()] == [2, 2]
     assert "All is idle" in path.with_suffix(".md").read_text()
-    told = python(*bench, "--help", cwd=tmp_path, env=env)
+    told = ringattn("bench", "--help", cwd=tmp_path, site=site)
     assert "suites: auto, " in told.stdout and ", standard, idle" in told.stdout, told.stderr
 
 
@@ -253,7 +260,7 @@ def test_an_installed_package_adds_a_bench_suite(tmp_path: Path) -> None:
 )
 def test_packages_that_cannot_be_used_are_named(tmp_path: Path, points: str, words: str) -> None:
     code = "import ringattn as ra; ra.parse_pattern('Recent()')"
-    done = python("-c", code, env=offered(tmp_path / "site", f"[ringattn.patterns]\n{points}\n"))
+    done = run_code(code, tmp_path, offered(tmp_path / "site", f"[ringattn.patterns]\n{points}\n"))
     assert done.returncode != 0 and words in done.stderr.splitlines()[-1], done.stderr
 
 
@@ -317,31 +324,25 @@ class Folder:
 
 def test_an_installed_package_adds_a_transport(tmp_path: Path) -> None:
     """`ringattn run` compares its output with an oracle, and the bytes of the transport with the plan's."""
-    env = offered(tmp_path / "site", "[ringattn.transports]\nfolder = outside:Folder\n", TRANSPORT)
+    site = offered(tmp_path / "site", "[ringattn.transports]\nfolder = outside:Folder\n", TRANSPORT)
     (tmp_path / "messages").mkdir()
-    env |= {"FOLDER": str(tmp_path / "messages"), "FOLDER_SIZE": "2", "OMP_NUM_THREADS": "1"}
     words = ["run", "transport.spec=folder", "ranks=2", "input=random", "tokens=256", "repeat=1", "timeout=100"]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "ringattn", *words],
-            cwd=tmp_path,
-            env={**env, "FOLDER_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    ends = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], ends
-    assert "2 folder ranks" in ends[0][0] and "as planned" in ends[0][0], ends[0][0]
+    variables = {"FOLDER": str(tmp_path / "messages"), "FOLDER_SIZE": "2"}
+
+    def run(rank: int) -> subprocess.CompletedProcess[str]:
+        return ringattn(*words, "threads=1", cwd=tmp_path, site=site, FOLDER_RANK=str(rank), **variables)
+
+    with ThreadPoolExecutor(2) as threads:
+        ends = list(threads.map(run, range(2)))
+    assert [end.returncode for end in ends] == [0, 0], ends
+    assert "2 folder ranks" in ends[0].stdout and "as planned" in ends[0].stdout, ends[0].stdout
     assert not list((tmp_path / "messages").iterdir()), "every message was received"
 
 
 def test_text_can_spell_every_pattern_of_the_package() -> None:
     """A new file in pattern/ needs its line in PATTERNS. Operators, bases and views of plans have no name."""
     unnamed = {"And", "Or", "Mix", "HeadSlice", "_Branch", "RowByRow", "Placed"}
-    for module in pkgutil.iter_modules(ringattn.pattern.__path__):
+    for module in pkgutil.iter_modules(patterns.__path__):
         for kind in vars(importlib.import_module(f"ringattn.pattern.{module.name}")).values():
             if isinstance(kind, type) and issubclass(kind, Pattern) and not inspect.isabstract(kind):
                 assert kind.__name__ in unnamed or kind in PATTERNS.values()

@@ -20,14 +20,17 @@ Inside = Callable[..., "subprocess.CompletedProcess[str]"]
 CLEARED = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
 
 
-def ringattn(*arguments: str, cwd: Path, script: str = "") -> subprocess.CompletedProcess[str]:
+def ringattn(
+    *arguments: str, cwd: Path, script: str = "", site: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
     """`ringattn ARGUMENTS`, or `python script ARGUMENTS`, in a fork of a process that has imported torch, see conftest.
 
     The import takes longer than most commands. `started` is for tests of what an import, a variable or a launcher does.
+    `site`: a folder of installed packages. `variables`: those of the environment.
     """
     with tempfile.TemporaryDirectory(prefix="ringattn-") as folder:
         context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=_run, args=(script, arguments, cwd, folder))
+        process = context.Process(target=_run, args=(script, arguments, cwd, folder, site, variables))
         process.start()
         process.join(120)
         process.kill()
@@ -37,11 +40,15 @@ def ringattn(*arguments: str, cwd: Path, script: str = "") -> subprocess.Complet
     return subprocess.CompletedProcess(list(arguments), process.exitcode, out, err)
 
 
-def _run(script: str, arguments: tuple[str, ...], cwd: Path, folder: str) -> None:
+def _run(
+    script: str, arguments: tuple[str, ...], cwd: Path, folder: str, site: str, variables: dict[str, str]
+) -> None:
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), number)
     for name in CLEARED:
         os.environ.pop(name, None)
+    os.environ.update(variables)
+    sys.path[:0] = filter(None, [site])
     os.chdir(cwd)
     sys.argv = [script or "ringattn", *arguments]
     from ringattn.cli.main import main

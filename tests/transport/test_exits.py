@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-RANKS = 3
+RANKS = 2
 #: `python -c PROGRAM RANK STORE DESTROY`: a forward and a backward on the world, on a mesh axis and on a group, whose
 #: results live to the end. A rank ends as a program ends: through the interpreter's shutdown.
 PROGRAM = f"""
