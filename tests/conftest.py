@@ -61,9 +61,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: the garbage collector need not look at them again and again."""
+    """Modules and tests stay to the end: the garbage collector need not look at them again and again, nor so often."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000)
 
 
 @pytest.fixture(scope="session", autouse=True)

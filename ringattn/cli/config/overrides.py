@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import re
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from itertools import takewhile
@@ -227,6 +228,7 @@ def compose(verb: str, overrides: Sequence[str]) -> DictConfig:
         return compose(verb, overrides)
 
 
+@cache
 def store_schemas() -> None:
     """Tell Hydra the schema of each verb, and presets of machines and models."""
     store = import_module("hydra.core.config_store").ConfigStore.instance()

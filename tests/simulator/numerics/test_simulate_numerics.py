@@ -44,13 +44,13 @@ def test_the_command_reports_and_fails(capsys: pytest.CaptureFixture[str], monke
 
 
 def test_the_command_line(inside: Inside, tmp_path: Path) -> None:
-    shape = ("mode=numerics", "tokens=4k", "ranks=64", "head_dim=8", "pattern=Causal()", "numerics.period=37")
-    done = inside("simulate", *shape, "numerics.rows=[5,100,4095]", "output.path=found.json", cwd=tmp_path)
+    shape = ("mode=numerics", "tokens=1k", "ranks=16", "head_dim=8", "pattern=Causal()", "numerics.period=37")
+    done = inside("simulate", *shape, "numerics.rows=[5,100,1023]", "output.path=found.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for words in ("3 of 4,096 query rows", "complete: ", "[measured]", "[counted]", "peak memory"):
+    for words in ("3 of 1,024 query rows", "complete: ", "[measured]", "[counted]", "peak memory"):
         assert words in done.stdout
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["pairs"] == 6 + 101 + 4096 and found["accurate"] and found["complete"]
+    assert found["pairs"] == 6 + 101 + 1024 and found["accurate"] and found["complete"]
     assert (found["words"]["error"], found["words"]["ledger"]) == ("measured", "counted")
     assert found["plan"]["dtype"] == "float64" and 0 < found["error"] < 1e-11
     sides = ("q_tokens=1k", "q_first=3k", "head_dim=8", "mode=numerics", "tokens=4k", "ranks=16", "numerics.period=37")
