@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from browser import BROWSER, OVERLAPS, WIDTHS, probe, probe_all
+from command_line import Inside, ringattn
 from safetensors.torch import save_file
 
 from ringattn.cli import advise
@@ -179,17 +180,16 @@ def test_commands_run(command: str, tmp_path_factory: pytest.TempPathFactory) ->
         (folder / name).write_bytes(next(ROOT.glob(f"benchmarks/{suite}_*.jsonl")).read_bytes())
     tensors = {name: torch.randn(1, 2, 4096, 16) for name in ("q", "k", "v")}
     save_file(tensors, folder / "qkv.safetensors")
-    words = shlex.split(command)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    programs = {  # of a script, what it does after its set-up
-        "ringattn": ["-m", "ringattn"],
-        "scripts/run": ["-m", "ringattn", "run", "layout=zigzag"],
-        "scripts/train": [*launch, str(ROOT / "examples/train_lm/train.py"), "cp=2"],
-    }
-    done = subprocess.run(
-        [sys.executable, *programs[words[0]], *words[1:]],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    program, *words = shlex.split(command)
+    if program == "scripts/train":  # of a script, what it does after its set-up
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        launch += [str(ROOT / "examples/train_lm/train.py"), "cp=2", *words]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(launch, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    else:
+        done = ringattn(
+            *(("run", "layout=zigzag") if program == "scripts/run" else ()), *words, cwd=folder, timeout=3600
+        )
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
@@ -200,14 +200,11 @@ def test_there_are_samples() -> None:
     assert len(with_samples("bash")) >= 3
 
 
-def test_the_picture_is_what_the_command_prints() -> None:
+def test_the_picture_is_what_the_command_prints(inside: Inside) -> None:
     (shown,) = blocks(ROOT / "docs/command_line.md", "console")
     command, *lines = shown.strip().splitlines()
     words = shlex.split(command.removeprefix("$ ringattn "))
-    done = subprocess.run(
-        [sys.executable, "-m", "ringattn", *words], capture_output=True, text=True, timeout=60, check=True
-    )
-    printed = [line.rstrip() for line in done.stdout.splitlines()]
+    printed = [line.rstrip() for line in inside(*words, cwd=ROOT).stdout.splitlines()]
     assert printed[: len(lines)] == [line.rstrip() for line in lines]
 
 

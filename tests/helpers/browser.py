@@ -13,8 +13,8 @@ from typing import Any
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 #: A window cannot be as narrow as a phone, a frame can; the pages tell the window around them what they found.
 AROUND = """<!doctype html><title></title><script>const found = []; onmessage = told => {{
-  found[Array.from(frames).indexOf(told.source)] = JSON.parse(told.data); document.title = JSON.stringify(found); }};</script>
-{frames}"""
+  found[Array.from(frames).indexOf(told.source)] = JSON.parse(told.data); document.title = JSON.stringify(found);
+}};</script>{frames}"""
 FRAME = '<iframe src="{name}" width="{width}" height="900" style="border: 0"></iframe>'
 #: In pixels, of a phone and of a screen.
 WIDTHS = (390, 1280)

@@ -21,7 +21,7 @@ CLEARED = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
 
 
 def ringattn(
-    *arguments: str, cwd: Path, script: str = "", site: str = "", **variables: str
+    *arguments: str, cwd: Path, script: str = "", site: str = "", timeout: float = 120.0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """`ringattn ARGUMENTS`, or `python script ARGUMENTS`, in a fork of a process that has imported torch, see conftest.
 
@@ -32,7 +32,7 @@ def ringattn(
         context = multiprocessing.get_context("forkserver")
         process = context.Process(target=_run, args=(script, arguments, cwd, folder, site, variables))
         process.start()
-        process.join(120)
+        process.join(timeout)
         process.kill()
         process.join()
         out, err = (Path(folder, name).read_text() for name in ("out", "err"))
@@ -40,9 +40,7 @@ def ringattn(
     return subprocess.CompletedProcess(list(arguments), process.exitcode, out, err)
 
 
-def _run(
-    script: str, arguments: tuple[str, ...], cwd: Path, folder: str, site: str, variables: dict[str, str]
-) -> None:
+def _run(script: str, arguments: tuple[str, ...], cwd: Path, folder: str, site: str, variables: dict[str, str]) -> None:
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), number)
     for name in CLEARED:
