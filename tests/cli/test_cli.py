@@ -49,8 +49,8 @@ def test_a_plan_of_too_many_steps_says_so(inside: Inside, tmp_path: Path) -> Non
     assert done.returncode == 0 and "rank 245760" in done.stdout
 
 
-def test_plan_prints_counted_facts_and_writes_json(tmp_path: Path) -> None:
-    done = ringattn("plan", "ranks=4", "tokens=1k", "layout=zigzag", "output.path=p.json", cwd=tmp_path)
+def test_plan_prints_counted_facts_and_writes_json(inside: Inside, tmp_path: Path) -> None:
+    done = inside("plan", "ranks=4", "tokens=1k", "layout=zigzag", "output.path=p.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     plan = ra.make_plan(ra.Causal(), tokens=1024, ranks=4, layout="zigzag")
     assert ra.Plan.from_json((tmp_path / "p.json").read_text()) == plan

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import Inside, ringattn
+from command_line import Inside
 
 from ringattn.bench import SUITES
 from ringattn.cli.config.folders import heading, verb_help
@@ -68,8 +68,8 @@ def test_the_examples_of_the_help_can_be_composed(example: str, inside: Inside, 
     assert done.returncode == 0, done.stderr
 
 
-def test_the_help_on_the_command_line(tmp_path: Path) -> None:
-    done = ringattn("bench", "--help", cwd=tmp_path)
+def test_the_help_on_the_command_line(inside: Inside, tmp_path: Path) -> None:
+    done = inside("bench", "--help", cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr
     assert done.stdout.startswith("ringattn report NAME: ") and f"suites: {', '.join(SUITES)}" in done.stdout
     assert not list(tmp_path.iterdir())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import ringattn
+from command_line import Inside
 from studies import files, read, study
 
 import ringattn as ra
@@ -42,12 +42,12 @@ def test_budgets_decide_by_assumed_rates_alone(tmp_path: Path) -> None:
     assert {row["executed ledger"] for row in table.rows[:2]} == {"complete"}
 
 
-def test_the_billion_tokens_quickly(tmp_path: Path) -> None:
+def test_the_billion_tokens_quickly(inside: Inside, tmp_path: Path) -> None:
     """The experiment on its three smallest sizes: what is executed passes its ledger, the rest is said not to be."""
     pytest.importorskip("matplotlib")
     sizes = "[{tokens: 8192, ranks: 1}, {tokens: 131072, ranks: 32}, {tokens: 1048576, ranks: 256}]"
     axes = ["study.axes.pattern=[full, 'Causal() & Window(255)']", "study.axes.machine=[gtx1080_pcie, h100_nvlink_ib]"]
-    done = ringattn(
+    done = inside(
         "simulate",
         "experiment=billion_tokens",
         "study.execute.budget=1",

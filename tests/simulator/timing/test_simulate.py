@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import ringattn
+from command_line import Inside
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import problems
@@ -306,8 +306,8 @@ def test_sources_follow_their_numbers() -> None:
     )
 
 
-def test_the_command(tmp_path: Path) -> None:
-    done = ringattn(
+def test_the_command(inside: Inside, tmp_path: Path) -> None:
+    done = inside(
         "simulate",
         "ranks=4",
         "tokens=4k",
@@ -346,7 +346,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.json"]
 
 
-def test_wrong_commands(tmp_path: Path) -> None:
+def test_wrong_commands(inside: Inside, tmp_path: Path) -> None:
     for arguments, words in (
         (("mode=numbers",), "mode=numbers: did you mean 'numerics'? expected one of timing, validate"),
         (("numerics.rows=3",), "numerics.rows=3 has no meaning with mode=timing; leave it out"),
@@ -356,7 +356,7 @@ def test_wrong_commands(tmp_path: Path) -> None:
         (("slow=3",), "slow: expected a factor for each of"),
         (("ranks=262144", "tokens=1G", "machine.buffers=2"), "receive slots are more than"),
     ):
-        done = ringattn("simulate", *arguments, cwd=tmp_path)
+        done = inside("simulate", *arguments, cwd=tmp_path)
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, (
             arguments,
             done.stderr,
