@@ -199,11 +199,11 @@ case "$*" in
 esac""",
     )
 
-    def calls(**environment: str) -> list[str]:
+    def calls(*extras: str, **environment: str) -> list[str]:
         (tmp_path / "calls").write_text("")
         clean = {key: value for key, value in os.environ.items() if key != "RINGATTN_TORCH"}
         done = subprocess.run(
-            [str(tmp_path / "scripts" / "setup")], env={**clean, "PYTHON": str(python), **environment},
+            [str(tmp_path / "scripts" / "setup"), *extras], env={**clean, "PYTHON": str(python), **environment},
             cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -214,6 +214,8 @@ esac""",
     (installed,) = [line for line in first if "pip install" in line]
     assert installed.endswith("-c constraints.txt torch==2.11.0 -e .")
     assert calls() == [], "nothing has changed"
+    assert calls("dev,docs")[-1].endswith("-e .[dev,docs]") and calls("docs") == calls("dev") == []
+    assert calls("dev,plot")[-1].endswith("-e .[dev,plot]")
     for words in ("torch==2.12.0", "torch==2.12.0 --pre"):
         assert [line for line in calls(RINGATTN_TORCH=words) if line.endswith(f"-c constraints.txt {words}")]
     (tmp_path / ".venv" / ".torch").unlink()
