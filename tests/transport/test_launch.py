@@ -159,7 +159,7 @@ def test_trainjob_has_the_fields_of_its_schema() -> None:
 def test_mpi_ranks_calibrate(start: Callable[..., Any], mpirun_path: str, tmp_path: Path) -> None:
     """One file from two ranks of an mpirun, with links and passes in it."""
     path = tmp_path / "m.yaml"
-    sizes = ("rows=[16,64]", "widths=[8]", "messages=[256,32M]", "repeat=2", "heads=2", "head_dim=16", "threads=1")
+    sizes = ("rows=[16,64]", "widths=[8]", "messages=[256,1M]", "repeat=2", "heads=2", "head_dim=16", "threads=1")
     command = [mpirun_path, "-n", "2", sys.executable, "-m", "ringattn", "calibrate", "transport=mpi", *sizes]
     done = start([*command, f"output.path={path}"], cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
