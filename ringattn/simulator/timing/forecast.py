@@ -74,7 +74,8 @@ def count_exchanges(plan: Plan, machine: Machine) -> tuple[float, int, int]:
     seconds, sent = 0.0, 0
     for message in (plan.part_bytes(Part(kind, 0)) for kind in kinds):
         sent += peers * message
-        inside = _seconds(machine, near, near * message, True)
+        shared = sum(machine.crowd(apart, min(machine.ranks_per_node, plan.ranks)) for apart in range(1, near + 1))
+        inside = _seconds(machine, near, shared * message, True)
         seconds += max(inside, _seconds(machine, peers - near, (peers - near) * message, False, machine.ranks_per_node))
     return seconds, sent, len(kinds)
 
@@ -241,6 +242,9 @@ class _RingEstimate:
             others = (other for member in node for other in self.route.edges_at(member, edge.step))
             alike = (other for other in others if other.post == edge.post and not self._near(other))
             size = sum(map(self._edge_bytes, alike))
+        if near:
+            node = min(self.machine.ranks_per_node, self.plan.ranks) * self.crowd
+            size *= self.machine.crowd(abs(edge.source - edge.target) * self.crowd, node)
         return _seconds(self.machine, 1, size, near, self.crowd) / (edge.step - edge.post)
 
     def _run_together(self) -> float:
