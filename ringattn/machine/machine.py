@@ -258,8 +258,8 @@ class Machine:
     ).with_default(None)
     host: float | None = MachineNumber(
         unit="s",
-        meaning="the seconds that the host takes to start a step, while a GPU works on the steps before: a pass takes "
-        "at least host_call and this for each step",
+        meaning="the seconds that the host takes to start a visit, while a GPU works on those before: a pass takes "
+        "at least host_call, and this for each visit and each step without one",
         example=3e-4,
         may_be_zero=True,
         effect="the host's time to start kernels and messages",

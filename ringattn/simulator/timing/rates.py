@@ -162,11 +162,11 @@ class Rates:
         node = min(self.machine.ranks_per_node, self.plan.ranks)
         return 1 / messages, (self.plan.ranks - 1) / (node - 1) if near else 1 / node
 
-    def crowd(self, source: Any, target: Any) -> Any:
-        """How many messages share the link of a message within a node; numbers or arrays. A ring's collective has its
-        links alone."""
-        node = min(self.machine.ranks_per_node, self.plan.ranks)
-        return 1 if self.one_gather else self.machine.crowd(np.abs(source - target), node)
+    def crowd(self, source: Any, target: Any, group: int = 1) -> Any:
+        """How many messages share the link of a message within a node, where each rank of the plan stands for a `group`
+        of neighbours; numbers or arrays. One collective has its links alone."""
+        node = min(self.machine.ranks_per_node, self.plan.ranks) * group
+        return 1 if self.one_gather else self.machine.crowd(np.abs(source - target) * group, node)
 
     @property
     def buffers(self) -> int:
