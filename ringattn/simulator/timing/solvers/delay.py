@@ -104,6 +104,7 @@ class DelayState:
         """Advance by the stencil max(now + own, below + left, above + right), and to the ends of direct messages."""
         values = np.zeros((3, 0)) if changes is None else changes.values[:3] - self.reference
         busy = self._find_busy(changes, values, direct)
+        self.now = self.now.copy()  # others may hold the times before these steps
         self.now[: busy.start] += steps * self.coefficients[0, : busy.start]
         self.now[busy.stop :] += steps * self.coefficients[0, busy.stop :]
         coefficients = self.coefficients[:, busy]
