@@ -78,7 +78,7 @@ def warm_ranks() -> Iterator[None]:
     context = multiprocessing.get_context("forkserver")
     ours = ["pytest", "hydra", "torch.distributed.device_mesh", "torch._dynamo", "ringattn.nn", "ringattn.cli.run"]
     # What the collected tests call on ranks, with the libraries of which it is made.
-    ours += [path.stem for path in Path(__file__).parent.glob("helpers/*.py") if path.stem in sys.modules]
+    ours += [path.stem for path in Path(__file__).parent.glob("helpers/*.py") if path.stem in sys.modules] + ["frozen"]
     context.set_forkserver_preload(ours)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "get_context", lambda method: context)
