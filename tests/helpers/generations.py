@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 from cache_oracle import DenseCache
-from rank_pool import told_by
+from rank_pool import told_by, wait_for_files
 from torch import Tensor
 
 import ringattn as ra
@@ -247,8 +246,7 @@ def rank_is_lost(rank: int, how: str, folder: str) -> None:
         if last and number == 3:
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(5)
-            return
+            break
         try:
             for layer in range(2):
                 cache.step(layer, *torch.zeros(3, 1, 2, 1, 8))
@@ -256,7 +254,7 @@ def rank_is_lost(rank: int, how: str, folder: str) -> None:
             assert number == 3
             Path(folder, f"{rank}").write_text(str(error))
             break
-    time.sleep(4)
+    wait_for_files(folder, transport.size - 1)  # a rank that ends is lost, too
 
 
 def deferred_steps(rank: int) -> tuple[list[int], str]:

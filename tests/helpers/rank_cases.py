@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import Case, make_case
-from rank_pool import told_by
+from rank_pool import told_by, wait_for_files
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, Pattern, Sinks, Strided, Window, global_local, mix
@@ -226,29 +226,26 @@ def varying_lengths(rank: int) -> float:
     return worst
 
 
-def _lost(how: str) -> None:
+def _lost(how: str, folder: str, others: int) -> None:
     if how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(5)
+    wait_for_files(folder, others)
     raise ra.CommFailure("the rank that was away")
 
 
 def one_rank_is_lost(rank: int, how: str, folder: str) -> None:
     """The last rank dies, or stays away, after the handshake; the others write down what they were told."""
-    transport = TorchDist(timeout=2)
+    transport, others = TorchDist(timeout=2), dist.get_world_size() - 1
     x = torch.randn(1, 2, 64, 8)
     ra.ring_attention(x, x, x, Full(), transport=transport, layout="contiguous")
-    if rank == dist.get_world_size() - 1:
-        transport.post = lambda post: _lost(how)  # type: ignore[method-assign, assignment]
-    start = time.monotonic()
+    if rank == others:
+        transport.post = lambda post: _lost(how, folder, others)  # type: ignore[method-assign, assignment]
     try:
         ra.ring_attention(x, x, x, Full(), transport=transport, layout="contiguous")
     except ra.CommFailure as error:
-        if rank == dist.get_world_size() - 1:
-            return
-        assert time.monotonic() - start < 10
-        Path(folder, f"{rank}").write_text(str(error))
-    time.sleep(max(0.0, 5 - (time.monotonic() - start)))
+        if rank < others:
+            Path(folder, f"{rank}").write_text(str(error))
+    wait_for_files(folder, others)  # a rank that ends is lost, too
 
 
 def mesh_and_subgroup(rank: int) -> bool:

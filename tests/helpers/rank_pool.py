@@ -37,6 +37,12 @@ def told_by(call: Callable[[], Any]) -> str:
     return "fine"
 
 
+def wait_for_files(folder: str, count: int) -> None:
+    """Wait until a folder has so many files."""
+    while len(os.listdir(folder)) < count:
+        time.sleep(0.02)
+
+
 class Pool:
     """`size` Gloo ranks with one thread each."""
 
