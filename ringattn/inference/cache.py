@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -107,17 +106,24 @@ class KVCache:
         layers, self.page = check_integer(layers, "layers", 1, "layers=32"), check_integer(page, "page", 1, "page=64")
         of_layers = [patterns] * layers if isinstance(patterns, Pattern | str) else [*patterns]
         if len(of_layers) != layers:
-            raise InvalidInput(f"{len(of_layers)} patterns for {layers} layers; give one for each, or one for all")
+            raise InvalidInput(
+                f"{plural(len(of_layers), 'pattern')} for layers={layers}; give one for each, or one for all"
+            )
         for name, value, names in (("merge", merge, MERGES), ("windows", windows, WINDOWS)):
             if value not in names:
                 raise InvalidInput(f"{name}={value!r}: expected one of {', '.join(names)}")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise InvalidInput(f"dtype={dtype!r}: expected a floating-point torch.dtype, such as torch.bfloat16")
         self.patterns = tuple(map(as_pattern, of_layers))
-        self.layout, self.max_tokens, self.merge, self.windows, self.dtype = layout, max_tokens, merge, windows, dtype
+        self.layout, self.merge, self.windows, self.dtype = layout, merge, windows, dtype
+        self.max_tokens = None if max_tokens is None else check_integer(max_tokens, "max_tokens", 1, "max_tokens=4096")
         #: The ranks' transport, whose counters count a step's messages and bytes.
         self.transport: Transport | Virtual
         if ranks is not None:
+            if any(who is not None for who in (group, mesh, transport)):
+                raise InvalidInput(
+                    f"ranks={ranks} are virtual; leave it out, or leave out group=, mesh= and transport="
+                )
             self.transport = Virtual(check_integer(ranks, "ranks", 1, "ranks=4"))
             self._ranks = range(ranks)
         else:
@@ -127,22 +133,27 @@ class KVCache:
         shift_layout(made := make_layout(layout, tokens=size, ranks=size, pattern=self.patterns[0]), size)
         if made.domain != (range(size),):
             raise InvalidInput(f"layout={layout!r} cuts other positions than those of a chunk; try layout='zigzag'")
+        spelled = f"{self.patterns}, {layout=}, {page=}, {max_tokens=}, {merge=}, {windows=}, {dtype=}"
+        self._spelled = spelled if len(spelled) < 1024 else digest(spelled.encode()).hex()
+        self._bound: dict[Pattern, Pattern] = {}
+        self._fixed: set[Pattern] = set()
+        self._event: NewTokens | None = None
+        self._chunk: tuple[Layout, Tensor | None] | None = None
+        self._count, self._history = 0, b""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Hold nothing, as a new cache."""
         #: Tokens so far, with the padding.
         self.length = 0
         #: Tokens of each row of the batch so far, without padding; empty before the first ones.
         self.lengths: list[int] = []
-        spelled = f"{self.patterns}, {layout=}, {page=}, {max_tokens=}, {merge=}, {windows=}, {dtype=}"
-        self._spelled = spelled if len(spelled) < 1024 else digest(spelled.encode()).hex()
-        self._stores = [[LayerStore(page) for _ in range(layers)] for _ in self._ranks]
-        self._holdings: dict[Pattern, Holdings] = {}
-        self._bound: dict[Pattern, Pattern] = {}
-        self._fixed: set[Pattern] = set()
         self._marks: list[Marks] = []
-        self._event: NewTokens | None = None
-        self._chunk: tuple[Layout, Tensor | None] | None = None
+        self._stores = [[LayerStore(self.page) for _ in self.patterns] for _ in self._ranks]
+        self._holdings: dict[Pattern, Holdings] = {}
         #: By layer the latest call, and what it was made of: most steps make the same one.
         self._calls: dict[int, tuple[object, Call]] = {}
-        self._count, self._history = 0, b""
+        #: The query heads; 0 before the first tokens.
         self._heads = 0
 
     # What is here.
@@ -175,7 +186,7 @@ class KVCache:
         """
         self._check_idle()
         size, first = self.transport.size, self.length
-        self._check_room(check_integer(tokens, "tokens", 1, "the tokens of a chunk"))
+        self._check_room(check_integer(tokens, "tokens", 1, "tokens=4096"))
         layout = make_layout(self.layout, tokens=tokens, ranks=size, pattern=self.patterns[0])
         fits = isinstance(padding, Tensor) and padding.dtype == torch.bool and padding.shape[1:] == (tokens,)
         if padding is not None and not fits:
@@ -189,8 +200,8 @@ class KVCache:
     def crop(self, tokens: int | Sequence[int]) -> None:
         """Keep the first `tokens` places; for `tokens` <= 0 forget the last -`tokens`; or keep a number in each row.
 
-        A number for all rows counts their padding, too; numbers for each row count its tokens. Raises InvalidInput
-        where rows would come back that were let go.
+        A number for all rows counts their padding, too; numbers for each row count its tokens. A cache of no token is
+        as a new one, for any batch. Raises InvalidInput where rows would come back that were let go.
         """
         self._check_idle()
         if isinstance(tokens, int | np.integer):
@@ -212,6 +223,8 @@ class KVCache:
                 f"stay, or give a page of more than {self.page} tokens"
             )
         self._note("crop", tokens)
+        if not length:
+            return self._forget()
         for row, cut in enumerate(cuts):
             runs = [range(run.start, min(run.stop, cut)) for run in find_tokens(self._marks[row])]
             self.lengths[row] = sum(map(len, runs))
@@ -224,7 +237,6 @@ class KVCache:
                 for layer in self._layers(pattern):
                     stores[layer].trim(kept, rank)
             holdings.settle()
-            holdings.floor = holdings.floor if length else 0
 
     def fork(self, rows: Sequence[int] | Tensor) -> None:
         """Let row i of the batch go on from what row rows[i] is now: beams, which share the rows they have in common.
@@ -272,13 +284,14 @@ class KVCache:
                 raise InvalidInput(f"padding has {plural(len(padding), 'row')}, and q a batch of {q.shape[0]}")
             self._check_event("prefill", layer, None)
         event, pattern = self._event or self._begin("prefill", call, ""), self.patterns[layer]
+        event.todo.remove(layer)
         with self._report("prefill", deferred=True):
             shards = [*zip(self._ranks, self._cut(event, k, v), strict=True)]
             keys = [self._keys_of(event, rank, layer, *x) for rank, x in shards]
         out = self._attend(event, pattern, q, keys, sinks, options)
         with self._report("prefill", deferred=True), autocast_off(call.device), typed_errors(call.device):
             self._run([self._share(event, rank, layer, *x) for rank, x in shards])
-        return self._end(layer, out)
+        return self._end(out)
 
     def _cut(self, event: NewTokens, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
         """The rows k and v of a chunk of each rank of this process."""
@@ -339,6 +352,7 @@ class KVCache:
             self._check_event("step", layer, call.rows)
             self._check_room(call.rows)
         event = self._event or self._begin("step", call, note)
+        event.todo.remove(layer)
         with self._report("step", deferred=True), autocast_off(call.device), typed_errors(call.device):
             q, k, v = call.prepare(q, k, v, None)
             results = self._run([self._step(event, rank, layer, q, k, v, call) for rank in self._ranks])
@@ -347,7 +361,7 @@ class KVCache:
                 merge_sinks_(out, lse, sinks)
             scale = self.patterns[layer].output_scale
             out = as_dtype(out if scale == 1.0 else out * scale, q.dtype)
-        return self._end(layer, (out, lse) if return_lse else out)
+        return self._end((out, lse) if return_lse else out)
 
     def _step(
         self, event: NewTokens, rank: int, layer: int, q: Tensor, k: Tensor, v: Tensor, call: Call
@@ -414,13 +428,19 @@ class KVCache:
             for pattern in self.patterns if not self._heads else ():
                 self._bind(pattern, q.shape[1])
             self._calls[layer] = asked, call
-        batch, heads = len(self.lengths) or q.shape[0], self._heads or q.shape[1]
-        if (q.shape[0], q.shape[1]) != (batch, heads):
+        batch, heads = len(self.lengths), self._heads
+        if heads and (q.shape[0], q.shape[1]) != (batch, heads):
             raise InvalidInput(f"q {tuple(q.shape)}: the cache has a batch of {batch} and {heads} query heads")
-        for block in (block for block in self._stores[0][layer].blocks if block.count):
-            held = tuple((x.shape[1], x.shape[3]) for x in block.tensors)
-            if held != ((k.shape[1], k.shape[3]), (v.shape[1], v.shape[3])):
-                raise InvalidInput(f"k {tuple(k.shape)}, v {tuple(v.shape)}: the cache holds (heads, dim) {held}")
+        for block in [block for block in self._stores[0][layer].blocks if block.count][:1]:
+            new, held = (
+                [(x.shape[1], x.shape[3], self.dtype or x.dtype, x.device.type) for x in pair]
+                for pair in ((k, v), block.tensors)
+            )
+            if new != held:
+                raise InvalidInput(
+                    f"k and v have (heads, dim, dtype, device) {new}, the cache holds {held}; KVCache(dtype=) keeps "
+                    "all in one dtype"
+                )
         if self.dtype is not None:
             k, v = (as_dtype(as_dtype(x, self.dtype), q.dtype) for x in (k, v))
         return q, k, v, call
@@ -439,7 +459,7 @@ class KVCache:
             pages = range(first // self.page, (new[-1]) // self.page + 1)
             runs = [(p % size, clip(new, p * self.page, (p + 1) * self.page - 1)) for p in pages]
             shards = tuple(tuple(run for rank, run in runs if rank == mine) for mine in range(size))
-        if not self.lengths:
+        if not self._heads:
             batch, self._heads = call.sizes["batch"], call.sizes["heads"]
             self.lengths, self._marks = [0] * batch, [()] * batch
         self._place_tokens(new, padding)
@@ -460,13 +480,12 @@ class KVCache:
         if event and (kind != event.kind or layer not in event.todo or tokens not in (None, len(event.new))):
             raise InvalidInput(
                 f"{kind} of layer {layer} within a {event.kind} of {plural(len(event.new), 'token')}, in which the "
-                f"layers {sorted(event.todo)} are left; call each layer once"
+                f"layers {sorted(event.todo)} are left; call each layer once, or after an error make a new cache"
             )
 
-    def _end(self, layer: int, result: Any) -> Any:
+    def _end(self, result: Any) -> Any:
         """The result of a layer; after the last one, the event has ended."""
         assert self._event is not None
-        self._event.todo.remove(layer)
         if not self._event.todo:
             self._event = None
             for holdings in self._holdings.values():
@@ -593,19 +612,25 @@ class KVCache:
 
     def _check_idle(self) -> None:
         if self._event is not None:
-            raise InvalidInput(f"within a {self._event.kind}, in which the layers {sorted(self._event.todo)} are left")
+            raise InvalidInput(
+                f"within a {self._event.kind}, in which the layers {sorted(self._event.todo)} are left; call these, or "
+                "after an error make a new cache"
+            )
 
     def _note(self, *change: object) -> None:
-        """Remember a change that is not collective: the next record compares it."""
+        """Remember a change that is not collective, for the next record, and forget a chunk that was begun."""
+        self._chunk = None
         self._history = digest(self._history + repr(change).encode())
 
 
 def _whole_numbers(name: str, values: Any) -> list[int]:
     """The values as integers. Raises InvalidInput."""
-    try:
-        return [index(value) for value in values]
-    except TypeError as error:
-        raise InvalidInput(f"{name}({values!r}): {error}; give a whole number for each row") from None
+    values = values.tolist() if isinstance(values, Tensor | np.ndarray) else values
+    if isinstance(values, Sequence) and all(
+        isinstance(x, int | np.integer) and not isinstance(x, bool) for x in values
+    ):
+        return [*map(int, values)]
+    raise InvalidInput(f"{name}({values!r}): give a whole number for each row")
 
 
 def _normal(marks: Sequence[tuple[int, int | None]]) -> Marks:
