@@ -259,6 +259,9 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         past = kwargs.get("past_key_values")
         if model.config.is_encoder_decoder:
             raise Unsupported("generate: an encoder and a decoder; call unparallelize(model) first")
+        mask = kwargs.get("attention_mask")
+        if mask is not None and not mask[:, -1].all():
+            raise Unsupported("generate: a row ends in padding; set padding_side='left' of the tokenizer")
         if kwargs.get("use_cache") is False:
             raise Unsupported("generate: use_cache=False; a parallelized model generates with its sharded cache only")
         if past is None and kwargs.get("cache_implementation") is None:
@@ -269,8 +272,8 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
                 "or give past_key_values=RingCache(model)"
             )
     _share_seed(model.device, ring.place.group)
-    ring.call["past"] = kwargs["past_key_values"]
+    ring.call.past = kwargs["past_key_values"]
     try:
         return type(model).generate(model, *args, **kwargs)
     finally:
-        del ring.call["past"]
+        ring.call.past = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -260,7 +259,7 @@ class HeadCall:
 def enter_base(base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments of the model below a head, with those of this rank's rows."""
     ring = getattr(base, STATE)
-    call: HeadCall | None = None if ring is None else ring.call.get("head")
+    call: HeadCall | None = None if ring is None else ring.call.head
     if call is None:
         return args, kwargs
     bound = inspect.signature(base.forward).bind(*args, **kwargs)
@@ -271,11 +270,11 @@ def enter_base(base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any,
 def leave_base(base: nn.Module, args: Any, result: Any) -> Any:
     """The result of the model below a head, with the hidden states that the head reads."""
     ring = getattr(base, STATE)
-    call: HeadCall | None = None if ring is None else ring.call.get("head")
+    call: HeadCall | None = None if ring is None else ring.call.head
     if call is not None:
         result["last_hidden_state"] = call.pooled(result["last_hidden_state"])
-        if call.pooling in POOLINGS:  # every rank computes the head, and drops the same of it
-            ring.call.pop("numbers", ExitStack()).close()
+        if ring.call.numbers and call.pooling in POOLINGS:  # every rank computes the head, and drops the same of it
+            ring.call.numbers.close()
     return result
 
 
@@ -284,6 +283,6 @@ def enter_pooler(pooler: nn.Module, args: Any) -> Any:
     ring = getattr(pooler, STATE)
     if ring is None:
         return args
-    if "sequences" not in ring.call:
+    if ring.call.sequences is None:
         raise InvalidInput(f"{type(pooler).__name__}: call the model that parallelize returned, not a part of it")
-    return (ring.call["sequences"].pool(args[0], "first")[:, None], *args[1:])
+    return (ring.call.sequences.pool(args[0], "first")[:, None], *args[1:])

@@ -58,12 +58,12 @@ from .borders import (
     write_borders,
 )
 from .encoder_decoder import CROSS, DECODER, attend_across
-from .generation import STATE, RingCache, begin, generate, layer_windows, make_pattern
-from .heads import HeadCall, check_pooler, enter_base, enter_pooler, find_sequences, leave_base
+from .generation import STATE, Generation, RingCache, begin, generate, layer_windows, make_pattern
+from .heads import HeadCall, Sequences, check_pooler, enter_base, enter_pooler, find_sequences, leave_base
 from .heads import pool as pool
 from .ranks import gather_rows
 from .supported import check_model, first_position, rotates_by_length
-from .whole import cut_call, draw_alone
+from .whole import WholeCall, cut_call, draw_alone
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -110,6 +110,40 @@ class Agreement:
     unseen: tuple[str, ...]
 
 
+@dataclass
+class _Call:
+    """What the hooks of a parallelized model tell each other of the call that runs, or of all calls."""
+
+    #: The cache of the `generate` that runs.
+    past: RingCache | None = None
+    #: Whether calls with labels and without gradients return logits.
+    logits: bool = False
+    #: The calls in training so far.
+    trained: int = 0
+    #: The largest position of the whole batch.
+    largest: torch.Tensor | int = 0
+    #: The places of this rank's rows in the encoder and in the decoder.
+    places: dict[str, torch.Tensor] = field(default_factory=dict)
+    #: By what the sum of this rank's losses is divided.
+    items: Any = None
+    #: Whether the batch has packed documents.
+    packed: bool = False
+    sequences: Sequences | None = None
+    #: What the call needs if it is one of `generate`, of a head over whole sequences, or with whole sequences.
+    generation: Generation | None = None
+    head: HeadCall | None = None
+    whole: WholeCall | None = None
+    #: While this rank draws random numbers of its own.
+    numbers: ExitStack | None = None
+
+    def end(self) -> None:
+        """Forget what is of the call alone: the backward may recompute another one."""
+        if self.numbers is not None:
+            self.numbers.close()
+        self.packed = False
+        self.sequences = self.generation = self.head = self.whole = self.numbers = None
+
+
 @dataclass(frozen=True)
 class _Ring:
     """Where the attention of a model runs, and how the sequence was cut."""
@@ -133,8 +167,7 @@ class _Ring:
     stretches: bool
     #: Whether calls take whole sequences.
     whole: bool
-    #: Of the call that runs: by what its loss is divided, and the largest position of the whole batch.
-    call: dict[str, Any] = field(default_factory=dict, compare=False)
+    call: _Call = field(default_factory=lambda: _Call(), compare=False)
     #: On CUDA, the shape of the latest position_ids, and whether padded: the host copies none that equal both again.
     checked: list[tuple[torch.Size, bool]] = field(default_factory=list, compare=False)
 
@@ -469,7 +502,7 @@ def _attend(
             )
         window, causal = mask.shape[2] - 2 or None, mask.shape[1] == 1
         mask = mask[:, 0, 0] if mask.shape[3] else None
-    generation = ring.call.get("generation")
+    generation = ring.call.generation
     if generation is not None:
         if not causal:
             raise Unsupported(f"generate: rows of {name} see later tokens; call unparallelize(model) first")
@@ -513,7 +546,7 @@ def _attend_ring(
             raise Unsupported(
                 f"a cache of earlier tokens: {q.shape[2]} queries, {k.shape[2]} keys; pass use_cache=False"
             )
-        if borders is None and (ring.call.get("packed") or isinstance(ring.layout, LayerMasks)):
+        if borders is None and (ring.call.packed or isinstance(ring.layout, LayerMasks)):
             raise Unsupported(f"{name} is not given cu_seq_lens_q by its model, and would see across documents")
         pattern, layout = make_pattern(None, False) if crosses else make_pattern(window, causal), ring.layout
         if borders is not None:
@@ -534,15 +567,14 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is None:
         return args, kwargs
-    ring.call.pop("numbers", ExitStack()).close()  # of a call that ended with an exception
-    ring.call.update(generation=None, head=None, whole=None)
-    past = ring.call.get("past")
+    ring.call.end()  # one that ended with an exception
+    past = ring.call.past
     if past is not None and kwargs.get("past_key_values") is None:  # Phi-3 computes all again where its rope changes
         past.reset()
         kwargs = {**kwargs, "past_key_values": past}
     if isinstance(kwargs.get("past_key_values"), RingCache):
-        kwargs, generation = begin(cast("PreTrainedModel", model), ring.place.group, kwargs)
-        ring.call.update(generation=generation, largest=generation.largest)
+        kwargs, ring.call.generation = begin(cast("PreTrainedModel", model), ring.place.group, kwargs)
+        ring.call.largest = ring.call.generation.largest
         return args, kwargs
     if ring.whole and DIGEST not in kwargs:
         args, kwargs = (), _cut_call(model, ring, args, kwargs)
@@ -555,10 +587,10 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         _check_call(model, ring, kept, kwargs)  # an exchange cannot be traced
     else:
         lengths = _check_positions(model, ring, kept, kwargs)
-    ring.call["packed"] = kept.get("cu_seq_lens_q") is not None
+    ring.call.packed = kept.get("cu_seq_lens_q") is not None
     if kept.get("labels") is not None:
         ranks = 1 if ring.pooling else dist.get_world_size(ring.place.group)  # each rank has all labels of sequences
-        ring.call["items"] = items if digest is None or items is not None else digest[COUNT].clamp(min=1) / ranks
+        ring.call.items = items if digest is None or items is not None else digest[COUNT].clamp(min=1) / ranks
     return args, _enter_call(model, ring, kept, kwargs, lengths)
 
 
@@ -566,13 +598,13 @@ def _cut_call(model: nn.Module, ring: _Ring, args: Any, kwargs: dict[str, Any]) 
     """The arguments of this rank's part of a call with whole sequences."""
     kwargs = {**inspect.signature(model.forward).bind_partial(*args).arguments, **kwargs}
     shard = partial(shard_batch, group=ring.place.group, layout=ring.layout, shift=ring.shift is not False)
-    loss_only = torch.is_grad_enabled() or not ring.call.get("logits")
-    kwargs, ring.call["whole"] = cut_call(
+    loss_only = torch.is_grad_enabled() or not ring.call.logits
+    kwargs, ring.call.whole = cut_call(
         kwargs, shard, ring.layout, ring.place.group, counts=not ring.first, loss_only=loss_only
     )
     if model.training:
-        ring.call["calls"] = ring.call.get("calls", 0) + 1
-        ring.call["numbers"] = draw_alone(ring.place.group, ring.call["calls"])
+        ring.call.trained += 1
+        ring.call.numbers = draw_alone(ring.place.group, ring.call.trained)
     return kwargs
 
 
@@ -581,23 +613,24 @@ def _enter_call(
 ) -> dict[str, Any]:
     """The arguments that the model is given, of those `kept` of `kwargs`; `lengths` are the rows of each rank."""
     if ring.stretches:
-        ring.call["largest"] = kwargs[DIGEST][LARGEST]
+        ring.call.largest = kwargs[DIGEST][LARGEST]
     if ring.crosses:
-        ring.call["places"] = {"encoder": kept["position_ids"][0], "decoder": kept["decoder_position_ids"][0]}
+        ring.call.places = {"encoder": kept["position_ids"][0], "decoder": kept["decoder_position_ids"][0]}
         taken = inspect.signature(model.forward).parameters
         kept = {name: x for name, x in kept.items() if name in taken or not name.endswith("position_ids")}
     if ring.pools or ring.pooling is not None:
-        ring.call["sequences"] = find_sequences(kept, ring.place.group, ring.layout)
+        ring.call.sequences = find_sequences(kept, ring.place.group, ring.layout)
     if ring.first:
         kept["position_ids"] = kept["position_ids"] + ring.first
-    whole = ring.call["whole"]
+    whole = ring.call.whole
     if whole is not None and whole.keep is not None:
         kept["logits_to_keep"] = whole.keep
     if ring.pooling is not None:
+        assert ring.call.sequences is not None
         borders = kept.get("cu_seq_lens_q")
         cut = cut_batch(ring.layout, sum(lengths), len(lengths), None if borders is None else read_borders(borders))
-        ring.call["head"] = HeadCall(ring.pooling, ring.call["sequences"], kept, cut)
-        kept = ring.call["head"].hide()
+        ring.call.head = HeadCall(ring.pooling, ring.call.sequences, kept, cut)
+        kept = ring.call.head.hide()
     return kept
 
 
@@ -606,13 +639,10 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is None:
         return result
-    ring.call.pop("numbers", ExitStack()).close()
-    generation = ring.call.pop("generation", None)
+    generation, head, whole = ring.call.generation, ring.call.head, ring.call.whole
+    ring.call.end()
     if generation is not None:
         return generation.finish(result, ring.place.group)
-    ring.call.pop("packed", None)  # the backward may recompute other calls
-    ring.call.pop("sequences", None)
-    head = ring.call.pop("head", None)
     if isinstance(result, tuple):
         raise Unsupported(f"{type(model).__name__} returns a tuple; take return_dict=True")
     if "pooler_output" in result and not ring.pools:
@@ -625,8 +655,7 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
         result, labels = head.finish(cast("PreTrainedModel", model), result), head.labels.get("labels")
     if labels is not None:
         count = (labels != NO_LABEL).sum()
-        result["loss"] = torch.where(count > 0, result["loss"] * count, 0.0) / ring.call.pop("items")
-    whole = ring.call.pop("whole", None)
+        result["loss"] = torch.where(count > 0, result["loss"] * count, 0.0) / ring.call.items
     return result if whole is None or head is not None else whole.finish(result, ring.place.group)
 
 
@@ -722,9 +751,7 @@ def _add_largest(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         return args, kwargs
     named = inspect.signature(module.forward).bind(*args, **kwargs)
     positions = named.arguments["position_ids"]
-    largest = (
-        torch.as_tensor(ring.call["largest"], device=positions.device).to(positions).expand(*positions.shape[:-1], 1)
-    )
+    largest = torch.as_tensor(ring.call.largest, device=positions.device).to(positions).expand(*positions.shape[:-1], 1)
     named.arguments["position_ids"] = torch.cat([positions, largest], -1)
     return named.args, named.kwargs
 
