@@ -22,7 +22,7 @@ from ..machine.presets import get_machine
 from ..pattern import Pattern, as_pattern
 from ..pattern.base import check_integer
 from ..pattern.tile import clip, find_runs, shift_range
-from ..pattern.views import IN_PLACE, Marks, Placed, find_tokens
+from ..pattern.views import Marks
 from ..plan.row_sets import Ranges
 from ..runtime.call import Call, autocast_off, cast_inputs, check_option_names, read_call
 from ..runtime.handshake import LIMIT
@@ -33,8 +33,9 @@ from ..transport.base import TAG_BITS, Program, Tags, drive
 from ..transport.records import MARK, ErrorReport, Exchange, compare_records, digest
 from ..transport.virtual import Virtual
 from . import MERGES, WINDOWS, merge_seconds
-from .holdings import Holdings, find_needed, split
-from .partials import RowGroups, attend, exchange, merge_ranks
+from .holdings import Holdings, split
+from .partials import attend, exchange, merge_ranks
+from .places import PlacedPattern, add_tokens, crop_tokens, find_place
 from .store import SHARED_ROWS, LayerStore
 
 if TYPE_CHECKING:
@@ -47,10 +48,6 @@ if TYPE_CHECKING:
 
 #: The options of attention that a step takes.
 STEP_OPTIONS = ("kernel", "scale", "softcap", "deterministic", "machine", "check")
-#: Lengths at which a pattern is asked whether it is for one length only, and whether it sees a bounded run of keys.
-LENGTHS = 1 << 20, 1 << 21
-#: How far ahead of the last token queries are looked for that see a key.
-HORIZON = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -135,8 +132,7 @@ class KVCache:
             raise InvalidInput(f"layout={layout!r} cuts other positions than those of a chunk; try layout='zigzag'")
         spelled = f"{self.patterns}, {layout=}, {page=}, {max_tokens=}, {merge=}, {windows=}, {dtype=}"
         self._spelled = spelled if len(spelled) < 1024 else digest(spelled.encode()).hex()
-        self._bound: dict[Pattern, Pattern] = {}
-        self._fixed: set[Pattern] = set()
+        self._placed: dict[Pattern, PlacedPattern] = {}
         self._event: NewTokens | None = None
         self._chunk: tuple[Layout, Tensor | None] | None = None
         self._count, self._history = 0, b""
@@ -184,7 +180,7 @@ class KVCache:
         [B, tokens] and equal on all ranks, is True for padding, which is no token: it has no position, and no query
         sees it. Raises InvalidInput.
         """
-        self._check_idle()
+        self._check_event("shard")
         size, first = self.transport.size, self.length
         self._check_room(check_integer(tokens, "tokens", 1, "tokens=4096"))
         layout = make_layout(self.layout, tokens=tokens, ranks=size, pattern=self.patterns[0])
@@ -203,7 +199,7 @@ class KVCache:
         A number for all rows counts their padding, too; numbers for each row count its tokens. A cache of no token is
         as a new one, for any batch. Raises InvalidInput where rows would come back that were let go.
         """
-        self._check_idle()
+        self._check_event("crop")
         if isinstance(tokens, int | np.integer):
             length = int(tokens) if tokens > 0 else self.length + int(tokens)
             cuts = [length] * len(self.lengths)
@@ -213,7 +209,7 @@ class KVCache:
                 0 <= n <= m for n, m in zip(tokens, self.lengths, strict=True)
             ):
                 raise InvalidInput(f"crop({tokens}): the rows hold {self.lengths} tokens")
-            cuts = [_place(marks, n - 1) + 1 if n else 0 for marks, n in zip(self._marks, tokens, strict=True)]
+            cuts = [find_place(marks, n - 1) + 1 if n else 0 for marks, n in zip(self._marks, tokens, strict=True)]
             length = max(cuts, default=0)
         if not 0 <= length <= self.length:
             raise InvalidInput(f"crop({tokens}): the cache holds {plural(self.length, 'token')}")
@@ -226,10 +222,7 @@ class KVCache:
         if not length:
             return self._forget()
         for row, cut in enumerate(cuts):
-            runs = [range(run.start, min(run.stop, cut)) for run in find_tokens(self._marks[row])]
-            self.lengths[row] = sum(map(len, runs))
-            marks = [mark for mark in self._marks[row] if mark[0] < cut]
-            self._marks[row] = _normal([*marks, (cut, None), (length, length - self.lengths[row])])
+            self.lengths[row], self._marks[row] = crop_tokens(self._marks[row], cut, length)
         self.length = length
         for pattern, holdings in self._holdings.items():
             kept = holdings.keep(nonempty(range(length)))
@@ -243,7 +236,7 @@ class KVCache:
 
         Raises InvalidInput for a row that is not there.
         """
-        self._check_idle()
+        self._check_event("fork")
         rows = _whole_numbers("fork", rows)
         if not rows or not all(0 <= row < len(self.lengths) for row in rows):
             raise InvalidInput(f"fork({rows}): the batch has {plural(len(self.lengths), 'row')}")
@@ -282,23 +275,20 @@ class KVCache:
             padding = self._chunk[1] if opens and self._chunk else None
             if padding is not None and len(padding) != q.shape[0]:
                 raise InvalidInput(f"padding has {plural(len(padding), 'row')}, and q a batch of {q.shape[0]}")
-            self._check_event("prefill", layer, None)
+            self._check_event("prefill", layer)
         event, pattern = self._event or self._begin("prefill", call, ""), self.patterns[layer]
         event.todo.remove(layer)
         with self._report("prefill", deferred=True):
-            shards = [*zip(self._ranks, self._cut(event, k, v), strict=True)]
+            own: list[tuple[Tensor, ...]] = [(k, v)]
+            if isinstance(self.transport, Virtual):
+                assert event.layout is not None
+                own = [tuple(event.layout.shard_tensor(x, rank) for x in (k, v)) for rank in self._ranks]
+            shards = [*zip(self._ranks, own, strict=True)]
             keys = [self._keys_of(event, rank, layer, *x) for rank, x in shards]
         out = self._attend(event, pattern, q, keys, sinks, options)
         with self._report("prefill", deferred=True), autocast_off(call.device), typed_errors(call.device):
             self._run([self._share(event, rank, layer, *x) for rank, x in shards])
         return self._end(out)
-
-    def _cut(self, event: NewTokens, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
-        """The rows k and v of a chunk of each rank of this process."""
-        if not isinstance(self.transport, Virtual):
-            return [(k, v)]
-        assert event.layout is not None
-        return [tuple(event.layout.shard_tensor(x, rank) for x in (k, v)) for rank in self._ranks]
 
     def _keys_of(self, event: NewTokens, rank: int, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """A rank's rows that the queries of a chunk attend: those held, then those of the chunk, which are stored."""
@@ -322,7 +312,7 @@ class KVCache:
         if event.new.start:
             assert event.layout is not None
             layouts = {"layout": self._holdings[pattern].keys, "q_layout": shift_layout(event.layout, event.new.start)}
-        view, options = self._view(pattern), {**options, "sinks": sinks, **layouts}
+        view, options = self._placed[pattern].view(self._marks), {**options, "sinks": sinks, **layouts}
         if not isinstance(self.transport, Virtual):
             k, v = keys[0]
             return ring_attention(q, k, v, view, transport=self.transport, **options)
@@ -373,7 +363,7 @@ class KVCache:
             for run in shard:
                 new = slice(run.start - event.new.start, run.stop - event.new.start)
                 store.append(*(self._rounded(x[:, :, new]) for x in (k, v)))
-        out, lse = attend(q, event.new, store, holdings, rank, self._groups(pattern), call)
+        out, lse = attend(q, event.new, store, holdings, rank, self._placed[pattern].groups(self._marks), call)
         if not holdings.copies:
             tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
             label = f"step of layer {layer}, partials"
@@ -425,8 +415,8 @@ class KVCache:
                 raise Unsupported("a cache has no gradients; call it under torch.no_grad()")
             if not isinstance(self.transport, Virtual):
                 self.transport.check(call.device)
-            for pattern in self.patterns if not self._heads else ():
-                self._bind(pattern, q.shape[1])
+            if not self._heads:
+                self._placed = {x: PlacedPattern.of(x, q.shape[1], self.max_tokens) for x in self.patterns}
             self._calls[layer] = asked, call
         batch, heads = len(self.lengths), self._heads
         if heads and (q.shape[0], q.shape[1]) != (batch, heads):
@@ -463,24 +453,26 @@ class KVCache:
             batch, self._heads = call.sizes["batch"], call.sizes["heads"]
             self.lengths, self._marks = [0] * batch, [()] * batch
         self._place_tokens(new, padding)
+        last = None if self.max_tokens is None else self.max_tokens + max(new.stop - length for length in self.lengths)
         due, floor = kind == "prefill" or first // self.page != new.stop // self.page, max(new.stop - self.page, 0)
         for pattern in dict.fromkeys(self.patterns):
             if pattern not in self._holdings:
-                copies = self.windows == "copy" and size > 1 and self._is_bounded(pattern)
+                copies = self.windows == "copy" and size > 1 and self._placed[pattern].is_bounded
                 self._holdings[pattern] = Holdings(size, copies=copies)
-            needed = self._needed(pattern, floor, new.stop) if due else None
+            needed = self._placed[pattern].find_needed(self._marks, floor, last, new.stop) if due else None
             self._holdings[pattern].begin(shards, needed, floor, self.page, prompt=kind == "prefill")
         self.length, self._chunk = new.stop, None
         self._event = NewTokens(kind, new, shards, layout, set(range(len(self.patterns))), number)
         return self._event
 
-    def _check_event(self, kind: str, layer: int, tokens: int | None) -> None:
+    def _check_event(self, kind: str, layer: int | None = None, tokens: int | None = None) -> None:
         """Raise InvalidInput for a call that is none of the chunk or the step that has begun."""
         event = self._event
         if event and (kind != event.kind or layer not in event.todo or tokens not in (None, len(event.new))):
             raise InvalidInput(
-                f"{kind} of layer {layer} within a {event.kind} of {plural(len(event.new), 'token')}, in which the "
-                f"layers {sorted(event.todo)} are left; call each layer once, or after an error make a new cache"
+                f"{kind}{'' if layer is None else f' of layer {layer}'} within a {event.kind} of "
+                f"{plural(len(event.new), 'token')}, in which the layers {sorted(event.todo)} are left; call each "
+                "once, or after an error make a new cache"
             )
 
     def _end(self, result: Any) -> Any:
@@ -533,72 +525,12 @@ class KVCache:
             return self.transport.run(programs)
         return [drive(programs[0], self.transport, self.transport.rank)]
 
-    # Patterns.
-
-    def _bind(self, pattern: Pattern, heads: int) -> None:
-        """Bind a pattern to the heads, and to `max_tokens` if it is for one length only."""
-        one, other = (pattern.bind(heads, tokens) for tokens in LENGTHS)
-        try:
-            for tokens in LENGTHS:
-                pattern.check(tokens, heads)
-            fixed = one != other
-        except InvalidInput:
-            fixed = True
-        if fixed:
-            if self.max_tokens is None:
-                raise InvalidInput(f"{pattern!r} is for one length only; give max_tokens=, the tokens that it is for")
-            pattern.check(self.max_tokens, heads)
-            one = pattern.bind(heads, self.max_tokens)
-            self._fixed.add(pattern)
-        self._bound[pattern] = one
-
-    def _view(self, pattern: Pattern) -> Pattern:
-        """The pattern by places of the cache."""
-        bound = self._bound[pattern]
-        if all(marks == IN_PLACE for marks in self._marks):
-            return Placed(bound) if pattern in self._fixed else bound
-        return Placed(bound, tuple(self._marks))
-
-    def _groups(self, pattern: Pattern) -> RowGroups:
-        """The patterns by places of the rows of the batch."""
-        view = self._view(pattern)
-        if view.rows is None:
-            return [(view, None)]
-        groups: dict[Pattern, list[int]] = {}
-        for row in range(view.rows):
-            groups.setdefault(view.row(row), []).append(row)
-        return [*groups.items()]
-
-    def _needed(self, pattern: Pattern, first: int, stop: int) -> Ranges:
-        """The places before `stop` that queries from `first` on see, or more of them."""
-        bound, last = self._bound[pattern], HORIZON
-        if self.max_tokens is not None:
-            last = self.max_tokens + max(stop - length for length in self.lengths)
-        elif not bound.endless:
-            return (range(stop),)
-        return find_needed([view for view, _ in self._groups(pattern)], range(first, last), range(stop), self._heads)
-
-    def _is_bounded(self, pattern: Pattern) -> bool:
-        """Whether no query sees more keys, however many there are."""
-        bound = self._bound[pattern]
-        if pattern in self._fixed or not bound.endless:
-            return False
-        counts = [sum(map(len, find_needed([bound], range(n, HORIZON), range(n), self._heads))) for n in LENGTHS]
-        return counts[0] == counts[1] < LENGTHS[0]
-
-    # Places.
-
     def _place_tokens(self, new: range, padding: Tensor | None) -> None:
         """Give new tokens their positions."""
-        for row in range(len(self.lengths)):
+        for row, length in enumerate(self.lengths):
             runs = (new,) if padding is None else find_runs(~padding[row].cpu().numpy(), new.start)
-            marks = [*self._marks[row]]
-            if padding is not None:
-                marks.append((new.start, None))
-            for run in runs:
-                marks += [(run.start, run.start - self.lengths[row]), (run.stop, None)]
-                self.lengths[row] += len(run)
-            self._marks[row] = _normal([*marks, (new.stop, new.stop - self.lengths[row])])
+            self.lengths[row] += sum(map(len, runs))
+            self._marks[row] = add_tokens(self._marks[row], length, new, runs)
 
     def _layers(self, pattern: Pattern) -> list[int]:
         return [layer for layer, of_layer in enumerate(self.patterns) if of_layer == pattern]
@@ -608,13 +540,6 @@ class KVCache:
         if self.max_tokens is not None and self._event is None and most + tokens > self.max_tokens:
             raise InvalidInput(
                 f"{plural(tokens, 'new token')} after {most:,}: the cache has max_tokens={self.max_tokens:,}; give more"
-            )
-
-    def _check_idle(self) -> None:
-        if self._event is not None:
-            raise InvalidInput(
-                f"within a {self._event.kind}, in which the layers {sorted(self._event.todo)} are left; call these, or "
-                "after an error make a new cache"
             )
 
     def _note(self, *change: object) -> None:
@@ -631,23 +556,3 @@ def _whole_numbers(name: str, values: Any) -> list[int]:
     ):
         return [*map(int, values)]
     raise InvalidInput(f"{name}({values!r}): give a whole number for each row")
-
-
-def _normal(marks: Sequence[tuple[int, int | None]]) -> Marks:
-    """The fewest marks: of several at one place the last one, and none that goes on as the one before."""
-    kept: list[tuple[int, int | None]] = []
-    for mark in marks:
-        if kept and kept[-1][0] == mark[0]:
-            kept.pop()
-        if not kept or kept[-1][1] != mark[1]:
-            kept.append(mark)
-    return tuple(kept)
-
-
-def _place(marks: Marks, position: int) -> int:
-    """The place of a position."""
-    for run in find_tokens(marks):
-        if position < len(run):
-            return run[position]
-        position -= len(run)
-    raise AssertionError("positions have places")

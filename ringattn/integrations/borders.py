@@ -55,15 +55,17 @@ class LayerMasks:
 
     def cut(self, borders: torch.Tensor | Documents, ranks: int) -> Layout:
         """The Layout of the batch with these documents, which are `cu_seq_lens_q` of `shard_batch`'s result."""
-        documents = read_borders(borders) if isinstance(borders, torch.Tensor) else borders
+        documents = borders if isinstance(borders, Documents) else read_borders(borders)
         patterns, tokens = [pattern & documents for pattern in self.patterns], documents.row(0).starts[-1]
         return make_layout("balanced", tokens=tokens, ranks=ranks, patterns=patterns, weights=self.weights)
 
 
-def cut_batch(layout: str | Layout | LayerMasks, tokens: int, ranks: int, documents: Documents | None) -> Layout:
+def cut_batch(
+    layout: str | Layout | LayerMasks, tokens: int, ranks: int, borders: torch.Tensor | Documents | None
+) -> Layout:
     """The Layout of a batch, whose documents may be one for each row. Raises InvalidInput."""
     if isinstance(layout, LayerMasks):
-        return layout.cut(documents or Documents((tokens,)), ranks)
+        return layout.cut(Documents((tokens,)) if borders is None else borders, ranks)
     return make_layout(layout, tokens=tokens, ranks=ranks)
 
 
@@ -95,11 +97,7 @@ def read_batch(batch: Mapping[str, torch.Tensor]) -> tuple[Tensors, Tensors, Bor
     index = kept.pop("seq_idx", None)
     if index is None:
         return kept, whole, borders
-    found = _list_borders(index[:, 1:] != index[:, :-1])
-    given = found if borders is None else borders.expand(len(index), -1).tolist()
-    if [sorted({*row}) for row in given] != found:
-        raise InvalidInput(f"seq_idx begins documents at {found}, cu_seq_lens_q at {given}; give one of them")
-    return kept, whole, found
+    return kept, whole, _list_borders(index[:, 1:] != index[:, :-1])
 
 
 def _is_of_sequences(name: str, batch: Tensors) -> bool:
@@ -113,14 +111,11 @@ def _is_of_sequences(name: str, batch: Tensors) -> bool:
 def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
     """Raise InvalidInput for what cannot be cut into shards."""
     of_rows = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_idx", "token_type_ids"}
-    unknown = set(batch) - of_rows
-    if "cu_seqlens" in unknown:
+    if unknown := set(batch) - of_rows:
         raise InvalidInput(
-            "cu_seqlens is no tensor of a batch; give the borders beside it, shard_batch(batch, cu_seqlens=...); in "
-            "the batch of a collator their name is cu_seq_lens_q"
+            f"{sorted(unknown)} cannot be cut into shards; shard these by Layout.shard_tensor, and give borders as "
+            "cu_seq_lens_q, or as cu_seqlens= of shard_batch"
         )
-    if unknown:
-        raise InvalidInput(f"{sorted(unknown)} cannot be cut into shards; shard these by Layout.shard_tensor")
     if "input_ids" not in batch:
         raise InvalidInput(f"a batch needs input_ids [batch, tokens], got {sorted(batch) or 'nothing'}")
     for name, x in batch.items():

@@ -99,11 +99,6 @@ class RingCache(Cache):  # type: ignore[misc]
         """False for each layer: each counts the places of all tokens."""
         return [False] * len(self)
 
-    @property
-    def batch_size(self) -> int:
-        """Rows of the batch; -1 before the first tokens."""
-        return len(self.cache.lengths) or -1
-
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -`tokens_to_remove` places; where the number is positive, keep the first so many."""
         if tokens_to_remove:
