@@ -176,9 +176,8 @@ class KVCache:
         """Begin a chunk of `tokens` tokens of a prompt: the places of this rank's rows, int64 [n], in local order.
 
         A chunk that was begun before and not prefilled is forgotten. A place is a position in rows without padding.
-        On virtual ranks they are those of all tokens. `padding`, bool
-        [B, tokens] and equal on all ranks, is True for padding, which is no token: it has no position, and no query
-        sees it. Raises InvalidInput.
+        On virtual ranks they are those of all tokens. `padding`, bool [B, tokens] and equal on all ranks, is True for
+        padding, which is no token: it has no position, and no query sees it. Raises InvalidInput.
         """
         self._check_event("shard")
         size, first = self.transport.size, self.length
@@ -447,13 +446,15 @@ class KVCache:
             shards = tuple(tuple(shift_range(r, first) for r in layout.shard(rank)) for rank in range(size))
         else:
             pages = range(first // self.page, (new[-1]) // self.page + 1)
-            runs = [(p % size, clip(new, p * self.page, (p + 1) * self.page - 1)) for p in pages]
-            shards = tuple(tuple(run for rank, run in runs if rank == mine) for mine in range(size))
+            owned = [(p % size, clip(new, p * self.page, (p + 1) * self.page - 1)) for p in pages]
+            shards = tuple(tuple(run for rank, run in owned if rank == mine) for mine in range(size))
         if not self._heads:
             batch, self._heads = call.sizes["batch"], call.sizes["heads"]
             self.lengths, self._marks = [0] * batch, [()] * batch
-        self._place_tokens(new, padding)
-        last = None if self.max_tokens is None else self.max_tokens + max(new.stop - length for length in self.lengths)
+        for row, length in enumerate(self.lengths):
+            runs = (new,) if padding is None else find_runs(~padding[row].cpu().numpy(), first)
+            self.lengths[row], self._marks[row] = add_tokens(self._marks[row], length, new, runs)
+        last = None if self.max_tokens is None else self.max_tokens + new.stop - min(self.lengths, default=0)
         due, floor = kind == "prefill" or first // self.page != new.stop // self.page, max(new.stop - self.page, 0)
         for pattern in dict.fromkeys(self.patterns):
             if pattern not in self._holdings:
@@ -524,13 +525,6 @@ class KVCache:
         if isinstance(self.transport, Virtual):
             return self.transport.run(programs)
         return [drive(programs[0], self.transport, self.transport.rank)]
-
-    def _place_tokens(self, new: range, padding: Tensor | None) -> None:
-        """Give new tokens their positions."""
-        for row, length in enumerate(self.lengths):
-            runs = (new,) if padding is None else find_runs(~padding[row].cpu().numpy(), new.start)
-            self.lengths[row] += sum(map(len, runs))
-            self._marks[row] = add_tokens(self._marks[row], length, new, runs)
 
     def _layers(self, pattern: Pattern) -> list[int]:
         return [layer for layer, of_layer in enumerate(self.patterns) if of_layer == pattern]

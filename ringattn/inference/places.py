@@ -76,13 +76,13 @@ class PlacedPattern:
         return counts[0] == counts[1] < LENGTHS[0]
 
 
-def add_tokens(marks: Marks, length: int, new: range, runs: Ranges) -> Marks:
-    """The marks of a row of `length` tokens with the new places, of which those in `runs` are tokens."""
+def add_tokens(marks: Marks, length: int, new: range, runs: Ranges) -> tuple[int, Marks]:
+    """(tokens, marks) of a row of `length` tokens and the new places, of which those in `runs` are tokens."""
     added: list[tuple[int, int | None]] = [*marks, (new.start, None)]
     for run in runs:
         added += [(run.start, run.start - length), (run.stop, None)]
         length += len(run)
-    return _shorten([*added, (new.stop, new.stop - length)])
+    return length, _shorten([*added, (new.stop, new.stop - length)])
 
 
 def crop_tokens(marks: Marks, cut: int, length: int) -> tuple[int, Marks]:

@@ -13,8 +13,7 @@ from torch import nn
 from ..errors import InvalidInput, Mismatch
 from ..functional import get_transport
 from ..transport.records import ErrorReport
-from .batches import POSITIONS, gather_logits, shard_batch
-from .borders import cut_batch
+from .batches import POSITIONS, cut_batch, gather_logits, shard_batch
 from .generation import STATE, layer_windows
 from .supported import rotates_by_length
 

@@ -26,7 +26,7 @@ from ..kernels.base import wide
 from ..train import SumOverRanks
 from ..transport.records import Exchange, compare_records
 from ..transport.torchdist import place_group
-from .borders import ANSWERS, cut_batch, read_borders
+from .batches import ANSWERS, cut_batch, read_borders
 from .generation import STATE
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..layout.regular import Layout
-    from .borders import LayerMasks
+    from .batches import LayerMasks
 
 #: How the rows of a sequence become one row.
 POOLINGS = ("first", "last", "mean")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from ..layout.regular import Layout
-    from .borders import LayerMasks
+    from .batches import LayerMasks
 
 
 class Broadcast(IterableDataset[Any]):

@@ -35,16 +35,19 @@ from ..train import NO_LABEL
 from ..transport.records import ErrorReport, Exchange
 from ..transport.torchdist import WeakGroup, place_group
 from .agreement import Agreement, check
-from .batches import POSITIONS, Collator, gather_logits, shard_batch
-from .borders import (
+from .batches import (
     COUNT,
     DIGEST,
     LARGEST,
+    POSITIONS,
+    Collator,
     LayerMasks,
     compare_batches,
     count_from_borders,
     cut_batch,
+    gather_logits,
     read_borders,
+    shard_batch,
 )
 from .encoder_decoder import CROSS, attend_across
 from .generation import STATE, Generation, RingCache, begin, generate, make_pattern

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..errors import InvalidInput, Unsupported
-from .batches import shard_batch
-from .borders import COUNT, DIGEST, cut_batch
+from .batches import COUNT, DIGEST, cut_batch, shard_batch
 from .ranks import GatherRows
 
 if TYPE_CHECKING:

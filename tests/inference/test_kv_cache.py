@@ -332,7 +332,7 @@ def test_a_layer_that_failed_is_not_computed_twice(call: str, monkeypatch: pytes
 
 
 def test_a_cache_of_no_token_takes_another_batch() -> None:
-    cache = ra.KVCache("Causal()", layers=1, ranks=2)
+    cache = ra.KVCache("Causal()", layers=1, ranks=2, max_tokens=400)
     cache.step(0, *torch.randn(3, 0, 2, 4, 8))
     with pytest.raises(ra.InvalidInput, match="a batch of 0"):
         cache.step(0, *torch.randn(3, 2, 2, 4, 8))
