@@ -21,6 +21,7 @@ from ..inference.cache import STEP_OPTIONS, KVCache
 from ..layout.regular import make_layout
 from ..pattern import Causal, Full, Pattern, Window
 from ..transport.records import ErrorReport, Exchange, compare_records, digest
+from .ranks import GatherRows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -85,10 +86,6 @@ class RingCache(Cache):  # type: ignore[misc]
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens so far, with the padding."""
         return self.cache.length
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """The most tokens; -1: as many as memory has room for."""
-        return -1 if self.cache.max_tokens is None else self.cache.max_tokens
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """All keys, from the first on."""
@@ -155,17 +152,10 @@ class Generation:
         """The result with the wanted logits [B, n, classes] of the whole prompt, on all ranks. Collective."""
         self.past.running = False
         if self.note is None:
-            mine, parts = result["logits"] if self.mine is None else result["logits"][:, self.mine], []
-            for rank, places in enumerate(self.kept):
-                shape = (len(mine), len(places), *mine.shape[2:])
-                part = mine.contiguous() if rank == dist.get_rank(group) else mine.new_empty(shape)
-                if len(places):
-                    dist.broadcast(part, group=group, group_src=rank)
-                parts.append(part)
-            here = np.concatenate(self.kept)
-            order = np.argsort(here)
-            order = order[np.searchsorted(here, self.wanted, sorter=order)]
-            result["logits"] = torch.cat(parts, 1)[:, torch.from_numpy(order).to(mine.device)]
+            mine = result["logits"] if self.mine is None else result["logits"][:, self.mine]
+            rows = GatherRows.apply(mine, self.kept, group)  # by their places
+            _, order = np.unique(self.wanted, return_inverse=True)
+            result["logits"] = rows[:, torch.from_numpy(order).to(rows.device)]
         return result
 
 

@@ -28,6 +28,7 @@ from ..transport.records import Exchange, compare_records
 from ..transport.torchdist import place_group
 from .batches import ANSWERS, cut_batch, read_borders
 from .generation import STATE
+from .ranks import GatherRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -137,13 +138,6 @@ def pool(
     return find_sequences(batch, place, layout).pool(hidden, how)
 
 
-def join_rows(rows: torch.Tensor, cut: Layout, group: ProcessGroup) -> torch.Tensor:
-    """[B, N] of whole sequences from this rank's [B, n], on every rank. Differentiable; collective."""
-    places = torch.from_numpy(cut.positions(dist.get_rank(group))).to(rows.device)
-    whole = rows.new_zeros(rows.shape[0], cut.tokens).index_copy(1, places, rows)
-    return SumOverRanks.apply(whole, group)
-
-
 def find_pooling(model: PreTrainedModel, field: str) -> str:
     """What the head of a model reads, by its result `field`: "first", "last", "mean", "late" or "rows".
 
@@ -246,7 +240,8 @@ class HeadCall:
         if self.pooling == "rows":
             for name in ("start_logits", "end_logits"):
                 rows = result[name].masked_fill(~self.sequences.real, torch.finfo(result[name].dtype).min)
-                result[name] = join_rows(rows, self.cut, self.sequences.group)
+                places = list(map(self.cut.positions, range(self.cut.ranks)))
+                result[name] = GatherRows.apply(rows, places, self.sequences.group)
             given = {name: result[name] for name in ("start_logits", "end_logits")}
         else:
             if self.pooling == "late":

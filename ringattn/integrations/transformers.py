@@ -338,15 +338,13 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     if kept.get("labels") is not None:
         ranks = 1 if ring.pooling else dist.get_world_size(ring.place.group)  # each rank has all labels of sequences
         ring.call.items = items if digest is None or items is not None else digest[COUNT].clamp(min=1) / ranks
-    return args, _enter_call(model, ring, kept, kwargs, lengths)
-
-
-def _enter_call(
-    model: nn.Module, ring: _Ring, kept: dict[str, Any], kwargs: dict[str, Any], lengths: list[int]
-) -> dict[str, Any]:
-    """The arguments that the model is given, of those `kept` of `kwargs`; `lengths` are the rows of each rank."""
     if ring.stretches:
         ring.call.largest = kwargs[DIGEST][LARGEST]
+    return args, _enter_call(model, ring, kept, sum(lengths))
+
+
+def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The arguments that the model is given, of those `kept` for sequences of so many tokens."""
     if ring.crosses:
         ring.call.places = {"encoder": kept["position_ids"][0], "decoder": kept["decoder_position_ids"][0]}
         taken = inspect.signature(model.forward).parameters
@@ -358,12 +356,12 @@ def _enter_call(
     whole = ring.call.whole
     if whole is not None and whole.keep is not None:
         kept["logits_to_keep"] = whole.keep
-    if ring.pooling is not None:
-        assert ring.call.sequences is not None
-        cut = cut_batch(ring.layout, sum(lengths), len(lengths), kept.get("cu_seq_lens_q"))
-        ring.call.head = HeadCall(ring.pooling, ring.call.sequences, kept, cut)
-        kept = ring.call.head.hide()
-    return kept
+    if ring.pooling is None:
+        return kept
+    assert ring.call.sequences is not None
+    cut = cut_batch(ring.layout, tokens, dist.get_world_size(ring.place.group), kept.get("cu_seq_lens_q"))
+    ring.call.head = HeadCall(ring.pooling, ring.call.sequences, kept, cut)
+    return ring.call.head.hide()
 
 
 def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
