@@ -419,7 +419,10 @@ class KVCache:
             self._calls[layer] = asked, call
         batch, heads = len(self.lengths), self._heads
         if heads and (q.shape[0], q.shape[1]) != (batch, heads):
-            raise InvalidInput(f"q {tuple(q.shape)}: the cache has a batch of {batch} and {heads} query heads")
+            has = f"a batch of {batch} and {heads} query heads"
+            raise InvalidInput(
+                f"q {tuple(q.shape)}: the cache has {has}; fork(rows) takes another batch, crop(-length) any"
+            )
         for block in [block for block in self._stores[0][layer].blocks if block.count][:1]:
             new, held = (
                 [(x.shape[1], x.shape[3], self.dtype or x.dtype, x.device.type) for x in pair]

@@ -82,6 +82,8 @@ def context_parallel(
     if any(x is other for x in held for other in _held):
         raise InvalidInput("a buffer holds the rows of this rank already: a context around this one has cut it")
     compare_inputs(held, group)
+    if len(buffers) != len(buffer_seq_dims):
+        raise InvalidInput(f"{len(buffers)} buffers have {len(buffer_seq_dims)} buffer_seq_dims; give one dim for each")
     swaps: list[tuple[Tensor, Tensor]] = []
     for x, dim in zip(buffers, buffer_seq_dims, strict=True):
         if isinstance(x, BlockMask):

@@ -245,7 +245,7 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if model.config.is_encoder_decoder:
             raise Unsupported("generate: an encoder and a decoder; call unparallelize(model) first")
         mask = kwargs.get("attention_mask")
-        if mask is not None and not mask[:, -1].all():
+        if mask is not None and (mask.any(1) & (mask[:, -1] == 0)).any():
             raise Unsupported("generate: a row ends in padding; set padding_side='left' of the tokenizer")
         if kwargs.get("use_cache") is False:
             raise Unsupported("generate: use_cache=False; a parallelized model generates with its sharded cache only")
