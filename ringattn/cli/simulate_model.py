@@ -27,7 +27,7 @@ from .simulate import machine_record
 PHASES = ("training", "prefill", "decode")
 #: What no formula of models/ covers.
 NOT_MODELLED = (
-    "expert parallelism, reading of data, kernels' starts outside attention, collectives that slow down each other or "
+    "unequal experts, reading of data, kernels' starts outside attention, collectives that slow down each other or "
     "the messages of the ring (docs/models_cost.md)"
 )
 
@@ -43,6 +43,7 @@ def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, StepE
         cp=config.cp,
         dp=config.dp,
         tp=config.tp,
+        ep=config.ep,
         layout=config.layout.spec,
         schedule=config.schedule.spec,
         checkpointing=config.checkpointing,
@@ -97,7 +98,7 @@ def _print(
     print_paragraph(
         f"{config.phase} of {model.name}: {plural(parallel.rows * parallel.dp, 'sequence')} of "
         f"{plural(config.size(), 'token')} on {plural(estimate.gpus, 'GPU')} of {name}, cp={parallel.cp} "
-        f"dp={parallel.dp} tp={parallel.tp} pp={config.pp}, {config.dtype}"
+        f"dp={parallel.dp} tp={parallel.tp} ep={parallel.ep} pp={config.pp}, {config.dtype}"
         + (f", sharding={parallel.shard} checkpointing={parallel.checkpointing}" if config.phase == "training" else "")
     )
     if estimate.plan:

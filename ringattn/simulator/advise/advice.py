@@ -37,7 +37,7 @@ BANDWIDTHS, LENGTHS = (0.125, 0.5, 1.0, 2.0), (0.25, 4.0)
 #: The longest sequences that the frontier of tokens looks at.
 MOST_TOKENS = 1 << 30
 #: Parts of a step that are traffic outside attention.
-TRAFFIC = ("tp", "fsdp", "pp")
+TRAFFIC = ("tp", "ep", "fsdp", "pp")
 #: The least part of the time for which more memory is named.
 WORTH = 0.03
 #: A GPU whose memory is fuller than this is said to be nearly full.
@@ -187,8 +187,6 @@ class Advice:
                 f"The first needs {size(best.step.needed)} of {size(memory)}, and an allocator would take "
                 f"{size(best.step.reserved)}: where it does not run, take more GPUs, or keep activations on the host."
             )
-        if self.question.model.experts > 1:
-            lines.append("Not searched: experts in parallel. Here each rank has a part of every expert.")
         return lines
 
     @property
@@ -204,6 +202,8 @@ class Advice:
             "parallelism.context_parallel_degree": parallel.cp,
             "parallelism.tensor_parallel_degree": parallel.tp,
             "parallelism.pipeline_parallel_degree": best.pipeline.stages,
+            "parallelism.expert_parallel_degree": parallel.ep,
+            "parallelism.expert_tensor_parallel_degree": parallel.tp,
             "parallelism.fsdp_reshard_after_forward": "always" if parallel.shard == "weights" else "never",
             "activation_checkpoint.mode": kept,
         }
@@ -431,7 +431,7 @@ def _record(candidate: TrainingCandidate) -> dict[str, Any]:
     return {
         "machine": candidate.offer.name,
         "gpus": step.gpus,
-        **{name: getattr(parallel, name) for name in ("cp", "dp", "tp", "layout", "schedule", "checkpointing")},
+        **{name: getattr(parallel, name) for name in ("cp", "dp", "tp", "ep", "layout", "schedule", "checkpointing")},
         "pp": candidate.pipeline.stages,
         "interleaved": candidate.pipeline.interleaved,
         "sharding": parallel.shard,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
-from math import ceil, log
+from math import ceil, gcd, log
 
 from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput, RingAttentionError
@@ -34,8 +34,8 @@ PARTS = 8
 SHOWN = 5
 #: Times within this part are equal: the candidate with fewer bytes is the better one.
 EQUAL = 1e-3
-#: Numbers of GPUs: cp, dp, tp and pp.
-Shape = tuple[int, int, int, int]
+#: Numbers of GPUs: cp, dp, tp, pp and ep.
+Shape = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class TrainingCandidate:
 
     @property
     def shape(self) -> Shape:
-        """cp, dp, tp and pp."""
-        return self.parallel.cp, self.parallel.dp, self.parallel.tp, self.pipeline.stages
+        """cp, dp, tp, pp and ep."""
+        return self.parallel.cp, self.parallel.dp, self.parallel.tp, self.pipeline.stages, self.parallel.ep
 
     @property
     def seconds(self) -> float:
@@ -117,7 +117,7 @@ class TrainingCandidate:
     @property
     def name(self) -> str:
         """The shape in words, as far as its numbers are not 1."""
-        numbers = zip(("cp", "dp", "tp", "pp"), self.shape, strict=True)
+        numbers = zip(("cp", "dp", "tp", "pp", "ep"), self.shape, strict=True)
         return " ".join(f"{name}={number}" for name, number in numbers if number > 1) or "one GPU"
 
     @property
@@ -197,7 +197,7 @@ def simulate_step(question: Question, machine: Machine, candidate: TrainingCandi
 
 
 def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tuple[Parallel, Pipeline]]:
-    """Every cp x dp x tp x pp = `gpus` with each checkpointing and sharding.
+    """Every cp x dp x tp x pp = `gpus` with each ep, checkpointing and sharding.
 
     tp lies in a node and divides K/V heads; a rank has a thread block of rows at least. Stages have one part, or the
     most that divide their layers, up to PARTS.
@@ -217,9 +217,11 @@ def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tu
             continue
         rows = pp if question.batch is None else question.batch // dp
         parts = {1} if rows % pp else {1, max(i for i in range(1, PARTS + 1) if (model.layers // pp) % i == 0)}
-        for checkpointing, interleaved in product(CHECKPOINTING, sorted(parts) if pp > 1 else (1,)):
-            for shard in SHARED if cp * dp > 1 else SHARED[:1]:
-                parallel = Parallel(cp, dp, tp, checkpointing=checkpointing, shard=shard, rows=rows)
+        shards = SHARED if cp * dp > 1 else SHARED[:1]
+        experts = _divisors(gcd(model.experts, cp * dp))
+        for ep, checkpointing, shard in product(experts, CHECKPOINTING, shards):
+            parallel = Parallel(cp, dp, tp, ep, checkpointing=checkpointing, shard=shard, rows=rows)
+            for interleaved in sorted(parts) if pp > 1 else (1,):
                 yield parallel, Pipeline(pp, interleaved=interleaved)
 
 

@@ -60,10 +60,9 @@ def collective_seconds(machine: Machine, size: float, ranks: int, stride: int) -
     all-reduce twice as long. Between nodes the ring uses the cards of all its ranks of a node at once, as NCCL's rings
     do; all other rings of the node share one card where there is only one.
     """
-    if ranks == 1:
+    if ranks == 1 or not size:
         return 0.0
-    node = machine.ranks_per_node
-    inside = max(min(ranks, node // stride), 1) if stride < node else 1
+    node, inside = machine.ranks_per_node, count_inside(machine, ranks, stride)
     near = ranks * stride <= node
     latency, bandwidth = machine.rates(near)
     if not near:
@@ -74,6 +73,22 @@ def collective_seconds(machine: Machine, size: float, ranks: int, stride: int) -
         count * max(machine.rates(way)[0] - START, 0.0) for way, count in ((True, ranks - nodes), (False, nodes - 1))
     )
     return min(latency, START) + hops + size * (ranks - 1) / ranks / bandwidth
+
+
+def count_inside(machine: Machine, ranks: int, stride: int) -> int:
+    """Those of `ranks` ranks, `stride` apart, that lie on one node."""
+    return max(min(ranks, machine.ranks_per_node // stride), 1)
+
+
+def all_to_all_seconds(machine: Machine, size: float, ranks: int, stride: int) -> float:
+    """Seconds in which each of `ranks` ranks, `stride` apart, sends an equal part of `size` bytes to each of them.
+
+    Parts within a node and between nodes travel at once; between nodes each rank has its card, or a share of the one.
+    """
+    inside = count_inside(machine, ranks, stride)
+    cards = 1 / machine.ranks_per_node if machine.shared_nic else 1
+    ways = ((inside - 1, *machine.rates(True)), (ranks - inside, machine.latency, machine.bandwidth * cards))
+    return max(latency + count * size / ranks / rate if count else 0.0 for count, latency, rate in ways)
 
 
 def slowdown_seconds(machine: Machine, seconds: float, size: float) -> float:
@@ -158,9 +173,9 @@ class LayerCosts:
         return self._matmul(columns, model.hidden, stored=stored) + out
 
     def _experts(self, columns: float, inner: float) -> float:
-        """Seconds of a product of the MLP, or of experts with equal numbers of tokens."""
+        """Seconds of a product of the MLP, or of the rank's experts, of which each gets equally many tokens."""
         chosen = self.rows * self.model.experts_per_token
-        used = min(self.model.experts, chosen)
+        used = min(self.model.experts // self.parallel.ep, chosen)
         return self._matmul(columns, inner, chosen / used, used, self.model.mlp_item)
 
     @cached_property
@@ -216,6 +231,12 @@ class LayerCosts:
         return max(slowed, seconds - self.projections - self.mlp)
 
     @cached_property
+    def dispatch(self) -> float:
+        """Seconds in which ranks of ep send the rows of their tokens to the chosen experts, and the results back."""
+        size = self.rows * self.model.experts_per_token * self.model.hidden * self.item
+        return 2 * all_to_all_seconds(self.machine, size, self.parallel.ep, self.parallel.tp)
+
+    @cached_property
     def again(self) -> float:
         """Seconds in which a backward computes a layer's forward again, beside attention."""
         kind = self.parallel.checkpointing
@@ -258,8 +279,8 @@ class LayerCosts:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that checkpointing keeps of a layer. torchtitan's "selective op" keeps the outputs of attention and of
-        q, v, gate and the layer's last product."""
+        """Bytes that checkpointing keeps of a layer. torchtitan's "selective op" keeps the outputs of attention, of q, v,
+        gate and the layer's last product, and of messages between experts."""
         model, kind = self.model, self.parallel.checkpointing
         if kind == "none":
             return self.activation_bytes
@@ -267,14 +288,25 @@ class LayerCosts:
         if kind == "selective":
             columns = model.hidden // self.parallel.tp + (self.heads + self.kv_heads) * model.head_dim
             columns += model.experts_per_token * model.mlp // self.parallel.tp
+            columns += 2 * model.experts_per_token * model.hidden if self.parallel.ep > 1 else 0
             kept += self.rows * columns * self.item
         return kept
+
+    def held(self, shard: str) -> float:
+        """Parameters of a rank whose shards are `shard` or less, else of one that holds its part by tp and ep whole."""
+        if SHARDS.index(self.parallel.shard) >= SHARDS.index(shard):
+            return self.model.parameters / self.parallel.tp / self.parallel.group
+        return self.cut(self.model.parameters, self.model.layers)
+
+    def cut(self, parameters: float, layers: int = 1) -> float:
+        """The part by tp and ep of the parameters of so many layers, or of a model with them."""
+        elsewhere = layers * self.model.experts * self.model.expert * (1 - 1 / self.parallel.ep)
+        return (parameters - elsewhere) / self.parallel.tp
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that a rank keeps."""
-        ranks = self.parallel.dp * self.parallel.cp if self.parallel.shard in SHARDS[2:] else 1
-        return ceil(self.software.states[1] * self.model.parameters / self.parallel.tp / ranks)
+        return ceil(self.software.states[1] * self.held("gradients"))
 
     @property
     def again_bytes(self) -> int:

@@ -147,14 +147,13 @@ def training_step(
 def _parts(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[str, float]:
     """The seconds that each part adds to a step."""
     model, machine, parallel, software = costs.model, costs.machine, costs.parallel, costs.software
-    shards = parallel.cp * parallel.dp if parallel.shard != "none" else 1
     memory = memory_bandwidth(machine)
     forward = sum(count * one.forward for count, one in layers)
     # A chunked loss makes its logits twice.
     products = 3 if software.loss_rows is None else 4
     moved = (FUSED_LOSS if software.compiled else LOSS_BY_STEPS) * costs.rows * costs.classes
-    copied = ADDING + (COPYING if parallel.shard == "weights" and shards > 1 else 0)
-    updated = ADAM_TRAFFIC / shards + (CAST if software.fp8 else 0)
+    copied = ADDING + (COPYING if parallel.shard == "weights" and parallel.group > 1 else 0)
+    whole = costs.cut(model.parameters, model.layers)
     parts = {
         "attention forward": forward,
         "attention backward": sum(count * one.backward for count, one in layers),
@@ -162,9 +161,10 @@ def _parts(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[
         **costs.products(3 * model.layers),
         "all else again": model.layers * costs.again,
         "loss": products * costs.logits() + moved / memory,
-        "gradients": copied * model.parameters / parallel.tp / memory,
-        "optimiser": updated * model.parameters / parallel.tp / memory,
+        "gradients": copied * whole / memory,
+        "optimiser": (ADAM_TRAFFIC * costs.held("optimizer") + (CAST if software.fp8 else 0) * whole) / memory,
         "tp": 2 * model.layers * costs.exchanges,
+        "ep": (3 if parallel.checkpointing in ("attention", "full") else 2) * model.layers * costs.dispatch,
     }
     return {**parts, "fsdp": _exposed(costs, layers, parts["loss"])}
 
@@ -178,12 +178,19 @@ def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: 
     first gather and the last reduction have nothing to hide behind.
     """
     model, machine, parallel = costs.model, costs.machine, costs.parallel
-    level, group = SHARDS.index(parallel.shard), parallel.cp * parallel.dp
+    level, group, ep = SHARDS.index(parallel.shard), parallel.group, parallel.ep
+    experts = model.experts * model.expert if ep > 1 else 0
 
-    def collectives(parameters: float) -> tuple[Collectives, Collectives]:
-        """Seconds and bytes of those of a forward, and of a backward."""
-        gathered, reduced = costs.item * parameters / parallel.tp, GRADIENT * parameters / parallel.tp
-        gather, reduce = (collective_seconds(machine, size, group, parallel.tp) for size in (gathered, reduced))
+    def collectives(parameters: float, experts: float = 0.0) -> tuple[Collectives, Collectives]:
+        """Seconds and bytes of those of a forward, and of a backward: of parameters, and of experts apart from them."""
+        shares = ((parameters, group, parallel.tp), (experts / ep, group // ep, parallel.tp * ep))
+        gather, reduce = (
+            sum(collective_seconds(machine, item * count / parallel.tp, *ranks) for count, *ranks in shares)
+            for item in (costs.item, GRADIENT)
+        )
+        gathered, reduced = (
+            sum(item * count / parallel.tp for count, ranks, _ in shares if ranks > 1) for item in (costs.item, GRADIENT)
+        )
         again, times = int(level == 3), 1 if level else 2
         backward = again * gather + times * reduce, again * gathered + times * reduced
         return (gather, gathered) if level else (0.0, 0.0), backward
@@ -192,7 +199,7 @@ def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: 
         seconds, size = collective
         return max(seconds - behind, slowdown_seconds(machine, seconds, size)) if group > 1 else 0.0
 
-    forward, backward = collectives(model.layer)
+    forward, backward = collectives(model.layer - experts, experts)
     ends = forward[0] + backward[0] - (forward[0] if level == 3 else 0.0)
     exposed = 0.0
     for count, one in layers:
@@ -206,21 +213,19 @@ def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: 
 def _memory(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[str, int]:
     """Bytes by category at the peak of a step."""
     model, machine, parallel = costs.model, costs.machine, costs.parallel
-    level = SHARDS.index(parallel.shard)
-    shards = parallel.dp * parallel.cp
-    local, layer = model.parameters / parallel.tp, model.layer / parallel.tp
+    level, layer = SHARDS.index(parallel.shard), costs.cut(model.layer)
     largest = max(layer, model.table / parallel.tp)
     weight, _, optimizer = costs.software.states
     activations = model.layers * costs.kept_bytes
     return {
-        "weights": ceil(weight * local / (shards if level >= 3 else 1)),
+        "weights": ceil(weight * costs.held("weights")),
         # Gradients of one micro-batch take the place of activations, layer by layer.
         "gradients": max(costs.gradient_bytes - activations, 0),
-        "optimizer": ceil(optimizer * local / (shards if level >= 1 else 1)),
+        "optimizer": ceil(optimizer * costs.held("optimizer")),
         # What computes and the layer that is gathered meanwhile; the gradients of one before they are shared.
         "gathered weights and gradients": (
             ceil((costs.item * (layer + largest) if level >= 3 else 0) + (GRADIENT * largest if level >= 2 else 0))
-            if shards > 1
+            if parallel.group > 1
             else 0
         ),
         "activations": activations + costs.again_bytes,
