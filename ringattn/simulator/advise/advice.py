@@ -15,7 +15,7 @@ from ...machine.machine import MACHINE_NUMBERS
 from ...machine.presets import CURRENCY
 from ...text import did_you_mean, digits, duration, plural, rate, size
 from ..models.parallel import CHECKPOINTING
-from ..models.training import ATTENTION_PARTS, PUBLISHED_STEPS
+from ..models.training import ATTENTION_PARTS, EXPERTS_STEPS, PUBLISHED_STEPS
 from ..progress import Listener
 from .search import (
     EQUAL,
@@ -175,6 +175,8 @@ class Advice:
         low, high = span(best)
         if low < high:
             lines.append(f"{PUBLISHED_STEPS}: here 1e9 tokens take {duration(low)} to {duration(high)}.")
+            if self.question.model.experts > 1:
+                lines.append(EXPERTS_STEPS)
             most = STEPS.high * self.value(best)
             equal = [f"{place}. {one.name}" for place, one in enumerate(self.best, 1) if self.value(one) <= most][1:]
             if equal:

@@ -46,6 +46,8 @@ PUBLISHED_STEPS = (
     f"90 % of {STEPS.rows} published steps of training took {STEPS.low:g} to {STEPS.high:g} times as long as this "
     "model, of which no number is fitted to them; half were within 4.1 %"
 )
+#: The same of models with experts (benchmarks/published.md).
+EXPERTS_STEPS = "None of these models has experts: five published steps with experts took 0.8 to 2.6 times as long."
 #: Seconds and bytes of collectives.
 Collectives = tuple[float, float]
 #: (number of layers, attention of such a layer), of a model's layers: `attention_of_layers`, or a bound on it.

@@ -19,7 +19,7 @@ from ringattn.simulator.models.parallel import Parallel
 from ringattn.simulator.models.pipeline import Pipeline, pipelined_step
 from ringattn.simulator.models.training import ATTENTION_PARTS, StepEstimate
 
-MODEL = ModelConfig("tiny", 2, 64, 4, 2, 16, 256, 512, windows=(64, None))
+MODEL = ModelConfig("tiny", 2, 64, 4, 2, 16, 128, 512, experts=2, windows=(64, None))
 MACHINE = replace(ra.get_machine("h100_nvlink_ib"), ranks_per_node=2, memory=1.1e7)
 
 
@@ -43,10 +43,12 @@ def try_all(question: Question) -> list[tuple[Parallel, Pipeline, StepEstimate]]
                 plans += [(layout, "ulysses(2, ring)") for layout in ("zigzag", "contiguous")]
             if tp == 1 and cp == 4:
                 plans += [(layout, "double_ring(2)") for layout in ("zigzag", "contiguous")]
-            for layout, schedule in plans if cp > 1 else [("contiguous", "ring")]:
+            for ep, (layout, schedule) in product(
+                (1, 2) if cp * dp % 2 == 0 else (1,), plans if cp > 1 else [("contiguous", "ring")]
+            ):
                 for checkpointing in ("none", "selective", "attention", "full"):
                     for shard in ("none", "gradients", "weights") if cp * dp > 1 else ("none",):
-                        parallel = Parallel(cp, dp, tp, layout, schedule, checkpointing, shard, rows=pp)
+                        parallel = Parallel(cp, dp, tp, ep, layout, schedule, checkpointing, shard, rows=pp)
                         step = pipelined_step(MODEL, machine, question.tokens, parallel, Pipeline(pp))
                         tried.append((parallel, Pipeline(pp), step))
     return tried
@@ -59,7 +61,7 @@ def test_the_search_finds_what_loops_over_all_candidates_find() -> None:
     assert 0 < len(fitting) < len(tried)  # the memory decides for some of them
     best: dict[tuple[int, ...], float] = {}
     for seconds, parallel, pipeline in fitting:
-        shape = (parallel.cp, parallel.dp, parallel.tp, pipeline.stages)
+        shape = (parallel.cp, parallel.dp, parallel.tp, pipeline.stages, parallel.ep)
         best[shape] = min(seconds, best.get(shape, seconds))
     for shown in (1, 3):
         found = search(question, offer, 4, shown)
@@ -142,8 +144,9 @@ def test_an_answer_says_what_helps_and_how_to_launch_it() -> None:
     assert f"--parallelism.context_parallel_degree {full.best[0].parallel.cp} " in full.launch
     with pytest.raises(InvalidInput, match=r"nearest miss is .* more than the 74.5 GiB there are.*; on \d+ GPUs some"):
         advise(Question(small, (offer,), 1 << 21, 8))
-    experts = advise(Question(load_model("gpt_oss_120b"), (offer,), 4096, 64))
-    assert any("experts in parallel" in line for line in experts.doubts)
+    experts = advise(Question(load_model("gpt_oss_20b"), (offer,), 4096, 8))
+    assert experts.best[0].parallel.ep == 8 and any("has experts" in line for line in experts.doubts)
+    assert "--parallelism.expert_parallel_degree 8 " in experts.launch
     best = search(Question(load_model("llama3_405b"), (offer,), 8192, 16384, 2048), offer, 16384, 5).best
-    (meta,) = (one for one in best if one.shape == (1, 128, 8, 16))
+    (meta,) = (one for one in best if one.shape == (1, 128, 8, 16, 1))
     assert meta.seconds <= STEPS.high * best[0].seconds

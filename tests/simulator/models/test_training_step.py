@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from math import exp, expm1, sqrt
+from math import exp, expm1, gcd, sqrt
 from typing import Any
 
 import pytest
@@ -80,6 +80,7 @@ def test_the_parts_of_a_step_on_one_gpu() -> None:
             "gradients": 6 * parameters / 1e12,
             "optimiser": (4 + 24 + 2) * parameters / 1e12,
             "tp": 0.0,
+            "ep": 0.0,
             "fsdp": 0.0,
         }
     )
@@ -184,6 +185,8 @@ def test_500_changes_of_a_machine_or_a_job_never_slow_down_what_should_be_quicke
             exchanges=draw.choice((4, 7)),
             hides_exchanges=draw.random() < 0.5,
         )
+        experts = draw.choice((1, 32))
+        model = replace(MODEL, experts=experts, experts_per_token=min(experts, 4))
         parallel = Parallel(
             cp=draw.choice((1, 2)),
             dp=draw.choice((1, 2, 8, 16)),
@@ -194,13 +197,14 @@ def test_500_changes_of_a_machine_or_a_job_never_slow_down_what_should_be_quicke
             shard=draw.choice(SHARDS),
             software=software,
         )
+        parallel = replace(parallel, ep=draw.choice((1, gcd(experts, parallel.group))))
         machine, tokens = draw.choice((MACHINE, h100)), draw.choice((1024, 1536, 2048))
-        before = training_step(MODEL, machine, tokens, parallel).seconds
+        before = training_step(model, machine, tokens, parallel).seconds
         name, factor = draw.choice(sorted(better)), draw.uniform(1.0, 8.0)
         changed = replace(machine, **{name: getattr(machine, name) * factor ** better[name]})
-        after = training_step(MODEL, changed, tokens, parallel).seconds
+        after = training_step(model, changed, tokens, parallel).seconds
         assert after <= before * (1 + 1e-12), (name, factor, parallel)
-        fewer = training_step(MODEL, machine, tokens // 2, parallel).seconds
+        fewer = training_step(model, machine, tokens // 2, parallel).seconds
         assert fewer <= before * (1 + 1e-12), (tokens, parallel)
 
 
@@ -232,6 +236,29 @@ def test_experts() -> None:
     )
     assert experts.parameters - MODEL.parameters == 2 * (7 * MLP + 256 * 8)
     assert experts.active_parameters - MODEL.active_parameters == 2 * (MLP + 256 * 8)
+
+
+def test_experts_in_parallel() -> None:
+    """dp=8 on two nodes of 4: each rank has a quarter, or an eighth, of the experts, and gathers over the others."""
+    experts = replace(MODEL, experts=8, experts_per_token=2)
+    one, four, eight = (step(model=experts, dp=8, ep=ep) for ep in (1, 4, 8))
+    rows = TOKENS * 2 * 256 * 2  # bytes of the rows of two experts for each token
+    near, far = 1e-6 + rows * 3 / 4 / 1e9, 1e-5 + rows * 4 / 8 / 1e8
+    # There and back in the forward, when it is computed again, and in the backward; of 2 layers.
+    assert [each.parts["ep"] for each in (one, four, eight)] == pytest.approx([0.0, 12 * near, 12 * far])
+    dense, every = experts.parameters - 16 * MLP, 16 * MLP
+    for shard, held in (("weights", (dense + every) / 8), ("gradients", dense + every / 4)):
+        assert step(model=experts, dp=8, ep=4, shard=shard).memory["weights"] == 2 * held
+    assert four.parts["gradients"] == pytest.approx(14 * (dense + every / 4) / 1e12)
+    assert four.memory["gathered weights and gradients"] == (2 * 2 + 4) * (ATTENTION + 256 * 8 + 2 * MLP)
+    # Equal products of matrices that are read once for twice the tokens; the router's is the same.
+    read = step(model=replace(experts, experts=2), dp=8).parts["mlp"] - 6 * product(2, 256)
+    assert four.parts["mlp"] - 6 * product(8, 256) == pytest.approx(read)
+    slow = replace(MACHINE, node_bandwidth=1e8, bandwidth=2e7)
+    gathers = [step(slow, model=experts, dp=8, ep=ep).parts["fsdp"] for ep in (1, 2, 4, 8)]
+    assert sorted(gathers, reverse=True) == gathers
+    kept = [step(model=experts, dp=8, ep=ep, checkpointing="selective").memory["activations"] for ep in (1, 4)]
+    assert kept[1] - kept[0] == 2 * rows, "what ranks received of each other, of the layer that keeps it"
 
 
 def test_checkpointing_trades_time_for_memory() -> None:
@@ -276,6 +303,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"cp": 0}, "cp=0 must be a whole number"),
         ({"shard": "all"}, "shard='all': expected one of none"),
         ({"checkpointing": "ful"}, "did you mean 'full'"),
+        ({"ep": 2, "dp": 2}, "ep=2 does not divide the 1 experts of small and the cp x dp = 2 ranks .* try ep=1"),
         ({"tp": 3}, "tp=3 does not divide the 4 heads"),
         ({"cp": 4096}, "at least cp=4096"),
         ({"tp": 2, "dp": 3, "machine": replace(MACHINE, ranks_per_node=3)}, "tp=2 does not fit nodes of 3"),
