@@ -13,8 +13,7 @@ from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput, RingAttentionError
 from ...machine.kernel_times import BACKWARD, BLOCK
 from ...machine.machine import Machine
-from ...pattern import Causal, Pattern, Window
-from ..models.attention import LayerAttention
+from ..models.attention import LayerAttention, causal
 from ..models.config import ModelConfig
 from ..models.parallel import CHECKPOINTING, Parallel
 from ..models.pipeline import Pipeline, pipelined_step
@@ -287,8 +286,7 @@ def least_attention_of_layers(
 @lru_cache(maxsize=4096)
 def _count_pairs(window: int | None, tokens: int) -> int:
     """Visible pairs of one head."""
-    pattern: Pattern = Causal() if window is None else Causal() & Window(window - 1)
-    return pattern.count(range(tokens), range(tokens))
+    return causal(window).count(range(tokens), range(tokens))
 
 
 def _least_pass(

@@ -180,22 +180,20 @@ def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: 
     first gather and the last reduction have nothing to hide behind.
     """
     model, machine, parallel = costs.model, costs.machine, costs.parallel
-    level, group, ep = SHARDS.index(parallel.shard), parallel.group, parallel.ep
+    level, group, tp, ep = SHARDS.index(parallel.shard), parallel.group, parallel.tp, parallel.ep
     experts = model.experts * model.expert if ep > 1 else 0
 
     def collectives(parameters: float, experts: float = 0.0) -> tuple[Collectives, Collectives]:
         """Seconds and bytes of those of a forward, and of a backward: of parameters, and of experts apart from them."""
-        shares = ((parameters, group, parallel.tp), (experts / ep, group // ep, parallel.tp * ep))
+        shares = ((parameters / tp, group, tp), (experts / tp / ep, group // ep, tp * ep))
         gather, reduce = (
-            sum(collective_seconds(machine, item * count / parallel.tp, *ranks) for count, *ranks in shares)
+            sum(collective_seconds(machine, item * count, *ranks) for count, *ranks in shares)
             for item in (costs.item, GRADIENT)
         )
-        gathered, reduced = (
-            sum(item * count / parallel.tp for count, ranks, _ in shares if ranks > 1) for item in (costs.item, GRADIENT)
-        )
+        moved = sum(count for count, ranks, _ in shares if ranks > 1)
         again, times = int(level == 3), 1 if level else 2
-        backward = again * gather + times * reduce, again * gathered + times * reduced
-        return (gather, gathered) if level else (0.0, 0.0), backward
+        backward = again * gather + times * reduce, (again * costs.item + times * GRADIENT) * moved
+        return (gather, costs.item * moved) if level else (0.0, 0.0), backward
 
     def added(collective: Collectives, behind: float) -> float:
         seconds, size = collective

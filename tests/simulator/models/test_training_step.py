@@ -222,6 +222,11 @@ def test_each_distinct_window_is_simulated() -> None:
     assert step(model=hybrid).parts["attention backward"] == pytest.approx(
         attention(TOKENS, 100)[1] + attention(TOKENS)[1]
     )
+    masks = [ra.Causal() & ra.Window(99), ra.Causal()]
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", "machine": MACHINE}
+    plans = ra.make_plans(masks, tokens=TOKENS, ranks=4, layout="auto", **sizes)
+    shared = step(model=hybrid, cp=4, layout="auto").parts["attention forward"]
+    assert shared == pytest.approx(sum(ra.simulate(plan, MACHINE).seconds for plan in plans)), "both on one layout"
     wide = step(model=replace(MODEL, windows=(TOKENS,) * 2))
     assert wide.parts == step().parts, "a window of all tokens hides nothing"
 
