@@ -279,8 +279,8 @@ class LayerCosts:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that checkpointing keeps of a layer. torchtitan's "selective op" keeps the outputs of attention, of q, v,
-        gate and the layer's last product, and of messages between experts."""
+        """Bytes that checkpointing keeps of a layer. torchtitan's "selective op" keeps the outputs of attention, of
+        q, v, gate and the last product, and of messages between experts."""
         model, kind = self.model, self.parallel.checkpointing
         if kind == "none":
             return self.activation_bytes

@@ -94,6 +94,8 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
         dp=sizes["dp"],
         tp=sizes["tp"],
         rows=sizes["rows_per_dp"],
+        # Transformer Engine's ring of messages; torch gathers all keys and values at once.
+        schedule="ring" if name == "NeMo" else "allgather",
         checkpointing=row["checkpointing"],
         shard="optimizer" if whole else "weights",
         software=software,
