@@ -14,8 +14,8 @@ from ..machine.presets import CURRENCY
 from ..simulator.models.config import ModelConfig, load_model
 from ..simulator.models.inference import InferenceEstimate, decode, prefill
 from ..simulator.models.parallel import Parallel, Software
-from ..simulator.models.pipeline import Pipeline, pipelined_step
-from ..simulator.models.training import PUBLISHED_STEPS, StepEstimate
+from ..simulator.models.pipeline import Pipeline
+from ..simulator.models.training import PUBLISHED_STEPS, StepEstimate, training_step
 from ..simulator.progress import listening
 from ..simulator.reporting.console import Number, print_grid, print_numbers, print_paragraph, show_progress
 from ..simulator.timing.costs import JOULES_PER_KWH, SECONDS_PER_HOUR
@@ -54,7 +54,7 @@ def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, StepE
     pipeline = Pipeline(config.pp, config.micro_batches, config.interleaved)
     machine, tokens = config.machine.made(ranks=parallel.gpus * pipeline.stages), config.size()
     if config.phase == "training":
-        return model, parallel, pipelined_step(model, machine, tokens, parallel, pipeline, config.dtype)
+        return model, parallel, training_step(model, machine, tokens, parallel, pipeline, config.dtype)
     if config.phase == "prefill":
         chunk = None if config.chunk is None else parse_size(config.chunk, "chunk")
         return model, parallel, prefill(model, machine, tokens, parallel, config.dtype, chunk=chunk)

@@ -24,10 +24,9 @@ from .search import (
     Offer,
     Question,
     TrainingCandidate,
-    least_step,
+    least_attention_of_layers,
     list_spreads,
     search,
-    simulate_step,
 )
 
 #: What candidates are sorted by: the time, or the cost, of a token.
@@ -331,7 +330,7 @@ def find_frontier(question: Question, offer: Offer, checkpointing: str) -> list[
 
 def _any_fits(question: Question, offer: Offer, gpus: int, checkpointing: str) -> bool:
     return any(
-        least_step(question, offer.machine, parallel, pipeline).fits is not False
+        question.step(offer.machine, parallel, pipeline, least_attention_of_layers).fits is not False
         for parallel, pipeline in list_spreads(question, offer.machine, gpus)
         if parallel.checkpointing == checkpointing and parallel.shard in ("weights", "none")
     )
@@ -392,7 +391,8 @@ def _vary_bandwidth(question: Question, candidate: TrainingCandidate) -> list[Tr
     """The candidate at each of BANDWIDTHS."""
     machine = candidate.offer.machine
     machines = (replace(machine, bandwidth=factor * machine.bandwidth) for factor in BANDWIDTHS)
-    return [replace(candidate, step=simulate_step(question, one, candidate)) for one in machines]
+    steps = (question.step(one, candidate.parallel, candidate.pipeline) for one in machines)
+    return [replace(candidate, step=step) for step in steps]
 
 
 def record(advice: Advice) -> dict[str, Any]:

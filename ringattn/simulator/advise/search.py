@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
 from math import ceil, gcd, log
 
@@ -13,11 +13,11 @@ from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput, RingAttentionError
 from ...machine.kernel_times import BACKWARD, BLOCK
 from ...machine.machine import Machine
-from ..models.attention import LayerAttention, causal
+from ..models.attention import LayerAttention, attention_of_layers, count_pairs
 from ..models.config import ModelConfig
 from ..models.parallel import CHECKPOINTING, Parallel
-from ..models.pipeline import Pipeline, pipelined_step
-from ..models.training import ATTENTION_PARTS, StepEstimate
+from ..models.pipeline import Pipeline
+from ..models.training import ATTENTION_PARTS, Attend, StepEstimate, training_step
 
 #: Layouts that are compared; without windows only the first, as ranks of contiguous shards are not equally busy.
 LAYOUTS = ("zigzag", "contiguous")
@@ -75,6 +75,12 @@ class Question:
         while counts[-1] % 2 == 0:
             counts.append(counts[-1] // 2)
         return counts
+
+    def step(
+        self, machine: Machine, parallel: Parallel, pipeline: Pipeline, attend: Attend = attention_of_layers
+    ) -> StepEstimate:
+        """A step of training on `machine`."""
+        return training_step(self.model, machine, self.tokens, parallel, pipeline, self.dtype, attend)
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,7 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
     found, best = Found(), dict[Shape, TrainingCandidate]()
     waiting: list[TrainingCandidate] = []
     for parallel, pipeline in list_spreads(question, offer.machine, gpus):
-        step = least_step(question, offer.machine, parallel, pipeline)
+        step = question.step(offer.machine, parallel, pipeline, least_attention_of_layers)
         attention = sum(step.parts[name] for name in ATTENTION_PARTS)
         for layout, schedule in list_plans(offer.machine, question.model, parallel):
             spread = replace(parallel, layout=layout, schedule=schedule)
@@ -167,32 +173,20 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
         if len(best) >= shown and bound.order[0] > sorted(one.order[0] for one in best.values())[shown - 1]:
             found.counts["slower"] += 1
             continue
-        candidate = _simulate(question, bound, found)
-        if candidate is not None and candidate.order < best.setdefault(candidate.shape, candidate).order:
+        try:
+            candidate = replace(bound, step=question.step(offer.machine, bound.parallel, bound.pipeline))
+        except RingAttentionError as error:
+            found.counts["refused"] += 1
+            found.refused[str(error)] += 1
+            continue
+        if candidate.step.fits is False:
+            found.add_too_large(candidate)
+            continue
+        found.counts["simulated"] += 1
+        if candidate.order < best.setdefault(candidate.shape, candidate).order:
             best[candidate.shape] = candidate
     found.best = sorted(best.values(), key=lambda one: one.order)
     return found
-
-
-def _simulate(question: Question, bound: TrainingCandidate, found: Found) -> TrainingCandidate | None:
-    """The candidate simulated; None, noted in `found`, where it is refused or does not fit."""
-    try:
-        candidate = replace(bound, step=simulate_step(question, bound.offer.machine, bound))
-    except RingAttentionError as error:
-        found.counts["refused"] += 1
-        found.refused[str(error)] += 1
-        return None
-    if candidate.step.fits is False:
-        found.add_too_large(candidate)
-        return None
-    found.counts["simulated"] += 1
-    return candidate
-
-
-def simulate_step(question: Question, machine: Machine, candidate: TrainingCandidate) -> StepEstimate:
-    """The step of a candidate, simulated on `machine`."""
-    parallel, pipeline = candidate.parallel, candidate.pipeline
-    return pipelined_step(question.model, machine, question.tokens, parallel, pipeline, question.dtype)
 
 
 def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tuple[Parallel, Pipeline]]:
@@ -251,13 +245,6 @@ def list_plans(machine: Machine, model: ModelConfig, parallel: Parallel) -> Sequ
     return [(layout, schedule) for layout in layouts for schedule in schedules]
 
 
-def least_step(question: Question, machine: Machine, parallel: Parallel, pipeline: Pipeline) -> StepEstimate:
-    """A step in which neither seconds nor bytes of any schedule can be less."""
-    return pipelined_step(
-        question.model, machine, question.tokens, parallel, pipeline, question.dtype, least_attention_of_layers
-    )
-
-
 def least_attention_of_layers(
     model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str
 ) -> list[tuple[int, LayerAttention]]:
@@ -266,42 +253,25 @@ def least_attention_of_layers(
     Attention computes the visible pairs at the rate of a full GPU, on ranks that are equally busy, and holds what every
     schedule holds. Without messages: they only add to both.
     """
-    rows, item = parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype]
-    wide = max(item, 4)
-    output = model.heads // parallel.tp * model.head_dim
+    rows, item, rates = parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype], machine.kernel_rates
+    wide, heads = max(item, 4), model.heads // parallel.tp
+    output = heads * model.head_dim
     inputs = output + 2 * max(model.kv_heads // parallel.tp, 1) * model.head_dim
     # The gradient of the output; accumulators and gradients of q, k and v; the gradients of one visit.
     buffers = rows * (output * item + inputs * (2 * wide + (item if item != wide else 0)))
-    layers = []
-    for window, count in Counter(model.windows).items():
-        pairs = _count_pairs(window, tokens)
-        forward, backward = (
-            _least_pass(model, machine, tokens, parallel, item, pairs / parallel.cp, direction)
-            for direction in (False, True)
-        )
-        layers.append((count, LayerAttention(forward, backward, pairs, buffers, "")))
-    return layers
-
-
-@lru_cache(maxsize=4096)
-def _count_pairs(window: int | None, tokens: int) -> int:
-    """Visible pairs of one head."""
-    return causal(window).count(range(tokens), range(tokens))
-
-
-def _least_pass(
-    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, item: int, pairs: float, backward: bool
-) -> float:
-    """Seconds that attention of one layer takes at least, where a rank computes `pairs` pairs of a head.
-
-    0 by measured kernel times, whose best rate is at no known size.
-    """
-    rates, heads = machine.kernel_rates, model.heads // parallel.tp
-    if machine.kernel is not None:
-        return 0.0
-    computed = parallel.rows * heads * pairs
-    if rates is None:
-        return computed * 4 * model.head_dim * (BACKWARD if backward else 1.0) / machine.flops
     # A zigzag shard has two pieces, each with a thread block that is not full.
     blocks = parallel.rows * heads * (ceil(tokens / parallel.cp) / BLOCK + 2)
-    return computed * rates.pair_seconds(blocks, dense=True, dims=2 * model.head_dim, backward=backward, item=item)
+
+    def seconds(pairs: float, backward: bool) -> float:
+        """Of so many pairs on a rank; 0 by measured kernel times, whose best rate is at no known size."""
+        if machine.kernel is not None:
+            return 0.0
+        if rates is None:
+            return pairs * 4 * model.head_dim * (BACKWARD if backward else 1.0) / machine.flops
+        return pairs * rates.pair_seconds(blocks, dense=True, dims=2 * model.head_dim, backward=backward, item=item)
+
+    layers = []
+    for window, count in Counter(model.windows).items():
+        pairs = parallel.rows * heads * count_pairs(window, tokens) / parallel.cp
+        layers.append((count, LayerAttention(seconds(pairs, False), seconds(pairs, True), buffers, "")))
+    return layers

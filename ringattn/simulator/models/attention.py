@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 from typing import Any
 
 from ...layout.composed import join_layouts, shift_layout
@@ -27,8 +28,6 @@ class LayerAttention:
     #: Seconds.
     forward: float
     backward: float
-    #: (query, key) pairs of one head and one sequence: of all ranks.
-    pairs: int
     #: Bytes of one rank beside q, k, v, output and lse: message buffers, accumulators, gradients.
     buffers: int
     #: Layout, schedule and solver, in words.
@@ -58,8 +57,9 @@ def attention_of_layers(
         machine = replace(machine, ranks_per_node=max(machine.ranks_per_node // tp, 1), bandwidth=shared)
     # A window that hides nothing is none.
     windows = Counter(None if window is None or window >= tokens else window for window in model.windows)
+    common = gcd(*windows.values())
     layers = _attend(
-        tuple(windows.items()),
+        tuple((window, count // common) for window, count in windows.items()),
         chunk or tokens,
         parallel.layout,
         backward,
@@ -81,9 +81,15 @@ def describe_layers(layers: list[tuple[int, LayerAttention]]) -> str:
     return "; ".join(f"{count} layers: {one.plan}" for count, one in layers)
 
 
-def causal(window: int | None) -> Pattern:
+def _causal(window: int | None) -> Pattern:
     """The causal mask, or the part of it that a window leaves."""
     return Causal() if window is None else Causal() & Window(window - 1)
+
+
+@lru_cache(maxsize=4096)
+def count_pairs(window: int | None, tokens: int) -> int:
+    """(query, key) pairs of one head that such a layer sees in a sequence."""
+    return _causal(window).count(range(tokens), range(tokens))
 
 
 @lru_cache(maxsize=4096)
@@ -95,19 +101,18 @@ def _attend(
     The latest are remembered, as a search asks for the same layers many times.
     """
     tokens, ranks, name = sizes["tokens"], sizes["ranks"], layout
-    every, cut = range(tokens), dict[str, Any](layout=layout)
-    queries = every[-((tokens - 1) % chunk + 1) :]
-    if len(queries) < tokens:  # the keys of all chunks, cut chunk by chunk
+    cut: dict[str, Any] = {"layout": layout}
+    if chunk < tokens:  # the keys of all chunks, cut chunk by chunk
         starts = range(0, tokens, chunk)
         chunks = [make_layout(layout, tokens=min(chunk, tokens - start), ranks=ranks) for start in starts]
         chunks = [shift_layout(one, start) for one, start in zip(chunks, starts, strict=True)]
         cut = {"layout": join_layouts(chunks), "q_layout": chunks[-1]}
-    plans = make_plans([causal(window) for window, _ in windows], [count for _, count in windows], **cut, **sizes)
+    plans = make_plans([_causal(window) for window, _ in windows], [count for _, count in windows], **cut, **sizes)
     layers = []
-    for plan, (window, _) in zip(plans, windows, strict=True):
+    for plan in plans:
         passes = [simulate(plan, sizes["machine"], backward=way) for way in ((False, True) if backward else (False,))]
         buffers = max(sum(size for part, size in one.memory.items() if part not in _ACTIVATIONS) for one in passes)
         planned = f"{name if 'q_layout' in cut else plan.layout.name}, {plan.schedule} ({passes[0].solver})"
         seconds = passes[0].seconds, passes[-1].seconds if backward else 0.0
-        layers.append(LayerAttention(*seconds, causal(window).count(queries, every), buffers, planned))
+        layers.append(LayerAttention(*seconds, buffers, planned))
     return layers

@@ -12,7 +12,7 @@ from ...machine.bands import STEPS
 from ...machine.machine import Machine
 from ...text import duration
 from ..timing.costs import HOPELESS, JOULES_PER_KWH, SECONDS_PER_HOUR, expected_seconds, young_daly
-from .attention import LayerAttention, attention_of_layers, describe_layers
+from .attention import LayerAttention, attention_of_layers, count_pairs, describe_layers
 from .config import ModelConfig
 from .layer import (
     CAST,
@@ -22,9 +22,11 @@ from .layer import (
     check_dtype,
     collective_seconds,
     memory_bandwidth,
+    message_seconds,
     slowdown_seconds,
 )
 from .parallel import SHARDS, Parallel
+from .pipeline import ONE_STAGE, Pipeline
 
 #: Bytes of a gradient while it is reduced: fp32, as FSDP reduces.
 GRADIENT = 4
@@ -41,6 +43,8 @@ ADDING, COPYING = GRADIENT + 2, 8
 FUSED_LOSS, LOSS_BY_STEPS, LOGIT, LOGIT_COPIES = 24, 40, 4, 8
 #: Parts of a step that are attention, whose error band is known.
 ATTENTION_PARTS = ("attention forward", "attention backward", "attention again")
+#: Parts of a step that are not repeated in each layer.
+BESIDE_LAYERS = ("loss", "optimiser", "fsdp")
 #: How far published steps lie from this model, in words; `simulate experiment=published` computes the numbers.
 PUBLISHED_STEPS = (
     f"90 % of {STEPS.rows} published steps of training took {STEPS.low:g} to {STEPS.high:g} times as long as this "
@@ -113,10 +117,11 @@ def training_step(
     machine: Machine,
     tokens: int,
     parallel: Parallel,
+    pipeline: Pipeline = ONE_STAGE,
     dtype: str = "bfloat16",
     attend: Attend = attention_of_layers,
 ) -> StepEstimate:
-    """The modelled step of training `model` on sequences of `tokens` tokens.
+    """The modelled step of training `model` on sequences of `tokens` tokens, where `parallel` spreads each stage.
 
     Attention is simulated by its plan, one layer for each distinct window, or told by `attend`: neither seconds nor
     bytes of the step fall where those of attention rise. docs/models_cost.md has the formulas of all else. Weights have
@@ -125,25 +130,55 @@ def training_step(
     """
     parallel.check(model, machine, tokens)
     check_dtype(machine, dtype)
-    layers = attend(model, machine, tokens, parallel, dtype)
-    if model.mlp_item is not None or model.attention_item is not None:
-        model = replace(model, mlp_item=None, attention_item=None)
-    costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
-    sequences = parallel.rows * parallel.dp
-    pairs = sum(count * one.pairs for count, one in layers)
-    flops = sequences * (6.0 * model.active_parameters * tokens + 12.0 * model.head_dim * model.heads * pairs)
+    pipeline.check(model, parallel.rows)
+    count, gpus, sequences = pipeline.count(parallel.rows), pipeline.stages * parallel.gpus, parallel.rows * parallel.dp
+    micro = replace(parallel, rows=parallel.rows // count)
+    stage = replace(pipeline.busiest_stage(model, tokens), mlp_item=None, attention_item=None)
+    layers = attend(stage, machine, tokens, micro, dtype)
+    costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
+    pairs = sum(count_pairs(window, tokens) for window in model.windows)
     memory = _memory(costs, layers)
+    copies = LOGIT_COPIES // LOGIT * memory["logits"]
+    if count > 1:
+        kept = ceil(pipeline.kept(count) * (memory["activations"] - costs.again_bytes))
+        memory |= {"activations": kept + costs.again_bytes, "gradients": costs.gradient_bytes}
     return StepEstimate(
-        gpus=parallel.gpus,
+        gpus=gpus,
         tokens=sequences * tokens,
-        parts=_parts(costs, layers),
+        parts=_pipelined(costs, pipeline, _parts(costs, layers), count, model.layers % pipeline.stages > 0),
         memory=memory,
-        copies=LOGIT_COPIES // LOGIT * memory["logits"],
+        copies=copies,
         machine=machine,
-        flops=flops,
+        flops=sequences * (6.0 * model.active_parameters * tokens + 12.0 * model.head_dim * model.heads * pairs),
         plan=describe_layers(layers),
-        checkpoint_bytes=CHECKPOINT * model.parameters / parallel.gpus,
+        checkpoint_bytes=CHECKPOINT * model.parameters / gpus,
     )
+
+
+def _pipelined(
+    costs: LayerCosts, pipeline: Pipeline, one: dict[str, float], count: int, left_over: bool
+) -> dict[str, float]:
+    """The seconds of the parts of a step of `count` micro-batches, from those of one in the busiest stage.
+
+    All stages take as long as the one with the most layers and keys. Where layers are left over, the stage with the
+    output matrix has one layer fewer, and its loss counts as far as it takes longer than a layer. The first
+    micro-batch fills the pipeline and the last one drains it: stages - 1 micro-batches more than there are, divided by
+    the interleaved parts (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", 2021, section 2.2). Messages between stages add what takes longer than computing the part of a stage
+    beside them.
+    """
+    if left_over:
+        layer = sum(seconds for name, seconds in one.items() if name not in BESIDE_LAYERS) / costs.model.layers
+        one["loss"] = max(one["loss"] - layer, 0.0)
+    # ZeRO 3 gathers and reduces for each micro-batch; else the gradients of all are summed first.
+    once = ("optimiser",) if costs.parallel.shard == "weights" else ("optimiser", "fsdp")
+    repeated = sum(seconds for name, seconds in one.items() if name not in once)
+    sent = message_seconds(costs.machine, costs.input_bytes, costs.parallel.gpus, pipeline.stages)
+    return {
+        **{name: seconds if name in once else count * seconds for name, seconds in one.items()},
+        "pp": count * max(2 * pipeline.interleaved * sent - repeated, 0.0),
+        "bubble": (pipeline.stages - 1) / pipeline.interleaved * repeated,
+    }
 
 
 def _parts(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[str, float]:

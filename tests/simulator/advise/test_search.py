@@ -13,11 +13,11 @@ import ringattn as ra
 from ringattn import InvalidInput
 from ringattn.machine.bands import STEPS
 from ringattn.simulator.advise.advice import advise, nearest_miss, span
-from ringattn.simulator.advise.search import Offer, Question, least_step, list_spreads, search
+from ringattn.simulator.advise.search import Offer, Question, least_attention_of_layers, list_spreads, search
 from ringattn.simulator.models.config import ModelConfig, load_model
 from ringattn.simulator.models.parallel import Parallel
-from ringattn.simulator.models.pipeline import Pipeline, pipelined_step
-from ringattn.simulator.models.training import ATTENTION_PARTS, StepEstimate
+from ringattn.simulator.models.pipeline import Pipeline
+from ringattn.simulator.models.training import ATTENTION_PARTS, StepEstimate, training_step
 
 MODEL = ModelConfig("tiny", 2, 64, 4, 2, 16, 128, 512, experts=2, windows=(64, None))
 MACHINE = replace(ra.get_machine("h100_nvlink_ib"), ranks_per_node=2, memory=1.1e7)
@@ -49,7 +49,7 @@ def try_all(question: Question) -> list[tuple[Parallel, Pipeline, StepEstimate]]
                 for checkpointing in ("none", "selective", "attention", "full"):
                     for shard in ("none", "gradients", "weights") if cp * dp > 1 else ("none",):
                         parallel = Parallel(cp, dp, tp, ep, layout, schedule, checkpointing, shard, rows=pp)
-                        step = pipelined_step(MODEL, machine, question.tokens, parallel, Pipeline(pp))
+                        step = training_step(MODEL, machine, question.tokens, parallel, Pipeline(pp))
                         tried.append((parallel, Pipeline(pp), step))
     return tried
 
@@ -79,7 +79,7 @@ def test_nothing_is_faster_or_smaller_than_the_least_step(tokens: int, flops: fl
     machine = MACHINE if flops is None else MACHINE.changed(flops=flops)
     question = ask(tokens=tokens, machine=machine)
     for parallel, pipeline, step in try_all(question):
-        least = least_step(question, machine, parallel, pipeline)
+        least = question.step(machine, parallel, pipeline, least_attention_of_layers)
         assert least.seconds <= step.seconds * (1 + 1e-9)
         assert all(least.parts[name] <= step.parts[name] * (1 + 1e-9) for name in ATTENTION_PARTS)
         assert all(count <= step.memory[name] for name, count in least.memory.items())
@@ -91,7 +91,7 @@ def test_pipelines_answer_where_weights_are_too_many_for_a_node() -> None:
     question = Question(load_model("llama3_405b"), (Offer("a100_40gb", machine, 1.0),), 8192, 512, 64)
     best = search(question, question.offers[0], 512, 1).best[0]
     alone = [
-        pipelined_step(question.model, machine, 8192, parallel, pipeline)
+        training_step(question.model, machine, 8192, parallel, pipeline)
         for parallel, pipeline in list_spreads(question, machine, 512)
         if pipeline.stages == 1 and parallel.cp == 1
     ]

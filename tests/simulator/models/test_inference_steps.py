@@ -37,7 +37,7 @@ def test_a_prefill_is_the_forwards_of_a_step_and_the_last_logits() -> None:
 
 
 def test_a_prefill_in_chunks_attends_what_was_before() -> None:
-    """Pairs, products and keys are those of one prefill; weights are read, and activations held, for each chunk."""
+    """Products and keys are those of one prefill; weights are read, and activations held, for each chunk."""
     parallel, chunk = Parallel(cp=2), 512
     whole, parts = (prefill(MODEL, MACHINE, 2000, parallel, chunk=size) for size in (None, chunk))
     ends = 512, 1024, 1536, 2000
@@ -45,8 +45,6 @@ def test_a_prefill_in_chunks_attends_what_was_before() -> None:
     layers = [attention_of_layers(MODEL, MACHINE, end, parallel, "bfloat16", **options) for end in ends]
     seconds = sum(count * one.forward for each in layers for count, one in each)
     assert parts.parts["attention"] == pytest.approx(seconds)
-    once = attention_of_layers(MODEL, MACHINE, 2000, parallel, "bfloat16", backward=False)
-    assert [sum(each[kind][1].pairs for each in layers) for kind in range(2)] == [one.pairs for _, one in once]
     assert parts.kv_bytes == whole.kv_bytes and parts.parts["logits"] == whole.parts["logits"]
     assert parts.memory["activations"] < 0.3 * whole.memory["activations"]
     assert parts.plan.startswith("4 chunks, the last: ")

@@ -14,7 +14,7 @@ from ringattn.errors import InvalidInput
 from ringattn.simulator.models.config import ModelConfig, load_model
 from ringattn.simulator.models.layer import collective_seconds
 from ringattn.simulator.models.parallel import CHECKPOINTING, SHARDS, Parallel, Software
-from ringattn.simulator.models.pipeline import Pipeline, pipelined_step
+from ringattn.simulator.models.pipeline import Pipeline
 from ringattn.simulator.models.training import StepEstimate, training_step
 
 MODEL = ModelConfig("small", 2, 256, 4, 2, 64, 512, 1024)
@@ -82,6 +82,8 @@ def test_the_parts_of_a_step_on_one_gpu() -> None:
             "tp": 0.0,
             "ep": 0.0,
             "fsdp": 0.0,
+            "pp": 0.0,
+            "bubble": 0.0,
         }
     )
     flops = 6 * (2 * (ATTENTION + MLP) + 256 + TABLE) * TOKENS + 2 * 12 * 64 * 4 * TOKENS * (TOKENS + 1) / 2
@@ -123,7 +125,7 @@ def test_collectives_of_weights_are_exposed_where_they_take_longer_than_a_layer(
     assert step(quick, dp=8).parts["fsdp"] == pytest.approx(3 * 8 * (layer + outer) / 1e12, rel=1e-3)
     for shard, factors in (("none", (1, 1, 1)), ("optimizer", (1, 1, 8)), ("gradients", (1, 8, 8))):
         parallel = Parallel(dp=8, shard=shard, rows=2)  # of two micro-batches, so that gradients are kept
-        memory = pipelined_step(MODEL, MACHINE, TOKENS, parallel, Pipeline(micro_batches=2)).memory
+        memory = training_step(MODEL, MACHINE, TOKENS, parallel, Pipeline(micro_batches=2)).memory
         sizes = zip((2, 4, 12), factors, strict=True)
         names = ("weights", "gradients", "optimizer")
         assert [memory[name] for name in names] == [size * MODEL.parameters / factor for size, factor in sizes]
@@ -338,7 +340,7 @@ def test_published_throughputs() -> None:
 
     def mfu(tokens: int, **spread: int) -> float:
         parallel = Parallel(tp=8, schedule="ring", **spread, shard="gradients", checkpointing="none")
-        one = pipelined_step(load_model("llama3_405b"), h100, tokens, parallel, Pipeline(16, interleaved=7))
+        one = training_step(load_model("llama3_405b"), h100, tokens, parallel, Pipeline(16, interleaved=7))
         assert one.mfu is not None
         return 100 * one.mfu
 
