@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import log
+from math import ceil, log
 from typing import Any
 
 from ...errors import InvalidInput
@@ -192,24 +192,35 @@ class Advice:
 
     @property
     def launch(self) -> str:
-        """The command by which torchtitan launches the best candidate."""
-        best, parallel, gpus = self.best[0], self.best[0].parallel, self.best[0].step.gpus
-        node = min(best.offer.machine.ranks_per_node, gpus)
-        kept = {"attention": "selective"}.get(parallel.checkpointing, parallel.checkpointing)
+        """The command by which torchtitan launches the best candidate, with its config file of the model."""
+        best, parallel, pipeline = self.best[0], self.best[0].parallel, self.best[0].pipeline
+        node = min(best.offer.machine.ranks_per_node, best.step.gpus)
+        parts = pipeline.stages * pipeline.interleaved
         numbers = {
+            "job.config_file": f"{self.question.model.name}.toml",
             "training.seq_len": self.question.tokens,
             "training.local_batch_size": parallel.rows,
-            "parallelism.data_parallel_shard_degree": parallel.dp,
+            f"parallelism.data_parallel_{'replicate' if parallel.shard == 'none' else 'shard'}_degree": parallel.dp,
             "parallelism.context_parallel_degree": parallel.cp,
             "parallelism.tensor_parallel_degree": parallel.tp,
-            "parallelism.pipeline_parallel_degree": best.pipeline.stages,
+            "parallelism.pipeline_parallel_degree": pipeline.stages,
             "parallelism.expert_parallel_degree": parallel.ep,
             "parallelism.expert_tensor_parallel_degree": parallel.tp,
             "parallelism.fsdp_reshard_after_forward": "always" if parallel.shard == "weights" else "never",
-            "activation_checkpoint.mode": kept,
+            # torchtitan cannot keep the output of attention alone: it computes that again, too, in less memory.
+            "activation_checkpoint.mode": {"attention": "full"}.get(parallel.checkpointing, parallel.checkpointing),
+            "activation_checkpoint.selective_ac_option": "op",
         }
+        if pipeline.interleaved > 1:
+            numbers |= {
+                "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
+                "parallelism.pipeline_parallel_layers_per_stage": ceil(self.question.model.layers / parts),
+                "parallelism.pipeline_parallel_first_stage_less_layers": 0,
+                "parallelism.pipeline_parallel_last_stage_less_layers": 0,
+            }
         flags = " ".join(f"--{name} {value}" for name, value in numbers.items())
-        return f"torchrun --nnodes {gpus // node} --nproc_per_node {node} -m torchtitan.train {flags}"
+        nodes = f"torchrun --nnodes {best.step.gpus // node} --nproc_per_node {node}"
+        return f"{nodes} -m torchtitan.train {flags} --compile.enable --activation_checkpoint.early_stop"
 
     @property
     def not_fitting(self) -> list[str]:
