@@ -79,7 +79,7 @@ class Advice:
     @property
     def unit(self) -> str:
         """What cost is counted in."""
-        return "GPU hours" if self.best[0].offer.price is None else f"price's currency, {CURRENCY} in presets"
+        return "GPU hours" if self.best[0].offer.price is None else f"{CURRENCY} in presets"
 
     @property
     def verdict(self) -> str:
@@ -90,13 +90,8 @@ class Advice:
             f"{self.words[1].title()} for {model.name} on sequences of "
             f"{self.question.tokens:,} tokens: {describe_place(best)}, {best.name}, {best.choices}; a step of "
             f"{plural(best.parallel.rows * best.parallel.dp, 'sequence')} takes {duration(step.seconds)}{mfu}, and 1e9 "
-            f"tokens take {duration(best.seconds)} and {self.price(best.cost)} [modelled]{self._bandwidth_change()}."
+            f"tokens take {duration(best.seconds)} and {digits(best.cost)} {self.unit} [modelled]{self._bandwidth_change()}."
         )
-
-    def price(self, cost: float) -> str:
-        """A cost of 1e9 tokens in words."""
-        hours = self.best[0].offer.price is None
-        return f"{digits(cost)} GPU hours" if hours else f"cost {digits(cost)} ({CURRENCY} in presets)"
 
     @property
     def changes(self) -> list[str]:
@@ -315,13 +310,7 @@ def describe_numbers(advice: Advice) -> list[str]:
 
 def describe_counts(counts: Counter[str]) -> str:
     """What became of the candidates, in words."""
-    words = {
-        "too large": "do not fit into memory",
-        "slower": "cannot be faster than those found",
-        "refused": "were refused",
-        "simulated": "were simulated",
-    }
-    parts = ", ".join(f"{counts[name]:,} {text}" for name, text in words.items() if counts[name])
+    parts = ", ".join(f"{count:,} {name}" for name, count in counts.items())
     return f"{plural(sum(counts.values()), 'candidate')}: {parts}"
 
 

@@ -201,10 +201,9 @@ class LayerCosts:
         product. Models without a gate have the norm of a library, which is one kernel.
         """
         model, tp = self.model, self.parallel.tp
-        cut = tp if self.software.sequence_parallel else 1
         eager = model.gated and not self.software.compiled
         columns = model.experts_per_token * model.mlp / tp
-        moved = (84 if eager else 20) * model.hidden / cut
+        moved = (84 if eager else 20) * model.hidden / tp
         moved += (20 if eager else 4) * (self.heads + self.kv_heads) * model.head_dim
         moved += columns * ((10 if eager else 6) if model.gated else 4)
         if model.experts > 1:
@@ -217,7 +216,7 @@ class LayerCosts:
     def exchanges(self) -> float:
         """Seconds of tensor parallelism: gathers and reductions of the activations, and a copy of each.
 
-        Hidden behind products they slow those down. Without sequence parallelism each pair is an all-reduce.
+        Hidden behind products they slow those down.
         """
         tp = self.parallel.tp
         if tp == 1:
@@ -269,8 +268,7 @@ class LayerCosts:
     @property
     def input_bytes(self) -> int:
         """Bytes of the input of a layer: all that checkpointing="full" keeps of it."""
-        cut = self.parallel.tp if self.software.sequence_parallel else 1
-        return self.rows * self.model.hidden * self.item // cut
+        return self.rows * self.model.hidden * self.item // self.parallel.tp
 
     @property
     def attention_bytes(self) -> int:

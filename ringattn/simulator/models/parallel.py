@@ -42,9 +42,8 @@ class Software:
     #: around attention and around the MLP (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
     #: Models", 2022). 7 where q, k, v, gate and up gather their input one by one.
     exchanges: int = 4
-    #: Whether products hide them (asynchronous tensor parallelism), and whether norms are cut by tokens between them.
+    #: Whether products hide them (asynchronous tensor parallelism).
     hides_exchanges: bool = False
-    sequence_parallel: bool = True
     #: Bytes of a parameter: weight, gradient, and state of the optimizer with the fp32 weight (Rajbhandari et al.,
     #: "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020; there with gradients in 16 bits,
     #: here in fp32, in which FSDP reduces them).

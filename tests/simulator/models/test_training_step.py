@@ -167,7 +167,6 @@ def test_software_changes_what_a_layer_costs() -> None:
     quick = replace(MACHINE, node_bandwidth=1e11)
     hidden = step(quick, tp=2, software=Software(hides_exchanges=True)).parts["tp"]
     assert hidden == pytest.approx(20 / 132 * step(quick, tp=2).parts["tp"] + 16 * 3 * TOKENS * 512 / 1e12)
-    assert step(tp=2, software=Software(sequence_parallel=False)).parts["norms"] > two.parts["norms"]
     wide = step(tp=2, software=Software(splits_loss=False, loss_rows=None)).memory["logits"]
     assert wide == 2 * step(tp=2, software=Software(loss_rows=None)).memory["logits"]
 
