@@ -12,10 +12,11 @@ from ..inference import MERGES, WINDOWS
 from ..machine.bands import describe_band
 from ..machine.presets import CURRENCY
 from ..simulator.models.config import ModelConfig, load_model
-from ..simulator.models.inference import InferenceEstimate, decode, prefill
+from ..simulator.models.inference import decode, prefill
+from ..simulator.models.layer import ModelEstimate
 from ..simulator.models.parallel import Parallel, Software
 from ..simulator.models.pipeline import Pipeline
-from ..simulator.models.training import PUBLISHED_STEPS, StepEstimate, training_step
+from ..simulator.models.training import EXPERTS_STEPS, PUBLISHED_STEPS, StepEstimate, training_step
 from ..simulator.progress import listening
 from ..simulator.reporting.console import Number, print_grid, print_numbers, print_paragraph, show_progress
 from ..simulator.timing.costs import JOULES_PER_KWH, SECONDS_PER_HOUR
@@ -32,7 +33,7 @@ NOT_MODELLED = (
 )
 
 
-def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, StepEstimate | InferenceEstimate]:
+def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, ModelEstimate]:
     """The model, how it is spread, and what its phase costs. Raises InvalidInput and Unsupported."""
     check_choice("phase", config.phase, PHASES)
     check_choice("merge", config.merge, MERGES)
@@ -77,7 +78,7 @@ def main(config: SimulateConfig) -> None:
                 "modelled",
             ),
             Number("tokens of a GPU", rate(estimate.tokens_per_second, "tokens/s"), "modelled"),
-            Number("keys and values of a GPU", size(estimate.kv_bytes), "modelled"),
+            Number("keys and values of a GPU", size(estimate.memory["keys and values"]), "modelled"),
             *_fits(estimate),
         ]
     if config.output.path is not None:
@@ -90,7 +91,7 @@ def _print(
     config: SimulateConfig,
     model: ModelConfig,
     parallel: Parallel,
-    estimate: StepEstimate | InferenceEstimate,
+    estimate: ModelEstimate,
     numbers: list[Number],
 ) -> None:
     """Print the question, the tables of time and memory, and what follows from them."""
@@ -119,10 +120,12 @@ def _print(
     if band and config.phase == "prefill":
         print_paragraph(f"note: attention on {band}")
     print_paragraph(f"note: {PUBLISHED_STEPS if training else f'a {config.phase} has no published measurement here'}")
+    if training and model.experts > 1:
+        print_paragraph(f"note: {EXPERTS_STEPS}")
     print_paragraph(f"not modelled: {NOT_MODELLED}")
 
 
-def _fits(estimate: StepEstimate | InferenceEstimate) -> list[Number]:
+def _fits(estimate: ModelEstimate) -> list[Number]:
     """Whether the memory of a GPU is enough, where the machine says how much it has."""
     has = estimate.machine.memory
     if has is None:
@@ -174,9 +177,7 @@ def _effective_seconds(step: StepEstimate) -> float | None:
     return step.effective_seconds(hours, step.checkpoint_bytes / machine.checkpoint, machine.restart)
 
 
-def _record(
-    config: SimulateConfig, model: ModelConfig, parallel: Parallel, estimate: StepEstimate | InferenceEstimate
-) -> dict[str, Any]:
+def _record(config: SimulateConfig, model: ModelConfig, parallel: Parallel, estimate: ModelEstimate) -> dict[str, Any]:
     """The numbers as plain data: seconds and bytes."""
     record: dict[str, Any] = {
         "model": {**asdict(model), "parameters": model.parameters, "active_parameters": model.active_parameters},

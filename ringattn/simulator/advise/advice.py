@@ -90,7 +90,8 @@ class Advice:
             f"{self.words[1].title()} for {model.name} on sequences of "
             f"{self.question.tokens:,} tokens: {describe_place(best)}, {best.name}, {best.choices}; a step of "
             f"{plural(best.parallel.rows * best.parallel.dp, 'sequence')} takes {duration(step.seconds)}{mfu}, and 1e9 "
-            f"tokens take {duration(best.seconds)} and {digits(best.cost)} {self.unit} [modelled]{self._bandwidth_change()}."
+            f"tokens take {duration(best.seconds)} and {digits(best.cost)} {self.unit} [modelled]"
+            f"{self._bandwidth_change()}."
         )
 
     @property

@@ -19,15 +19,6 @@ from .parallel import Parallel, check_counts
 MOST_CHUNKS = 1024
 
 
-class InferenceEstimate(ModelEstimate):
-    """A prefill, or one decoded token of each sequence."""
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values on one GPU."""
-        return self.memory["keys and values"]
-
-
 def prefill(
     model: ModelConfig,
     machine: Machine,
@@ -36,7 +27,7 @@ def prefill(
     dtype: str = "bfloat16",
     *,
     chunk: int | None = None,
-) -> InferenceEstimate:
+) -> ModelEstimate:
     """The modelled prefill of `parallel.rows` prompts of `tokens` tokens in each dp group: its time to first token.
 
     All forwards of a training step, without a loss, gathers or gradients: each rank holds its part of the weights by
@@ -57,7 +48,7 @@ def prefill(
     return _prefill(model, machine, tokens, parallel, dtype, tokens)
 
 
-def _join_chunks(chunks: list[InferenceEstimate]) -> InferenceEstimate:
+def _join_chunks(chunks: list[ModelEstimate]) -> ModelEstimate:
     """A prefill of chunks one after another: the sum of their times, the most memory, and the last one's logits."""
     last = chunks[-1]
     parts = {name: sum(one.parts[name] for one in chunks) for name in last.parts} | {"logits": last.parts["logits"]}
@@ -67,7 +58,7 @@ def _join_chunks(chunks: list[InferenceEstimate]) -> InferenceEstimate:
 
 def _prefill(
     model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str, chunk: int
-) -> InferenceEstimate:
+) -> ModelEstimate:
     """The prefill of the last chunk of `tokens` tokens."""
     queries = (tokens - 1) % chunk + 1
     costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(queries / parallel.cp), ITEM_BYTES[dtype])
@@ -77,7 +68,7 @@ def _prefill(
     memory = _memory(costs, sum(here if x is None else min(x, here) for x in model.windows), parallel.rows)
     memory["activations"] = costs.activation_bytes + 2 * costs.input_bytes
     memory["attention buffers"] = max(one.buffers for _, one in layers)
-    return InferenceEstimate(
+    return ModelEstimate(
         parts={
             "attention": sum(count * one.forward for count, one in layers),
             **costs.products(model.layers),
@@ -102,7 +93,7 @@ def decode(
     *,
     merge: str = "auto",
     windows: str = "shard",
-) -> InferenceEstimate:
+) -> ModelEstimate:
     """The modelled time of one token of each of `batch` sequences of a dp group, after `context` tokens.
 
     Every matrix is read once, and computes with `batch` rows where that takes longer. Keys and values are read once,
@@ -120,7 +111,7 @@ def decode(
     merging = sum(windows != "copy" or window is None for window in model.windows)
     partial = 4 * batch * costs.heads * (model.head_dim + 1)
     way, seconds = merge_seconds(machine, partial, parallel.cp, parallel.tp, merge)
-    return InferenceEstimate(
+    return ModelEstimate(
         parts={
             "keys and values": memory["keys and values"] / memory_bandwidth(machine),
             **costs.products(model.layers),
