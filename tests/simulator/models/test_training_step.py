@@ -323,9 +323,9 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_published_throughputs() -> None:
-    """torchtitan on 64 A100, 8,192 tokens; Llama 3 report, table 4, on H100. benchmarks/published.md has these errors.
+    """torchtitan on 64 A100, 8,192 tokens; Llama 3 report, table 4, on H100; experts on H100, 4,096 tokens.
 
-    "selective layer" computes every other layer again.
+    benchmarks/published.md has these errors. "selective layer" computes every other layer again.
     """
     a100, h100 = ra.get_machine("a100_nvlink_ib"), ra.get_machine("h100_nvlink_ib")
 
@@ -343,6 +343,12 @@ def test_published_throughputs() -> None:
         assert one.mfu is not None
         return 100 * one.mfu
 
+    def with_experts(name: str, stages: int, count: int, shard: str, **spread: int) -> float:
+        hidden = Software(loss_rows=None, hides_exchanges=True)
+        parallel = Parallel(**spread, shard=shard, checkpointing="none", software=hidden)
+        on = ra.get_machine("h100_nvlink_ib/cudnn")
+        return training_step(load_model(name), on, 4096, parallel, Pipeline(stages, count)).tokens_per_second
+
     wide = Parallel(dp=64)
     rows = [
         (2904, -0.003, tokens_per_second(a100, "llama3_8b", wide, "none", "full")),
@@ -351,6 +357,9 @@ def test_published_throughputs() -> None:
         (43, 0.115, mfu(8192, dp=64, rows=32)),
         (41, 0.076, mfu(8192, dp=128, rows=16)),
         (38, 0.032, mfu(131072, cp=16, dp=8, rows=16)),
+        (5630, 0.269, with_experts("gpt_oss_120b", 4, 8, "optimizer", dp=16, ep=8, rows=32)),
+        (7626, -0.106, with_experts("gpt_oss_120b", 1, 4, "weights", dp=64, ep=64, rows=8)),
+        (13058, 0.319, with_experts("gpt_oss_20b", 1, 16, "weights", dp=8, ep=8, rows=32)),
     ]
     assert [modelled / published - 1 for published, _, modelled in rows] == pytest.approx(
         [error for _, error, _ in rows], abs=0.001
