@@ -169,10 +169,11 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
                 found.add_too_large(bound)
             else:
                 waiting.append(bound)
-    for bound in sorted(waiting, key=lambda one: one.order[0]):
+    waiting.sort(key=lambda one: one.order[0])
+    for place, bound in enumerate(waiting):
         if len(best) >= shown and bound.order[0] > sorted(one.order[0] for one in best.values())[shown - 1]:
-            found.counts["slower"] += 1
-            continue
+            found.counts["slower"] = len(waiting) - place
+            break
         try:
             candidate = replace(bound, step=question.step(offer.machine, bound.parallel, bound.pipeline))
         except RingAttentionError as error:

@@ -49,11 +49,15 @@ class Pipeline:
             )
 
     def busiest_stage(self, model: ModelConfig, tokens: int) -> ModelConfig:
-        """The model of a stage with the most layers and keys, and with one table: the embedding, or the output."""
+        """The model of a stage with the most layers and keys, and with one table: the embedding, or the output.
+
+        Its weights are those of training, without a dtype of their own.
+        """
         layers = ceil(model.layers / self.stages)
         cuts = [model.windows[start : start + layers] for start in range(0, model.layers - layers + 1, layers)]
         windows = max(cuts, key=lambda cut: sum(tokens if window is None else min(window, tokens) for window in cut))
-        return replace(model, layers=layers, windows=windows, tied=model.tied or self.stages > 1)
+        tied = model.tied or self.stages > 1
+        return replace(model, layers=layers, windows=windows, tied=tied, mlp_item=None, attention_item=None)
 
     def kept(self, count: int) -> float:
         """Micro-batches of `count` whose activations the first stage keeps at once, at most (Narayanan et al. 2021)."""

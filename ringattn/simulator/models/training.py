@@ -133,7 +133,7 @@ def training_step(
     pipeline.check(model, parallel.rows)
     count, gpus, sequences = pipeline.count(parallel.rows), pipeline.stages * parallel.gpus, parallel.rows * parallel.dp
     micro = replace(parallel, rows=parallel.rows // count)
-    stage = replace(pipeline.busiest_stage(model, tokens), mlp_item=None, attention_item=None)
+    stage = pipeline.busiest_stage(model, tokens)
     layers = attend(stage, machine, tokens, micro, dtype)
     costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
     pairs = sum(count_pairs(window, tokens) for window in model.windows)

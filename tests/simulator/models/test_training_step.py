@@ -252,6 +252,12 @@ def test_experts_in_parallel() -> None:
     near, far = 1e-6 + rows * 3 / 4 / 1e9, 1e-5 + rows * 4 / 8 / 1e8
     # There and back in the forward, when it is computed again, and in the backward; of 2 layers.
     assert [each.parts["ep"] for each in (one, four, eight)] == pytest.approx([0.0, 12 * near, 12 * far])
+    paired, crowded = (
+        step(replace(MACHINE, **change), model=experts, dp=8, ep=ep).parts["ep"]
+        for change, ep in (({"switch": 2}, 4), ({"shared_nic": True}, 8))
+    )
+    assert paired == pytest.approx(12 * (1e-6 + rows * 4 / 4 / 1e9)), "two cards send two parts each over their link"
+    assert crowded == pytest.approx(12 * (1e-5 + rows * 4 * 4 / 8 / 1e8)), "four ranks share a card"
     dense, every = experts.parameters - 16 * MLP, 16 * MLP
     for shard, held in (("weights", (dense + every) / 8), ("gradients", dense + every / 4)):
         assert step(model=experts, dp=8, ep=4, shard=shard).memory["weights"] == 2 * held
