@@ -35,8 +35,7 @@ def prefill(
     of which attends all tokens so far, as in `ra.KVCache`; weights are read, and activations held, for each chunk.
     Raises as `training_step`.
     """
-    parallel.check(model, machine, tokens)
-    check_dtype(machine, dtype)
+    _check(model, machine, tokens, parallel, dtype)
     if chunk is not None and (chunk < parallel.cp or tokens > MOST_CHUNKS * chunk):
         raise InvalidInput(
             f"chunk={chunk}: each chunk has a plan of its own, so that a prompt of {tokens:,} tokens comes in at most "
@@ -46,6 +45,13 @@ def prefill(
         ends = [*range(chunk, tokens, chunk), tokens]
         return _join_chunks([_prefill(model, machine, end, parallel, dtype, chunk) for end in ends])
     return _prefill(model, machine, tokens, parallel, dtype, tokens)
+
+
+def _check(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str) -> None:
+    parallel.check(model, machine, tokens)
+    check_dtype(machine, dtype)
+    if parallel.ep > 1:
+        raise InvalidInput(f"ep={parallel.ep}: experts in parallel are modelled in training only; leave it out")
 
 
 def _join_chunks(chunks: list[ModelEstimate]) -> ModelEstimate:
@@ -101,8 +107,7 @@ def decode(
     and ranks merge outputs and lse in fp32 by the messages of `merge`, see `merge_seconds`. With windows="copy" each
     rank holds the windows whole, and layers with a window send nothing. Raises as `training_step`.
     """
-    parallel.check(model, machine, context)
-    check_dtype(machine, dtype)
+    _check(model, machine, context, parallel, dtype)
     check_counts(batch=batch)
     costs = LayerCosts(model, machine, parallel, batch, ITEM_BYTES[dtype])
     copied = 1 if windows == "copy" else parallel.cp

@@ -86,6 +86,9 @@ def test_more_ranks_hold_fewer_keys_and_few_experts_are_read() -> None:
     assert one.parts["mlp"] == pytest.approx(2 * dense.parts["mlp"], rel=0.01), "two experts of eight"
     with pytest.raises(InvalidInput, match="batch=0 must be"):
         decode(MODEL, MACHINE, 64, 0, Parallel())
+    for phase in (lambda how: decode(experts, MACHINE, 64, 1, how), lambda how: prefill(experts, MACHINE, 64, how)):
+        with pytest.raises(InvalidInput, match="ep=2: experts in parallel are modelled in training only"):
+            phase(Parallel(dp=2, ep=2))
 
 
 def test_ranks_merge_by_the_messages_of_a_step() -> None:
