@@ -165,7 +165,7 @@ class Advice:
 
     @property
     def doubts(self) -> list[str]:
-        """How sure the order is, and what was not searched, a sentence each."""
+        """How sure the order is, a sentence each."""
         best, lines = self.best[0], []
         low, high = span(best)
         if low < high:
