@@ -154,12 +154,12 @@ def _cost_numbers(step: StepEstimate) -> list[Number]:
     machine, numbers = step.machine, []
     if machine.price is not None:
         cost = machine.price * step.gpus * step.seconds / SECONDS_PER_HOUR
-        text = f"{digits(cost)} a step, {digits(step.cost_per_billion_tokens(machine.price))} for 1e9 tokens"
+        text = f"{digits(cost)} a step, {digits(machine.price * step.gpu_hours)} for 1e9 tokens"
         rate_of_cost = f"at machine.price={machine.price:g} for a GPU hour, {CURRENCY} in presets"
         numbers.append(Number("cost", f"{text}, {rate_of_cost}", "modelled"))
     if machine.watts is not None:
         energy = machine.watts * step.gpus * step.seconds / JOULES_PER_KWH
-        text = f"{digits(energy)} kWh a step, {digits(step.energy_per_billion_tokens(machine.watts))} for 1e9 tokens"
+        text = f"{digits(energy)} kWh a step, {digits(machine.watts * step.gpu_hours / 1000)} for 1e9 tokens"
         numbers.append(Number("energy", f"{text}, at {machine.watts:g} W", "modelled"))
     effective = _effective_seconds(step)
     if effective is not None:
@@ -200,8 +200,8 @@ def _record(config: SimulateConfig, model: ModelConfig, parallel: Parallel, esti
             "seconds, band": estimate.seconds_band,
             "bytes": {"needed": estimate.needed, "reserved": estimate.reserved},
             **{name: getattr(estimate, name) for name in ("flops", "mfu", "tflops")},
-            "cost per 1e9 tokens": None if price is None else estimate.cost_per_billion_tokens(price),
-            "kWh per 1e9 tokens": None if watts is None else estimate.energy_per_billion_tokens(watts),
+            "cost per 1e9 tokens": None if price is None else price * estimate.gpu_hours,
+            "kWh per 1e9 tokens": None if watts is None else watts * estimate.gpu_hours / 1000,
             "seconds with failures": _effective_seconds(estimate),
         }
     return record

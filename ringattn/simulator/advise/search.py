@@ -107,7 +107,7 @@ class TrainingCandidate:
     @property
     def cost(self) -> float:
         """The price of 1e9 tokens; without a price of the offer, GPU hours."""
-        return self.step.cost_per_billion_tokens(1.0 if self.offer.price is None else self.offer.price)
+        return self.step.gpu_hours * (1.0 if self.offer.price is None else self.offer.price)
 
     @cached_property
     def bytes(self) -> int:
@@ -138,17 +138,12 @@ class Found:
 
     #: The best candidate of each shape that was simulated, best first.
     best: list[TrainingCandidate] = field(default_factory=list)
-    #: Numbers of candidates: too large, slower, simulated, refused.
+    #: Numbers of candidates by what became of them.
     counts: Counter[str] = field(default_factory=Counter)
     #: What is too large: with the least step.
     too_large: list[TrainingCandidate] = field(default_factory=list)
     #: Refused candidates by reason.
     refused: Counter[str] = field(default_factory=Counter)
-
-    def add_too_large(self, candidate: TrainingCandidate) -> None:
-        """Note a candidate that does not fit."""
-        self.counts["too large"] += 1
-        self.too_large.append(candidate)
 
 
 def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
@@ -166,7 +161,7 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
             spread = replace(parallel, layout=layout, schedule=schedule)
             bound = TrainingCandidate(offer, spread, pipeline, step, attention)
             if step.fits is False:
-                found.add_too_large(bound)
+                found.too_large.append(bound)
             else:
                 waiting.append(bound)
     waiting.sort(key=lambda one: one.order[0])
@@ -177,15 +172,15 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
         try:
             candidate = replace(bound, step=question.step(offer.machine, bound.parallel, bound.pipeline))
         except RingAttentionError as error:
-            found.counts["refused"] += 1
             found.refused[str(error)] += 1
             continue
         if candidate.step.fits is False:
-            found.add_too_large(candidate)
+            found.too_large.append(candidate)
             continue
         found.counts["simulated"] += 1
         if candidate.order < best.setdefault(candidate.shape, candidate).order:
             best[candidate.shape] = candidate
+    found.counts |= {"too large": len(found.too_large), "refused": found.refused.total()}
     found.best = sorted(best.values(), key=lambda one: one.order)
     return found
 

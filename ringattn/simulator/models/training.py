@@ -11,7 +11,7 @@ from ...errors import InvalidInput
 from ...machine.bands import STEPS
 from ...machine.machine import Machine
 from ...text import duration
-from ..timing.costs import HOPELESS, JOULES_PER_KWH, SECONDS_PER_HOUR, expected_seconds, young_daly
+from ..timing.costs import HOPELESS, SECONDS_PER_HOUR, expected_seconds, young_daly
 from .attention import LayerAttention, attention_of_layers, count_pairs, describe_layers
 from .config import ModelConfig
 from .layer import (
@@ -82,13 +82,10 @@ class StepEstimate(ModelEstimate):
         """The part of the peak that the model's FLOPs reach; None where the machine has no peak."""
         return None if self.machine.peak is None else self.tflops * 1e12 / self.machine.peak
 
-    def cost_per_billion_tokens(self, price_per_gpu_hour: float) -> float:
-        """The price of 1e9 tokens, in the currency of the price, without failures."""
-        return 1e9 / self.tokens_per_second * price_per_gpu_hour / SECONDS_PER_HOUR
-
-    def energy_per_billion_tokens(self, watts: float) -> float:
-        """kWh of 1e9 tokens where each GPU draws `watts`, without failures."""
-        return 1e9 / self.tokens_per_second * watts / JOULES_PER_KWH
+    @property
+    def gpu_hours(self) -> float:
+        """GPU hours of 1e9 tokens, without failures: times a price the cost, times kilowatts the energy in kWh."""
+        return 1e9 / self.tokens_per_second / SECONDS_PER_HOUR
 
     def effective_seconds(self, mtbf_hours: float, checkpoint_seconds: float, restart_seconds: float) -> float:
         """Expected seconds of a step in a long job with failures and checkpoints.
