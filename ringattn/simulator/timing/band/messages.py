@@ -39,44 +39,30 @@ class NeighborCosts:
         direct_seconds: np.ndarray | None = None,
     ) -> None:
         self.sizes = dict(sizes)
-        #: By direction: whether the receiver is in the sender's node; seconds of the message alone, and its gap.
+        #: By direction: whether the receiver is in the sender's node, and the gap of a message.
         self.near = {sign: rates.near(sign, ranks) for sign, _ in sizes}
-        self.alone: dict[int, np.ndarray] = {}
         self.gaps: dict[int, np.ndarray] = {}
+        #: Seconds of all messages that a rank sends, and receives, between nodes (0) and within its node (1).
+        self.sent: list[Value]
+        self.received: list[Value]
+        self.sent, self.received = (
+            [*kinds] for kinds in (np.zeros((2, 2)) if direct_seconds is None else direct_seconds)
+        )
         factor = 1.0 if faults.slow_links is None else faults.slow_links
         for sign, size in sizes:
             seconds, gap = rates.message(size, self.near[sign])
             empty = np.equal(size, 0)
-            self.alone[sign] = np.where(empty, 0.0, seconds * factor)
             self.gaps[sign] = np.where(empty, 0.0, gap * factor)
-        #: Seconds of all messages that a rank sends, and receives, between nodes (0) and within its node (1); None
-        #: where every rank has one message.
-        self.sent: list[Value] | None = None
-        self.received: list[Value] | None = None
-        if len(self.alone) > 1 or direct_seconds is not None:
-            by_kind = [
-                {sign: np.where(self.near[sign] == near, self.alone[sign], 0.0) for sign in self.alone}
-                for near in (False, True)
-            ]
-            self.sent = [
-                sum(seconds.values(), 0.0 if direct_seconds is None else direct_seconds[0, kind])
-                for kind, seconds in enumerate(by_kind)
-            ]
-            self.received = [
-                sum(
-                    (shift_ranks(row, sign) for sign, row in seconds.items()),
-                    0.0 if direct_seconds is None else direct_seconds[1, kind],
-                )
-                for kind, seconds in enumerate(by_kind)
-            ]
+            for kind in (0, 1):
+                alone = np.where(empty | (self.near[sign] != kind), 0.0, seconds * factor)
+                self.sent[kind] = self.sent[kind] + alone
+                self.received[kind] = self.received[kind] + shift_ranks(alone, sign)
 
     def messages(self, sign: int) -> NeighborMessages:
         """The messages of one direction."""
-        sent = received = self.alone[sign]
-        if self.sent is not None and self.received is not None:
-            near = self.near[sign]
-            sent = np.where(near, self.sent[1], self.sent[0])
-            received = np.where(near, *(shift_ranks(np.asarray(row), -sign) for row in self.received[::-1]))
+        near = self.near[sign]
+        sent = np.where(near, self.sent[1], self.sent[0])
+        received = np.where(near, *(shift_ranks(np.asarray(row), -sign) for row in self.received[::-1]))
         seconds = np.where(np.equal(self.sizes[sign], 0), NEVER, np.maximum(sent, received))
         return NeighborMessages(sign, _simplify(seconds), _simplify(self.gaps[sign]), self.sizes[sign])
 
@@ -255,7 +241,6 @@ def _sum_neighbor_seconds(
     """Seconds of the messages that ranks exchange with their neighbors at steps, [2, 2, ranks] as in NeighborCosts."""
     around = (rank[:, None] + AROUND) % ranks
     costs = find_neighbor_costs(around, step[:, None])
-    assert costs.sent is not None and costs.received is not None
     return np.stack(
         [[np.broadcast_to(row, around.shape)[:, 1] for row in rows] for rows in (costs.sent, costs.received)]
     )

@@ -84,18 +84,14 @@ def simulate_folded(rates: Rates, why: str) -> Solved | str:
     first, size = fold.first, fold.period
     spread = np.abs(solved.finish[first : first + size] - solved.finish[first + size : first + 2 * size]).max()
     assert spread <= CLOSE * solved.seconds, f"two periods of ranks finish {spread} s apart"
-    if first:
-        reach = f"depend on fewer than {first:,} ranks to either side"
-    else:
-        reach = "depend on no rank of another period"
     small = solved.loads
     return replace(
         solved,
         solver="events, folded",
         finish=fold.unfold(solved.finish),
         why=(
-            f"{fold.plan.ranks:,} of {rates.plan.ranks:,} ranks, step by step; ranks repeat every {size:,}, and "
-            f"{reach} ({why})"
+            f"{fold.plan.ranks:,} of {rates.plan.ranks:,} ranks, step by step; ranks repeat every {size:,}, and depend "
+            f"on fewer than {first:,} ranks to either side ({why})"
         ),
         loads=Loads(*(fold.unfold(x) for x in (small.compute, small.merge, small.interference, small.stalls))),
         traffic=_unfold_traffic(rates, fold, solved.traffic),
@@ -118,7 +114,7 @@ def find_fold(rates: Rates) -> Fold | str:
     if size > LONGEST_PERIOD or 4 * size > plan.ranks:
         most = min(LONGEST_PERIOD, plan.ranks // 4)
         return f"the mask and the nodes repeat every {size:,} ranks, and at most {most:,} are folded"
-    around = 0 if _periods_are_apart(plan, size) else _find_dependence(rates, size)
+    around = _find_dependence(rates, size)
     first = -(-around // size) * size
     # Four periods at least: a visit at one distance must not share its step, nor a neighboring step, with a visit that
     # reaches as far the other way around the ring.
@@ -129,13 +125,6 @@ def find_fold(rates: Rates) -> Fold | str:
     ranks = plan.ranks - times * size
     layout = Contiguous(ranks * rows, ranks)
     return Fold(replace(plan, layout=layout, rotate=plan.rotates, choice=None), first, size, times + 1)
-
-
-def _periods_are_apart(plan: Plan, size: int) -> bool:
-    """Whether no rank sees keys of another period of `size` ranks. One period stands for all, as they repeat."""
-    one, following, others = range(size), range(size, 2 * size), range(2 * size, plan.ranks)
-    meetings = ((one, following), (following, one), (following, others), (others, following))
-    return not any(plan.demand.needs(queriers, owners) for queriers, owners in meetings)
 
 
 def _find_dependence(rates: Rates, size: int) -> int:
