@@ -136,10 +136,11 @@ def _make_timeline(
     if sample is not None:
         # Times are maxima of sums, whose mean is at least the time of the mean visits. Interference may end earlier
         # with jitter, as it ends with the message; then the time is at least what a rank computes.
-        sample = sample.at_least(seconds if not machine.gamma else compute)
-        exposed["jitter"], seconds = sample.seconds - seconds, sample.seconds
+        least = seconds if not machine.gamma else compute
+        mean, low, high = (max(value, least) for value in (sample.seconds, sample.low, sample.high))
+        exposed["jitter"], seconds = mean - seconds, mean
         solver, why = f"{solver} + jitter", f"{why}; jitter: {sample.why}"
-        low, high = (max(end, host) + exposed["call"] for end in (sample.low, sample.high))
+        low, high = (max(end, host) + exposed["call"] for end in (low, high))
         interval = low, high
     exposed["host"] = max(host - seconds, 0.0)
     seconds += exposed["host"] + exposed["call"]

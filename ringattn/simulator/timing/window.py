@@ -134,9 +134,8 @@ def _list_messages(ring: Ring, phase: Phase, step: int, now: np.ndarray, ranks: 
         for source in ranks:
             if np.isfinite(seconds[source]):
                 add(source, (source + lane.sign) % ring.ranks, float(seconds[source]))
-    if phase.direct is not None:
-        columns = phase.direct.source, phase.direct.target, phase.direct.seconds
-        for source, target, lasts in zip(*(column.tolist() for column in columns), strict=True):
-            if source in ranks:
-                add(source, target, lasts)
+    columns = phase.direct.source, phase.direct.target, phase.direct.seconds
+    for source, target, lasts in zip(*(column.tolist() for column in columns), strict=True):
+        if source in ranks:
+            add(source, target, lasts)
     return messages

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...progress import track
-from .recurrence import NEVER, DirectMessages, NeighborMessages, Phase, Ring, instant, largest, shift_ranks
+from .recurrence import NEVER, NO_DIRECT, DirectMessages, NeighborMessages, Phase, Ring, instant, largest, shift_ranks
 
 #: Steps between two reports of progress.
 DEPTH = 128
@@ -33,7 +33,7 @@ class CoefficientChanges:
     step: np.ndarray
     rank: np.ndarray
     values: np.ndarray
-    direct: DirectMessages | None = None
+    direct: DirectMessages = NO_DIRECT
 
     def instant(self) -> CoefficientChanges:
         """The changes where messages take no time: a rank is busy for as long as before."""
@@ -42,8 +42,8 @@ class CoefficientChanges:
             return np.stack([values[3], instant(values[1]), instant(values[2]), values[3]])
 
         initial = None if self.initial is None else change(self.initial)
-        direct = None if self.direct is None else self.direct.instant()
-        return CoefficientChanges(self.steps, initial, self.step, self.rank, change(self.values), direct)
+        values = change(self.values)
+        return CoefficientChanges(self.steps, initial, self.step, self.rank, values, self.direct.instant())
 
 
 class DelayState:
@@ -100,15 +100,13 @@ class DelayState:
             self.coefficients = changes.initial[:3] - longest
         self._advance(changes.steps, changes, changes.direct)
 
-    def _advance(self, steps: int, changes: CoefficientChanges | None, direct: DirectMessages | None) -> None:
+    def _advance(self, steps: int, changes: CoefficientChanges | None, direct: DirectMessages) -> None:
         """Advance by the stencil max(now + own, below + left, above + right), and to the ends of direct messages."""
         now, then, scratch = self.now, *np.empty((2, self.ring.ranks))
         own, *others = self.coefficients
         values = np.zeros((3, 0)) if changes is None else changes.values[:3] - self.reference
-        first_point, first_message = (
-            np.searchsorted([] if part is None else part.step, np.arange(steps + 1)).tolist()
-            for part in (changes, direct)
-        )
+        first_point = np.searchsorted([] if changes is None else changes.step, np.arange(steps + 1)).tolist()
+        first_message = np.searchsorted(direct.step, self.step + np.arange(steps + 1)).tolist()
         sides = [
             (coefficient, *side)
             for coefficient, later, side in zip(others, values[1:], NEIGHBORS, strict=True)
@@ -123,7 +121,7 @@ class DelayState:
                 np.add(now[neighbors], coefficient[ranks], out=scratch[ranks])
                 scratch[end] = now[other_end] + coefficient[end]
                 np.maximum(then, scratch, out=then)
-            if direct is not None and first_message[k] < first_message[k + 1]:
+            if first_message[k] < first_message[k + 1]:
                 part = slice(first_message[k], first_message[k + 1])
                 ends = np.stack([direct.source[part], direct.target[part]])
                 ended = now[ends].max(axis=0) + (direct.seconds[part] - self.reference)
@@ -135,7 +133,7 @@ class DelayState:
 
     def _advance_with_slots(self, phase: Phase) -> None:
         """Advance by one step of a ring with several receive slots, all ranks at once."""
-        assert phase.direct is None, "direct messages have one receive slot"
+        assert not len(phase.direct), "direct messages have one receive slot"
         ring, reference = self.ring, self.reference
         then = self.now + (ring.busy(phase) - reference)
         # Times of j steps ago are relative to a step that is j references earlier.

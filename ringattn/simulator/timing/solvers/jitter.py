@@ -38,11 +38,6 @@ class SampledTime:
     extrapolated: bool
     why: str
 
-    def at_least(self, seconds: float) -> SampledTime:
-        """The same sample, with no time below `seconds`."""
-        mean_seconds, low, high = (max(value, seconds) for value in (self.seconds, self.low, self.high))
-        return replace(self, seconds=mean_seconds, low=low, high=high)
-
 
 def check_seed(seed: object) -> None:
     """Raise InvalidInput where a seed is not an integer that random numbers can start from."""
