@@ -14,7 +14,7 @@ from .problem import make_ring_problem
 from .rates import Factors, Faults, Rates, parse_factors
 from .solvers.delay import DelayState
 from .solvers.event_loop import list_events
-from .solvers.recurrence import Phase, Ring, Stall
+from .solvers.recurrence import NEVER, Phase, Ring, Stall
 
 if TYPE_CHECKING:
     from ...plan.plan import Plan
@@ -124,18 +124,13 @@ def _list_messages(ring: Ring, phase: Phase, step: int, now: np.ndarray, ranks: 
 
     With one receive buffer, each begins when both ends begin the step.
     """
-    messages = []
-
-    def add(source: int, target: int, seconds: float) -> None:
-        messages.append(TimedMessage(step, source, target, float(max(now[source], now[target])), seconds))
-
+    direct = phase.direct
+    sent = [*zip(direct.source.tolist(), direct.target.tolist(), direct.seconds.tolist(), strict=True)]
     for lane in phase.messages:
         seconds = np.broadcast_to(lane.seconds, (ring.ranks,))
-        for source in ranks:
-            if np.isfinite(seconds[source]):
-                add(source, (source + lane.sign) % ring.ranks, float(seconds[source]))
-    columns = phase.direct.source, phase.direct.target, phase.direct.seconds
-    for source, target, lasts in zip(*(column.tolist() for column in columns), strict=True):
-        if source in ranks:
-            add(source, target, lasts)
-    return messages
+        sent += [(source, (source + lane.sign) % ring.ranks, float(seconds[source])) for source in ranks]
+    return [
+        TimedMessage(step, source, target, float(max(now[source], now[target])), seconds)
+        for source, target, seconds in sent
+        if source in ranks and seconds > NEVER
+    ]

@@ -52,7 +52,7 @@ class EventPass:
 
     `busy` are the seconds of each rank at each step of the pass, float64 [steps, ranks]; 0 where it does nothing. The
     messages ascend by `step`, at which both `ends` post them; each end waits for them at the end of its step `until`:
-    int64 [2, messages], of the sender and the receiver. `seconds` is float64 [messages].
+    int64 [2, messages], of the sender and the receiver. `seconds` and `bytes` are [messages].
     """
 
     busy: np.ndarray
@@ -60,8 +60,8 @@ class EventPass:
     ends: np.ndarray
     until: np.ndarray
     seconds: np.ndarray
+    bytes: np.ndarray
     loads: Loads
-    traffic: Traffic
 
     def begun(self, *, instant: bool = False) -> np.ndarray:
         """When each rank begins each step, and at last finishes: float64 [steps + 1, ranks].
@@ -80,6 +80,21 @@ class EventPass:
                 np.maximum.at(begun, (until + 1, rank), ended)
         return begun
 
+    def traffic(self, senders: range) -> Traffic:
+        """What these ranks send."""
+        mine = np.isin(self.ends[0], senders)
+        links, link = np.unique(self.ends[0, mine] * self.busy.shape[1] + self.ends[1, mine], return_inverse=True)
+        carried = np.zeros(len(links), dtype=np.int64)
+        np.add.at(carried, link, self.bytes[mine])
+        return Traffic.of(carried, len(link), np.zeros(0, dtype=np.int64))
+
+    def solve(self, why: str) -> Solved:
+        """The times; `why` says in reports why every step was simulated."""
+        finish = self.begun()[-1]
+        peers = float(self.begun(instant=True)[-1].max())
+        traffic = self.traffic(range(len(finish)))
+        return Solved("events", float(finish.max()), finish, why, self.loads, traffic, peers=peers)
+
 
 def simulate_events(
     rates: Rates,
@@ -91,10 +106,7 @@ def simulate_events(
 
     With `noise`, visits vary by the machine's jitter. Raises as `list_events`.
     """
-    events = list_events(rates, faults, why, noise)
-    finish = events.begun()[-1]
-    peers = float(events.begun(instant=True)[-1].max())
-    return Solved("events", float(finish.max()), finish, why, events.loads, events.traffic, peers=peers)
+    return list_events(rates, faults, why, noise).solve(why)
 
 
 def list_events(rates: Rates, faults: Faults, why: str, noise: np.random.Generator | None = None) -> EventPass:
@@ -140,8 +152,7 @@ def list_events(rates: Rates, faults: Faults, why: str, noise: np.random.Generat
     sent, received = (posts[posts["sends"] == sends] for sends in (True, False))
     assert np.array_equal(sent["message"], received["message"]), "both ends post a message at one step"
     ends, until = (np.stack([sent[name], received[name]]) for name in ("rank", "until"))
-    traffic = _count_traffic(ends, sent["bytes"], plan.ranks)
-    return EventPass(busy, sent["step"], ends, until, seconds[sent["message"]], loads, traffic)
+    return EventPass(busy, sent["step"], ends, until, seconds[sent["message"]], sent["bytes"], loads)
 
 
 def _check_size(rates: Rates, why: str) -> None:
@@ -253,14 +264,6 @@ def _message_seconds(rates: Rates, posts: np.ndarray, count: int) -> np.ndarray:
     longest = np.zeros(count)
     np.maximum.at(longest, posts["message"], seconds)
     return longest
-
-
-def _count_traffic(ends: np.ndarray, sizes: np.ndarray, ranks: int) -> Traffic:
-    """The traffic of messages of these bytes, int64 [messages], between these ends."""
-    links, link = np.unique(ends[0] * ranks + ends[1], return_inverse=True)
-    carried = np.zeros(len(links), dtype=np.int64)
-    np.add.at(carried, link, sizes)
-    return Traffic.of(carried, len(sizes), np.zeros(0, dtype=np.int64))
 
 
 def share_evenly(first: np.ndarray, last: np.ndarray, gap: np.ndarray) -> np.ndarray:

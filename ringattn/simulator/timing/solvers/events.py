@@ -20,8 +20,8 @@ import numpy as np
 from ....layout.regular import Contiguous
 from ..problem import TimingProblem
 from ..rates import Faults, Rates
-from .base import Loads, Solved, Solver, Traffic
-from .event_loop import MOST_RANKS, rank_steps, simulate_events
+from .base import Loads, Solved, Solver
+from .event_loop import MOST_RANKS, list_events, rank_steps, simulate_events
 
 if TYPE_CHECKING:
     from ....plan.plan import Plan
@@ -80,8 +80,9 @@ def simulate_folded(rates: Rates, why: str) -> Solved | str:
     fold = find_fold(rates)
     if isinstance(fold, str):
         return fold
-    solved = simulate_events(replace(rates, plan=fold.plan), Faults(), why)
+    events = list_events(replace(rates, plan=fold.plan), Faults(), why)
     first, size = fold.first, fold.period
+    solved, period, left_out = events.solve(why), events.traffic(range(first, first + size)), fold.times - 1
     spread = np.abs(solved.finish[first : first + size] - solved.finish[first + size : first + 2 * size]).max()
     assert spread <= CLOSE * solved.seconds, f"two periods of ranks finish {spread} s apart"
     small = solved.loads
@@ -94,7 +95,12 @@ def simulate_folded(rates: Rates, why: str) -> Solved | str:
             f"on fewer than {first:,} ranks to either side ({why})"
         ),
         loads=Loads(*(fold.unfold(x) for x in (small.compute, small.merge, small.interference, small.stalls))),
-        traffic=_unfold_traffic(rates, fold, solved.traffic),
+        traffic=replace(
+            solved.traffic,
+            total=solved.traffic.total + left_out * period.total,
+            links=solved.traffic.links + left_out * period.links,
+            messages=solved.traffic.messages + left_out * period.messages,
+        ),
         compared="the finish of two periods of the smaller plan",
     )
 
@@ -146,20 +152,3 @@ def _find_dependence(rates: Rates, size: int) -> int:
                 farthest[hop.tag // 2] = max(farthest[hop.tag // 2], distance)
                 reach = max(reach, distance, *(abs(part.owner - rank) for part in hop.parts))
     return sum(farthest.values()) + 4 * reach + size + nodes
-
-
-def _unfold_traffic(rates: Rates, fold: Fold, traffic: Traffic) -> Traffic:
-    """Bytes, links and messages of the whole plan: the smaller plan's, and those of the periods that were left out."""
-    period_bytes = period_links = period_messages = 0
-    for rank in range(fold.first, fold.first + fold.period):
-        period_bytes += fold.plan.bytes_sent(rank, backward=rates.backward)
-        period_messages += fold.plan.messages(rank, backward=rates.backward)
-        sends = [hop for step in rank_steps(fold.plan, rank, rates.backward) for hop in step.sends]
-        period_links += len({hop.peer for hop in sends if sum(map(fold.plan.part_bytes, hop.parts))})
-    left_out = fold.times - 1
-    return replace(
-        traffic,
-        total=traffic.total + left_out * period_bytes,
-        links=traffic.links + left_out * period_links,
-        messages=traffic.messages + left_out * period_messages,
-    )
