@@ -239,9 +239,10 @@ def _list_posts(
                 near, latency, bandwidth = rates.machine.link(source, target)
                 start, share = rates.gather_factors(near, len(hops))
                 slow = 1.0 if faults.slow_links is None else float(faults.slow_links[source])
+                crowd = rates.crowd(source, target) if near else 1
                 size = sum(map(rates.plan.part_bytes, hop.parts))
                 message = messages.setdefault((source, target, hop.tag), len(messages))
-                link = sends, near, slow * start * latency, slow * share * size / bandwidth
+                link = sends, near, slow * start * latency, slow * share * crowd * size / bandwidth
                 rows.append((message, rank, number, numbers[hop.until], size, *link))
     return np.array(rows, POST)
 
