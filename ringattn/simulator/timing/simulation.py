@@ -20,7 +20,7 @@ from .rates import Factors, Faults, Rates, parse_factors
 from .solvers import SOLVERS
 from .solvers.base import Solved
 from .solvers.event_loop import rank_steps, simulate_events
-from .solvers.jitter import SampledTime, check_seed, sample_ring, sample_runs
+from .solvers.jitter import REPEATS, SampledTime, check_seed, sample_ring, sample_runs
 from .solvers.recurrence import Stall
 from .solvers.stencil import MOST_COUNTED, check_size
 from .timeline import Timeline, note_assumptions
@@ -67,7 +67,7 @@ def simulate(
             noise = np.random.default_rng(seed)
             sample = sample_runs(
                 lambda: simulate_events(problem.rates, problem.faults, noise=noise).seconds,
-                f"runs of every step of every rank, seed {seed}",
+                f"{REPEATS} runs of every step of every rank, seed {seed}",
             )
         else:
             sample = sample_ring(ring.ring, machine.jitter, seed)
