@@ -12,7 +12,7 @@ from .base import FAR, ONE_HEAD, Pattern, Position, Run, Side
 from .tile import Tile, clip, shift_range
 
 
-class View(Pattern):
+class PatternView(Pattern):
     """A pattern with the branches, the output scale and the runs of `pattern`."""
 
     pattern: Pattern
@@ -30,7 +30,7 @@ class View(Pattern):
 
 
 @dataclass(frozen=True)
-class HeadSlice(View):
+class HeadSlice(PatternView):
     """Head h of this pattern is head first + h of `pattern`, which must be bound to the number of all heads."""
 
     pattern: Pattern
@@ -133,7 +133,7 @@ IN_PLACE: Marks = ((0, 0),)
 
 
 @dataclass(frozen=True)
-class Placed(View):
+class Placed(PatternView):
     """The pattern of tokens that are not at the places of their positions: padded, or cropped, rows of a batch.
 
     `marks` are those of each row, or of all rows. `pattern` is bound, and is asked by positions, so that it may be a

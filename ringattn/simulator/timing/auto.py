@@ -17,7 +17,7 @@ from ...machine.machine import Machine
 from ...machine.presets import get_machine
 from ...pattern import Pattern, Tile
 from ...pattern.base import ONE_HEAD, Position, Run, Side
-from ...pattern.views import HeadSlice, View
+from ...pattern.views import HeadSlice, PatternView
 from ...plan.choice import Candidate, Choice, Prediction
 from ...plan.demand import KeyDemand
 from ...plan.plan import Plan
@@ -380,7 +380,7 @@ def _ask(name: str) -> Any:
     return ask
 
 
-class Metered(View):
+class Metered(PatternView):
     """The same pattern, which counts the lookups of its tiles. Raises TooMany when `left`, the budget, is spent."""
 
     def __init__(self, pattern: Pattern, budget: int) -> None:
