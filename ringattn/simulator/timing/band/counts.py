@@ -100,15 +100,13 @@ class BandCounts:
         """The numbers of ranks at steps, int64 [2 + signs, ...].
 
         Pairs of one head, query rows that are merged, and for each of `signs` the bytes that a rank sends to that
-        neighbor.
+        neighbor. RANKS_AT_A_TIME ranks are counted at a time.
         """
-        return np.concatenate([self._count_visits(ranks, steps), self._count_sent(ranks, steps)])
-
-    def count_in_parts(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """What `count` gives, counted RANKS_AT_A_TIME ranks at a time."""
         steps = np.broadcast_to(steps, (len(ranks), *steps.shape[1:]))
-        parts = (slice(i, i + RANKS_AT_A_TIME) for i in range(0, max(len(ranks), 1), RANKS_AT_A_TIME))
-        return np.concatenate([self.count(ranks[part], steps[part]) for part in parts], axis=1)
+        starts = range(0, max(len(ranks), 1), RANKS_AT_A_TIME)
+        parts = [(ranks[i : i + RANKS_AT_A_TIME], steps[i : i + RANKS_AT_A_TIME]) for i in starts]
+        counts = (np.concatenate([self._count_visits(*part), self._count_sent(*part)]) for part in parts)
+        return np.concatenate([*counts], axis=1)
 
     def direct_breakpoints(self, first: int, last: int) -> np.ndarray:
         """Where ranks begin to send other bytes to a neighbor in owner messages, at steps first .. last - 1.

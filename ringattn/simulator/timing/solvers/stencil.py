@@ -189,7 +189,7 @@ class IncrementalSteps:
 
     def _count(self, ranks: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Numbers as in `totals`, coefficients and busy seconds, and seconds of interference, of ranks at steps."""
-        counted = self.counts.count_in_parts(ranks, steps)
+        counted = self.counts.count(ranks, steps)
         phase = self.counts.make_phase(counted, ranks, self.direct_costs, steps)
         interference = self.ring.busy(phase) - phase.compute - phase.merge
         seconds_late = np.zeros(counted.shape[1:])
