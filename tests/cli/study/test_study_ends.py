@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,19 +110,24 @@ def test_a_killed_study_ends_with_the_same_bytes(tmp_path: Path) -> None:
     took = time.monotonic() - begun
     chance, kills = random.Random(0), 0
     journal = killed / "out" / "points.jsonl"
-    for moment in range(3):
+    while kills < 3:
         process = subprocess.Popen(command, cwd=killed, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            if moment < 2:  # while points are being done, else at any time
-                wanted = 1 + chance.randrange(2, 6) * (moment + 1)
+            if kills < 2:  # while points are being done, else at any time
+                wanted = 1 + chance.randrange(2, 6) * (kills + 1)
                 while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < wanted):
                     time.sleep(0.002)
             else:
                 time.sleep(chance.uniform(0.4, 1.0) * took)
         finally:
             process.send_signal(signal.SIGKILL)
-            kills += process.wait() == -signal.SIGKILL
-    assert kills >= 2
+            process.wait()
+        if process.returncode == -signal.SIGKILL:
+            kills += 1
+        elif kills < 2:  # a busy machine was too slow to kill it: from the start
+            shutil.rmtree(killed / "out")
+        else:
+            break
     if journal.exists():  # as if the machine had been switched off in the middle of a line
         journal.write_bytes(journal.read_bytes()[:-5])
     subprocess.run(command, cwd=killed, env=env, check=True, capture_output=True, timeout=100)
