@@ -275,7 +275,7 @@ class _RingEstimate:
         seconds = [0.0]
         for near, count in ((True, inside), (False, self.plan.ranks - 1 - inside)):
             if count:
-                start, share = self.rates.gather_factors(near, count)
+                start, share = self.rates.gather_factors(near, count, inside + 1)
                 crowd = self.crowd * self.machine.ranks_per_node
                 seconds.append(_seconds(self.machine, start * count, share * count * block, near, crowd))
         return max(seconds), block * (self.plan.ranks - 1), self.plan.ranks - 1

@@ -151,15 +151,15 @@ class Rates:
         """Whether the plan gathers all keys in one collective call, and computes with them in one kernel call."""
         return self.machine.one_gather and self.plan.schedule == "allgather"
 
-    def gather_factors(self, near: bool, messages: int) -> tuple[float, float]:
-        """Factors on latency and bytes of each of `messages` that a rank posts at once, as a part of one collective.
+    def gather_factors(self, near: bool, messages: int, node: int) -> tuple[float, float]:
+        """Factors on latency and bytes of each of `messages` that a rank of a node of `node` ranks posts over one kind
+        of link at once, as a part of one collective.
 
         A collective starts once. Every byte enters a node once, over the cards of all its ranks, and then passes every
         rank of the node: 1 and 1 for messages that are no part of one.
         """
         if not self.one_gather:
             return 1.0, 1.0
-        node = min(self.machine.ranks_per_node, self.plan.ranks)
         return 1 / messages, (self.plan.ranks - 1) / (node - 1) if near else 1 / node
 
     @property

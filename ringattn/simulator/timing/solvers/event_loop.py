@@ -327,7 +327,9 @@ def _post_messages(
     the rank sends are added to `link_bytes`.
     """
     posted = []
+    node = rates.machine.node(index, rates.plan.ranks)
     for hops, sends in ((step.sends, True), (step.recvs, False)):
+        inside = sum(hop.peer in node for hop in hops)
         alone: list[tuple[Hop, _TimedHop, float]] = []
         latencies, gaps = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
         for hop in hops:
@@ -337,7 +339,7 @@ def _post_messages(
             if sends:
                 link_bytes[source, target] += size
             message = messages.setdefault((source, target, hop.tag), _TimedHop(source, target, near))
-            start, share = rates.gather_factors(near, len(hops))
+            start, share = rates.gather_factors(near, inside if near else len(hops) - inside, len(node))
             slow = 1.0 if faults.slow_links is None else float(faults.slow_links[source])
             gap = slow * share * size / bandwidth
             latencies[near] += slow * start * latency
