@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 from msgspec import Meta, ValidationError, convert
 
 from ..dtypes import ITEM_BYTES
@@ -162,6 +163,13 @@ class Machine:
         default="by default the same as bandwidth",
         measured_by="ranks",
     ).with_default(None)
+    switch: int | None = MachineNumber(
+        unit="ranks",
+        meaning="the number of ranks of one node that share one link to its other ranks, as cards on a PCIe switch do; "
+        "node_bandwidth is the rate of that link",
+        example=2,
+        default="by default every rank has a link of its own",
+    ).with_default(None)
     shared_nic: bool = MachineNumber(
         unit="true or false",
         meaning="whether all ranks of a node share one network card, whose rate is then the bandwidth",
@@ -250,8 +258,8 @@ class Machine:
     ).with_default(None)
     host: float | None = MachineNumber(
         unit="s",
-        meaning="the seconds that the host takes to start a step, while a GPU works on the steps before: a pass takes "
-        "at least host_call and this for each step",
+        meaning="the seconds that the host takes to start a visit, while a GPU works on those before: a pass takes "
+        "at least host_call, and this for each visit and each step without one",
         example=3e-4,
         may_be_zero=True,
         effect="the host's time to start kernels and messages",
@@ -394,6 +402,13 @@ class Machine:
         """The ranks on the node of `rank`, where there are `ranks` ranks in all."""
         first = rank - rank % self.ranks_per_node
         return range(first, min(first + self.ranks_per_node, ranks))
+
+    def crowd(self, apart: Any, node: int) -> Any:
+        """How many messages share the link of each, where all `node` ranks of a node send to ranks `apart` places on.
+
+        Of `switch` ranks that share a link, at most `apart` send beyond it then. Numbers or arrays.
+        """
+        return 1 if self.switch is None else np.clip(np.minimum(apart, node - apart), 1, self.switch)
 
     def link(self, rank: int, peer: int) -> tuple[bool, float, float]:
         """Whether two ranks are on one node, and the latency [s] and bandwidth [bytes/s] of the link between them."""

@@ -6,7 +6,7 @@ for the steps between them, and the time of the visits is scaled to the exact nu
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -61,9 +61,9 @@ def estimate(plan: Plan, machine: Machine, demand: KeyDemand, most: int = SAMPLE
     return Prediction(seconds, ring.compute, exposed, ring.bytes + sent, messages), basis
 
 
-def host_seconds(machine: Machine, steps: int) -> float:
-    """Seconds in which the host starts `steps` steps of a pass."""
-    return (machine.host_call or 0.0) + steps * (machine.host or 0.0)
+def host_seconds(machine: Machine, calls: int) -> float:
+    """Seconds in which the host starts `calls` visits, and steps without a visit, of a pass."""
+    return (machine.host_call or 0.0) + calls * (machine.host or 0.0)
 
 
 def count_exchanges(plan: Plan, machine: Machine) -> tuple[float, int, int]:
@@ -74,7 +74,8 @@ def count_exchanges(plan: Plan, machine: Machine) -> tuple[float, int, int]:
     seconds, sent = 0.0, 0
     for message in (plan.part_bytes(Part(kind, 0)) for kind in kinds):
         sent += peers * message
-        inside = _seconds(machine, near, near * message, True)
+        shared = sum(machine.crowd(apart, min(machine.ranks_per_node, plan.ranks)) for apart in range(1, near + 1))
+        inside = _seconds(machine, near, shared * message, True)
         seconds += max(inside, _seconds(machine, peers - near, (peers - near) * message, False, machine.ranks_per_node))
     return seconds, sent, len(kinds)
 
@@ -130,7 +131,7 @@ class _RingEstimate:
         self.slowest: defaultdict[int, float] = defaultdict(float)
 
     def make(self) -> tuple[Prediction, int, str]:
-        """(the time of the slowest rank that was looked at, the steps that the host starts, what was looked at)."""
+        """(the time of the slowest rank that was looked at, the calls that the host starts, what was looked at)."""
         chosen = self._choose_ranks()
         arrivals = {rank: list(islice(self.route.arrivals(rank), self.most + 1)) for rank in chosen}
         few = max(map(len, arrivals.values())) <= self.most
@@ -141,7 +142,10 @@ class _RingEstimate:
             busy = {0, *(step for edge in edges for step in range(edge.post, edge.step + 1))}
             steps = [(step, 1.0) for step in sorted(busy)] if few else sampled
             predictions.append(self._predict_rank(rank, steps))
-            started = max(started, len({0, *(step for edge in edges for step in (edge.post, edge.step))}))
+            visited = Counter(edge.step for edge in edges)
+            posted = {edge.post for edge in edges} - {0, *visited}
+            met = len(edges) if few else last * max(visited.values(), default=0)
+            started = max(started, 1 + met + (0 if self.gathers else len(posted)))
         slowest = max(predictions, key=lambda prediction: prediction.seconds)
         seconds = slowest.seconds
         if few and len(chosen) == self.plan.ranks and not self.gathers:
@@ -158,7 +162,7 @@ class _RingEstimate:
             _describe(len(chosen), self.plan.ranks, "rank"),
             _describe(last + 1 if few else len(sampled), last + 1, "step"),
         )
-        return slowest, 2 if self.gathers else started if few else last + 1, ", ".join(basis)
+        return slowest, 2 if self.rates.one_gather else started, ", ".join(basis)
 
     def _choose_ranks(self) -> list[int]:
         """The ranks that are looked at, ascending: all of up to ALL ranks."""
@@ -241,6 +245,8 @@ class _RingEstimate:
             others = (other for member in node for other in self.route.edges_at(member, edge.step))
             alike = (other for other in others if other.post == edge.post and not self._near(other))
             size = sum(map(self._edge_bytes, alike))
+        if near:
+            size *= self.rates.crowd(edge.source, edge.target, self.crowd)
         return _seconds(self.machine, 1, size, near, self.crowd) / (edge.step - edge.post)
 
     def _run_together(self) -> float:
@@ -276,6 +282,8 @@ class _RingEstimate:
         for near, count in ((True, inside), (False, self.plan.ranks - 1 - inside)):
             if count:
                 start, share = self.rates.gather_factors(near, count, inside + 1)
+                if near:
+                    share *= sum(self.rates.crowd(0, apart) for apart in range(1, inside + 1)) / inside
                 crowd = self.crowd * self.machine.ranks_per_node
                 seconds.append(_seconds(self.machine, start * count, share * count * block, near, crowd))
         return max(seconds), block * (self.plan.ranks - 1), self.plan.ranks - 1

@@ -36,6 +36,11 @@ class RingProblem:
             if stall.step >= self.steps:
                 raise InvalidInput(f"{stall}: the pass has the steps 0 .. {self.steps - 1}; try a step among these")
 
+    @property
+    def calls(self) -> int:
+        """Visits of the rank with the most, and its steps without a visit."""
+        return self.steps if self.counts is None else self.counts.calls
+
 
 @dataclass(frozen=True)
 class TimingProblem:

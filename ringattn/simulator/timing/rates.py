@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -162,6 +162,12 @@ class Rates:
             return 1.0, 1.0
         return 1 / messages, (self.plan.ranks - 1) / (node - 1) if near else 1 / node
 
+    def crowd(self, source: Any, target: Any, group: int = 1) -> Any:
+        """How many messages share the link of a message within a node, where each rank of the plan stands for a `group`
+        of neighbours; numbers or arrays. One collective has its links alone."""
+        node = min(self.machine.ranks_per_node, self.plan.ranks) * group
+        return 1 if self.one_gather else self.machine.crowd(np.abs(source - target) * group, node)
+
     @property
     def buffers(self) -> int:
         """Receive slots beside the block in use."""
@@ -224,11 +230,14 @@ class Rates:
 
         return self.plan.cache.answer((Rates.near, per_node, sign), compare_all)
 
-    def message(self, size: np.ndarray | float, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(seconds, seconds that occupy the link) of messages of `size` bytes, within a node where `near`."""
+    def message(self, size: np.ndarray | float, near: np.ndarray, crowd: Any = 1) -> tuple[np.ndarray, np.ndarray]:
+        """(seconds, seconds that occupy the link) of messages of `size` bytes, within a node where `near`.
+
+        There, `crowd` messages share a link; neighbours have it alone.
+        """
         latency, bandwidth = (
             np.where(near, within, between)
             for within, between in zip(self.machine.rates(True), self.machine.rates(False), strict=True)
         )
-        gap = size / bandwidth
+        gap = size * np.where(near, crowd, 1) / bandwidth
         return latency + gap, gap

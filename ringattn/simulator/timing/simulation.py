@@ -114,15 +114,17 @@ def _solve(problem: TimingProblem, solver: str) -> Solved:
 
 
 def _host_seconds(problem: TimingProblem) -> float:
-    """Seconds in which the host starts all steps of a pass, of the sampled rank with the most steps."""
+    """Seconds in which the host starts all calls of a pass, of the sampled rank with the most calls."""
     plan, machine = problem.rates.plan, problem.rates.machine
     if not machine.host and not machine.host_call:
         return 0.0
     if problem.ring is not None:
-        steps = problem.ring.steps
+        calls = problem.ring.calls
     else:
-        steps = max(len(rank_steps(plan, rank, problem.rates.backward)) for rank in sample_ranks(plan.ranks))
-    return host_seconds(machine, steps)
+        steps = [rank_steps(plan, rank, problem.rates.backward) for rank in sample_ranks(plan.ranks)]
+        gathered = problem.rates.one_gather
+        calls = max(sum(1 if gathered else max(len(step.visits), 1) for step in each) for each in steps)
+    return host_seconds(machine, calls)
 
 
 def _make_timeline(

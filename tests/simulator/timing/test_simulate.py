@@ -77,6 +77,41 @@ def test_a_shared_way_out_is_split_evenly() -> None:
     assert simulate(ring, machine).seconds == simulate(ring, replace(machine, shared_nic=True)).seconds
 
 
+def test_ranks_that_share_a_link_wait_for_each_other() -> None:
+    """A node of four, two on a switch: to the ranks 1, 2 and 3 places on go 1, 2 and 1 messages over a link at a time.
+
+    A block takes 2 s alone. A ring's messages cross each link one by one, and so do those of one collective.
+    """
+    machine = Machine(flops=1e9, latency=0.0, bandwidth=16.0, ranks_per_node=4)
+    shared = replace(machine, switch=2)
+
+    def seconds(schedule: str, machine: Machine, **sizes: int) -> list[float]:
+        plan = make_plan(Full(), tokens=8, ranks=4, head_dim=1, value_dim=3, schedule=schedule, **sizes)
+        return [round(model(plan, machine).seconds, 4) for model in (simulate, predict)]
+
+    assert seconds("allgather", machine) == [6.0, 6.0] and seconds("allgather", shared) == [8.0, 8.0]
+    assert seconds("direct", machine) == [6.0, 6.0] and seconds("direct", shared) == [8.0, 8.0]
+    assert seconds("ring", machine) == seconds("ring", shared) == [6.0, 6.0]
+    one = replace(shared, one_gather=True)
+    assert seconds("allgather", one) == seconds("allgather", replace(machine, one_gather=True))
+    alone, crowded = (seconds("ulysses(4)", one, heads=4) for one in (machine, shared))
+    assert crowded == pytest.approx([4 / 3 * each for each in alone], rel=1e-4)
+    # Pairs exchange within a switch; then both of a pair send 4 tokens of 2 heads over its link, 8 s alone.
+    alone, crowded = (seconds("ulysses(2, ring)", one, heads=4) for one in (machine, shared))
+    assert crowded == [each + 8.0 for each in alone]
+
+
+def test_the_host_starts_each_visit() -> None:
+    """A ring of four has a visit at each step, an all-gather one and then three; one collective has one call."""
+    machine = Machine(flops=1e30, latency=0.0, bandwidth=1e30, host=1.0, host_call=0.5)
+    for schedule, one_gather, calls in (("ring", False, 4), ("allgather", False, 4), ("allgather", True, 2)):
+        plan = make_plan(Full(), tokens=8, ranks=4, schedule=schedule)
+        for model in (simulate, predict):
+            assert model(plan, replace(machine, one_gather=one_gather)).seconds == pytest.approx(0.5 + calls)
+    both = make_plan(Window(3, 3), tokens=16, ranks=8, schedule="ring")  # blocks from two ranks on either side
+    assert [model(both, machine).seconds for model in (simulate, predict)] == pytest.approx([5.5, 5.5])
+
+
 def test_double_ring_by_hand() -> None:
     """(P / w) max(w max(c, l_in), l_out) less the wait after the last cycle: the outer message has the inner cycle."""
     plan = make_plan(Full(), tokens=16, ranks=8, head_dim=1, value_dim=3, schedule="double_ring(4)")

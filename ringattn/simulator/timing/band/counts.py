@@ -39,17 +39,27 @@ class BandCounts:
         return BandTraffic.of(self.rates.plan, self.rates.backward)
 
     @cached_property
+    def _reaches(self) -> list[int]:
+        """Hops of the block that goes farthest on each way."""
+        return self.rates.plan.cache.answer(
+            ("reach", self.band, self.ways), lambda: [self._find_reach(way) for way in self.ways]
+        )
+
+    @property
     def reach(self) -> int:
         """Hops of the block that goes farthest."""
-        return self.rates.plan.cache.answer(
-            ("reach", self.band, self.ways), lambda: max((self._find_reach(way) for way in self.ways), default=0)
-        )
+        return max(self._reaches, default=0)
 
     @property
     def steps(self) -> int:
         """Steps of the pass. Sums that last receivers send directly to the owners take one step after all visits."""
         last_sums = self.traffic.direct_row_bytes > 0 and not self.traffic.homeward and self.reach > 0
         return self.reach + 1 + last_sums
+
+    @property
+    def calls(self) -> int:
+        """Visits of the rank with the most, and its steps without a visit."""
+        return self.steps - self.reach + sum(self._reaches)
 
     @cached_property
     def owner_messages(self) -> OwnerMessages:

@@ -222,7 +222,8 @@ class DirectCosts:
         ranks, per_node = sent.ranks, rates.machine.ranks_per_node
         near = sent.source // per_node == sent.target // per_node
         kind = near.astype(np.int64)
-        alone = rates.message(sent.bytes.astype(np.float64), near)[0]
+        crowd = rates.crowd(sent.source, sent.target)
+        alone = rates.message(sent.bytes.astype(np.float64), near, crowd)[0]
         if faults.slow_links is not None:
             alone = alone * faults.slow_links[sent.source]
         keys_of_ends = [sent.step * ranks + rank for rank in (sent.source, sent.target)]

@@ -341,7 +341,8 @@ def _post_messages(
             message = messages.setdefault((source, target, hop.tag), _TimedHop(source, target, near))
             start, share = rates.gather_factors(near, inside if near else len(hops) - inside, len(node))
             slow = 1.0 if faults.slow_links is None else float(faults.slow_links[source])
-            gap = slow * share * size / bandwidth
+            crowd = rates.crowd(source, target) if near else 1
+            gap = slow * share * crowd * size / bandwidth
             latencies[near] += slow * start * latency
             gaps[near] += gap
             alone.append((hop, message, gap))
