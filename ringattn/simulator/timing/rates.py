@@ -23,7 +23,8 @@ Factors = Mapping[int, float] | Sequence[float] | np.ndarray
 #: How often a merge moves the bytes of a visit's partial (out, lse): it reads the partial, and reads and writes the
 #: accumulator.
 MERGE_PASSES = 3
-#: Ranks up to which the visits of a plan are looked at one by one, where the machine has measured kernel times.
+#: Ranks up to which all are looked at: their visits, where the machine has measured kernel times, and what their hosts
+#: start.
 FEW_RANKS = 64
 
 
@@ -165,8 +166,11 @@ class Rates:
     def crowd(self, source: Any, target: Any, group: int = 1) -> Any:
         """How many messages share the link of a message within a node, where each rank of the plan stands for a `group`
         of neighbours; numbers or arrays. One collective has its links alone."""
-        node = min(self.machine.ranks_per_node, self.plan.ranks) * group
-        return 1 if self.one_gather else self.machine.crowd(np.abs(source - target) * group, node)
+        if self.one_gather or self.machine.switch is None:
+            return 1
+        per_node = self.machine.ranks_per_node
+        node = np.minimum(per_node, self.plan.ranks - source // per_node * per_node)
+        return self.machine.crowd(np.abs(source - target) * group, node * group)
 
     @property
     def buffers(self) -> int:
