@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 from math import ceil, log2
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ringattn import Layout, Machine, Plan
+from ringattn.plan.steps import Step
 from ringattn.simulator.timing.kernel_seconds import pair_seconds, visit_seconds
 
 #: FLOPs of a backward over those of a forward, and how often a merge moves the bytes of a partial result.
@@ -53,6 +54,8 @@ class EventOracle:
         self.gathers = machine.one_gather and plan.schedule == "allgather"
         planned = [plan.for_rank(rank) for rank in range(plan.ranks)]
         self.steps = [rank.backward if backward else rank.forward for rank in planned]
+        if self.gathers:
+            self.steps = [self._call_after_gather(steps) for steps in self.steps]
         clocks = {clock: k for k, clock in enumerate(sorted({step.clock for one in self.steps for step in one}))}
         self.count = len(clocks)
         self.clocks = [[clocks[step.clock] for step in one] for one in self.steps]
@@ -62,8 +65,8 @@ class EventOracle:
         self._find_seconds()
         self.busy = [[0.0] * self.count for _ in range(plan.ranks)]
         for rank, own in enumerate(self.clocks):
-            for number, k in enumerate(own):
-                self.busy[rank][k] = self._busy(rank, k, self._visited(rank, number))
+            for k, step in zip(own, self.steps[rank], strict=True):
+                self.busy[rank][k] = self._busy(rank, k, sorted({part.owner for part in step.visits}))
         if self.cores is not None:
             self._share_cores(self.cores)
         for stall in faults.get("stalls") or ():
@@ -229,12 +232,13 @@ class EventOracle:
             rows = (self.kv_heads if of_keys else self.heads) * len(block)
         return plan.batch * rows * (exact | blocks)[part.kind]
 
-    def _visited(self, rank: int, number: int) -> list[int]:
-        """The owners whose blocks a rank meets at one of its steps; one call meets all after they are gathered."""
-        steps = self.steps[rank][number : number + 1]
-        if self.gathers and len(self.steps[rank]) > 1 and number < 2:
-            steps = self.steps[rank][:2] if number else ()
-        return sorted({part.owner for step in steps for part in step.visits})
+    @staticmethod
+    def _call_after_gather(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        """The steps of a rank with one kernel call, which begins when everything is gathered."""
+        if len(steps) == 1:
+            steps += (Step(clock=steps[0].clock + 1),)
+        visits = tuple(part for step in steps for part in step.visits)
+        return tuple(replace(step, visits=visits if number == 1 else ()) for number, step in enumerate(steps))
 
     def _busy(self, rank: int, clock: int, owners: list[int]) -> float:
         plan, factor, (of_keys, of_queries) = self.plan, self.slow.get(rank, 1.0), self.layouts

@@ -155,16 +155,10 @@ def check(one: Drawn) -> str:
 
     Where there is a quicker solver than events, slower ones have to agree, too.
     """
-    shown = window(
-        one.plan,
-        one.machine,
-        ranks=range(one.plan.ranks),
-        steps=range(max(count_steps(one.plan, one.backward), 1)),
-        backward=one.backward,
-        **one.faults,
-    )
     oracle = EventOracle(one.plan, one.machine, one.backward, **one.faults)
     wanted, busiest = oracle.run(), oracle.busiest()
+    every = {"ranks": range(one.plan.ranks), "steps": range(oracle.count)}
+    shown = window(one.plan, one.machine, backward=one.backward, **every, **one.faults)
     for found, expected in ((shown.begun, oracle.begun), (shown.busy, np.array(oracle.busy).T)):
         known = np.isfinite(found)  # a rank need not have the first or the last steps of the pass
         stalled = {stall.rank for stall in one.faults["stalls"]}
@@ -362,6 +356,21 @@ def test_500_changes_for_the_better_never_slow_down_a_pass() -> None:
             changed[name] += 1
             assert better.simulate() <= before * (1 + CLOSE), (name, better, one)
     assert changed.total() == 500 and len(changed) == 16, changed
+
+
+def test_predict_is_simulate_where_few_ranks_have_cards_of_their_own() -> None:
+    """Without interference and merging, whose estimate is rougher, and where each visited block is one message."""
+    compared = 0
+    for one in draw(COUNT):
+        plan = one.plan
+        alike = plan.is_plain and len({plan.layout.rows(rank) for rank in range(plan.ranks)}) == 1 and plan.ranks <= 8
+        if not alike or "double" in plan.schedule or "ulysses" in plan.schedule:
+            continue
+        numbers = {"ranks_per_node": 1, "shared_nic": True, "gamma": None, "merge": None, "host": None}
+        machine = replace(one.machine, kernel=None, kernel_rates=None, **numbers)
+        assert predict(plan, machine).seconds == pytest.approx(simulate(plan, machine).seconds, rel=CLOSE), one
+        compared += 1
+    assert compared >= COUNT / 4, compared
 
 
 def test_more_cores_never_take_longer_and_enough_cores_change_nothing() -> None:

@@ -277,10 +277,7 @@ def _list_steps(rates: Rates) -> tuple[int, list[tuple[Step, ...]], dict[int, in
     message_count = 0
     steps_of_ranks = []
     for index in track(range(plan.ranks), plan.ranks, "ranks"):
-        steps = rank_steps(plan, index, rates.backward)
-        if rates.one_gather and len(steps) > 1:  # the only call comes after the gather
-            gather, call, *home = steps
-            steps = (replace(gather, visits=()), replace(call, visits=(*gather.visits, *call.visits)), *home)
+        steps = timed_steps(rates, index)
         message_count += sum(len(step.sends) for step in steps)
         steps_of_ranks.append(steps)
     clocks = sorted({step.clock for steps in steps_of_ranks for step in steps})
@@ -396,3 +393,12 @@ def share_cores(seconds: Sequence[float], cores: int) -> list[float]:
 def rank_steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
     """The steps of a rank in one pass of a plan."""
     return plan.for_rank(rank).backward if backward else plan.forward_steps(rank)
+
+
+def timed_steps(rates: Rates, rank: int) -> tuple[Step, ...]:
+    """The steps of a rank; those of one collective gather have one call, which comes after the gather."""
+    steps = rank_steps(rates.plan, rank, rates.backward)
+    if not (rates.one_gather and steps):
+        return steps
+    gather, call, *home = steps if len(steps) > 1 else (*steps, Step(clock=steps[0].clock + 1))
+    return (replace(gather, visits=()), replace(call, visits=(*gather.visits, *call.visits)), *home)
