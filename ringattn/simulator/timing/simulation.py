@@ -19,7 +19,7 @@ from .problem import TimingProblem, make_timing_problem
 from .rates import FEW_RANKS, Factors, Faults, Rates, parse_factors
 from .solvers import SOLVERS
 from .solvers.base import Solved
-from .solvers.event_loop import simulate_events, timed_steps
+from .solvers.event_loop import rank_steps, simulate_events
 from .solvers.jitter import SampledTime, check_seed, sample_ring, sample_runs
 from .solvers.recurrence import Stall
 from .solvers.stencil import MOST_COUNTED, check_size
@@ -122,9 +122,8 @@ def _host_seconds(problem: TimingProblem) -> float:
         calls = problem.ring.calls
     else:
         ranks = range(plan.ranks) if plan.ranks <= FEW_RANKS else sample_ranks(plan.ranks)
-        steps = [timed_steps(problem.rates, rank) for rank in ranks]
-        visits = [[1 if problem.rates.one_gather else len({p.owner for p in s.visits}) for s in each] for each in steps]
-        calls = max(sum(max(count, 1) for count in each) for each in visits)
+        met = [[{part.owner for part in step.visits} for step in rank_steps(problem.rates, rank)] for rank in ranks]
+        calls = max(sum(1 if problem.rates.one_gather else max(len(owners), 1) for owners in each) for each in met)
     return host_seconds(machine, calls)
 
 

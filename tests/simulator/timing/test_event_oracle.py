@@ -256,10 +256,10 @@ def mutated_rounds(rates: Rates) -> float:
     return call(rates) + waited / max((rates.plan.ranks - 1).bit_length(), 1)
 
 
-def mutated_steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
+def mutated_steps(rates: Rates, rank: int) -> tuple[Step, ...]:
     """The first message from rank 0 to rank 1 is lost, and both forget it."""
-    steps = rank_steps(plan, rank, backward)
-    lost = next((hop.tag for step in rank_steps(plan, 0, backward) for hop in step.sends if hop.peer == 1), None)
+    steps = rank_steps(rates, rank)
+    lost = next((hop.tag for step in rank_steps(rates, 0) for hop in step.sends if hop.peer == 1), None)
 
     def keep(hops: tuple[Hop, ...], peer: int) -> tuple[Hop, ...]:
         return tuple(hop for hop in hops if rank == peer or rank > 1 or (hop.peer, hop.tag) != (peer, lost))

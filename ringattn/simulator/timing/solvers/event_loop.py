@@ -28,7 +28,6 @@ from .base import Loads, Solved, Traffic
 from .jitter import draw_factors
 
 if TYPE_CHECKING:
-    from ....plan.plan import Plan
     from ....plan.steps import Hop
 
 #: The most ranks, and about the most steps and messages of all ranks: each of them is an object of Python.
@@ -187,7 +186,7 @@ def _check_size(rates: Rates, why: str) -> None:
             "of equal size"
         )
     counted = sorted({plan.ranks * i // RANKS_COUNTED_FIRST for i in range(RANKS_COUNTED_FIRST)})
-    sizes = [sum(1 + len(step.sends) for step in rank_steps(plan, rank, rates.backward)) for rank in counted]
+    sizes = [sum(1 + len(step.sends) for step in rank_steps(rates, rank)) for rank in counted]
     events = sum(sizes) * plan.ranks // len(counted)
     if events > MOST_EVENTS:
         raise Unsupported(
@@ -277,7 +276,7 @@ def _list_steps(rates: Rates) -> tuple[int, list[tuple[Step, ...]], dict[int, in
     message_count = 0
     steps_of_ranks = []
     for index in track(range(plan.ranks), plan.ranks, "ranks"):
-        steps = timed_steps(rates, index)
+        steps = rank_steps(rates, index)
         message_count += sum(len(step.sends) for step in steps)
         steps_of_ranks.append(steps)
     clocks = sorted({step.clock for steps in steps_of_ranks for step in steps})
@@ -390,14 +389,9 @@ def share_cores(seconds: Sequence[float], cores: int) -> list[float]:
     return ends
 
 
-def rank_steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
-    """The steps of a rank in one pass of a plan."""
-    return plan.for_rank(rank).backward if backward else plan.forward_steps(rank)
-
-
-def timed_steps(rates: Rates, rank: int) -> tuple[Step, ...]:
-    """The steps of a rank; those of one collective gather have one call, which comes after the gather."""
-    steps = rank_steps(rates.plan, rank, rates.backward)
+def rank_steps(rates: Rates, rank: int) -> tuple[Step, ...]:
+    """The steps of a rank in the pass. Those of one collective gather have one call, which comes after the gather."""
+    steps = rates.plan.for_rank(rank).backward if rates.backward else rates.plan.forward_steps(rank)
     if not (rates.one_gather and steps):
         return steps
     gather, call, *home = steps if len(steps) > 1 else (*steps, Step(clock=steps[0].clock + 1))

@@ -150,7 +150,7 @@ def _find_dependence(rates: Rates, size: int) -> int:
     farthest: defaultdict[int, int] = defaultdict(int)
     reach = 0
     for rank in range(start, start + size):
-        for step in rank_steps(rates.plan, rank, rates.backward):
+        for step in rank_steps(rates, rank):
             for hop in (*step.sends, *step.recvs):
                 distance = abs(hop.peer - rank)
                 # The tag holds the step at which both ends post the message.
@@ -165,7 +165,7 @@ def _unfold_traffic(rates: Rates, fold: Fold, traffic: Traffic) -> Traffic:
     for rank in range(fold.first, fold.first + fold.period):
         period_bytes += fold.plan.bytes_sent(rank, backward=rates.backward)
         period_messages += fold.plan.messages(rank, backward=rates.backward)
-        sends = [hop for step in rank_steps(fold.plan, rank, rates.backward) for hop in step.sends]
+        sends = [hop for step in rank_steps(replace(rates, plan=fold.plan), rank) for hop in step.sends]
         period_links += len({hop.peer for hop in sends if sum(map(fold.plan.part_bytes, hop.parts))})
     left_out = fold.times - 1
     return replace(
