@@ -102,9 +102,14 @@ class DelayState:
 
     def _advance(self, steps: int, changes: CoefficientChanges | None, direct: DirectMessages | None) -> None:
         """Advance by the stencil max(now + own, below + left, above + right), and to the ends of direct messages."""
-        now, then, scratch = self.now, *np.empty((2, self.ring.ranks))
-        own, *others = self.coefficients
         values = np.zeros((3, 0)) if changes is None else changes.values[:3] - self.reference
+        busy = self._find_busy(changes, values, direct)
+        self.now = self.now.copy()  # others may hold the times before these steps
+        self.now[: busy.start] += steps * self.coefficients[0, : busy.start]
+        self.now[busy.stop :] += steps * self.coefficients[0, busy.stop :]
+        coefficients = self.coefficients[:, busy]
+        now, then, scratch = self.now[busy], *np.empty((2, coefficients.shape[1]))
+        own, *others = coefficients
         first_point, first_message = (
             np.searchsorted([] if part is None else part.step, np.arange(steps + 1)).tolist()
             for part in (changes, direct)
@@ -117,7 +122,7 @@ class DelayState:
         for k in range(steps):
             if changes is not None and first_point[k] < first_point[k + 1]:
                 part = slice(first_point[k], first_point[k + 1])
-                self.coefficients[:, changes.rank[part]] = values[:, part]
+                coefficients[:, changes.rank[part] - busy.start] = values[:, part]
             np.add(now, own, out=then)
             for coefficient, ranks, neighbors, end, other_end in sides:
                 np.add(now[neighbors], coefficient[ranks], out=scratch[ranks])
@@ -125,13 +130,35 @@ class DelayState:
                 np.maximum(then, scratch, out=then)
             if direct is not None and first_message[k] < first_message[k + 1]:
                 part = slice(first_message[k], first_message[k + 1])
-                ends = np.stack([direct.source[part], direct.target[part]])
+                ends = np.stack([direct.source[part], direct.target[part]]) - busy.start
                 ended = now[ends].max(axis=0) + (direct.seconds[part] - self.reference)
                 # Not broadcast: np.maximum.at of numpy 2.4 reads beyond the end of broadcast values.
                 np.maximum.at(then, ends.ravel(), np.concatenate([ended, ended]))
             now, then = then, now
-        self.now = now
+        self.now[busy] = now
         self.step += steps
+
+    def _find_busy(
+        self, changes: CoefficientChanges | None, values: np.ndarray, direct: DirectMessages | None
+    ) -> slice:
+        """A run of ranks that holds all that do anything in some steps, and their neighbors.
+
+        All ranks where the last has messages with the first.
+        """
+        own, below, above = self.coefficients
+        parts = [np.flatnonzero((own != -self.reference) | np.isfinite(below) | np.isfinite(above))]
+        ends = [below[:1], above[-1:]]
+        if changes is not None:
+            parts.append(changes.rank)
+            ends += [values[1, changes.rank == 0], values[2, changes.rank == self.ring.ranks - 1]]
+        if direct is not None:
+            parts += [direct.source, direct.target]
+        ranks = np.concatenate(parts)
+        if not len(ranks):
+            return slice(0, 0)
+        if np.isfinite(np.concatenate(ends)).any():
+            return slice(0, self.ring.ranks)
+        return slice(max(int(ranks.min()) - 1, 0), int(ranks.max()) + 2)
 
     def _advance_with_slots(self, phase: Phase) -> None:
         """Advance by one step of a ring with several receive slots, all ranks at once."""
