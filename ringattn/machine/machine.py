@@ -404,10 +404,9 @@ class Machine:
         return range(first, min(first + self.ranks_per_node, ranks))
 
     def crowd(self, source: Any, target: Any, ranks: int, group: int = 1) -> Any:
-        """How many messages share the link of a message within a node, where all `ranks` ranks send as far, and each
-        stands for a `group` of neighbours. Numbers or arrays.
+        """How many messages share a link within a node, where all ranks, `group` for each of `ranks`, send as far.
 
-        Of `switch` ranks that share a link, at most as many send beyond it as the ends lie apart.
+        Of `switch` ranks, at most as many use their link as the ends lie apart. Numbers or arrays.
         """
         if self.switch is None:
             return 1

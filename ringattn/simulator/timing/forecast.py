@@ -244,8 +244,7 @@ class _RingEstimate:
             node = self.machine.node(edge.target, self.plan.ranks)
             arriving = (other for member in node for other in self.route.edges_at(member, edge.step))
             alike = [other for other in arriving if other.post == edge.post and not self._near(other)]
-            # The rank's own messages follow each other, so that each of them waits for a part of the others.
-            others = [other for other in alike if other.target != edge.target]
+            others = [other for other in alike if other.target != edge.target]  # each own message waits for a part
             size += sum(map(self._edge_bytes, others)) / (len(alike) - len(others))
         if near:
             size *= self.rates.crowd(edge.source, edge.target, self.crowd)

@@ -296,7 +296,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "the host starts a pass at once": (simulation, "host_seconds", lambda machine, calls: machine.host_call or 0.0),
     "the host starts one too many": (simulation, "host_seconds", lambda machine, n: host_seconds(machine, n + 1)),
     "a round of records too many": (Rates, "call", property(mutated_rounds)),
-    "a call takes time once for all that share cores": (Rates, "cores", property(lambda rates: None)),
+    "every rank has cores of its own": (Rates, "cores", property(lambda rates: None)),
     "a message is lost": (event_loop, "rank_steps", mutated_steps),
     "lse and delta do not travel with queries": (PlanSizes, "block_bytes", mutated_bytes(row=None)),
     "gradients travel in the dtype of blocks": (PlanSizes, "block_bytes", mutated_bytes(grad="kv", dq="query")),

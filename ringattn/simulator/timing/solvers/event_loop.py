@@ -273,12 +273,8 @@ def _share_cores(
 def _list_steps(rates: Rates) -> tuple[int, list[tuple[Step, ...]], dict[int, int]]:
     """(messages, the steps of each rank, the step of the pass by clock): the clocks at which any rank has a step."""
     plan = rates.plan
-    message_count = 0
-    steps_of_ranks = []
-    for index in track(range(plan.ranks), plan.ranks, "ranks"):
-        steps = rank_steps(rates, index)
-        message_count += sum(len(step.sends) for step in steps)
-        steps_of_ranks.append(steps)
+    steps_of_ranks = [rank_steps(rates, index) for index in track(range(plan.ranks), plan.ranks, "ranks")]
+    message_count = sum(len(step.sends) for steps in steps_of_ranks for step in steps)
     clocks = sorted({step.clock for steps in steps_of_ranks for step in steps})
     return message_count, steps_of_ranks, {clock: number for number, clock in enumerate(clocks)}
 
