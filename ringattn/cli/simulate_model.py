@@ -12,10 +12,11 @@ from ..inference import MERGES, WINDOWS
 from ..machine.bands import describe_band
 from ..machine.presets import CURRENCY
 from ..simulator.models.config import ModelConfig, load_model
-from ..simulator.models.inference import InferenceEstimate, decode, prefill
+from ..simulator.models.inference import decode, prefill
+from ..simulator.models.layer import ModelEstimate
 from ..simulator.models.parallel import Parallel, Software
-from ..simulator.models.pipeline import Pipeline, pipelined_step
-from ..simulator.models.training import PUBLISHED_STEPS, StepEstimate
+from ..simulator.models.pipeline import Pipeline
+from ..simulator.models.training import EXPERTS_STEPS, PUBLISHED_STEPS, StepEstimate, training_step
 from ..simulator.progress import listening
 from ..simulator.reporting.console import Number, print_grid, print_numbers, print_paragraph, show_progress
 from ..simulator.timing.costs import JOULES_PER_KWH, SECONDS_PER_HOUR
@@ -27,12 +28,12 @@ from .simulate import machine_record
 PHASES = ("training", "prefill", "decode")
 #: What no formula of models/ covers.
 NOT_MODELLED = (
-    "expert parallelism, reading of data, kernels' starts outside attention, collectives that slow down each other or "
+    "unequal experts, reading of data, kernels' starts outside attention, collectives that slow down each other or "
     "the messages of the ring (docs/models_cost.md)"
 )
 
 
-def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, StepEstimate | InferenceEstimate]:
+def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, ModelEstimate]:
     """The model, how it is spread, and what its phase costs. Raises InvalidInput and Unsupported."""
     check_choice("phase", config.phase, PHASES)
     check_choice("merge", config.merge, MERGES)
@@ -43,6 +44,7 @@ def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, StepE
         cp=config.cp,
         dp=config.dp,
         tp=config.tp,
+        ep=config.ep,
         layout=config.layout.spec,
         schedule=config.schedule.spec,
         checkpointing=config.checkpointing,
@@ -53,7 +55,7 @@ def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, StepE
     pipeline = Pipeline(config.pp, config.micro_batches, config.interleaved)
     machine, tokens = config.machine.made(ranks=parallel.gpus * pipeline.stages), config.size()
     if config.phase == "training":
-        return model, parallel, pipelined_step(model, machine, tokens, parallel, pipeline, config.dtype)
+        return model, parallel, training_step(model, machine, tokens, parallel, pipeline, config.dtype)
     if config.phase == "prefill":
         chunk = None if config.chunk is None else parse_size(config.chunk, "chunk")
         return model, parallel, prefill(model, machine, tokens, parallel, config.dtype, chunk=chunk)
@@ -76,7 +78,7 @@ def main(config: SimulateConfig) -> None:
                 "modelled",
             ),
             Number("tokens of a GPU", rate(estimate.tokens_per_second, "tokens/s"), "modelled"),
-            Number("keys and values of a GPU", size(estimate.kv_bytes), "modelled"),
+            Number("keys and values of a GPU", size(estimate.memory["keys and values"]), "modelled"),
             *_fits(estimate),
         ]
     if config.output.path is not None:
@@ -89,7 +91,7 @@ def _print(
     config: SimulateConfig,
     model: ModelConfig,
     parallel: Parallel,
-    estimate: StepEstimate | InferenceEstimate,
+    estimate: ModelEstimate,
     numbers: list[Number],
 ) -> None:
     """Print the question, the tables of time and memory, and what follows from them."""
@@ -97,7 +99,7 @@ def _print(
     print_paragraph(
         f"{config.phase} of {model.name}: {plural(parallel.rows * parallel.dp, 'sequence')} of "
         f"{plural(config.size(), 'token')} on {plural(estimate.gpus, 'GPU')} of {name}, cp={parallel.cp} "
-        f"dp={parallel.dp} tp={parallel.tp} pp={config.pp}, {config.dtype}"
+        f"dp={parallel.dp} tp={parallel.tp} ep={parallel.ep} pp={config.pp}, {config.dtype}"
         + (f", sharding={parallel.shard} checkpointing={parallel.checkpointing}" if config.phase == "training" else "")
     )
     if estimate.plan:
@@ -118,10 +120,12 @@ def _print(
     if band and config.phase == "prefill":
         print_paragraph(f"note: attention on {band}")
     print_paragraph(f"note: {PUBLISHED_STEPS if training else f'a {config.phase} has no published measurement here'}")
+    if training and model.experts > 1:
+        print_paragraph(f"note: {EXPERTS_STEPS}")
     print_paragraph(f"not modelled: {NOT_MODELLED}")
 
 
-def _fits(estimate: StepEstimate | InferenceEstimate) -> list[Number]:
+def _fits(estimate: ModelEstimate) -> list[Number]:
     """Whether the memory of a GPU is enough, where the machine says how much it has."""
     has = estimate.machine.memory
     if has is None:
@@ -150,12 +154,12 @@ def _cost_numbers(step: StepEstimate) -> list[Number]:
     machine, numbers = step.machine, []
     if machine.price is not None:
         cost = machine.price * step.gpus * step.seconds / SECONDS_PER_HOUR
-        text = f"{digits(cost)} a step, {digits(step.cost_per_billion_tokens(machine.price))} for 1e9 tokens"
+        text = f"{digits(cost)} a step, {digits(machine.price * step.gpu_hours)} for 1e9 tokens"
         rate_of_cost = f"at machine.price={machine.price:g} for a GPU hour, {CURRENCY} in presets"
         numbers.append(Number("cost", f"{text}, {rate_of_cost}", "modelled"))
     if machine.watts is not None:
         energy = machine.watts * step.gpus * step.seconds / JOULES_PER_KWH
-        text = f"{digits(energy)} kWh a step, {digits(step.energy_per_billion_tokens(machine.watts))} for 1e9 tokens"
+        text = f"{digits(energy)} kWh a step, {digits(machine.watts * step.gpu_hours / 1000)} for 1e9 tokens"
         numbers.append(Number("energy", f"{text}, at {machine.watts:g} W", "modelled"))
     effective = _effective_seconds(step)
     if effective is not None:
@@ -173,9 +177,7 @@ def _effective_seconds(step: StepEstimate) -> float | None:
     return step.effective_seconds(hours, step.checkpoint_bytes / machine.checkpoint, machine.restart)
 
 
-def _record(
-    config: SimulateConfig, model: ModelConfig, parallel: Parallel, estimate: StepEstimate | InferenceEstimate
-) -> dict[str, Any]:
+def _record(config: SimulateConfig, model: ModelConfig, parallel: Parallel, estimate: ModelEstimate) -> dict[str, Any]:
     """The numbers as plain data: seconds and bytes."""
     record: dict[str, Any] = {
         "model": {**asdict(model), "parameters": model.parameters, "active_parameters": model.active_parameters},
@@ -198,8 +200,8 @@ def _record(
             "seconds, band": estimate.seconds_band,
             "bytes": {"needed": estimate.needed, "reserved": estimate.reserved},
             **{name: getattr(estimate, name) for name in ("flops", "mfu", "tflops")},
-            "cost per 1e9 tokens": None if price is None else estimate.cost_per_billion_tokens(price),
-            "kWh per 1e9 tokens": None if watts is None else estimate.energy_per_billion_tokens(watts),
+            "cost per 1e9 tokens": None if price is None else price * estimate.gpu_hours,
+            "kWh per 1e9 tokens": None if watts is None else watts * estimate.gpu_hours / 1000,
             "seconds with failures": _effective_seconds(estimate),
         }
     return record

@@ -28,7 +28,8 @@ def test_a_step_on_the_command_line(inside: Inside, tmp_path: Path) -> None:
     parallel = Parallel(cp=4, dp=2, tp=2, layout="zigzag", schedule="auto")
     step = training_step(load_model("llama3_8b"), ra.get_machine("h100_nvlink_ib"), 65536, parallel)
     assert (record["seconds"], record["memory"], record["mfu"]) == (step.seconds, step.memory, step.mfu)
-    assert record["cost per 1e9 tokens"] == step.cost_per_billion_tokens(2.5)
+    assert record["cost per 1e9 tokens"] == 2.5 * step.gpu_hours
+    assert record["kWh per 1e9 tokens"] == pytest.approx(0.7 * step.gpu_hours)
     assert record["seconds with failures"] > record["seconds"] > record["seconds, band"][0]
     printed = inside(*question, cwd=tmp_path).stdout
     assert all(word in printed for word in ("[counted]", "[modelled]", "(MFU)", "memory of a GPU", "with failures"))

@@ -157,7 +157,7 @@ def _check_nodes(machine: Machine, replaced: Mapping[str, object], ranks: int | 
             f"machine.ranks_per_node={size}: {ranks} ranks do not fill nodes of {size} evenly; give a divisor of "
             f"{ranks}, or another number of ranks"
         )
-    for name in ("node_latency", "node_bandwidth", "shared_nic"):
+    for name in ("node_latency", "node_bandwidth", "switch", "shared_nic"):
         if replaced.get(name) not in (None, False) and size == 1:
             raise InvalidInput(
                 f"machine.{name}={replaced[name]} is for nodes with several ranks, and here every rank is a node by "

@@ -243,6 +243,7 @@ class SimulateConfig(TwoSides):
     cp: int = 1
     dp: int = 1
     tp: int = 1
+    ep: int = 1
     pp: int = 1
     micro_batches: int | None = None
     interleaved: int = 1
@@ -259,7 +260,7 @@ class SimulateConfig(TwoSides):
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect beside the others."""
-        models = "phase chunk merge windows cp dp tp pp micro_batches interleaved checkpointing sharding fp8"
+        models = "phase chunk merge windows cp dp tp ep pp micro_batches interleaved checkpointing sharding fp8"
         faults = "slow slow_links stalls passes solver"
         sizes = "pattern ranks shard kv_heads comm_dtype rotate backward seed q_tokens q_first"
         if self.shard is not None:
@@ -299,7 +300,7 @@ class SimulateConfig(TwoSides):
         reason = "with a model, which has sizes of its own (cp=, dp= and tp= set the ranks)"
         refuse(self, f"mode validate numerics trace heads head_dim {without}", reason)
         if self.phase != "training":
-            refuse(self, "checkpointing sharding fp8 pp micro_batches interleaved", f"with phase={self.phase}")
+            refuse(self, "checkpointing sharding fp8 ep pp micro_batches interleaved", f"with phase={self.phase}")
         if self.phase != "prefill":
             refuse(self, "chunk", f"with phase={self.phase}, only with phase=prefill")
         if self.phase != "decode":

@@ -26,7 +26,7 @@ from .tables import DIRECTIONS, WAITS, Row, Table, list_passes, total
 MOST_ROWS, MOST_COLUMNS = 200, 6
 #: Columns that describe a point. A column whose value is equal for all points is written once, below the table.
 DESCRIPTION = (
-    *("model", "cp", "dp", "tp", "pp"),
+    *("model", "cp", "dp", "tp", "ep", "pp"),
     *("tokens", "ranks", "pattern", "layout", "schedule", "heads", "kv_heads", "head_dim", "dtype", "batch"),
     "machine",
 )

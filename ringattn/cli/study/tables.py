@@ -202,7 +202,7 @@ def _describe(point: Point) -> Row:
     config = point.config
     tokens, ranks = config.length(), config.ranks
     if config.model.spec is not None:
-        spread = {name: getattr(config, name) for name in ("cp", "dp", "tp", "pp", "batch", "dtype")}
+        spread = {name: getattr(config, name) for name in ("cp", "dp", "tp", "ep", "pp", "batch", "dtype")}
         return {
             "model": config.model.path or config.model.spec,
             "tokens": tokens,

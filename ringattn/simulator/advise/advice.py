@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import log
+from math import ceil, log
 from typing import Any
 
 from ...errors import InvalidInput
@@ -15,7 +15,7 @@ from ...machine.machine import MACHINE_NUMBERS
 from ...machine.presets import CURRENCY
 from ...text import did_you_mean, digits, duration, plural, rate, size
 from ..models.parallel import CHECKPOINTING
-from ..models.training import ATTENTION_PARTS, PUBLISHED_STEPS
+from ..models.training import ATTENTION_PARTS, EXPERTS_STEPS, PUBLISHED_STEPS
 from ..progress import Listener
 from .search import (
     EQUAL,
@@ -24,10 +24,9 @@ from .search import (
     Offer,
     Question,
     TrainingCandidate,
-    least_step,
+    least_attention_of_layers,
     list_spreads,
     search,
-    simulate_step,
 )
 
 #: What candidates are sorted by: the time, or the cost, of a token.
@@ -37,7 +36,7 @@ BANDWIDTHS, LENGTHS = (0.125, 0.5, 1.0, 2.0), (0.25, 4.0)
 #: The longest sequences that the frontier of tokens looks at.
 MOST_TOKENS = 1 << 30
 #: Parts of a step that are traffic outside attention.
-TRAFFIC = ("tp", "fsdp", "pp")
+TRAFFIC = ("tp", "ep", "fsdp", "pp")
 #: The least part of the time for which more memory is named.
 WORTH = 0.03
 #: A GPU whose memory is fuller than this is said to be nearly full.
@@ -80,7 +79,7 @@ class Advice:
     @property
     def unit(self) -> str:
         """What cost is counted in."""
-        return "GPU hours" if self.best[0].offer.price is None else f"price's currency, {CURRENCY} in presets"
+        return "GPU hours" if self.best[0].offer.price is None else f"{CURRENCY} in presets"
 
     @property
     def verdict(self) -> str:
@@ -91,13 +90,9 @@ class Advice:
             f"{self.words[1].title()} for {model.name} on sequences of "
             f"{self.question.tokens:,} tokens: {describe_place(best)}, {best.name}, {best.choices}; a step of "
             f"{plural(best.parallel.rows * best.parallel.dp, 'sequence')} takes {duration(step.seconds)}{mfu}, and 1e9 "
-            f"tokens take {duration(best.seconds)} and {self.price(best.cost)} [modelled]{self._bandwidth_change()}."
+            f"tokens take {duration(best.seconds)} and {digits(best.cost)} {self.unit} [modelled]"
+            f"{self._bandwidth_change()}."
         )
-
-    def price(self, cost: float) -> str:
-        """A cost of 1e9 tokens in words."""
-        hours = self.best[0].offer.price is None
-        return f"{digits(cost)} GPU hours" if hours else f"cost {digits(cost)} ({CURRENCY} in presets)"
 
     @property
     def changes(self) -> list[str]:
@@ -170,11 +165,13 @@ class Advice:
 
     @property
     def doubts(self) -> list[str]:
-        """How sure the order is, and what was not searched, a sentence each."""
+        """How sure the order is, a sentence each."""
         best, lines = self.best[0], []
         low, high = span(best)
         if low < high:
             lines.append(f"{PUBLISHED_STEPS}: here 1e9 tokens take {duration(low)} to {duration(high)}.")
+            if self.question.model.experts > 1:
+                lines.append(EXPERTS_STEPS)
             most = STEPS.high * self.value(best)
             equal = [f"{place}. {one.name}" for place, one in enumerate(self.best, 1) if self.value(one) <= most][1:]
             if equal:
@@ -187,28 +184,39 @@ class Advice:
                 f"The first needs {size(best.step.needed)} of {size(memory)}, and an allocator would take "
                 f"{size(best.step.reserved)}: where it does not run, take more GPUs, or keep activations on the host."
             )
-        if self.question.model.experts > 1:
-            lines.append("Not searched: experts in parallel. Here each rank has a part of every expert.")
         return lines
 
     @property
     def launch(self) -> str:
-        """The command by which torchtitan launches the best candidate."""
-        best, parallel, gpus = self.best[0], self.best[0].parallel, self.best[0].step.gpus
-        node = min(best.offer.machine.ranks_per_node, gpus)
-        kept = {"attention": "selective"}.get(parallel.checkpointing, parallel.checkpointing)
+        """The command by which torchtitan launches the best candidate, with its config file of the model."""
+        best, parallel, pipeline = self.best[0], self.best[0].parallel, self.best[0].pipeline
+        node = min(best.offer.machine.ranks_per_node, best.step.gpus)
+        parts = pipeline.stages * pipeline.interleaved
         numbers = {
+            "job.config_file": f"{self.question.model.name}.toml",
             "training.seq_len": self.question.tokens,
             "training.local_batch_size": parallel.rows,
-            "parallelism.data_parallel_shard_degree": parallel.dp,
+            f"parallelism.data_parallel_{'replicate' if parallel.shard == 'none' else 'shard'}_degree": parallel.dp,
             "parallelism.context_parallel_degree": parallel.cp,
             "parallelism.tensor_parallel_degree": parallel.tp,
-            "parallelism.pipeline_parallel_degree": best.pipeline.stages,
+            "parallelism.pipeline_parallel_degree": pipeline.stages,
+            "parallelism.expert_parallel_degree": parallel.ep,
+            "parallelism.expert_tensor_parallel_degree": parallel.tp,
             "parallelism.fsdp_reshard_after_forward": "always" if parallel.shard == "weights" else "never",
-            "activation_checkpoint.mode": kept,
+            # torchtitan cannot keep the output of attention alone: it computes that again, too, in less memory.
+            "activation_checkpoint.mode": {"attention": "full"}.get(parallel.checkpointing, parallel.checkpointing),
+            "activation_checkpoint.selective_ac_option": "op",
         }
+        if pipeline.interleaved > 1:
+            numbers |= {
+                "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
+                "parallelism.pipeline_parallel_layers_per_stage": ceil(self.question.model.layers / parts),
+                "parallelism.pipeline_parallel_first_stage_less_layers": 0,
+                "parallelism.pipeline_parallel_last_stage_less_layers": 0,
+            }
         flags = " ".join(f"--{name} {value}" for name, value in numbers.items())
-        return f"torchrun --nnodes {gpus // node} --nproc_per_node {node} -m torchtitan.train {flags}"
+        nodes = f"torchrun --nnodes {best.step.gpus // node} --nproc_per_node {node}"
+        return f"{nodes} -m torchtitan.train {flags} --compile.enable --activation_checkpoint.early_stop"
 
     @property
     def not_fitting(self) -> list[str]:
@@ -303,13 +311,7 @@ def describe_numbers(advice: Advice) -> list[str]:
 
 def describe_counts(counts: Counter[str]) -> str:
     """What became of the candidates, in words."""
-    words = {
-        "too large": "do not fit into memory",
-        "slower": "cannot be faster than those found",
-        "refused": "were refused",
-        "simulated": "were simulated",
-    }
-    parts = ", ".join(f"{counts[name]:,} {text}" for name, text in words.items() if counts[name])
+    parts = ", ".join(f"{count:,} {name}" for name, count in counts.items())
     return f"{plural(sum(counts.values()), 'candidate')}: {parts}"
 
 
@@ -329,7 +331,7 @@ def find_frontier(question: Question, offer: Offer, checkpointing: str) -> list[
 
 def _any_fits(question: Question, offer: Offer, gpus: int, checkpointing: str) -> bool:
     return any(
-        least_step(question, offer.machine, parallel, pipeline).fits is not False
+        question.step(offer.machine, parallel, pipeline, least_attention_of_layers).fits is not False
         for parallel, pipeline in list_spreads(question, offer.machine, gpus)
         if parallel.checkpointing == checkpointing and parallel.shard in ("weights", "none")
     )
@@ -390,7 +392,8 @@ def _vary_bandwidth(question: Question, candidate: TrainingCandidate) -> list[Tr
     """The candidate at each of BANDWIDTHS."""
     machine = candidate.offer.machine
     machines = (replace(machine, bandwidth=factor * machine.bandwidth) for factor in BANDWIDTHS)
-    return [replace(candidate, step=simulate_step(question, one, candidate)) for one in machines]
+    steps = (question.step(one, candidate.parallel, candidate.pipeline) for one in machines)
+    return [replace(candidate, step=step) for step in steps]
 
 
 def record(advice: Advice) -> dict[str, Any]:
@@ -431,7 +434,7 @@ def _record(candidate: TrainingCandidate) -> dict[str, Any]:
     return {
         "machine": candidate.offer.name,
         "gpus": step.gpus,
-        **{name: getattr(parallel, name) for name in ("cp", "dp", "tp", "layout", "schedule", "checkpointing")},
+        **{name: getattr(parallel, name) for name in ("cp", "dp", "tp", "ep", "layout", "schedule", "checkpointing")},
         "pp": candidate.pipeline.stages,
         "interleaved": candidate.pipeline.interleaved,
         "sharding": parallel.shard,

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
-from math import ceil, log
+from math import ceil, gcd, log
 
 from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput, RingAttentionError
 from ...machine.kernel_times import BACKWARD, BLOCK
 from ...machine.machine import Machine
-from ...pattern import Causal, Pattern, Window
-from ..models.attention import LayerAttention
+from ..models.attention import LayerAttention, attention_of_layers, count_pairs
 from ..models.config import ModelConfig
 from ..models.parallel import CHECKPOINTING, Parallel
-from ..models.pipeline import Pipeline, pipelined_step
-from ..models.training import ATTENTION_PARTS, StepEstimate
+from ..models.pipeline import Pipeline
+from ..models.training import ATTENTION_PARTS, Attend, StepEstimate, training_step
 
 #: Layouts that are compared; without windows only the first, as ranks of contiguous shards are not equally busy.
 LAYOUTS = ("zigzag", "contiguous")
@@ -34,8 +33,8 @@ PARTS = 8
 SHOWN = 5
 #: Times within this part are equal: the candidate with fewer bytes is the better one.
 EQUAL = 1e-3
-#: Numbers of GPUs: cp, dp, tp and pp.
-Shape = tuple[int, int, int, int]
+#: Numbers of GPUs: cp, dp, tp, pp and ep.
+Shape = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,12 @@ class Question:
             counts.append(counts[-1] // 2)
         return counts
 
+    def step(
+        self, machine: Machine, parallel: Parallel, pipeline: Pipeline, attend: Attend = attention_of_layers
+    ) -> StepEstimate:
+        """A step of training on `machine`."""
+        return training_step(self.model, machine, self.tokens, parallel, pipeline, self.dtype, attend)
+
 
 @dataclass(frozen=True)
 class TrainingCandidate:
@@ -91,8 +96,8 @@ class TrainingCandidate:
 
     @property
     def shape(self) -> Shape:
-        """cp, dp, tp and pp."""
-        return self.parallel.cp, self.parallel.dp, self.parallel.tp, self.pipeline.stages
+        """cp, dp, tp, pp and ep."""
+        return self.parallel.cp, self.parallel.dp, self.parallel.tp, self.pipeline.stages, self.parallel.ep
 
     @property
     def seconds(self) -> float:
@@ -102,7 +107,7 @@ class TrainingCandidate:
     @property
     def cost(self) -> float:
         """The price of 1e9 tokens; without a price of the offer, GPU hours."""
-        return self.step.cost_per_billion_tokens(1.0 if self.offer.price is None else self.offer.price)
+        return self.step.gpu_hours * (1.0 if self.offer.price is None else self.offer.price)
 
     @cached_property
     def bytes(self) -> int:
@@ -117,7 +122,7 @@ class TrainingCandidate:
     @property
     def name(self) -> str:
         """The shape in words, as far as its numbers are not 1."""
-        numbers = zip(("cp", "dp", "tp", "pp"), self.shape, strict=True)
+        numbers = zip(("cp", "dp", "tp", "pp", "ep"), self.shape, strict=True)
         return " ".join(f"{name}={number}" for name, number in numbers if number > 1) or "one GPU"
 
     @property
@@ -133,17 +138,12 @@ class Found:
 
     #: The best candidate of each shape that was simulated, best first.
     best: list[TrainingCandidate] = field(default_factory=list)
-    #: Numbers of candidates: too large, slower, simulated, refused.
+    #: Numbers of candidates by what became of them.
     counts: Counter[str] = field(default_factory=Counter)
     #: What is too large: with the least step.
     too_large: list[TrainingCandidate] = field(default_factory=list)
     #: Refused candidates by reason.
     refused: Counter[str] = field(default_factory=Counter)
-
-    def add_too_large(self, candidate: TrainingCandidate) -> None:
-        """Note a candidate that does not fit."""
-        self.counts["too large"] += 1
-        self.too_large.append(candidate)
 
 
 def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
@@ -155,49 +155,38 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
     found, best = Found(), dict[Shape, TrainingCandidate]()
     waiting: list[TrainingCandidate] = []
     for parallel, pipeline in list_spreads(question, offer.machine, gpus):
-        step = least_step(question, offer.machine, parallel, pipeline)
+        step = question.step(offer.machine, parallel, pipeline, least_attention_of_layers)
         attention = sum(step.parts[name] for name in ATTENTION_PARTS)
         for layout, schedule in list_plans(offer.machine, question.model, parallel):
             spread = replace(parallel, layout=layout, schedule=schedule)
             bound = TrainingCandidate(offer, spread, pipeline, step, attention)
             if step.fits is False:
-                found.add_too_large(bound)
+                found.too_large.append(bound)
             else:
                 waiting.append(bound)
-    for bound in sorted(waiting, key=lambda one: one.order[0]):
+    waiting.sort(key=lambda one: one.order[0])
+    for place, bound in enumerate(waiting):
         if len(best) >= shown and bound.order[0] > sorted(one.order[0] for one in best.values())[shown - 1]:
-            found.counts["slower"] += 1
+            found.counts["slower"] = len(waiting) - place
+            break
+        try:
+            candidate = replace(bound, step=question.step(offer.machine, bound.parallel, bound.pipeline))
+        except RingAttentionError as error:
+            found.refused[str(error)] += 1
             continue
-        candidate = _simulate(question, bound, found)
-        if candidate is not None and candidate.order < best.setdefault(candidate.shape, candidate).order:
+        if candidate.step.fits is False:
+            found.too_large.append(candidate)
+            continue
+        found.counts["simulated"] += 1
+        if candidate.order < best.setdefault(candidate.shape, candidate).order:
             best[candidate.shape] = candidate
+    found.counts |= {"too large": len(found.too_large), "refused": found.refused.total()}
     found.best = sorted(best.values(), key=lambda one: one.order)
     return found
 
 
-def _simulate(question: Question, bound: TrainingCandidate, found: Found) -> TrainingCandidate | None:
-    """The candidate simulated; None, noted in `found`, where it is refused or does not fit."""
-    try:
-        candidate = replace(bound, step=simulate_step(question, bound.offer.machine, bound))
-    except RingAttentionError as error:
-        found.counts["refused"] += 1
-        found.refused[str(error)] += 1
-        return None
-    if candidate.step.fits is False:
-        found.add_too_large(candidate)
-        return None
-    found.counts["simulated"] += 1
-    return candidate
-
-
-def simulate_step(question: Question, machine: Machine, candidate: TrainingCandidate) -> StepEstimate:
-    """The step of a candidate, simulated on `machine`."""
-    parallel, pipeline = candidate.parallel, candidate.pipeline
-    return pipelined_step(question.model, machine, question.tokens, parallel, pipeline, question.dtype)
-
-
 def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tuple[Parallel, Pipeline]]:
-    """Every cp x dp x tp x pp = `gpus` with each checkpointing and sharding.
+    """Every cp x dp x tp x pp = `gpus` with each ep, checkpointing and sharding.
 
     tp lies in a node and divides K/V heads; a rank has a thread block of rows at least. Stages have one part, or the
     most that divide their layers, up to PARTS.
@@ -217,9 +206,11 @@ def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tu
             continue
         rows = pp if question.batch is None else question.batch // dp
         parts = {1} if rows % pp else {1, max(i for i in range(1, PARTS + 1) if (model.layers // pp) % i == 0)}
-        for checkpointing, interleaved in product(CHECKPOINTING, sorted(parts) if pp > 1 else (1,)):
-            for shard in SHARED if cp * dp > 1 else SHARED[:1]:
-                parallel = Parallel(cp, dp, tp, checkpointing=checkpointing, shard=shard, rows=rows)
+        shards = SHARED if cp * dp > 1 else SHARED[:1]
+        experts = _divisors(gcd(model.experts, cp * dp))
+        for ep, checkpointing, shard in product(experts, CHECKPOINTING, shards):
+            parallel = Parallel(cp, dp, tp, ep, checkpointing=checkpointing, shard=shard, rows=rows)
+            for interleaved in sorted(parts) if pp > 1 else (1,):
                 yield parallel, Pipeline(pp, interleaved=interleaved)
 
 
@@ -250,13 +241,6 @@ def list_plans(machine: Machine, model: ModelConfig, parallel: Parallel) -> Sequ
     return [(layout, schedule) for layout in layouts for schedule in schedules]
 
 
-def least_step(question: Question, machine: Machine, parallel: Parallel, pipeline: Pipeline) -> StepEstimate:
-    """A step in which neither seconds nor bytes of any schedule can be less."""
-    return pipelined_step(
-        question.model, machine, question.tokens, parallel, pipeline, question.dtype, least_attention_of_layers
-    )
-
-
 def least_attention_of_layers(
     model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str
 ) -> list[tuple[int, LayerAttention]]:
@@ -265,43 +249,25 @@ def least_attention_of_layers(
     Attention computes the visible pairs at the rate of a full GPU, on ranks that are equally busy, and holds what every
     schedule holds. Without messages: they only add to both.
     """
-    rows, item = parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype]
-    wide = max(item, 4)
-    output = model.heads // parallel.tp * model.head_dim
+    rows, item, rates = parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype], machine.kernel_rates
+    wide, heads = max(item, 4), model.heads // parallel.tp
+    output = heads * model.head_dim
     inputs = output + 2 * max(model.kv_heads // parallel.tp, 1) * model.head_dim
     # The gradient of the output; accumulators and gradients of q, k and v; the gradients of one visit.
     buffers = rows * (output * item + inputs * (2 * wide + (item if item != wide else 0)))
-    layers = []
-    for window, count in Counter(model.windows).items():
-        pairs = _count_pairs(window, tokens)
-        forward, backward = (
-            _least_pass(model, machine, tokens, parallel, item, pairs / parallel.cp, direction)
-            for direction in (False, True)
-        )
-        layers.append((count, LayerAttention(forward, backward, pairs, buffers, "")))
-    return layers
-
-
-@lru_cache(maxsize=4096)
-def _count_pairs(window: int | None, tokens: int) -> int:
-    """Visible pairs of one head."""
-    pattern: Pattern = Causal() if window is None else Causal() & Window(window - 1)
-    return pattern.count(range(tokens), range(tokens))
-
-
-def _least_pass(
-    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, item: int, pairs: float, backward: bool
-) -> float:
-    """Seconds that attention of one layer takes at least, where a rank computes `pairs` pairs of a head.
-
-    0 by measured kernel times, whose best rate is at no known size.
-    """
-    rates, heads = machine.kernel_rates, model.heads // parallel.tp
-    if machine.kernel is not None:
-        return 0.0
-    computed = parallel.rows * heads * pairs
-    if rates is None:
-        return computed * 4 * model.head_dim * (BACKWARD if backward else 1.0) / machine.flops
     # A zigzag shard has two pieces, each with a thread block that is not full.
     blocks = parallel.rows * heads * (ceil(tokens / parallel.cp) / BLOCK + 2)
-    return computed * rates.pair_seconds(blocks, dense=True, dims=2 * model.head_dim, backward=backward, item=item)
+
+    def seconds(pairs: float, backward: bool) -> float:
+        """Of so many pairs on a rank; 0 by measured kernel times, whose best rate is at no known size."""
+        if machine.kernel is not None:
+            return 0.0
+        if rates is None:
+            return pairs * 4 * model.head_dim * (BACKWARD if backward else 1.0) / machine.flops
+        return pairs * rates.pair_seconds(blocks, dense=True, dims=2 * model.head_dim, backward=backward, item=item)
+
+    layers = []
+    for window, count in Counter(model.windows).items():
+        pairs = parallel.rows * heads * count_pairs(window, tokens) / parallel.cp
+        layers.append((count, LayerAttention(seconds(pairs, False), seconds(pairs, True), buffers, "")))
+    return layers

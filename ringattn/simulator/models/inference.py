@@ -19,15 +19,6 @@ from .parallel import Parallel, check_counts
 MOST_CHUNKS = 1024
 
 
-class InferenceEstimate(ModelEstimate):
-    """A prefill, or one decoded token of each sequence."""
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values on one GPU."""
-        return self.memory["keys and values"]
-
-
 def prefill(
     model: ModelConfig,
     machine: Machine,
@@ -36,7 +27,7 @@ def prefill(
     dtype: str = "bfloat16",
     *,
     chunk: int | None = None,
-) -> InferenceEstimate:
+) -> ModelEstimate:
     """The modelled prefill of `parallel.rows` prompts of `tokens` tokens in each dp group: its time to first token.
 
     All forwards of a training step, without a loss, gathers or gradients: each rank holds its part of the weights by
@@ -44,8 +35,7 @@ def prefill(
     of which attends all tokens so far, as in `ra.KVCache`; weights are read, and activations held, for each chunk.
     Raises as `training_step`.
     """
-    parallel.check(model, machine, tokens)
-    check_dtype(machine, dtype)
+    _check(model, machine, tokens, parallel, dtype)
     if chunk is not None and (chunk < parallel.cp or tokens > MOST_CHUNKS * chunk):
         raise InvalidInput(
             f"chunk={chunk}: each chunk has a plan of its own, so that a prompt of {tokens:,} tokens comes in at most "
@@ -57,7 +47,14 @@ def prefill(
     return _prefill(model, machine, tokens, parallel, dtype, tokens)
 
 
-def _join_chunks(chunks: list[InferenceEstimate]) -> InferenceEstimate:
+def _check(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str) -> None:
+    parallel.check(model, machine, tokens)
+    check_dtype(machine, dtype)
+    if parallel.ep > 1:
+        raise InvalidInput(f"ep={parallel.ep}: experts in parallel are modelled in training only; leave it out")
+
+
+def _join_chunks(chunks: list[ModelEstimate]) -> ModelEstimate:
     """A prefill of chunks one after another: the sum of their times, the most memory, and the last one's logits."""
     last = chunks[-1]
     parts = {name: sum(one.parts[name] for one in chunks) for name in last.parts} | {"logits": last.parts["logits"]}
@@ -67,7 +64,7 @@ def _join_chunks(chunks: list[InferenceEstimate]) -> InferenceEstimate:
 
 def _prefill(
     model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str, chunk: int
-) -> InferenceEstimate:
+) -> ModelEstimate:
     """The prefill of the last chunk of `tokens` tokens."""
     queries = (tokens - 1) % chunk + 1
     costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(queries / parallel.cp), ITEM_BYTES[dtype])
@@ -77,7 +74,7 @@ def _prefill(
     memory = _memory(costs, sum(here if x is None else min(x, here) for x in model.windows), parallel.rows)
     memory["activations"] = costs.activation_bytes + 2 * costs.input_bytes
     memory["attention buffers"] = max(one.buffers for _, one in layers)
-    return InferenceEstimate(
+    return ModelEstimate(
         parts={
             "attention": sum(count * one.forward for count, one in layers),
             **costs.products(model.layers),
@@ -102,7 +99,7 @@ def decode(
     *,
     merge: str = "auto",
     windows: str = "shard",
-) -> InferenceEstimate:
+) -> ModelEstimate:
     """The modelled time of one token of each of `batch` sequences of a dp group, after `context` tokens.
 
     Every matrix is read once, and computes with `batch` rows where that takes longer. Keys and values are read once,
@@ -110,8 +107,7 @@ def decode(
     and ranks merge outputs and lse in fp32 by the messages of `merge`, see `merge_seconds`. With windows="copy" each
     rank holds the windows whole, and layers with a window send nothing. Raises as `training_step`.
     """
-    parallel.check(model, machine, context)
-    check_dtype(machine, dtype)
+    _check(model, machine, context, parallel, dtype)
     check_counts(batch=batch)
     costs = LayerCosts(model, machine, parallel, batch, ITEM_BYTES[dtype])
     copied = 1 if windows == "copy" else parallel.cp
@@ -120,7 +116,7 @@ def decode(
     merging = sum(windows != "copy" or window is None for window in model.windows)
     partial = 4 * batch * costs.heads * (model.head_dim + 1)
     way, seconds = merge_seconds(machine, partial, parallel.cp, parallel.tp, merge)
-    return InferenceEstimate(
+    return ModelEstimate(
         parts={
             "keys and values": memory["keys and values"] / memory_bandwidth(machine),
             **costs.products(model.layers),

@@ -60,10 +60,9 @@ def collective_seconds(machine: Machine, size: float, ranks: int, stride: int) -
     all-reduce twice as long. Between nodes the ring uses the cards of all its ranks of a node at once, as NCCL's rings
     do; all other rings of the node share one card where there is only one.
     """
-    if ranks == 1:
+    if ranks == 1 or not size:
         return 0.0
-    node = machine.ranks_per_node
-    inside = max(min(ranks, node // stride), 1) if stride < node else 1
+    node, inside = machine.ranks_per_node, count_inside(machine, ranks, stride)
     near = ranks * stride <= node
     latency, bandwidth = machine.rates(near)
     if not near:
@@ -74,6 +73,23 @@ def collective_seconds(machine: Machine, size: float, ranks: int, stride: int) -
         count * max(machine.rates(way)[0] - START, 0.0) for way, count in ((True, ranks - nodes), (False, nodes - 1))
     )
     return min(latency, START) + hops + size * (ranks - 1) / ranks / bandwidth
+
+
+def count_inside(machine: Machine, ranks: int, stride: int) -> int:
+    """Those of `ranks` ranks, `stride` apart, that lie on one node."""
+    return max(min(ranks, machine.ranks_per_node // stride), 1)
+
+
+def all_to_all_seconds(machine: Machine, size: float, ranks: int, stride: int) -> float:
+    """Seconds in which each of `ranks` ranks, `stride` apart, sends an equal part of `size` bytes to each of them.
+
+    Parts within a node and between nodes travel at once; between nodes each rank has its card, or a share of the one.
+    """
+    node, inside = machine.ranks_per_node, count_inside(machine, ranks, stride)
+    near = sum(machine.crowd(stride * apart, node) for apart in range(1, inside))
+    far = (ranks - inside) * (node if machine.shared_nic else 1)
+    ways = ((near, *machine.rates(True)), (far, machine.latency, machine.bandwidth))
+    return max(latency + parts * size / ranks / rate if parts else 0.0 for parts, latency, rate in ways)
 
 
 def slowdown_seconds(machine: Machine, seconds: float, size: float) -> float:
@@ -158,9 +174,9 @@ class LayerCosts:
         return self._matmul(columns, model.hidden, stored=stored) + out
 
     def _experts(self, columns: float, inner: float) -> float:
-        """Seconds of a product of the MLP, or of experts with equal numbers of tokens."""
+        """Seconds of a product of the MLP, or of the rank's experts, of which each gets equally many tokens."""
         chosen = self.rows * self.model.experts_per_token
-        used = min(self.model.experts, chosen)
+        used = min(self.model.experts // self.parallel.ep, chosen)
         return self._matmul(columns, inner, chosen / used, used, self.model.mlp_item)
 
     @cached_property
@@ -186,10 +202,9 @@ class LayerCosts:
         product. Models without a gate have the norm of a library, which is one kernel.
         """
         model, tp = self.model, self.parallel.tp
-        cut = tp if self.software.sequence_parallel else 1
         eager = model.gated and not self.software.compiled
         columns = model.experts_per_token * model.mlp / tp
-        moved = (84 if eager else 20) * model.hidden / cut
+        moved = (84 if eager else 20) * model.hidden / tp
         moved += (20 if eager else 4) * (self.heads + self.kv_heads) * model.head_dim
         moved += columns * ((10 if eager else 6) if model.gated else 4)
         if model.experts > 1:
@@ -202,7 +217,7 @@ class LayerCosts:
     def exchanges(self) -> float:
         """Seconds of tensor parallelism: gathers and reductions of the activations, and a copy of each.
 
-        Hidden behind products they slow those down. Without sequence parallelism each pair is an all-reduce.
+        Hidden behind products they slow those down.
         """
         tp = self.parallel.tp
         if tp == 1:
@@ -214,6 +229,12 @@ class LayerCosts:
             return seconds
         slowed = slowdown_seconds(self.machine, seconds, self.software.exchanges * size)
         return max(slowed, seconds - self.projections - self.mlp)
+
+    @cached_property
+    def dispatch(self) -> float:
+        """Seconds in which ranks of ep send the rows of their tokens to the chosen experts, and the results back."""
+        size = self.rows * self.model.experts_per_token * self.model.hidden * self.item
+        return 2 * all_to_all_seconds(self.machine, size, self.parallel.ep, self.parallel.tp)
 
     @cached_property
     def again(self) -> float:
@@ -248,8 +269,7 @@ class LayerCosts:
     @property
     def input_bytes(self) -> int:
         """Bytes of the input of a layer: all that checkpointing="full" keeps of it."""
-        cut = self.parallel.tp if self.software.sequence_parallel else 1
-        return self.rows * self.model.hidden * self.item // cut
+        return self.rows * self.model.hidden * self.item // self.parallel.tp
 
     @property
     def attention_bytes(self) -> int:
@@ -258,8 +278,8 @@ class LayerCosts:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that checkpointing keeps of a layer. torchtitan's "selective op" keeps the outputs of attention and of
-        q, v, gate and the layer's last product."""
+        """Bytes that checkpointing keeps of a layer. torchtitan's "selective op" keeps the outputs of attention, of
+        q, v, gate and the last product, and of messages between experts."""
         model, kind = self.model, self.parallel.checkpointing
         if kind == "none":
             return self.activation_bytes
@@ -267,14 +287,25 @@ class LayerCosts:
         if kind == "selective":
             columns = model.hidden // self.parallel.tp + (self.heads + self.kv_heads) * model.head_dim
             columns += model.experts_per_token * model.mlp // self.parallel.tp
+            columns += 2 * model.experts_per_token * model.hidden if self.parallel.ep > 1 else 0
             kept += self.rows * columns * self.item
         return kept
+
+    def held(self, shard: str) -> float:
+        """Parameters of a rank whose shards are `shard` or less, else of one that holds its part by tp and ep whole."""
+        if SHARDS.index(self.parallel.shard) >= SHARDS.index(shard):
+            return self.model.parameters / self.parallel.tp / self.parallel.group
+        return self.cut(self.model.parameters, self.model.layers)
+
+    def cut(self, parameters: float, layers: int = 1) -> float:
+        """The part by tp and ep of the parameters of so many layers, or of a model with them."""
+        elsewhere = layers * self.model.experts * self.model.expert * (1 - 1 / self.parallel.ep)
+        return (parameters - elsewhere) / self.parallel.tp
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that a rank keeps."""
-        ranks = self.parallel.dp * self.parallel.cp if self.parallel.shard in SHARDS[2:] else 1
-        return ceil(self.software.states[1] * self.model.parameters / self.parallel.tp / ranks)
+        return ceil(self.software.states[1] * self.held("gradients"))
 
     @property
     def again_bytes(self) -> int:

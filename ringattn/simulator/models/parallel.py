@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from ...errors import InvalidInput
 from ...machine.machine import Machine
@@ -41,9 +42,8 @@ class Software:
     #: around attention and around the MLP (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
     #: Models", 2022). 7 where q, k, v, gate and up gather their input one by one.
     exchanges: int = 4
-    #: Whether products hide them (asynchronous tensor parallelism), and whether norms are cut by tokens between them.
+    #: Whether products hide them (asynchronous tensor parallelism).
     hides_exchanges: bool = False
-    sequence_parallel: bool = True
     #: Bytes of a parameter: weight, gradient, and state of the optimizer with the fp32 weight (Rajbhandari et al.,
     #: "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020; there with gradients in 16 bits,
     #: here in fp32, in which FSDP reduces them).
@@ -61,6 +61,8 @@ class Parallel:
     cp: int = 1
     dp: int = 1
     tp: int = 1
+    #: Neighbours of dp x cp that share the experts of a layer, each expert cut by tp.
+    ep: int = 1
     layout: str = "zigzag"
     schedule: str = "auto"
     checkpointing: str = "full"
@@ -70,7 +72,7 @@ class Parallel:
     software: Software = Software()
 
     def __post_init__(self) -> None:
-        check_counts(cp=self.cp, dp=self.dp, tp=self.tp, rows=self.rows)
+        check_counts(cp=self.cp, dp=self.dp, tp=self.tp, ep=self.ep, rows=self.rows)
         for name, options in (("checkpointing", CHECKPOINTING), ("shard", SHARDS)):
             value = getattr(self, name)
             if value not in options:
@@ -79,9 +81,14 @@ class Parallel:
                 )
 
     @property
+    def group(self) -> int:
+        """Ranks that share weights, gradients and optimizer states, as `shard` says."""
+        return self.cp * self.dp
+
+    @property
     def gpus(self) -> int:
         """All GPUs of the job."""
-        return self.cp * self.dp * self.tp
+        return self.group * self.tp
 
     def check(self, model: ModelConfig, machine: Machine, tokens: int) -> None:
         """Raise InvalidInput where the model, the nodes or the tokens cannot be shared like this."""
@@ -94,6 +101,11 @@ class Parallel:
             raise InvalidInput(
                 f"tp={self.tp} does not divide the {model.heads} heads, {model.kv_heads} key/value heads and "
                 f"{model.mlp} MLP columns of {model.name}; try a power of two up to {model.kv_heads}"
+            )
+        if (most := gcd(model.experts, self.group)) % self.ep:
+            raise InvalidInput(
+                f"ep={self.ep} does not divide the {model.experts} experts of {model.name} and the cp x dp = "
+                f"{self.group} ranks that share them; try ep={most}"
             )
         if node > 1 and self.gpus > node and node % self.tp and self.tp % node:
             raise InvalidInput(

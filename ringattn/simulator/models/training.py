@@ -11,8 +11,8 @@ from ...errors import InvalidInput
 from ...machine.bands import STEPS
 from ...machine.machine import Machine
 from ...text import duration
-from ..timing.costs import HOPELESS, JOULES_PER_KWH, SECONDS_PER_HOUR, expected_seconds, young_daly
-from .attention import LayerAttention, attention_of_layers, describe_layers
+from ..timing.costs import HOPELESS, SECONDS_PER_HOUR, expected_seconds, young_daly
+from .attention import LayerAttention, attention_of_layers, count_pairs, describe_layers
 from .config import ModelConfig
 from .layer import (
     CAST,
@@ -22,9 +22,11 @@ from .layer import (
     check_dtype,
     collective_seconds,
     memory_bandwidth,
+    message_seconds,
     slowdown_seconds,
 )
 from .parallel import SHARDS, Parallel
+from .pipeline import ONE_STAGE, Pipeline
 
 #: Bytes of a gradient while it is reduced: fp32, as FSDP reduces.
 GRADIENT = 4
@@ -41,11 +43,15 @@ ADDING, COPYING = GRADIENT + 2, 8
 FUSED_LOSS, LOSS_BY_STEPS, LOGIT, LOGIT_COPIES = 24, 40, 4, 8
 #: Parts of a step that are attention, whose error band is known.
 ATTENTION_PARTS = ("attention forward", "attention backward", "attention again")
+#: Parts of a step that are not repeated in each layer.
+BESIDE_LAYERS = ("loss", "optimiser", "fsdp")
 #: How far published steps lie from this model, in words; `simulate experiment=published` computes the numbers.
 PUBLISHED_STEPS = (
     f"90 % of {STEPS.rows} published steps of training took {STEPS.low:g} to {STEPS.high:g} times as long as this "
     "model, of which no number is fitted to them; half were within 4.1 %"
 )
+#: The same of models with experts (benchmarks/published.md).
+EXPERTS_STEPS = "None of these models has experts: five published steps with experts took 0.8 to 2.6 times as long."
 #: Seconds and bytes of collectives.
 Collectives = tuple[float, float]
 #: (number of layers, attention of such a layer), of a model's layers: `attention_of_layers`, or a bound on it.
@@ -76,13 +82,10 @@ class StepEstimate(ModelEstimate):
         """The part of the peak that the model's FLOPs reach; None where the machine has no peak."""
         return None if self.machine.peak is None else self.tflops * 1e12 / self.machine.peak
 
-    def cost_per_billion_tokens(self, price_per_gpu_hour: float) -> float:
-        """The price of 1e9 tokens, in the currency of the price, without failures."""
-        return 1e9 / self.tokens_per_second * price_per_gpu_hour / SECONDS_PER_HOUR
-
-    def energy_per_billion_tokens(self, watts: float) -> float:
-        """kWh of 1e9 tokens where each GPU draws `watts`, without failures."""
-        return 1e9 / self.tokens_per_second * watts / JOULES_PER_KWH
+    @property
+    def gpu_hours(self) -> float:
+        """GPU hours of 1e9 tokens, without failures: times a price the cost, times kilowatts the energy in kWh."""
+        return 1e9 / self.tokens_per_second / SECONDS_PER_HOUR
 
     def effective_seconds(self, mtbf_hours: float, checkpoint_seconds: float, restart_seconds: float) -> float:
         """Expected seconds of a step in a long job with failures and checkpoints.
@@ -111,10 +114,11 @@ def training_step(
     machine: Machine,
     tokens: int,
     parallel: Parallel,
+    pipeline: Pipeline = ONE_STAGE,
     dtype: str = "bfloat16",
     attend: Attend = attention_of_layers,
 ) -> StepEstimate:
-    """The modelled step of training `model` on sequences of `tokens` tokens.
+    """The modelled step of training `model` on sequences of `tokens` tokens, where `parallel` spreads each stage.
 
     Attention is simulated by its plan, one layer for each distinct window, or told by `attend`: neither seconds nor
     bytes of the step fall where those of attention rise. docs/models_cost.md has the formulas of all else. Weights have
@@ -123,38 +127,67 @@ def training_step(
     """
     parallel.check(model, machine, tokens)
     check_dtype(machine, dtype)
-    layers = attend(model, machine, tokens, parallel, dtype)
-    if model.mlp_item is not None or model.attention_item is not None:
-        model = replace(model, mlp_item=None, attention_item=None)
-    costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
-    sequences = parallel.rows * parallel.dp
-    pairs = sum(count * one.pairs for count, one in layers)
-    flops = sequences * (6.0 * model.active_parameters * tokens + 12.0 * model.head_dim * model.heads * pairs)
+    pipeline.check(model, parallel.rows)
+    count, gpus, sequences = pipeline.count(parallel.rows), pipeline.stages * parallel.gpus, parallel.rows * parallel.dp
+    micro = replace(parallel, rows=parallel.rows // count)
+    stage = pipeline.busiest_stage(model, tokens)
+    layers = attend(stage, machine, tokens, micro, dtype)
+    costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
+    pairs = sum(count_pairs(window, tokens) for window in model.windows)
     memory = _memory(costs, layers)
+    copies = LOGIT_COPIES // LOGIT * memory["logits"]
+    if count > 1:
+        kept = ceil(pipeline.kept(count) * (memory["activations"] - costs.again_bytes))
+        memory |= {"activations": kept + costs.again_bytes, "gradients": costs.gradient_bytes}
     return StepEstimate(
-        gpus=parallel.gpus,
+        gpus=gpus,
         tokens=sequences * tokens,
-        parts=_parts(costs, layers),
+        parts=_pipelined(costs, pipeline, _parts(costs, layers), count, model.layers % pipeline.stages > 0),
         memory=memory,
-        copies=LOGIT_COPIES // LOGIT * memory["logits"],
+        copies=copies,
         machine=machine,
-        flops=flops,
+        flops=sequences * (6.0 * model.active_parameters * tokens + 12.0 * model.head_dim * model.heads * pairs),
         plan=describe_layers(layers),
-        checkpoint_bytes=CHECKPOINT * model.parameters / parallel.gpus,
+        checkpoint_bytes=CHECKPOINT * model.parameters / gpus,
     )
+
+
+def _pipelined(
+    costs: LayerCosts, pipeline: Pipeline, one: dict[str, float], count: int, left_over: bool
+) -> dict[str, float]:
+    """The seconds of the parts of a step of `count` micro-batches, from those of one in the busiest stage.
+
+    All stages take as long as the one with the most layers and keys. Where layers are left over, the stage with the
+    output matrix has one layer fewer, and its loss counts as far as it takes longer than a layer. The first
+    micro-batch fills the pipeline and the last one drains it: stages - 1 micro-batches more than there are, divided by
+    the interleaved parts (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", 2021, section 2.2). Messages between stages add what takes longer than computing the part of a stage
+    beside them.
+    """
+    if left_over:
+        layer = sum(seconds for name, seconds in one.items() if name not in BESIDE_LAYERS) / costs.model.layers
+        one["loss"] = max(one["loss"] - layer, 0.0)
+    # ZeRO 3 gathers and reduces for each micro-batch; else the gradients of all are summed first.
+    once = ("optimiser",) if costs.parallel.shard == "weights" else ("optimiser", "fsdp")
+    repeated = sum(seconds for name, seconds in one.items() if name not in once)
+    sent = message_seconds(costs.machine, costs.input_bytes, costs.parallel.gpus, pipeline.stages)
+    return {
+        **{name: seconds if name in once else count * seconds for name, seconds in one.items()},
+        "pp": count * max(2 * pipeline.interleaved * sent - repeated, 0.0),
+        "bubble": (pipeline.stages - 1) / pipeline.interleaved * repeated,
+    }
 
 
 def _parts(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[str, float]:
     """The seconds that each part adds to a step."""
     model, machine, parallel, software = costs.model, costs.machine, costs.parallel, costs.software
-    shards = parallel.cp * parallel.dp if parallel.shard != "none" else 1
     memory = memory_bandwidth(machine)
     forward = sum(count * one.forward for count, one in layers)
     # A chunked loss makes its logits twice.
     products = 3 if software.loss_rows is None else 4
     moved = (FUSED_LOSS if software.compiled else LOSS_BY_STEPS) * costs.rows * costs.classes
-    copied = ADDING + (COPYING if parallel.shard == "weights" and shards > 1 else 0)
-    updated = ADAM_TRAFFIC / shards + (CAST if software.fp8 else 0)
+    copied = ADDING + (COPYING if parallel.shard == "weights" and parallel.group > 1 else 0)
+    whole = costs.cut(model.parameters, model.layers)
     parts = {
         "attention forward": forward,
         "attention backward": sum(count * one.backward for count, one in layers),
@@ -162,9 +195,10 @@ def _parts(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[
         **costs.products(3 * model.layers),
         "all else again": model.layers * costs.again,
         "loss": products * costs.logits() + moved / memory,
-        "gradients": copied * model.parameters / parallel.tp / memory,
-        "optimiser": updated * model.parameters / parallel.tp / memory,
+        "gradients": copied * whole / memory,
+        "optimiser": (ADAM_TRAFFIC * costs.held("optimizer") + (CAST if software.fp8 else 0) * whole) / memory,
         "tp": 2 * model.layers * costs.exchanges,
+        "ep": (3 if parallel.checkpointing in ("attention", "full") else 2) * model.layers * costs.dispatch,
     }
     return {**parts, "fsdp": _exposed(costs, layers, parts["loss"])}
 
@@ -178,21 +212,26 @@ def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: 
     first gather and the last reduction have nothing to hide behind.
     """
     model, machine, parallel = costs.model, costs.machine, costs.parallel
-    level, group = SHARDS.index(parallel.shard), parallel.cp * parallel.dp
+    level, group, tp, ep = SHARDS.index(parallel.shard), parallel.group, parallel.tp, parallel.ep
+    experts = model.experts * model.expert if ep > 1 else 0
 
-    def collectives(parameters: float) -> tuple[Collectives, Collectives]:
-        """Seconds and bytes of those of a forward, and of a backward."""
-        gathered, reduced = costs.item * parameters / parallel.tp, GRADIENT * parameters / parallel.tp
-        gather, reduce = (collective_seconds(machine, size, group, parallel.tp) for size in (gathered, reduced))
+    def collectives(parameters: float, experts: float = 0.0) -> tuple[Collectives, Collectives]:
+        """Seconds and bytes of those of a forward, and of a backward: of parameters, and of experts apart from them."""
+        shares = ((parameters / tp, group, tp), (experts / tp / ep, group // ep, tp * ep))
+        gather, reduce = (
+            sum(collective_seconds(machine, item * count, *ranks) for count, *ranks in shares)
+            for item in (costs.item, GRADIENT)
+        )
+        moved = sum(count for count, ranks, _ in shares if ranks > 1)
         again, times = int(level == 3), 1 if level else 2
-        backward = again * gather + times * reduce, again * gathered + times * reduced
-        return (gather, gathered) if level else (0.0, 0.0), backward
+        backward = again * gather + times * reduce, (again * costs.item + times * GRADIENT) * moved
+        return (gather, costs.item * moved) if level else (0.0, 0.0), backward
 
     def added(collective: Collectives, behind: float) -> float:
         seconds, size = collective
         return max(seconds - behind, slowdown_seconds(machine, seconds, size)) if group > 1 else 0.0
 
-    forward, backward = collectives(model.layer)
+    forward, backward = collectives(model.layer - experts, experts)
     ends = forward[0] + backward[0] - (forward[0] if level == 3 else 0.0)
     exposed = 0.0
     for count, one in layers:
@@ -206,21 +245,19 @@ def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: 
 def _memory(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[str, int]:
     """Bytes by category at the peak of a step."""
     model, machine, parallel = costs.model, costs.machine, costs.parallel
-    level = SHARDS.index(parallel.shard)
-    shards = parallel.dp * parallel.cp
-    local, layer = model.parameters / parallel.tp, model.layer / parallel.tp
+    level, layer = SHARDS.index(parallel.shard), costs.cut(model.layer)
     largest = max(layer, model.table / parallel.tp)
     weight, _, optimizer = costs.software.states
     activations = model.layers * costs.kept_bytes
     return {
-        "weights": ceil(weight * local / (shards if level >= 3 else 1)),
+        "weights": ceil(weight * costs.held("weights")),
         # Gradients of one micro-batch take the place of activations, layer by layer.
         "gradients": max(costs.gradient_bytes - activations, 0),
-        "optimizer": ceil(optimizer * local / (shards if level >= 1 else 1)),
+        "optimizer": ceil(optimizer * costs.held("optimizer")),
         # What computes and the layer that is gathered meanwhile; the gradients of one before they are shared.
         "gathered weights and gradients": (
             ceil((costs.item * (layer + largest) if level >= 3 else 0) + (GRADIENT * largest if level >= 2 else 0))
-            if shards > 1
+            if parallel.group > 1
             else 0
         ),
         "activations": activations + costs.again_bytes,

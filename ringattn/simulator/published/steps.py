@@ -12,7 +12,8 @@ from ...machine.bands import ErrorBand
 from ...machine.presets import get_machine
 from ..models.config import ModelConfig
 from ..models.parallel import Parallel, Software
-from ..models.pipeline import Pipeline, pipelined_step
+from ..models.pipeline import Pipeline
+from ..models.training import training_step
 from .errors import ErrorStatistics, band_of
 
 #: The group of all steps.
@@ -94,6 +95,8 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
         dp=sizes["dp"],
         tp=sizes["tp"],
         rows=sizes["rows_per_dp"],
+        # Transformer Engine's ring of messages; torch gathers all keys and values at once.
+        schedule="ring" if name == "NeMo" else "allgather",
         checkpointing=row["checkpointing"],
         shard="optimizer" if whole else "weights",
         software=software,
@@ -106,5 +109,5 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
     if node == 4 and ring > 1:  # HGX boards of 4 join GPUs in pairs, each by a third of the links
         links *= (ring - 1) / 3
     machine = replace(machine, ranks_per_node=node, node_bandwidth=links)
-    step = pipelined_step(model, machine, sizes["seq"], parallel, pipeline)
+    step = training_step(model, machine, sizes["seq"], parallel, pipeline)
     return step.tokens_per_second, step.needed, step.reserved

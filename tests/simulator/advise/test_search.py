@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +14,13 @@ import ringattn as ra
 from ringattn import InvalidInput
 from ringattn.machine.bands import STEPS
 from ringattn.simulator.advise.advice import advise, nearest_miss, span
-from ringattn.simulator.advise.search import Offer, Question, least_step, list_spreads, search
+from ringattn.simulator.advise.search import Offer, Question, least_attention_of_layers, list_spreads, search
 from ringattn.simulator.models.config import ModelConfig, load_model
 from ringattn.simulator.models.parallel import Parallel
-from ringattn.simulator.models.pipeline import Pipeline, pipelined_step
-from ringattn.simulator.models.training import ATTENTION_PARTS, StepEstimate
+from ringattn.simulator.models.pipeline import Pipeline
+from ringattn.simulator.models.training import ATTENTION_PARTS, StepEstimate, training_step
 
-MODEL = ModelConfig("tiny", 2, 64, 4, 2, 16, 256, 512, windows=(64, None))
+MODEL = ModelConfig("tiny", 2, 64, 4, 2, 16, 128, 512, experts=2, windows=(64, None))
 MACHINE = replace(ra.get_machine("h100_nvlink_ib"), ranks_per_node=2, memory=1.1e7)
 
 
@@ -43,11 +44,13 @@ def try_all(question: Question) -> list[tuple[Parallel, Pipeline, StepEstimate]]
                 plans += [(layout, "ulysses(2, ring)") for layout in ("zigzag", "contiguous")]
             if tp == 1 and cp == 4:
                 plans += [(layout, "double_ring(2)") for layout in ("zigzag", "contiguous")]
-            for layout, schedule in plans if cp > 1 else [("contiguous", "ring")]:
+            for ep, (layout, schedule) in product(
+                (1, 2) if cp * dp % 2 == 0 else (1,), plans if cp > 1 else [("contiguous", "ring")]
+            ):
                 for checkpointing in ("none", "selective", "attention", "full"):
                     for shard in ("none", "gradients", "weights") if cp * dp > 1 else ("none",):
-                        parallel = Parallel(cp, dp, tp, layout, schedule, checkpointing, shard, rows=pp)
-                        step = pipelined_step(MODEL, machine, question.tokens, parallel, Pipeline(pp))
+                        parallel = Parallel(cp, dp, tp, ep, layout, schedule, checkpointing, shard, rows=pp)
+                        step = training_step(MODEL, machine, question.tokens, parallel, Pipeline(pp))
                         tried.append((parallel, Pipeline(pp), step))
     return tried
 
@@ -59,7 +62,7 @@ def test_the_search_finds_what_loops_over_all_candidates_find() -> None:
     assert 0 < len(fitting) < len(tried)  # the memory decides for some of them
     best: dict[tuple[int, ...], float] = {}
     for seconds, parallel, pipeline in fitting:
-        shape = (parallel.cp, parallel.dp, parallel.tp, pipeline.stages)
+        shape = (parallel.cp, parallel.dp, parallel.tp, pipeline.stages, parallel.ep)
         best[shape] = min(seconds, best.get(shape, seconds))
     for shown in (1, 3):
         found = search(question, offer, 4, shown)
@@ -77,7 +80,7 @@ def test_nothing_is_faster_or_smaller_than_the_least_step(tokens: int, flops: fl
     machine = MACHINE if flops is None else MACHINE.changed(flops=flops)
     question = ask(tokens=tokens, machine=machine)
     for parallel, pipeline, step in try_all(question):
-        least = least_step(question, machine, parallel, pipeline)
+        least = question.step(machine, parallel, pipeline, least_attention_of_layers)
         assert least.seconds <= step.seconds * (1 + 1e-9)
         assert all(least.parts[name] <= step.parts[name] * (1 + 1e-9) for name in ATTENTION_PARTS)
         assert all(count <= step.memory[name] for name, count in least.memory.items())
@@ -89,7 +92,7 @@ def test_pipelines_answer_where_weights_are_too_many_for_a_node() -> None:
     question = Question(load_model("llama3_405b"), (Offer("a100_40gb", machine, 1.0),), 8192, 512, 64)
     best = search(question, question.offers[0], 512, 1).best[0]
     alone = [
-        pipelined_step(question.model, machine, 8192, parallel, pipeline)
+        training_step(question.model, machine, 8192, parallel, pipeline)
         for parallel, pipeline in list_spreads(question, machine, 512)
         if pipeline.stages == 1 and parallel.cp == 1
     ]
@@ -142,8 +145,41 @@ def test_an_answer_says_what_helps_and_how_to_launch_it() -> None:
     assert f"--parallelism.context_parallel_degree {full.best[0].parallel.cp} " in full.launch
     with pytest.raises(InvalidInput, match=r"nearest miss is .* more than the 74.5 GiB there are.*; on \d+ GPUs some"):
         advise(Question(small, (offer,), 1 << 21, 8))
-    experts = advise(Question(load_model("gpt_oss_120b"), (offer,), 4096, 64))
-    assert any("experts in parallel" in line for line in experts.doubts)
+    experts = advise(Question(load_model("gpt_oss_20b"), (offer,), 4096, 8))
+    assert experts.best[0].parallel.ep == 8 and any("has experts" in line for line in experts.doubts)
+    assert "--parallelism.expert_parallel_degree 8 " in experts.launch
     best = search(Question(load_model("llama3_405b"), (offer,), 8192, 16384, 2048), offer, 16384, 5).best
-    (meta,) = (one for one in best if one.shape == (1, 128, 8, 16))
+    (meta,) = (one for one in best if one.shape == (1, 128, 8, 16, 1))
     assert meta.seconds <= STEPS.high * best[0].seconds
+
+
+def test_torchtitan_reads_the_printed_command(tmp_path: Path) -> None:
+    """Its own parser and its own check of the degrees; layers are cut into as many parts as were modelled."""
+    manager = pytest.importorskip("torchtitan.config").ConfigManager
+    dims = pytest.importorskip("torchtitan.distributed").ParallelDims
+    advice = advise(ask(offers=(Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), None),), gpus=2))
+    (tmp_path / "tiny.toml").touch()
+    for parallel, pipeline in (
+        (Parallel(2, 4, 2, 8, checkpointing="selective", rows=3), Pipeline()),
+        (Parallel(1, 2, 4, 2, checkpointing="attention", shard="none"), Pipeline(2, interleaved=3)),
+    ):
+        gpus = parallel.gpus * pipeline.stages
+        candidate = replace(
+            advice.best[0], parallel=parallel, pipeline=pipeline, step=replace(advice.best[0].step, gpus=gpus)
+        )
+        question = replace(advice.question, model=replace(MODEL, layers=12, windows=(None,) * 12))
+        words = replace(advice, question=question, best=[candidate]).launch.split()
+        assert int(words[2]) * int(words[4]) == gpus
+        config = manager().parse_args([*words[7:8], str(tmp_path / words[8]), *words[9:]])
+        degrees = vars(config.parallelism)
+        names = {"cp": "context", "tp": "tensor", "pp": "pipeline", "ep": "expert", "etp": "expert_tensor"}
+        found = {name: degrees[f"{long}_parallel_degree"] for name, long in names.items()}
+        assert (*found.values(),) == (parallel.cp, parallel.tp, pipeline.stages, parallel.ep, parallel.tp)
+        both = {f"dp_{name}": degrees[f"data_parallel_{name}_degree"] for name in ("replicate", "shard")}
+        made = dims(**found, **both, world_size=gpus)
+        assert made.dp_replicate * made.dp_shard == parallel.dp
+        assert (config.training.seq_len, config.training.local_batch_size) == (4096, parallel.rows)
+        assert config.compile.enable and config.activation_checkpoint.early_stop
+        if pipeline.interleaved > 1:
+            per_stage = degrees["pipeline_parallel_layers_per_stage"]
+            assert 12 / per_stage == 6 and degrees["pipeline_parallel_schedule"] == "Interleaved1F1B"

@@ -32,12 +32,12 @@ def test_a_prefill_is_the_forwards_of_a_step_and_the_last_logits() -> None:
     assert first.parts["logits"] == pytest.approx(moved / 1e12 + 2 * 256 * 512 / 2e13)
     assert first.tokens_per_second == 2048 / first.seconds / 4
     # Keys and values of a window and of half of all tokens, of one of the two heads, in 16 bits.
-    assert first.kv_bytes == (100 + 1024) * 2 * 64 * 2
+    assert first.memory["keys and values"] == (100 + 1024) * 2 * 64 * 2
     assert first.memory["weights"] == MODEL.parameters and first.fits
 
 
 def test_a_prefill_in_chunks_attends_what_was_before() -> None:
-    """Pairs, products and keys are those of one prefill; weights are read, and activations held, for each chunk."""
+    """Products and keys are those of one prefill; weights are read, and activations held, for each chunk."""
     parallel, chunk = Parallel(cp=2), 512
     whole, parts = (prefill(MODEL, MACHINE, 2000, parallel, chunk=size) for size in (None, chunk))
     ends = 512, 1024, 1536, 2000
@@ -45,9 +45,10 @@ def test_a_prefill_in_chunks_attends_what_was_before() -> None:
     layers = [attention_of_layers(MODEL, MACHINE, end, parallel, "bfloat16", **options) for end in ends]
     seconds = sum(count * one.forward for each in layers for count, one in each)
     assert parts.parts["attention"] == pytest.approx(seconds)
-    once = attention_of_layers(MODEL, MACHINE, 2000, parallel, "bfloat16", backward=False)
-    assert [sum(each[kind][1].pairs for each in layers) for kind in range(2)] == [one.pairs for _, one in once]
-    assert parts.kv_bytes == whole.kv_bytes and parts.parts["logits"] == whole.parts["logits"]
+    assert (
+        parts.memory["keys and values"] == whole.memory["keys and values"]
+        and parts.parts["logits"] == whole.parts["logits"]
+    )
     assert parts.memory["activations"] < 0.3 * whole.memory["activations"]
     assert parts.plan.startswith("4 chunks, the last: ")
     assert prefill(MODEL, MACHINE, 2000, parallel, chunk=4096) == whole
@@ -58,8 +59,8 @@ def test_a_prefill_in_chunks_attends_what_was_before() -> None:
 
 def test_a_decoded_token_reads_weights_and_keys_once() -> None:
     one = decode(MODEL, MACHINE, 2048, 4, Parallel(cp=2, dp=3))
-    assert one.kv_bytes == 4 * (50 + 1024) * 2 * 2 * 64 * 2
-    assert one.parts["keys and values"] == pytest.approx(one.kv_bytes / 1e12)
+    assert one.memory["keys and values"] == 4 * (50 + 1024) * 2 * 2 * 64 * 2
+    assert one.parts["keys and values"] == pytest.approx(one.memory["keys and values"] / 1e12)
     qkv, out = 4 * 256 + 256 * 512 + 4 * 512, 4 * 256 + 256 * 256 + 4 * 256
     assert one.parts["projections"] == pytest.approx(2 * (2 * (qkv + out) / 1e12 + 2 * 4 * 256 * 768 / 2e13))
     # Two ranks of a node send fp32 outputs and lse of 4 heads and 4 sequences to each other, in each of 2 layers.
@@ -75,7 +76,8 @@ def test_a_decoded_token_reads_weights_and_keys_once() -> None:
 def test_more_ranks_hold_fewer_keys_and_few_experts_are_read() -> None:
     full = replace(MODEL, windows=(None,) * 2)
     sizes = [
-        decode(full, MACHINE, 4096, 1, Parallel(cp=cp, tp=tp)).kv_bytes for cp, tp in ((1, 1), (4, 1), (4, 2), (4, 4))
+        decode(full, MACHINE, 4096, 1, Parallel(cp=cp, tp=tp)).memory["keys and values"]
+        for cp, tp in ((1, 1), (4, 1), (4, 2), (4, 4))
     ]
     assert sizes == [sizes[0], sizes[0] // 4, sizes[0] // 8, sizes[0] // 8], "heads are repeated beyond two ranks"
     experts = replace(MODEL, experts=8, experts_per_token=2)
@@ -84,6 +86,9 @@ def test_more_ranks_hold_fewer_keys_and_few_experts_are_read() -> None:
     assert one.parts["mlp"] == pytest.approx(2 * dense.parts["mlp"], rel=0.01), "two experts of eight"
     with pytest.raises(InvalidInput, match="batch=0 must be"):
         decode(MODEL, MACHINE, 64, 0, Parallel())
+    for phase in (lambda how: decode(experts, MACHINE, 64, 1, how), lambda how: prefill(experts, MACHINE, 64, how)):
+        with pytest.raises(InvalidInput, match="ep=2: experts in parallel are modelled in training only"):
+            phase(Parallel(dp=2, ep=2))
 
 
 def test_ranks_merge_by_the_messages_of_a_step() -> None:
@@ -98,6 +103,6 @@ def test_ranks_merge_by_the_messages_of_a_step() -> None:
     shared = replace(MACHINE, shared_nic=True)
     assert merge_seconds(shared, size, 8, 1, "gather")[1] == pytest.approx(1e-5 + 6 * size * 2 / 1e8)
     copy = decode(MODEL, MACHINE, 2048, 4, Parallel(cp=2), windows="copy")
-    assert copy.kv_bytes == 4 * (100 + 1024) * 2 * 2 * 64 * 2
+    assert copy.memory["keys and values"] == 4 * (100 + 1024) * 2 * 2 * 64 * 2
     shard = decode(MODEL, MACHINE, 2048, 4, Parallel(cp=2))
     assert 2 * copy.parts["merging over cp"] == shard.parts["merging over cp"], "a window sends nothing"
