@@ -361,7 +361,7 @@ def test_500_changes_for_the_better_never_slow_down_a_pass() -> None:
 def test_predict_is_simulate_where_few_ranks_have_cards_of_their_own() -> None:
     """Without interference and merging, whose estimate is rougher, and where each visited block is one message."""
     compared = 0
-    for one in draw(COUNT):
+    for one in draw(100):
         plan = one.plan
         alike = plan.is_plain and len({plan.layout.rows(rank) for rank in range(plan.ranks)}) == 1 and plan.ranks <= 8
         if not alike or "double" in plan.schedule or "ulysses" in plan.schedule:
@@ -370,7 +370,7 @@ def test_predict_is_simulate_where_few_ranks_have_cards_of_their_own() -> None:
         machine = replace(one.machine, kernel=None, kernel_rates=None, **numbers)
         assert predict(plan, machine).seconds == pytest.approx(simulate(plan, machine).seconds, rel=CLOSE), one
         compared += 1
-    assert compared >= COUNT / 4, compared
+    assert compared >= 25, compared
 
 
 def test_more_cores_never_take_longer_and_enough_cores_change_nothing() -> None:
