@@ -79,7 +79,7 @@ def count_steps(plan: Plan, backward: bool) -> int:
 
 def draw_plan(pick: random.Random, even: bool) -> Plan:
     """A plan of any schedule, layout and mask; `even`: a ring of equal shards, which has solvers of its own."""
-    ranks = pick.choice([1, 2, 2, 3, 3, 4, 4, 5, 6, 6, 8, pick.randint(9, 16)])
+    ranks = pick.choice([1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, pick.randint(9, 16)])
     heads, kv_heads = pick.choice([(2, 1), (2, 2), (4, 2)])
     inner = pick.choice([n for n in range(1, ranks + 1) if ranks % n == 0])
     group = pick.choice(
@@ -195,6 +195,17 @@ def check_all(count: int) -> Counter[str]:
 def test_solvers_agree_with_an_event_simulation() -> None:
     solvers = check_all(COUNT)
     assert min(solvers[name] for name in ("periodic", "slots", "stencil")) >= COUNT / 40, solvers
+
+
+def test_smaller_nodes_and_every_host_are_looked_at() -> None:
+    """Three of seven ranks on a node of their own; of sixteen ranks, two without tokens, the fourteenth visits most."""
+    sizes: dict[str, Any] = {"heads": 2, "head_dim": 4, "schedule": "allgather"}
+    seven = make_plan(Full(), tokens=14, ranks=7, layout="contiguous", **sizes)
+    machine = Machine(flops=1e9, latency=1e-9, bandwidth=1e9, ranks_per_node=4, node_bandwidth=1e5, switch=2, host=0.0)
+    check(Drawn(seven, machine, False, {"stalls": []}))
+    check(Drawn(seven, replace(machine, bandwidth=1e5, node_bandwidth=1e9, one_gather=True), False, {"stalls": []}))
+    late = make_plan(Causal(), tokens=14, ranks=16, layout=f"rows({'1, ' * 14}0, 0)", **sizes)
+    check(Drawn(late, replace(machine, host=1.0), False, {"stalls": []}))
 
 
 def test_auto_compares_both_forms_of_a_rectangle() -> None:
