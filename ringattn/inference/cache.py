@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from ..machine.presets import get_machine
 from ..pattern import Pattern, as_pattern
 from ..pattern.base import check_integer
 from ..pattern.tile import clip, find_runs, shift_range
-from ..pattern.views import IN_PLACE, Marks, Placed, find_tokens
+from ..pattern.views import Marks
 from ..plan.row_sets import Ranges
 from ..runtime.call import Call, autocast_off, cast_inputs, check_option_names, read_call
 from ..runtime.handshake import LIMIT
@@ -34,8 +33,9 @@ from ..transport.base import TAG_BITS, Program, Tags, drive
 from ..transport.records import MARK, ErrorReport, Exchange, compare_records, digest
 from ..transport.virtual import Virtual
 from . import MERGES, WINDOWS, merge_seconds
-from .holdings import Holdings, find_needed, split
-from .partials import RowGroups, attend, exchange, merge_ranks
+from .holdings import Holdings, split
+from .partials import attend, exchange, merge_ranks
+from .places import PlacedPattern, add_tokens, crop_tokens, find_place
 from .store import SHARED_ROWS, LayerStore
 
 if TYPE_CHECKING:
@@ -48,10 +48,6 @@ if TYPE_CHECKING:
 
 #: The options of attention that a step takes.
 STEP_OPTIONS = ("kernel", "scale", "softcap", "deterministic", "machine", "check")
-#: Lengths at which a pattern is asked whether it is for one length only, and whether it sees a bounded run of keys.
-LENGTHS = 1 << 20, 1 << 21
-#: How far ahead of the last token queries are looked for that see a key.
-HORIZON = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -107,17 +103,24 @@ class KVCache:
         layers, self.page = check_integer(layers, "layers", 1, "layers=32"), check_integer(page, "page", 1, "page=64")
         of_layers = [patterns] * layers if isinstance(patterns, Pattern | str) else [*patterns]
         if len(of_layers) != layers:
-            raise InvalidInput(f"{len(of_layers)} patterns for {layers} layers; give one for each, or one for all")
+            raise InvalidInput(
+                f"{plural(len(of_layers), 'pattern')} for layers={layers}; give one for each, or one for all"
+            )
         for name, value, names in (("merge", merge, MERGES), ("windows", windows, WINDOWS)):
             if value not in names:
                 raise InvalidInput(f"{name}={value!r}: expected one of {', '.join(names)}")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise InvalidInput(f"dtype={dtype!r}: expected a floating-point torch.dtype, such as torch.bfloat16")
         self.patterns = tuple(map(as_pattern, of_layers))
-        self.layout, self.max_tokens, self.merge, self.windows, self.dtype = layout, max_tokens, merge, windows, dtype
+        self.layout, self.merge, self.windows, self.dtype = layout, merge, windows, dtype
+        self.max_tokens = None if max_tokens is None else check_integer(max_tokens, "max_tokens", 1, "max_tokens=4096")
         #: The ranks' transport, whose counters count a step's messages and bytes.
         self.transport: Transport | Virtual
         if ranks is not None:
+            if any(who is not None for who in (group, mesh, transport)):
+                raise InvalidInput(
+                    f"ranks={ranks} are virtual; leave it out, or leave out group=, mesh= and transport="
+                )
             self.transport = Virtual(check_integer(ranks, "ranks", 1, "ranks=4"))
             self._ranks = range(ranks)
         else:
@@ -127,22 +130,26 @@ class KVCache:
         shift_layout(made := make_layout(layout, tokens=size, ranks=size, pattern=self.patterns[0]), size)
         if made.domain != (range(size),):
             raise InvalidInput(f"layout={layout!r} cuts other positions than those of a chunk; try layout='zigzag'")
+        spelled = f"{self.patterns}, {layout=}, {page=}, {max_tokens=}, {merge=}, {windows=}, {dtype=}"
+        self._spelled = spelled if len(spelled) < 1024 else digest(spelled.encode()).hex()
+        self._placed: dict[Pattern, PlacedPattern] = {}
+        self._event: NewTokens | None = None
+        self._chunk: tuple[Layout, Tensor | None] | None = None
+        self._count, self._history = 0, b""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Hold nothing, as a new cache."""
         #: Tokens so far, with the padding.
         self.length = 0
         #: Tokens of each row of the batch so far, without padding; empty before the first ones.
         self.lengths: list[int] = []
-        spelled = f"{self.patterns}, {layout=}, {page=}, {max_tokens=}, {merge=}, {windows=}, {dtype=}"
-        self._spelled = spelled if len(spelled) < 1024 else digest(spelled.encode()).hex()
-        self._stores = [[LayerStore(page) for _ in range(layers)] for _ in self._ranks]
-        self._holdings: dict[Pattern, Holdings] = {}
-        self._bound: dict[Pattern, Pattern] = {}
-        self._fixed: set[Pattern] = set()
         self._marks: list[Marks] = []
-        self._event: NewTokens | None = None
-        self._chunk: tuple[Layout, Tensor | None] | None = None
+        self._stores = [[LayerStore(self.page) for _ in self.patterns] for _ in self._ranks]
+        self._holdings: dict[Pattern, Holdings] = {}
         #: By layer the latest call, and what it was made of: most steps make the same one.
         self._calls: dict[int, tuple[object, Call]] = {}
-        self._count, self._history = 0, b""
+        #: The query heads; 0 before the first tokens.
         self._heads = 0
 
     # What is here.
@@ -169,13 +176,12 @@ class KVCache:
         """Begin a chunk of `tokens` tokens of a prompt: the places of this rank's rows, int64 [n], in local order.
 
         A chunk that was begun before and not prefilled is forgotten. A place is a position in rows without padding.
-        On virtual ranks they are those of all tokens. `padding`, bool
-        [B, tokens] and equal on all ranks, is True for padding, which is no token: it has no position, and no query
-        sees it. Raises InvalidInput.
+        On virtual ranks they are those of all tokens. `padding`, bool [B, tokens] and equal on all ranks, is True for
+        padding, which is no token: it has no position, and no query sees it. Raises InvalidInput.
         """
-        self._check_idle()
+        self._check_event("shard")
         size, first = self.transport.size, self.length
-        self._check_room(check_integer(tokens, "tokens", 1, "the tokens of a chunk"))
+        self._check_room(check_integer(tokens, "tokens", 1, "tokens=4096"))
         layout = make_layout(self.layout, tokens=tokens, ranks=size, pattern=self.patterns[0])
         fits = isinstance(padding, Tensor) and padding.dtype == torch.bool and padding.shape[1:] == (tokens,)
         if padding is not None and not fits:
@@ -189,10 +195,10 @@ class KVCache:
     def crop(self, tokens: int | Sequence[int]) -> None:
         """Keep the first `tokens` places; for `tokens` <= 0 forget the last -`tokens`; or keep a number in each row.
 
-        A number for all rows counts their padding, too; numbers for each row count its tokens. Raises InvalidInput
-        where rows would come back that were let go.
+        A number for all rows counts their padding, too; numbers for each row count its tokens. A cache of no token is
+        as a new one, for any batch. Raises InvalidInput where rows would come back that were let go.
         """
-        self._check_idle()
+        self._check_event("crop")
         if isinstance(tokens, int | np.integer):
             length = int(tokens) if tokens > 0 else self.length + int(tokens)
             cuts = [length] * len(self.lengths)
@@ -202,7 +208,7 @@ class KVCache:
                 0 <= n <= m for n, m in zip(tokens, self.lengths, strict=True)
             ):
                 raise InvalidInput(f"crop({tokens}): the rows hold {self.lengths} tokens")
-            cuts = [_place(marks, n - 1) + 1 if n else 0 for marks, n in zip(self._marks, tokens, strict=True)]
+            cuts = [find_place(marks, n - 1) + 1 if n else 0 for marks, n in zip(self._marks, tokens, strict=True)]
             length = max(cuts, default=0)
         if not 0 <= length <= self.length:
             raise InvalidInput(f"crop({tokens}): the cache holds {plural(self.length, 'token')}")
@@ -212,11 +218,10 @@ class KVCache:
                 f"stay, or give a page of more than {self.page} tokens"
             )
         self._note("crop", tokens)
+        if not length:
+            return self._forget()
         for row, cut in enumerate(cuts):
-            runs = [range(run.start, min(run.stop, cut)) for run in find_tokens(self._marks[row])]
-            self.lengths[row] = sum(map(len, runs))
-            marks = [mark for mark in self._marks[row] if mark[0] < cut]
-            self._marks[row] = _normal([*marks, (cut, None), (length, length - self.lengths[row])])
+            self.lengths[row], self._marks[row] = crop_tokens(self._marks[row], cut, length)
         self.length = length
         for pattern, holdings in self._holdings.items():
             kept = holdings.keep(nonempty(range(length)))
@@ -224,14 +229,13 @@ class KVCache:
                 for layer in self._layers(pattern):
                     stores[layer].trim(kept, rank)
             holdings.settle()
-            holdings.floor = holdings.floor if length else 0
 
     def fork(self, rows: Sequence[int] | Tensor) -> None:
         """Let row i of the batch go on from what row rows[i] is now: beams, which share the rows they have in common.
 
         Raises InvalidInput for a row that is not there.
         """
-        self._check_idle()
+        self._check_event("fork")
         rows = _whole_numbers("fork", rows)
         if not rows or not all(0 <= row < len(self.lengths) for row in rows):
             raise InvalidInput(f"fork({rows}): the batch has {plural(len(self.lengths), 'row')}")
@@ -270,22 +274,20 @@ class KVCache:
             padding = self._chunk[1] if opens and self._chunk else None
             if padding is not None and len(padding) != q.shape[0]:
                 raise InvalidInput(f"padding has {plural(len(padding), 'row')}, and q a batch of {q.shape[0]}")
-            self._check_event("prefill", layer, None)
+            self._check_event("prefill", layer)
         event, pattern = self._event or self._begin("prefill", call, ""), self.patterns[layer]
+        event.todo.remove(layer)
         with self._report("prefill", deferred=True):
-            shards = [*zip(self._ranks, self._cut(event, k, v), strict=True)]
+            own: list[tuple[Tensor, ...]] = [(k, v)]
+            if isinstance(self.transport, Virtual):
+                assert event.layout is not None
+                own = [tuple(event.layout.shard_tensor(x, rank) for x in (k, v)) for rank in self._ranks]
+            shards = [*zip(self._ranks, own, strict=True)]
             keys = [self._keys_of(event, rank, layer, *x) for rank, x in shards]
         out = self._attend(event, pattern, q, keys, sinks, options)
         with self._report("prefill", deferred=True), autocast_off(call.device), typed_errors(call.device):
             self._run([self._share(event, rank, layer, *x) for rank, x in shards])
-        return self._end(layer, out)
-
-    def _cut(self, event: NewTokens, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
-        """The rows k and v of a chunk of each rank of this process."""
-        if not isinstance(self.transport, Virtual):
-            return [(k, v)]
-        assert event.layout is not None
-        return [tuple(event.layout.shard_tensor(x, rank) for x in (k, v)) for rank in self._ranks]
+        return self._end(out)
 
     def _keys_of(self, event: NewTokens, rank: int, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """A rank's rows that the queries of a chunk attend: those held, then those of the chunk, which are stored."""
@@ -309,7 +311,7 @@ class KVCache:
         if event.new.start:
             assert event.layout is not None
             layouts = {"layout": self._holdings[pattern].keys, "q_layout": shift_layout(event.layout, event.new.start)}
-        view, options = self._view(pattern), {**options, "sinks": sinks, **layouts}
+        view, options = self._placed[pattern].view(self._marks), {**options, "sinks": sinks, **layouts}
         if not isinstance(self.transport, Virtual):
             k, v = keys[0]
             return ring_attention(q, k, v, view, transport=self.transport, **options)
@@ -339,6 +341,7 @@ class KVCache:
             self._check_event("step", layer, call.rows)
             self._check_room(call.rows)
         event = self._event or self._begin("step", call, note)
+        event.todo.remove(layer)
         with self._report("step", deferred=True), autocast_off(call.device), typed_errors(call.device):
             q, k, v = call.prepare(q, k, v, None)
             results = self._run([self._step(event, rank, layer, q, k, v, call) for rank in self._ranks])
@@ -347,7 +350,7 @@ class KVCache:
                 merge_sinks_(out, lse, sinks)
             scale = self.patterns[layer].output_scale
             out = as_dtype(out if scale == 1.0 else out * scale, q.dtype)
-        return self._end(layer, (out, lse) if return_lse else out)
+        return self._end((out, lse) if return_lse else out)
 
     def _step(
         self, event: NewTokens, rank: int, layer: int, q: Tensor, k: Tensor, v: Tensor, call: Call
@@ -359,7 +362,7 @@ class KVCache:
             for run in shard:
                 new = slice(run.start - event.new.start, run.stop - event.new.start)
                 store.append(*(self._rounded(x[:, :, new]) for x in (k, v)))
-        out, lse = attend(q, event.new, store, holdings, rank, self._groups(pattern), call)
+        out, lse = attend(q, event.new, store, holdings, rank, self._placed[pattern].groups(self._marks), call)
         if not holdings.copies:
             tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
             label = f"step of layer {layer}, partials"
@@ -411,16 +414,25 @@ class KVCache:
                 raise Unsupported("a cache has no gradients; call it under torch.no_grad()")
             if not isinstance(self.transport, Virtual):
                 self.transport.check(call.device)
-            for pattern in self.patterns if not self._heads else ():
-                self._bind(pattern, q.shape[1])
+            if not self._heads:
+                self._placed = {x: PlacedPattern.of(x, q.shape[1], self.max_tokens) for x in self.patterns}
             self._calls[layer] = asked, call
-        batch, heads = len(self.lengths) or q.shape[0], self._heads or q.shape[1]
-        if (q.shape[0], q.shape[1]) != (batch, heads):
-            raise InvalidInput(f"q {tuple(q.shape)}: the cache has a batch of {batch} and {heads} query heads")
-        for block in (block for block in self._stores[0][layer].blocks if block.count):
-            held = tuple((x.shape[1], x.shape[3]) for x in block.tensors)
-            if held != ((k.shape[1], k.shape[3]), (v.shape[1], v.shape[3])):
-                raise InvalidInput(f"k {tuple(k.shape)}, v {tuple(v.shape)}: the cache holds (heads, dim) {held}")
+        batch, heads = len(self.lengths), self._heads
+        if heads and (q.shape[0], q.shape[1]) != (batch, heads):
+            has = f"a batch of {batch} and {heads} query heads"
+            raise InvalidInput(
+                f"q {tuple(q.shape)}: the cache has {has}; fork(rows) takes another batch, crop(-length) any"
+            )
+        for block in [block for block in self._stores[0][layer].blocks if block.count][:1]:
+            new, held = (
+                [(x.shape[1], x.shape[3], self.dtype or x.dtype, x.device.type) for x in pair]
+                for pair in ((k, v), block.tensors)
+            )
+            if new != held:
+                raise InvalidInput(
+                    f"k and v have (heads, dim, dtype, device) {new}, the cache holds {held}; KVCache(dtype=) keeps "
+                    "all in one dtype"
+                )
         if self.dtype is not None:
             k, v = (as_dtype(as_dtype(x, self.dtype), q.dtype) for x in (k, v))
         return q, k, v, call
@@ -437,36 +449,39 @@ class KVCache:
             shards = tuple(tuple(shift_range(r, first) for r in layout.shard(rank)) for rank in range(size))
         else:
             pages = range(first // self.page, (new[-1]) // self.page + 1)
-            runs = [(p % size, clip(new, p * self.page, (p + 1) * self.page - 1)) for p in pages]
-            shards = tuple(tuple(run for rank, run in runs if rank == mine) for mine in range(size))
-        if not self.lengths:
+            owned = [(p % size, clip(new, p * self.page, (p + 1) * self.page - 1)) for p in pages]
+            shards = tuple(tuple(run for rank, run in owned if rank == mine) for mine in range(size))
+        if not self._heads:
             batch, self._heads = call.sizes["batch"], call.sizes["heads"]
             self.lengths, self._marks = [0] * batch, [()] * batch
-        self._place_tokens(new, padding)
+        for row, length in enumerate(self.lengths):
+            runs = (new,) if padding is None else find_runs(~padding[row].cpu().numpy(), first)
+            self.lengths[row], self._marks[row] = add_tokens(self._marks[row], length, new, runs)
+        last = None if self.max_tokens is None else self.max_tokens + new.stop - min(self.lengths, default=0)
         due, floor = kind == "prefill" or first // self.page != new.stop // self.page, max(new.stop - self.page, 0)
         for pattern in dict.fromkeys(self.patterns):
             if pattern not in self._holdings:
-                copies = self.windows == "copy" and size > 1 and self._is_bounded(pattern)
+                copies = self.windows == "copy" and size > 1 and self._placed[pattern].is_bounded
                 self._holdings[pattern] = Holdings(size, copies=copies)
-            needed = self._needed(pattern, floor, new.stop) if due else None
+            needed = self._placed[pattern].find_needed(self._marks, floor, last, new.stop) if due else None
             self._holdings[pattern].begin(shards, needed, floor, self.page, prompt=kind == "prefill")
         self.length, self._chunk = new.stop, None
         self._event = NewTokens(kind, new, shards, layout, set(range(len(self.patterns))), number)
         return self._event
 
-    def _check_event(self, kind: str, layer: int, tokens: int | None) -> None:
+    def _check_event(self, kind: str, layer: int | None = None, tokens: int | None = None) -> None:
         """Raise InvalidInput for a call that is none of the chunk or the step that has begun."""
         event = self._event
         if event and (kind != event.kind or layer not in event.todo or tokens not in (None, len(event.new))):
             raise InvalidInput(
-                f"{kind} of layer {layer} within a {event.kind} of {plural(len(event.new), 'token')}, in which the "
-                f"layers {sorted(event.todo)} are left; call each layer once"
+                f"{kind}{'' if layer is None else f' of layer {layer}'} within a {event.kind} of "
+                f"{plural(len(event.new), 'token')}, in which the layers {sorted(event.todo)} are left; call each "
+                "once, or after an error make a new cache"
             )
 
-    def _end(self, layer: int, result: Any) -> Any:
+    def _end(self, result: Any) -> Any:
         """The result of a layer; after the last one, the event has ended."""
         assert self._event is not None
-        self._event.todo.remove(layer)
         if not self._event.todo:
             self._event = None
             for holdings in self._holdings.values():
@@ -514,73 +529,6 @@ class KVCache:
             return self.transport.run(programs)
         return [drive(programs[0], self.transport, self.transport.rank)]
 
-    # Patterns.
-
-    def _bind(self, pattern: Pattern, heads: int) -> None:
-        """Bind a pattern to the heads, and to `max_tokens` if it is for one length only."""
-        one, other = (pattern.bind(heads, tokens) for tokens in LENGTHS)
-        try:
-            for tokens in LENGTHS:
-                pattern.check(tokens, heads)
-            fixed = one != other
-        except InvalidInput:
-            fixed = True
-        if fixed:
-            if self.max_tokens is None:
-                raise InvalidInput(f"{pattern!r} is for one length only; give max_tokens=, the tokens that it is for")
-            pattern.check(self.max_tokens, heads)
-            one = pattern.bind(heads, self.max_tokens)
-            self._fixed.add(pattern)
-        self._bound[pattern] = one
-
-    def _view(self, pattern: Pattern) -> Pattern:
-        """The pattern by places of the cache."""
-        bound = self._bound[pattern]
-        if all(marks == IN_PLACE for marks in self._marks):
-            return Placed(bound) if pattern in self._fixed else bound
-        return Placed(bound, tuple(self._marks))
-
-    def _groups(self, pattern: Pattern) -> RowGroups:
-        """The patterns by places of the rows of the batch."""
-        view = self._view(pattern)
-        if view.rows is None:
-            return [(view, None)]
-        groups: dict[Pattern, list[int]] = {}
-        for row in range(view.rows):
-            groups.setdefault(view.row(row), []).append(row)
-        return [*groups.items()]
-
-    def _needed(self, pattern: Pattern, first: int, stop: int) -> Ranges:
-        """The places before `stop` that queries from `first` on see, or more of them."""
-        bound, last = self._bound[pattern], HORIZON
-        if self.max_tokens is not None:
-            last = self.max_tokens + max(stop - length for length in self.lengths)
-        elif not bound.endless:
-            return (range(stop),)
-        return find_needed([view for view, _ in self._groups(pattern)], range(first, last), range(stop), self._heads)
-
-    def _is_bounded(self, pattern: Pattern) -> bool:
-        """Whether no query sees more keys, however many there are."""
-        bound = self._bound[pattern]
-        if pattern in self._fixed or not bound.endless:
-            return False
-        counts = [sum(map(len, find_needed([bound], range(n, HORIZON), range(n), self._heads))) for n in LENGTHS]
-        return counts[0] == counts[1] < LENGTHS[0]
-
-    # Places.
-
-    def _place_tokens(self, new: range, padding: Tensor | None) -> None:
-        """Give new tokens their positions."""
-        for row in range(len(self.lengths)):
-            runs = (new,) if padding is None else find_runs(~padding[row].cpu().numpy(), new.start)
-            marks = [*self._marks[row]]
-            if padding is not None:
-                marks.append((new.start, None))
-            for run in runs:
-                marks += [(run.start, run.start - self.lengths[row]), (run.stop, None)]
-                self.lengths[row] += len(run)
-            self._marks[row] = _normal([*marks, (new.stop, new.stop - self.lengths[row])])
-
     def _layers(self, pattern: Pattern) -> list[int]:
         return [layer for layer, of_layer in enumerate(self.patterns) if of_layer == pattern]
 
@@ -591,38 +539,17 @@ class KVCache:
                 f"{plural(tokens, 'new token')} after {most:,}: the cache has max_tokens={self.max_tokens:,}; give more"
             )
 
-    def _check_idle(self) -> None:
-        if self._event is not None:
-            raise InvalidInput(f"within a {self._event.kind}, in which the layers {sorted(self._event.todo)} are left")
-
     def _note(self, *change: object) -> None:
-        """Remember a change that is not collective: the next record compares it."""
+        """Remember a change that is not collective, for the next record, and forget a chunk that was begun."""
+        self._chunk = None
         self._history = digest(self._history + repr(change).encode())
 
 
 def _whole_numbers(name: str, values: Any) -> list[int]:
     """The values as integers. Raises InvalidInput."""
-    try:
-        return [index(value) for value in values]
-    except TypeError as error:
-        raise InvalidInput(f"{name}({values!r}): {error}; give a whole number for each row") from None
-
-
-def _normal(marks: Sequence[tuple[int, int | None]]) -> Marks:
-    """The fewest marks: of several at one place the last one, and none that goes on as the one before."""
-    kept: list[tuple[int, int | None]] = []
-    for mark in marks:
-        if kept and kept[-1][0] == mark[0]:
-            kept.pop()
-        if not kept or kept[-1][1] != mark[1]:
-            kept.append(mark)
-    return tuple(kept)
-
-
-def _place(marks: Marks, position: int) -> int:
-    """The place of a position."""
-    for run in find_tokens(marks):
-        if position < len(run):
-            return run[position]
-        position -= len(run)
-    raise AssertionError("positions have places")
+    values = values.tolist() if isinstance(values, Tensor | np.ndarray) else values
+    if isinstance(values, Sequence) and all(
+        isinstance(x, int | np.integer) and not isinstance(x, bool) for x in values
+    ):
+        return [*map(int, values)]
+    raise InvalidInput(f"{name}({values!r}): give a whole number for each row")

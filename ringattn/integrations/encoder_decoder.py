@@ -50,4 +50,4 @@ def _note_keys(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 def _place_rows(table: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments of a table of positions, with the places of this rank's rows."""
     ring = getattr(table, STATE)
-    return args, kwargs if ring is None else {**kwargs, "position_ids": ring.call["places"][getattr(table, PART)]}
+    return args, kwargs if ring is None else {**kwargs, "position_ids": ring.call.places[getattr(table, PART)]}

@@ -21,6 +21,7 @@ from ..inference.cache import STEP_OPTIONS, KVCache
 from ..layout.regular import make_layout
 from ..pattern import Causal, Full, Pattern, Window
 from ..transport.records import ErrorReport, Exchange, compare_records, digest
+from .ranks import GatherRows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -86,10 +87,6 @@ class RingCache(Cache):  # type: ignore[misc]
         """Tokens so far, with the padding."""
         return self.cache.length
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """The most tokens; -1: as many as memory has room for."""
-        return -1 if self.cache.max_tokens is None else self.cache.max_tokens
-
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """All keys, from the first on."""
         return self.cache.length + query_length, 0
@@ -98,11 +95,6 @@ class RingCache(Cache):  # type: ignore[misc]
     def is_sliding(self) -> list[bool]:
         """False for each layer: each counts the places of all tokens."""
         return [False] * len(self)
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of the batch; -1 before the first tokens."""
-        return len(self.cache.lengths) or -1
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -`tokens_to_remove` places; where the number is positive, keep the first so many."""
@@ -160,17 +152,10 @@ class Generation:
         """The result with the wanted logits [B, n, classes] of the whole prompt, on all ranks. Collective."""
         self.past.running = False
         if self.note is None:
-            mine, parts = result["logits"] if self.mine is None else result["logits"][:, self.mine], []
-            for rank, places in enumerate(self.kept):
-                shape = (len(mine), len(places), *mine.shape[2:])
-                part = mine.contiguous() if rank == dist.get_rank(group) else mine.new_empty(shape)
-                if len(places):
-                    dist.broadcast(part, group=group, group_src=rank)
-                parts.append(part)
-            here = np.concatenate(self.kept)
-            order = np.argsort(here)
-            order = order[np.searchsorted(here, self.wanted, sorter=order)]
-            result["logits"] = torch.cat(parts, 1)[:, torch.from_numpy(order).to(mine.device)]
+            mine = result["logits"] if self.mine is None else result["logits"][:, self.mine]
+            rows = GatherRows.apply(mine, self.kept, group)  # by their places
+            _, order = np.unique(self.wanted, return_inverse=True)
+            result["logits"] = rows[:, torch.from_numpy(order).to(rows.device)]
         return result
 
 
@@ -259,6 +244,9 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         past = kwargs.get("past_key_values")
         if model.config.is_encoder_decoder:
             raise Unsupported("generate: an encoder and a decoder; call unparallelize(model) first")
+        mask = kwargs.get("attention_mask")
+        if mask is not None and (mask.any(1) & (mask[:, -1] == 0)).any():
+            raise Unsupported("generate: a row ends in padding; set padding_side='left' of the tokenizer")
         if kwargs.get("use_cache") is False:
             raise Unsupported("generate: use_cache=False; a parallelized model generates with its sharded cache only")
         if past is None and kwargs.get("cache_implementation") is None:
@@ -269,8 +257,8 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
                 "or give past_key_values=RingCache(model)"
             )
     _share_seed(model.device, ring.place.group)
-    ring.call["past"] = kwargs["past_key_values"]
+    ring.call.past = kwargs["past_key_values"]
     try:
         return type(model).generate(model, *args, **kwargs)
     finally:
-        del ring.call["past"]
+        ring.call.past = None

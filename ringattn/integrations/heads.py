@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -27,8 +26,9 @@ from ..kernels.base import wide
 from ..train import SumOverRanks
 from ..transport.records import Exchange, compare_records
 from ..transport.torchdist import place_group
-from .borders import ANSWERS, cut_batch, read_borders
+from .batches import ANSWERS, cut_batch, read_borders
 from .generation import STATE
+from .ranks import GatherRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..layout.regular import Layout
-    from .borders import LayerMasks
+    from .batches import LayerMasks
 
 #: How the rows of a sequence become one row.
 POOLINGS = ("first", "last", "mean")
@@ -136,13 +136,6 @@ def pool(
         ranks.mine = json.dumps({"how": how, "batch": hidden.shape[0], "d": hidden.shape[2]}).encode()
     compare_records(ranks.records)
     return find_sequences(batch, place, layout).pool(hidden, how)
-
-
-def join_rows(rows: torch.Tensor, cut: Layout, group: ProcessGroup) -> torch.Tensor:
-    """[B, N] of whole sequences from this rank's [B, n], on every rank. Differentiable; collective."""
-    places = torch.from_numpy(cut.positions(dist.get_rank(group))).to(rows.device)
-    whole = rows.new_zeros(rows.shape[0], cut.tokens).index_copy(1, places, rows)
-    return SumOverRanks.apply(whole, group)
 
 
 def find_pooling(model: PreTrainedModel, field: str) -> str:
@@ -247,7 +240,8 @@ class HeadCall:
         if self.pooling == "rows":
             for name in ("start_logits", "end_logits"):
                 rows = result[name].masked_fill(~self.sequences.real, torch.finfo(result[name].dtype).min)
-                result[name] = join_rows(rows, self.cut, self.sequences.group)
+                places = list(map(self.cut.positions, range(self.cut.ranks)))
+                result[name] = GatherRows.apply(rows, places, self.sequences.group)
             given = {name: result[name] for name in ("start_logits", "end_logits")}
         else:
             if self.pooling == "late":
@@ -260,7 +254,7 @@ class HeadCall:
 def enter_base(base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments of the model below a head, with those of this rank's rows."""
     ring = getattr(base, STATE)
-    call: HeadCall | None = None if ring is None else ring.call.get("head")
+    call: HeadCall | None = None if ring is None else ring.call.head
     if call is None:
         return args, kwargs
     bound = inspect.signature(base.forward).bind(*args, **kwargs)
@@ -271,11 +265,11 @@ def enter_base(base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any,
 def leave_base(base: nn.Module, args: Any, result: Any) -> Any:
     """The result of the model below a head, with the hidden states that the head reads."""
     ring = getattr(base, STATE)
-    call: HeadCall | None = None if ring is None else ring.call.get("head")
+    call: HeadCall | None = None if ring is None else ring.call.head
     if call is not None:
         result["last_hidden_state"] = call.pooled(result["last_hidden_state"])
-        if call.pooling in POOLINGS:  # every rank computes the head, and drops the same of it
-            ring.call.pop("numbers", ExitStack()).close()
+        if ring.call.numbers and call.pooling in POOLINGS:  # every rank computes the head, and drops the same of it
+            ring.call.numbers.close()
     return result
 
 
@@ -284,6 +278,6 @@ def enter_pooler(pooler: nn.Module, args: Any) -> Any:
     ring = getattr(pooler, STATE)
     if ring is None:
         return args
-    if "sequences" not in ring.call:
+    if ring.call.sequences is None:
         raise InvalidInput(f"{type(pooler).__name__}: call the model that parallelize returned, not a part of it")
-    return (ring.call["sequences"].pool(args[0], "first")[:, None], *args[1:])
+    return (ring.call.sequences.pool(args[0], "first")[:, None], *args[1:])

@@ -79,7 +79,6 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
         ("embeddings of neighbouring tokens (trigram_input)", given("trigram_input"), ""),
         ("a bias of relative positions", hasattr(config, "relative_attention_num_buckets"), ""),
         ("ALiBi", given("alibi") or alibi, ""),
-        ("an auxiliary loss of its routers", given("output_router_logits"), "set output_router_logits=False"),
         ("attention outside of transformers' attention functions", not through, ""),
         ("only one half of an encoder and a decoder", both and not whole, "take the whole model"),
         ("no argument position_ids, by which a rank says which rows it has", not places, ""),

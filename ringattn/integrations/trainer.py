@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from ..layout.regular import Layout
-    from .borders import LayerMasks
+    from .batches import LayerMasks
 
 
 class Broadcast(IterableDataset[Any]):
@@ -80,8 +80,8 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
         if cp < 1 or ranks % cp:
             raise InvalidInput(f"cp={cp} does not divide the {ranks} ranks; start a multiple of {cp}, or take another")
         config = self.parallelism_config
-        if config is not None and config.cp_size > 1:
-            raise Unsupported(f"cp_size={config.cp_size} is accelerate's own context parallelism; give only cp={cp}")
+        if config is not None and config.non_data_parallel_size > 1:
+            raise Unsupported(f"cp={cp} beside accelerate's own tp_size, cp_size or sp_size; give only cp={cp}")
         shape, axes = (ranks // cp, cp), ("dp", "cp")
         self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=axes) if ranks > 1 else None
 
@@ -175,7 +175,6 @@ class RingMixin:
         """As the trainer's, with a `RingAccelerator`."""
         given = cast(Any, self).args
         for name, hint in (
-            ("parallelism_config", "cp= of the trainer is all that it takes"),
             ("torch_compile", "compile the layers of the model yourself"),
             ("neftune_noise_alpha", "its noise grows with fewer rows"),
         ):
@@ -195,7 +194,7 @@ class RingMixin:
         """As the trainer's: the logits of all rows where metrics want them."""
         ring = getattr(cast(Any, self).model, STATE, None)
         if ring is not None:
-            ring.call["logits"] = not prediction_loss_only
+            ring.call.logits = not prediction_loss_only
         return cast(Any, super()).prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def _calculate_rewards(self, *args: Any) -> torch.Tensor:

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -27,43 +26,34 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..errors import InvalidInput, Mismatch, Unsupported
+from ..errors import InvalidInput, Unsupported
 from ..functional import get_transport, ring_attention
-from ..kernels import split_kernel
-from ..layout.regular import Layout, make_layout
-from ..machine.presets import get_machine
-from ..pattern import Documents
-from ..plan.schedules import resolve
-from ..plan.steps import check_rotate
+from ..layout.regular import Layout
 from ..runtime.autograd import compilable
 from ..runtime.call import AttentionOptions, check_option_names
 from ..train import NO_LABEL
-from ..transport.records import ErrorReport, Exchange, compare_records
+from ..transport.records import ErrorReport, Exchange
 from ..transport.torchdist import WeakGroup, place_group
-from .borders import (
+from .agreement import Agreement, check
+from .batches import (
     COUNT,
     DIGEST,
     LARGEST,
+    POSITIONS,
+    Collator,
     LayerMasks,
-    check_rows,
     compare_batches,
     count_from_borders,
-    count_positions,
     cut_batch,
-    digest_batch,
-    find_documents,
-    make_labels,
-    read_batch,
+    gather_logits,
     read_borders,
-    write_borders,
+    shard_batch,
 )
-from .encoder_decoder import CROSS, DECODER, attend_across
-from .generation import STATE, RingCache, begin, generate, layer_windows, make_pattern
-from .heads import HeadCall, check_pooler, enter_base, enter_pooler, find_sequences, leave_base
-from .heads import pool as pool
-from .ranks import gather_rows
+from .encoder_decoder import CROSS, attend_across
+from .generation import STATE, Generation, RingCache, begin, generate, make_pattern
+from .heads import HeadCall, Sequences, check_pooler, enter_base, enter_pooler, find_sequences, leave_base, pool
 from .supported import check_model, first_position, rotates_by_length
-from .whole import cut_call, draw_alone
+from .whole import WholeCall, cut_call
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,14 +62,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..runtime.call import AttentionKeywords
-    from .borders import Borders
-
-    Batch = Mapping[str, torch.Tensor]
 
 #: The name under which transformers finds `_attend` and `_write_mask`.
 NAME = "ringattn"
-#: The first exchange of a model; `shard_batch` reports its errors there.
-POSITIONS = "positions of a model"
 #: The functions of transformers.masking_utils that a mask may be made of: `_attend` knows what they say.
 MASKS = {
     "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "and_masks",
@@ -95,19 +80,38 @@ REFUSED = {
 }
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How far a parallelized model is from its eager self: the largest differences of logits and of gradients.
+@dataclass
+class _Call:
+    """What the hooks of a parallelized model tell each other of the call that runs, or of all calls."""
 
-    `logits` and `gradients` are relative to the largest value of the eager model; `bound` is what rounding explains.
-    `unseen` is what the comparison did not look at.
-    """
+    #: The cache of the `generate` that runs.
+    past: RingCache | None = None
+    #: Whether calls with labels and without gradients return logits.
+    logits: bool = False
+    #: The calls in training so far.
+    trained: int = 0
+    #: The largest position of the whole batch.
+    largest: torch.Tensor | int = 0
+    #: The places of this rank's rows in the encoder and in the decoder.
+    places: dict[str, torch.Tensor] = field(default_factory=dict)
+    #: By what the sum of this rank's losses is divided.
+    items: Any = None
+    #: Whether the batch has packed documents.
+    packed: bool = False
+    sequences: Sequences | None = None
+    #: What the call needs if it is one of `generate`, of a head over whole sequences, or with whole sequences.
+    generation: Generation | None = None
+    head: HeadCall | None = None
+    whole: WholeCall | None = None
+    #: While this rank draws random numbers of its own.
+    numbers: ExitStack | None = None
 
-    logits: float
-    gradients: float
-    bound: float
-    tokens: int
-    unseen: tuple[str, ...]
+    def end(self) -> None:
+        """Forget what is of the call alone: the backward may recompute another one."""
+        if self.numbers is not None:
+            self.numbers.close()
+        self.packed = False
+        self.sequences = self.generation = self.head = self.whole = self.numbers = None
 
 
 @dataclass(frozen=True)
@@ -133,20 +137,9 @@ class _Ring:
     stretches: bool
     #: Whether calls take whole sequences.
     whole: bool
-    #: Of the call that runs: by what its loss is divided, and the largest position of the whole batch.
-    call: dict[str, Any] = field(default_factory=dict, compare=False)
+    call: _Call = field(default_factory=lambda: _Call(), compare=False)
     #: On CUDA, the shape of the latest position_ids, and whether padded: the host copies none that equal both again.
     checked: list[tuple[torch.Size, bool]] = field(default_factory=list, compare=False)
-
-    def check(self) -> None:
-        """Raise InvalidInput for a name that no call could use: of a layout, schedule, kernel, machine or rotation."""
-        if isinstance(self.layout, str):
-            make_layout(self.layout, tokens=1, ranks=1)  # raises for a layout that needs a pattern, too
-        resolve(self.options.schedule, dist.get_world_size(self.place.group))
-        check_rotate(self.options.rotate)
-        get_machine(self.options.machine)
-        if self.options.kernel != "auto":
-            split_kernel(self.options.kernel)
 
     def __deepcopy__(self, memo: object) -> _Ring:
         return self
@@ -178,13 +171,10 @@ def parallelize(
     the loss of the batch. Logits of sequences, answers and the pooler's output are equal on all ranks, and so is their
     loss: one logit row for each sequence, or where documents are packed for each document. Padding takes no part.
 
-    Sliding windows, layers of several kinds, packed documents (`cu_seq_lens_q`), padding, grouped heads, learned sinks,
-    softcap, the scale of each layer, rope that depends on the length, and in training dropout of attention weights are
-    honoured. Raises Unsupported, with the name of the feature, for heads that read other rows than the first, the
-    last or the mean, and for models whose attention is not all in transformers' attention function: linear or chunked
-    attention, position bias, ALiBi, encoder-decoder models, an auxiliary loss of MoE routers. Raises Unsupported in a
-    call with a mask that is not padding, a cache of earlier tokens, or a softcap or dropout that the named kernel does
-    not compute.
+    Raises Unsupported, with the name of the feature, for heads that read other rows than the first, the last or the
+    mean, and for models whose attention is not all in transformers' attention function: linear or chunked attention,
+    position bias, ALiBi. So does a call with a mask that is not padding, a cache of earlier tokens, an auxiliary loss
+    of MoE routers, or a softcap or dropout that the named kernel does not compute; names of options are read there.
     """
     check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap", "dropout"}))
     shift, pooling = check_model(model)
@@ -197,7 +187,6 @@ def parallelize(
         place_group(group), layout, AttentionOptions(**options), before, shift, pooling, pooler is not None,
         model.config.is_encoder_decoder, first_position(model), bool(rotary), whole,
     )  # fmt: skip
-    ring.check()
     if not hasattr(model, STATE):
         model.register_forward_pre_hook(_prepare_call, with_kwargs=True)
         model.register_forward_hook(_scale_loss, with_kwargs=True)
@@ -238,201 +227,6 @@ def unparallelize(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def shard_batch(
-    batch: Batch,
-    group: ProcessGroup | DeviceMesh | None = None,
-    *,
-    layout: str | Layout | LayerMasks,
-    cu_seqlens: Borders | None = None,
-    shift: bool = True,
-) -> dict[str, torch.Tensor]:
-    """This rank's part of a batch of whole sequences, as keyword arguments of the model.
-
-    batch: `input_ids` [B, N], and where wanted `labels`, `attention_mask` (1 for a token, 0 for padding) and
-        `position_ids` and `token_type_ids`, all [B, N] and equal on all ranks; `shift_labels` instead of `labels` if
-        shifted already. Labels of sequences, [S] or of floats [S, classes], `start_positions` and `end_positions` [B]
-        are not cut; S is B, or the number of all packed documents. `inputs_embeds` [B, N, d] beside `input_ids`, which
-        then only count, are what the model is given; position_ids may be [axes, B, N]. `decoder_input_ids` [B, M] and
-        `decoder_attention_mask` are of an encoder-decoder model, whose labels are [B, M].
-    cu_seqlens: the borders of packed documents, [0, ..., N] for all rows or one such list for each row; default:
-        `cu_seq_lens_q` or `seq_idx` of the batch, or where position_ids begin anew in each row.
-    shift: True for a causal language model, whose rows predict the next token; False for a model whose labels belong to
-        the token itself, such as a masked language model. The model refuses the labels of the other kind.
-
-    The result has `input_ids` and `position_ids` of the rank's rows; `labels`, shifted before the cut so that no label
-    is lost at a border, and then the same as `shift_labels`; `attention_mask` only if some rank has padding;
-    `cu_seq_lens_q` for documents, [B, most borders] with N repeated where the rows differ; and `batch_digest`, by which
-    the model compares the whole batches of the ranks, knows the number of their labels and their largest position, and
-    which it takes away. Padding has no label (transformers lets the last padding before a row predict its first
-    token). position_ids count from the first token that is not padding, and in each document from 0.
-    """
-    if isinstance(batch, Mapping) and "decoder_input_ids" in batch:
-        return _shard_both(batch, group, layout)
-    place = place_group(group)
-    with ErrorReport(get_transport(place.group), POSITIONS):
-        batch, answers, borders = read_batch(batch)
-        embeds = answers.pop("inputs_embeds", None)
-        tokens = batch["input_ids"]
-        rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
-        mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-        given = borders if cu_seqlens is None else cu_seqlens
-        begins = positions if mask is None and positions is not None and positions.ndim == 2 else None
-        documents = find_documents(tokens, begins, given)
-        cut = cut_batch(layout, tokens.shape[1], ranks, documents)
-        check_rows(cut)
-        if positions is None:
-            positions = count_positions(tokens, mask, documents)
-        labels = make_labels(batch, documents, shift)
-        if documents is not None and "start_positions" in answers:
-            raise Unsupported("start_positions of packed documents are not defined; give a row to each document")
-        if documents is None and isinstance(layout, LayerMasks):
-            documents = Documents((tokens.shape[1],))  # from which the model makes the layout
-    whole = {"input_ids": tokens, "position_ids": positions}
-    whole |= {name: x for name, x in batch.items() if name == "token_type_ids"}
-    if labels is not None:
-        whole["labels"] = labels
-    if mask is not None and not bool(mask.all()):
-        whole["attention_mask"] = mask
-    result = {name: cut.shard_tensor(x, rank, dim=-1).contiguous() for name, x in whole.items()}
-    if embeds is not None:
-        del result["input_ids"]
-        result["inputs_embeds"] = cut.shard_tensor(embeds, rank, dim=1).contiguous()
-    if labels is not None and (shift or "shift_labels" in batch):
-        result["shift_labels"] = result["labels"]
-    if documents is not None:
-        result["cu_seq_lens_q"] = write_borders(documents, tokens)
-    result |= answers
-    result[DIGEST] = digest_batch({**batch, **whole, **answers}, documents)
-    return result
-
-
-def _shard_both(
-    batch: Batch, group: ProcessGroup | DeviceMesh | None, layout: str | Layout | LayerMasks
-) -> dict[str, torch.Tensor]:
-    """`shard_batch` for an encoder and a decoder, whose sequences are cut each by itself; labels are the decoder's."""
-    if not isinstance(layout, str):
-        raise Unsupported("an encoder and a decoder have sequences of two lengths; give a name, such as 'zigzag'")
-    given = {own: batch[name] for own, name in DECODER.items() if name in batch}
-    rest = {name: x for name, x in batch.items() if name not in DECODER.values()}
-    for x in (given, rest):  # such models count padding, too
-        x["position_ids"] = torch.arange(x["input_ids"].shape[1], device=x["input_ids"].device).expand_as(
-            x["input_ids"]
-        )
-    inner, result = (shard_batch(x, group, layout=layout, shift=False) for x in (given, rest))
-    if "cu_seq_lens_q" in {**inner, **result}:
-        raise Unsupported("packed documents of an encoder and a decoder: give a row to each document")
-    result |= {DECODER.get(name, f"decoder_{name}"): x for name, x in inner.items() if name != DIGEST}
-    result[DIGEST] = torch.cat([(result[DIGEST] + 3 * inner[DIGEST])[:COUNT], inner[DIGEST][COUNT:]])
-    return result
-
-
-@dataclass(frozen=True)
-class Collator:
-    """A data collator: `inner` makes a batch of whole sequences, and each rank gets its rows of the batch.
-
-    All ranks of `group` must be given the same examples; let the sampler shard by data-parallel rank only. Where
-    position_ids begin anew in a row, the row has packed documents; rows may have different ones.
-    """
-
-    inner: Any
-    group: ProcessGroup | DeviceMesh | None = None
-    layout: str | Layout | LayerMasks = "zigzag"
-    shift: bool = True
-
-    def __call__(self, examples: Any) -> dict[str, torch.Tensor]:
-        """`shard_batch` of the batch that `inner` makes of these examples."""
-        return shard_batch(self.inner(examples), self.group, layout=self.layout, shift=self.shift)
-
-
-def gather_logits(
-    logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None = None, *, layout: str | Layout
-) -> torch.Tensor:
-    """The logits [B, N, classes] of whole sequences from the ranks' [B, n, classes], on every rank. Collective.
-
-    `layout` is that of the batch, with `LayerMasks` layout.cut(batch["cu_seq_lens_q"], ranks). Not differentiable: a
-    loss is computed on the rows of each rank.
-    """
-    return gather_rows(logits, place_group(group).group, layout)
-
-
-def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreement:
-    """Compare a parallelized model with its eager self on the ranks at hand, forward and backward. Collective.
-
-    Of a model without a head the last hidden states are compared in place of logits. `Agreement.unseen` names what is
-    not compared.
-
-    Two random packed documents of together `tokens` tokens run through the ring, and each document alone through the
-    model's own eager attention, which is computed whole on every rank (an encoder is given one document, its decoder
-    two thirds of it). Takes the memory of two copies of the gradients. A sliding window of W keys is tested only where
-    the first document has more than W tokens: raises InvalidInput for fewer `tokens`. Raises Mismatch on every rank if
-    logits or gradients differ by more than rounding, or if the ranks
-    differ in `tokens` or `seed`.
-    """
-    ring, long = cast("_Ring | None", getattr(model, STATE, None)), max(filter(None, layer_windows(model)), default=0)
-    if ring is None:
-        raise InvalidInput("this model is not parallelized; call parallelize(model, group, layout=...) first")
-    group, first = ring.place.group, max(tokens * 2 // 3, 1)
-    with Exchange(get_transport(group), "check") as given:
-        if tokens < 3:
-            raise InvalidInput(f"check: {tokens} tokens are too few for two documents; try tokens=64")
-        if first <= long:
-            raise InvalidInput(
-                f"check: a window of {long:,} keys hides nothing in a document of {first:,} tokens; "
-                f"try tokens={3 * (long + 2) // 2 + 1}"
-            )
-        given.mine = json.dumps({"tokens": tokens, "seed": seed}).encode()
-    compare_records(given.records)
-    config, device = model.config.get_text_config(), next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(config.vocab_size, (1, tokens), generator=generator, device="cpu").to(device)
-    ids[ids == config.pad_token_id] = config.vocab_size // 2  # some models give no position to this token
-    borders, decoded, rows = [0, first, tokens], {}, tokens
-    if ring.crosses:
-        borders, decoded, rows = [0, tokens], {"decoder_input_ids": ids.flip(1)[:, :first]}, first
-    packed = None if ring.crosses else Documents(cu_seqlens=borders)
-    batch = shard_batch(
-        {"input_ids": ids, **decoded}, group, layout=ring.layout, cu_seqlens=None if ring.crosses else borders
-    )
-    cut = cut_batch(ring.layout, rows, dist.get_world_size(group), packed)
-    whole = [module for module in model.modules() if not rotates_by_length(module)]
-    training, sequences = model.training, ring.pooling not in (None, "rows")
-    model.eval()
-    try:
-        local = _rows_of(model(**batch, use_cache=False))
-        shape = local.shape if sequences else (1, rows, local.shape[-1])
-        weights = torch.randn(shape, generator=generator, device="cpu").to(device)
-        if ring.pooling is None:
-            mine = cut.shard_tensor(weights, dist.get_rank(group), dim=1)
-            logits = gather_logits(local, group, layout=cut)
-        else:  # every rank has them all
-            mine, logits = weights / cut.ranks, local.detach()
-        gradients = _gradients(model, (local.float() * mine).sum() / tokens)
-        for gradient in gradients:
-            dist.all_reduce(gradient, group=group)
-        model.set_attn_implementation("eager")
-        for module in whole:  # the others keep theirs: rope takes the length of the batch
-            setattr(module, STATE, None)
-        parts = [_rows_of(model(ids[:, a:b], use_cache=False, **decoded)) for a, b in pairwise(borders)]
-        right = torch.cat(parts, 0 if sequences else 1)
-        expected = _gradients(model, (right.float() * weights).sum() / tokens)
-    finally:
-        for module in whole:
-            setattr(module, STATE, ring)
-        model.set_attn_implementation(NAME)
-        model.train(training)
-    unseen = "padding", "labels and loss", "dropout", "gradient checkpointing", "generate", *["the pooler"] * ring.pools
-    bound = 256 * max(torch.finfo(right.dtype).eps, 2**-23)  # models of fp64, too, have their softmax in fp32
-    result = Agreement(_difference([logits], [right.detach()]), _difference(gradients, expected), bound, tokens, unseen)
-    worst: list[float] = [0.0] * dist.get_world_size(group)
-    dist.all_gather_object(worst, max(result.logits, result.gradients), group=group)
-    if not max(worst) <= bound:
-        raise Mismatch(
-            f"the parallelized model is not its eager self: logits differ by {result.logits:.2g}, gradients by "
-            f"{result.gradients:.2g} of the largest, rounding explains {bound:.2g}; do not train with this model"
-        )
-    return result
-
-
 def _attend(
     module: nn.Module,
     query: torch.Tensor,
@@ -469,38 +263,26 @@ def _attend(
             )
         window, causal = mask.shape[2] - 2 or None, mask.shape[1] == 1
         mask = mask[:, 0, 0] if mask.shape[3] else None
-    generation = ring.call.get("generation")
+    generation = ring.call.generation
     if generation is not None:
         if not causal:
             raise Unsupported(f"generate: rows of {name} see later tokens; call unparallelize(model) first")
         options = {**ring.options.keywords(), "scale": scaling, "softcap": softcap}
         out = generation.attend(module, window, query, key, value, s_aux, options)
-        return out.transpose(1, 2).contiguous(), None
-    out = _attend_ring(
-        ring, name, query, key, value, mask, scaling, dropout, window, softcap, s_aux, position_bias, causal,
-        cu_seq_lens_q, getattr(module, CROSS, False),
-    )  # fmt: skip
+    else:
+        out = _attend_ring(
+            ring, name, query, key, value, mask, cu_seq_lens_q, s_aux, position_bias, window, causal,
+            getattr(module, CROSS, False), scale=scaling, softcap=softcap, dropout=dropout,
+        )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
 
 @compilable
 def _attend_ring(
-    ring: _Ring,
-    name: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
-    causal: bool,
-    borders: torch.Tensor | None,
-    crosses: bool,
-) -> torch.Tensor:
+    ring: _Ring, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+    borders: torch.Tensor | None, sinks: torch.Tensor | None, position_bias: torch.Tensor | None, window: int | None,
+    causal: bool, crosses: bool, **options: Unpack[AttentionKeywords],
+) -> torch.Tensor:  # fmt: skip
     """out [B, H, n, Dv] of a layer of class `name`. The borders of documents are a tensor, which may change.
 
     crosses: keys and values are rows of another sequence than the queries, all of which are seen.
@@ -513,7 +295,7 @@ def _attend_ring(
             raise Unsupported(
                 f"a cache of earlier tokens: {q.shape[2]} queries, {k.shape[2]} keys; pass use_cache=False"
             )
-        if borders is None and (ring.call.get("packed") or isinstance(ring.layout, LayerMasks)):
+        if borders is None and (ring.call.packed or isinstance(ring.layout, LayerMasks)):
             raise Unsupported(f"{name} is not given cu_seq_lens_q by its model, and would see across documents")
         pattern, layout = make_pattern(None, False) if crosses else make_pattern(window, causal), ring.layout
         if borders is not None:
@@ -521,11 +303,9 @@ def _attend_ring(
         if isinstance(layout, LayerMasks):
             layout = layout.cut(cast(torch.Tensor, borders), dist.get_world_size(group))
         padding = None if mask is None else ~mask.to(device=k.device, dtype=torch.bool)
-    given = {"scale": scaling, "softcap": softcap, "dropout": dropout}
-    options = cast("AttentionKeywords", {**ring.options.keywords(), **given})
     return ring_attention(
         q, k, v, pattern, layout=layout, q_layout=layout if crosses else None, group=group,
-        key_padding_mask=padding, sinks=sinks, **options,
+        key_padding_mask=padding, sinks=sinks, **cast("AttentionKeywords", {**ring.options.keywords(), **options}),
     )  # fmt: skip
 
 
@@ -534,18 +314,17 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is None:
         return args, kwargs
-    ring.call.pop("numbers", ExitStack()).close()  # of a call that ended with an exception
-    ring.call.update(generation=None, head=None, whole=None)
-    past = ring.call.get("past")
+    ring.call.end()  # one that ended with an exception
+    past = ring.call.past
     if past is not None and kwargs.get("past_key_values") is None:  # Phi-3 computes all again where its rope changes
         past.reset()
         kwargs = {**kwargs, "past_key_values": past}
     if isinstance(kwargs.get("past_key_values"), RingCache):
-        kwargs, generation = begin(cast("PreTrainedModel", model), ring.place.group, kwargs)
-        ring.call.update(generation=generation, largest=generation.largest)
+        kwargs, ring.call.generation = begin(cast("PreTrainedModel", model), ring.place.group, kwargs)
+        ring.call.largest = ring.call.generation.largest
         return args, kwargs
     if ring.whole and DIGEST not in kwargs:
-        args, kwargs = (), _cut_call(model, ring, args, kwargs)
+        args, kwargs = (), cut_call(model, ring, args, kwargs)
     digest, items = kwargs.get(DIGEST), kwargs.get("num_items_in_batch")
     kept = {name: x for name, x in kwargs.items() if name not in (DIGEST, "num_items_in_batch")}
     lengths: list[int] = []
@@ -555,50 +334,34 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         _check_call(model, ring, kept, kwargs)  # an exchange cannot be traced
     else:
         lengths = _check_positions(model, ring, kept, kwargs)
-    ring.call["packed"] = kept.get("cu_seq_lens_q") is not None
+    ring.call.packed = kept.get("cu_seq_lens_q") is not None
     if kept.get("labels") is not None:
         ranks = 1 if ring.pooling else dist.get_world_size(ring.place.group)  # each rank has all labels of sequences
-        ring.call["items"] = items if digest is None or items is not None else digest[COUNT].clamp(min=1) / ranks
-    return args, _enter_call(model, ring, kept, kwargs, lengths)
-
-
-def _cut_call(model: nn.Module, ring: _Ring, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of this rank's part of a call with whole sequences."""
-    kwargs = {**inspect.signature(model.forward).bind_partial(*args).arguments, **kwargs}
-    shard = partial(shard_batch, group=ring.place.group, layout=ring.layout, shift=ring.shift is not False)
-    loss_only = torch.is_grad_enabled() or not ring.call.get("logits")
-    kwargs, ring.call["whole"] = cut_call(
-        kwargs, shard, ring.layout, ring.place.group, counts=not ring.first, loss_only=loss_only
-    )
-    if model.training:
-        ring.call["calls"] = ring.call.get("calls", 0) + 1
-        ring.call["numbers"] = draw_alone(ring.place.group, ring.call["calls"])
-    return kwargs
-
-
-def _enter_call(
-    model: nn.Module, ring: _Ring, kept: dict[str, Any], kwargs: dict[str, Any], lengths: list[int]
-) -> dict[str, Any]:
-    """The arguments that the model is given, of those `kept` of `kwargs`; `lengths` are the rows of each rank."""
+        ring.call.items = items if digest is None or items is not None else digest[COUNT].clamp(min=1) / ranks
     if ring.stretches:
-        ring.call["largest"] = kwargs[DIGEST][LARGEST]
+        ring.call.largest = kwargs[DIGEST][LARGEST]
+    return args, _enter_call(model, ring, kept, sum(lengths))
+
+
+def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The arguments that the model is given, of those `kept` for sequences of so many tokens."""
     if ring.crosses:
-        ring.call["places"] = {"encoder": kept["position_ids"][0], "decoder": kept["decoder_position_ids"][0]}
+        ring.call.places = {"encoder": kept["position_ids"][0], "decoder": kept["decoder_position_ids"][0]}
         taken = inspect.signature(model.forward).parameters
         kept = {name: x for name, x in kept.items() if name in taken or not name.endswith("position_ids")}
     if ring.pools or ring.pooling is not None:
-        ring.call["sequences"] = find_sequences(kept, ring.place.group, ring.layout)
+        ring.call.sequences = find_sequences(kept, ring.place.group, ring.layout)
     if ring.first:
         kept["position_ids"] = kept["position_ids"] + ring.first
-    whole = ring.call["whole"]
+    whole = ring.call.whole
     if whole is not None and whole.keep is not None:
         kept["logits_to_keep"] = whole.keep
-    if ring.pooling is not None:
-        borders = kept.get("cu_seq_lens_q")
-        cut = cut_batch(ring.layout, sum(lengths), len(lengths), None if borders is None else read_borders(borders))
-        ring.call["head"] = HeadCall(ring.pooling, ring.call["sequences"], kept, cut)
-        kept = ring.call["head"].hide()
-    return kept
+    if ring.pooling is None:
+        return kept
+    assert ring.call.sequences is not None
+    cut = cut_batch(ring.layout, tokens, dist.get_world_size(ring.place.group), kept.get("cu_seq_lens_q"))
+    ring.call.head = HeadCall(ring.pooling, ring.call.sequences, kept, cut)
+    return ring.call.head.hide()
 
 
 def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
@@ -606,13 +369,10 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is None:
         return result
-    ring.call.pop("numbers", ExitStack()).close()
-    generation = ring.call.pop("generation", None)
+    generation, head, whole = ring.call.generation, ring.call.head, ring.call.whole
+    ring.call.end()
     if generation is not None:
         return generation.finish(result, ring.place.group)
-    ring.call.pop("packed", None)  # the backward may recompute other calls
-    ring.call.pop("sequences", None)
-    head = ring.call.pop("head", None)
     if isinstance(result, tuple):
         raise Unsupported(f"{type(model).__name__} returns a tuple; take return_dict=True")
     if "pooler_output" in result and not ring.pools:
@@ -625,8 +385,7 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
         result, labels = head.finish(cast("PreTrainedModel", model), result), head.labels.get("labels")
     if labels is not None:
         count = (labels != NO_LABEL).sum()
-        result["loss"] = torch.where(count > 0, result["loss"] * count, 0.0) / ring.call.pop("items")
-    whole = ring.call.pop("whole", None)
+        result["loss"] = torch.where(count > 0, result["loss"] * count, 0.0) / ring.call.items
     return result if whole is None or head is not None else whole.finish(result, ring.place.group)
 
 
@@ -641,7 +400,9 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
             f"attention {config._attn_implementation!r} was set after parallelize: each rank would attend to its own "
             "rows; call unparallelize(model) first"
         )
-    _check_options(kwargs, config)
+    for name, reason in REFUSED.items():
+        if kwargs.get(name, getattr(config, name, False)):
+            raise Unsupported(f"{name}=True: {reason}")
     mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep", 0)
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
         raise Unsupported("attention_mask is not padding [batch, tokens]; write other masks as a Pattern")
@@ -651,16 +412,11 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
     positions, labels, shifted = (kwargs.get(name) for name in (own, "labels", "shift_labels"))
     whole = "call model(**batch) with the batch that shard_batch or Collator has made"
     if positions is None:
-        more = " of input_ids and decoder_input_ids" if ring.crosses else ""
-        raise InvalidInput(f"{own} is missing: the rows of a rank do not tell their positions; {whole}{more}")
+        raise InvalidInput(f"{own} is missing: the rows of a rank do not tell their positions; {whole}")
     if DIGEST not in given and ring.stretches:
         raise InvalidInput(f"{DIGEST} is missing: rope of this model depends on the length of the batch; {whole}")
-    if labels is None and shifted is None:
-        return
     if labels is None:
-        raise InvalidInput("shift_labels without labels: who took the labels would shift them again; leave out both")
-    if ring.pooling is None and labels.shape[-1] != positions.shape[-1]:
-        raise InvalidInput(f"labels of {labels.shape[-1]} tokens for {positions.shape[-1]} rows of this rank; {whole}")
+        return
     if (shifted is not None) is not (False if ring.pooling else ring.shift):
         wanted = {True: "shift=True", False: "shift=False", None: "no labels"}[ring.shift]
         kind = "not shifted" if shifted is None else "shifted"
@@ -672,19 +428,11 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
         raise InvalidInput(f"num_items_in_batch is missing: a rank does not know the labels of the others; {whole}")
 
 
-def _check_options(kwargs: dict[str, Any], config: Any) -> None:
-    """Raise Unsupported for an option of `REFUSED`, in a call or in the config."""
-    for name, reason in REFUSED.items():
-        if kwargs.get(name, getattr(config, name, False)):
-            raise Unsupported(f"{name}=True: {reason}")
-
-
 def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: dict[str, Any]) -> list[int]:
-    """The number of rows of each rank.
+    """The number of rows of each rank. Collective.
 
-    Raises InvalidInput where position_ids are not those of this rank's rows, and Mismatch on the other ranks.
-
-    Raises Mismatch on every rank where digests of whole batches differ, and all errors of `_check_call`. Collective.
+    Raises InvalidInput where position_ids are not those of this rank's rows, Mismatch on every rank where digests of
+    whole batches differ, and all errors of `_check_call`.
     """
     with Exchange(get_transport(ring.place.group), POSITIONS) as rows:
         _check_call(model, ring, kwargs, given)
@@ -700,10 +448,9 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
     with ErrorReport(get_transport(ring.place.group), "call"):
         rank, borders = dist.get_rank(ring.place.group), kwargs.get("cu_seq_lens_q")
         tokens = sum(lengths)
-        documents = None if borders is None else read_borders(borders)
-        place = cut_batch(ring.layout, tokens, len(lengths), documents).positions(rank)
+        place = cut_batch(ring.layout, tokens, len(lengths), borders).positions(rank)
         for row, counted in enumerate(positions.cpu().numpy()):
-            expected = place if documents is None else count_from_borders(place, documents, row)
+            expected = place if borders is None else count_from_borders(place, read_borders(borders), row)
             if counted.shape != expected.shape:
                 return lengths  # the handshake of the attention says which rank has too many or too few rows
             for i in np.flatnonzero(counted != expected)[:1]:
@@ -722,9 +469,7 @@ def _add_largest(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         return args, kwargs
     named = inspect.signature(module.forward).bind(*args, **kwargs)
     positions = named.arguments["position_ids"]
-    largest = (
-        torch.as_tensor(ring.call["largest"], device=positions.device).to(positions).expand(*positions.shape[:-1], 1)
-    )
+    largest = torch.as_tensor(ring.call.largest, device=positions.device).to(positions).expand(*positions.shape[:-1], 1)
     named.arguments["position_ids"] = torch.cat([positions, largest], -1)
     return named.args, named.kwargs
 
@@ -773,27 +518,7 @@ AttentionInterface.register(NAME, _attend)
 AttentionMaskInterface.register(NAME, _write_mask)
 
 
-def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    """d loss / d parameter of every parameter that the loss reaches or could reach."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
-
-
-def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """The largest difference, as a fraction of the largest value of all of `theirs`."""
-    largest = max(float(x.abs().max()) for x in theirs)
-    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) / max(largest, 1e-30)
-
-
-def _rows_of(result: Any) -> torch.Tensor:
-    """What a model says of each row or sequence: its logits, without a head its last hidden states."""
-    if "start_logits" in result:
-        return torch.stack([result["start_logits"], result["end_logits"]], -1)
-    return cast(torch.Tensor, result["logits" if "logits" in result else "last_hidden_state"])
-
-
 __all__ = [
-    *("Agreement", "Collator", "LayerMasks", "RingCache", "check", "gather_logits", "parallelize", "pool"),
-    *("shard_batch", "unparallelize"),
-]
+    "Agreement", "Collator", "LayerMasks", "RingCache", "check", "gather_logits", "parallelize", "pool", "shard_batch",
+    "unparallelize",
+]  # fmt: skip

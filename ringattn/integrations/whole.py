@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..errors import InvalidInput, Unsupported
-from .borders import COUNT, DIGEST, cut_batch, read_borders
+from .batches import COUNT, DIGEST, cut_batch, shard_batch
 from .ranks import GatherRows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from ..layout.regular import Layout
-    from .borders import LayerMasks
 
     Places = list[np.ndarray[Any, Any]]
 
@@ -75,22 +73,10 @@ class WholeCall:
         return result
 
 
-def cut_call(
-    kwargs: Mapping[str, Any],
-    shard: Callable[[Mapping[str, Any]], dict[str, Tensor]],
-    layout: str | Layout | LayerMasks,
-    group: ProcessGroup,
-    *,
-    counts: bool,
-    loss_only: bool,
-) -> tuple[dict[str, Any], WholeCall]:
-    """The arguments of this rank's part of a call with whole sequences, equal on all ranks, and the call.
-
-    shard: `shard_batch` of the model.
-    counts: whether the model numbers tokens that come without position_ids and borders from 0 on, padding included.
-    loss_only: whether a call with labels wants no logits.
-    """
-    ids, keep, ranks = kwargs.get("input_ids"), kwargs.get("logits_to_keep", 0), dist.get_world_size(group)
+def cut_call(model: nn.Module, ring: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of this rank's part of a call with whole sequences, equal on all ranks; tells the hooks of it."""
+    kwargs = {**signature(model.forward).bind_partial(*args).arguments, **kwargs}
+    ids, keep, group = kwargs.get("input_ids"), kwargs.get("logits_to_keep", 0), ring.place.group
     if ids is None:
         raise InvalidInput("a call with whole sequences needs input_ids [batch, tokens]")
     if not isinstance(keep, int) or (keep and (kwargs.get("labels") is not None or kwargs.get("output_hidden_states"))):
@@ -100,20 +86,22 @@ def cut_call(
         for name, x in kwargs.items()
         if x is not None and (name in BORDERS or (isinstance(x, Tensor) and x.shape[:2] == ids.shape))
     }
-    if counts and not batch.keys() & {"position_ids", "cu_seq_lens_q", "seq_idx"}:
-        batch["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    if not ring.first and not batch.keys() & {"position_ids", "cu_seq_lens_q", "seq_idx"}:
+        batch["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)  # padding counts, too
     others = {name: x for name, x in kwargs.items() if name not in (*batch, "logits_to_keep")}
-    cut = shard(batch)
+    cut = shard_batch(batch, group, layout=ring.layout, shift=ring.shift is not False)
     if "labels" in cut and others.get("num_items_in_batch") is None:
         others["num_items_in_batch"] = cut[DIGEST][COUNT].clamp(min=1)
-    first = max(ids.shape[1] - keep, 0) if keep else 0
-    borders = cut.get("cu_seq_lens_q")
-    rows_of = cut_batch(layout, ids.shape[1], ranks, None if borders is None else read_borders(borders)).positions
-    whole = list(map(rows_of, range(ranks)))
-    kept = np.flatnonzero(whole[dist.get_rank(group)] >= first)
-    return {**others, **cut}, WholeCall(
-        places=[rows[rows >= first] - first for rows in whole],
+    first, ranks = max(ids.shape[1] - keep, 0) if keep else 0, dist.get_world_size(group)
+    places = list(map(cut_batch(ring.layout, ids.shape[1], ranks, cut.get("cu_seq_lens_q")).positions, range(ranks)))
+    kept = np.flatnonzero(places[dist.get_rank(group)] >= first)
+    ring.call.whole = WholeCall(
+        places=[rows[rows >= first] - first for rows in places],
         keep=torch.from_numpy(kept).to(ids.device) if first else None,
-        loss=loss_only and "labels" in cut,
+        loss="labels" in cut and (torch.is_grad_enabled() or not ring.call.logits),
         short="shift_labels" in cut and "shift_labels" not in kwargs,
     )
+    if model.training:
+        ring.call.trained += 1
+        ring.call.numbers = draw_alone(group, ring.call.trained)
+    return {**others, **cut}

@@ -12,12 +12,10 @@ from .base import FAR, ONE_HEAD, Pattern, Position, Run, Side
 from .tile import Tile, clip, shift_range
 
 
-@dataclass(frozen=True)
-class HeadSlice(Pattern):
-    """Head h of this pattern is head first + h of `pattern`, which must be bound to the number of all heads."""
+class PatternView(Pattern):
+    """A pattern with the branches, the output scale and the runs of `pattern`."""
 
     pattern: Pattern
-    first: int
 
     @property
     def branches(self) -> int:
@@ -26,6 +24,17 @@ class HeadSlice(Pattern):
     @property
     def output_scale(self) -> float:
         return self.pattern.output_scale
+
+    def run(self, side: Side, first: Position, last: Position) -> Run | None:
+        return self.pattern.run(side, first, last)
+
+
+@dataclass(frozen=True)
+class HeadSlice(PatternView):
+    """Head h of this pattern is head first + h of `pattern`, which must be bound to the number of all heads."""
+
+    pattern: Pattern
+    first: int
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         for tile in self.pattern.tiles(q, k, shift_range(heads, self.first)):
@@ -37,9 +46,6 @@ class HeadSlice(Pattern):
     def paired(self, side: Side, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
         for original_heads, rows in self.pattern.paired(side, q, k, shift_range(heads, self.first)):
             yield shift_range(original_heads, -self.first), rows
-
-    def run(self, side: Side, first: Position, last: Position) -> Run | None:
-        return self.pattern.run(side, first, last)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         return self.pattern.visible(q, k, head + self.first, tokens)
@@ -127,7 +133,7 @@ IN_PLACE: Marks = ((0, 0),)
 
 
 @dataclass(frozen=True)
-class Placed(Pattern):
+class Placed(PatternView):
     """The pattern of tokens that are not at the places of their positions: padded, or cropped, rows of a batch.
 
     `marks` are those of each row, or of all rows. `pattern` is bound, and is asked by positions, so that it may be a
@@ -138,14 +144,6 @@ class Placed(Pattern):
     marks: tuple[Marks, ...] = (IN_PLACE,)
 
     __hash__ = Pattern.kept_hash
-
-    @property
-    def branches(self) -> int:
-        return self.pattern.branches
-
-    @property
-    def output_scale(self) -> float:
-        return self.pattern.output_scale
 
     @property
     def rows(self) -> int | None:
@@ -172,7 +170,7 @@ class Placed(Pattern):
                     yield replace(tile, q=moved[0], k=moved[1], lo=lo, hi=hi)
 
     def run(self, side: Side, first: Position, last: Position) -> Run | None:
-        return self.pattern.run(side, first, last) if self.marks == (IN_PLACE,) else None
+        return super().run(side, first, last) if self.marks == (IN_PLACE,) else None
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         total = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=np.int64)

@@ -119,8 +119,9 @@ def refusals(rank: int) -> dict[str, str]:
         "embeddings": lambda: model.generate(inputs_embeds=torch.zeros(1, 21, 32), max_new_tokens=3),
         "another owner": lambda: make("Llama", pad_token_id=0).generate(**ids, past_key_values=RingCache(model)),
         "behind": lambda: pair("Mistral, window")[1].generate(
-            **ids, attention_mask=(torch.arange(21) < 15).long()[None], max_new_tokens=3
+            **ids, attention_mask=(torch.arange(21) % 15 < 9).long()[None], max_new_tokens=3
         ),
+        "padded right": lambda: model.generate(**ids, attention_mask=(torch.arange(21) < 15).long()[None]),
         "another prompt": lambda: model.generate(ids["input_ids"] + (rank == 1), max_new_tokens=3),
         "a shorter prompt": lambda: model.generate(ids["input_ids"][:, rank:], max_new_tokens=3),
         "no prompt": lambda: model.generate(ids["input_ids"][:, :0], max_new_tokens=3),

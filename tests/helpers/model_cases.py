@@ -389,15 +389,13 @@ def refused_batches(rank: int) -> None:
         ({"labels": ids}, "a batch needs input_ids"),
         (ids, "a batch is a dict of tensors"),
         ({"input_ids": ids, "pixels": ids}, "['pixels'] cannot be cut"),
-        ({"input_ids": ids, "cu_seqlens": [0, 3, 8]}, "cu_seqlens is no tensor of a batch; give the borders beside it"),
+        ({"input_ids": ids, "cu_seqlens": [0, 3, 8]}, "['cu_seqlens'] cannot be cut"),
         ({"input_ids": ramp, "labels": ramp + 1}, "labels are shifted already"),
     ):
         says(f"InvalidInput: {words}", lambda: cut(batch))
     by_index = {"input_ids": ramp, "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]], dtype=torch.int32)}
     one, other = cut(by_index), cut({"input_ids": ramp}, cu_seqlens=[0, 3, 8])
     assert all(torch.equal(one[name], other[name]) for name in other)
-    by_index["cu_seq_lens_q"] = torch.tensor([0, 4, 8], dtype=torch.int32)
-    says("InvalidInput: seq_idx begins documents at [[0, 3, 8]], cu_seq_lens_q at [[0, 4, 8]]", lambda: cut(by_index))
     first = make("Llama")
     second = hf.LlamaForCausalLM(first.config)
     parallelize(first, layout="zigzag")
@@ -411,7 +409,7 @@ def refused_batches(rank: int) -> None:
         words = f"Mismatch: {name} of the whole batch are not the same on rank 0 and rank 1: ranks"
         says(words, lambda: first(**cut(batch, cu_seqlens=borders)))
     says("fine", lambda: first(**cut({"input_ids": ramp, "labels": ramp}, cu_seqlens=[0, 5, 8])))
-    says("Mismatch: the ranks disagree about seed: 0 on rank 0; 1 on rank 1", lambda: check(first, seed=rank))
+    says("Mismatch: input_ids of the whole batch are not the same", lambda: check(first, seed=rank))
     # Of what one rank alone gets wrong the other rank hears.
     kind = "InvalidInput: " if rank else "Mismatch: rank 1 cannot take part: "
     words = "logits must be [batch, tokens, classes], got (1, 8)"
@@ -450,19 +448,23 @@ def refusals(rank: int) -> None:
         "Unsupported: Gemma3ForCausalLM has layers of type chunked_attention",
         lambda: parallelize(chunked, layout="zigzag"),
     )
-    router = "Unsupported: MixtralForCausalLM has an auxiliary loss of its routers"
-    says(router, lambda: ring("Mixtral", output_router_logits=True))
+    router = "Unsupported: output_router_logits=True: the auxiliary loss of routers"
+    says(router, lambda: ring("Mixtral", output_router_logits=True)(**batch))
     says("Unsupported: output_attentions=True", lambda: llama(**batch, output_attentions=True))
     for options, words in (
         ({"group": 2}, "group=2: expected a ProcessGroup"),
         ({"softcap": 3.0}, "unknown option 'softcap'"),
+    ):
+        says(f"InvalidInput: {words}", lambda: parallelize(make("Llama"), **{"layout": "zigzag", **options}))
+    for options, words in (
         ({"schedule": "rong"}, "unknown schedule 'rong'"),
         ({"layout": "zagzig"}, "unknown layout 'zagzig'"),
         ({"kernel": "atencpu"}, "unknown kernel 'atencpu'"),
         ({"machine": "cqu"}, "unknown machine 'cqu'"),
         ({"rotate": "values"}, "rotate='values'"),
     ):
-        says(f"InvalidInput: {words}", lambda: parallelize(make("Llama"), **{"layout": "zigzag", **options}))
+        wrong = parallelize(make("Llama"), **{"layout": "zigzag", **options})
+        says(f"InvalidInput: {words}", lambda: wrong(**batch))
     says(
         "InvalidInput: Linear is no model of transformers", lambda: parallelize(torch.nn.Linear(2, 2), layout="zigzag")
     )  # type: ignore[arg-type]
@@ -473,16 +475,12 @@ def refusals(rank: int) -> None:
     labelled, aligned = (
         shard_batch({"input_ids": ids, "labels": ids}, layout="zigzag", shift=x) for x in (True, False)
     )
-    says("InvalidInput: labels of 40 tokens for 20 rows", lambda: llama(**{**batch, "labels": ids}))
     words = "InvalidInput: labels not shifted to the next token, of which LlamaForCausalLM"
     says(words, lambda: llama(**aligned))
     words = "InvalidInput: labels shifted to the next token, of which RobertaForMaskedLM"
     says(words, lambda: ring("RoBERTa, positions from 2")(**labelled))
-    for name, words in (
-        ("labels", "shift_labels without labels"),
-        ("batch_digest", "num_items_in_batch is missing"),
-    ):
-        says(f"InvalidInput: {words}", lambda: llama(**{key: x for key, x in labelled.items() if key != name}))
+    undigested = {name: x for name, x in labelled.items() if name != "batch_digest"}
+    says("InvalidInput: num_items_in_batch is missing", lambda: llama(**undigested))
     by_hand = {name: x for name, x in batch.items() if name != "batch_digest"}
     says("InvalidInput: batch_digest is missing: rope", lambda: ring("longrope")(**by_hand))
     llama.set_attn_implementation("sdpa")

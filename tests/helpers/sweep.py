@@ -376,13 +376,13 @@ A class that is not named in a table has no tokens ({blind} classes). "Not set u
 
 {counts}.
 """
-#: The words of an answer, in the order of the page.
+#: The words of an answer, and the head of its column, in the order of the page: what is not served comes first.
 ANSWERS = {
-    "exact": "exact",
-    "refused": "refused by name",
-    "not buildable": "not set up",
-    "crash": "crashed",
-    "WRONG": "wrong",
+    "WRONG": ("wrong", "what"),
+    "crash": ("crashed", "what"),
+    "refused": ("refused by name", "why"),
+    "exact": ("exact", "answer"),
+    "not buildable": ("not set up", "why"),
 }
 
 
@@ -395,14 +395,14 @@ def write_page(lines: list[str]) -> str:
     """docs/support_models.md of lines of this program."""
     found = dict(line.split("\t") for line in lines if "\t" in line)
     counts = Counter(map(answer, found.values()))
-    shown = [f"{counts[word]} are {words}" for word, words in ANSWERS.items()]
+    shown = [f"{counts[word]} are {words}" for word, (words, _) in ANSWERS.items()]
     page = INTRODUCTION.format(
         transformers=hf.__version__, torch=torch.__version__.split("+")[0], text=TEXT, blind=counts["no text"],
         counts=f"Of {sum(counts.values()) - counts['no text']} classes {', '.join(shown)}",
     )  # fmt: skip
-    for word, words in ANSWERS.items():
+    for word, (words, head) in ANSWERS.items():
         rows = [(name, text) for name, text in sorted(found.items()) if answer(text) == word]
-        page += f"\n## {words.capitalize()}\n\n| class | |\n|---|---|\n" if rows else ""
+        page += f"\n## {words.capitalize()}\n\n| class | {head} |\n|---|---|\n" if rows else ""
         page += "".join(row(name, text) for name, text in rows)
     return page
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from generations import MOST, PATTERNS, Generation
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import ProcessGroup
 
 import ringattn as ra
 import ringattn.inference.cache
@@ -188,9 +190,15 @@ def test_a_cache_of_another_dtype() -> None:
 def test_wrong_arguments_are_refused_in_a_line() -> None:
     cache = ra.KVCache("Causal()", layers=1, ranks=2)
     fill(cache, 6)
-    empty = torch.zeros(3, 1, 2, 0, 8)
+    empty, group = torch.zeros(3, 1, 2, 0, 8), cast("ProcessGroup", object())
     calls = {
         "no new token": lambda: cache.step(0, *empty),
+        "max_tokens=2.5 must be an integer": lambda: ra.KVCache("Causal()", layers=1, ranks=2, max_tokens=2.5),  # type: ignore[arg-type]
+        "ranks=2 are virtual": lambda: ra.KVCache("Causal()", layers=1, ranks=2, group=group),
+        r"fork\(\[True, False\]\)": lambda: cache.fork(torch.tensor([True, False])),
+        r"torch.bfloat16.* the cache holds .*torch.float32": lambda: cache.step(
+            0, *torch.ones(3, 1, 2, 1, 8).bfloat16()
+        ),
         r"crop\(2.5\)": lambda: cache.crop(2.5),  # type: ignore[arg-type]
         r"crop\(\[2.5\]\)": lambda: cache.crop([2.5]),  # type: ignore[list-item]
         r"fork\(\[0.5\]\)": lambda: cache.fork([0.5]),  # type: ignore[list-item]
@@ -308,3 +316,39 @@ def test_padding_and_prompts_that_do_not_fit_are_refused() -> None:
             cache.fork(rows)
     with pytest.raises(ra.InvalidInput, match=r"the rows hold \[6, 6\] tokens"):
         cache.crop([7, 3])
+
+
+@pytest.mark.parametrize("call", ["step", "prefill"])
+def test_a_layer_that_failed_is_not_computed_twice(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are kept already: a second call would keep them again."""
+    new, cache = torch.randn(3, 1, 2, 4, 8), ra.KVCache("Causal()", layers=2, ranks=2)
+    with monkeypatch.context() as patch:
+        for name in ("attend", "virtual_attention"):
+            patch.setattr(ringattn.inference.cache, name, lambda *args, **kwargs: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            getattr(cache, call)(0, *new)
+    with pytest.raises(ra.InvalidInput, match=r"layers \[1\] are left; .* make a new cache"):
+        getattr(cache, call)(0, *new)
+
+
+def test_a_cache_of_no_token_takes_another_batch() -> None:
+    cache = ra.KVCache("Causal()", layers=1, ranks=2, max_tokens=400)
+    cache.step(0, *torch.randn(3, 0, 2, 4, 8))
+    with pytest.raises(ra.InvalidInput, match="a batch of 0"):
+        cache.step(0, *torch.randn(3, 2, 2, 4, 8))
+    cache.crop(-4)
+    fill(cache, 300, batch=2)
+    cache.fork([0, 1, 1])
+    cache.crop([0, 0, 0])
+    assert (cache.length, cache.lengths, cache.nbytes) == (0, [], 0)
+    q, k, v = torch.randn(3, 1, 4, 3, 16)
+    assert torch.allclose(cache.step(0, q, k, v), ra.attention(q, k, v, ra.Causal()), atol=1e-6)
+
+
+def test_a_chunk_is_forgotten_where_rows_of_the_batch_move() -> None:
+    cache = ra.KVCache("Causal()", layers=1, ranks=2)
+    fill(cache, 6, batch=2)
+    cache.shard(3, torch.tensor([[True, True, False], [False] * 3]))
+    cache.fork([1, 0])
+    cache.prefill(0, *torch.randn(3, 2, 2, 3, 8))
+    assert cache.lengths == [9, 9]

@@ -77,6 +77,7 @@ def test_what_cannot_be_honoured_is_an_error_on_all_ranks(run_ranks) -> None:  #
         "embeddings": "inputs_embeds; give input_ids alone",
         "another owner": "a RingCache is for the model that it was made for",
         "behind": "padding behind tokens, which the windows of transformers count",
+        "padded right": "a row ends in padding; set padding_side='left'",
         "another prompt": "Mismatch: the ranks disagree about tokens (give every rank the whole prompt, not a shard): ",
         "no prompt": "InvalidInput: generate: input_ids (1, 0) has no token",
         "a shorter prompt": "Mismatch: the ranks disagree about",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ...errors import Unsupported
 from ...functional import attention, ring_attention, virtual_attention
 from ...kernels.aten_cpu import bf16_is_fast
-from ...pattern import Causal, Full
+from ...pattern import Full
 from ...planner import make_plan
 from ...simulator.timing.costs import memory
 from ..case import (
@@ -117,10 +117,11 @@ def make_template(context: Context, rotate: str) -> Run:
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     """Largest relative error of each column against the single call, over the output and the gradients; on rank 0."""
     errors = {}
-    for name in ("ring", *TEMPLATES):
-        tensors = [gather(x, get_layout(context)) for x in results[name]]
-        if context.rank == 0:
-            errors[name] = check_error(name, tensors, results["single"])
+    for name, tensors in results.items():
+        on_ranks = name in ("ring", *TEMPLATES)
+        whole = [gather(x, get_layout(context)) for x in tensors] if on_ranks else tensors
+        if context.rank == 0 and name != "single":
+            errors[name] = check_error(name, whole, results["single"])
     return errors
 
 
@@ -138,15 +139,6 @@ def _make_alone(context: Context) -> Run | None:
     return make_alone(context, partial(attention, pattern=context.settings["pattern"]))
 
 
-def _check_half(context: Context, results: dict[str, Any]) -> dict[str, float]:
-    """Errors against the single call, as `_check`; of one rank, too."""
-    tensors = [gather(x, get_layout(context)) for x in results["ring"]]
-    if context.rank:
-        return {}
-    found = {"ring": tensors, "one rank": results["one rank"]}
-    return {name: check_error(name, x, results["single"]) for name, x in found.items()}
-
-
 def _half_case(dtype: str, causal: bool, backward: bool, tokens: int = 4096) -> BenchCase:
     """A 16-bit dtype: torch's own call of this dtype, one rank with as many threads, and two ranks."""
     name = f"{'causal' if causal else 'dense'}_{tokens}_{dtype}" + "_backward" * backward
@@ -159,23 +151,19 @@ def _half_case(dtype: str, causal: bool, backward: bool, tokens: int = 4096) -> 
     settings = _settings(tokens, causal, backward, dtype=dtype)
     unit = "a" if bf16_is_fast(backward=False) else "no"
     note = f"This CPU has {unit} matrix unit for bf16 (AMX)."
-    return BenchCase(name, CORES, settings, columns, ratios, _check_half, notes=(note,))
+    return BenchCase(name, CORES, settings, columns, ratios, _check, notes=(note,))
 
 
 def _make_virtual_ring(context: Context) -> Run:
-    pattern = Causal() if context.settings["causal"] else Full()
-    ring = partial(virtual_attention, pattern=pattern, ranks=context.settings["virtual_ranks"], schedule="ring")
-    return make_call(context, ring, whole=True)
-
-
-def _check_virtual(context: Context, results: dict[str, Any]) -> dict[str, float]:
-    return {"virtual": check_error("the virtual ring", results["virtual"], results["single"])}
+    settings = context.settings
+    options: Any = {"pattern": settings["pattern"], "ranks": settings["virtual_ranks"], "schedule": "ring"}
+    return make_call(context, partial(virtual_attention, **options), whole=True)
 
 
 def _virtual_case(name: str, causal: bool, target: float) -> BenchCase:
     settings = {**_settings(8192, causal, False, virtual_ranks=8), "layout": "contiguous"}
     columns = (BenchColumn("single", CORES, make_single), BenchColumn("virtual", CORES, _make_virtual_ring))
-    return BenchCase(name, 1, settings, columns, (Ratio("single", "virtual", target),), _check_virtual)
+    return BenchCase(name, 1, settings, columns, (Ratio("single", "virtual", target),), _check)
 
 
 def _memory_case(ranks: int, rotate: str | None = None, *, rows: int = 4096) -> BenchCase:

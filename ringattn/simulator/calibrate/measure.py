@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -165,13 +166,14 @@ def _fit(
     samples, fits = {"unit": "s", **asdict(measured)}, dict[str, Any]()
     del samples["runs"]  # which `passes` has
     samples |= {f"{prefix}shifts": times for prefix, times in samples.pop("shifts").items()}
+    samples = json.loads(json.dumps(samples))  # tuples as lists, which YAML can hold
     if ranks.size > 1:
         _fit_links(ranks, measured, values, fits)
     kept = [pair for pair in base.sources if pair[0] not in (*values, "kernel", "residuals")]
     names = [*list_measured(values, ranks.nodes), "kernel"]
     machine = base.changed(**values, kernel=kernel_times, sources=(*kept, *((name, "measured") for name in names)))
     if ranks.size == 1:
-        return Calibration(machine, _plain(samples), fits, [])
+        return Calibration(machine, samples, fits, [])
     between = {n * ranks.size for n in sizes_between(sizes.rows)}
     machine, modelled = _fit_passes(ranks, settings, machine, cases, measured.runs)
     passes = [each for each in modelled if each.case.tokens in between]
@@ -179,7 +181,7 @@ def _fit(
     samples["passes"] = [each.record for each in passes]
     residuals = tuple((each.modelled, ratio) for each in passes for ratio in each.ratios)
     sources = (*machine.sources, ("residuals", "measured"))
-    return Calibration(machine.changed(residuals=residuals, sources=sources), _plain(samples), fits, passes)
+    return Calibration(machine.changed(residuals=residuals, sources=sources), samples, fits, passes)
 
 
 def _fit_links(ranks: MeasuringRanks, measured: Round, values: dict[str, Any], fits: dict[str, Any]) -> None:
@@ -237,13 +239,6 @@ def list_measured(values: dict[str, Any], nodes: int) -> list[str]:
         for name, value in values.items()
         if value is not None and name != "cores" and (nodes > 1 or name not in ("ranks_per_node", "shared_nic"))
     ]
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as lists, which YAML can hold."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _list_links(ranks: MeasuringRanks) -> dict[str, bool]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,9 +52,8 @@ def modelled_spans(window: StepWindow, direction: str, since: float = 0.0) -> It
             start, busy, following = (
                 float(x) for x in (window.begun[row, column], window.busy[row, column], window.begun[row + 1, column])
             )
-            if isnan(busy):
-                continue
-            yield rank, label, since + start, since + start + busy, None
+            if busy:
+                yield rank, label, since + start, since + start + busy, None
             if following > start + busy:
                 yield rank, f"{label}, wait", since + start + busy, since + following, None
     for message in window.messages or ():

@@ -17,7 +17,7 @@ from ...machine.machine import Machine
 from ...machine.presets import get_machine
 from ...pattern import Pattern, Tile
 from ...pattern.base import ONE_HEAD, Position, Run, Side
-from ...pattern.views import HeadSlice
+from ...pattern.views import HeadSlice, PatternView
 from ...plan.choice import Candidate, Choice, Prediction
 from ...plan.demand import KeyDemand
 from ...plan.plan import Plan
@@ -380,19 +380,11 @@ def _ask(name: str) -> Any:
     return ask
 
 
-class Metered(Pattern):
+class Metered(PatternView):
     """The same pattern, which counts the lookups of its tiles. Raises TooMany when `left`, the budget, is spent."""
 
     def __init__(self, pattern: Pattern, budget: int) -> None:
         self.pattern, self.left = pattern, budget
-
-    @property
-    def branches(self) -> int:
-        return self.pattern.branches
-
-    @property
-    def output_scale(self) -> float:
-        return self.pattern.output_scale
 
     @property
     def period(self) -> int | None:
@@ -414,7 +406,7 @@ class Metered(Pattern):
 
     def run(self, side: Side, first: Position, last: Position) -> Run | None:
         self._spend(WHOLE_RECTANGLE if isinstance(first, np.ndarray) else 1)
-        return self.pattern.run(side, first, last)
+        return super().run(side, first, last)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         return self.pattern.visible(q, k, head, tokens)

@@ -83,7 +83,7 @@ def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:
     if plan.ranks > MOST_RANKS:
         return f"visits that differ are counted for at most {MOST_RANKS:,} ranks"
     counts = BandCounts(rates, faults, band.transposed if rates.turned else band, ways)
-    if rates.buffers > 1 and len(counts.direct_bytes.step):
+    if rates.buffers > 1 and len(counts.direct_bytes):
         return "messages between ranks that are not neighbors are modelled with one receive slot only"
     words = f"{_describe_band(band)}; {counts.steps:,} steps x {plan.ranks:,} ranks were counted"
     return RingProblem(counts.make_ring(), counts.steps, words, counts)

@@ -20,7 +20,7 @@ from .rates import FEW_RANKS, Factors, Faults, Rates, parse_factors
 from .solvers import SOLVERS
 from .solvers.base import Solved
 from .solvers.event_loop import rank_steps, simulate_events
-from .solvers.jitter import SampledTime, check_seed, sample_ring, sample_runs
+from .solvers.jitter import REPEATS, SampledTime, check_seed, sample_ring, sample_runs
 from .solvers.recurrence import Stall
 from .solvers.stencil import MOST_COUNTED, check_size
 from .timeline import Timeline, note_assumptions
@@ -67,7 +67,7 @@ def simulate(
             noise = np.random.default_rng(seed)
             sample = sample_runs(
                 lambda: simulate_events(problem.rates, problem.faults, noise=noise).seconds,
-                f"runs of every step of every rank, seed {seed}",
+                f"{REPEATS} runs of every step of every rank, seed {seed}",
             )
         else:
             sample = sample_ring(ring.ring, machine.jitter, seed)
@@ -138,10 +138,11 @@ def _make_timeline(
     if sample is not None:
         # Times are maxima of sums, whose mean is at least the time of the mean visits. Interference may end earlier
         # with jitter, as it ends with the message; then the time is at least what a rank computes.
-        sample = sample.at_least(seconds if not machine.gamma else compute)
-        exposed["jitter"], seconds = sample.seconds - seconds, sample.seconds
+        least = seconds if not machine.gamma else compute
+        mean, low, high = (max(value, least) for value in (sample.seconds, sample.low, sample.high))
+        exposed["jitter"], seconds = mean - seconds, mean
         solver, why = f"{solver} + jitter", f"{why}; jitter: {sample.why}"
-        low, high = (max(end, host) + exposed["call"] for end in (sample.low, sample.high))
+        low, high = (max(end, host) + exposed["call"] for end in (low, high))
         interval = low, high
     exposed["host"] = max(host - seconds, 0.0)
     seconds += exposed["host"] + exposed["call"]

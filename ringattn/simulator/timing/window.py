@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,8 +13,8 @@ from ...machine.machine import Machine
 from .problem import make_ring_problem
 from .rates import Factors, Faults, Rates, parse_factors
 from .solvers.delay import DelayState
-from .solvers.event_loop import run_events
-from .solvers.recurrence import Phase, Ring, Stall
+from .solvers.event_loop import list_events
+from .solvers.recurrence import NEVER, Phase, Ring, Stall
 
 if TYPE_CHECKING:
     from ...plan.plan import Plan
@@ -37,7 +36,7 @@ class TimedMessage:
 
 @dataclass(frozen=True)
 class StepWindow:
-    """When `ranks` begin `steps`, in seconds and without jitter; NaN where a rank has no such step.
+    """When `ranks` begin `steps`, in seconds and without jitter. A rank takes no time at a step of other ranks.
 
     All arrays are float64. `messages` is None where the solver does not know when messages begin.
     """
@@ -75,15 +74,21 @@ def window(
     faults = Faults(
         parse_factors("slow", slow, plan.ranks), parse_factors("slow_links", slow_links, plan.ranks), tuple(stalls)
     )
-    ring_problem = make_ring_problem(rates, faults)
-    if isinstance(ring_problem, str):
-        return _simulate_window(rates, faults, ranks, steps, ring_problem)
-    steps = range(steps.start, min(steps.stop, ring_problem.steps))
-    if not steps:
-        raise InvalidInput(
-            f"the window begins at step {steps.start}, the pass has the steps 0 .. {ring_problem.steps - 1}"
-        )
-    return _solve_window(ring_problem.ring, ranks, steps)
+    problem = make_ring_problem(rates, faults)
+    if not isinstance(problem, str):
+        return _solve_window(problem.ring, ranks, _clip(steps, problem.steps))
+    events = list_events(rates, faults, problem)
+    steps = _clip(steps, len(events.busy))
+    rows, columns = slice(steps.start, steps.stop), slice(ranks.start, ranks.stop)
+    begun = events.begun()[steps.start : steps.stop + 1, columns]
+    return StepWindow(ranks, steps, begun, events.busy[rows, columns], None)
+
+
+def _clip(steps: range, count: int) -> range:
+    """Those of the steps that a pass of `count` steps has. Raises InvalidInput where it has none of them."""
+    if steps.start >= count:
+        raise InvalidInput(f"the window begins at step {steps.start}, the pass has the steps 0 .. {count - 1}")
+    return range(steps.start, min(steps.stop, count))
 
 
 def _solve_window(ring: Ring, ranks: range, steps: range) -> StepWindow:
@@ -119,34 +124,13 @@ def _list_messages(ring: Ring, phase: Phase, step: int, now: np.ndarray, ranks: 
 
     With one receive buffer, each begins when both ends begin the step.
     """
-    messages = []
-
-    def add(source: int, target: int, seconds: float) -> None:
-        messages.append(TimedMessage(step, source, target, float(max(now[source], now[target])), seconds))
-
+    direct = phase.direct
+    sent = [*zip(direct.source.tolist(), direct.target.tolist(), direct.seconds.tolist(), strict=True)]
     for lane in phase.messages:
         seconds = np.broadcast_to(lane.seconds, (ring.ranks,))
-        for source in ranks:
-            if np.isfinite(seconds[source]):
-                add(source, (source + lane.sign) % ring.ranks, float(seconds[source]))
-    if phase.direct is not None:
-        columns = phase.direct.source, phase.direct.target, phase.direct.seconds
-        for source, target, lasts in zip(*(column.tolist() for column in columns), strict=True):
-            if source in ranks:
-                add(source, target, lasts)
-    return messages
-
-
-def _simulate_window(rates: Rates, faults: Faults, ranks: range, steps: range, why: str) -> StepWindow:
-    """The window by the event solver. Between two of its steps a rank does nothing."""
-    begun = np.full((len(steps) + 1, len(ranks)), np.nan)
-    busy = np.full((len(steps), len(ranks)), np.nan)
-    for column, rank in enumerate(run_events(rates, faults, why)[ranks.start : ranks.stop]):
-        clocks = [*rank.clock, *(clock + 1 for clock in rank.clock[-1:])]
-        for row, step in enumerate(range(steps.start, steps.stop + 1)):
-            if clocks and clocks[0] <= step <= clocks[-1]:
-                number = bisect_left(clocks, step)
-                begun[row, column] = rank.begun[number]
-                if row < len(steps) and step < clocks[-1]:
-                    busy[row, column] = rank.busy[number] if clocks[number] == step else 0.0
-    return StepWindow(ranks, steps, begun, busy, None)
+        sent += [(source, (source + lane.sign) % ring.ranks, float(seconds[source])) for source in ranks]
+    return [
+        TimedMessage(step, source, target, float(max(now[source], now[target])), seconds)
+        for source, target, seconds in sent
+        if source in ranks and seconds > NEVER
+    ]

@@ -266,14 +266,16 @@ def _limit_distances(band: Band) -> np.ndarray:
 
 
 def _pair_points(band: Band, turn: np.ndarray) -> Iterator[np.ndarray]:
-    """Ranks at which pairs of visits change, where owner = rank - turn around the ring."""
+    """Ranks at which pairs of visits change, where owner = rank - turn around the ring; and ranks beside a wrap."""
     ranks, limits = band.ranks, _limit_distances(band)
-    yield turn % ranks
+    yield turn % ranks + np.arange(-1, 2)
     if band.chunks == 2:
         # The chunks of rank and of 2 ranks - 1 - owner are at a limit: rank + owner - (2 ranks - 1) = +- limit.
         for around in (-ranks, 0, ranks):
             for limit in (limits, -limits):
-                yield from _halves(turn + around + 2 * ranks - 1 + limit)
+                twice = turn + around + 2 * ranks - 1 + limit
+                yield twice // 2
+                yield (twice + 1) // 2
 
 
 def _row_points(band: Band, way: Way, hops: np.ndarray) -> Iterator[np.ndarray]:
@@ -285,17 +287,6 @@ def _row_points(band: Band, way: Way, hops: np.ndarray) -> Iterator[np.ndarray]:
     for end in (0, ranks, 2 * ranks) if band.chunks == 2 else (0, ranks):
         for limit in (limits, -limits):
             yield end + limit[None]
-    for distance in (way.sign * (hops + 1), np.full((1, 1), way.sign * way.limit)):
-        # The query chunk is at a distance from the owner around the ring: ranks wrap around, or it meets a mirrored
-        # chunk.
-        yield (-distance) % ranks + np.arange(-1, 2)
-        if band.chunks == 2:
-            for around in (-ranks, 0, ranks):
-                for limit in (limits, -limits):
-                    yield from _halves(2 * ranks - 1 - distance + around + limit)
-
-
-def _halves(twice: np.ndarray) -> Iterator[np.ndarray]:
-    """Halves of integers, rounded down and rounded up."""
-    yield twice // 2
-    yield (twice + 1) // 2
+    # The query chunk is at a distance from the owner around the ring: ranks wrap around, or it meets a mirrored chunk.
+    for distance in (hops + 1, np.full((1, 1), way.limit)):
+        yield from _pair_points(band, -way.sign * distance)

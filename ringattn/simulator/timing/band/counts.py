@@ -10,9 +10,16 @@ import numpy as np
 
 from ....plan.schedules.ring import Way
 from ..rates import Faults, Rates
-from ..solvers.recurrence import Phase, Ring, Value
+from ..solvers.recurrence import DirectMessages, Phase, Ring, Value
 from .band import Band, BandTraffic, find_owner_breakpoints
-from .messages import RANKS_AT_A_TIME, DirectCosts, NeighborCosts, OwnerMessages, scale_by_slow_ranks
+from .messages import (
+    RANKS_AT_A_TIME,
+    DirectCosts,
+    NeighborCosts,
+    find_owner_messages,
+    scale_by_slow_ranks,
+    select_neighbors,
+)
 
 #: Counts of up to so many ranks x steps are cached with their plan.
 CACHED = 1 << 21
@@ -62,22 +69,22 @@ class BandCounts:
         return self.steps - self.reach + sum(self._reaches)
 
     @cached_property
-    def owner_messages(self) -> OwnerMessages:
-        """What goes directly between owners and last receivers."""
+    def owner_messages(self) -> DirectMessages:
+        """What goes directly between owners and last receivers; its seconds are not known yet."""
         return self.rates.plan.cache.answer(
             ("owner messages", self.band, self.ways, self.traffic),
-            lambda: OwnerMessages.of(self.band, self.ways, self.traffic, self.reach),
+            lambda: find_owner_messages(self.band, self.ways, self.traffic, self.reach),
         )
 
     @cached_property
-    def direct_bytes(self) -> OwnerMessages:
+    def direct_bytes(self) -> DirectMessages:
         """The owner messages between ranks that are not neighbors."""
-        return self.owner_messages.select(~self.owner_messages.to_neighbor)
+        return select_neighbors(self.owner_messages, self.band.ranks, 0)
 
     @cached_property
     def signs(self) -> tuple[int, ...]:
         """Directions in which ranks send to a neighbor."""
-        direct = [sign for sign in (1, -1) if len(self.owner_messages.neighbor_keys(sign > 0)[0])]
+        direct = [s for s in (1, -1) if len(select_neighbors(self.owner_messages, self.band.ranks, s))]
         return tuple(dict.fromkeys([*(self._message_sign(way) for way in self.ways), *direct]))
 
     @property
@@ -93,15 +100,13 @@ class BandCounts:
         """The numbers of ranks at steps, int64 [2 + signs, ...].
 
         Pairs of one head, query rows that are merged, and for each of `signs` the bytes that a rank sends to that
-        neighbor.
+        neighbor. RANKS_AT_A_TIME ranks are counted at a time.
         """
-        return np.concatenate([self._count_visits(ranks, steps), self._count_sent(ranks, steps)])
-
-    def count_in_parts(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """What `count` gives, counted RANKS_AT_A_TIME ranks at a time."""
         steps = np.broadcast_to(steps, (len(ranks), *steps.shape[1:]))
-        parts = (slice(i, i + RANKS_AT_A_TIME) for i in range(0, max(len(ranks), 1), RANKS_AT_A_TIME))
-        return np.concatenate([self.count(ranks[part], steps[part]) for part in parts], axis=1)
+        starts = range(0, max(len(ranks), 1), RANKS_AT_A_TIME)
+        parts = [(ranks[i : i + RANKS_AT_A_TIME], steps[i : i + RANKS_AT_A_TIME]) for i in starts]
+        counts = (np.concatenate([self._count_visits(*part), self._count_sent(*part)]) for part in parts)
+        return np.concatenate([*counts], axis=1)
 
     def direct_breakpoints(self, first: int, last: int) -> np.ndarray:
         """Where ranks begin to send other bytes to a neighbor in owner messages, at steps first .. last - 1.
@@ -115,7 +120,7 @@ class BandCounts:
     def direct_costs(self, first: int, last: int) -> DirectCosts | None:
         """The direct messages of steps first .. last - 1 on the machine; None where there are none."""
         sent = self.direct_bytes.between(first, last)
-        if not len(sent.step):
+        if not len(sent):
             return None
         no_direct_seconds = np.zeros((2, 2, 1, 1))
 
@@ -169,9 +174,10 @@ class BandCounts:
 
     @cached_property
     def _neighbor_messages(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """The owner messages to neighbors by direction, as `OwnerMessages.neighbor_keys` gives them."""
-        by_sign = {sign: self.owner_messages.neighbor_keys(sign > 0) for sign in self.signs}
-        return {sign: (keys, size) for sign, (keys, size) in by_sign.items() if len(keys)}
+        """By direction, of the owner messages to neighbors: step * ranks + sender, ascending, and bytes."""
+        ranks = self.band.ranks
+        by_sign = {sign: select_neighbors(self.owner_messages, ranks, sign) for sign in self.signs}
+        return {sign: (sent.step * ranks + sent.source, sent.bytes) for sign, sent in by_sign.items() if len(sent)}
 
     @cached_property
     def _neighbor_breakpoints(self) -> np.ndarray:

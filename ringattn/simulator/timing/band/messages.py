@@ -4,7 +4,7 @@ the last receivers of rows of the blocks; their bytes, and their seconds on a ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,44 +39,30 @@ class NeighborCosts:
         direct_seconds: np.ndarray | None = None,
     ) -> None:
         self.sizes = dict(sizes)
-        #: By direction: whether the receiver is in the sender's node; seconds of the message alone, and its gap.
+        #: By direction: whether the receiver is in the sender's node, and the gap of a message.
         self.near = {sign: rates.near(sign, ranks) for sign, _ in sizes}
-        self.alone: dict[int, np.ndarray] = {}
         self.gaps: dict[int, np.ndarray] = {}
+        #: Seconds of all messages that a rank sends, and receives, between nodes (0) and within its node (1).
+        self.sent: list[Value]
+        self.received: list[Value]
+        self.sent, self.received = (
+            [*kinds] for kinds in (np.zeros((2, 2)) if direct_seconds is None else direct_seconds)
+        )
         factor = 1.0 if faults.slow_links is None else faults.slow_links
         for sign, size in sizes:
             seconds, gap = rates.message(size, self.near[sign])
             empty = np.equal(size, 0)
-            self.alone[sign] = np.where(empty, 0.0, seconds * factor)
             self.gaps[sign] = np.where(empty, 0.0, gap * factor)
-        #: Seconds of all messages that a rank sends, and receives, between nodes (0) and within its node (1); None
-        #: where every rank has one message.
-        self.sent: list[Value] | None = None
-        self.received: list[Value] | None = None
-        if len(self.alone) > 1 or direct_seconds is not None:
-            by_kind = [
-                {sign: np.where(self.near[sign] == near, self.alone[sign], 0.0) for sign in self.alone}
-                for near in (False, True)
-            ]
-            self.sent = [
-                sum(seconds.values(), 0.0 if direct_seconds is None else direct_seconds[0, kind])
-                for kind, seconds in enumerate(by_kind)
-            ]
-            self.received = [
-                sum(
-                    (shift_ranks(row, sign) for sign, row in seconds.items()),
-                    0.0 if direct_seconds is None else direct_seconds[1, kind],
-                )
-                for kind, seconds in enumerate(by_kind)
-            ]
+            for kind in (0, 1):
+                alone = np.where(empty | (self.near[sign] != kind), 0.0, seconds * factor)
+                self.sent[kind] = self.sent[kind] + alone
+                self.received[kind] = self.received[kind] + shift_ranks(alone, sign)
 
     def messages(self, sign: int) -> NeighborMessages:
         """The messages of one direction."""
-        sent = received = self.alone[sign]
-        if self.sent is not None and self.received is not None:
-            near = self.near[sign]
-            sent = np.where(near, self.sent[1], self.sent[0])
-            received = np.where(near, *(shift_ranks(np.asarray(row), -sign) for row in self.received[::-1]))
+        near = self.near[sign]
+        sent = np.where(near, self.sent[1], self.sent[0])
+        received = np.where(near, *(shift_ranks(np.asarray(row), -sign) for row in self.received[::-1]))
         seconds = np.where(np.equal(self.sizes[sign], 0), NEVER, np.maximum(sent, received))
         return NeighborMessages(sign, _simplify(seconds), _simplify(self.gaps[sign]), self.sizes[sign])
 
@@ -126,58 +112,35 @@ def find_last_receivers(band: Band, way: Way) -> np.ndarray:
     return np.concatenate(entries, axis=1)
 
 
-@dataclass(frozen=True)
-class OwnerMessages:
-    """`bytes` that go directly between owners and last receivers, one int64 entry per message.
+def find_owner_messages(band: Band, ways: Sequence[Way], traffic: BandTraffic, reach: int) -> DirectMessages:
+    """What goes directly between owners and last receivers, where the block that goes farthest makes `reach` hops.
 
-    Messages ascend by `step`, messages of one step by `source`.
+    The seconds are 0.
     """
+    entries = [np.zeros((4, 0), dtype=np.int64)]
+    for way in ways if traffic.direct_row_bytes else ():
+        owner, distance, rows = find_last_receivers(band, way)
+        receiver = (owner + way.sign * distance) % band.ranks
+        step, size = distance + 1, rows * traffic.direct_row_bytes
+        if traffic.homeward:
+            sent_again = ~_find_kept(receiver, distance, rows, band.rows)
+            entries.append(np.stack([reach - step, owner, receiver, size])[:, sent_again])
+        else:
+            entries.append(np.stack([step, receiver, owner, size]))
+    messages = np.concatenate(entries, axis=1)
+    messages = messages[:, messages[3] > 0]
+    step, source, target, size = messages[:, np.lexsort((messages[1], messages[0]))]
+    return DirectMessages(step, source, target, size, np.zeros(len(step)))
 
-    ranks: int
-    step: np.ndarray
-    source: np.ndarray
-    target: np.ndarray
-    bytes: np.ndarray
 
-    @classmethod
-    def of(cls, band: Band, ways: Sequence[Way], traffic: BandTraffic, reach: int) -> OwnerMessages:
-        """The messages of a band's traffic, where the block that goes farthest makes `reach` hops."""
-        entries = [np.zeros((4, 0), dtype=np.int64)]
-        for way in ways if traffic.direct_row_bytes else ():
-            owner, distance, rows = find_last_receivers(band, way)
-            receiver = (owner + way.sign * distance) % band.ranks
-            step, size = distance + 1, rows * traffic.direct_row_bytes
-            if traffic.homeward:
-                sent_again = ~_find_kept(receiver, distance, rows, band.rows)
-                entries.append(np.stack([reach - step, owner, receiver, size])[:, sent_again])
-            else:
-                entries.append(np.stack([step, receiver, owner, size]))
-        messages = np.concatenate(entries, axis=1)
-        messages = messages[:, messages[3] > 0]
-        return cls(band.ranks, *messages[:, np.lexsort((messages[1], messages[0]))])
+def select_neighbors(messages: DirectMessages, ranks: int, sign: int) -> DirectMessages:
+    """The messages to the next rank (+1) or to the previous rank (-1); 0: to all other ranks.
 
-    @property
-    def to_neighbor(self) -> np.ndarray:
-        """Which messages go to a neighbor, where they join the sender's other rows: bool [messages]."""
-        return np.isin((self.target - self.source) % self.ranks, (1, self.ranks - 1))
-
-    def select(self, which: np.ndarray | slice) -> OwnerMessages:
-        """The messages that a mask or a slice selects."""
-        return OwnerMessages(self.ranks, self.step[which], self.source[which], self.target[which], self.bytes[which])
-
-    def between(self, first: int, last: int) -> OwnerMessages:
-        """The messages of steps first .. last - 1."""
-        return self.select(slice(*np.searchsorted(self.step, (first, last))))
-
-    def neighbor_keys(self, up: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Messages to the next rank (`up`) or to the previous rank: step * ranks + sender, ascending, and bytes.
-
-        Of two ranks each is the next rank of the other.
-        """
-        sent = self.select((self.target - self.source) % self.ranks == (1 if up else self.ranks - 1))
-        if self.ranks == 2 and not up:
-            sent = sent.select(slice(0))
-        return sent.step * self.ranks + sent.source, sent.bytes
+    Messages to neighbors join the sender's other rows. Of two ranks each is the next rank of the other.
+    """
+    distance = (messages.target - messages.source) % ranks
+    signs = np.where(distance == 1, 1, np.where(distance == ranks - 1, -1, 0))
+    return messages.select(signs == sign)
 
 
 def _find_kept(receiver: np.ndarray, distance: np.ndarray, rows: np.ndarray, block: int) -> np.ndarray:
@@ -216,10 +179,10 @@ class DirectCosts:
 
     @classmethod
     def of(
-        cls, rates: Rates, faults: Faults, sent: OwnerMessages, find_neighbor_costs: FindNeighborCosts
+        cls, rates: Rates, faults: Faults, sent: DirectMessages, find_neighbor_costs: FindNeighborCosts
     ) -> DirectCosts:
         """The costs of messages. As in NeighborCosts, a message ends with all of its rank, step and kind of link."""
-        ranks, per_node = sent.ranks, rates.machine.ranks_per_node
+        ranks, per_node = rates.plan.ranks, rates.machine.ranks_per_node
         near = sent.source // per_node == sent.target // per_node
         kind = near.astype(np.int64)
         crowd = rates.crowd(sent.source, sent.target)
@@ -239,8 +202,7 @@ class DirectCosts:
         seconds = np.maximum(*(sums[kind, place] for sums, place in zip(together, places, strict=True)))
         for of_ends, place in zip(longest, places, strict=True):
             np.maximum.at(of_ends, place, seconds)
-        messages = DirectMessages(sent.step, sent.source, sent.target, sent.bytes, seconds)
-        return cls(ranks, messages, end_keys, end_seconds, longest)
+        return cls(ranks, replace(sent, seconds=seconds), end_keys, end_seconds, longest)
 
     def at(self, ranks: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(end_seconds, longest) of any ranks at steps, [2, 2, ...] and [2, ...]; 0 without a direct message."""
@@ -256,7 +218,6 @@ def _sum_neighbor_seconds(
     """Seconds of the messages that ranks exchange with their neighbors at steps, [2, 2, ranks] as in NeighborCosts."""
     around = (rank[:, None] + AROUND) % ranks
     costs = find_neighbor_costs(around, step[:, None])
-    assert costs.sent is not None and costs.received is not None
     return np.stack(
         [[np.broadcast_to(row, around.shape)[:, 1] for row in rows] for rows in (costs.sent, costs.received)]
     )

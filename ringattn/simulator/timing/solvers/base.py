@@ -96,7 +96,7 @@ def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
             sent = np.broadcast_to(np.asarray(lane.bytes, dtype=np.int64) * np.isfinite(lane.seconds), (ring.ranks,))
             messages += copies * phase.steps * int(np.count_nonzero(sent))
             carried[lane.sign] = carried.get(lane.sign, 0) + phase.steps * sent
-        direct += [] if phase.direct is None else [phase.direct.bytes]
+        direct.append(phase.direct.bytes)
     for stall in ring.stalls:
         loads.stalls[stall.rank] += stall.seconds
     neighbours = np.concatenate([*carried.values(), np.zeros(0, dtype=np.int64)])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...progress import track
-from .recurrence import NEVER, DirectMessages, NeighborMessages, Phase, Ring, instant, largest, shift_ranks
+from .recurrence import NEVER, NO_DIRECT, DirectMessages, NeighborMessages, Phase, Ring, instant, largest, shift_ranks
 
 #: Steps between two reports of progress.
 DEPTH = 128
@@ -33,7 +33,7 @@ class CoefficientChanges:
     step: np.ndarray
     rank: np.ndarray
     values: np.ndarray
-    direct: DirectMessages | None = None
+    direct: DirectMessages = NO_DIRECT
 
     def instant(self) -> CoefficientChanges:
         """The changes where messages take no time: a rank is busy for as long as before."""
@@ -42,8 +42,12 @@ class CoefficientChanges:
             return np.stack([values[3], instant(values[1]), instant(values[2]), values[3]])
 
         initial = None if self.initial is None else change(self.initial)
-        direct = None if self.direct is None else self.direct.instant()
-        return CoefficientChanges(self.steps, initial, self.step, self.rank, change(self.values), direct)
+        values = change(self.values)
+        return CoefficientChanges(self.steps, initial, self.step, self.rank, values, self.direct.instant())
+
+
+#: No rank and no step at which a coefficient changes.
+NO_POINTS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((4, 0))
 
 
 class DelayState:
@@ -88,39 +92,36 @@ class DelayState:
         for value, row in zip(self.ring.coefficients(phase), self.coefficients, strict=True):
             row[:] = value - self.reference
         for done in track(range(0, steps, DEPTH), -(-steps // DEPTH), f"steps by {DEPTH}"):
-            self._advance(min(DEPTH, steps - done), None, phase.direct)
+            self.advance_changes(CoefficientChanges(min(DEPTH, steps - done), None, *NO_POINTS, phase.direct))
 
     def advance_changes(self, changes: CoefficientChanges) -> None:
-        """Advance by steps whose coefficients change. The largest initial coefficient becomes the new reference."""
+        """Advance by the stencil max(now + own, below + left, above + right), and to the ends of direct messages.
+
+        The largest initial coefficient becomes the new reference.
+        """
         if changes.initial is not None:
             longest = float(changes.initial[:3].max())
             # The same times, relative to another reference.
             self.now = self.now + self.step * (self.reference - longest)
             self.reference = longest
             self.coefficients = changes.initial[:3] - longest
-        self._advance(changes.steps, changes, changes.direct)
-
-    def _advance(self, steps: int, changes: CoefficientChanges | None, direct: DirectMessages | None) -> None:
-        """Advance by the stencil max(now + own, below + left, above + right), and to the ends of direct messages."""
-        values = np.zeros((3, 0)) if changes is None else changes.values[:3] - self.reference
-        busy = self._find_busy(changes, values, direct)
+        steps, direct, values = changes.steps, changes.direct, changes.values[:3] - self.reference
+        busy = self._find_busy(changes, values)
         self.now = self.now.copy()  # others may hold the times before these steps
         self.now[: busy.start] += steps * self.coefficients[0, : busy.start]
         self.now[busy.stop :] += steps * self.coefficients[0, busy.stop :]
         coefficients = self.coefficients[:, busy]
         now, then, scratch = self.now[busy], *np.empty((2, coefficients.shape[1]))
         own, *others = coefficients
-        first_point, first_message = (
-            np.searchsorted([] if part is None else part.step, np.arange(steps + 1)).tolist()
-            for part in (changes, direct)
-        )
+        first_point = np.searchsorted(changes.step, np.arange(steps + 1)).tolist()
+        first_message = np.searchsorted(direct.step, self.step + np.arange(steps + 1)).tolist()
         sides = [
             (coefficient, *side)
             for coefficient, later, side in zip(others, values[1:], NEIGHBORS, strict=True)
             if np.isfinite(coefficient).any() or np.isfinite(later).any()
         ]
         for k in range(steps):
-            if changes is not None and first_point[k] < first_point[k + 1]:
+            if first_point[k] < first_point[k + 1]:
                 part = slice(first_point[k], first_point[k + 1])
                 coefficients[:, changes.rank[part] - busy.start] = values[:, part]
             np.add(now, own, out=then)
@@ -128,7 +129,7 @@ class DelayState:
                 np.add(now[neighbors], coefficient[ranks], out=scratch[ranks])
                 scratch[end] = now[other_end] + coefficient[end]
                 np.maximum(then, scratch, out=then)
-            if direct is not None and first_message[k] < first_message[k + 1]:
+            if first_message[k] < first_message[k + 1]:
                 part = slice(first_message[k], first_message[k + 1])
                 ends = np.stack([direct.source[part], direct.target[part]]) - busy.start
                 ended = now[ends].max(axis=0) + (direct.seconds[part] - self.reference)
@@ -138,31 +139,24 @@ class DelayState:
         self.now[busy] = now
         self.step += steps
 
-    def _find_busy(
-        self, changes: CoefficientChanges | None, values: np.ndarray, direct: DirectMessages | None
-    ) -> slice:
+    def _find_busy(self, changes: CoefficientChanges, values: np.ndarray) -> slice:
         """A run of ranks that holds all that do anything in some steps, and their neighbors.
 
-        All ranks where the last has messages with the first.
+        All ranks where the last has messages with the first. `values` are relative to the reference.
         """
         own, below, above = self.coefficients
-        parts = [np.flatnonzero((own != -self.reference) | np.isfinite(below) | np.isfinite(above))]
-        ends = [below[:1], above[-1:]]
-        if changes is not None:
-            parts.append(changes.rank)
-            ends += [values[1, changes.rank == 0], values[2, changes.rank == self.ring.ranks - 1]]
-        if direct is not None:
-            parts += [direct.source, direct.target]
-        ranks = np.concatenate(parts)
+        works = np.flatnonzero((own != -self.reference) | np.isfinite(below) | np.isfinite(above))
+        ranks = np.concatenate([works, changes.rank, changes.direct.source, changes.direct.target])
         if not len(ranks):
             return slice(0, 0)
+        ends = below[:1], above[-1:], values[1, changes.rank == 0], values[2, changes.rank == self.ring.ranks - 1]
         if np.isfinite(np.concatenate(ends)).any():
             return slice(0, self.ring.ranks)
         return slice(max(int(ranks.min()) - 1, 0), int(ranks.max()) + 2)
 
     def _advance_with_slots(self, phase: Phase) -> None:
         """Advance by one step of a ring with several receive slots, all ranks at once."""
-        assert phase.direct is None, "direct messages have one receive slot"
+        assert not len(phase.direct), "direct messages have one receive slot"
         ring, reference = self.ring, self.reference
         then = self.now + (ring.busy(phase) - reference)
         # Times of j steps ago are relative to a step that is j references earlier.

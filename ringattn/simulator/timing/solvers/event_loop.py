@@ -1,9 +1,9 @@
 """The steps of all ranks of a plan, message by message: for any schedule, and for nodes whose ranks share a card.
 
-A message begins when both of its ends have posted it. The messages that a rank posts in one step over one kind of link
-follow each other, so that all of them end together. So the seconds of a message follow from the plan, and a rank begins
-its next step when its visits are done and the messages that are due have ended at both ends: a largest sum of seconds,
-which never shrinks where one of them grows.
+A message begins when both of its ends have begun the step at which they post it. The messages that a rank posts in one
+step over one kind of link follow each other, so that all of them end together. So the seconds of a message follow from
+the plan, and a rank begins its next step when its visits are done and the messages that are due have ended at both
+ends: a largest sum of seconds, which never shrinks where one of them grows.
 
 A card that served its messages in the order of their arrival, or all that are on it at a time, would give some message
 less where another one arrives earlier, so that a faster machine could take longer. Here the plan alone says which
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,87 +28,72 @@ from .base import Loads, Solved, Traffic
 from .jitter import draw_factors
 
 if TYPE_CHECKING:
-    from ....plan.steps import Hop
+    pass
 
 #: The most ranks, and about the most steps and messages of all ranks: each of them is an object of Python.
 MOST_RANKS, MOST_EVENTS = 4096, 1_000_000
 #: Ranks whose steps are counted, before the steps of all ranks are planned.
 RANKS_COUNTED_FIRST = 8
-#: The step of a rank that does nothing.
-IDLE = Step()
+#: A message at one of its ends: the number of the message, the `rank` at this end, which `sends` or receives it, and
+#: the steps of the pass at which the rank posts it and at whose end it waits for it. `near`: both ends are in one node.
+#: `latency` are the seconds of its start, `gap` those of its bytes.
+POST = np.dtype(
+    [
+        *((name, np.int64) for name in ("message", "rank", "step", "until", "bytes")),
+        *((name, np.bool_) for name in ("sends", "near")),
+        *((name, np.float64) for name in ("latency", "gap")),
+    ]
+)
 
 
 @dataclass(frozen=True)
-class CardUse:
-    """A message on a card from step `first` to the end of step `last`, which would occupy the card alone for `gap`
-    seconds."""
+class EventPass:
+    """Every step and every message of one pass.
 
-    first: int
-    last: int
-    gap: float
-
-
-@dataclass
-class _TimedHop:
-    """One message: its ends, its seconds, when each end posted it, and the step of each end that waits for it.
-
-    `near` says whether both ends are in one node.
+    `busy` are the seconds of each rank at each step of the pass, float64 [steps, ranks]; 0 where it does nothing. The
+    messages ascend by `step`, at which both `ends` post them; each end waits for them at the end of its step `until`:
+    int64 [2, messages], of the sender and the receiver. `seconds` and `bytes` are [messages].
     """
 
-    source: int
-    target: int
-    near: bool
-    seconds: float = 0.0
-    posted: list[float] = field(default_factory=list)
-    awaited: dict[int, int] = field(default_factory=dict)
+    busy: np.ndarray
+    step: np.ndarray
+    ends: np.ndarray
+    until: np.ndarray
+    seconds: np.ndarray
+    bytes: np.ndarray
+    loads: Loads
 
+    def begun(self, *, instant: bool = False) -> np.ndarray:
+        """When each rank begins each step, and at last finishes: float64 [steps + 1, ranks].
 
-@dataclass(frozen=True)
-class _Post:
-    """A message at one of its ends, which `sends` or receives it, and waits for it until the end of its step `until`.
+        `instant`: messages take no time.
+        """
+        steps, ranks = self.busy.shape
+        seconds = np.zeros_like(self.seconds) if instant else self.seconds
+        first = np.searchsorted(self.step, np.arange(steps + 1))
+        begun = np.zeros((steps + 1, ranks))  # a later step holds the end of the last message that it waits for
+        for step in range(steps):
+            np.maximum(begun[step + 1], begun[step] + self.busy[step], out=begun[step + 1])
+            part = slice(first[step], first[step + 1])
+            ended = begun[step][self.ends[:, part]].max(axis=0) + seconds[part]
+            for rank, until in zip(self.ends[:, part], self.until[:, part], strict=True):
+                np.maximum.at(begun, (until + 1, rank), ended)
+        return begun
 
-    `latency` are the seconds that the messages of the rank's step over this kind of link take beside their bytes, and
-    `gap` the seconds of this message's bytes.
-    """
+    def traffic(self, senders: range) -> Traffic:
+        """What these ranks send."""
+        mine = np.isin(self.ends[0], senders)
+        links, link = np.unique(self.ends[0, mine] * self.busy.shape[1] + self.ends[1, mine], return_inverse=True)
+        carried = np.zeros(len(links), dtype=np.int64)
+        np.add.at(carried, link, self.bytes[mine])
+        return Traffic.of(carried, len(link), np.zeros(0, dtype=np.int64))
 
-    message: _TimedHop
-    sends: bool
-    until: int
-    latency: float
-    gap: float
-
-
-@dataclass
-class RankProgress:
-    """A rank's steps, and when the rank begins each of them.
-
-    By step of the rank: its `clock`, the step of the pass; `busy` seconds, and posted messages. `begun` holds the times
-    of the steps that have begun, and at last when the rank has finished. By step, `open` counts the awaited messages
-    that have not ended, and `ended` holds the end of the last of those that have.
-    """
-
-    clock: list[int] = field(default_factory=list)
-    busy: list[float] = field(default_factory=list)
-    posts: list[list[_TimedHop]] = field(default_factory=list)
-    begun: list[float] = field(default_factory=list)
-    open: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    ended: dict[int, float] = field(default_factory=dict)
-    #: Whether the messages of the latest step are posted.
-    posted: bool = False
-
-    @property
-    def step(self) -> int:
-        """The latest step that has begun."""
-        return len(self.begun) - 1
-
-    def begin_next_step(self) -> bool:
-        """Begin the next step once the latest has posted, and all messages that it waits for have ended."""
-        if not self.posted or self.open[self.step]:
-            return False
-        done = self.begun[-1] + self.busy[self.step]
-        self.begun.append(max(done, self.ended.get(self.step, 0.0)))
-        self.posted = False
-        return True
+    def solve(self, why: str) -> Solved:
+        """The times; `why` says in reports why every step was simulated."""
+        finish = self.begun()[-1]
+        peers = float(self.begun(instant=True)[-1].max())
+        traffic = self.traffic(range(len(finish)))
+        return Solved("events", float(finish.max()), finish, why, self.loads, traffic, peers=peers)
 
 
 def simulate_events(
@@ -119,56 +104,55 @@ def simulate_events(
 ) -> Solved:
     """Simulate every step and message of a plan; `why` says in reports and errors why that is done.
 
-    With `noise`, visits vary by the machine's jitter. Raises Unsupported for plans with too many ranks or steps,
-    InvalidInput for stalls after the last step of the pass.
+    With `noise`, visits vary by the machine's jitter. Raises as `list_events`.
+    """
+    return list_events(rates, faults, why, noise).solve(why)
+
+
+def list_events(rates: Rates, faults: Faults, why: str, noise: np.random.Generator | None = None) -> EventPass:
+    """What all ranks do and send; arguments as of `simulate_events`.
+
+    Raises Unsupported for plans with too many ranks or steps, InvalidInput for stalls after the last step of the pass.
     """
     _check_size(rates, why)
-    ranks, loads, traffic = _prepare(rates, faults, noise)
-    finish = _run(ranks, instant=False)
-    peers = float(_run(ranks, instant=True).max(initial=0.0))
-    return Solved("events", float(finish.max(initial=0.0)), finish, why, loads, traffic, peers=peers)
-
-
-def run_events(rates: Rates, faults: Faults, why: str) -> list[RankProgress]:
-    """All ranks, with the times at which they begin their steps; arguments and errors as of `simulate_events`."""
-    _check_size(rates, why)
-    ranks, _, _ = _prepare(rates, faults, None)
-    _run(ranks, instant=False)
-    return ranks
-
-
-def _run(ranks: list[RankProgress], *, instant: bool) -> np.ndarray:
-    """Run all ranks through their steps, and return when each has finished. `instant`: messages take no time.
-
-    The order in which ranks are taken changes no time: each is a sum of seconds after the times of other ranks.
-    """
-    for index, rank in enumerate(ranks):
-        rank.begun, rank.posted = [0.0], False
-        rank.open.clear()
-        rank.ended.clear()
-        for message in (message for posts in rank.posts for message in posts):
-            message.posted.clear()
-            rank.open[message.awaited[index]] += 1
-    ready = list(range(len(ranks)))
-    while ready:
-        index = ready.pop()
-        rank = ranks[index]
-        if rank.step == len(rank.busy):
-            continue
-        rank.posted = True
-        changed = {index}
-        for message in rank.posts[rank.step]:
-            message.posted.append(rank.begun[-1])
-            if len(message.posted) == 2:
-                end = max(message.posted) + (0.0 if instant else message.seconds)
-                for other, step in message.awaited.items():
-                    ranks[other].open[step] -= 1
-                    ranks[other].ended[step] = max(ranks[other].ended.get(step, 0.0), end)
-                changed |= message.awaited.keys()
-        ready += [other for other in changed if ranks[other].begin_next_step()]
-    stuck = [index for index, rank in enumerate(ranks) if rank.step < len(rank.busy)]
-    assert not stuck, f"ranks {stuck[:5]} wait for messages that nobody sends"
-    return np.array([rank.begun[-1] for rank in ranks])
+    plan, machine = rates.plan, rates.machine
+    steps_of_ranks, clocks = _list_steps(rates)
+    stalls = _stalls_by_step(faults, len(clocks))
+    loads = Loads.none(plan.ranks)
+    visits, busy = np.zeros((2, len(clocks), plan.ranks))
+    messages: dict[tuple[int, int, int], int] = {}
+    posted = []
+    for rank, steps in enumerate(steps_of_ranks):
+        numbers = [clocks[step.clock] for step in steps]
+        for number, step in zip(numbers, steps, strict=True):
+            visits[number, rank], merge = _busy_seconds(rates, faults, rank, step, noise)
+            busy[number, rank] = visits[number, rank] + merge
+            loads.merge[rank] += merge
+        posted.append(_list_posts(rates, faults, rank, steps, numbers, messages))
+    posts = np.concatenate(posted)
+    seconds = _message_seconds(rates, posts, len(messages))
+    loads.compute[:] = visits.sum(axis=0)
+    if rates.gamma:
+        longest = np.zeros((2, *visits.shape))  # received and sent
+        np.maximum.at(longest, (posts["sends"].astype(int), posts["step"], posts["rank"]), seconds[posts["message"]])
+        interference = rates.gamma * np.minimum(visits, (longest[0] + longest[1]) / 2)
+        loads.interference[:] = interference.sum(axis=0)
+        busy += interference
+    if rates.cores is not None:
+        for step in busy:
+            for first in range(0, plan.ranks, machine.ranks_per_node):
+                node = slice(first, first + machine.ranks_per_node)
+                shared = share_cores(step[node].tolist(), rates.cores)
+                loads.compute[node] += shared - step[node]  # all waiting for a core counts as visits
+                step[node] = shared
+    for (rank, number), late in stalls.items():
+        loads.stalls[rank] += late
+        busy[number, rank] += late
+    posts = posts[np.lexsort((posts["message"], posts["step"]))]
+    sent, received = (posts[posts["sends"] == sends] for sends in (True, False))
+    assert np.array_equal(sent["message"], received["message"]), "both ends post a message at one step"
+    ends, until = (np.stack([sent[name], received[name]]) for name in ("rank", "until"))
+    return EventPass(busy, sent["step"], ends, until, seconds[sent["message"]], sent["bytes"], loads)
 
 
 def _check_size(rates: Rates, why: str) -> None:
@@ -195,88 +179,12 @@ def _check_size(rates: Rates, why: str) -> None:
         )
 
 
-def _prepare(
-    rates: Rates, faults: Faults, noise: np.random.Generator | None
-) -> tuple[list[RankProgress], Loads, Traffic]:
-    """All ranks before their first step, with what they will do and send."""
+def _list_steps(rates: Rates) -> tuple[list[tuple[Step, ...]], dict[int, int]]:
+    """(the steps of each rank, the step of the pass by clock): the clocks at which any rank has a step."""
     plan = rates.plan
-    messages: dict[tuple[int, int, int], _TimedHop] = {}
-    link_bytes: defaultdict[tuple[int, int], int] = defaultdict(int)
-    cards: defaultdict[tuple[int, bool], list[tuple[CardUse, _Post]]] = defaultdict(list)
-    loads = Loads.none(plan.ranks)
-    ranks: list[RankProgress] = []
-    message_count, steps_of_ranks, clocks = _list_steps(rates)
-    stalls = _stalls_by_step(faults, len(clocks))
-    visit_seconds: list[list[float]] = []
-    for index, steps in enumerate(steps_of_ranks):
-        late = {step: seconds for (rank, step), seconds in stalls.items() if rank == index}
-        by_clock = {clocks[step.clock]: step for step in steps}
-        rank = RankProgress(clock=sorted({*by_clock, *late}))
-        # A rank counts its steps, and those in which it does nothing but stall.
-        place = {clock: number for number, clock in enumerate(rank.clock)}
-        own_number = [place[clocks[step.clock]] for step in steps]
-        visit_seconds.append([])
-        for clock in rank.clock:
-            step = by_clock.get(clock, IDLE)
-            compute, merge = _busy_seconds(rates, faults, index, step, noise)
-            stalled = late.get(clock, 0.0)
-            loads.compute[index] += compute
-            loads.merge[index] += merge
-            loads.stalls[index] += stalled
-            visit_seconds[index].append(compute)
-            rank.busy.append(sum((compute, merge, stalled)))
-            posted = _post_messages(rates, faults, index, step, messages, link_bytes)
-            for post in posted:
-                post.message.awaited[index] = own_number[post.until]
-                if rates.machine.shared_nic and not post.message.near:
-                    use = CardUse(clock, rank.clock[own_number[post.until]], post.gap)
-                    cards[index // rates.machine.ranks_per_node, post.sends].append((use, post))
-            rank.posts.append([post.message for post in posted])
-        ranks.append(rank)
-    for uses in cards.values():
-        for (_, post), seconds in zip(uses, share_evenly([use for use, _ in uses]).tolist(), strict=True):
-            post.message.seconds = max(post.message.seconds, post.latency + seconds)
-    for index, rank in enumerate(ranks):  # only now are the seconds of all messages known, which both ends decide
-        for number, (visit, posts) in enumerate(zip(visit_seconds[index], rank.posts, strict=True)):
-            sent, received = (
-                max((message.seconds for message in posts if (message.source == index) == sends), default=0.0)
-                for sends in (True, False)
-            )
-            interference = rates.gamma * min(visit, (sent + received) / 2)
-            loads.interference[index] += interference
-            rank.busy[number] += interference
-    if rates.cores is not None:
-        _share_cores(rates.cores, rates.machine.ranks_per_node, ranks, loads, stalls)
-    sizes = [size for size in link_bytes.values() if size]
-    return ranks, loads, Traffic(sum(sizes), max(sizes, default=0), len(sizes), message_count)
-
-
-def _share_cores(
-    cores: int, ranks_per_node: int, ranks: list[RankProgress], loads: Loads, stalls: dict[tuple[int, int], float]
-) -> None:
-    """Lengthen what the ranks of a node do at one step of the pass, but for stalls, as far as they share the cores.
-
-    In the loads, all waiting for a core counts as visits.
-    """
-    at_step: defaultdict[tuple[int, int], list[tuple[int, int, float]]] = defaultdict(list)
-    for index, rank in enumerate(ranks):
-        for number, clock in enumerate(rank.clock):
-            alone = rank.busy[number] - stalls.get((index, clock), 0.0)
-            if alone > 0:
-                at_step[index // ranks_per_node, clock].append((index, number, alone))
-    for works in at_step.values():
-        for (index, number, alone), shared in zip(works, share_cores([work[2] for work in works], cores), strict=True):
-            ranks[index].busy[number] += shared - alone
-            loads.compute[index] += shared - alone
-
-
-def _list_steps(rates: Rates) -> tuple[int, list[tuple[Step, ...]], dict[int, int]]:
-    """(messages, the steps of each rank, the step of the pass by clock): the clocks at which any rank has a step."""
-    plan = rates.plan
-    steps_of_ranks = [rank_steps(rates, index) for index in track(range(plan.ranks), plan.ranks, "ranks")]
-    message_count = sum(len(step.sends) for steps in steps_of_ranks for step in steps)
+    steps_of_ranks = [rank_steps(rates, rank) for rank in track(range(plan.ranks), plan.ranks, "ranks")]
     clocks = sorted({step.clock for steps in steps_of_ranks for step in steps})
-    return message_count, steps_of_ranks, {clock: number for number, clock in enumerate(clocks)}
+    return steps_of_ranks, {clock: number for number, clock in enumerate(clocks)}
 
 
 def _stalls_by_step(faults: Faults, steps: int) -> dict[tuple[int, int], float]:
@@ -290,14 +198,14 @@ def _stalls_by_step(faults: Faults, steps: int) -> dict[tuple[int, int], float]:
 
 
 def _busy_seconds(
-    rates: Rates, faults: Faults, index: int, step: Step, noise: np.random.Generator | None
+    rates: Rates, faults: Faults, rank: int, step: Step, noise: np.random.Generator | None
 ) -> tuple[float, float]:
     """Seconds of the visits of a step, and of merging their results."""
-    ring_plan, place = rates.plan.ring_plan(index)
+    ring_plan, place = rates.plan.ring_plan(rank)
     # Visits to several parts of one owner's block count as one visit. Where queries rotate, they come from the owner.
     owners = sorted({part.owner for part in step.visits})
     step_visits = [(owner, place) if rates.turned else (place, owner) for owner in owners]
-    slow = 1.0 if faults.slow is None else float(faults.slow[index])
+    slow = 1.0 if faults.slow is None else float(faults.slow[rank])
     compute = slow * rates.visits(ring_plan, step_visits)
     if noise is not None and rates.machine.jitter:
         compute *= float(draw_factors(rates.machine.jitter, noise, 1)[0])
@@ -305,67 +213,68 @@ def _busy_seconds(
     return compute, slow * rates.merge(rows)
 
 
-def _post_messages(
+def _list_posts(
     rates: Rates,
     faults: Faults,
-    index: int,
-    step: Step,
-    messages: dict[tuple[int, int, int], _TimedHop],
-    link_bytes: defaultdict[tuple[int, int], int],
-) -> list[_Post]:
-    """The messages that a rank posts in a step, shared with their other ends through `messages`.
+    rank: int,
+    steps: Sequence[Step],
+    numbers: Sequence[int],
+    messages: dict[tuple[int, int, int], int],
+) -> np.ndarray:
+    """What a rank posts in its steps, which have these numbers in the pass: POST [posts].
 
-    A message takes as long as all messages of its kind of link together, at the end where these take longer. Bytes that
-    the rank sends are added to `link_bytes`.
+    `messages` numbers the messages of all ranks by (source, target, tag).
     """
-    posted = []
-    node = rates.machine.node(index, rates.plan.ranks)
-    for hops, sends in ((step.sends, True), (step.recvs, False)):
-        inside = sum(hop.peer in node for hop in hops)
-        alone: list[tuple[Hop, _TimedHop, float]] = []
-        latencies, gaps = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
-        for hop in hops:
-            source, target = (index, hop.peer) if sends else (hop.peer, index)
-            near, latency, bandwidth = rates.machine.link(source, target)
-            size = sum(map(rates.plan.part_bytes, hop.parts))
-            if sends:
-                link_bytes[source, target] += size
-            message = messages.setdefault((source, target, hop.tag), _TimedHop(source, target, near))
-            start, share = rates.gather_factors(near, inside if near else len(hops) - inside, len(node))
-            slow = 1.0 if faults.slow_links is None else float(faults.slow_links[source])
-            crowd = rates.crowd(source, target) if near else 1
-            gap = slow * share * crowd * size / bandwidth
-            latencies[near] += slow * start * latency
-            gaps[near] += gap
-            alone.append((hop, message, gap))
-        for hop, message, gap in alone:
-            near = message.near
-            message.seconds = max(message.seconds, latencies[near] + gaps[near])
-            posted.append(_Post(message, sends, hop.until, latencies[near], gap))
-    return posted
+    rows, node = [], rates.machine.node(rank, rates.plan.ranks)
+    for number, step in zip(numbers, steps, strict=True):
+        for hops, sends in ((step.sends, True), (step.recvs, False)):
+            inside = sum(hop.peer in node for hop in hops)
+            for hop in hops:
+                source, target = (rank, hop.peer) if sends else (hop.peer, rank)
+                near, latency, bandwidth = rates.machine.link(source, target)
+                start, share = rates.gather_factors(near, inside if near else len(hops) - inside, len(node))
+                slow = 1.0 if faults.slow_links is None else float(faults.slow_links[source])
+                crowd = rates.crowd(source, target) if near else 1
+                size = sum(map(rates.plan.part_bytes, hop.parts))
+                message = messages.setdefault((source, target, hop.tag), len(messages))
+                link = sends, near, slow * start * latency, slow * share * crowd * size / bandwidth
+                rows.append((message, rank, number, numbers[hop.until], size, *link))
+    return np.array(rows, POST)
 
 
-def share_evenly(uses: Sequence[CardUse]) -> np.ndarray:
-    """Seconds for which each message occupies the card, float64 [uses].
+def _message_seconds(rates: Rates, posts: np.ndarray, count: int) -> np.ndarray:
+    """Seconds of each of `count` messages, float64 [messages].
 
-    A message of g seconds among others of h seconds each takes the sum of min(g, h), its own g included: until it has
-    ended, every other message has been served for as long, or has ended.
+    A message takes as long as all that a rank posts with it over its kind of link, at the end where these take longer.
     """
-    members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-    at_step: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
-    for index, use in enumerate(uses):
-        members[use.first, use.last].append(index)
-    for first, last in members:
-        for step in range(first, last + 1):
-            at_step[step].add((first, last))
-    gaps = np.array([use.gap for use in uses])
-    seconds = np.zeros(len(uses))
-    for (first, last), indices in members.items():
-        together = set().union(*(at_step[step] for step in range(first, last + 1)))
-        ascending = np.sort(gaps[[index for span in together for index in members[span]]])
-        shorter = np.searchsorted(ascending, gaps[indices])
+    at_end = (posts["step"] * rates.plan.ranks + posts["rank"]) * 4 + 2 * posts["sends"] + posts["near"]
+    _, group = np.unique(at_end, return_inverse=True)
+    latency, gap = (np.bincount(group, posts[name])[group] for name in ("latency", "gap"))
+    seconds = latency + gap
+    if rates.machine.shared_nic:
+        cards = np.where(posts["near"], -1, posts["rank"] // rates.machine.ranks_per_node * 2 + posts["sends"])
+        for card in np.unique(cards[cards >= 0]):
+            uses = np.flatnonzero(cards == card)
+            shared = share_evenly(*(posts[name][uses] for name in ("step", "until", "gap")))
+            seconds[uses] = np.maximum(seconds[uses], latency[uses] + shared)
+    longest = np.zeros(count)
+    np.maximum.at(longest, posts["message"], seconds)
+    return longest
+
+
+def share_evenly(first: np.ndarray, last: np.ndarray, gap: np.ndarray) -> np.ndarray:
+    """Seconds for which each message occupies a card that it is on from step `first` to the end of step `last`.
+
+    A message of g = `gap` seconds among others of h seconds each takes the sum of min(g, h), its own g included: until
+    it has ended, every other message has been served for as long, or has ended. All arrays are [messages].
+    """
+    seconds = np.zeros(len(gap))
+    for begin, end in np.unique(np.stack([first, last]), axis=1).T:
+        alike = (first == begin) & (last == end)
+        ascending = np.sort(gap[(first <= end) & (last >= begin)])
+        shorter = np.searchsorted(ascending, gap[alike])
         served = np.concatenate([[0.0], np.cumsum(ascending)])[shorter]
-        seconds[indices] = served + gaps[indices] * (len(ascending) - shorter)
+        seconds[alike] = served + gap[alike] * (len(ascending) - shorter)
     return seconds
 
 

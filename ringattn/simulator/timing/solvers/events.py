@@ -20,8 +20,8 @@ import numpy as np
 from ....layout.regular import Contiguous
 from ..problem import TimingProblem
 from ..rates import Faults, Rates
-from .base import Loads, Solved, Solver, Traffic
-from .event_loop import MOST_RANKS, rank_steps, simulate_events
+from .base import Loads, Solved, Solver
+from .event_loop import MOST_RANKS, list_events, rank_steps, simulate_events
 
 if TYPE_CHECKING:
     from ....plan.plan import Plan
@@ -80,25 +80,27 @@ def simulate_folded(rates: Rates, why: str) -> Solved | str:
     fold = find_fold(rates)
     if isinstance(fold, str):
         return fold
-    solved = simulate_events(replace(rates, plan=fold.plan), Faults(), why)
+    events = list_events(replace(rates, plan=fold.plan), Faults(), why)
     first, size = fold.first, fold.period
+    solved, period, left_out = events.solve(why), events.traffic(range(first, first + size)), fold.times - 1
     spread = np.abs(solved.finish[first : first + size] - solved.finish[first + size : first + 2 * size]).max()
     assert spread <= CLOSE * solved.seconds, f"two periods of ranks finish {spread} s apart"
-    if first:
-        reach = f"depend on fewer than {first:,} ranks to either side"
-    else:
-        reach = "depend on no rank of another period"
     small = solved.loads
     return replace(
         solved,
         solver="events, folded",
         finish=fold.unfold(solved.finish),
         why=(
-            f"{fold.plan.ranks:,} of {rates.plan.ranks:,} ranks, step by step; ranks repeat every {size:,}, and "
-            f"{reach} ({why})"
+            f"{fold.plan.ranks:,} of {rates.plan.ranks:,} ranks, step by step; ranks repeat every {size:,}, and depend "
+            f"on fewer than {first:,} ranks to either side ({why})"
         ),
         loads=Loads(*(fold.unfold(x) for x in (small.compute, small.merge, small.interference, small.stalls))),
-        traffic=_unfold_traffic(rates, fold, solved.traffic),
+        traffic=replace(
+            solved.traffic,
+            total=solved.traffic.total + left_out * period.total,
+            links=solved.traffic.links + left_out * period.links,
+            messages=solved.traffic.messages + left_out * period.messages,
+        ),
         compared="the finish of two periods of the smaller plan",
     )
 
@@ -118,7 +120,7 @@ def find_fold(rates: Rates) -> Fold | str:
     if size > LONGEST_PERIOD or 4 * size > plan.ranks:
         most = min(LONGEST_PERIOD, plan.ranks // 4)
         return f"the mask and the nodes repeat every {size:,} ranks, and at most {most:,} are folded"
-    around = 0 if _periods_are_apart(plan, size) else _find_dependence(rates, size)
+    around = _find_dependence(rates, size)
     first = -(-around // size) * size
     # Four periods at least: a visit at one distance must not share its step, nor a neighboring step, with a visit that
     # reaches as far the other way around the ring.
@@ -129,13 +131,6 @@ def find_fold(rates: Rates) -> Fold | str:
     ranks = plan.ranks - times * size
     layout = Contiguous(ranks * rows, ranks)
     return Fold(replace(plan, layout=layout, rotate=plan.rotates, choice=None), first, size, times + 1)
-
-
-def _periods_are_apart(plan: Plan, size: int) -> bool:
-    """Whether no rank sees keys of another period of `size` ranks. One period stands for all, as they repeat."""
-    one, following, others = range(size), range(size, 2 * size), range(2 * size, plan.ranks)
-    meetings = ((one, following), (following, one), (following, others), (others, following))
-    return not any(plan.demand.needs(queriers, owners) for queriers, owners in meetings)
 
 
 def _find_dependence(rates: Rates, size: int) -> int:
@@ -157,20 +152,3 @@ def _find_dependence(rates: Rates, size: int) -> int:
                 farthest[hop.tag // 2] = max(farthest[hop.tag // 2], distance)
                 reach = max(reach, distance, *(abs(part.owner - rank) for part in hop.parts))
     return sum(farthest.values()) + 4 * reach + size + nodes
-
-
-def _unfold_traffic(rates: Rates, fold: Fold, traffic: Traffic) -> Traffic:
-    """Bytes, links and messages of the whole plan: the smaller plan's, and those of the periods that were left out."""
-    period_bytes = period_links = period_messages = 0
-    for rank in range(fold.first, fold.first + fold.period):
-        period_bytes += fold.plan.bytes_sent(rank, backward=rates.backward)
-        period_messages += fold.plan.messages(rank, backward=rates.backward)
-        sends = [hop for step in rank_steps(replace(rates, plan=fold.plan), rank) for hop in step.sends]
-        period_links += len({hop.peer for hop in sends if sum(map(fold.plan.part_bytes, hop.parts))})
-    left_out = fold.times - 1
-    return replace(
-        traffic,
-        total=traffic.total + left_out * period_bytes,
-        links=traffic.links + left_out * period_links,
-        messages=traffic.messages + left_out * period_messages,
-    )

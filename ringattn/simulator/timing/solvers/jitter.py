@@ -38,11 +38,6 @@ class SampledTime:
     extrapolated: bool
     why: str
 
-    def at_least(self, seconds: float) -> SampledTime:
-        """The same sample, with no time below `seconds`."""
-        mean_seconds, low, high = (max(value, seconds) for value in (self.seconds, self.low, self.high))
-        return replace(self, seconds=mean_seconds, low=low, high=high)
-
 
 def check_seed(seed: object) -> None:
     """Raise InvalidInput where a seed is not an integer that random numbers can start from."""
@@ -58,7 +53,9 @@ def sample_ring(ring: Ring, jitter: float, seed: int) -> SampledTime:
     generator = np.random.default_rng(seed)
     steps = sum(phase.steps for phase in ring.phases) if isinstance(ring.phases, tuple) else None
     if steps is None or ring.ranks * steps <= MOST_RUN:
-        return sample_runs(lambda: _run_once(ring, jitter, generator), f"runs of the ring itself, seed {seed}")
+        return sample_runs(
+            lambda: _run_once(ring, jitter, generator), f"{REPEATS} runs of the ring itself, seed {seed}"
+        )
     assert isinstance(ring.phases, tuple)
     if ring.stalls or any(phase.arrays for phase in ring.phases):
         raise Unsupported(
@@ -68,32 +65,29 @@ def sample_ring(ring: Ring, jitter: float, seed: int) -> SampledTime:
         )
     # The longest phase, for as many steps as ranks, stands for all steps.
     longest = max(ring.phases, key=lambda phase: phase.steps)
-    run_seconds = []
-    for _ in track(range(REPEATS), REPEATS, "runs with jitter"):
+
+    def extrapolate() -> float:
         per_step = [
             _run_once(replace(ring, ranks=n, phases=(replace(longest, steps=n),)), jitter, generator) / n for n in SIZES
         ]
         slope, level = np.polyfit([n ** (-2 / 3) for n in SIZES], per_step, 1)
-        run_seconds.append(steps * (float(level) + float(slope) * steps ** (-2 / 3)))
+        return steps * (float(level) + float(slope) * steps ** (-2 / 3))
+
     why = f"T / K = rate + b K^(-2/3) fitted to rings of {SIZES[0]} .. {SIZES[-1]} ranks, seed {seed}"
-    return _average(run_seconds, True, why)
+    return sample_runs(extrapolate, why, extrapolated=True)
 
 
-def sample_runs(run: Callable[[], float], why: str) -> SampledTime:
-    """The time of REPEATS runs, of which `run` returns the seconds; `why` names the runs."""
+def sample_runs(run: Callable[[], float], why: str, *, extrapolated: bool = False) -> SampledTime:
+    """The time of REPEATS runs, of which `run` returns the seconds; the other arguments are those of SampledTime."""
     run_seconds = [run() for _ in track(range(REPEATS), REPEATS, "runs with jitter")]
-    return _average(run_seconds, False, f"{len(run_seconds)} {why}")
+    middle, half_width = mean(run_seconds), STUDENT * stdev(run_seconds) / len(run_seconds) ** 0.5
+    return SampledTime(middle, middle - half_width, middle + half_width, extrapolated, why)
 
 
 def draw_factors(jitter: float, generator: np.random.Generator, count: int) -> np.ndarray:
     """`count` gamma variables of mean 1 and standard deviation `jitter`."""
     shape = 1 / jitter**2
     return generator.gamma(shape, 1 / shape, count)
-
-
-def _average(run_seconds: list[float], extrapolated: bool, why: str) -> SampledTime:
-    middle, half_width = mean(run_seconds), STUDENT * stdev(run_seconds) / len(run_seconds) ** 0.5
-    return SampledTime(middle, middle - half_width, middle + half_width, extrapolated, why)
 
 
 def _run_once(ring: Ring, jitter: float, generator: np.random.Generator) -> float:

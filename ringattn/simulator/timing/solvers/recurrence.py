@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import pairwise
 
 import numpy as np
 
@@ -31,10 +32,10 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True)
 class DirectMessages:
-    """Messages between ranks that are not neighbors, one array entry per message, ascending by step.
+    """Messages between owners of blocks and last receivers of their rows, one array entry per message.
 
-    A message begins when both ends, `source` and `target`, have started step `step`, and takes `seconds`. Both ends
-    wait for its end before they start the next step. Steps count from the first step of the block of steps in hand.
+    A message begins when both ends, `source` and `target`, have started step `step` of the pass, and takes `seconds`.
+    Both ends wait for its end before they start the next step. Messages ascend by step, those of one step by source.
     """
 
     step: np.ndarray
@@ -46,16 +47,20 @@ class DirectMessages:
     def __len__(self) -> int:
         return len(self.step)
 
+    def select(self, which: np.ndarray | slice) -> DirectMessages:
+        """The messages that a mask or a slice selects."""
+        return DirectMessages(*(values[which] for values in vars(self).values()))
+
     def between(self, begin: int, end: int) -> DirectMessages:
-        """The messages of steps begin .. end - 1, whose steps then count from `begin`."""
-        part = slice(*np.searchsorted(self.step, (begin, end)))
-        return DirectMessages(
-            self.step[part] - begin, self.source[part], self.target[part], self.bytes[part], self.seconds[part]
-        )
+        """The messages of steps begin .. end - 1."""
+        return self.select(slice(*np.searchsorted(self.step, (begin, end))))
 
     def instant(self) -> DirectMessages:
         """The same messages, which take no time."""
         return replace(self, seconds=np.zeros(len(self)))
+
+
+NO_DIRECT = DirectMessages(*np.zeros((5, 0), dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class NeighborMessages:
 class Phase:
     """`steps` equal steps: each rank computes for `compute` seconds, merges for `merge`, and sends `messages`.
 
-    A phase of one step may have `direct` messages of step 0, too. `longest_direct` holds the seconds of the longest
+    A phase of one step may have `direct` messages of that step, too. `longest_direct` holds the seconds of the longest
     direct message that each rank sends, and of the longest that it receives, 0 where a rank has none.
     """
 
@@ -83,7 +88,7 @@ class Phase:
     compute: Value
     merge: Value = 0.0
     messages: tuple[NeighborMessages, ...] = ()
-    direct: DirectMessages | None = None
+    direct: DirectMessages = NO_DIRECT
     longest_direct: tuple[Value, Value] = (0.0, 0.0)
 
     @property
@@ -123,7 +128,13 @@ class Ring:
         first = 0
         for phase in self.phases() if callable(self.phases) else self.phases:
             stalls = [stall for stall in self.stalls if first <= stall.step < first + phase.steps]
-            yield from _split_at_stalls(phase, first, stalls, self.ranks)
+            ends = {stall.step - first + after for stall in stalls for after in (0, 1)}
+            for begin, end in pairwise(sorted({0, phase.steps, *ends})):
+                late = np.zeros(self.ranks)
+                for stall in stalls:
+                    late[stall.rank] += stall.seconds * (stall.step == first + begin)
+                # Messages do not lengthen a stall: its seconds are added to the merge, which has no interference.
+                yield replace(phase, steps=end - begin, merge=phase.merge + late if late.any() else phase.merge)
             first += phase.steps
 
     def busy(self, phase: Phase) -> Value:
@@ -151,8 +162,7 @@ class Ring:
 
         def change(phase: Phase) -> Phase:
             messages = tuple(replace(sent, seconds=instant(sent.seconds), gap=0.0) for sent in phase.messages)
-            direct = None if phase.direct is None else phase.direct.instant()
-            return Phase(phase.steps, self.busy(phase), 0.0, messages, direct)
+            return Phase(phase.steps, self.busy(phase), 0.0, messages, phase.direct.instant())
 
         phases = self.phases
         changed = (lambda: map(change, phases())) if callable(phases) else tuple(map(change, phases))
@@ -194,20 +204,3 @@ def largest(*values: Value) -> Value:
     """The elementwise maximum; a number where all values are numbers."""
     maximum: Value = reduce(np.maximum, values)
     return maximum
-
-
-def _split_at_stalls(phase: Phase, first: int, stalls: list[Stall], ranks: int) -> Iterator[Phase]:
-    """Split a phase that begins at step `first`, so that each step with stalls is a phase of its own."""
-    done = first
-    for step in sorted({stall.step for stall in stalls}):
-        if step > done:
-            yield replace(phase, steps=step - done)
-        seconds_late = np.zeros(ranks)
-        for stall in stalls:
-            if stall.step == step:
-                seconds_late[stall.rank] += stall.seconds
-        # Messages do not lengthen a stall: its seconds are added to the merge, which has no interference.
-        yield replace(phase, steps=1, merge=phase.merge + seconds_late)
-        done = step + 1
-    if first + phase.steps > done:
-        yield replace(phase, steps=first + phase.steps - done)

@@ -20,7 +20,7 @@ from ..band.messages import DirectCosts
 from ..problem import RingProblem, TimingProblem
 from .base import Loads, RingSolver, RingTimes, Solved, Traffic
 from .delay import DEPTH, CoefficientChanges, DelayState
-from .recurrence import Ring
+from .recurrence import NO_DIRECT, Ring
 
 #: The most ranks x steps that are advanced: with one receive slot, with several slots, and with several slots where
 #: pairs and rows are counted at every step.
@@ -140,9 +140,8 @@ class IncrementalSteps:
                 points, ranks, values = self._count_changed(
                     row[part], rank[part], steps, low + (low in recounted), high
                 )
-                direct = None
-                if self.direct_costs is not None:
-                    direct = self.direct_costs.messages.between(int(steps[low]), int(steps[0]) + high)
+                direct = NO_DIRECT if self.direct_costs is None else self.direct_costs.messages
+                direct = direct.between(int(steps[low]), int(steps[0]) + high)
                 yield CoefficientChanges(high - low, initial, points - low, ranks, values, direct)
 
     def _find_changed(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -190,7 +189,7 @@ class IncrementalSteps:
 
     def _count(self, ranks: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Numbers as in `totals`, coefficients and busy seconds, and seconds of interference, of ranks at steps."""
-        counted = self.counts.count_in_parts(ranks, steps)
+        counted = self.counts.count(ranks, steps)
         phase = self.counts.make_phase(counted, ranks, self.direct_costs, steps)
         interference = self.ring.busy(phase) - phase.compute - phase.merge
         seconds_late = np.zeros(counted.shape[1:])
