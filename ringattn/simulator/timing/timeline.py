@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Keys of `Timeline.exposed` that are modelled only with a number of the machine, and the name of that number.
 CAUSES = {number.cause: name for name, number in MACHINE_NUMBERS.items() if number.cause}
+#: Cores of the host on which the preset cpu was measured.
+MEASURED_CORES = 2
 #: Effects that are not modelled on any machine.
 NEVER_MODELLED = (
     "contention inside the network, beyond the shared NIC of a node",
@@ -94,13 +96,19 @@ class Timeline:
 
 
 def note_assumptions(plan: Plan, machine: Machine) -> tuple[str, ...]:
-    """One sentence for each assumption about the speed of a plan's kernel, and one for the error band of a preset.
+    """One sentence for each assumption about a plan's kernel, for the error band of a preset, and for shared cores.
 
     All published passes behind the bands have 16-bit inputs.
     """
     rows = plan.batch * -(-plan.tokens // plan.ranks)
-    band = describe_band(machine.preset, rows) if ITEM_BYTES[plan.dtype] == 2 else None
-    return (*_note_kernel(plan, machine), *([band] if band else []))
+    band = describe_band(machine.preset, rows) if ITEM_BYTES[plan.dtype] == 2 else ""
+    cores = ""
+    if machine.preset == "cpu" and plan.ranks > MEASURED_CORES and machine.cores is None:
+        cores = (
+            f"each of {plan.ranks:,} ranks is taken to have a core of its own [assumed]; of one host give "
+            f"machine.ranks_per_node={plan.ranks} machine.cores=..."
+        )
+    return (*_note_kernel(plan, machine), *(note for note in (band, cores) if note))
 
 
 def _note_kernel(plan: Plan, machine: Machine) -> tuple[str, ...]:
