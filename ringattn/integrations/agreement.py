@@ -46,8 +46,7 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     model's own eager attention, which is computed whole on every rank (an encoder is given one document, its decoder
     two thirds of it). Takes the memory of two copies of the gradients. A sliding window of W keys is tested only where
     the first document has more than W tokens: raises InvalidInput for fewer `tokens`. Raises Mismatch on every rank if
-    logits or gradients differ by more than rounding, or if the ranks
-    differ in `tokens` or `seed`.
+    logits or gradients differ by more than rounding, or if the ranks differ in `tokens` or `seed`.
     """
     ring: Any = getattr(model, STATE, None)
     long, ours = max(filter(None, layer_windows(model)), default=0), model.config._attn_implementation

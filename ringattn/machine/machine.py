@@ -403,12 +403,16 @@ class Machine:
         first = rank - rank % self.ranks_per_node
         return range(first, min(first + self.ranks_per_node, ranks))
 
-    def crowd(self, apart: Any, node: int) -> Any:
-        """How many messages share the link of each, where all `node` ranks of a node send to ranks `apart` places on.
+    def crowd(self, source: Any, target: Any, ranks: int, group: int = 1) -> Any:
+        """How many messages share a link within a node, where all ranks, `group` for each of `ranks`, send as far.
 
-        Of `switch` ranks that share a link, at most `apart` send beyond it then. Numbers or arrays.
+        Of `switch` ranks, at most as many use their link as the ends lie apart. Numbers or arrays.
         """
-        return 1 if self.switch is None else np.clip(np.minimum(apart, node - apart), 1, self.switch)
+        if self.switch is None:
+            return 1
+        apart, first = np.abs(source - target), source // self.ranks_per_node * self.ranks_per_node
+        node = np.minimum(self.ranks_per_node, ranks - first)
+        return np.clip(np.minimum(apart, node - apart) * group, 1, self.switch)
 
     def link(self, rank: int, peer: int) -> tuple[bool, float, float]:
         """Whether two ranks are on one node, and the latency [s] and bandwidth [bytes/s] of the link between them."""

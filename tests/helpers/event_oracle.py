@@ -1,16 +1,23 @@
 """The time of a plan by an event simulation of its own: a heap of events, pairs from dense masks, bytes from the plan's
-rows. It shares no code with the timing model, and goes through every step of the pass on every rank."""
+rows. It shares no code with the timing model but the seconds of measured and modelled kernels, and goes through every
+step of the pass on every rank. The rules are those of docs/simulation.md and docs/decisions/0004-recurrence.md."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass, field
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import count
+from math import ceil, log2
 from typing import Any
 
 import numpy as np
 
 from ringattn import Layout, Machine, Plan
+from ringattn.plan.steps import Step
+from ringattn.simulator.timing.kernel_seconds import pair_seconds, visit_seconds
 
 #: FLOPs of a backward over those of a forward, and how often a merge moves the bytes of a partial result.
 BACKWARD, PASSES = 2.5, 3
@@ -29,18 +36,6 @@ class Sent:
     latency: float
     gap: float
     seconds: float = 0.0
-    ready: int = 0
-
-
-@dataclass
-class Rank:
-    """By step of the pass: busy seconds, and the messages whose end the rank waits for."""
-
-    busy: list[float]
-    open: list[set[int]]
-    step: int = -1
-    done: bool = False
-    times: list[float] = field(default_factory=list)
 
 
 class EventOracle:
@@ -49,21 +44,31 @@ class EventOracle:
     def __init__(self, plan: Plan, machine: Machine, backward: bool, **faults: Any) -> None:
         self.plan, self.machine, self.backward = plan, machine, backward
         self.slow, self.slow_links = faults.get("slow") or {}, faults.get("slow_links") or {}
+        ulysses = re.match(r"ulysses\((\d+),", plan.schedule)
+        self.group = int(ulysses[1]) if ulysses else 1
+        self.heads, self.kv_heads = plan.heads // self.group, max(plan.kv_heads // self.group, 1)
+        #: How the keys, and how the queries are cut, and how many ranks each node has.
+        self.layouts = plan.layout, plan.q_layout or plan.layout
+        self.members = Counter(self._node(rank) for rank in range(plan.ranks))
+        self.cores = machine.cores if machine.cores is not None and machine.cores < self.members[0] else None
+        self.gathers = machine.one_gather and plan.schedule == "allgather"
         planned = [plan.for_rank(rank) for rank in range(plan.ranks)]
-        steps = [rank.backward if backward else rank.forward for rank in planned]
-        clocks = sorted({step.clock for one in steps for step in one})
+        self.steps = [rank.backward if backward else rank.forward for rank in planned]
+        if self.gathers:
+            self.steps = [self._call_after_gather(steps) for steps in self.steps]
+        clocks = {clock: k for k, clock in enumerate(sorted({step.clock for one in self.steps for step in one}))}
         self.count = len(clocks)
-        end = 1 + max(int(x.positions(r).max(initial=-1)) for x in self._layouts() for r in range(plan.ranks))
+        self.clocks = [[clocks[step.clock] for step in one] for one in self.steps]
+        end = 1 + max(int(x.positions(r).max(initial=-1)) for x in self.layouts for r in range(plan.ranks))
         self.mask = plan.pattern.mask(end, plan.heads).astype(np.int64)
-        by_clock = [{clocks.index(step.clock): step for step in one} for one in steps]
-        self.messages: list[Sent] = []
-        self._list_messages(by_clock, [[clocks.index(step.clock) for step in one] for one in steps])
+        self.messages = list(self._list_messages())
         self._find_seconds()
-        self.busy = [
-            [self._busy(rank, k, by_clock[rank].get(k)) for k in range(self.count)] for rank in range(plan.ranks)
-        ]
-        if machine.cores is not None:
-            self._share_cores(machine.cores)
+        self.busy = [[0.0] * self.count for _ in range(plan.ranks)]
+        for rank, own in enumerate(self.clocks):
+            for k, step in zip(own, self.steps[rank], strict=True):
+                self.busy[rank][k] = self._busy(rank, k, sorted({part.owner for part in step.visits}))
+        if self.cores is not None:
+            self._share_cores(self.cores)
         for stall in faults.get("stalls") or ():
             self.busy[stall.rank][stall.step] += stall.seconds
 
@@ -73,176 +78,219 @@ class EventOracle:
         `instant`: messages take no time.
         """
         slots = self.machine.buffers or 1
-        ranks = [Rank(list(busy), [set() for _ in range(self.count)]) for busy in self.busy]
-        begins: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self.begun = np.zeros((self.count + 1, self.plan.ranks))
+        posts: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        # By (rank, step), what has to end before the next step: the rank's own work, and messages.
+        missing = {(rank, k): 1 for rank in range(self.plan.ranks) for k in range(self.count)}
+        awaited, unposted = [], []
         for number, one in enumerate(self.messages):
-            one.ready = 0
             # The sender posts at its step; the receiver has a free slot once it is slots - 1 steps behind.
             ends = {(one.source, one.post), (one.target, max(one.post - slots + 1, 0))}
             for end in ends:
-                begins[end].append(number)
-            one.ready = -len(ends)
-            ranks[one.target].open[one.until[one.target]].add(number)
-            if one.until[one.source] + slots - 1 < self.count:
-                ranks[one.source].open[one.until[one.source] + slots - 1].add(number)
-        heap: list[tuple[float, int, str, int]] = []
-        serial = 0
-        link_free: dict[tuple[int, int], float] = {}
+                posts[end].append(number)
+            unposted.append(len(ends))
+            waiting = (one.target, one.until[one.target]), (one.source, one.until[one.source] + slots - 1)
+            awaited.append([end for end in waiting if end in missing])
+            for end in awaited[-1]:
+                missing[end] += 1
+        heap: list[tuple[float, int, list[tuple[int, int]]]] = []
+        serial, link_free = count(), defaultdict[tuple[int, int], float](float)
 
-        def push(at: float, what: str, which: int) -> None:
-            nonlocal serial
-            serial += 1
-            heappush(heap, (at, serial, what, which))
-
-        def go_on(rank: int, now: float) -> None:
-            one = ranks[rank]
-            if one.done and not one.open[one.step]:
-                push(now, "begin", rank)
-                one.done = False
+        def begin(rank: int, step: int, now: float) -> None:
+            self.begun[step, rank] = now
+            if step < self.count:
+                heappush(heap, (now + self.busy[rank][step], next(serial), [(rank, step)]))
+            for number in posts[rank, step]:
+                unposted[number] -= 1
+                if not unposted[number]:
+                    message = self.messages[number]
+                    seconds, gap = (0.0, 0.0) if instant else (message.seconds, message.gap)
+                    link = message.source, message.target
+                    link_free[link] = max(now + seconds, link_free[link] + gap if slots > 1 else 0.0)
+                    heappush(heap, (link_free[link], next(serial), awaited[number]))
 
         for rank in range(self.plan.ranks):
-            push(0.0, "begin", rank)
+            begin(rank, 0, 0.0)
         while heap:
-            now, _, what, which = heappop(heap)
-            if what == "begin":
-                one = ranks[which]
-                one.step += 1
-                one.times.append(now)
-                if one.step == self.count:
-                    continue
-                push(now + one.busy[one.step], "done", which)
-                for number in begins[which, one.step]:
-                    message = self.messages[number]
-                    message.ready += 1
-                    if message.ready == 0:
-                        seconds, gap = (0.0, 0.0) if instant else (message.seconds, message.gap)
-                        link = message.source, message.target
-                        end = max(now + seconds, link_free.get(link, 0.0) + gap if slots > 1 else 0.0)
-                        link_free[link] = end
-                        push(end, "end", number)
-            elif what == "done":
-                ranks[which].done = True
-                go_on(which, now)
-            else:
-                for rank in (self.messages[which].source, self.messages[which].target):
-                    for waited in ranks[rank].open:
-                        waited.discard(which)
-                    go_on(rank, now)
-        assert all(one.step == self.count for one in ranks), "ranks are stuck"
-        self.begun = np.array([one.times for one in ranks]).T
-        return [one.times[-1] for one in ranks]
-
-    def _share_cores(self, cores: int) -> None:
-        """Serve what the ranks of each node do at a step, from one end of a visit to the next."""
-        for clock in range(self.count):
-            for first in range(0, self.plan.ranks, self.machine.ranks_per_node):
-                node = range(first, min(first + self.machine.ranks_per_node, self.plan.ranks))
-                left = {rank: self.busy[rank][clock] for rank in node if self.busy[rank][clock]}
-                now = 0.0
-                while left:
-                    speed = min(1.0, cores / len(left))
-                    shortest = min(left.values())
-                    now += shortest / speed
-                    for rank in [rank for rank, seconds in left.items() if seconds == shortest]:
-                        self.busy[rank][clock] = now
-                        del left[rank]
-                    left = {rank: seconds - shortest for rank, seconds in left.items()}
+            now, _, ends = heappop(heap)
+            for rank, step in ends:
+                missing[rank, step] -= 1
+                if not missing[rank, step]:
+                    begin(rank, step + 1, now)
+        assert not any(missing.values()), "ranks are stuck"
+        return self.begun[-1].tolist()
 
     def busiest(self) -> float:
         """Seconds for which the busiest rank is busy."""
         return max(map(sum, self.busy))
 
-    def _list_messages(self, by_clock: list[dict[int, Any]], clock_of: list[list[int]]) -> None:
-        until = {
-            (hop.peer, rank, hop.tag): clock_of[rank][hop.until]
-            for rank, steps in enumerate(by_clock)
-            for step in steps.values()
+    def seconds(self, finish: float) -> float:
+        """Seconds of the pass whose steps end at `finish`: the host starts them, and a call takes time beside them."""
+        machine = self.machine
+        visits = [[1 if self.gathers else len({p.owner for p in s.visits}) for s in steps] for steps in self.steps]
+        starts = max(sum(max(one, 1) for one in each) for each in visits)
+        return max(finish, (machine.host_call or 0.0) + (machine.host or 0.0) * starts) + self._call()
+
+    def _call(self) -> float:
+        plan, machine = self.plan, self.machine
+        call, sweep = machine.call, machine.sweep
+        if self.backward:
+            call = call if machine.call_backward is None else machine.call_backward
+            sweep = sweep if machine.sweep_backward is None else machine.sweep_backward
+        seconds = call or 0.0
+        deferred = (machine.host is not None or call is None) if machine.deferred is None else machine.deferred
+        if not deferred:
+            seconds += ceil(log2(plan.ranks)) * self._link(self.members[0] == plan.ranks)[0]
+        if sweep is not None:
+            keys, queries = (ceil(layout.tokens / plan.ranks) for layout in self.layouts)
+            width = (plan.heads * queries + plan.kv_heads * keys) * (plan.head_dim + plan.value_dim)
+            seconds += plan.batch * width * ITEM[plan.dtype] / sweep
+        return seconds * self.members[0] / (self.cores or self.members[0])
+
+    def _node(self, rank: int) -> int:
+        return rank // self.machine.ranks_per_node
+
+    def _link(self, near: bool) -> tuple[float, float]:
+        """Latency and bandwidth of the links within a node, or between nodes."""
+        latency, bandwidth = self.machine.latency, self.machine.bandwidth
+        if near and self.machine.node_latency is not None:
+            latency = self.machine.node_latency
+        if near and self.machine.node_bandwidth is not None:
+            bandwidth = self.machine.node_bandwidth
+        return latency, bandwidth
+
+    def _list_messages(self) -> Iterator[Sent]:
+        received = {
+            (hop.peer, rank, hop.tag): self.clocks[rank][hop.until]
+            for rank, steps in enumerate(self.steps)
+            for step in steps
             for hop in step.recvs
         }
-        for rank, steps in enumerate(by_clock):
-            for clock, step in steps.items():
+        for rank, steps in enumerate(self.steps):
+            for clock, step in zip(self.clocks[rank], steps, strict=True):
                 for hop in step.sends:
-                    near = rank // self.machine.ranks_per_node == hop.peer // self.machine.ranks_per_node
-                    latency, bandwidth = self.machine.latency, self.machine.bandwidth
-                    if near and self.machine.node_latency is not None:
-                        latency = self.machine.node_latency
-                    if near and self.machine.node_bandwidth is not None:
-                        bandwidth = self.machine.node_bandwidth
-                    factor = self.slow_links.get(rank, 1.0)
-                    ends = {rank: clock_of[rank][hop.until], hop.peer: until[rank, hop.peer, hop.tag]}
-                    gap = factor * sum(map(self._bytes, hop.parts)) / bandwidth
-                    self.messages.append(Sent(rank, hop.peer, near, clock, ends, factor * latency, gap))
+                    near, factor, sharing = self._node(rank) == self._node(hop.peer), self.slow_links.get(rank, 1.0), 1
+                    if near and self.machine.switch is not None and not self.gathers:
+                        apart = abs(rank - hop.peer)
+                        sharing = min(apart, self.members[self._node(rank)] - apart, self.machine.switch)
+                    latency, bandwidth = self._link(near)
+                    ends = {rank: self.clocks[rank][hop.until], hop.peer: received.pop((rank, hop.peer, hop.tag))}
+                    gap = factor * sharing * sum(map(self._bytes, hop.parts)) / bandwidth
+                    yield Sent(rank, hop.peer, near, clock, ends, factor * latency, gap)
+        assert not received, "messages that nobody sends"
 
     def _find_seconds(self) -> None:
+        """Messages of one step, direction and kind of link follow each other; a card is shared by all that it has."""
+        self.longest: defaultdict[tuple[str, int, int], float] = defaultdict(float)
+        for end in ("source", "target"):
+            alike: defaultdict[Any, list[tuple[Sent, float]]] = defaultdict(list)
+            cards: defaultdict[int, list[tuple[Sent, float]]] = defaultdict(list)
+            for one in self.messages:
+                here, gap = getattr(one, end), one.gap
+                if self.gathers:  # every byte enters a node once, over all its ranks, and then passes each of these
+                    members = self.members[self._node(here)]
+                    gap *= (self.plan.ranks - 1) / (members - 1) if one.near else 1 / members
+                alike[here, one.post, one.near].append((one, gap))
+                cards[self._node(here)].extend([] if one.near else [(one, gap)])
+            for (here, _, near), each in alike.items():
+                latency = sum(one.latency for one, _ in each) / (len(each) if self.gathers else 1)
+                for one, gap in each:
+                    seconds = sum(gap for _, gap in each)
+                    if self.machine.shared_nic and not near:
+                        seconds = max(seconds, self._on_card(cards[self._node(here)], end, one, gap))
+                    one.seconds = max(one.seconds, latency + seconds)
         for one in self.messages:
-            for end in ("source", "target"):
-                here = getattr(one, end)
-                alike = [
-                    other
-                    for other in self.messages
-                    if (getattr(other, end), other.post, other.near) == (here, one.post, one.near)
-                ]
-                latency = sum(other.latency for other in alike)
-                one.seconds = max(one.seconds, latency + sum(other.gap for other in alike))
-                if self.machine.shared_nic and not one.near:
-                    per_node = self.machine.ranks_per_node
-                    shared = 0.0
-                    for other in self.messages:
-                        there = getattr(other, end)
-                        if other.near or there // per_node != here // per_node:
-                            continue
-                        if one.post <= other.until[there] and other.post <= one.until[here]:
-                            shared += min(one.gap, other.gap)
-                    one.seconds = max(one.seconds, latency + shared)
+            for where in (("source", one.source, one.post), ("target", one.target, one.post)):
+                self.longest[where] = max(self.longest[where], one.seconds)
 
-    def _layouts(self) -> tuple[Layout, Layout]:
-        """How the keys, and how the queries are cut."""
-        return self.plan.layout, self.plan.q_layout or self.plan.layout
+    def _on_card(self, card: list[tuple[Sent, float]], end: str, one: Sent, gap: float) -> float:
+        """Seconds of bytes of `gap` seconds on a card that serves all messages of overlapping steps evenly."""
+        last = one.until[getattr(one, end)]
+        together = (each for each in card if one.post <= each[0].until[getattr(each[0], end)] and each[0].post <= last)
+        return sum(min(gap, other) for _, other in together)
 
-    def _bytes(self, part: Any) -> int:
-        plan, item = self.plan, ITEM[self.plan.dtype]
+    def _positions(self, layout: Layout, place: int) -> np.ndarray:
+        """What a rank has of the sequence, or its Ulysses group together."""
+        return np.concatenate([layout.positions(place * self.group + i) for i in range(self.group)])
+
+    def _bytes(self, part: Any) -> float:
+        plan, item, both = self.plan, ITEM[self.plan.dtype], self.plan.head_dim + self.plan.value_dim
         sums = max(item, 4)
-        width = {
-            "kv": (plan.head_dim + plan.value_dim) * item,
-            "grad": (plan.head_dim + plan.value_dim) * sums,
-            "q": (plan.head_dim + plan.value_dim) * item,
-            "row": 2 * sums,
-            "dq": plan.head_dim * sums,
-            "query": plan.head_dim * item,
-            "part": (plan.value_dim + 1) * sums,
-        }[part.kind]
+        if part.kind in ("qkv", "dqkv", "out", "dout"):
+            keys, queries = (len(layout.positions(part.owner)) for layout in self.layouts)
+            if part.kind in ("out", "dout"):
+                return plan.batch * self.heads * queries * (plan.value_dim * item + sums)
+            return plan.batch * item * (self.heads * queries * plan.head_dim + self.kv_heads * keys * both)
+        sent, sent_sums = (item, sums) if plan.comm_dtype is None else (ITEM[plan.comm_dtype],) * 2
+        exact = {"row": 2 * sums, "query": plan.head_dim * item, "part": (plan.value_dim + 1) * sums}
+        blocks = {"kv": both * sent, "q": both * sent, "grad": both * sent_sums, "dq": plan.head_dim * sent_sums}
         if hasattr(part.row_set, "heads"):
             rows = len(part.row_set.heads) * sum(len(run) for run in part.row_set.rows[0])
         else:
             of_keys = part.kind in ("kv", "grad")
-            rows = (plan.kv_heads if of_keys else plan.heads) * len(self._layouts()[not of_keys].positions(part.owner))
-        return plan.batch * rows * width
+            block = self._positions(self.layouts[not of_keys], part.owner)
+            rows = (self.kv_heads if of_keys else self.heads) * len(block)
+        return plan.batch * rows * (exact | blocks)[part.kind]
 
-    def _busy(self, rank: int, clock: int, step: Any) -> float:
-        if step is None:
-            return 0.0
-        plan, factor = self.plan, self.slow.get(rank, 1.0)
-        pairs = rows = 0
-        for owner in {part.owner for part in step.visits}:
-            turned = (plan.rotates if self.backward else plan.forward_rotates) == "queries"
-            queries, keys = (owner, rank) if turned else (rank, owner)
-            of_keys, of_queries = self._layouts()
-            seen = self.mask[:, of_queries.positions(queries)][:, :, of_keys.positions(keys)]
-            pairs += int(seen.sum())
-            if self.backward or owner != rank:
-                rows += int((seen > 0).any(axis=-1).sum())
-        flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if self.backward else 1.0)
-        visit = factor * plan.batch * pairs * flops / self.machine.flops
-        merge = 0.0
-        if self.machine.merge:
-            width = plan.value_dim + 1.0
-            if self.backward:
-                width = plan.head_dim + (plan.head_dim + plan.value_dim) * plan.kv_heads / plan.heads
-            merge = factor * PASSES * plan.batch * rows * width * max(ITEM[plan.dtype], 4) / self.machine.merge
-        posted = [one for one in self.messages if one.post == clock]
-        leaving = max((one.seconds for one in posted if one.source == rank), default=0.0)
-        coming = max((one.seconds for one in posted if one.target == rank), default=0.0)
-        cores, gamma = self.machine.cores, self.machine.gamma or 0.0
-        if cores is not None and cores < min(self.machine.ranks_per_node, plan.ranks) and gamma:
+    @staticmethod
+    def _call_after_gather(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        """The steps of a rank with one kernel call, which begins when everything is gathered."""
+        if len(steps) == 1:
+            steps += (Step(clock=steps[0].clock + 1),)
+        visits = tuple(part for step in steps for part in step.visits)
+        return tuple(replace(step, visits=visits if number == 1 else ()) for number, step in enumerate(steps))
+
+    def _busy(self, rank: int, clock: int, owners: list[int]) -> float:
+        plan, factor, (of_keys, of_queries) = self.plan, self.slow.get(rank, 1.0), self.layouts
+        turned = (plan.rotates if self.backward else plan.forward_rotates) == "queries"
+        place, first = rank // self.group, rank % self.group * self.heads
+        visit = merge = 0.0
+        for owner in owners:
+            queries, keys = (owner, place) if turned else (place, owner)
+            seen = self.mask[first : first + self.heads, self._positions(of_queries, queries)]
+            seen = seen[:, :, self._positions(of_keys, keys)]
+            visit += factor * self._kernel_seconds(rank, queries, keys, int(seen.sum()))
+            if self.machine.merge and not self.gathers:
+                merge += factor * self._merged_bytes(rank, queries, keys, seen) / self.machine.merge
+        message = (self.longest["source", rank, clock] + self.longest["target", rank, clock]) / 2
+        gamma = self.machine.gamma or 0.0
+        if self.cores is not None and gamma:
             gamma = 1.0  # another rank computes on the core that copies a message
-        return visit + merge + gamma * min(visit, 0.5 * leaving + 0.5 * coming)
+        return visit + merge + gamma * min(visit, message)
+
+    def _kernel_seconds(self, rank: int, queries: int, keys: int, pairs: int) -> float:
+        plan, machine = self.plan, self.machine
+        flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if self.backward else 1.0)
+        if machine.kernel is not None:
+            between = plan.ring_plan(rank)[0]
+            return plan.batch * visit_seconds(between, machine.kernel, flops, self.backward, queries, keys)
+        if machine.kernel_rates is not None:
+            return pairs * pair_seconds(plan, machine, self.backward)
+        return plan.batch * pairs * flops / machine.flops
+
+    def _merged_bytes(self, rank: int, queries: int, keys: int, seen: np.ndarray) -> float:
+        """Bytes of the rows whose result is merged; with measured kernels, of each work of a forward's visit."""
+        plan, width = self.plan, self.plan.value_dim + 1.0
+        rows = int((seen > 0).any(axis=-1).sum()) if self.backward or queries != keys else 0
+        if self.machine.kernel is not None and not self.backward:
+            works = plan.ring_plan(rank)[0].demand.joined_works(queries, keys)
+            alone = queries == keys and len(works) == 1
+            rows = 0 if alone else sum(len(work.q) * len(work.heads) * work.repeat for work in works)
+        if self.backward:
+            width = plan.head_dim + (plan.head_dim + plan.value_dim) * self.kv_heads / self.heads
+        return PASSES * plan.batch * rows * width * max(ITEM[plan.dtype], 4)
+
+    def _share_cores(self, cores: int) -> None:
+        """Serve what the ranks of each node do at a step, from one end of a visit to the next."""
+        for clock in range(self.count):
+            for node in self.members:
+                ranks = [rank for rank in range(self.plan.ranks) if self._node(rank) == node]
+                left = {rank: self.busy[rank][clock] for rank in ranks if self.busy[rank][clock]}
+                now = 0.0
+                while left:
+                    shortest = min(left.values())
+                    now += shortest / min(1.0, cores / len(left))
+                    for rank in [rank for rank, seconds in left.items() if seconds == shortest]:
+                        self.busy[rank][clock] = now
+                        del left[rank]
+                    left = {rank: seconds - shortest for rank, seconds in left.items()}

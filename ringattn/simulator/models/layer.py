@@ -86,7 +86,7 @@ def all_to_all_seconds(machine: Machine, size: float, ranks: int, stride: int) -
     Parts within a node and between nodes travel at once; between nodes each rank has its card, or a share of the one.
     """
     node, inside = machine.ranks_per_node, count_inside(machine, ranks, stride)
-    near = sum(machine.crowd(stride * apart, node) for apart in range(1, inside))
+    near = sum(machine.crowd(0, stride * apart, node) for apart in range(1, inside))
     far = (ranks - inside) * (node if machine.shared_nic else 1)
     ways = ((near, *machine.rates(True)), (far, machine.latency, machine.bandwidth))
     return max(latency + parts * size / ranks / rate if parts else 0.0 for parts, latency, rate in ways)

@@ -74,7 +74,7 @@ def count_exchanges(plan: Plan, machine: Machine) -> tuple[float, int, int]:
     seconds, sent = 0.0, 0
     for message in (plan.part_bytes(Part(kind, 0)) for kind in kinds):
         sent += peers * message
-        shared = sum(machine.crowd(apart, min(machine.ranks_per_node, plan.ranks)) for apart in range(1, near + 1))
+        shared = sum(machine.crowd(0, apart, plan.ranks) for apart in range(1, near + 1))
         inside = _seconds(machine, near, shared * message, True)
         seconds += max(inside, _seconds(machine, peers - near, (peers - near) * message, False, machine.ranks_per_node))
     return seconds, sent, len(kinds)
@@ -239,12 +239,13 @@ class _RingEstimate:
 
     def _message_seconds(self, edge: Edge) -> float:
         """Seconds of a message at each of its steps, an equal part."""
-        near, size = self._near(edge), self._edge_bytes(edge)
+        near, size = self._near(edge), float(self._edge_bytes(edge))
         if not near and self.machine.shared_nic:
             node = self.machine.node(edge.target, self.plan.ranks)
-            others = (other for member in node for other in self.route.edges_at(member, edge.step))
-            alike = (other for other in others if other.post == edge.post and not self._near(other))
-            size = sum(map(self._edge_bytes, alike))
+            arriving = (other for member in node for other in self.route.edges_at(member, edge.step))
+            alike = [other for other in arriving if other.post == edge.post and not self._near(other)]
+            others = [other for other in alike if other.target != edge.target]  # each own message waits for a part
+            size += sum(map(self._edge_bytes, others)) / (len(alike) - len(others))
         if near:
             size *= self.rates.crowd(edge.source, edge.target, self.crowd)
         return _seconds(self.machine, 1, size, near, self.crowd) / (edge.step - edge.post)
@@ -281,10 +282,10 @@ class _RingEstimate:
         seconds = [0.0]
         for near, count in ((True, inside), (False, self.plan.ranks - 1 - inside)):
             if count:
-                start, share = self.rates.gather_factors(near, count)
+                start, share = self.rates.gather_factors(near, count, inside + 1)
                 if near:
-                    share *= sum(self.rates.crowd(0, apart) for apart in range(1, inside + 1)) / inside
-                crowd = self.crowd * self.machine.ranks_per_node
+                    share *= sum(self.rates.crowd(0, apart, self.crowd) for apart in range(1, inside + 1)) / inside
+                crowd = self.crowd * (inside + 1)
                 seconds.append(_seconds(self.machine, start * count, share * count * block, near, crowd))
         return max(seconds), block * (self.plan.ranks - 1), self.plan.ranks - 1
 

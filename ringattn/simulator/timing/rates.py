@@ -23,7 +23,7 @@ Factors = Mapping[int, float] | Sequence[float] | np.ndarray
 #: How often a merge moves the bytes of a visit's partial (out, lse): it reads the partial, and reads and writes the
 #: accumulator.
 MERGE_PASSES = 3
-#: Ranks up to which the visits of a plan are looked at one by one, where the machine has measured kernel times.
+#: Ranks up to which all visits are looked at one by one, where measured kernels or hosts need them.
 FEW_RANKS = 64
 
 
@@ -151,22 +151,19 @@ class Rates:
         """Whether the plan gathers all keys in one collective call, and computes with them in one kernel call."""
         return self.machine.one_gather and self.plan.schedule == "allgather"
 
-    def gather_factors(self, near: bool, messages: int) -> tuple[float, float]:
-        """Factors on latency and bytes of each of `messages` that a rank posts at once, as a part of one collective.
+    def gather_factors(self, near: bool, messages: int, node: int) -> tuple[float, float]:
+        """Factors on latency and bytes of each of `messages` that a rank posts at once over one kind of link.
 
-        A collective starts once. Every byte enters a node once, over the cards of all its ranks, and then passes every
-        rank of the node: 1 and 1 for messages that are no part of one.
+        A collective starts once. Every byte enters a node once, over the cards of its `node` ranks, and then passes
+        every rank of the node: 1 and 1 for messages that are no part of one.
         """
         if not self.one_gather:
             return 1.0, 1.0
-        node = min(self.machine.ranks_per_node, self.plan.ranks)
         return 1 / messages, (self.plan.ranks - 1) / (node - 1) if near else 1 / node
 
     def crowd(self, source: Any, target: Any, group: int = 1) -> Any:
-        """How many messages share the link of a message within a node, where each rank of the plan stands for a `group`
-        of neighbours; numbers or arrays. One collective has its links alone."""
-        node = min(self.machine.ranks_per_node, self.plan.ranks) * group
-        return 1 if self.one_gather else self.machine.crowd(np.abs(source - target) * group, node)
+        """As `Machine.crowd`, among the plan's ranks. One collective has its links alone."""
+        return 1 if self.one_gather else self.machine.crowd(source, target, self.plan.ranks, group)
 
     @property
     def buffers(self) -> int:

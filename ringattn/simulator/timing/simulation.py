@@ -16,7 +16,7 @@ from .costs import SECONDS_PER_HOUR, failures, memory
 from .forecast import host_seconds
 from .kernel_seconds import sample_ranks
 from .problem import TimingProblem, make_timing_problem
-from .rates import Factors, Faults, Rates, parse_factors
+from .rates import FEW_RANKS, Factors, Faults, Rates, parse_factors
 from .solvers import SOLVERS
 from .solvers.base import Solved
 from .solvers.event_loop import rank_steps, simulate_events
@@ -114,16 +114,16 @@ def _solve(problem: TimingProblem, solver: str) -> Solved:
 
 
 def _host_seconds(problem: TimingProblem) -> float:
-    """Seconds in which the host starts all calls of a pass, of the sampled rank with the most calls."""
+    """Seconds in which the host starts all calls of a pass, of the rank with the most; of many ranks some are asked."""
     plan, machine = problem.rates.plan, problem.rates.machine
     if not machine.host and not machine.host_call:
         return 0.0
     if problem.ring is not None:
         calls = problem.ring.calls
     else:
-        steps = [rank_steps(plan, rank, problem.rates.backward) for rank in sample_ranks(plan.ranks)]
-        gathered = problem.rates.one_gather
-        calls = max(sum(1 if gathered else max(len(step.visits), 1) for step in each) for each in steps)
+        ranks = range(plan.ranks) if plan.ranks <= FEW_RANKS else sample_ranks(plan.ranks)
+        met = [[{part.owner for part in step.visits} for step in rank_steps(problem.rates, rank)] for rank in ranks]
+        calls = max(sum(1 if problem.rates.one_gather else max(len(owners), 1) for owners in each) for each in met)
     return host_seconds(machine, calls)
 
 

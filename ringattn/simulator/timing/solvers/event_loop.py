@@ -28,7 +28,7 @@ from .base import Loads, Solved, Traffic
 from .jitter import draw_factors
 
 if TYPE_CHECKING:
-    from ....plan.plan import Plan
+    pass
 
 #: The most ranks, and about the most steps and messages of all ranks: each of them is an object of Python.
 MOST_RANKS, MOST_EVENTS = 4096, 1_000_000
@@ -170,7 +170,7 @@ def _check_size(rates: Rates, why: str) -> None:
             "of equal size"
         )
     counted = sorted({plan.ranks * i // RANKS_COUNTED_FIRST for i in range(RANKS_COUNTED_FIRST)})
-    sizes = [sum(1 + len(step.sends) for step in rank_steps(plan, rank, rates.backward)) for rank in counted]
+    sizes = [sum(1 + len(step.sends) for step in rank_steps(rates, rank)) for rank in counted]
     events = sum(sizes) * plan.ranks // len(counted)
     if events > MOST_EVENTS:
         raise Unsupported(
@@ -182,13 +182,7 @@ def _check_size(rates: Rates, why: str) -> None:
 def _list_steps(rates: Rates) -> tuple[list[tuple[Step, ...]], dict[int, int]]:
     """(the steps of each rank, the step of the pass by clock): the clocks at which any rank has a step."""
     plan = rates.plan
-    steps_of_ranks = []
-    for rank in track(range(plan.ranks), plan.ranks, "ranks"):
-        steps = rank_steps(plan, rank, rates.backward)
-        if rates.one_gather and len(steps) > 1:  # the only call comes after the gather
-            gather, call, *home = steps
-            steps = (replace(gather, visits=()), replace(call, visits=(*gather.visits, *call.visits)), *home)
-        steps_of_ranks.append(steps)
+    steps_of_ranks = [rank_steps(rates, rank) for rank in track(range(plan.ranks), plan.ranks, "ranks")]
     clocks = sorted({step.clock for steps in steps_of_ranks for step in steps})
     return steps_of_ranks, {clock: number for number, clock in enumerate(clocks)}
 
@@ -231,13 +225,14 @@ def _list_posts(
 
     `messages` numbers the messages of all ranks by (source, target, tag).
     """
-    rows = []
+    rows, node = [], rates.machine.node(rank, rates.plan.ranks)
     for number, step in zip(numbers, steps, strict=True):
         for hops, sends in ((step.sends, True), (step.recvs, False)):
+            inside = sum(hop.peer in node for hop in hops)
             for hop in hops:
                 source, target = (rank, hop.peer) if sends else (hop.peer, rank)
                 near, latency, bandwidth = rates.machine.link(source, target)
-                start, share = rates.gather_factors(near, len(hops))
+                start, share = rates.gather_factors(near, inside if near else len(hops) - inside, len(node))
                 slow = 1.0 if faults.slow_links is None else float(faults.slow_links[source])
                 crowd = rates.crowd(source, target) if near else 1
                 size = sum(map(rates.plan.part_bytes, hop.parts))
@@ -299,6 +294,10 @@ def share_cores(seconds: Sequence[float], cores: int) -> list[float]:
     return ends
 
 
-def rank_steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
-    """The steps of a rank in one pass of a plan."""
-    return plan.for_rank(rank).backward if backward else plan.forward_steps(rank)
+def rank_steps(rates: Rates, rank: int) -> tuple[Step, ...]:
+    """The steps of a rank in the pass. Those of one collective gather have one call, which comes after the gather."""
+    steps = rates.plan.for_rank(rank).backward if rates.backward else rates.plan.forward_steps(rank)
+    if not (rates.one_gather and steps):
+        return steps
+    gather, call, *home = steps if len(steps) > 1 else (*steps, Step(clock=steps[0].clock + 1))
+    return (replace(gather, visits=()), replace(call, visits=(*gather.visits, *call.visits)), *home)

@@ -145,7 +145,7 @@ def _find_dependence(rates: Rates, size: int) -> int:
     farthest: defaultdict[int, int] = defaultdict(int)
     reach = 0
     for rank in range(start, start + size):
-        for step in rank_steps(rates.plan, rank, rates.backward):
+        for step in rank_steps(rates, rank):
             for hop in (*step.sends, *step.recvs):
                 distance = abs(hop.peer - rank)
                 # The tag holds the step at which both ends post the message.
