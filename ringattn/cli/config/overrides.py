@@ -238,8 +238,7 @@ def store_schemas() -> None:
         store.store(group="machine", name=name, node={"spec": name})
     chosen = [{"override /layout": "zigzag"}, {"override /schedule": "auto"}, {"override /machine": "h100_nvlink_ib"}]
     for name in MODELS:
-        node = {"defaults": chosen, "model": {"spec": name}}
-        store.store(group="model", name=name, package="_global_", node=node)
+        store.store(group="model", name=name, package="_global_", node={"defaults": chosen, "model": {"spec": name}})
 
 
 def check_parameters(composed: DictConfig) -> None:
