@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,7 @@ def test_a_run_goes_on_where_it_is_asked_to(tmp_path: Path) -> None:
     """A run has a folder of its own. Half a line of a killed run, and lines after its checkpoint, are dropped."""
     done = run(tmp_path, "steps=2", "log=tensorboard")
     (folder,) = (tmp_path / "outputs" / "train_lm").iterdir()
+    time.sleep(1.0)  # folders are named by their second
     again = run(tmp_path, "steps=2")
     (other,) = {*(tmp_path / "outputs" / "train_lm").iterdir()} - {folder}
     assert losses(other) == losses(folder)
