@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..files import write_json, writing
+from ..files import make_folder, write_json, writing
 from ..machine.bands import BANDS, SIZES, ErrorBand, describe_band
 from ..machine.presets import PRESETS
 from ..simulator.published.errors import (
@@ -34,6 +34,7 @@ def main(config: SimulateConfig) -> None:
     refuse_stdout("output.path", config.output.path, "mode=published writes several files; try output.path=errors")
     if config.output.path is not None:
         check_matplotlib("leave output.path out")
+        make_folder(Path(config.output.path))
     with show_progress(Console(stderr=True), tenths=True) as tell:
         predictions = predict_measurements(read_measurements(), tell)
     families = group_errors(predictions, lambda one: one.row.family)
@@ -134,7 +135,6 @@ def _write(
     steps: list[StepErrors],
 ) -> None:
     """Write the predictions, their errors, and the plot."""
-    folder.mkdir(parents=True, exist_ok=True)
     with writing(folder / "predictions.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
         names = ("id", "machine", "kernel", "method", "measured [s]", "unseen [s]", "null [s]", "preset [s]")

@@ -294,7 +294,7 @@ class Machine:
         unit="flop/s",
         meaning="the operations per second of large matrix products in 8 bits (only with model=)",
         example=1.5e15,
-        default="by default twice matmul",
+        default="without it fp8=true is refused",
     ).with_default(None)
     memory: float | None = MachineNumber(
         unit="bytes",
@@ -406,9 +406,10 @@ class Machine:
     def crowd(self, source: Any, target: Any, ranks: int, group: int = 1) -> Any:
         """How many messages share a link within a node, where all ranks, `group` for each of `ranks`, send as far.
 
-        Of `switch` ranks, at most as many use their link as the ends lie apart. Numbers or arrays.
+        Of `switch` ranks, at most as many use their link as the ends lie apart; none where they are the whole node.
+        Numbers or arrays.
         """
-        if self.switch is None:
+        if self.switch is None or self.switch >= min(self.ranks_per_node, ranks) * group:
             return 1
         apart, first = np.abs(source - target), source // self.ranks_per_node * self.ranks_per_node
         node = np.minimum(self.ranks_per_node, ranks - first)

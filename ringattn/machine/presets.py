@@ -90,10 +90,10 @@ def get_machine(machine: Machine | str | None, device: str = "cpu") -> Machine:
         return MACHINES.get(device, MACHINES["cpu"])
     if isinstance(machine, Machine):
         return machine
-    name, _, library = machine.partition("/") if isinstance(machine, str) else ("", "", "")
+    name, named, library = machine.partition("/") if isinstance(machine, str) else ("", "", "")
     if name not in MACHINES:
         raise InvalidInput(
             f"unknown machine {machine!r}; {did_you_mean(name, MACHINES)}expected {', '.join(MACHINES)}, or a "
             "Machine such as ringattn.Machine(flops=5e10, latency=1e-4, bandwidth=1.5e9)"
         )
-    return PRESETS[name].machine(name, library) if library else MACHINES[name]
+    return PRESETS[name].machine(name, library or "''") if named else MACHINES[name]

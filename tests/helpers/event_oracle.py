@@ -171,8 +171,11 @@ class EventOracle:
                 for hop in step.sends:
                     near, factor, sharing = self._node(rank) == self._node(hop.peer), self.slow_links.get(rank, 1.0), 1
                     if near and self.machine.switch is not None and not self.gathers:
-                        apart = abs(rank - hop.peer)
-                        sharing = min(apart, self.members[self._node(rank)] - apart, self.machine.switch)
+                        apart, members = abs(rank - hop.peer), self.members[self._node(rank)]
+                        if rank // self.plan.ulysses_size == hop.peer // self.plan.ulysses_size:
+                            members = min(members, self.plan.ulysses_size)
+                        if self.machine.switch < members:
+                            sharing = min(apart, members - apart, self.machine.switch)
                     latency, bandwidth = self._link(near)
                     ends = {rank: self.clocks[rank][hop.until], hop.peer: received.pop((rank, hop.peer, hop.tag))}
                     gap = factor * sharing * sum(map(self._bytes, hop.parts)) / bandwidth

@@ -86,7 +86,7 @@ def all_to_all_seconds(machine: Machine, size: float, ranks: int, stride: int) -
     Parts within a node and between nodes travel at once; between nodes each rank has its card, or a share of the one.
     """
     node, inside = machine.ranks_per_node, count_inside(machine, ranks, stride)
-    near = sum(machine.crowd(0, stride * apart, node) for apart in range(1, inside))
+    near = sum(machine.crowd(0, stride * apart, stride * inside) for apart in range(1, inside))
     far = (ranks - inside) * (node if machine.shared_nic else 1)
     ways = ((near, *machine.rates(True)), (far, machine.latency, machine.bandwidth))
     return max(latency + parts * size / ranks / rate if parts else 0.0 for parts, latency, rate in ways)
@@ -153,8 +153,7 @@ class LayerCosts:
         fp8 = layer and self.software.fp8
         tiles = count * ceil(rows / TILE) * ceil(columns / TILE)
         idle = 0.0 if machine.kernel_rates is None else machine.kernel_rates.slots / 4
-        rate = machine.matmul or machine.flops
-        rate = (machine.matmul_fp8 or 2 * rate) if fp8 else rate
+        rate = (machine.matmul_fp8 if fp8 else machine.matmul) or machine.flops
         item = 1 if fp8 else self.item
         computing = 2.0 * count * rows * columns * inner / rate * (1 + idle / max(tiles, 1))
         moved = count * (item * rows * inner + self.item * rows * columns + (stored or item) * inner * columns)

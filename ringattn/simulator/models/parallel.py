@@ -102,6 +102,13 @@ class Parallel:
                 f"tp={self.tp} does not divide the {model.heads} heads, {model.kv_heads} key/value heads and "
                 f"{model.mlp} MLP columns of {model.name}; try a power of two up to {model.kv_heads}"
             )
+        if self.software.fp8 and machine.matmul_fp8 is None:
+            raise InvalidInput(
+                f"fp8=true: {machine.preset or 'this machine'} has no rate of products in 8 bits; leave fp8 out, or give "
+                "machine.matmul_fp8="
+            )
+        if model.experts == 1 < self.ep:
+            raise InvalidInput(f"ep={self.ep}: {model.name} has no experts; leave ep out")
         if (most := gcd(model.experts, self.group)) % self.ep:
             raise InvalidInput(
                 f"ep={self.ep} does not divide the {model.experts} experts of {model.name} and the cp x dp = "

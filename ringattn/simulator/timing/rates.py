@@ -162,8 +162,13 @@ class Rates:
         return 1 / messages, (self.plan.ranks - 1) / (node - 1) if near else 1 / node
 
     def crowd(self, source: Any, target: Any, group: int = 1) -> Any:
-        """As `Machine.crowd`, among the plan's ranks. One collective has its links alone."""
-        return 1 if self.one_gather else self.machine.crowd(source, target, self.plan.ranks, group)
+        """As `Machine.crowd`, among the plan's ranks, or a Ulysses group. One collective has its links alone."""
+        machine, size = self.machine, self.plan.ulysses_size
+        if self.one_gather:
+            return 1
+        if size > 1 and source // size == target // size:
+            return machine.crowd(source % size, target % size, size)
+        return machine.crowd(source, target, self.plan.ranks, group)
 
     @property
     def buffers(self) -> int:

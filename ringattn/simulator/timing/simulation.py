@@ -16,7 +16,7 @@ from .costs import SECONDS_PER_HOUR, failures, memory
 from .forecast import host_seconds
 from .kernel_seconds import sample_ranks
 from .problem import TimingProblem, make_timing_problem
-from .rates import FEW_RANKS, Factors, Faults, Rates, parse_factors
+from .rates import FEW_RANKS, Factors, Faults, Rates, own_bytes, parse_factors
 from .solvers import SOLVERS
 from .solvers.base import Solved
 from .solvers.event_loop import rank_steps, simulate_events
@@ -25,6 +25,8 @@ from .solvers.recurrence import Stall
 from .solvers.stencil import MOST_COUNTED, check_size
 from .timeline import Timeline, note_assumptions
 
+#: The most ranks, and the most bytes of all their tensors, whose messages are counted in 64 bits.
+MOST_RANKS, MOST_BYTES = 1 << 24, 1 << 58
 #: More passes than this are a mistake: even at a microsecond each they would take 30 years.
 MOST_PASSES = 10**15
 
@@ -86,6 +88,11 @@ def _check_options(plan: Plan, backward: object, stalls: Sequence[Stall], passes
         raise InvalidInput(f"solver={solver!r}: {did_you_mean(solver, choices)}expected one of {', '.join(choices)}")
     if not isinstance(backward, bool):
         raise InvalidInput(f"backward={backward!r}: expected True or False")
+    if plan.ranks > MOST_RANKS or own_bytes(plan) * plan.ranks > MOST_BYTES:
+        raise InvalidInput(
+            f"{plan.ranks:,} ranks with {own_bytes(plan):,} bytes each: at most {MOST_RANKS:,} ranks with {MOST_BYTES:,} "
+            "bytes in all are simulated; try fewer"
+        )
     if not plan.batch:
         raise InvalidInput("batch=0: without a sequence there is nothing to simulate; try batch=1")
     if passes is not None and not 1 <= passes <= MOST_PASSES:

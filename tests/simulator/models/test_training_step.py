@@ -148,7 +148,10 @@ def test_a_collective_over_more_ranks_takes_more_hops() -> None:
 def test_software_changes_what_a_layer_costs() -> None:
     """8 bits: products of layers at twice the rate with operands of a byte, and casts; steps instead of fused norms."""
     base = step()
-    eight = step(software=Software(fp8=True))
+    fast = replace(MACHINE, matmul_fp8=4e12)
+    eight = step(fast, software=Software(fp8=True))
+    with pytest.raises(InvalidInput, match="fp8=true: this machine has no rate"):
+        step(software=Software(fp8=True))
     assert eight.parts["mlp"] == pytest.approx(6 * (product(1024, 256, 1, rate=4e12) + product(256, 512, 1, rate=4e12)))
     casts = TOKENS * 4 * (2 * 256 + 256 + 512) / 1e12
     assert eight.parts["norms"] - base.parts["norms"] == pytest.approx(6 * casts)
@@ -199,7 +202,7 @@ def test_500_changes_of_a_machine_or_a_job_never_slow_down_what_should_be_quicke
             software=software,
         )
         parallel = replace(parallel, ep=draw.choice((1, gcd(experts, parallel.group))))
-        machine, tokens = draw.choice((MACHINE, h100)), draw.choice((1024, 1536, 2048))
+        machine, tokens = draw.choice((replace(MACHINE, matmul_fp8=4e12), h100)), draw.choice((1024, 1536, 2048))
         before = training_step(model, machine, tokens, parallel).seconds
         name, factor = draw.choice(sorted(better)), draw.uniform(1.0, 8.0)
         changed = replace(machine, **{name: getattr(machine, name) * factor ** better[name]})
@@ -252,6 +255,8 @@ def test_experts_in_parallel() -> None:
     near, far = 1e-6 + rows * 3 / 4 / 1e9, 1e-5 + rows * 4 / 8 / 1e8
     # There and back in the forward, when it is computed again, and in the backward; of 2 layers.
     assert [each.parts["ep"] for each in (one, four, eight)] == pytest.approx([0.0, 12 * near, 12 * far])
+    alone, within = (step(on, model=experts, dp=8, ep=2).parts["ep"] for on in (MACHINE, replace(MACHINE, switch=2)))
+    assert alone == within, "a pair needs no link that it shares"
     paired, crowded = (
         step(replace(MACHINE, **change), model=experts, dp=8, ep=ep).parts["ep"]
         for change, ep in (({"switch": 2}, 4), ({"shared_nic": True}, 8))
@@ -314,7 +319,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"cp": 0}, "cp=0 must be a whole number"),
         ({"shard": "all"}, "shard='all': expected one of none"),
         ({"checkpointing": "ful"}, "did you mean 'full'"),
-        ({"ep": 2, "dp": 2}, "ep=2 does not divide the 1 experts of small and the cp x dp = 2 ranks .* try ep=1"),
+        ({"ep": 2, "dp": 2}, "ep=2: small has no experts; leave ep out"),
         ({"tp": 3}, "tp=3 does not divide the 4 heads"),
         ({"cp": 4096}, "at least cp=4096"),
         ({"tp": 2, "dp": 3, "machine": replace(MACHINE, ranks_per_node=3)}, "tp=2 does not fit nodes of 3"),

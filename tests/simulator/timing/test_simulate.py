@@ -92,6 +92,7 @@ def test_ranks_that_share_a_link_wait_for_each_other() -> None:
     assert seconds("allgather", machine) == [6.0, 6.0] and seconds("allgather", shared) == [8.0, 8.0]
     assert seconds("direct", machine) == [6.0, 6.0] and seconds("direct", shared) == [8.0, 8.0]
     assert seconds("ring", machine) == seconds("ring", shared) == [6.0, 6.0]
+    assert seconds("direct", replace(machine, switch=4)) == seconds("direct", replace(machine, switch=9)) == [6.0, 6.0]
     one = replace(shared, one_gather=True)
     assert seconds("allgather", one) == seconds("allgather", replace(machine, one_gather=True))
     alone, crowded = (seconds("ulysses(4)", one, heads=4) for one in (machine, shared))
