@@ -104,8 +104,8 @@ class Parallel:
             )
         if self.software.fp8 and machine.matmul_fp8 is None:
             raise InvalidInput(
-                f"fp8=true: {machine.preset or 'this machine'} has no rate of products in 8 bits; leave fp8 out, or give "
-                "machine.matmul_fp8="
+                f"fp8=true: {machine.preset or 'this machine'} has no rate of products in 8 bits; leave fp8 out, or "
+                "give machine.matmul_fp8="
             )
         if model.experts == 1 < self.ep:
             raise InvalidInput(f"ep={self.ep}: {model.name} has no experts; leave ep out")

@@ -90,8 +90,8 @@ def _check_options(plan: Plan, backward: object, stalls: Sequence[Stall], passes
         raise InvalidInput(f"backward={backward!r}: expected True or False")
     if plan.ranks > MOST_RANKS or own_bytes(plan) * plan.ranks > MOST_BYTES:
         raise InvalidInput(
-            f"{plan.ranks:,} ranks with {own_bytes(plan):,} bytes each: at most {MOST_RANKS:,} ranks with {MOST_BYTES:,} "
-            "bytes in all are simulated; try fewer"
+            f"{plan.ranks:,} ranks with {own_bytes(plan):,} bytes each: at most {MOST_RANKS:,} ranks with "
+            f"{MOST_BYTES:,} bytes in all are simulated; try fewer"
         )
     if not plan.batch:
         raise InvalidInput("batch=0: without a sequence there is nothing to simulate; try batch=1")
