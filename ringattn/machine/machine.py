@@ -258,8 +258,8 @@ class Machine:
     ).with_default(None)
     host: float | None = MachineNumber(
         unit="s",
-        meaning="the seconds that the host takes to start a visit, while a GPU works on those before: a pass takes "
-        "at least host_call, and this for each visit and each step without one",
+        meaning="the seconds that the host takes to start a visit, or a step without a visit, while a GPU works on "
+        "earlier ones: a pass takes at least host_call and host for each of them",
         example=3e-4,
         may_be_zero=True,
         effect="the host's time to start kernels and messages",
@@ -404,9 +404,10 @@ class Machine:
         return range(first, min(first + self.ranks_per_node, ranks))
 
     def crowd(self, source: Any, target: Any, ranks: int, group: int = 1) -> Any:
-        """How many messages share a link within a node, where all ranks, `group` for each of `ranks`, send as far.
+        """How many messages share the link of a message within a node, while every rank sends to the same distance.
 
-        Of `switch` ranks, at most as many use their link as the ends lie apart; none where they are the whole node.
+        Of the `switch` ranks with one link, at most as many send over it as `source` and `target` lie apart, and none
+        does where these ranks are the whole node. There are `ranks` ranks, each of which stands for `group` neighbours.
         Numbers or arrays.
         """
         if self.switch is None or self.switch >= min(self.ranks_per_node, ranks) * group:
@@ -414,6 +415,10 @@ class Machine:
         apart, first = np.abs(source - target), source // self.ranks_per_node * self.ranks_per_node
         node = np.minimum(self.ranks_per_node, ranks - first)
         return np.clip(np.minimum(apart, node - apart) * group, 1, self.switch)
+
+    def parts_in_turn(self, ranks: int, stride: int = 1) -> int:
+        """How many times as long as one part an all-to-all takes in a node, among `ranks` ranks `stride` apart."""
+        return sum(int(self.crowd(0, stride * apart, stride * ranks)) for apart in range(1, ranks))
 
     def link(self, rank: int, peer: int) -> tuple[bool, float, float]:
         """Whether two ranks are on one node, and the latency [s] and bandwidth [bytes/s] of the link between them."""

@@ -43,8 +43,8 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
     flops_dtype: str = "bfloat16"
     kernels: dict[str, dict[str, Fact]] = {}
 
-    def machine(self, name: str, library: str = "", *, unseen: str = "") -> Machine:
-        """The machine that has these numbers, called `name`, with the kernels of a library.
+    def machine(self, name: str, library: str | None = None, *, unseen: str = "") -> Machine:
+        """The machine that has these numbers, called `name`, with the kernels of a library; None: of the first.
 
         `unseen`: a family of published rows; numbers that were fitted to these rows are replaced by those without them.
         """
@@ -52,7 +52,7 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
         def value(fact: Fact) -> Any:
             return fact.without if unseen in fact.families else fact.value
 
-        if library and library not in self.kernels:
+        if library is not None and library not in self.kernels:
             raise InvalidInput(
                 f"machine {name}/{library}: {did_you_mean(library, self.kernels)}expected one of the kernels "
                 f"{', '.join(self.kernels) or '(this machine has none)'}, such as {name}/{next(iter(self.kernels), '')}"
@@ -61,7 +61,7 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
             (name, fact.source) for name, fact in self.values.items() if fact.source != "assumed"
         ]
         rates = None
-        for chosen in [library] if library else [*self.kernels][:1]:
+        for chosen in [*self.kernels][:1] if library is None else [library]:
             facts = self.kernels[chosen]
             rates = KernelRates(chosen, **{name: value(fact) for name, fact in facts.items()})
             sources.append(("kernel_rates", facts["forward"].source))
@@ -96,4 +96,4 @@ def get_machine(machine: Machine | str | None, device: str = "cpu") -> Machine:
             f"unknown machine {machine!r}; {did_you_mean(name, MACHINES)}expected {', '.join(MACHINES)}, or a "
             "Machine such as ringattn.Machine(flops=5e10, latency=1e-4, bandwidth=1.5e9)"
         )
-    return PRESETS[name].machine(name, library or "''") if named else MACHINES[name]
+    return PRESETS[name].machine(name, library) if named else MACHINES[name]

@@ -100,7 +100,7 @@ def _attend(
 
     The latest are remembered, as a search asks for the same layers many times.
     """
-    tokens, ranks, name = sizes["tokens"], sizes["ranks"], layout
+    tokens, ranks = sizes["tokens"], sizes["ranks"]
     cut: dict[str, Any] = {"layout": layout}
     if chunk < tokens:  # the keys of all chunks, cut chunk by chunk
         starts = range(0, tokens, chunk)
@@ -112,7 +112,7 @@ def _attend(
     for plan in plans:
         passes = [simulate(plan, sizes["machine"], backward=way) for way in ((False, True) if backward else (False,))]
         buffers = max(sum(size for part, size in one.memory.items() if part not in _ACTIVATIONS) for one in passes)
-        planned = f"{name if 'q_layout' in cut else plan.layout.name}, {plan.schedule} ({passes[0].solver})"
+        planned = f"{layout if 'q_layout' in cut else plan.layout.name}, {plan.schedule} ({passes[0].solver})"
         seconds = passes[0].seconds, passes[-1].seconds if backward else 0.0
         layers.append(LayerAttention(*seconds, buffers, planned))
     return layers

@@ -86,7 +86,7 @@ def all_to_all_seconds(machine: Machine, size: float, ranks: int, stride: int) -
     Parts within a node and between nodes travel at once; between nodes each rank has its card, or a share of the one.
     """
     node, inside = machine.ranks_per_node, count_inside(machine, ranks, stride)
-    near = sum(machine.crowd(0, stride * apart, stride * inside) for apart in range(1, inside))
+    near = machine.parts_in_turn(inside, stride)
     far = (ranks - inside) * (node if machine.shared_nic else 1)
     ways = ((near, *machine.rates(True)), (far, machine.latency, machine.bandwidth))
     return max(latency + parts * size / ranks / rate if parts else 0.0 for parts, latency, rate in ways)
@@ -291,7 +291,7 @@ class LayerCosts:
         return kept
 
     def held(self, shard: str) -> float:
-        """Parameters of a rank whose shards are `shard` or less, else of one that holds its part by tp and ep whole."""
+        """Parameters of which a rank holds the state that `shard` cuts: its shard, or all of its part by tp and ep."""
         if SHARDS.index(self.parallel.shard) >= SHARDS.index(shard):
             return self.model.parameters / self.parallel.tp / self.parallel.group
         return self.cut(self.model.parameters, self.model.layers)

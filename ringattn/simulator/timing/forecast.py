@@ -74,8 +74,7 @@ def count_exchanges(plan: Plan, machine: Machine) -> tuple[float, int, int]:
     seconds, sent = 0.0, 0
     for message in (plan.part_bytes(Part(kind, 0)) for kind in kinds):
         sent += peers * message
-        shared = sum(machine.crowd(0, apart, near + 1) for apart in range(1, near + 1))
-        inside = _seconds(machine, near, shared * message, True)
+        inside = _seconds(machine, near, machine.parts_in_turn(near + 1) * message, True)
         seconds += max(inside, _seconds(machine, peers - near, (peers - near) * message, False, machine.ranks_per_node))
     return seconds, sent, len(kinds)
 

@@ -162,7 +162,7 @@ class Rates:
         return 1 / messages, (self.plan.ranks - 1) / (node - 1) if near else 1 / node
 
     def crowd(self, source: Any, target: Any, group: int = 1) -> Any:
-        """As `Machine.crowd`, among the plan's ranks, or a Ulysses group. One collective has its links alone."""
+        """`Machine.crowd` among the plan's ranks, or within a Ulysses group. One collective has its links alone: 1."""
         machine, size = self.machine, self.plan.ulysses_size
         if self.one_gather:
             return 1

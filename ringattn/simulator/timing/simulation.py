@@ -25,8 +25,8 @@ from .solvers.recurrence import Stall
 from .solvers.stencil import MOST_COUNTED, check_size
 from .timeline import Timeline, note_assumptions
 
-#: The most ranks, and the most bytes of all their tensors, whose messages are counted in 64 bits.
-MOST_RANKS, MOST_BYTES = 1 << 24, 1 << 58
+#: The most ranks of any plan, and the most bytes of all their tensors: messages are counted in 64 bits.
+MOST_OF_ANY, MOST_BYTES = 1 << 24, 1 << 58
 #: More passes than this are a mistake: even at a microsecond each they would take 30 years.
 MOST_PASSES = 10**15
 
@@ -88,10 +88,11 @@ def _check_options(plan: Plan, backward: object, stalls: Sequence[Stall], passes
         raise InvalidInput(f"solver={solver!r}: {did_you_mean(solver, choices)}expected one of {', '.join(choices)}")
     if not isinstance(backward, bool):
         raise InvalidInput(f"backward={backward!r}: expected True or False")
-    if plan.ranks > MOST_RANKS or own_bytes(plan) * plan.ranks > MOST_BYTES:
+    held = own_bytes(plan)
+    if plan.ranks > MOST_OF_ANY or held * plan.ranks > MOST_BYTES:
         raise InvalidInput(
-            f"{plan.ranks:,} ranks with {own_bytes(plan):,} bytes each: at most {MOST_RANKS:,} ranks with "
-            f"{MOST_BYTES:,} bytes in all are simulated; try fewer"
+            f"{plan.ranks:,} ranks with {held:,} bytes each: at most {MOST_OF_ANY:,} ranks with {MOST_BYTES:,} bytes "
+            "in all are simulated; try fewer ranks or tokens"
         )
     if not plan.batch:
         raise InvalidInput("batch=0: without a sequence there is nothing to simulate; try batch=1")
