@@ -11,6 +11,8 @@ import numpy as np
 
 from ..cache import Value
 from ..errors import InvalidInput
+from ..pattern.base import check_integer
+from ..pattern.documents import Documents
 from ..pattern.tile import merge_runs, shift_range
 
 if TYPE_CHECKING:
@@ -152,24 +154,43 @@ class Layout(Value, ABC):
                 first += len(r)
         return sequence
 
-    def shift(self, labels: torch.Tensor, rank: int, *, dim: int = -1, fill: int = -100) -> torch.Tensor:
-        """The next-token labels of `rank`: at position p the label of p + 1, and `fill` at the last position.
+    def shift(
+        self, labels: torch.Tensor, rank: int, *, dim: int = -1, fill: int = -100, distance: int = 1,
+        documents: Documents | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The labels of `rank`: at position p the label of p + `distance`, and `fill` if its document ends before.
 
-        `labels` are those of the whole sequence along `dim`. Shifting a shard by itself would lose the label at every
-        border between shards. Raises InvalidInput unless `labels` has `tokens` rows.
+        `labels` are those of the whole sequence along `dim`, one document or packed ones. Shifting a shard by itself
+        would lose labels at every border between shards. Raises InvalidInput unless `labels` has `tokens` rows.
         """
         if labels.shape[dim] != self.tokens:
             raise self._wrong_rows(labels.shape[dim], self.tokens, "shift", dim)
-        next_labels = labels.roll(-1, dim)
-        if self.tokens:
-            next_labels.narrow(dim, self.tokens - 1, 1).fill_(fill)
-        return self.shard_tensor(next_labels, rank, dim)
+        return self.shard_tensor(shift_labels(labels, distance, documents, fill, dim), rank, dim)
 
     def _wrong_rows(self, rows: int, expected: int, where: str, dim: int) -> InvalidInput:
         return InvalidInput(
             f"{where}: dim {dim} has {rows:,} rows, the layout {self.name} of {self.tokens:,} tokens over "
             f"{self.ranks} ranks needs {expected:,}; try another dim=, or a layout made with these sizes"
         )
+
+
+def shift_labels(
+    labels: torch.Tensor, distance: int, documents: Documents | None, fill: int, dim: int = -1
+) -> torch.Tensor:
+    """At each place along `dim` the label `distance` places on, `fill` where that is not in the same document.
+
+    `documents` may differ between the rows [B, N] of a batch. Raises InvalidInput.
+    """
+    import torch
+
+    tokens = labels.shape[dim]
+    distance = min(check_integer(distance, "the distance of a label", 1, "1, the next token"), tokens)
+    documents, places = documents or Documents((tokens,)), np.arange(tokens)
+    documents.check(tokens, 1)
+    rows = map(documents.row, range(documents.rows or 1))
+    beyond = np.array([places + distance >= np.repeat(row.starts[1:], row.lengths) for row in rows])
+    mask = torch.from_numpy(beyond if documents.rows else beyond[0]).to(labels.device)
+    return labels.movedim(dim, -1).roll(-distance, -1).masked_fill(mask, fill).movedim(-1, dim)
 
 
 def nonempty(*ranges: range) -> tuple[range, ...]:
