@@ -292,7 +292,7 @@ def make_labels(batch: Batch, documents: Documents | None, shift: int, mask: tor
             raise InvalidInput("loss_weights are those of labels, which the batch lacks; give both")
         return {}
     padding = torch.zeros_like(labels, dtype=torch.bool) if mask is None else mask == 0
-    labels = labels.masked_fill(padding, NO_LABEL)
+    labels, distance = labels.masked_fill(padding, NO_LABEL), 1 if shift is True else shift
     if shift:
         given = (labels != NO_LABEL)[:, :-1]
         now, following = labels[:, :-1][given], tokens[:, 1:][given]
@@ -301,10 +301,12 @@ def make_labels(batch: Batch, documents: Documents | None, shift: int, mask: tor
                 "labels are shifted already: each is the next token; name them shift_labels in the batch, or give "
                 "labels at the places of their tokens"
             )
-        distance = 1 if shift is True else shift
         labels = shift_labels(labels, distance, documents, NO_LABEL).masked_fill(padding, NO_LABEL)
-        weights = None if weights is None else shift_labels(weights, distance, documents, 0)
-    return {"labels": labels} | ({} if weights is None else {"loss_weights": weights.where(labels != NO_LABEL, 0)})
+    found = {"labels": labels}
+    if weights is not None:
+        weights = shift_labels(weights, distance, documents, 0) if shift else weights
+        found["loss_weights"] = weights.where(labels != NO_LABEL, 0)
+    return found
 
 
 def compare_batches(records: list[list[int]]) -> list[int]:
@@ -349,10 +351,8 @@ def find_documents(batch: Batch, cu_seqlens: Borders | None) -> Documents | None
     """The packed documents of a batch, which may differ between its rows; None for one document per row."""
     tokens = batch["input_ids"]
     if cu_seqlens is None:
-        if not batch.keys() & {"attention_mask", "seq_idx", "position_ids"}:
-            return None
-        begins = _find_begins(batch)
-        if not bool(begins.any()):
+        told = batch.keys() & {"attention_mask", "seq_idx", "position_ids"}
+        if not told or not bool((begins := _find_begins(batch)).any()):
             return None
         cu_seqlens = [[0, *(row.nonzero().flatten() + 1).tolist(), len(row) + 1] for row in begins]
     documents = Documents(cu_seqlens=cu_seqlens)
