@@ -280,10 +280,7 @@ def digest_batch(batch: Batch, documents: Documents | None) -> torch.Tensor:
 
 
 def make_labels(batch: Batch, documents: Documents | None, shift: int, mask: torch.Tensor | None) -> Tensors:
-    """The labels [B, N] of the rows of a whole batch, if it has some, and their weights; none where the mask is 0.
-
-    Raises InvalidInput for labels shifted twice, and for weights of no labels.
-    """
+    """The labels [B, N] of the rows of a whole batch and their weights; none where mask is 0. Raises InvalidInput."""
     tokens, labels, weights = batch["input_ids"], batch.get("labels"), batch.get("loss_weights")
     if "shift_labels" in batch:
         labels, shift = batch["shift_labels"], False

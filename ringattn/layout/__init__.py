@@ -175,10 +175,7 @@ class Layout(Value, ABC):
 
 
 def shift_labels(labels: Tensor, distance: int, documents: Documents | None, fill: int, dim: int = -1) -> Tensor:
-    """At each place along `dim` the label `distance` places on, `fill` where that is not in the same document.
-
-    `documents` may differ between the rows of labels [B, N]. Raises InvalidInput.
-    """
+    """The labels `distance` places on, `fill` beyond the end of a document; rows [B, N] may each have their own."""
     import torch
 
     labels, tokens = labels.movedim(dim, -1), labels.shape[dim]
