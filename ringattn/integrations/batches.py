@@ -348,7 +348,7 @@ def find_documents(batch: Batch, cu_seqlens: Borders | None) -> Documents | None
     """The packed documents of a batch, which may differ between its rows; None for one document per row."""
     tokens = batch["input_ids"]
     if cu_seqlens is None:
-        told = batch.keys() & {"attention_mask", "seq_idx", "position_ids"}
+        told = tokens.numel() and batch.keys() & {"attention_mask", "seq_idx", "position_ids"}
         if not told or not bool((begins := _find_begins(batch)).any()):
             return None
         cu_seqlens = [[0, *(row.nonzero().flatten() + 1).tolist(), len(row) + 1] for row in begins]

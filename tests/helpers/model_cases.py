@@ -505,6 +505,7 @@ def refused_batches(rank: int) -> None:
     ids, ramp = torch.zeros(1, 8, dtype=torch.long), torch.arange(8).unsqueeze(0)
     for batch, words in (
         ({"input_ids": ids[:, :1]}, "1 tokens leave a rank of 2 without rows"),
+        ({"input_ids": ids[:, :0], "attention_mask": ids[:, :0]}, "0 tokens leave a rank of 2 without rows"),
         ({"input_ids": [[1, 2, 3]]}, "input_ids must be a tensor [batch, tokens], got list"),
         ({"input_ids": ids, "labels": None}, "labels must be a tensor [batch, tokens], got NoneType"),
         ({"labels": ids}, "a batch needs input_ids"),
