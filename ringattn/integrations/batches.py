@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..functional import get_transport
+from ..layout import shift_labels
 from ..layout.regular import Layout, make_layout
 from ..pattern import Documents, Pattern
 from ..train import NO_LABEL
@@ -35,8 +35,9 @@ Borders = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
 DIGEST = "batch_digest"
 #: Labels of whole sequences: the first and the last token of an answer, [B].
 ANSWERS = ("start_positions", "end_positions")
-#: The tensors of a batch that its digest covers.
-COMPARED = ("input_ids", "attention_mask", "cu_seqlens", "labels", "position_ids", "token_type_ids", *ANSWERS)
+#: The tensors of a batch that are cut alike, and all that its digest covers.
+OF_ROWS = ("input_ids", "attention_mask", "labels", "loss_weights", "position_ids", "token_type_ids")
+COMPARED = ("cu_seqlens", *OF_ROWS, *ANSWERS)
 #: Places in the digest after those of `COMPARED`: the labels of the whole batch, and its largest position.
 COUNT, LARGEST = -2, -1
 #: The first exchange of a model; `shard_batch` reports its errors there.
@@ -95,60 +96,73 @@ def shard_batch(
     *,
     layout: str | Layout | LayerMasks,
     cu_seqlens: Borders | None = None,
-    shift: bool = True,
+    shift: int = True,
 ) -> dict[str, torch.Tensor]:
     """This rank's part of a batch of whole sequences, as keyword arguments of the model.
 
-    batch: `input_ids` [B, N], and where wanted `labels`, `attention_mask` (1 for a token, 0 for padding) and
-        `position_ids` and `token_type_ids`, all [B, N] and equal on all ranks; `shift_labels` instead of `labels` if
-        shifted already. Labels of sequences, [S] or of floats [S, classes], `start_positions` and `end_positions` [B]
-        are not cut; S is B, or the number of all packed documents. `inputs_embeds` [B, N, d] beside `input_ids`, which
-        then only count, are what the model is given; position_ids may be [axes, B, N]. `decoder_input_ids` [B, M] and
+    batch: `input_ids` [B, N], and where wanted `labels`, `attention_mask` (0 for padding, 1 for a token, or the number
+        of its document), `position_ids`, `token_type_ids` and `loss_weights`, all [B, N] and equal on all ranks;
+        `shift_labels` instead of `labels` if shifted already, and weights with them. Labels of sequences, [S] or of
+        floats [S, classes], `start_positions` and `end_positions` [B] are not cut; S is B, or the number of all packed
+        documents. `inputs_embeds` [B, N, d] beside `input_ids`, which then only count, are what the model is given;
+        position_ids may be [3, B, N], or [4, B, N], those of the text first. `decoder_input_ids` [B, M] and
         `decoder_attention_mask` are of an encoder-decoder model, whose labels are [B, M].
     cu_seqlens: the borders of packed documents, [0, ..., N] for all rows or one such list for each row; default:
-        `cu_seq_lens_q` or `seq_idx` of the batch, or where position_ids begin anew in each row.
-    shift: True for a causal language model, whose rows predict the next token; False for a model whose labels belong to
-        the token itself, such as a masked language model. The model refuses the labels of the other kind.
+        `cu_seq_lens_q` of the batch, or where the numbers of the mask or of `seq_idx` change, or position_ids jump.
+    shift: True for a causal language model, whose rows predict the next token, k for that k tokens on; False for a
+        model whose labels belong to the token itself, such as a masked language model. Models refuse the other kind.
 
     The result has `input_ids` and `position_ids` of the rank's rows; `labels`, shifted before the cut so that no label
-    is lost at a border, and then the same as `shift_labels`; `attention_mask` only if some rank has padding;
-    `cu_seq_lens_q` for documents, [B, most borders] with N repeated where the rows differ; and `batch_digest`, by which
-    the model compares the whole batches of the ranks, knows the number of their labels and their largest position, and
-    which it takes away. Padding has no label (transformers lets the last padding before a row predict its first
-    token). position_ids count from the first token that is not padding, and in each document from 0.
+    is lost at a border of shards, none across documents, and then the same as `shift_labels`; `loss_weights`, shifted
+    with them, 0 where no label is, for a loss of yours, as the model refuses them; `attention_mask` only if some rank
+    has padding; `cu_seq_lens_q` for documents, [B, most borders] with N repeated where the rows differ; and
+    `batch_digest`, by which the model compares the whole batches of the ranks, knows the number of their labels and
+    their largest position, and which it takes away. Padding has no label (transformers lets the last padding before a
+    row predict its first token). position_ids count from the first token that is not padding, in each document from 0.
     """
     if isinstance(batch, Mapping) and "decoder_input_ids" in batch:
         return _shard_both(batch, group, layout)
+    return cut_rows(batch, group, layout, cu_seqlens, shift)
+
+
+def cut_rows(
+    batch: Batch, group: ProcessGroup | DeviceMesh | None, layout: str | Layout | LayerMasks,
+    cu_seqlens: Borders | None, shift: int, alone: str | None = None, first: int = 0,
+) -> Tensors:  # fmt: skip
+    """`shard_batch` of tokens; but rows that are not packed have the loss of one process of the attention `alone`.
+
+    That counts labels on padding, and where the model gives the first token the position 0, padding among positions.
+    """
     place = place_group(group)
     with ErrorReport(get_transport(place.group), POSITIONS):
         batch, answers, borders = read_batch(batch)
         embeds = answers.pop("inputs_embeds", None)
-        tokens = batch["input_ids"]
+        tokens, mask = batch["input_ids"], batch.get("attention_mask")
         rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
-        mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-        given = borders if cu_seqlens is None else cu_seqlens
-        begins = positions if mask is None and positions is not None and positions.ndim == 2 else None
-        documents = find_documents(tokens, begins, given)
+        documents = find_documents(batch, borders if cu_seqlens is None else cu_seqlens)
         cut = cut_batch(layout, tokens.shape[1], ranks, documents)
         check_rows(cut)
-        if positions is None:
-            positions = count_positions(tokens, mask, documents)
-        labels = make_labels(batch, documents, shift)
+        whole = {"input_ids": tokens, **{name: x for name, x in batch.items() if name in OF_ROWS[-2:]}}
+        hidden = None if alone and documents is None else mask
+        whole.setdefault("position_ids", count_positions(tokens, mask if first else hidden, documents))
+        whole |= make_labels(batch, documents, shift, hidden)
+        padding = mask == 0 if mask is not hidden and alone != "sdpa" else None  # which rows may see no key
+        if padding is not None and "labels" in whole and bool((whole["labels"] != NO_LABEL)[padding].any()):
+            raise Unsupported(
+                f"labels of rows of padding: attn_implementation={alone!r} has outputs of its own there; take 'sdpa', "
+                "or set them to -100, and of padding in front that of the first token, too"
+            )
         if documents is not None and "start_positions" in answers:
             raise Unsupported("start_positions of packed documents are not defined; give a row to each document")
         if documents is None and isinstance(layout, LayerMasks):
             documents = Documents((tokens.shape[1],))  # from which the model makes the layout
-    whole = {"input_ids": tokens, "position_ids": positions}
-    whole |= {name: x for name, x in batch.items() if name == "token_type_ids"}
-    if labels is not None:
-        whole["labels"] = labels
     if mask is not None and not bool(mask.all()):
-        whole["attention_mask"] = mask
+        whole["attention_mask"] = mask.ne(0).to(mask.dtype)
     result = {name: cut.shard_tensor(x, rank, dim=-1).contiguous() for name, x in whole.items()}
     if embeds is not None:
         del result["input_ids"]
         result["inputs_embeds"] = cut.shard_tensor(embeds, rank, dim=1).contiguous()
-    if labels is not None and (shift or "shift_labels" in batch):
+    if "labels" in whole and (shift or "shift_labels" in batch):
         result["shift_labels"] = result["labels"]
     if documents is not None:
         result["cu_seq_lens_q"] = write_borders(documents, tokens)
@@ -166,9 +180,7 @@ def _shard_both(
     given = {own: batch[name] for own, name in DECODER.items() if name in batch}
     rest = {name: x for name, x in batch.items() if name not in DECODER.values()}
     for x in (given, rest):  # such models count padding, too
-        x["position_ids"] = torch.arange(x["input_ids"].shape[1], device=x["input_ids"].device).expand_as(
-            x["input_ids"]
-        )
+        x["position_ids"] = count_positions(x["input_ids"], None, None)
     inner, result = (shard_batch(x, group, layout=layout, shift=False) for x in (given, rest))
     if "cu_seq_lens_q" in {**inner, **result}:
         raise Unsupported("packed documents of an encoder and a decoder: give a row to each document")
@@ -188,7 +200,7 @@ class Collator:
     inner: Any
     group: ProcessGroup | DeviceMesh | None = None
     layout: str | Layout | LayerMasks = "zigzag"
-    shift: bool = True
+    shift: int = True
 
     def __call__(self, examples: Any) -> dict[str, torch.Tensor]:
         """`shard_batch` of the batch that `inner` makes of these examples."""
@@ -219,10 +231,7 @@ def read_batch(batch: Batch) -> tuple[Tensors, Tensors, Borders | None]:
     if "inputs_embeds" in kept:
         whole["inputs_embeds"] = kept.pop("inputs_embeds")
     _check_batch(kept)
-    index = kept.pop("seq_idx", None)
-    if index is None:
-        return kept, whole, borders
-    return kept, whole, _list_borders(index[:, 1:] != index[:, :-1])
+    return kept, whole, borders
 
 
 def _is_of_sequences(name: str, batch: Tensors) -> bool:
@@ -235,8 +244,7 @@ def _is_of_sequences(name: str, batch: Tensors) -> bool:
 
 def _check_batch(batch: Batch) -> None:
     """Raise InvalidInput for what cannot be cut into shards."""
-    of_rows = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_idx", "token_type_ids"}
-    if unknown := set(batch) - of_rows:
+    if unknown := set(batch) - {*OF_ROWS, "shift_labels", "seq_idx"}:
         raise InvalidInput(
             f"{sorted(unknown)} cannot be cut into shards; shard these by Layout.shard_tensor, and give borders as "
             "cu_seq_lens_q, or as cu_seqlens= of shard_batch"
@@ -264,22 +272,25 @@ def digest_batch(batch: Batch, documents: Documents | None) -> torch.Tensor:
     """
     tokens = batch["input_ids"]
     whole = dict(batch) if documents is None else {**batch, "cu_seqlens": write_borders(documents, tokens)}
-    numbers = [torch.zeros((), dtype=torch.int64, device=tokens.device)] * len(COMPARED)
-    for i, name in enumerate(COMPARED):
-        if name in whole:
-            numbers[i] = digest_tensor(whole[name].to(tokens.device))
-    count = (batch["labels"] != NO_LABEL).sum() if "labels" in batch else torch.zeros_like(numbers[0])
-    return torch.stack([*numbers, count.to(tokens.device), batch["position_ids"].max().to(tokens.device)])
+    none = torch.zeros((), dtype=torch.int64, device=tokens.device)
+    numbers = [digest_tensor(whole[name].to(tokens.device)) if name in whole else none for name in COMPARED]
+    count = (batch["labels"] != NO_LABEL).sum() if "labels" in batch else none
+    largest = batch["position_ids"].reshape(-1, *tokens.shape)[-3:].max()  # of the rope: see `_find_begins`
+    return torch.stack([*numbers, count.to(tokens.device), largest.to(tokens.device)])
 
 
-def make_labels(batch: Batch, documents: Documents | None, shift: bool) -> torch.Tensor | None:
-    """The labels [B, N] of the rows of a whole batch, if it has some. Raises InvalidInput for labels shifted twice."""
-    labels, tokens, mask = batch.get("shift_labels"), batch["input_ids"], batch.get("attention_mask")
-    if labels is None and shift and "labels" in batch:
-        labels = batch["labels"].clone() if mask is None else batch["labels"].masked_fill(mask == 0, NO_LABEL)
-        if documents is not None:
-            for row, label in enumerate(labels):
-                label[[start for start in documents.row(row).starts[1:-1] if start < len(label)]] = NO_LABEL
+def make_labels(batch: Batch, documents: Documents | None, shift: int, mask: torch.Tensor | None) -> Tensors:
+    """The labels [B, N] of the rows of a whole batch and their weights; none where mask is 0. Raises InvalidInput."""
+    tokens, labels, weights = batch["input_ids"], batch.get("labels"), batch.get("loss_weights")
+    if "shift_labels" in batch:
+        labels, shift = batch["shift_labels"], False
+    if labels is None:
+        if weights is not None:
+            raise InvalidInput("loss_weights are those of labels, which the batch lacks; give both")
+        return {}
+    padding = torch.zeros_like(labels, dtype=torch.bool) if mask is None else mask == 0
+    labels, distance = labels.masked_fill(padding, NO_LABEL), 1 if shift is True else shift
+    if shift:
         given = (labels != NO_LABEL)[:, :-1]
         now, following = labels[:, :-1][given], tokens[:, 1:][given]
         if torch.equal(now, following) and not torch.equal(now, tokens[:, :-1][given]):
@@ -287,10 +298,12 @@ def make_labels(batch: Batch, documents: Documents | None, shift: bool) -> torch
                 "labels are shifted already: each is the next token; name them shift_labels in the batch, or give "
                 "labels at the places of their tokens"
             )
-        labels = F.pad(labels[:, 1:], (0, 1), value=NO_LABEL)
-    elif labels is None:
-        labels = batch.get("labels")
-    return labels if labels is None or mask is None else labels.masked_fill(mask == 0, NO_LABEL)
+        labels = shift_labels(labels, distance, documents, NO_LABEL).masked_fill(padding, NO_LABEL)
+    found = {"labels": labels}
+    if weights is not None:
+        weights = shift_labels(weights, distance, documents, 0) if shift else weights
+        found["loss_weights"] = weights.where(labels != NO_LABEL, 0)
+    return found
 
 
 def compare_batches(records: list[list[int]]) -> list[int]:
@@ -331,22 +344,14 @@ def count_from_borders(places: np.ndarray, documents: Documents, row: int) -> np
     return places - starts[np.searchsorted(starts, places, "right") - 1]
 
 
-def _list_borders(begins: torch.Tensor) -> list[list[int]]:
-    """The borders in each row of a batch, of whose tokens but the first `begins` [B, N - 1] says where one begins."""
-    return [[0, *(row.nonzero().flatten() + 1).tolist(), begins.shape[1] + 1] for row in begins]
-
-
-def find_documents(
-    tokens: torch.Tensor, positions: torch.Tensor | None, cu_seqlens: Borders | None
-) -> Documents | None:
+def find_documents(batch: Batch, cu_seqlens: Borders | None) -> Documents | None:
     """The packed documents of a batch, which may differ between its rows; None for one document per row."""
+    tokens = batch["input_ids"]
     if cu_seqlens is None:
-        if positions is None:
+        told = tokens.numel() and batch.keys() & {"attention_mask", "seq_idx", "position_ids"}
+        if not told or not bool((begins := _find_begins(batch)).any()):
             return None
-        begins = positions[:, 1:] != positions[:, :-1] + 1
-        if not bool(begins.any()):
-            return None
-        cu_seqlens = _list_borders(begins)
+        cu_seqlens = [[0, *(row.nonzero().flatten() + 1).tolist(), len(row) + 1] for row in begins]
     documents = Documents(cu_seqlens=cu_seqlens)
     documents.check(tokens.shape[1], 1)
     if documents.rows not in (None, len(tokens)):
@@ -354,12 +359,29 @@ def find_documents(
     return documents
 
 
+def _find_begins(batch: Batch) -> torch.Tensor:
+    """Which tokens but the first begin a document, [B, N - 1]: their number in the mask or seq_idx, or position jumps.
+
+    Each is compared with the token before it that is not padding; positions may count the padding between them.
+    """
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    places = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    before = places.where(mask != 0, -1)[:, :-1].cummax(1).values
+    real, before = (mask[:, 1:] != 0) & (before >= 0), before.clamp(min=0)
+    jumps = [x[:, 1:] != x.gather(1, before) for x in (mask, batch.get("seq_idx", mask))]
+    positions = batch.get("position_ids", places).reshape(-1, *mask.shape)
+    if len(positions) != 3:  # as in transformers, three axes are those of the rope, and of four the first tells borders
+        step = positions[0, :, 1:] - positions[0].gather(1, before)
+        jumps.append((step != 1) & (step != places[:, 1:] - before))
+    return torch.stack(jumps).any(0) & real
+
+
 def count_positions(tokens: torch.Tensor, mask: torch.Tensor | None, documents: Documents | None) -> torch.Tensor:
-    """Positions [B, N]: from the first token that is not padding, and in each document from 0."""
+    """Positions [B, N]: of each document, or row, from the first token that is not padding."""
+    real = torch.ones_like(tokens) if mask is None else mask.ne(0).long()
+    counted = real.cumsum(-1)
     if documents is not None:
         places = np.arange(tokens.shape[1])
-        rows = [count_from_borders(places, documents, row) for row in range(len(tokens))]
-        return torch.tensor(np.array(rows), device=tokens.device).view_as(tokens)
-    if mask is not None:
-        return (mask.long().cumsum(-1) - 1).clamp(min=0)
-    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        starts = [places - count_from_borders(places, documents, row) for row in range(len(tokens))]
+        counted -= (counted - real).gather(1, torch.tensor(np.array(starts), device=tokens.device))
+    return (counted - 1).clamp(min=0)

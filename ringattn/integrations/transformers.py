@@ -433,6 +433,8 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
         raise Unsupported("attention_mask is not padding [batch, tokens]; write other masks as a Pattern")
     if isinstance(keep, torch.Tensor) or keep:
         raise Unsupported(f"logits_to_keep={keep} keeps rows of this rank, not of the sequence; leave it out")
+    if "loss_weights" in kwargs:
+        raise Unsupported("loss_weights: the model weighs all labels alike; take both out, and see docs/models.md")
     own = "decoder_position_ids" if ring.crosses else "position_ids"
     positions, labels, shifted = (kwargs.get(name) for name in (own, "labels", "shift_labels"))
     whole = "call model(**batch) with the batch that shard_batch or Collator has made"
@@ -478,7 +480,7 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
             expected = place if borders is None else count_from_borders(place, read_borders(borders), row)
             if counted.shape != expected.shape:
                 return lengths  # the handshake of the attention says which rank has too many or too few rows
-            for i in np.flatnonzero(counted != expected)[:1]:
+            for i in np.flatnonzero((counted != expected) & (counted != place))[:1]:  # or of the whole row
                 raise InvalidInput(
                     f"position_ids of rank {rank} are not those of its rows under layout {ring.layout!r} of {tokens:,} "
                     f"tokens: element {row}, local row {i} has {counted[i]}, expected {expected[i]}; call "

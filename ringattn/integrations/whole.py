@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..errors import InvalidInput, Unsupported
-from .batches import COUNT, DIGEST, cut_batch, shard_batch
+from .batches import COUNT, DIGEST, cut_batch, cut_rows
 from .generation import CACHES
 from .ranks import GatherRows
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     Places = list[np.ndarray[Any, Any]]
 
-#: What collators say of packed documents; the other tensors of a batch are known by their shape.
-BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+#: Positions, and what collators say of packed documents; the other tensors of a batch are known by their shape.
+OWN = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def draw_alone(group: ProcessGroup, call: int) -> ExitStack:
@@ -83,12 +83,13 @@ def cut_call(model: nn.Module, ring: Any, kwargs: Mapping[str, Any]) -> dict[str
     batch = {
         name: x
         for name, x in kwargs.items()
-        if x is not None and (name in BORDERS or (isinstance(x, Tensor) and x.shape[:2] == ids.shape))
+        if x is not None and (name in OWN or (isinstance(x, Tensor) and x.shape[:2] == ids.shape))
     }
-    if not ring.first and not batch.keys() & {"position_ids", "cu_seq_lens_q", "seq_idx"}:
-        batch["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)  # padding counts, too
+    positions = batch.get("position_ids")
+    if isinstance(positions, Tensor) and positions.shape[-2:-1] == (1,):
+        batch["position_ids"] = positions.expand(*positions.shape[:-2], len(ids), -1)
     others = {name: x for name, x in kwargs.items() if name not in (*batch, "logits_to_keep")}
-    cut = shard_batch(batch, group, layout=ring.layout, shift=ring.shift is not False)
+    cut = cut_rows(batch, group, ring.layout, None, ring.shift is not False, ring.before, ring.first)
     if "labels" in cut and others.get("num_items_in_batch") is None:
         others["num_items_in_batch"] = cut[DIGEST][COUNT].clamp(min=1)
     first, ranks = max(ids.shape[1] - keep, 0) if keep else 0, dist.get_world_size(group)

@@ -11,10 +11,12 @@ import numpy as np
 
 from ..cache import Value
 from ..errors import InvalidInput
+from ..pattern.base import check_integer
+from ..pattern.documents import Documents
 from ..pattern.tile import merge_runs, shift_range
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 #: `Layout.span` returns at most this many ranges for several ranks; a longer answer is replaced by a superset.
 MAX_RANGES = 16
@@ -105,7 +107,7 @@ class Layout(Value, ABC):
         parts = [np.arange(r.start, r.stop, r.step, dtype=np.int64) for r in self.shard(rank)]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
-    def shard_tensor(self, x: torch.Tensor, rank: int, dim: int = -2) -> torch.Tensor:
+    def shard_tensor(self, x: Tensor, rank: int, dim: int = -2) -> Tensor:
         """The rows of `x` that `rank` owns, in local order along `dim`; a view of `x` if the shard is one range.
 
         Raises InvalidInput unless `x` has `tokens` rows along `dim`, and for a rank that the layout does not have.
@@ -121,15 +123,15 @@ class Layout(Value, ABC):
 
         return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
 
-    def stack(self, x: torch.Tensor) -> torch.Tensor:
+    def stack(self, x: Tensor) -> Tensor:
         """The tensor x [B, H, n, ...] of a call as this layout cuts it: [1, H, B * n, ...] where rows are stacked."""
         return x
 
-    def unstack(self, x: torch.Tensor) -> torch.Tensor:
+    def unstack(self, x: Tensor) -> Tensor:
         """The inverse of `stack`."""
         return x
 
-    def unshard_tensor(self, shards: Sequence[torch.Tensor], dim: int = -2) -> torch.Tensor:
+    def unshard_tensor(self, shards: Sequence[Tensor], dim: int = -2) -> Tensor:
         """The tensor of the whole sequence from the shards of all ranks in rank order: the inverse of `shard_tensor`.
 
         Raises InvalidInput for another number of shards, or of rows in a shard.
@@ -152,24 +154,40 @@ class Layout(Value, ABC):
                 first += len(r)
         return sequence
 
-    def shift(self, labels: torch.Tensor, rank: int, *, dim: int = -1, fill: int = -100) -> torch.Tensor:
-        """The next-token labels of `rank`: at position p the label of p + 1, and `fill` at the last position.
+    def shift(
+        self, labels: Tensor, rank: int, *, dim: int = -1, fill: int = -100, distance: int = 1,
+        documents: Documents | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The labels of `rank`: at position p the label of p + `distance`, and `fill` if its document ends before.
 
-        `labels` are those of the whole sequence along `dim`. Shifting a shard by itself would lose the label at every
-        border between shards. Raises InvalidInput unless `labels` has `tokens` rows.
+        `labels` are those of the whole sequence along `dim`, one document or packed ones. Shifting a shard by itself
+        would lose labels at every border between shards. Raises InvalidInput unless `labels` has `tokens` rows.
         """
         if labels.shape[dim] != self.tokens:
             raise self._wrong_rows(labels.shape[dim], self.tokens, "shift", dim)
-        next_labels = labels.roll(-1, dim)
-        if self.tokens:
-            next_labels.narrow(dim, self.tokens - 1, 1).fill_(fill)
-        return self.shard_tensor(next_labels, rank, dim)
+        return self.shard_tensor(shift_labels(labels, distance, documents, fill, dim), rank, dim)
 
     def _wrong_rows(self, rows: int, expected: int, where: str, dim: int) -> InvalidInput:
         return InvalidInput(
             f"{where}: dim {dim} has {rows:,} rows, the layout {self.name} of {self.tokens:,} tokens over "
             f"{self.ranks} ranks needs {expected:,}; try another dim=, or a layout made with these sizes"
         )
+
+
+def shift_labels(labels: Tensor, distance: int, documents: Documents | None, fill: int, dim: int = -1) -> Tensor:
+    """The labels `distance` places on, `fill` beyond the end of a document; rows [B, N] may each have their own."""
+    import torch
+
+    labels, tokens = labels.movedim(dim, -1), labels.shape[dim]
+    distance = min(check_integer(distance, "the distance of a label", 1, "1, the next token"), tokens)
+    documents, places = documents or Documents((tokens,)), np.arange(tokens)
+    documents.check(tokens, 1)
+    if documents.rows and labels.shape[:-1] != (documents.rows,):
+        raise InvalidInput(f"{documents.rows} rows of documents, and labels {tuple(labels.shape)}; give one for each")
+    rows = map(documents.row, range(documents.rows or 1))
+    beyond = np.array([places + distance >= np.repeat(row.starts[1:], row.lengths) for row in rows])
+    mask = torch.from_numpy(beyond if documents.rows else beyond[0]).to(labels.device)
+    return labels.roll(-distance, -1).masked_fill(mask, fill).movedim(-1, dim)
 
 
 def nonempty(*ranges: range) -> tuple[range, ...]:
@@ -229,10 +247,10 @@ class Stacked(Layout):
     def grouped(self, size: int) -> Layout:
         return stack_rows(self.base.grouped(size), self.count, self.stride)
 
-    def stack(self, x: torch.Tensor) -> torch.Tensor:
+    def stack(self, x: Tensor) -> Tensor:
         return x.transpose(0, 1).reshape(1, x.shape[1], x.shape[0] * x.shape[2], *x.shape[3:])
 
-    def unstack(self, x: torch.Tensor) -> torch.Tensor:
+    def unstack(self, x: Tensor) -> Tensor:
         return x.reshape(x.shape[1], self.count, x.shape[2] // self.count, *x.shape[3:]).transpose(0, 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -137,6 +138,61 @@ def losses(rank: int, tokens: int, kind: str) -> tuple[list[float], list[float]]
 
 def all_losses(rank: int, tokens: int, kinds: list[str]) -> dict[str, tuple[list[float], list[float]]]:
     return {kind: losses(rank, tokens, kind) for kind in kinds}
+
+
+class GPT(nn.Module):
+    """nanoGPT with the lines that docs/migrating.md changes; without targets its logits are those of all rows."""
+
+    pos: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.wte, self.wpe = nn.Embedding(CLASSES, WIDTH), nn.Embedding(LONGEST, WIDTH)
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.lm_head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.register_buffer("pos", torch.arange(LONGEST), persistent=False)
+        self.freqs_cis = self.pos
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        pos = self.pos[: idx.shape[1]]
+        x = self.wte(idx) + self.wpe(pos)
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.c_attn(x).split(WIDTH, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        logits = self.lm_head(x + self.c_proj(y))
+        if targets is None:
+            return logits
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+
+
+def follow(rank: int, samples: list[str]) -> list[float]:
+    """The largest difference of the weights after each sample of a training loop from those of one process."""
+    found = []
+    for sample in samples:
+        ignored, micro, group = (-1, 2, dist.new_group()) if "micro_step" in sample else (-100, 1, None)
+        source = torch.Generator().manual_seed(3)
+        batches = [tuple(torch.randint(CLASSES, (2, 2, 23), generator=source)) for _ in range(3 * micro)]
+        for i, (_, y) in enumerate(batches):
+            y[:, : 5 + 4 * i] = ignored  # which the ranks do not hold alike
+        alone, ours = GPT().double(), GPT().double()
+        optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
+        for i, (x, y) in enumerate(batches):
+            loss = F.cross_entropy(alone(x).flatten(0, 1), y.flatten(), ignore_index=ignored)
+            (loss / micro).backward()
+            if (i + 1) % micro == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        given, model = iter([(x.clone(), y.clone()) for x, y in batches]), ours
+        if group is not None:
+            model = nn.parallel.DistributedDataParallel(ours, process_group=group)
+        names: dict[str, Any] = {"model": model, "batches": given, "get_batch": lambda split, given=given: next(given)}
+        names |= {"device": "cpu", "max_iters": 3, "gradient_accumulation_steps": micro}
+        exec(sample, {**names, "optimizer": torch.optim.SGD(ours.parameters(), lr=0.5)})
+        pairs = zip(alone.parameters(), ours.parameters(), strict=True)
+        found.append(max(float((a - b).detach().abs().max()) for a, b in pairs))
+        del model, names
+        gc.collect()  # DDP ends before its group
+    return found
 
 
 @cache

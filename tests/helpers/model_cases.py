@@ -202,6 +202,122 @@ def sequences(rank: int, side: str, name: str) -> list[float]:
     return found
 
 
+#: Rows of 8 tokens by what tells their documents: the mask, position_ids, and the first and last token of each.
+TOLD: dict[str, tuple[list[int], list[int] | None, list[tuple[int, int]]]] = {
+    "padded end": ([1] * 6 + [0] * 2, [0, 1, 2, 3, 0, 1, 0, 0], [(0, 4), (4, 6)]),
+    "padded front": ([0] * 2 + [1] * 6, [1, 1, 0, 1, 2, 3, 0, 1], [(2, 6), (6, 8)]),
+    "padded between, counted": ([1, 1, 1, 0, 0, 1, 1, 1], [0, 1, 2, 3, 4, 0, 1, 2], [(0, 3), (5, 8)]),
+    "ones": ([1] * 8, [0, 1, 2, 3] * 2, [(0, 4), (4, 8)]),
+    "numbers": ([1] * 4 + [2] * 3 + [0], None, [(0, 4), (4, 7)]),
+    "numbers, padded front": ([0] * 2 + [1] * 3 + [2] * 3, None, [(2, 5), (5, 8)]),
+    "numbers and places": ([1] * 4 + [2] * 4, [*range(8)], [(0, 4), (4, 8)]),
+    "a hole, not counted": ([1, 1, 0, 1, 1, 1, 1, 1], [0, 1, 1, 2, 3, 4, 0, 1], [(0, 6), (6, 8)]),
+}
+
+
+def difference(mine: torch.Tensor, model: Any, right: torch.Tensor, eager: Any) -> float:
+    """The largest difference of a loss, whose mean over the ranks is right, and of its gradients."""
+    found = [float(mean_over_ranks(mine) - right)]
+    expected = torch.autograd.grad(right, list(eager.parameters()), retain_graph=True)
+    for g, e in zip(torch.autograd.grad(mine, list(model.parameters())), expected, strict=True):
+        found.append(float((mean_over_ranks(g) - e).abs().max() / (1e-3 + e.abs().max())))
+    return max(map(abs, found))
+
+
+def told_documents(rank: int) -> dict[str, float]:
+    """How far the losses of packed rows with a mask are from those of their documents alone, by both ways to cut."""
+    eager = make("Llama").double().eval()
+    cut, whole = (parallelize(copy.deepcopy(eager), layout="zigzag", whole=x) for x in (False, True))
+    found = {}
+    for name, (mask, positions, parts) in TOLD.items():
+        ids = torch.randint(1, 61, (1, 8), generator=torch.Generator().manual_seed(2))
+        real = torch.tensor([mask])
+        batch = {"input_ids": ids, "attention_mask": real, "labels": ids.masked_fill(real == 0, -100)}
+        if positions is not None:
+            batch["position_ids"] = torch.tensor([positions])
+        rows = [x for a, b in parts for x in range(a, b) if real[0, x]]
+        alone = [ids[:, [x for x in rows if a <= x < b]] for a, b in parts]
+        right = torch.cat([eager(x).logits for x in alone], 1)
+        logits = whole(**{x: y for x, y in batch.items() if x != "labels"}).logits[:, rows]
+        found[f"{name}, logits"] = float((logits - right).detach().abs().max())
+        if "hole" in name:  # which has no label, and is none
+            continue
+        loss = sum(eager(x, labels=x).loss * (x.shape[1] - 1) for x in alone) / (len(rows) - len(parts))
+        found[name] = difference(cut(**shard_batch(batch, layout="zigzag")).loss, cut, loss, eager)
+        found[f"{name}, whole"] = difference(whole(**batch).loss, whole, loss, eager)
+    return found
+
+
+def labelled_padding(rank: int) -> tuple[dict[str, float], str]:
+    """How far whole=True is from one process where padding has labels, and what is said to eager attention."""
+    eager, found = make("Llama").double().eval(), {}
+    ours = parallelize(copy.deepcopy(eager), layout="zigzag", whole=True)
+    ids = torch.randint(1, 61, (2, 9), generator=torch.Generator().manual_seed(3))
+    for side in ("left", "right"):
+        mask = torch.ones_like(ids)
+        (mask[0, :3] if side == "left" else mask[0, -3:]).zero_()
+        for name, labels in (("all", ids), ("real", ids.masked_fill(mask == 0, -100))):
+            batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+            found[f"{side}, {name}"] = difference(ours(**batch).loss, ours, eager(**batch).loss, eager)
+    other = parallelize(make("Llama", attn_implementation="eager"), layout="zigzag", whole=True)
+    told = told_by(lambda: other(**{**batch, "labels": ids}))
+    says("fine", lambda: other(**batch))  # padded on the right, without labels there
+    return found, told
+
+
+def far_labels(rank: int) -> dict[str, float]:
+    """How far labels and weights k tokens on, and a weighted loss of them, are from a loop over documents."""
+    eager = make("Llama").double().eval()
+    ours, found, tokens = parallelize(copy.deepcopy(eager), layout="zigzag"), {}, 11
+    source = torch.Generator().manual_seed(2)
+    ids = torch.randint(1, 61, (2, tokens), generator=source)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=source) < 0.2, -100)
+    weights = torch.rand(ids.shape, generator=source, dtype=torch.float64)
+    mask, borders = torch.ones_like(ids), [[0, 4, 9, 11], [0, 9, 11, 11]]
+    mask[0, 7:9] = 0
+    right = torch.cat(
+        [
+            torch.cat([eager(ids[i : i + 1, a:b]).logits for a, b in pairwise(x) if a < b], 1)
+            for i, x in enumerate(borders)
+        ]
+    )
+    given = {"input_ids": ids, "labels": labels, "attention_mask": mask, "loss_weights": weights}
+    cut = ra.make_layout("zigzag", tokens=tokens, ranks=dist.get_world_size())
+    for k in (True, 2, 5, 40):
+        expected, of_labels = torch.full_like(labels, -100), torch.zeros_like(weights)
+        for i, row in enumerate(borders):
+            for a, b in pairwise(row):
+                for p in range(a, b - k):
+                    if mask[i, p] and mask[i, p + k] and labels[i, p + k] != -100:
+                        expected[i, p], of_labels[i, p] = labels[i, p + k], weights[i, p + k]
+        batch = shard_batch(given, layout="zigzag", cu_seqlens=borders, shift=k)
+        assert torch.equal(batch["shift_labels"], cut.shard_tensor(expected, rank, -1))
+        assert torch.equal(batch["labels"], batch["shift_labels"])
+        own, mine = batch.pop("loss_weights"), batch.pop("labels")
+        assert torch.equal(own, cut.shard_tensor(of_labels, rank, -1))
+        total = mean_over_ranks(own.sum())
+        if k == 40:
+            assert total == 0
+            continue
+        del batch["shift_labels"]
+        logits = ours(**batch, use_cache=False).logits
+        loss = (torch.nn.functional.cross_entropy(logits.mT, mine, reduction="none") * own).sum() / total
+        truth = torch.nn.functional.cross_entropy(right.mT, expected, reduction="none") * of_labels
+        found[str(k)] = difference(loss, ours, truth.sum() / of_labels.sum(), eager)
+    says("Unsupported: loss_weights", lambda: ours(**shard_batch(given, layout="zigzag"), use_cache=False))
+    for change, words in (
+        ({"shift": 2.5}, "the distance of a label=2.5 must be an integer >= 1"),
+        ({"shift": -1}, "the distance of a label=-1"),
+    ):
+        says(f"InvalidInput: {words}", lambda: shard_batch(given, layout="zigzag", **change))
+    lacking = {name: x for name, x in given.items() if name != "labels"}
+    says("InvalidInput: loss_weights are those of labels", lambda: shard_batch(lacking, layout="zigzag"))
+    moved = shard_batch({**given, "loss_weights": weights + rank}, layout="zigzag")
+    del moved["loss_weights"]
+    says("Mismatch: loss_weights of the whole batch are not the same", lambda: ours(**moved, use_cache=False))
+    return found
+
+
 def other_inputs(rank: int) -> list[float]:
     """Largest differences from the eager models where a batch has embeddings and positions on three axes, or types."""
     ids = torch.randint(1, 61, (2, 37), generator=torch.Generator().manual_seed(2))
@@ -211,11 +327,14 @@ def other_inputs(rank: int) -> list[float]:
     ).text_config
     torch.manual_seed(1)
     found = []
+    axes = torch.stack([torch.arange(37) // n for n in (1, 2, 3)])[:, None]
+    packed = torch.cat([torch.arange(37).remainder(20)[None, None], axes])  # two documents by those of the text
     for eager, more in (
-        (hf.Qwen2VLTextModel(text), {"position_ids": torch.stack([torch.arange(37) // n for n in (1, 2, 3)])[:, None]}),
+        (hf.Qwen2VLTextModel(text), {"position_ids": axes}),
+        (hf.Qwen2VLTextModel(text), {"position_ids": packed}),
         (hf.BertModel(hf.BertConfig(**BASE)), {"token_type_ids": (ids % 2)}),
     ):
-        eager.eval()
+        eager.eval().config.use_cache = False  # with a cache transformers reads no documents
         batch = {"input_ids": ids, **{name: x.expand(*x.shape[:-2], 2, -1) for name, x in more.items()}}
         embeds = eager.get_input_embeddings()(ids).detach().requires_grad_()
         alone = {name: x for name, x in batch.items() if name != "input_ids"}
@@ -227,6 +346,8 @@ def other_inputs(rank: int) -> list[float]:
         dist.all_reduce(rows)
         found.append(float((cut.shard_tensor(right, rank, dim=1) - mine).detach().abs().max()))
         found.append(float((rows - gradient).abs().max() / gradient.abs().max()))
+        whole = parallelize(copy.deepcopy(eager), layout="zigzag", whole=True)
+        found.append(float((whole(input_ids=ids, **more).last_hidden_state - right).detach().abs().max()))
     return found
 
 
@@ -384,6 +505,7 @@ def refused_batches(rank: int) -> None:
     ids, ramp = torch.zeros(1, 8, dtype=torch.long), torch.arange(8).unsqueeze(0)
     for batch, words in (
         ({"input_ids": ids[:, :1]}, "1 tokens leave a rank of 2 without rows"),
+        ({"input_ids": ids[:, :0], "attention_mask": ids[:, :0]}, "0 tokens leave a rank of 2 without rows"),
         ({"input_ids": [[1, 2, 3]]}, "input_ids must be a tensor [batch, tokens], got list"),
         ({"input_ids": ids, "labels": None}, "labels must be a tensor [batch, tokens], got NoneType"),
         ({"labels": ids}, "a batch needs input_ids"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import context_cases
@@ -9,6 +11,7 @@ import pytest
 from graph_cases import in_graphs
 
 EPS = 2.0**-23
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,15 @@ def test_losses_and_gradient_norms_are_those_of_one_process(run_first: Any, rank
     for found in run_first(ranks, context_cases.all_losses, 61, kinds):
         for kind in kinds:
             assert found[kind][0] == pytest.approx(found[kind][1], rel=1e-6), kind
+
+
+@pytest.mark.multi
+def test_the_training_loops_of_the_page_train_as_one_process(run_first: Any) -> None:
+    page = (ROOT / "docs" / "migrating.md").read_text()
+    samples = [x for x in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "optimizer.step()" in x]
+    assert len(samples) == 2 and all("with context_parallel(" in x for x in samples)
+    for found in run_first(3, context_cases.follow, samples):
+        assert max(found) < 1e-12, found
 
 
 @pytest.mark.multi

@@ -95,7 +95,26 @@ def test_losses_of_rewards_and_embeddings(run_ranks, side: str, layout: str) -> 
 
 
 @pytest.mark.multi
-def test_embeddings_types_and_positions_on_three_axes(run_ranks) -> None:  # type: ignore[no-untyped-def]
+def test_documents_that_masks_and_positions_tell_are_those_alone(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    for found in run_ranks(model_cases.told_documents, 2, timeout=120):
+        assert max(found.values()) <= 8 * EPS, found  # transformers takes losses of fp32 logits
+
+
+@pytest.mark.multi
+def test_whole_batches_with_labels_on_padding_have_the_loss_of_one_process(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    for found, told in run_ranks(model_cases.labelled_padding, 2, timeout=120):
+        assert max(found.values()) <= 8 * EPS, found  # transformers takes losses of fp32 logits
+        assert told.startswith("Unsupported: labels of rows of padding: attn_implementation='eager'")
+
+
+@pytest.mark.multi
+def test_labels_and_weights_any_distance_on_stay_within_documents(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    for found in run_ranks(model_cases.far_labels, 2, timeout=120):
+        assert len(found) == 3 and max(found.values()) <= 1e-12, found
+
+
+@pytest.mark.multi
+def test_embeddings_types_and_positions_on_three_and_four_axes(run_ranks) -> None:  # type: ignore[no-untyped-def]
     for found in run_ranks(model_cases.other_inputs, 2, timeout=120):
         assert max(found) <= 1e-5
 

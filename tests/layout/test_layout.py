@@ -77,6 +77,33 @@ def test_labels_shift_across_shards(layout: Layout) -> None:
     assert torch.equal(labels, torch.arange(tokens) + 100)
 
 
+@given(layouts(), st.integers(1, 9), st.lists(st.integers(0, 40), max_size=4), st.sampled_from([-1, 0]))
+def test_labels_any_distance_on_stay_within_documents(layout: Layout, k: int, cuts: list[int], dim: int) -> None:
+    tokens = layout.tokens
+    rows = [sorted(min(cut, tokens) for cut in some) for some in (cuts, cuts[:1])]
+    documents = Documents(cu_seqlens=[[0, *row, tokens] for row in (rows if dim else rows[:1])])
+    labels = torch.arange(2 * tokens).view(2, tokens)
+    for rank in range(layout.ranks):
+        given = labels if dim else labels.T
+        mine = layout.shift(given, rank, dim=dim, distance=k, documents=documents, fill=-7)
+        for row, found in enumerate(mine if dim else mine.T):
+            ends = rows[row if dim else 0]
+            for position, label in zip(layout.positions(rank), found, strict=True):
+                crosses = position + k >= tokens or any(position < end <= position + k for end in ends)
+                assert label == (-7 if crosses else labels[row, position + k])
+
+
+def test_a_distance_is_at_least_one_and_documents_fit() -> None:
+    layout, labels = make_layout("zigzag", tokens=8, ranks=2), torch.arange(8)
+    for options, words in (
+        ({"distance": 0}, "the distance of a label=0 must be an integer >= 1"),
+        ({"documents": Documents([5])}, "the 1 lengths sum to 5, the sequence has 8"),
+        ({"documents": Documents([[5, 3], [8]])}, "2 rows"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            layout.shift(labels, 0, **options)  # type: ignore[arg-type]
+
+
 def test_zigzag_pairs_early_with_late() -> None:
     layout = make_layout("zigzag", tokens=16, ranks=4)
     assert layout.shard(0) == (range(0, 2), range(14, 16))
