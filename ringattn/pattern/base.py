@@ -34,13 +34,13 @@ is_tracing: Callable[[], bool] = bool
 
 
 def check_integer(value: object, name: str, least: int, example: str) -> int:
-    """`value` as a Python int. Raises InvalidInput, naming `name` and an `example`, unless it is an integer >= least.
+    """`value` as a Python int, at most FAR. Raises InvalidInput, naming `name` and an `example`, unless it is >= least.
 
-    NumPy integers are accepted, bools are not.
+    NumPy integers are accepted, bools are not. No distance in a sequence reaches FAR: sys.maxsize means no bound.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise InvalidInput(f"{name}={value!r} must be an integer >= {least}; try {example}")
-    return int(value)
+    return min(int(value), FAR)
 
 
 class Pattern(Value, ABC):
