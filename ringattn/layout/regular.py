@@ -429,7 +429,7 @@ def balance(tokens: int, ranks: int, chunk: int | None, masks: Sequence[tuple[Pa
     balance them. Raises InvalidInput for numbers that no layout has, and if a pattern does not fit.
     """
     # Report wrong numbers before the patterns are counted.
-    sized = Striped(tokens, ranks, 1 if chunk is None else chunk)
+    sized, _ = Contiguous(tokens, ranks), Balanced(0, 1, 1 if chunk is None else chunk, ())
     tokens, ranks, heads = sized.tokens, sized.ranks, check_integer(heads, "heads", 1, "heads=8")
     if chunk is None:
         chunk = max(tokens // (CHUNKS * ranks), 1)
