@@ -37,14 +37,16 @@ class Layout(Value, ABC):
     ranks: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tokens, int | np.integer) or not isinstance(self.ranks, int | np.integer):
-            raise InvalidInput(f"a layout needs whole numbers, got tokens={self.tokens!r}, ranks={self.ranks!r}")
-        if self.tokens < 0 or self.ranks < 1:
-            raise InvalidInput(
-                f"a layout needs tokens >= 0 and ranks >= 1, got tokens={self.tokens} and ranks={self.ranks}"
-            )
-        if max(self.tokens, self.ranks) > MOST:
-            raise InvalidInput(f"{self.tokens:.3g} tokens on {self.ranks:.3g} ranks: the largest number is {MOST:.3g}")
+        self._normalize(
+            tokens=check_integer(self.tokens, "layout: tokens", 0, "tokens=4096"),
+            ranks=check_integer(self.ranks, "layout: ranks", 1, "ranks=8"),
+        )
+        self._check_most(self.tokens, self.ranks)
+
+    def _check_most(self, *numbers: int) -> None:
+        if max(numbers) > MOST:
+            what = f"layout {self.name}: {max(numbers):.3g} tokens, positions or ranks"
+            raise InvalidInput(f"{what}: the largest number is {MOST:.3g}; try fewer")
 
     @property
     @abstractmethod
@@ -206,6 +208,10 @@ class Stacked(Layout):
     row_layout: Layout
     count: int
     stride: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_most(self.count * self.stride)
 
     @property
     def base(self) -> Layout:

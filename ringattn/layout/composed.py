@@ -9,6 +9,7 @@ from functools import cached_property
 
 from ..cache import Cache, cached
 from ..errors import InvalidInput
+from ..pattern.base import check_integer
 from ..pattern.tile import RangeIndex, clip, merge_runs, shift_range
 from . import Layout
 
@@ -71,8 +72,8 @@ class Shifted(Composed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.first < 0:
-            raise InvalidInput(f"shifted: the first position is an integer >= 0, got {self.first}")
+        self._normalize(first=check_integer(self.first, "shifted: the first position", 0, "shifted(zigzag, 1000)"))
+        self._check_most(self.first + self.tokens)
 
     __hash__ = Layout.kept_hash
 

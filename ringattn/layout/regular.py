@@ -17,6 +17,7 @@ import numpy as np
 from ..cache import Cache, cached
 from ..errors import InvalidInput
 from ..pattern import Pattern, as_pattern
+from ..pattern.base import check_integer
 from ..pattern.tile import merge_runs
 from ..text import did_you_mean, shorten
 from . import MAX_RANGES as MAX_RANGES
@@ -90,8 +91,7 @@ class Striped(Layout):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block < 1:
-            raise InvalidInput(f"layout {self.name}: the block is a number of tokens >= 1; try 64")
+        self._normalize(block=check_integer(self.block, "striped: block", 1, "striped(64)"))
 
     @property
     def name(self) -> str:
@@ -363,8 +363,7 @@ class Balanced(Layout):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.chunk < 1:
-            raise InvalidInput(f"balanced: the chunk is a number of tokens >= 1, got {self.chunk}; try balanced(128)")
+        self._normalize(chunk=check_integer(self.chunk, "balanced: chunk", 1, "balanced(128)"))
         runs = tuple(
             next(same_owner)
             for _, same_owner in groupby(((i, owner) for i, owner in self.runs), key=lambda run: run[1])
@@ -430,9 +429,8 @@ def balance(tokens: int, ranks: int, chunk: int | None, masks: Sequence[tuple[Pa
     balance them. Raises InvalidInput for numbers that no layout has, and if a pattern does not fit.
     """
     # Report wrong numbers before the patterns are counted.
-    Balanced(min(tokens, 0), ranks, 1 if chunk is None else chunk, ())
-    if heads < 1:
-        raise InvalidInput(f"heads={heads}: must be an integer >= 1; give the number of query heads")
+    sized, _ = Contiguous(tokens, ranks), Balanced(0, 1, 1 if chunk is None else chunk, ())
+    tokens, ranks, heads = sized.tokens, sized.ranks, check_integer(heads, "heads", 1, "heads=8")
     if chunk is None:
         chunk = max(tokens // (CHUNKS * ranks), 1)
         chunk -= chunk % ALIGNED if chunk > ALIGNED else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from math import lcm
 from typing import Any, Literal
@@ -34,13 +35,13 @@ is_tracing: Callable[[], bool] = bool
 
 
 def check_integer(value: object, name: str, least: int, example: str) -> int:
-    """`value` as a Python int. Raises InvalidInput, naming `name` and an `example`, unless it is an integer >= least.
+    """`value` as a Python int, at most FAR. Raises InvalidInput, naming `name` and an `example`, unless it is >= least.
 
-    NumPy integers are accepted, bools are not.
+    NumPy integers are accepted, bools are not. No distance in a sequence reaches FAR: sys.maxsize means no bound.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise InvalidInput(f"{name}={value!r} must be an integer >= {least}; try {example}")
-    return int(value)
+    return min(int(value), FAR)
 
 
 class Pattern(Value, ABC):
@@ -389,12 +390,20 @@ class Or(Union):
         return self.a, self.b
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
-        yield from self.a.tiles(q, k, heads)
-        for tile in self.b.tiles(q, k, heads):
-            remaining = [tile]
-            for taken in self.a.tiles(tile.q, tile.k, tile.heads):
-                remaining = [piece for rest in remaining for piece in subtract_tile(rest, taken)]
-            yield from remaining
+        for index, part in enumerate(self._parts):
+            for tile in part.tiles(q, k, heads):
+                remaining = [tile]
+                for taken in (t for other in self._parts[:index] for t in other.tiles(tile.q, tile.k, tile.heads)):
+                    remaining = [piece for rest in remaining for piece in subtract_tile(rest, taken)]
+                    if not remaining:
+                        break
+                yield from remaining
+
+    @cached_property
+    def _parts(self) -> list[Pattern]:
+        """The operands of a chain of unions. Unions within operands come last, as earlier operands are asked often."""
+        parts = [x for operand in self.operands for x in (operand._parts if isinstance(operand, Or) else [operand])]
+        return sorted(parts, key=_count_unions)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         left = np.asarray(self.a.visible(q, k, head, tokens)) != 0
@@ -450,6 +459,11 @@ def mix(*patterns: Pattern) -> Mix:
     if not patterns:
         raise InvalidInput("mix() needs at least one pattern; try mix(Causal(), Window(256))")
     return Mix(tuple(_check_pattern(part, "mix") for part in patterns))
+
+
+def _count_unions(pattern: Pattern) -> int:
+    """How many `|` a pattern has."""
+    return isinstance(pattern, Or) + sum(map(_count_unions, getattr(pattern, "operands", ())))
 
 
 def _extremes(position: Position) -> tuple[Callable[..., Any], Callable[..., Any]]:

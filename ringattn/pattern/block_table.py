@@ -219,6 +219,6 @@ def _read_text(text: str) -> np.ndarray:
         packed = reader.decompress(b85decode(match.group(4)), ceil_div(bits, 8) + 1)
         if len(packed) != ceil_div(bits, 8) or not reader.eof:
             raise ValueError(f"it does not hold the {ceil_div(bits, 8)} bytes that the shape needs")
-    except (ValueError, zlib.error) as error:
+    except (ValueError, OverflowError, zlib.error) as error:
         raise InvalidInput(f"BlockSparse: {text[:40]!r} is not a table that repr printed: {error}") from None
     return np.unpackbits(np.frombuffer(packed, np.uint8), count=bits).astype(bool).reshape(shape)

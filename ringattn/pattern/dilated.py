@@ -55,6 +55,8 @@ class Dilated(Pattern):
         self._normalize(segments=_check_integers("segments", self.segments), rates=_check_integers("rates", self.rates))
         if len(self.segments) != len(self.rates):
             raise InvalidInput(f"Dilated: {len(self.segments)} segments but {len(self.rates)} rates; give equally many")
+        if self.heads is not None:
+            self._normalize(heads=check_integer(self.heads, "Dilated: heads", 1, "heads=8"))
         if self.offsets is None:
             self._normalize(offsets="group" if self.mix == "group" else "per_head")
         for name, options in OPTIONS.items():
@@ -138,7 +140,7 @@ class Dilated(Pattern):
         """(heads, offset) for each offset of a branch; heads without the branch are left out."""
         rate = self.rates[branch]
         if self.offsets == "per_head":
-            for offset in range(rate):
+            for offset in range(min(rate, heads.stop)):
                 yield intersect(heads, range(offset, heads.stop, rate)), offset
         elif self.mix == "group":
             yield intersect(heads, self._heads_of(branch)), branch % rate

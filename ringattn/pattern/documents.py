@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import InvalidInput
 from ..text import shorten
-from .base import ONE_HEAD, Pattern, Position, Run, Side, check_integer
+from .base import FAR, ONE_HEAD, Pattern, Position, Run, Side, check_integer
 from .tile import Tile, clip, make_tile
 
 if TYPE_CHECKING:
@@ -204,7 +204,10 @@ def _read_lengths(values: object, cumulative: bool | None) -> tuple[int, ...]:
         value if type(value) is int and value >= 0 else check_integer(value, "Documents: a length", 0, hint)
         for value in values
     )
-    return _subtract_neighbors(numbers) if cumulative or (cumulative is None and numbers[:1] == (0,)) else numbers
+    lengths = _subtract_neighbors(numbers) if cumulative or (cumulative is None and numbers[:1] == (0,)) else numbers
+    if (total := sum(lengths)) >= FAR:
+        raise InvalidInput(f"Documents: {total:,} tokens are more than a sequence can have; try {EXAMPLE}")
+    return lengths
 
 
 def _subtract_neighbors(cumulative: tuple[int, ...]) -> tuple[int, ...]:

@@ -31,8 +31,6 @@ class PatternParser:
             return [self._build(node) for node in (tree.elts if isinstance(tree, ast.List) else [tree])]
         except RecursionError:
             raise self._error("the text is nested too deep; write it with fewer brackets and operators") from None
-        except OverflowError as error:
-            raise self._error(f"a number is too large ({error}); write numbers below 2^63") from None
 
     def _error(self, message: str) -> InvalidInput:
         return InvalidInput(f"pattern {shorten(self.text, SHOWN)!r}: {message}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 
@@ -99,7 +100,7 @@ class Strided(Pattern):
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         if not q or not k:
             return
-        for residue in range(self.step):
+        for residue in min(_residues(q, self.step), _residues(k, self.step), key=len):
             rows = intersect(q, range(residue, q[-1] + 1, self.step))
             keys = intersect(k, range(residue, k[-1] + 1, self.step))
             tile = make_tile(heads, rows, keys)
@@ -108,3 +109,11 @@ class Strided(Pattern):
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         return (q - k) % self.step == 0
+
+
+def _residues(rows: range, step: int) -> Sequence[int]:
+    """The residues modulo `step` of a progression, ascending."""
+    shared = gcd(rows.step, step)
+    if len(rows) < step // shared:
+        return sorted(row % step for row in rows)
+    return range(rows.start % shared, step, shared)

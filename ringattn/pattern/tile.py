@@ -286,7 +286,8 @@ def _canonical_rows(q: range, k: range) -> tuple[range, range]:
     """The rows in the form in which equal rows compare and print as equal."""
     # A single row has no step of its own. It takes the step of the other side, so that the steps count as equal.
     if len(q) == 1:
-        return range(q[0], q[0] + 1, k.step), range(k[0], k[-1] + 1, k.step)
+        step = k.step if len(k) > 1 else 1
+        return range(q[0], q[0] + 1, step), range(k[0], k[-1] + 1, step)
     step = q.step if len(k) == 1 else k.step
     return range(q[0], q[-1] + 1, q.step), range(k[0], k[-1] + 1, step)
 

@@ -160,6 +160,8 @@ class BlockDemand(ABC):
 
     def count_needed(self, ranks: tuple[range, ...], owner: int) -> int:
         """The number of rows of all heads in `needed_rows`."""
+        if self.row_reach is not None:
+            return self.row_reach.count(ranks, owner) * self.block_heads
         return count_rows(self.needed_rows(ranks, owner), self.block_heads, self.layout.rows(owner))
 
     def _local_pieces(self, ranks: tuple[range, ...], owner: int) -> Iterator[tuple[range, range]]:

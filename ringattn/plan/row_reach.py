@@ -71,6 +71,10 @@ class RowReach(ABC):
         must list all blocks.
         """
 
+    @abstractmethod
+    def count(self, ranks: Ranks, owner: int, others: Sequence[Ranks] = ()) -> int:
+        """How many rows of one head `needed` gives, without making their ranges."""
+
     def needs(self, ranks: range, owners: range) -> bool:
         """Whether some rank of `ranks` needs a row of some block of `owners`. The tables must list all blocks."""
         return bool(self.visits[ranks.start : ranks.stop, owners.start : owners.stop].any())
@@ -164,18 +168,24 @@ class RunReach(RowReach):
         return self._runs.sum_blocks(np.minimum(first + last, self._runs.length))
 
     def needed(self, ranks: Ranks, owner: int, most: int = MOST, others: Sequence[Ranks] = ()) -> RowSets:
-        outer, lengths = self._find_ends(ranks, owner), self._lengths(owner)
-        inner = self._find_ends([run for other in others for run in other], owner)
-        parts, start = [], 0
-        for length, first, last, hole_first, hole_last in zip(lengths, *outer, *inner, strict=True):
-            left, right = start + hole_first, start + length - hole_last
-            parts += [range(left, min(start + first, right)), range(max(start + length - last, left), right)]
-            start += length
-        ranges = tuple(join_runs(parts))
+        ranges, lengths = self._needed_runs(ranks, owner, others), self._lengths(owner)
         # Short runs may be joined to ranges of a larger step.
         if len(lengths) > most and any([len(run) < 3 for run in ranges]):
             ranges = to_ranges(to_numbers(ranges))
-        return self._row_sets(ranges, start)
+        return self._row_sets(ranges, sum(lengths))
+
+    def _needed_runs(self, ranks: Ranks, owner: int, others: Sequence[Ranks]) -> Ranges:
+        """The rows of `needed` as runs."""
+        outer, inner = self._find_ends(ranks, owner), self._find_ends([run for each in others for run in each], owner)
+        parts, start = [], 0
+        for length, first, last, hole_first, hole_last in zip(self._lengths(owner), *outer, *inner, strict=True):
+            left, right = start + hole_first, start + length - hole_last
+            parts += [range(left, min(start + first, right)), range(max(start + length - last, left), right)]
+            start += length
+        return tuple(join_runs(parts))
+
+    def count(self, ranks: Ranks, owner: int, others: Sequence[Ranks] = ()) -> int:
+        return sum(map(len, self._needed_runs(ranks, owner, others)))
 
     def _lengths(self, owner: int) -> list[int]:
         """The lengths of the runs of a block."""
@@ -231,11 +241,19 @@ class StripedReach(RowReach):
         return counts.reshape(ranks, limit + 1).cumsum(1)[:, :limit]
 
     def needed(self, ranks: Ranks, owner: int, most: int = MOST, others: Sequence[Ranks] = ()) -> RowSets:
+        mask = self._needed_mask(ranks, owner, others)
+        ranges = find_runs(mask) if self._rows[owner][1] <= most else to_ranges(mask.nonzero()[0])
+        return self._row_sets(ranges, len(mask))
+
+    def count(self, ranks: Ranks, owner: int, others: Sequence[Ranks] = ()) -> int:
+        return int(np.count_nonzero(self._needed_mask(ranks, owner, others)))
+
+    def _needed_mask(self, ranks: Ranks, owner: int, others: Sequence[Ranks]) -> np.ndarray:
+        """The rows of `needed` as a mask of the block in local order: bool [rows]."""
         mask = self._mask(ranks, owner)
         for other in others:
             mask &= ~self._mask(other, owner)
-        ranges = find_runs(mask) if self._rows[owner][1] <= most else to_ranges(mask.nonzero()[0])
-        return self._row_sets(ranges, len(mask))
+        return mask
 
     def _mask(self, ranks: Ranks, owner: int) -> np.ndarray:
         """Which rows of the block of `owner`, in local order, some rank of `ranks` needs: bool [rows]."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from ..cache import Value
 from ..dtypes import ITEM_BYTES, dtype_name
 from ..errors import InvalidInput
+from ..pattern.base import check_integer
 from ..text import did_you_mean
 from .row_sets import ALL_ROWS, AllRows, RowSet, RowSets
 
@@ -134,8 +135,8 @@ class PlanSizes(Value):
             comm_dtype=None if self.comm_dtype is None else dtype_name(self.comm_dtype),
         )
         for name in ("heads", "kv_heads", "head_dim", "value_dim", "batch"):
-            if getattr(self, name) < (least := int(name != "batch")):
-                raise InvalidInput(f"{name}={getattr(self, name)}: must be an integer >= {least}")
+            least = int(name != "batch")
+            self._normalize(**{name: check_integer(getattr(self, name), name, least, f"{name}=8")})
         if self.heads % self.kv_heads:
             divisors = "kv_heads=" + " or ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
             raise InvalidInput(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads; try {divisors}")

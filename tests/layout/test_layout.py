@@ -127,7 +127,7 @@ def test_striped_takes_the_shorter_description() -> None:
     [
         ("zig-zag", {}, "did you mean 'zigzag'"),
         ("contiguous(3)", {}, "unknown layout"),
-        ("striped(0)", {}, "block is a number of tokens >= 1"),
+        ("striped(0)", {}, "striped: block=0 must be an integer >= 1"),
         ("zigzag", {"tokens": -1}, "tokens=-1"),
         ("zigzag", {"ranks": 0}, "ranks=0"),
         (
@@ -136,7 +136,7 @@ def test_striped_takes_the_shorter_description() -> None:
             "weighs chunks by the pairs of a pattern, got pattern=None and patterns=None; try make_layout(",
         ),
         ("balanced", {"pattern": "Causl()"}, "did you mean 'Causal'"),
-        ("balanced(0)", {"pattern": Full()}, "the chunk is a number of tokens >= 1, got 0; try balanced(128)"),
+        ("balanced(0)", {"pattern": Full()}, "balanced: chunk=0 must be an integer >= 1; try balanced(128)"),
         ("balanced", {"pattern": Full(), "tokens": -1}, "tokens=-1"),
         ("balanced", {"pattern": Full(), "ranks": 0}, "ranks=0"),
         ("balanced", {"pattern": Full(), "heads": 0}, "heads=0"),

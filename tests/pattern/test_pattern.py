@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import reduce
+from operator import and_, or_
+
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import documents, pairs, patterns, ranges
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, InvalidInput, Pattern, Sinks, Strided, Window, mix, parse_pattern
+from ringattn.pattern import base, simple
 from ringattn.pattern.base import Side
-from ringattn.pattern.tile import clip
+from ringattn.pattern.tile import Tile, clip, make_tile, subtract_tile
 
 sized = st.integers(0, 25).flatmap(lambda n: st.tuples(st.just(n), patterns(n)))
 
@@ -144,6 +150,97 @@ def test_runs_of_keys_and_queries_are_those_of_the_mask(tokens: int, data: st.Da
             assert list(range(max(low, 0), min(high, tokens - 1) + 1)) == wanted
             lows, highs = (np.broadcast_to(x, every.shape) for x in pattern.run(side, every, every) or ())
             assert (lows[first], highs[first]) == pattern.run(side, first, first)
+
+
+def band_and_blocks(tokens: int, left: int, right: int, block: int) -> np.ndarray:
+    """Which pairs lie at most `left` before or `right` after, in one block: the oracle of the next test."""
+    q, k = np.mgrid[:tokens, :tokens]
+    return (q - k <= left) & (k - q <= right) & (q // block == k // block)
+
+
+BEYOND = [2**61, 2**63 - 21, 2**63 - 1, 2**63, 10**400, np.uint64(2**64 - 1), np.int64(2**63 - 1)]
+
+
+@settings(max_examples=12)
+@given(st.sampled_from(BEYOND), st.sampled_from(["contiguous", "zigzag", "striped", "striped(4)", "balanced(3)"]))
+def test_numbers_beyond_any_sequence_are_no_bound(beyond: int, layout: str) -> None:
+    cases = (
+        (Window(7, beyond), (7, 20, 20)),
+        (Window(beyond, 2), (20, 2, 20)),
+        (Causal() & Sinks(beyond), (20, 0, 20)),
+        (Strided(beyond), (0, 0, 20)),
+        (Dilated([beyond], [1], causal=True), (20, 0, 20)),
+        (Dilated([20, 1], [beyond, 1], mix="union"), (0, 0, 20)),
+        (ra.BlockSparse(beyond, [[1]]), (20, 20, 20)),
+        (ra.local_window(beyond, 1), (20, 20, 20)),
+        (ra.local_window(4, beyond), (20, 20, 20)),
+        (ra.global_local(4, globals=beyond, blocks=0), (20, 20, 20)),
+        (ra.strided_blocks(4, beyond), (20, 20, 4)),
+        (ra.dilated_blocks(4, [beyond]), (20, 20, 4)),
+        (ra.hierarchical(4, [(1, 0), (beyond, 0)]), (20, 20, 4)),
+        (ra.hierarchical(4, [(1, beyond)]), (20, 20, 20)),
+    )
+    for pattern, bounds in cases:
+        expected = band_and_blocks(20, *bounds)
+        assert (pattern.mask(20)[0] == expected).all()
+        plan = ra.make_plan(pattern, tokens=20, ranks=3, layout=layout, schedule="direct")
+        for rank in range(3):
+            positions, needed = plan.layout.positions(rank), np.zeros(20, dtype=bool)
+            for part in (hop for step in plan.for_rank(rank).forward for hop in step.visits):
+                rows = range(plan.layout.rows(part.owner))
+                local = part.row_set.rows_of(0) if hasattr(part.row_set, "rows_of") else (rows,)
+                needed[plan.layout.positions(part.owner)[[i for r in local for i in r]]] = True
+            others = np.setdiff1d(np.arange(20), positions)
+            assert (needed[others] == expected[positions].any(0)[others]).all(), "the rank gets the keys that it sees"
+            assert plan.pairs(rank) == expected[positions].sum()
+
+
+def test_numbers_that_no_sequence_has_are_refused() -> None:
+    for make in (
+        lambda: Documents([20, 10**400]),
+        lambda: Documents(cu_seqlens=np.array([0, 2**63 - 1])),
+        lambda: Documents([20], q_lengths=[2**63]),
+        lambda: Dilated([4], [2], mix="group", heads=0),
+        lambda: ra.BlockSparse(4, f"{2**62}x{2**62}x{2**62}:a"),
+        lambda: ra.attention(*torch.ones(3, 1, 1, 4, 8), Causal(), first=2**62),
+    ):
+        with pytest.raises(InvalidInput):
+            make()
+
+
+@pytest.mark.parametrize("length", [8, 16])
+def test_a_chain_costs_no_more_than_its_pairs_of_operands(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles are subtracted a polynomial number of times, and hold the pairs of the mask."""
+    made = 0
+
+    def count(*tiles: Tile) -> Iterator[Tile]:
+        nonlocal made
+        made += 1
+        return subtract_tile(*tiles)
+
+    monkeypatch.setattr(base, "subtract_tile", count)
+    windows = [Window(3 * i + 1, i) & Sinks(60 - i) for i in range(length)]
+    nested: Pattern = Window(2)
+    for i in range(length):
+        nested = (nested | Sinks(i)) & Window(4 * i + 20) | Strided(31)
+    for pattern, most in (
+        (reduce(or_, windows), 8 * length**2),
+        (reduce(lambda a, b: b | a, windows), 8 * length**2),
+        (reduce(or_, [Causal() & Strided(7)] * length), 7 * length**2),
+        (reduce(and_, [Window(4 * i + 2) | Sinks(i) for i in range(length)]), 8 * length**2),
+        (nested, 50 * length**2),
+    ):
+        made = 0
+        pairs = sum(tile.pairs for tile in pattern.tiles(range(64), range(64)))
+        assert pairs == pattern.mask(64).sum()
+        assert made <= most
+
+
+def test_a_wide_stride_has_the_tiles_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(simple, "make_tile", lambda *rows: asked.append(rows) or make_tile(*rows))
+    assert len([*Strided(100_000).tiles(range(0, 40, 3), range(40))]) == 14
+    assert len(asked) == 14
 
 
 def test_numpy_integers_are_integers() -> None:

@@ -351,6 +351,8 @@ def test_wrong_schedules() -> None:
         ("ulysses(4)", "groups of 4 ranks do not divide 6 query heads"),
         ("ulysses(2)", "groups of 2 ranks do not divide 3 key/value heads"),
         ("ulysses(2, rong)", "did you mean 'ring'"),
+        ("ulysses(2, ulysses(3))", r"not ulysses\(3, ring\); try ulysses\(2, ring\)"),
+        ("ulysses(1, ulysses(3, auto))", r"not auto; try ulysses\(3, ring\), or auto"),
         ("double_rung(2)", "did you mean 'double_ring'"),
     ):
         with pytest.raises(InvalidInput, match=words):

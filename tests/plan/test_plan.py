@@ -129,8 +129,11 @@ def test_bad_arguments() -> None:
         ({"schedule": "rings"}, "did you mean 'ring'"),
         ({"layout": "zagzig"}, "unknown layout"),
         ({"pattern": 3}, "pattern must be a ringattn pattern"),
-        ({"tokens": 10.5, "layout": "zigzag"}, "needs whole numbers, got tokens=10.5"),
+        ({"tokens": 10.5, "layout": "zigzag"}, "tokens=10.5 must be an integer >= 0"),
+        ({"tokens": 10.5, "layout": "balanced"}, "tokens=10.5 must be an integer >= 0"),
         ({"tokens": 1 << 62, "layout": "zigzag"}, "the largest number is"),
+        ({"q_tokens": 4, "q_layout": f"shifted(zigzag, {1 << 61})"}, "the largest number is"),
+        ({"q_tokens": 4, "q_layout": f"shifted(zigzag, {10**400})"}, "the largest number is"),
     ):
         with pytest.raises(InvalidInput, match=words):
             make_plan(**{"pattern": Causal(), "tokens": 8, "ranks": 2, **arguments})  # type: ignore[arg-type]

@@ -35,10 +35,15 @@ def resolve(name: str, ranks: int | None = None, heads: int = 0, kv_heads: int =
         return "auto"
     size, rest = split_ulysses(name)
     if ULYSSES.fullmatch(name):
-        between = "ring" if rest == "auto" else resolve(rest)
+        if size == 1:  # a group of one rank exchanges nothing
+            return resolve(rest, ranks, heads, kv_heads)
+        if (between := resolve(rest)).startswith(("auto", "ulysses")):
+            raise InvalidInput(
+                f"schedule {name!r}: between groups of {size} ranks goes a ring, direct, allgather or "
+                f"double_ring(n), not {between}; try ulysses({size}, ring), or auto, which weighs ulysses, too"
+            )
         _check_ulysses(name, size, ranks, heads, kv_heads)
-        between = resolve(between, None if ranks is None else ranks // size)
-        return between if size == 1 else f"ulysses({size}, {between})"  # a group of one rank exchanges nothing
+        return f"ulysses({size}, {resolve(between, None if ranks is None else ranks // size)})"
     kind, number = _parse(name)
     if number is None:
         return kind

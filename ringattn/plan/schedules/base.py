@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice, takewhile
 from math import lcm
 from typing import ClassVar, NamedTuple
@@ -190,17 +189,20 @@ class Route(Schedule):
 
     def find_kept_rows(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
         """The answer of `kept_rows`, from the latest `arrivals` only where these are given."""
-        kept: dict[Edge, RowSets] = {}
+        return {edge: self.stopping(edge) for edge in self._size_kept(rank, arrivals)}
+
+    def _size_kept(self, rank: int, arrivals: int | None) -> dict[Edge, int]:
+        """By edge, how many rows of all heads `find_kept_rows` finds."""
+        kept: dict[Edge, int] = {}
         room_by_ring: dict[int, int] = {}
         block = self.demand.block_heads * self.demand.layout.rows(rank)
         for edge in islice(self.arrivals(rank), arrivals):
             room = room_by_ring.setdefault(edge.ring, block)
             if len(room_by_ring) == self.rings and max(room_by_ring.values()) <= 0:
                 break  # else a rank to which all blocks go would look at all of them
-            rows = self.stopping(edge) if room > 0 else NO_ROWS
-            size = self._count(edge.owner, rows)
+            size = self._count_stopping(edge) if room > 0 else 0
             if size and (size <= room or room == block):  # at least one block, even where it is a row longer
-                kept[edge] = rows
+                kept[edge] = size
             room_by_ring[edge.ring] = room - size
         return kept
 
@@ -329,15 +331,23 @@ class Route(Schedule):
 
     def count_moved(self, owners: Sequence[int]) -> int:
         """The rows of all heads that move on the edges of the blocks of `owners`, summed over the edges."""
-        return sum(self._count(owner, self.carried(edge)) for owner in owners for edge in self.edges_of(owner))
+        count = self.demand.count_needed
+        return sum(count(self.served(edge), owner) for owner in owners for edge in self.edges_of(owner))
 
     def count_kept(self, ranks: Sequence[int]) -> int:
         """The rows of all heads that `ranks` keep from the forward.
 
         Of more than EXACT ranks, rows of the LATEST arrivals only: a rank where nothing stops has an arrival per rank.
         """
-        find = self.kept_rows if self.demand.layout.ranks <= EXACT else partial(self.find_kept_rows, arrivals=LATEST)
-        return sum(self._count(edge.owner, row_sets) for rank in ranks for edge, row_sets in find(rank).items())
+        arrivals = None if self.demand.layout.ranks <= EXACT else LATEST
+        return sum(size for rank in ranks for size in self._size_kept(rank, arrivals).values())
+
+    def _count_stopping(self, edge: Edge) -> int:
+        """The number of rows of all heads in `stopping`."""
+        reach, further = self.demand.row_reach, map(self.served, self.next_edges(edge))
+        if reach is None:
+            return self._count(edge.owner, self.stopping(edge))
+        return reach.count(self.served(edge), edge.owner, [*further]) * self.demand.block_heads
 
     @property
     def _cache(self) -> Cache:
