@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -185,6 +186,8 @@ def virtual_attention(
     if call.options.check is not None:
         raise InvalidInput(f"check={call.options.check!r}: ranks of one process compare nothing; leave it out")
     q, k, v = call.prepare(q, k, v, key_padding_mask)
+    if layout == "auto":  # which a q_layout such as "shifted(auto, 0)" follows
+        call = replace(call, q_layout=q_layout)
     plan = call.plan(call.rows, call.q_rows, int(ranks), layout)
     runner = AllRanks(plan, call.kernel.seeded(), positive(call.scale)[1], return_lse, sinks)
     return _apply(call, runner, plan, q, k, v, sinks)

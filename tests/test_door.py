@@ -109,6 +109,19 @@ def test_each_option_has_its_type(name: str) -> None:
                 attend(*tensors(), Full(), **given)
 
 
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.float16])
+def test_numbers_of_numpy_are_numbers(kind: type[np.floating[Any]]) -> None:
+    q, k, v = tensors()
+    for name, value in (("scale", 0.5), ("softcap", 8.0), ("dropout", ra.Dropout(0.5, 3))):
+        other = ra.Dropout(kind(0.5), np.int64(3)) if name == "dropout" else kind(value)
+        plain = ra.attention(q, k, v, Full(), **{name: value})
+        assert torch.equal(ra.attention(q, k, v, Full(), **{name: other}), plain)
+        assert torch.equal(ra.nn.RingAttention(Full(), **{name: other})(q, k, v), plain)
+    assert ra.attention(q, k, v, Full(), dropout=kind(0.5)).shape == q.shape
+    with pytest.raises(InvalidInput, match=r"scale=Parameter.*expected float \| None; try scale=scale.item\(\)"):
+        ra.attention(q, k, v, Full(), scale=torch.nn.Parameter(torch.tensor(0.5)))
+
+
 def test_options_that_a_call_cannot_use_are_refused() -> None:
     q, k, v = tensors()
     for call in (

@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import torch
 
@@ -175,6 +175,20 @@ def band(rows: int, keys: int, lo: int | None, hi: int | None, device: torch.dev
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which partial results of `dtype` are accumulated: fp64 for fp64, else fp32."""
     return dtype if dtype == torch.float64 else torch.float32
+
+
+def is_dense(x: object) -> TypeGuard[torch.Tensor]:
+    """Whether x is a tensor whose numbers are in memory: not sparse, not nested, not on the device meta."""
+    return isinstance(x, torch.Tensor) and x.layout == torch.strided and not (x.is_nested or x.is_meta)
+
+
+def kind_of(x: object) -> str:
+    """What x is where it is no dense tensor, for an error."""
+    if not isinstance(x, torch.Tensor):
+        return type(x).__name__
+    if x.is_nested or x.is_meta:
+        return "a nested tensor; try padding" if x.is_nested else "a tensor on meta, which has no numbers"
+    return f"a {x.layout} tensor; try to_dense()"
 
 
 def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..errors import InvalidInput, Unsupported
-from .base import as_dtype, wide
+from .base import as_dtype, is_dense, kind_of, wide
 
 #: Columns added for the gradient of lse, and for padded keys. Libraries want multiples of 8.
 EXTRA = 8
@@ -98,8 +98,8 @@ def check_padding(mask: torch.Tensor | None, k: torch.Tensor) -> None:
     if mask is None:
         return
     shape = (k.shape[0], k.shape[2])
-    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-        kind = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+    if not is_dense(mask) or mask.dtype != torch.bool:
+        kind = mask.dtype if is_dense(mask) else kind_of(mask)
         raise InvalidInput(f"key_padding_mask must be a bool tensor, True where a key is padding, got {kind}")
     if tuple(mask.shape) != shape:
         raise InvalidInput(

@@ -10,7 +10,6 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -21,6 +20,7 @@ from ..plan.plan import Plan
 from ..transport.virtual import Virtual
 from .call import autocast_off
 from .executor import Forward, Job, backward, count_kept, forward
+from .last import make_last
 from .memory import empty, typed_errors
 from .softmax import sinks_gradient
 
@@ -112,9 +112,15 @@ class Attention(torch.autograd.Function):
         return result.out, result.lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # once: a checkpoint gives them once
+        with torch.no_grad():
+            found = Attention._differentiate(ctx, saved, *grads)
+        return *make_last(found, *saved[:4], *grads), None, None
+
+    @staticmethod
+    def _differentiate(ctx: Any, saved: Tensors, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, sinks, out, lse, *kept = saved
         grad = torch.zeros_like(out) if grad is None else grad
         if ctx.padded:
             # The kernels do compute these rows. A huge lse gives them the weights exp(-huge) = 0.
@@ -125,7 +131,7 @@ class Attention(torch.autograd.Function):
         with autocast_off(q.device), typed_errors(q.device):
             # Ranks agree whether q, k or v needs a gradient, but not whether the sinks do.
             grads = ctx.runner.backward(grad, grad_lse, q, k, v, result) if any(needs[:3]) else (None,) * 3
-            return *grads, sinks_gradient(sinks, grad, grad_lse, out, lse) if needs[3] else None, None, None
+            return *grads, sinks_gradient(sinks, grad, grad_lse, out, lse) if needs[3] else None
 
 
 #: The modes of selective checkpointing, in the forward and in the recomputation.

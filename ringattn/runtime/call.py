@@ -11,13 +11,14 @@ from math import inf, isfinite
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..dtypes import ITEM_BYTES, dtype_name
 from ..errors import InvalidInput, Unsupported
 from ..kernels import get_kernel
-from ..kernels.base import Kernel, positive
+from ..kernels.base import Kernel, is_dense, kind_of, positive
 from ..kernels.pad import EXTRA, check_padding, hidden_column, hide_keys
 from ..layout.regular import Layout, layout_name
 from ..pattern import Pattern, as_pattern
@@ -93,7 +94,11 @@ class AttentionOptions:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            check_type(entry.name, getattr(self, entry.name), cast(str, entry.type))
+            value = getattr(self, entry.name)
+            if isinstance(value, np.generic):  # NumPy's numbers are some of them no floats, and have bools of their own
+                value = value.item()
+                object.__setattr__(self, entry.name, value)
+            check_type(entry.name, value, cast(str, entry.type))
         if self.dropout:
             read_dropout(self.dropout)
 
@@ -109,7 +114,8 @@ OPTION_NAMES = tuple(AttentionKeywords.__annotations__)
 def check_type(name: str, value: object, annotation: str) -> None:
     """Raise InvalidInput unless the value has a type of the annotation."""
     if not _has_type(type(value), annotation):  # type: ignore[arg-type]  # mypy takes the hash of values for that of types
-        raise InvalidInput(f"{name}={value!r}: expected {annotation}")
+        hint = f"; try {name}={name}.item()" if isinstance(value, Tensor | np.ndarray) else ""
+        raise InvalidInput(f"{name}={' '.join(repr(value).split())}: expected {annotation}{hint}")
 
 
 @lru_cache(maxsize=256)
@@ -243,7 +249,8 @@ def read_call(
     layout = layout_name(layout) if isinstance(layout, str) else layout
     if not isinstance(q_layout, str | Layout | None):
         raise InvalidInput(f"q_layout={q_layout!r}: expected a Layout, or its name, such as 'shifted(zigzag, 1000)'")
-    q_layout = layout_name(q_layout) if isinstance(q_layout, str) else q_layout
+    if isinstance(q_layout, str):
+        q_layout = layout_name(q_layout.replace("auto", layout if isinstance(layout, str) else layout.name))
     _check_tensors(q, k, v, alike=q_layout is None)
     check_sinks(sinks, q)
     check_padding(key_padding_mask, k)
@@ -346,8 +353,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, alike: bool) -> None:
     `alike`: queries are the tokens of the keys.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.ndim != 4:
-            actual = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        if not is_dense(x) or x.ndim != 4:
+            actual = f"shape {tuple(x.shape)}" if is_dense(x) else kind_of(x)
             raise InvalidInput(f"{name} must be a tensor [batch, heads, tokens, head_dim], got {actual}")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
@@ -383,8 +390,8 @@ def check_sinks(sinks: Any, q: Tensor) -> None:
     """Raise InvalidInput unless `sinks` is None, or floats [H] on the device of q [B, H, n, D]."""
     if sinks is None:
         return
-    if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[1:2]:
-        kind = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else repr(sinks)
+    if not is_dense(sinks) or not sinks.is_floating_point() or sinks.shape != q.shape[1:2]:
+        kind = f"{sinks.dtype} {tuple(sinks.shape)}" if is_dense(sinks) else kind_of(sinks)
         raise InvalidInput(
             f"sinks must be a float tensor [heads] = ({q.shape[1]},), one logit per query head, got {kind}; for first "
             "tokens that all rows see use the pattern Sinks"

@@ -29,6 +29,7 @@ from .accumulators import (
     merge_partial,
     select_inputs,
 )
+from .centre import Centre, restore
 from .memory import empty
 from .rank_program import RankProgram, Visit, backward_program, batches, exchanges_heads, forward_program
 from .rank_run import PassTensors, Tensors
@@ -151,20 +152,22 @@ def _forward_ring(
         return (yield from _forward_by_queries(job, program, run, q, k, v, out))
     run.give(program.own["kv"], (k, v))
     output, count = OutputAccumulator(q, v.shape[-1], out), q.size(0)
-    own = RowViews(q)
+    centre = Centre(job.kernel, q, k, job.scale)
+    own = RowViews(*centre.queries(q))
     for index, step in enumerate(program.steps, program.first):
         yield from run.perform(step.posts, f"forward step {index}")
         for visit in step.visits:
             with named_range(job.rank, f"forward step {index}, block of rank {visit.part.owner}"):
                 yield from run.perform(visit.copies)
-                block = RowViews(*run.get(visit.block))
+                keys, values = run.get(visit.block)
+                block = RowViews(centre.keys(keys), values)
                 dropping = _dropping(job, visit, q)
                 for part in visit.parts:
                     for call in part.calls:
                         for batch in batches(call.work, count):
-                            (x,), (keys, values) = select_inputs(call.work, batch, own, block)
+                            inputs = select_inputs(call.work, batch, own, block)
                             kernel = job.kernel if dropping is None else dropping.select(call.work, batch)
-                            partial = kernel.forward(x, keys, values, call.work, job.scale)
+                            partial = centre.attend(kernel, *inputs, call.work)
                             output.add(part.section, call, *partial, batch)
                             del partial  # free it before the next call allocates its own
                     if part.last:
@@ -180,19 +183,21 @@ def _forward_by_queries(
     sums = make_output_sums(q, v.shape[-1])
     run.give(program.own["query"], (q,))
     run.give(program.sums["part"], sums)
-    own, count = RowViews(k, v), q.size(0)
+    centre = Centre(job.kernel, q, k, job.scale)
+    own, count = RowViews(centre.keys(k), v), q.size(0)
     for index, step in enumerate(program.steps, program.first):
         yield from run.perform(step.posts, f"forward step {index}")
         for visit in step.visits:
             with named_range(job.rank, f"forward step {index}, block of rank {visit.part.owner}"):
                 yield from run.perform(visit.copies)
-                block, totals = RowViews(*run.get(visit.block)), RowViews(*run.get(visit.sums))
+                (queries,), totals = run.get(visit.block), RowViews(*run.get(visit.sums))
+                block = RowViews(*centre.queries(queries))
                 dropping = _dropping(job, visit, q)
                 for work in visit.works:
                     for batch in batches(work, count):
-                        (x,), (keys, values) = select_inputs(work, batch, block, own)
+                        inputs = select_inputs(work, batch, block, own)
                         kernel = job.kernel if dropping is None else dropping.select(work, batch)
-                        partial = kernel.forward(x, keys, values, work, job.scale)
+                        partial = centre.attend(kernel, *inputs, work)
                         merge_partial(totals, work, partial, batch, is_new=visit.is_new)
                         del partial  # free it before the next call allocates its own
         yield from run.perform(step.waits)
@@ -213,23 +218,25 @@ def _backward_ring(
     grad, q, k, v, out = map(align_rows, (grad, *inputs, result.out))
     dq, dk, dv = make_sums(q, k, v)
     by_queries = program.rotates == "queries"
+    centre = Centre(job.kernel, q, k, job.scale)
+    wider = centre.moves or (job.lse if by_queries else grad_lse is not None)
     if by_queries:
         assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
         row_delta = delta(grad, out, grad_lse)
         run.give(program.own["q"], (q, grad))
         run.give(program.own["row"], (result.lse, delta_factor(grad, row_delta) if _sends_factors(job) else row_delta))
         run.give(program.sums["dq"], (dq,))
-        own = RowViews(with_column(k, 0.0), with_column(v, 0.0)) if job.lse else RowViews(k, v)
+        own = RowViews(centre.keys(k, wider=wider), with_column(v, 0.0) if job.lse else v)
     else:
         run.give(program.own["kv"], (k, v))
         run.give(program.kept, result.kept)
         run.give(program.sums["grad"], (dk, dv))
-        query = q if grad_lse is None else with_column(q, 0.0)
+        query = with_column(q, 0.0) if wider else q
         if grad_lse is not None and job.kernel.dropout is None:
             out, grad = with_column(out, 0.0), with_column(grad, grad_lse.to(grad.dtype))
         elif grad_lse is not None:  # dropout scales dO v^T but not dlse, which therefore becomes a part of delta
             grad, out = with_delta(grad, delta(grad, out, grad_lse), wider=True)
-        own = RowViews(grad, query, out, result.lse)
+        own = RowViews(grad, query, out, *centre.rows(q, result.lse))
     own_sums = RowViews(dk, dv) if by_queries else RowViews(dq)
     for index, step in enumerate(program.steps, program.first):
         yield from run.perform(step.posts, f"backward step {index}")
@@ -238,12 +245,14 @@ def _backward_ring(
                 yield from run.perform(visit.copies)
                 block, sums = run.get(visit.block), RowViews(*run.get(visit.sums))
                 if by_queries:
-                    rows = RowViews(*_query_inputs(job, block, run.get(visit.rows)))
+                    rows = RowViews(*_query_inputs(job, centre, block, run.get(visit.rows)))
                     _differentiate(job, visit, rows, own, (sums, own_sums), (visit.is_new, False))
                     continue
+                keys, values = block
                 if grad_lse is not None:
-                    block = with_column(block[0], 0.0), with_column(block[1], float(job.kernel.dropout is None))
-                _differentiate(job, visit, own, RowViews(*block), (own_sums, sums), (False, visit.is_new))
+                    values = with_column(values, float(job.kernel.dropout is None))
+                block_views = RowViews(centre.keys(keys, wider=wider), values)
+                _differentiate(job, visit, own, block_views, (own_sums, sums), (False, visit.is_new))
         yield from run.perform(step.waits)
     dq, dk, dv = (as_dtype(x, y.dtype) if job.cast_grads else x for x, y in zip((dq, dk, dv), inputs, strict=True))
     return dq, dk, dv
@@ -259,16 +268,17 @@ def _differentiate(
 ) -> None:
     """Add a visit's share of dq to `sums[0]`, and of dk and dv to `sums[1]`.
 
-    `by_query` are (dO, q, out, lse) and `by_key` are (k, v). `is_new`: for each of the sums, whether it
+    `by_query` are (dO, q, out) with `Centre.rows`, and `by_key` are (k, v). `is_new`: for each of the sums, whether it
     is arbitrary, and the visit's only call writes all of it.
     """
     total = sums[0].tensors[0]
     count, dropping = total.size(0), _dropping(job, visit, total)
     for work in visit.works:
         for batch in batches(work, count):
-            (grad, q, out, lse), (k, v) = select_inputs(work, batch, by_query, by_key)
+            (grad, q, out, lse, *key), (k, v) = select_inputs(work, batch, by_query, by_key)
             kernel = job.kernel if dropping is None else dropping.select(work, batch)
             dq, *of_keys = kernel.backward(grad, q, k, v, out, lse, work, job.scale)
+            dq = restore(dq, *key) if key else dq
             accumulate(sums[0], work, batch, dq, is_new=is_new[0])
             accumulate(sums[1], work, batch, *of_keys, by_key=True, is_new=is_new[1])
             del dq, of_keys  # free them before the next call allocates its own
@@ -291,11 +301,12 @@ def _sends_factors(job: Job) -> bool:
     return job.plan.comm_dtype is None and not job.lse
 
 
-def _query_inputs(job: Job, block: Tensors, row: Tensors) -> Tensors:
-    """(dO, q, out, lse) of query rows as a kernel takes them."""
+def _query_inputs(job: Job, centre: Centre, block: Tensors, row: Tensors) -> Tensors:
+    """(dO, q, out) of query rows as a kernel takes them, and `Centre.rows`."""
     (query, grad), (lse, row_delta) = block, row
+    rows = centre.rows(query, lse)
+    query = with_column(query, 0.0) if job.lse or centre.moves else query
     if _sends_factors(job):
-        return grad, query, times_unit(grad, row_delta), lse
+        return grad, query, times_unit(grad, row_delta), *rows
     grad, out = with_delta(grad, row_delta, wider=job.lse)
-    query = with_column(query, 0.0) if job.lse else query
-    return grad, query, out, lse
+    return grad, query, out, *rows

@@ -38,6 +38,7 @@ from ..pattern import Pattern, parse_pattern
 from ..pattern.base import NUMBERED
 from .call import cast_inputs
 from .handshake import place
+from .last import make_last
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,6 +49,8 @@ RECORDING = (_K.AutogradFunctionality, _K.AutogradOther, _K.AutogradNestedTensor
 POSITIONS, PAIRS = ".positions", (".attend", ".attend_by")
 #: The name of the tensor with the number that a call draws its dropout from.
 DRAWN = "drawn"
+#: Types of numbers; to torch.compile a number of NumPy is an array.
+SCALARS = int, float, np.generic, np.ndarray
 #: Arguments that a compiled function may change from call to call, and what the names of their tensors begin with.
 NUMBERS, NUMBER = ("scale", "scaling", "softcap", "dropout"), "number "
 #: Objects by the numbers that stand for them in texts.
@@ -93,10 +96,11 @@ def call_in_graph(name: str, arguments: dict[str, Any]) -> Any:
             tensors.append(value)
         elif isinstance(value, Pattern) and value.number:
             number = value.number
-        elif argument in NUMBERS and isinstance(value, int | float) and not isinstance(value, bool):
+        elif argument in NUMBERS and isinstance(value, SCALARS) and not isinstance(value, bool):
             # A number that changes between calls is no constant, which `_write` needs.
             names.append(NUMBER + argument)
-            tensors.append(torch.tensor(float(value), dtype=torch.float64, device="cpu"))
+            make, value = (torch.tensor, float(value)) if isinstance(value, int | float) else (torch.as_tensor, value)
+            tensors.append(make(value, dtype=torch.float64, device="cpu"))
         else:
             constants[argument] = _spell(value) if isinstance(value, Pattern) else value
     if _drops(arguments):
@@ -370,7 +374,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Any, ...]:
     *tensors, out, lse, ticket = ctx.saved_tensors
-    found = iter(torch.ops.ringattn.attend_backward(grad, grad_lse, tensors, out, lse, ticket, ctx.needs))
+    with torch.no_grad():
+        gradients = torch.ops.ringattn.attend_backward(grad, grad_lse, tensors, out, lse, ticket, ctx.needs)
+    found = iter(make_last(gradients, *tensors, grad, grad_lse))
     return [next(found) if need else None for need in ctx.needs], None, None, None
 
 

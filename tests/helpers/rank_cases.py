@@ -196,6 +196,10 @@ def errors_on_every_rank(rank: int, transport: Transport | None = None) -> list[
         lambda: attend(x, x, x, Causal(), layout=ra.make_layout("zigzag", tokens=4 * size + 4, ranks=size)),
         lambda: attend(x, x, x, Causal(), layout=ra.make_layout("zigzag", tokens=4 * size, ranks=size + 1)),
         lambda: attend(x, x, x, "Causl()" if odd else "Causal()"),
+        *(
+            partial(attend, x, x, make() if odd else x, Causal())
+            for make in (x.to_sparse, partial(x.to, "meta"), partial(torch.nested.as_nested_tensor, [x[0]]))
+        ),
     )
     told = []
     for call in calls:
@@ -351,6 +355,10 @@ WRONG = (
     (
         "InvalidInput: pattern 'Causl()': unknown name 'Causl'; did you mean 'Causal'",
         "Mismatch: rank 1 cannot take part: pat",
+    ),
+    *(
+        (f"InvalidInput: v must be a tensor [batch, heads, tokens, head_dim], got {kind}", "Mismatch: rank 1 cannot")
+        for kind in ("a torch.sparse_coo tensor; try to_dense()", "a tensor on meta", "a nested tensor")
     ),
 )
 

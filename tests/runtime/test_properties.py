@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Result, dense, errors, make_case, solve
 from strategies import problems
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 from ringattn import Causal, Full, Pattern, Sinks, Window, make_plan
@@ -184,13 +191,53 @@ def test_gradients_of_lse_alone_and_of_nothing(rotate: str) -> None:
     assert max(errors(Result(out, lse, found), Result(out.double(), lse, zero.grads))) <= 1e-12
 
 
-def test_double_backward_is_refused() -> None:
-    case = make_case(16, 1, 1, torch.float64)
-    q, k, v = case.leaves()
-    out = ra.attention(q, k, v, Causal())
-    (dq,) = torch.autograd.grad(out, q, case.grad.requires_grad_(), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
+@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize("pattern", [Causal(), Window(30, 20)])
+def test_keys_that_share_a_large_part(pattern: Pattern, rotate: str) -> None:
+    """Logits of 374 and more or less: gradients in fp32 are as exact as in one call of torch, on however many ranks."""
+    case = make_case(160, 4, 2, torch.float64, batch=2, dim=32, lse=True)
+    shared = torch.nn.functional.normalize(torch.randn(32, dtype=torch.float64, generator=torch.manual_seed(4)), dim=0)
+    case = replace(case, q=case.q + 20 * shared, k=case.k + 374 / 20 * 32**0.5 * shared)
+    mask = torch.from_numpy(pattern.mask(160, 4))
+
+    def gradients(attend: Callable[..., Any], lse: bool, **options: Any) -> tuple[torch.Tensor, ...]:
+        leaves = [x.float().requires_grad_() for x in case.inputs]
+        out = attend(*leaves, **options)
+        return torch.autograd.grad(
+            out, leaves, (case.grad.float(), case.grad_lse.float()) if lse else case.grad.float()
+        )
+
+    def off(found: tuple[torch.Tensor, ...], lse: bool) -> list[float]:
+        exact = dense(case if lse else replace(case, grad_lse=None), mask).grads
+        return [float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+
+    torchs = off(gradients(scaled_dot_product_attention, False, attn_mask=mask.bool(), enable_gqa=True), False)
+    for lse in (False, True):
+        options = {"pattern": pattern, "rotate": rotate, "layout": "zigzag", "return_lse": lse}
+        for ranks, kernel in ((1, "auto"), (2, "reference"), (6, "auto")):
+            found = off(gradients(ra.virtual_attention, lse, ranks=ranks, kernel=kernel, **options), lse)
+            assert all(a <= 2 * b for a, b in zip(found, torchs, strict=True)), (ranks, kernel, lse, found, torchs)
+
+
+@pytest.mark.parametrize("kind", ["plain", "stream", "checkpoint", "selective", "varying"])
+def test_double_backward_is_refused(kind: str) -> None:
+    """Each gradient of a graph refuses a derivative by each input; a cotangent without a gradient hides none."""
+    case = make_case(16, 2, 1, torch.float64)
+    leaves = case.leaves()
+    context = {"context_fn": ra.keep_attention} if kind == "selective" else {}
+
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+        if kind in ("checkpoint", "selective"):
+            return checkpoint(ra.attention, *inputs, Causal(), use_reentrant=False, **context)
+        return ra.attention(*inputs, Causal(), stream="host" if kind == "stream" else None)
+
+    cotangent = case.grad.requires_grad_(kind == "varying")
+    grads = torch.autograd.grad(attend(*leaves), leaves, cotangent, create_graph=True)
+    for first, last in itertools.product(grads, leaves):
+        with pytest.raises(ra.Unsupported, match="no second derivative"):
+            torch.autograd.grad(first.square().sum(), last, retain_graph=True)
+    expected = torch.autograd.grad(attend(*leaves), leaves, cotangent)
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True)), "the first derivative is right"
 
 
 @pytest.mark.parametrize("rotate", ["keys", "queries"])

@@ -62,8 +62,13 @@ def test_auto_compares_layouts_of_the_keys() -> None:
         assert {"contiguous", "zigzag", "striped(64)"} == {candidate.layout for candidate in plan.choice.candidates}
         assert plan.choice.picked.seconds <= min(x.seconds for x in plan.choice.candidates if x.prediction) * 1.02
     q, k = torch.randn(2, 2, 11, 8, dtype=torch.float64), torch.randn(2, 2, 30, 8, dtype=torch.float64)
-    out = ra.virtual_attention(q, k, k, Causal(), ranks=3, layout="auto", q_layout="shifted(zigzag, 19)")
-    assert torch.allclose(out, ra.attention(q, k, k, Causal(), first=19), atol=1e-12)
+    for layout, q_layout in (
+        ("auto", "shifted(zigzag, 19)"),
+        ("auto", "shifted(auto, 19)"),
+        ("zigzag", "shifted(auto, 19)"),
+    ):
+        out = ra.virtual_attention(q, k, k, Causal(), ranks=3, layout=layout, q_layout=q_layout)
+        assert torch.allclose(out, ra.attention(q, k, k, Causal(), first=19), atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(12))

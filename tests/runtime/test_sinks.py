@@ -87,7 +87,7 @@ def test_a_sink_that_takes_all_weight() -> None:
     ("options", "error", "words"),
     [
         ({"sinks": torch.zeros(3)}, InvalidInput, r"sinks must be a float tensor \[heads\] = \(4,\).*pattern Sinks"),
-        ({"sinks": 4}, InvalidInput, "got 4"),
+        ({"sinks": 4}, InvalidInput, "got int"),
         ({"softcap": 0.0}, InvalidInput, "softcap must be a finite number > 0"),
         ({"softcap": float("nan")}, InvalidInput, "softcap must be a finite number > 0"),
         ({"softcap": 2.0, "kernel": "aten_cpu"}, Unsupported, "aten_cpu has no softcap.*kernel='reference'"),

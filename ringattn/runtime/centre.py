@@ -1,0 +1,69 @@
+"""Logits without the part that all keys share, so that fp32 tells them apart in the forward and in the backward."""
+
+from __future__ import annotations
+
+from math import inf
+
+from torch import Tensor
+
+from ..kernels.base import Kernel, wide
+from ..kernels.pad import EXTRA, crop_to, delta, with_column
+from ..plan.work import Work
+from .accumulators import Pair, Tensors
+
+#: Logits beyond which the first key is taken from all keys.
+LARGE = 16.0
+
+
+class Centre:
+    """What a rank takes from each key in a pass: its own first key, where the logits of this key are large, or nothing.
+
+    A kernel rounds the lse of each call: next to 374 fp32 has steps of 3e-5. So the weights of the calls in the output
+    would be wrong, each in its own way, and differ from those of the backward, which multiplies the difference by what
+    the keys share. Without one of the keys logits are small, and so are the steps. In fp64, lse regains what the row's
+    logits have lost, and dq = dS k regains the row sum of dS times the key, see `rows`. The first key and the first
+    query decide, so that no later token changes the bits of an earlier row.
+    """
+
+    def __init__(self, kernel: Kernel, q: Tensor, k: Tensor, scale: float) -> None:
+        self.scale, self.key = scale, k[:, :, :1]
+        if kernel.padded:
+            self.key = self.key.clone()
+            self.key[..., :EXTRA] = 0.0  # these columns hide keys
+        fits = q.shape[-1] + EXTRA <= (kernel.max_head_dim or inf)
+        takes = q.dtype == wide(q.dtype) and kernel.softcap is None and 0 not in (len(q), q.shape[2], k.shape[2])
+        self.moves = fits and takes and LARGE < float(self._logits(q[:, :, :1]).abs().max()) < inf
+
+    def keys(self, k: Tensor, *, wider: bool = False) -> Tensor:
+        """k without the key; `wider`: with a column of ones, for the row sums of dS."""
+        k = k - self.key if self.moves else k
+        return with_column(k, 1.0) if wider else k
+
+    def queries(self, q: Tensor) -> Tensors:
+        """q, and what its logits lose, [B, H, n]."""
+        return (q, self._logits(q)) if self.moves else (q,)
+
+    def attend(self, kernel: Kernel, rows: Tensors, keys: Tensors, work: Work) -> Pair:
+        """(out, lse) of a call for rows of `queries` and of `keys`."""
+        out, lse = kernel.forward(rows[0], keys[0], keys[1], work, self.scale)
+        return out, lse if len(rows) == 1 else lse + rows[1]
+
+    def rows(self, q: Tensor, lse: Tensor) -> Tensors:
+        """For calls of a backward with `keys`: lse; where the key is taken also the key, for each row of q."""
+        if not self.moves:
+            return (lse,)
+        return (lse - self._logits(q)).to(lse.dtype), self._of_heads(q).expand(q.shape)
+
+    def _of_heads(self, q: Tensor) -> Tensor:
+        """The key of each query head, [B, H, 1, D]."""
+        return self.key.repeat_interleave(q.shape[1] // self.key.shape[1], 1)
+
+    def _logits(self, q: Tensor) -> Tensor:
+        """The logits of the key, [B, H, n], in fp64."""
+        return delta(q.double(), self._of_heads(q).double(), None).squeeze(-1) * self.scale
+
+
+def restore(dq: Tensor, key: Tensor) -> Tensor:
+    """dq of the keys as they are, from dq of keys without `key`, whose next column is the row sum of dS."""
+    width = key.shape[-1]
+    return crop_to(dq, width) + dq[..., width : width + 1] * key
