@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import inf
 
-from torch import Tensor
+from torch import Tensor, float32, where
 
-from ..kernels.base import Kernel, wide
+from ..kernels.base import Kernel
 from ..kernels.pad import EXTRA, crop_to, delta, with_column
 from ..plan.work import Work
 from .accumulators import Pair, Tensors
@@ -31,8 +31,15 @@ class Centre:
             self.key = self.key.clone()
             self.key[..., :EXTRA] = 0.0  # these columns hide keys
         fits = q.shape[-1] + EXTRA <= (kernel.max_head_dim or inf)
-        takes = q.dtype == wide(q.dtype) and kernel.softcap is None and 0 not in (len(q), q.shape[2], k.shape[2])
-        self.moves = fits and takes and LARGE < float(self._logits(q[:, :, :1]).abs().max()) < inf
+        takes = q.dtype == float32 and kernel.softcap is None and 0 not in (len(q), q.shape[2], k.shape[2])
+        self.moves = fits and takes
+        if self.moves:
+            largest = self._logits(q[:, :, :1]).abs().max()
+            large = (largest > LARGE) & (largest < inf)
+            if q.is_cpu:
+                self.moves = bool(large)
+            else:  # the host does not wait for the device: there a key of zeros is taken instead of none
+                self.key = where(large, self.key, 0.0)
 
     def keys(self, k: Tensor, *, wider: bool = False) -> Tensor:
         """k without the key; `wider`: with a column of ones, for the row sums of dS."""
