@@ -325,6 +325,44 @@ def losses(rank: int, name: str) -> tuple[float, float]:
     return max(wrong), max(differences)
 
 
+#: The classes whose loss of routers is compared.
+ROUTED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM")
+
+
+def routers(rank: int, names: tuple[str, ...]) -> dict[str, float]:
+    """By class and kind of call, the largest difference of loss, loss of routers and gradients from one eager model.
+
+    The batch is padded: a rank of some layouts has hardly anything else.
+    """
+    ids = torch.randint(1, 61, (1, 37), generator=torch.Generator().manual_seed(2))
+    mask = (torch.arange(37) < 20).long()[None]
+    batch, found, ranks = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}, {}, 2
+    for name in names:
+        torch.manual_seed(1)
+        kind = getattr(hf, name)
+        more = {"num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 1, "router_aux_loss_coef": 0.5}
+        eager = kind(kind.config_class(**{**BASE, **EXPERTS, **more}, attn_implementation="eager")).float()
+        right = eager(**batch, use_cache=False, output_router_logits=True)
+        right.loss.backward()
+        expected = [0 if p.grad is None else p.grad for p in eager.parameters()]
+        for how, whole in (("mean", False), ("sum", False), ("whole", True)):
+            ours = parallelize(copy.deepcopy(eager), layout="contiguous", whole=whole)
+            ours.zero_grad()
+            given = batch if whole else shard_batch(batch, layout="contiguous")
+            if how == "sum":  # as the Trainer counts and divides
+                given["num_items_in_batch"] = torch.tensor(19)
+            result = ours(**given, use_cache=False, output_router_logits=True)
+            (result.loss * (ranks if how == "sum" else 1)).backward()
+            loss = mean_over_ranks(result.loss) * (ranks if how == "sum" else 1)
+            pairs = zip(ours.parameters(), expected, strict=True)
+            wrong = [float((mean_over_ranks(p.grad) - g).abs().max()) for p, g in pairs if p.grad is not None]
+            found[f"{name}, {how}"] = max(
+                float((loss - right.loss).abs()), float((result.aux_loss - right.aux_loss).abs()), *wrong
+            )
+            assert (result.router_logits is None) == whole
+    return found
+
+
 def dropped(rank: int) -> tuple[float, float, float]:
     """Largest differences of logits and gradients of a dropping, checkpointed model from one rank that does not
     checkpoint, and of the latter's logits from a model that drops nothing."""
@@ -448,8 +486,9 @@ def refusals(rank: int) -> None:
         "Unsupported: Gemma3ForCausalLM has layers of type chunked_attention",
         lambda: parallelize(chunked, layout="zigzag"),
     )
-    router = "Unsupported: output_router_logits=True: the auxiliary loss of routers"
-    says(router, lambda: ring("Mixtral", output_router_logits=True)(**batch))
+    router = "Unsupported: output_router_logits=True: this model makes no loss of routers"
+    body = parallelize(make("Mixtral").model, layout="zigzag")
+    says(router, lambda: body(**batch, output_router_logits=True))
     says("Unsupported: output_attentions=True", lambda: llama(**batch, output_attentions=True))
     for options, words in (
         ({"group": 2}, "group=2: expected a ProcessGroup"),

@@ -22,6 +22,8 @@ CASES: dict[tuple[int, int], Cases] = {
         ("grpo", STEPS),
         ("reward", STEPS),
         ("plain", {"data": "dispatch", **STEPS}),
+        ("plain", {"lora": True, "resume": True, "steps": 4}),
+        *((kind, {"lora": True, **STEPS}) for kind in ("sft", "dpo", "grpo")),
     ],
     (2, 2): [
         ("plain", {"accumulate": 2, "resume": True, "steps": 4}),
@@ -57,7 +59,7 @@ def test_programs_that_would_be_wrong_are_refused(run_ranks, tmp_path: Path) -> 
         "Unsupported: train_sampling_strategy='batch_rebalance' shares the data by rank",
         "Unsupported: torch_compile=True over ranks",
         "InvalidInput: cp=3 does not divide the 2 ranks",
-        "Unsupported: output_router_logits=True: the auxiliary loss of routers",
+        "Unsupported: output_attentions=True",
         "Unsupported: logits_to_keep=tensor",
         "Unsupported: logits_to_keep=1: give the number of last rows, and no labels",
         "InvalidInput: a call with whole sequences needs input_ids",
