@@ -31,9 +31,9 @@ def take_routers(base: nn.Module, args: Any, result: Any) -> None:
 
 
 def balance_routers(model: Any, result: Any, logits: tuple[torch.Tensor, ...], kwargs: Any, group: Any) -> torch.Tensor:
-    """The part of the loss that is of routers, of all ranks' rows but padding, now in the result, where its loss has none.
+    """The part of a loss that is of routers, of all ranks' rows but padding; `result` loses its own part. Collective.
 
-    Collective. Where every rank adds this part to its loss, the mean of the ranks' gradients is the gradient.
+    Where every rank adds this part to its loss, the mean of the ranks' gradients is the gradient.
     """
     mask, top, ranks = kwargs.get("attention_mask"), model.num_experts_per_tok, dist.get_world_size(group)
     real = torch.ones_like(logits[0][:, 0]).float() if mask is None else mask.flatten().float()

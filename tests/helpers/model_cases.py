@@ -7,6 +7,7 @@ import functools
 from itertools import pairwise
 from typing import Any
 
+import peft
 import pytest
 import sweep
 import torch
@@ -323,6 +324,57 @@ def losses(rank: int, name: str) -> tuple[float, float]:
         if whole.grad is not None:
             differences.append(float((mean_over_ranks(mine.grad) - whole.grad).abs().max()))
     return max(wrong), max(differences)
+
+
+def adapters(rank: int, folder: str) -> dict[str, float]:
+    """By what is done, the largest difference of logits and gradients from PEFT's model on one process."""
+    ids = torch.randint(61, (2, 37), generator=torch.Generator().manual_seed(2))
+    weight = torch.randn(2, 37, 61, generator=torch.Generator().manual_seed(4))
+    found, names = {}, {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    part = ra.make_layout("zigzag", tokens=37, ranks=dist.get_world_size()).shard_tensor(weight, rank, dim=1)
+
+    def wrap(model: Any, kind: Any = peft.LoraConfig, **changes: Any) -> Any:
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, kind(**names, **changes))
+
+    def ring(model: Any) -> Any:
+        return parallelize(model, layout="zigzag")
+
+    lora = {"init_lora_weights": False, "use_dora": True, "modules_to_save": ["lm_head"]}
+    eager = wrap(make("Llama", attn_implementation="eager"), **lora)
+    eager.save_pretrained(f"{folder}/{rank}")
+    right = eager(ids, use_cache=False).logits
+    (right * weight).sum().backward()
+    expected = [p.grad for p in eager.parameters() if p.grad is not None]
+    loaded = peft.PeftModel.from_pretrained(ring(make("Llama")), f"{folder}/{rank}", is_trainable=True)
+    batch = shard_batch({"input_ids": ids}, layout="zigzag")
+    for how, model in (
+        ("wrapped, parallelized", ring(wrap(make("Llama"), **lora))),
+        ("parallelized, wrapped", wrap(ring(make("Llama")), **lora)),
+        ("parallelized, loaded", loaded),
+    ):
+        local = model(**batch, use_cache=False).logits
+        (local * part).sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found[how] = float((gather_logits(local, layout="zigzag") - right).detach().abs().max())
+        for mine, whole in zip(gradients, expected, strict=True):
+            dist.all_reduce(mine)
+            found[how] = max(found[how], float((mine - whole).abs().max() / whole.abs().max()))
+    check(loaded)
+    with torch.no_grad():
+        with loaded.disable_adapter(), eager.disable_adapter():
+            plain = gather_logits(loaded(**batch).logits, layout="zigzag") - eager(ids).logits
+        merged = gather_logits(loaded.merge_and_unload()(**batch).logits, layout="zigzag") - right
+    found |= {"disabled": float(plain.abs().max()), "merged": float(merged.abs().max())}
+    says("fine", lambda: unparallelize(wrap(ring(make("Llama"))))(ids))
+    text = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
+    for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig, peft.PromptEncoderConfig):
+        prompted = peft.get_peft_model(make("Llama"), kind(**text))
+        says(f"Unsupported: adapter 'default' ({kind(**text).peft_type.value}) adds tokens", lambda: ring(prompted))
+    words = "Unsupported: adapter 'default' (aLoRA) is not computed row by row"
+    says(words, lambda: wrap(ring(make("Llama")), alora_invocation_tokens=[1])(**batch))
+    says(words.replace("aLoRA", "ADALORA"), lambda: ring(wrap(make("Llama"), peft.AdaLoraConfig, total_step=9)))
+    return found
 
 
 #: The classes whose loss of routers is compared.

@@ -28,6 +28,7 @@ SIZES = dict(
     vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, router_aux_loss_coef=0.5)
 
 
 def make_model(kind: str = "MistralForCausalLM", **changes: Any) -> Any:
@@ -144,9 +145,17 @@ def count_right(found: hf.EvalPrediction) -> dict[str, float]:
 
 
 def train_sft(
-    folder: str, dp: int, cp: int, *, steps: int, accumulate: int = 1, lora: bool = False, **changes: Any
+    folder: str,
+    dp: int,
+    cp: int,
+    *,
+    steps: int,
+    accumulate: int = 1,
+    lora: bool = False,
+    experts: bool = False,
+    **changes: Any,
 ) -> Any:
-    """The SFTTrainer of TRL."""
+    """The SFTTrainer of TRL. experts: whose loss of routers is a large part of the loss."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -155,8 +164,9 @@ def train_sft(
 
     data = Dataset.from_list([{"text": make_text(i)} for i in range(60)])
     args = SFTConfig(**options(folder, steps, 4, dp, accumulate, include_num_input_tokens_seen="all", **changes))
+    model = make_model("Qwen3MoeForCausalLM", **EXPERTS) if experts else make_model()
     trainer = RingSFTTrainer(
-        make_model(), args=args, cp=cp, train_dataset=data, eval_dataset=data.select(range(8)),
+        model, args=args, cp=cp, train_dataset=data, eval_dataset=data.select(range(8)),
         processing_class=make_tokenizer(), peft_config=make_lora() if lora else None,
     )  # fmt: skip
     trainer.train()
@@ -258,7 +268,7 @@ def train_loop(folder: str, dp: int, cp: int, *, steps: int) -> Any:
 #: The numbers of a log that must not depend on the ranks.
 KEYS = (
     *("loss", "grad_norm", "eval_loss", "eval_right", "eval_sum", "after", "num_input_tokens_seen", "num_tokens"),
-    *("mean_token_accuracy", "entropy", "reward", "completions/mean_length", "mean_reward"),
+    *("mean_token_accuracy", "entropy", "reward", "completions/mean_length", "mean_reward", "aux_loss"),
 )
 
 

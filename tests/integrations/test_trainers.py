@@ -11,7 +11,7 @@ import trainer_cases
 #: Steps of a test; `steps=20` was run by hand.
 STEPS = {"steps": 3}
 PACKED = {"packing": True, "max_length": 64, **STEPS}
-FREE = {"padding_free": True, "max_length": None, "accumulate": 2, **STEPS}
+FREE = {"padding_free": True, "max_length": None, "accumulate": 2, "experts": True, **STEPS}
 Cases = list[tuple[str, dict[str, Any]]]
 #: By dp and cp.
 CASES: dict[tuple[int, int], Cases] = {
