@@ -159,6 +159,7 @@ def parallelize(
 ) -> PreTrainedModel:
     """The model itself, whose attention now runs over the ranks of `group`; collective calls from then on.
 
+    model: of transformers, or PEFT's wrapper of one.
     group: a ProcessGroup, or one axis of a DeviceMesh; None: all processes.
     layout: that by which `shard_batch` or `Collator` cuts sequences: a name such as "zigzag", a Layout for batches of
         one length, or `LayerMasks.of(model)`, which balances the masks of all layers over the documents of each batch.
@@ -177,8 +178,8 @@ def parallelize(
 
     Raises Unsupported, with the name of the feature, for heads that read other rows than the first, the last or the
     mean, and for models whose attention is not all in transformers' attention function: linear or chunked attention,
-    position bias, ALiBi. So does a call with a mask that is not padding, a cache of earlier tokens, an auxiliary loss
-    of MoE routers, or a softcap or dropout that the named kernel does not compute; names of options are read there.
+    position bias, ALiBi. So does a call with a mask that is not padding, a cache of earlier tokens, a loss of routers
+    that is not Mixtral's, or a softcap or dropout that the named kernel does not compute; option names are read there.
     """
     check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap", "dropout"}))
     wrapper, model = model, unwrap_adapters(model)

@@ -13,30 +13,28 @@ STEPS = {"steps": 3}
 PACKED = {"packing": True, "max_length": 64, **STEPS}
 FREE = {"padding_free": True, "max_length": None, "accumulate": 2, "experts": True, **STEPS}
 Cases = list[tuple[str, dict[str, Any]]]
-#: By dp and cp.
-CASES: dict[tuple[int, int], Cases] = {
-    (1, 2): [
-        ("sft", PACKED),
-        ("sft", FREE),
-        ("dpo", STEPS),
-        ("grpo", STEPS),
-        ("reward", STEPS),
-        ("plain", {"data": "dispatch", **STEPS}),
-        ("plain", {"lora": True, "resume": True, "steps": 4}),
-        *((kind, {"lora": True, **STEPS}) for kind in ("sft", "dpo", "grpo")),
-    ],
-    (2, 2): [
-        ("plain", {"accumulate": 2, "resume": True, "steps": 4}),
-        ("plain", {"data": "stream", **STEPS}),
-        ("loop", STEPS),
-    ],
-}
+GROUPS: Cases = [
+    ("sft", PACKED),
+    ("sft", FREE),
+    ("dpo", STEPS),
+    ("grpo", STEPS),
+    ("reward", STEPS),
+    ("plain", {"data": "dispatch", **STEPS}),
+]
+ADAPTERS: Cases = [
+    ("plain", {"lora": True, "resume": True, "steps": 4}),
+    *((kind, {"lora": True, **STEPS}) for kind in ("sft", "dpo", "grpo")),
+]
+SHARED: Cases = [
+    ("plain", {"accumulate": 2, "resume": True, "steps": 4}),
+    ("plain", {"data": "stream", **STEPS}),
+    ("loop", STEPS),
+]
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("dp", "cp"), CASES)
-def test_a_trainer_has_the_numbers_of_one_process(run_ranks, tmp_path: Path, dp: int, cp: int) -> None:  # type: ignore[no-untyped-def]
-    cases = CASES[dp, cp]
+@pytest.mark.parametrize(("dp", "cp", "cases"), [(1, 2, GROUPS), (1, 2, ADAPTERS), (2, 2, SHARED)])
+def test_a_trainer_has_the_numbers_of_one_process(run_ranks, tmp_path: Path, dp: int, cp: int, cases: Cases) -> None:  # type: ignore[no-untyped-def]
     alone = trainer_cases.run_all(0, cases, f"{tmp_path}/alone", 1, 1)
     for found in run_ranks(trainer_cases.run_all, dp * cp, cases, f"{tmp_path}/ranks", dp, cp, timeout=170):
         for case, numbers, expected in zip(cases, found, alone, strict=True):
