@@ -151,7 +151,7 @@ def test_dockerfile_names_what_exists() -> None:
 
 def test_scripts_are_executable_and_parse() -> None:
     scripts = [*(ROOT / "scripts").iterdir(), ROOT / ".ci" / "run"]
-    assert {p.name for p in scripts} == {"run", "test", "check", "docs", "setup", "gpu", "train"}
+    assert {p.name for p in scripts} == {"run", "test", "check", "docs", "setup", "gpu", "train", "lowest"}
     for script in scripts:
         assert os.access(script, os.X_OK)
         subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
@@ -226,6 +226,31 @@ esac""",
     assert pinned[0].endswith("-c constraints-torch.txt torch==2.13.0") and "-c constraints-torch.txt" in pinned[1]
 
 
+def wanted_by(extra: str) -> list[str]:
+    """The requirements of an extra, and of the extras that it names."""
+    found: list[str] = []
+    for spec in PROJECT["optional-dependencies"][extra]:
+        inner = re.fullmatch(r"ringattn\[(.+)\]", spec)
+        found += [spec] if inner is None else [each for name in inner[1].split(",") for each in wanted_by(name)]
+    return found
+
+
+def test_libraries_of_models_are_promised_up_to_the_pinned_minor_and_tested_from_the_lowest_release() -> None:
+    """Each bound is written once; the script and a row of the weekly workflow take the lowest ones."""
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    script, text = (ROOT / "scripts/lowest").read_text(), (ROOT / "pyproject.toml").read_text()
+    libraries = re.findall(r"\w+", script.split("libraries='")[1].split("'")[0])
+    assert libraries == ["accelerate", "diffusers", "peft", "transformers", "trl"]
+    for name in libraries:
+        major, minor, _ = pins[name].split(".")
+        ((lowest, end),) = re.findall(rf'"{name}>=([\d.]+),<([\d.]+)"', text)
+        assert end == f"{major}.{int(minor) + 1}", name
+        assert tuple(map(int, lowest.split("."))) <= tuple(map(int, pins[name].split("."))), name
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert "schedule:" in workflow and "run: scripts/lowest" in workflow
+    assert f"pip install --upgrade {' '.join(libraries)}" in workflow
+
+
 def test_constraints_pin_every_dependency_exactly() -> None:
     """And what torch pins itself is apart, for those who take another torch."""
     pins, of_torch = (
@@ -233,7 +258,7 @@ def test_constraints_pin_every_dependency_exactly() -> None:
         for name in ("constraints.txt", "constraints-torch.txt")
     )
     assert of_torch["torch"] == "2.13.0" and "triton" in of_torch and not pins.keys() & of_torch.keys()
-    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
+    wanted = [*PROJECT["dependencies"], *wanted_by("dev")]
     names = {re.split(r"[<>=!\[ ]", spec)[0].lower().replace("_", "-") for spec in wanted}
     assert names <= {*pins, *of_torch}
 
@@ -259,8 +284,7 @@ def test_a_release_newer_than_the_tested_ones_is_refused(monkeypatch: pytest.Mon
 
 
 def test_developers_get_what_the_mpi_tests_need() -> None:
-    extras = PROJECT["optional-dependencies"]
-    assert set(extras["mpi"]) <= set(extras["dev"])
+    assert set(wanted_by("mpi")) <= set(wanted_by("dev"))
 
 
 def test_doctor_names_the_extras_that_there_are() -> None:

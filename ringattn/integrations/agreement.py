@@ -15,7 +15,7 @@ from ..functional import get_transport
 from ..transport.records import ErrorReport
 from .batches import POSITIONS, cut_batch, gather_logits, shard_batch
 from .generation import STATE, layer_windows
-from .supported import rotates_by_length
+from .supported import rotates_by_length, unwrap_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,6 +48,7 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     the first document has more than W tokens: raises InvalidInput for fewer `tokens`. Raises Mismatch on every rank if
     logits or gradients differ by more than rounding, or if the ranks differ in `tokens` or `seed`.
     """
+    model = unwrap_adapters(model)
     ring: Any = getattr(model, STATE, None)
     long, ours = max(filter(None, layer_windows(model)), default=0), model.config._attn_implementation
     if ring is None:

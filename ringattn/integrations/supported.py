@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import (
     LOSS_MAPPING,
     ForCausalLMLoss,
@@ -23,11 +24,24 @@ from ..errors import InvalidInput, Unsupported
 from .encoder_decoder import find_tables
 from .heads import find_pooling
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 #: The kinds of layers whose whole attention is in the attention function.
 LAYER_TYPES = ("full_attention", "sliding_attention")
+#: The kinds of PEFT's adapters that are not computed row by row, or call the model past its hooks.
+ADAPTERS = ("ADALORA", "ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "XLORA", "aLoRA")
+
+
+def unwrap_adapters(model: Any) -> PreTrainedModel:
+    """The model of transformers in PEFT's wrapper, or itself. Raises Unsupported for adapters that ranks cannot run."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        kind = "aLoRA" if getattr(config, "alora_invocation_tokens", None) else config.peft_type.value
+        if config.is_prompt_learning or kind in ADAPTERS:
+            words = "adds tokens" if config.is_prompt_learning else "is not computed row by row by a call of the model"
+            raise Unsupported(f"adapter {name!r} ({kind}) {words}; take another kind, such as LoRA")
+    if isinstance(model, PreTrainedModel) or not hasattr(model, "peft_config"):
+        return cast("PreTrainedModel", model)
+    if "forward" in type(model.base_model).forward.__code__.co_names:
+        raise Unsupported("this release of PEFT calls model.forward, which no hook sees; take peft>=0.21")
+    return cast("PreTrainedModel", model.base_model.model)
 
 
 def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:

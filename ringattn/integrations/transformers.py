@@ -53,7 +53,8 @@ from .batches import (
 from .encoder_decoder import CROSS, attend_across
 from .generation import STATE, Generation, RingCache, begin, find_cache, generate, make_pattern
 from .heads import HeadCall, Sequences, check_pooler, enter_base, enter_pooler, find_sequences, leave_base, pool
-from .supported import check_model, first_position, rotates_by_length
+from .routers import balance_routers, has_routers, take_routers
+from .supported import check_model, first_position, rotates_by_length, unwrap_adapters
 from .whole import WholeCall, cut_call
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ MASKS = {
 REFUSED = {
     "output_attentions": "no rank holds the attention weights of whole rows; leave it out, or load another model with "
     "attn_implementation='eager'",
-    "output_router_logits": "the auxiliary loss of routers is not a sum over tokens; leave it out, in TRL by "
+    "output_router_logits": "this model makes no loss of routers as Mixtral does; leave it out, in TRL by "
     "router_aux_loss_coef=0.0",
 }
 
@@ -96,8 +97,11 @@ class _Call:
     largest: torch.Tensor | int = 0
     #: The places of this rank's rows in the encoder and in the decoder.
     places: dict[str, torch.Tensor] = field(default_factory=dict)
-    #: By what the sum of this rank's losses is divided.
+    #: By what the sum of this rank's losses is divided, and how many ranks share what all of them know.
     items: Any = None
+    shares: int = 1
+    #: The logits of this rank's routers, by layer.
+    routers: tuple[torch.Tensor, ...] | None = None
     #: Whether the batch has packed documents.
     packed: bool = False
     sequences: Sequences | None = None
@@ -113,7 +117,7 @@ class _Call:
         if self.numbers is not None:
             self.numbers.close()
         self.runs = self.packed = False
-        self.sequences = self.generation = self.head = self.whole = self.numbers = None
+        self.sequences = self.generation = self.head = self.whole = self.numbers = self.routers = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,7 @@ def parallelize(
 ) -> PreTrainedModel:
     """The model itself, whose attention now runs over the ranks of `group`; collective calls from then on.
 
+    model: of transformers, or PEFT's wrapper of one.
     group: a ProcessGroup, or one axis of a DeviceMesh; None: all processes.
     layout: that by which `shard_batch` or `Collator` cuts sequences: a name such as "zigzag", a Layout for batches of
         one length, or `LayerMasks.of(model)`, which balances the masks of all layers over the documents of each batch.
@@ -175,11 +180,12 @@ def parallelize(
 
     Raises Unsupported, with the name of the feature, for heads that read other rows than the first, the last or the
     mean, and for models whose attention is not all in transformers' attention function: linear or chunked attention,
-    position bias, ALiBi. So does a call with a mask that is not padding, a cache of earlier tokens, an auxiliary loss
-    of MoE routers, or a softcap or dropout that the named kernel does not compute; names of options are read there.
+    position bias, ALiBi. So does a call with a mask that is not padding, a cache of earlier tokens, a loss of routers
+    that is not Mixtral's, or a softcap or dropout that the named kernel does not compute; option names are read there.
     """
     check_release("transformers")
     check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap", "dropout"}))
+    wrapper, model = model, unwrap_adapters(model)
     shift, pooling = check_model(model)
     if whole and model.config.is_encoder_decoder:
         raise Unsupported("whole=True of a model with an encoder and a decoder; give it what shard_batch has made")
@@ -203,6 +209,7 @@ def parallelize(
             attend_across(model)
         if pooler is not None:
             pooler.register_forward_pre_hook(enter_pooler)
+        model.base_model.register_forward_hook(take_routers)
         if pooling is not None:
             model.base_model.register_forward_pre_hook(enter_base, with_kwargs=True)
             model.base_model.register_forward_hook(leave_base)
@@ -210,12 +217,12 @@ def parallelize(
         setattr(module, STATE, ring)
     configs: dict[int, Any] = {}  # models may share a config, which names their attention
     deepcopy(model.config, configs)
-    for module in model.modules():
+    for module in wrapper.modules():
         if (own := configs.get(id(getattr(module, "config", None)))) is not None:
             module.config = own
     model.set_attn_implementation(NAME)
     model.generate = partial(generate, model)
-    return model
+    return wrapper
 
 
 def unparallelize(model: PreTrainedModel) -> PreTrainedModel:
@@ -350,7 +357,9 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     ring.call.packed = kept.get("cu_seq_lens_q") is not None
     if kept.get("labels") is not None:
         ranks = 1 if ring.pooling else dist.get_world_size(ring.place.group)  # each rank has all labels of sequences
-        ring.call.items = items if digest is None or items is not None else digest[COUNT].clamp(min=1) / ranks
+        ring.call.items, ring.call.shares = items, ranks
+        if digest is not None and items is None:  # the mean over the ranks is the loss, not the sum
+            ring.call.items, ring.call.shares = digest[COUNT].clamp(min=1) / ranks, 1
     if ring.stretches:
         ring.call.largest = kwargs[DIGEST][LARGEST]
     return args, _enter_call(model, ring, kept, sum(lengths))
@@ -362,10 +371,10 @@ def _is_served(model: nn.Module) -> bool:
 
 
 def _leave_call(model: nn.Module, args: Any, result: Any) -> None:
-    """Note that no call runs, where it ended by an exception, too."""
+    """Forget a call that ended, by an exception too: then none runs, and random numbers go on that ranks share."""
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is not None and _is_served(model):
-        ring.call.runs = False
+        ring.call.end()
 
 
 def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int) -> dict[str, Any]:
@@ -394,7 +403,7 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is None or not _is_served(model):
         return result
-    generation, head, whole = ring.call.generation, ring.call.head, ring.call.whole
+    generation, head, whole, routers = ring.call.generation, ring.call.head, ring.call.whole, ring.call.routers
     ring.call.end()
     if generation is not None:
         return generation.finish(result, ring.place.group)
@@ -408,9 +417,11 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
     labels = kwargs.get("labels")
     if head is not None:
         result, labels = head.finish(cast("PreTrainedModel", model), result), head.labels.get("labels")
+    balance = 0.0 if routers is None else balance_routers(model, result, routers, kwargs, ring.place.group)
     if labels is not None:
         count = (labels != NO_LABEL).sum()
         result["loss"] = torch.where(count > 0, result["loss"] * count, 0.0) / ring.call.items
+        result["loss"] = result["loss"] + balance / ring.call.shares
     return result if whole is None or head is not None else whole.finish(result, ring.place.group)
 
 
@@ -419,14 +430,15 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
 
     `kwargs` are those for the model, `given` those of the caller.
     """
-    config = cast("PreTrainedModel", model).config
+    config = unwrap_adapters(model).config  # adapters may have come since
     if config._attn_implementation != NAME:
         raise InvalidInput(
             f"attention {config._attn_implementation!r} was set after parallelize: each rank would attend to its own "
             "rows; call unparallelize(model) first"
         )
     for name, reason in REFUSED.items():
-        if kwargs.get(name, getattr(config, name, False)):
+        served = name == "output_router_logits" and has_routers(model)
+        if kwargs.get(name, getattr(config, name, False)) and not served:
             raise Unsupported(f"{name}=True: {reason}")
     mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep", 0)
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):

@@ -65,7 +65,7 @@ class WholeCall:
             if name == "loss":
                 each = [np.array([rank]) for rank in range(len(self.places))]
                 result[name] = None if x is None else GatherRows.apply(x.reshape(1, 1), each, group).sum()
-            elif name in CACHES or (self.loss and name in ("logits", "hidden_states")):
+            elif name in (*CACHES, "router_logits") or (self.loss and name in ("logits", "hidden_states")):
                 result[name] = None
             elif name not in ("logits", "pooler_output") or x.ndim == 3:  # else pooled: of sequences, not of rows
                 whole = tree_map(gather, x)

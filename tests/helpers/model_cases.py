@@ -7,6 +7,7 @@ import functools
 from itertools import pairwise
 from typing import Any
 
+import peft
 import pytest
 import sweep
 import torch
@@ -446,6 +447,95 @@ def losses(rank: int, name: str) -> tuple[float, float]:
     return max(wrong), max(differences)
 
 
+def adapters(rank: int, folder: str) -> dict[str, float]:
+    """By what is done, the largest difference of logits and gradients from PEFT's model on one process."""
+    ids = torch.randint(61, (2, 37), generator=torch.Generator().manual_seed(2))
+    weight = torch.randn(2, 37, 61, generator=torch.Generator().manual_seed(4))
+    found, names = {}, {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    part = ra.make_layout("zigzag", tokens=37, ranks=dist.get_world_size()).shard_tensor(weight, rank, dim=1)
+
+    def wrap(model: Any, kind: Any = peft.LoraConfig, **changes: Any) -> Any:
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, kind(**names, **changes))
+
+    def ring(model: Any) -> Any:
+        return parallelize(model, layout="zigzag")
+
+    lora = {"init_lora_weights": False, "use_dora": True, "modules_to_save": ["lm_head"]}
+    eager = wrap(make("Llama", attn_implementation="eager"), **lora)
+    eager.save_pretrained(f"{folder}/{rank}")
+    right = eager(ids, use_cache=False).logits
+    (right * weight).sum().backward()
+    expected = [p.grad for p in eager.parameters() if p.grad is not None]
+    loaded = peft.PeftModel.from_pretrained(ring(make("Llama")), f"{folder}/{rank}", is_trainable=True)
+    batch = shard_batch({"input_ids": ids}, layout="zigzag")
+    for how, model in (
+        ("wrapped, parallelized", ring(wrap(make("Llama"), **lora))),
+        ("parallelized, wrapped", wrap(ring(make("Llama")), **lora)),
+        ("parallelized, loaded", loaded),
+    ):
+        local = model(**batch, use_cache=False).logits
+        (local * part).sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found[how] = float((gather_logits(local, layout="zigzag") - right).detach().abs().max())
+        for mine, whole in zip(gradients, expected, strict=True):
+            dist.all_reduce(mine)
+            found[how] = max(found[how], float((mine - whole).abs().max() / whole.abs().max()))
+    check(loaded)
+    with torch.no_grad():
+        with loaded.disable_adapter(), eager.disable_adapter():
+            plain = gather_logits(loaded(**batch).logits, layout="zigzag") - eager(ids).logits
+        merged = gather_logits(loaded.merge_and_unload()(**batch).logits, layout="zigzag") - right
+    found |= {"disabled": float(plain.abs().max()), "merged": float(merged.abs().max())}
+    says("fine", lambda: unparallelize(wrap(ring(make("Llama"))))(ids))
+    text = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
+    for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig, peft.PromptEncoderConfig):
+        prompted = peft.get_peft_model(make("Llama"), kind(**text))
+        says(f"Unsupported: adapter 'default' ({kind(**text).peft_type.value}) adds tokens", lambda: ring(prompted))
+    words = "Unsupported: adapter 'default' (aLoRA) is not computed row by row"
+    says(words, lambda: wrap(ring(make("Llama")), alora_invocation_tokens=[1])(**batch))
+    says(words.replace("aLoRA", "ADALORA"), lambda: ring(wrap(make("Llama"), peft.AdaLoraConfig, total_step=9)))
+    return found
+
+
+#: The classes whose loss of routers is compared.
+ROUTED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM")
+
+
+def routers(rank: int, names: tuple[str, ...]) -> dict[str, float]:
+    """By class and kind of call, the largest difference of loss, loss of routers and gradients from one eager model.
+
+    The batch is padded: a rank of some layouts has hardly anything else.
+    """
+    ids = torch.randint(1, 61, (1, 37), generator=torch.Generator().manual_seed(2))
+    mask = (torch.arange(37) < 20).long()[None]
+    batch, found, ranks = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}, {}, 2
+    for name in names:
+        torch.manual_seed(1)
+        kind = getattr(hf, name)
+        more = {"num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 1, "router_aux_loss_coef": 0.5}
+        eager = kind(kind.config_class(**{**BASE, **EXPERTS, **more}, attn_implementation="eager")).float()
+        right = eager(**batch, use_cache=False, output_router_logits=True)
+        right.loss.backward()
+        expected = [0 if p.grad is None else p.grad for p in eager.parameters()]
+        for how, whole in (("mean", False), ("sum", False), ("whole", True)):
+            ours = parallelize(copy.deepcopy(eager), layout="contiguous", whole=whole)
+            ours.zero_grad()
+            given = batch if whole else shard_batch(batch, layout="contiguous")
+            if how == "sum":  # as the Trainer counts and divides
+                given["num_items_in_batch"] = torch.tensor(19)
+            result = ours(**given, use_cache=False, output_router_logits=True)
+            (result.loss * (ranks if how == "sum" else 1)).backward()
+            loss = mean_over_ranks(result.loss) * (ranks if how == "sum" else 1)
+            pairs = zip(ours.parameters(), expected, strict=True)
+            wrong = [float((mean_over_ranks(p.grad) - g).abs().max()) for p, g in pairs if p.grad is not None]
+            found[f"{name}, {how}"] = max(
+                float((loss - right.loss).abs()), float((result.aux_loss - right.aux_loss).abs()), *wrong
+            )
+            assert (result.router_logits is None) == whole
+    return found
+
+
 def dropped(rank: int) -> tuple[float, float, float]:
     """Largest differences of logits and gradients of a dropping, checkpointed model from one rank that does not
     checkpoint, and of the latter's logits from a model that drops nothing."""
@@ -570,8 +660,9 @@ def refusals(rank: int) -> None:
         "Unsupported: Gemma3ForCausalLM has layers of type chunked_attention",
         lambda: parallelize(chunked, layout="zigzag"),
     )
-    router = "Unsupported: output_router_logits=True: the auxiliary loss of routers"
-    says(router, lambda: ring("Mixtral", output_router_logits=True)(**batch))
+    router = "Unsupported: output_router_logits=True: this model makes no loss of routers"
+    body = parallelize(make("Mixtral").model, layout="zigzag")
+    says(router, lambda: body(**batch, output_router_logits=True))
     says("Unsupported: output_attentions=True", lambda: llama(**batch, output_attentions=True))
     for options, words in (
         ({"group": 2}, "group=2: expected a ProcessGroup"),

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from accelerate.state import AcceleratorState, GradientState
+from peft import LoraConfig, get_peft_model
 from rank_pool import told_by
 from torch.utils.data import IterableDataset
 
@@ -27,6 +28,7 @@ SIZES = dict(
     vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, router_aux_loss_coef=0.5)
 
 
 def make_model(kind: str = "MistralForCausalLM", **changes: Any) -> Any:
@@ -34,6 +36,13 @@ def make_model(kind: str = "MistralForCausalLM", **changes: Any) -> Any:
     torch.manual_seed(0)
     model = getattr(hf, kind)
     return model(model.config_class(**{**SIZES, "sliding_window": 16, **changes})).float()
+
+
+def make_lora() -> LoraConfig:
+    """Adapters whose second factor is not zero, and a head that is trained."""
+    return LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], init_lora_weights=False
+    )  # fmt: skip
 
 
 def make_tokenizer() -> Any:
@@ -95,6 +104,7 @@ def train_plain(
     accumulate: int = 1,
     data: str = "rows",
     resume: bool = False,
+    lora: bool = False,
     **more: Any,
 ) -> Any:
     """The Trainer of transformers. data: rows, stream, or dispatch; resume: from a checkpoint in the middle."""
@@ -109,7 +119,8 @@ def train_plain(
     def make() -> Any:
         args = hf.TrainingArguments(**{**options(folder, steps, 4, dp, accumulate), **more})
         lists = {"train_dataset": source, "eval_dataset": make_rows(8), "data_collator": pad}
-        return RingTrainer(make_model(), args, cp=cp, compute_metrics=count_right, **lists)
+        model = get_peft_model(make_model(), make_lora()) if lora else make_model()
+        return RingTrainer(model, args, cp=cp, compute_metrics=count_right, **lists)
 
     trainer = make()
     trainer.train()
@@ -133,8 +144,18 @@ def count_right(found: hf.EvalPrediction) -> dict[str, float]:
     }
 
 
-def train_sft(folder: str, dp: int, cp: int, *, steps: int, accumulate: int = 1, **changes: Any) -> Any:
-    """The SFTTrainer of TRL."""
+def train_sft(
+    folder: str,
+    dp: int,
+    cp: int,
+    *,
+    steps: int,
+    accumulate: int = 1,
+    lora: bool = False,
+    experts: bool = False,
+    **changes: Any,
+) -> Any:
+    """The SFTTrainer of TRL. experts: whose loss of routers is a large part of the loss."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -143,16 +164,17 @@ def train_sft(folder: str, dp: int, cp: int, *, steps: int, accumulate: int = 1,
 
     data = Dataset.from_list([{"text": make_text(i)} for i in range(60)])
     args = SFTConfig(**options(folder, steps, 4, dp, accumulate, include_num_input_tokens_seen="all", **changes))
+    model = make_model("Qwen3MoeForCausalLM", **EXPERTS) if experts else make_model()
     trainer = RingSFTTrainer(
-        make_model(), args=args, cp=cp, train_dataset=data, eval_dataset=data.select(range(8)),
-        processing_class=make_tokenizer(),
+        model, args=args, cp=cp, train_dataset=data, eval_dataset=data.select(range(8)),
+        processing_class=make_tokenizer(), peft_config=make_lora() if lora else None,
     )  # fmt: skip
     trainer.train()
     trainer.evaluate()
     return trainer
 
 
-def train_dpo(folder: str, dp: int, cp: int, *, steps: int, **changes: Any) -> Any:
+def train_dpo(folder: str, dp: int, cp: int, *, steps: int, lora: bool = False, **changes: Any) -> Any:
     """The DPOTrainer of TRL."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
@@ -164,9 +186,10 @@ def train_dpo(folder: str, dp: int, cp: int, *, steps: int, **changes: Any) -> A
         [{"prompt": make_text(i), "chosen": make_text(i + 100), "rejected": make_text(i + 200)} for i in range(40)]
     )
     args = DPOConfig(**options(folder, steps, 4, dp, 1, **changes))
+    adapters = make_lora() if lora else None
     trainer = RingDPOTrainer(
-        make_model(), ref_model=make_model(), args=args, cp=cp, train_dataset=data, eval_dataset=data.select(range(8)),
-        processing_class=make_tokenizer(),
+        make_model(), ref_model=None if lora else make_model(), args=args, cp=cp, train_dataset=data,
+        eval_dataset=data.select(range(8)), processing_class=make_tokenizer(), peft_config=adapters,
     )  # fmt: skip
     trainer.train()
     trainer.evaluate()
@@ -197,7 +220,7 @@ def reward(completions: list[str], **unused: Any) -> list[float]:
     return [sum(letter in "aeiou" for letter in text) / 4 + i % 2 for i, text in enumerate(completions)]
 
 
-def train_grpo(folder: str, dp: int, cp: int, *, steps: int, **changes: Any) -> Any:
+def train_grpo(folder: str, dp: int, cp: int, *, steps: int, lora: bool = False, **changes: Any) -> Any:
     """The GRPOTrainer of TRL, with completions of the model itself."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -213,7 +236,7 @@ def train_grpo(folder: str, dp: int, cp: int, *, steps: int, **changes: Any) -> 
         dist.barrier()
     trainer = RingGRPOTrainer(
         path, reward, args=GRPOConfig(**{**given, **changes}), cp=cp, train_dataset=data,
-        processing_class=make_tokenizer(),
+        processing_class=make_tokenizer(), peft_config=make_lora() if lora else None,
     )  # fmt: skip
     trainer.train()
     return trainer
@@ -245,7 +268,7 @@ def train_loop(folder: str, dp: int, cp: int, *, steps: int) -> Any:
 #: The numbers of a log that must not depend on the ranks.
 KEYS = (
     *("loss", "grad_norm", "eval_loss", "eval_right", "eval_sum", "after", "num_input_tokens_seen", "num_tokens"),
-    *("mean_token_accuracy", "entropy", "reward", "completions/mean_length", "mean_reward"),
+    *("mean_token_accuracy", "entropy", "reward", "completions/mean_length", "mean_reward", "aux_loss"),
 )
 
 
@@ -309,7 +332,7 @@ def refusals(rank: int, folder: str) -> list[str]:
         own = told_by(lambda: RingAccelerator(cpu=True, cp=3))
         model = parallelize(make_model("MixtralForCausalLM"), layout="zigzag", whole=True)
         ids = torch.ones(1, 8, dtype=torch.long)
-        calls = ({"output_router_logits": True}, {"logits_to_keep": ids[0]}, {"labels": ids, "logits_to_keep": 1})
+        calls = ({"output_attentions": True}, {"logits_to_keep": ids[0]}, {"labels": ids, "logits_to_keep": 1})
         said = [told_by(lambda: model(input_ids=ids, **call)) for call in calls]
         said.append(told_by(lambda: model(inputs_embeds=torch.ones(1, 8, 32))))
         said.append(told_by(lambda: model(input_ids=ids + rank)))

@@ -11,30 +11,30 @@ import trainer_cases
 #: Steps of a test; `steps=20` was run by hand.
 STEPS = {"steps": 3}
 PACKED = {"packing": True, "max_length": 64, **STEPS}
-FREE = {"padding_free": True, "max_length": None, "accumulate": 2, **STEPS}
+FREE = {"padding_free": True, "max_length": None, "accumulate": 2, "experts": True, **STEPS}
 Cases = list[tuple[str, dict[str, Any]]]
-#: By dp and cp.
-CASES: dict[tuple[int, int], Cases] = {
-    (1, 2): [
-        ("sft", PACKED),
-        ("sft", FREE),
-        ("dpo", STEPS),
-        ("grpo", STEPS),
-        ("reward", STEPS),
-        ("plain", {"data": "dispatch", **STEPS}),
-    ],
-    (2, 2): [
-        ("plain", {"accumulate": 2, "resume": True, "steps": 4}),
-        ("plain", {"data": "stream", **STEPS}),
-        ("loop", STEPS),
-    ],
-}
+GROUPS: Cases = [
+    ("sft", PACKED),
+    ("sft", FREE),
+    ("dpo", STEPS),
+    ("grpo", STEPS),
+    ("reward", STEPS),
+    ("plain", {"data": "dispatch", **STEPS}),
+]
+ADAPTERS: Cases = [
+    ("plain", {"lora": True, "resume": True, "steps": 4}),
+    *((kind, {"lora": True, **STEPS}) for kind in ("sft", "dpo", "grpo")),
+]
+SHARED: Cases = [
+    ("plain", {"accumulate": 2, "resume": True, "steps": 4}),
+    ("plain", {"data": "stream", **STEPS}),
+    ("loop", STEPS),
+]
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("dp", "cp"), CASES)
-def test_a_trainer_has_the_numbers_of_one_process(run_ranks, tmp_path: Path, dp: int, cp: int) -> None:  # type: ignore[no-untyped-def]
-    cases = CASES[dp, cp]
+@pytest.mark.parametrize(("dp", "cp", "cases"), [(1, 2, GROUPS), (1, 2, ADAPTERS), (2, 2, SHARED)])
+def test_a_trainer_has_the_numbers_of_one_process(run_ranks, tmp_path: Path, dp: int, cp: int, cases: Cases) -> None:  # type: ignore[no-untyped-def]
     alone = trainer_cases.run_all(0, cases, f"{tmp_path}/alone", 1, 1)
     for found in run_ranks(trainer_cases.run_all, dp * cp, cases, f"{tmp_path}/ranks", dp, cp, timeout=170):
         for case, numbers, expected in zip(cases, found, alone, strict=True):
@@ -57,7 +57,7 @@ def test_programs_that_would_be_wrong_are_refused(run_ranks, tmp_path: Path) -> 
         "Unsupported: train_sampling_strategy='batch_rebalance' shares the data by rank",
         "Unsupported: torch_compile=True over ranks",
         "InvalidInput: cp=3 does not divide the 2 ranks",
-        "Unsupported: output_router_logits=True: the auxiliary loss of routers",
+        "Unsupported: output_attentions=True",
         "Unsupported: logits_to_keep=tensor",
         "Unsupported: logits_to_keep=1: give the number of last rows, and no labels",
         "InvalidInput: a call with whole sequences needs input_ids",

@@ -72,6 +72,18 @@ def test_the_mean_over_ranks_is_the_loss_where_one_rank_has_no_label(run_ranks, 
         assert loss <= 32 * EPS and gradients <= 32 * EPS
 
 
+@pytest.mark.multi
+def test_adapters_of_peft_are_those_of_one_process(run_ranks, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    for found in run_ranks(model_cases.adapters, 2, str(tmp_path), timeout=120):
+        assert max(found.values()) <= 1e-5, found
+
+
+@pytest.mark.multi
+def test_the_loss_of_routers_is_that_of_the_rows_of_all_ranks(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    for found in run_ranks(model_cases.routers, 2, model_cases.ROUTED, timeout=120):
+        assert max(found.values()) <= 64 * EPS, found
+
+
 #: Heads of encoders and decoders: compared on 2 and 3 ranks, packed, padded and checkpointed, with each sequence alone.
 HEADS = (
     *("BertForTokenClassification", "BertForSequenceClassification", "BertModel", "EuroBertForSequenceClassification"),
