@@ -66,6 +66,8 @@ class RingCache(Cache):  # type: ignore[misc]
         shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0)
         if shared:
             raise Unsupported(f"generate: {shared} layers of {type(model).__name__} share keys and values of others")
+        if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+            raise Unsupported("generate: attention in chunks; call unparallelize(model) first")
         self.windows = layer_windows(model)
         patterns = [make_pattern(window) for window in self.windows]
         #: Whether a call of the parallelized model runs, which adds what `update` is given.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 #: The kinds of layers whose whole attention is in the attention function.
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
@@ -68,13 +68,13 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
 
     for feature, present, hint in (
         ("inputs other than tokens", model.main_input_name != "input_ids", "only sequences of tokens are sharded"),
-        (f"layers of type {', '.join(sorted(kinds))}", kinds, f"only {' and '.join(LAYER_TYPES)} are served"),
+        (f"layers of type {', '.join(sorted(kinds))}", kinds, f"only {', '.join(LAYER_TYPES)} are served"),
         (
             "a decoder for rows that it lacks",
             given("add_cross_attention") and not both,
             "set add_cross_attention=False",
         ),
-        ("attention in chunks (attention_chunk_size)", given("attention_chunk_size") is not None, ""),
+        ("embeddings scaled by the share of masked tokens (token_dropout)", given("token_dropout"), ""),
         ("a mask made of its values (keep_window_size)", hasattr(config, "keep_window_size"), ""),
         ("embeddings of neighbouring tokens (trigram_input)", given("trigram_input"), ""),
         ("a bias of relative positions", hasattr(config, "relative_attention_num_buckets"), ""),
