@@ -21,7 +21,7 @@ from .batches import POSITIONS, cut_batch, gather_logits, shard_batch
 from .encoder_decoder import CROSS, find_tables
 from .generation import STATE, layer_windows
 from .heads import FOREIGN
-from .supported import rotates_by_length
+from .supported import rotates_by_length, scale_by_position
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -122,10 +122,10 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
 
 
 def _attend_rows(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **others: Any
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **others: Any
 ) -> tuple[torch.Tensor, None]:
     """In place of attention: rows that depend on their own query, key and value only."""
-    gate = torch.tanh(query.mean(-1, keepdim=True))
+    gate = torch.tanh(scale_by_position(module, query).mean(-1, keepdim=True))
     if getattr(module, CROSS, False) or key.shape[2] != query.shape[2]:
         out = gate.expand(*gate.shape[:-1], value.shape[-1])
     else:
@@ -151,18 +151,14 @@ def _in_fp32(model: nn.Module) -> Iterator[None]:
         for p, x in narrow.pop():
             p.data = x
 
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    with ExitStack() as hooks:
+    with ExitStack() as after:
+        after.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("highest")
+        after.callback(lambda: list(map(restore, list(narrow))))  # of an error
         for module in model.modules():
-            hooks.callback(module.register_forward_pre_hook(widen).remove)
-            hooks.callback(module.register_forward_hook(restore).remove)
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(precision)
-            while narrow:  # after an error
-                restore()
+            after.enter_context(module.register_forward_pre_hook(widen))
+            after.enter_context(module.register_forward_hook(restore))
+        yield
 
 
 def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> None:
@@ -171,25 +167,22 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
     `run`, which is the model or its forward, computes a few tokens without attention, and some of them each alone,
     whose results must be the same. Modes, gradients and random numbers stay as they are.
     """
-    exact = run is model and getattr(model, "hf_quantizer", None) is None
     config, device, taken = model.config.get_text_config(), model.device, inspect.signature(model.forward).parameters
-    numbers = torch.Generator().manual_seed(0)
-    tokens = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)
-    ids = torch.randint(config.vocab_size, (1, tokens), generator=numbers, device="cpu")
+    tokens, numbers = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS), torch.Generator()
+    ids = torch.randint(config.vocab_size, (tokens,), generator=numbers.manual_seed(0), device="cpu")
     order = torch.randperm(tokens - 1, generator=numbers, device="cpu")
     special = [x for word, x in vars(config).items() if word.endswith("_token_id") and isinstance(x, int)]
     for place, token in zip(order[ALONE:], special, strict=False):
-        ids[0, place] = token % config.vocab_size
-    ids[ids == config.pad_token_id] = config.vocab_size // 2  # some models give no position to this token
+        ids[place] = token % config.vocab_size
+    ids[ids == getattr(config, "pad_token_id", None)] = config.vocab_size // 2  # to which some give no position
     some = torch.cat([order[:ALONE], torch.tensor([tokens - 1])])  # with the largest position, by which ropes change
     below: list[Any] = []
-    hook = model.base_model.register_forward_hook(lambda *given: below.append(given[-1]))
     modes, before = [(module, module.training) for module in model.modules()], model.config._attn_implementation
-    tables = find_tables(model).values() if ring.crosses else ()
+    tables = set(find_tables(model).values()) if ring.crosses else set()
 
     def rows_of(places: torch.Tensor) -> torch.Tensor:
         """The results [n, d] of the tokens at `places` [B, n]."""
-        here, given = places.to(device), ids[0, places].to(device)
+        here, given = places.to(device), ids[places].to(device)
         ring.call.places = {"encoder": here[0], "decoder": here[0]}
         more = {"position_ids": here + ring.first, "decoder_input_ids": given}
         result = run(input_ids=given, **{word: x for word, x in more.items() if word in taken})
@@ -197,36 +190,33 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
         parts += [result["encoder_last_hidden_state"]] if ring.crosses else []
         return torch.cat(parts, -1).flatten(0, 1)
 
+    quantized = getattr(model, "hf_quantizer", None) is not None
     try:
         for module, _ in modes:
-            setattr(module, STATE, None)
-        for table in tables:
-            setattr(table, STATE, ring)
-        model.eval()
-        model.set_attn_implementation(ROWS)
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), _in_fp32(model) if exact else nullcontext():
+            setattr(module, STATE, ring if module in tables else None)
+        model.eval().set_attn_implementation(ROWS)
+        with (
+            torch.no_grad(), torch.autocast(device.type, enabled=False),
+            nullcontext() if quantized else _in_fp32(model),
+            model.base_model.register_forward_hook(lambda *given: below.append(given[-1])),
+        ):  # fmt: skip
             whole = rows_of(torch.arange(tokens)[None])[some]
             again = torch.cat([rows_of(places[:, None]) for places in some.split(1 if ring.crosses else len(some))])
-        far = (whole - again).abs().float().amax(-1) / whole.abs().max().float().clamp(min=1e-30)
     except FOREIGN as error:
-        raise Unsupported(
-            f"{type(model).__name__} does not run on a few tokens alone ({type(error).__name__}: {error}), by which "
-            "parallelize sees whether it mixes rows outside of attention; with compare=False it does not look"
-        ) from error
+        words = f"{type(model).__name__}, {TOKENS} tokens: {type(error).__name__}: {error}"
+        raise Unsupported(f"{words}; compare=False leaves out the run which sees mixed rows") from error
     finally:
-        hook.remove()
         model.set_attn_implementation(before)
         for module, training in modes:
             setattr(module, STATE, ring)
             module.training = training
+    far = ((whole - again).abs().amax(-1) / whole.abs().max().clamp(min=1e-30)).float().sort().values
     # Rounding may send a row to another expert, and in 16 bits each of many.
-    row, bound = (-2, 2**-13) if exact else (len(far) // 2, 2**-3 if whole.dtype in HALF else 2**-8)
-    if float(far.sort().values[row]) > bound:
+    if far[len(far) // 2 if quantized else -2] > (2**-3 if quantized else 2**-11):
         raise Unsupported(
-            f"{type(model).__name__} mixes rows outside of transformers' attention functions: with other tokens beside "
-            f"them they change by {float(far.max()):.2g} of the largest. Look for a convolution, shift or mean of "
-            "tokens, a choice among them, positions other than position_ids, or attention of a layer's own, and shard "
-            "the batch instead"
+            f"{type(model).__name__} mixes rows outside of attention functions: with other tokens beside them they "
+            f"change by {float(far[-1]):.2g} of the largest. Look for a convolution, shift or mean of tokens, a choice "
+            "among them, positions other than position_ids, or attention of a layer's own; shard the batch instead"
         )
 
 

@@ -35,6 +35,11 @@ LEAST_ROWS = 2
 PROMPT = "prompt"
 
 
+def has_chunks(model: Any) -> bool:
+    """Whether layers of the model attend within chunks of the sequence."""
+    return "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
 def layer_windows(model: PreTrainedModel) -> list[int | None]:
     """The keys that each layer's window lets a row see, its own among them, as transformers' caches read them."""
     config = model.config.get_text_config()
@@ -66,8 +71,8 @@ class RingCache(Cache):  # type: ignore[misc]
         shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0)
         if shared:
             raise Unsupported(f"generate: {shared} layers of {type(model).__name__} share keys and values of others")
-        if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
-            raise Unsupported("generate: attention in chunks; call unparallelize(model) first")
+        if has_chunks(model) or getattr(model.config.get_text_config(), "attn_temperature_tuning", False):
+            raise Unsupported("generate: attention in chunks, or scaled by position; call unparallelize(model) first")
         self.windows = layer_windows(model)
         patterns = [make_pattern(window) for window in self.windows]
         #: Whether a call of the parallelized model runs, which adds what `update` is given.

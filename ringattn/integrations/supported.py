@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from transformers.loss.loss_utils import (
     LOSS_MAPPING,
@@ -26,6 +27,8 @@ from .heads import find_pooling
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+#: Attribute of the attention modules that `tell_positions` tells them.
+PLACES = "_ringattn_positions"
 #: The kinds of layers whose whole attention is in the attention function.
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -107,6 +110,27 @@ def rotates_by_length(module: nn.Module) -> bool:
         "dynamic" in str(kind) or kind == "longrope"
         for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
     )
+
+
+def tell_positions(model: nn.Module) -> None:
+    """Let attention that scales queries by their place, as Llama 4's does, know position_ids."""
+    for layer in model.modules():
+        if getattr(getattr(layer, "self_attn", None), "attn_temperature_tuning", False):
+            layer.register_forward_pre_hook(_tell, with_kwargs=True)
+
+
+def _tell(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    setattr(layer.self_attn, PLACES, kwargs["position_ids"])
+
+
+def scale_by_position(module: Any, query: torch.Tensor) -> torch.Tensor:
+    """The queries [B, H, n, D] with the scale of position_ids, where such a layer gave them that of the first rows."""
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query
+    positions: Any = getattr(module, PLACES)
+    places = torch.stack([positions, torch.arange(query.shape[2], device=query.device).expand_as(positions)])
+    scale = 1 + module.attn_scale * torch.log1p(torch.floor((places.float() + 1) / module.floor_scale))
+    return (query * (scale[0] / scale[1])[:, None, :, None]).to(query.dtype)
 
 
 def first_position(model: nn.Module) -> int:

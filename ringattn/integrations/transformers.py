@@ -51,9 +51,9 @@ from .batches import (
     shard_batch,
 )
 from .encoder_decoder import CROSS, attend_across
-from .generation import STATE, Generation, RingCache, begin, generate, make_pattern
+from .generation import STATE, Generation, RingCache, begin, generate, has_chunks, make_pattern
 from .heads import HeadCall, Sequences, check_pooler, enter_base, enter_pooler, find_sequences, leave_base, pool
-from .supported import check_model, first_position, rotates_by_length
+from .supported import check_model, first_position, rotates_by_length, scale_by_position, tell_positions
 from .whole import WholeCall, cut_call
 
 if TYPE_CHECKING:
@@ -205,6 +205,7 @@ def parallelize(
         for module in rotary:
             module.register_forward_pre_hook(_add_largest, with_kwargs=True)
             module.register_forward_hook(_drop_largest)
+        tell_positions(model)
         if ring.crosses:
             attend_across(model)
         if pooler is not None:
@@ -258,7 +259,6 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
     is_causal: bool | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     **others: Any,
@@ -275,11 +275,10 @@ def _attend(
             "ringattn.integrations.transformers.parallelize(model, group, layout=...)"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    query = scale_by_position(module, query)
     name, window, mask, chunked = type(module).__name__, sliding_window, attention_mask, False
-    with ErrorReport(get_transport(ring.place.group), "call"):
-        for word in sorted(others.keys() - UNREAD):
-            if others[word] is not None and others[word] is not False:
-                raise Unsupported(f"{name} gives its attention {word}=, which ringattn does not know; leave it out")
+    given = (word for word, x in others.items() if x is not None and x is not False)
+    unknown = ", ".join(f"{word}=" for word in given if word not in UNREAD)
     if mask is not None and mask.ndim > 2:
         if mask.dtype != torch.bool or mask.ndim != 4 or mask.stride(2):  # not of `_write_mask`
             raise Unsupported(
@@ -289,13 +288,15 @@ def _attend(
         mask = mask[:, 0, 0] if mask.shape[3] else None
     generation = ring.call.generation
     if generation is not None:
-        if not causal:
-            raise Unsupported(f"generate: rows of {name} see later tokens; call unparallelize(model) first")
+        if not causal or unknown:
+            raise Unsupported(
+                f"generate: {name} has {unknown or 'attention to later tokens'}; call unparallelize(model) first"
+            )
         options = {**ring.options.keywords(), "scale": scaling, "softcap": softcap}
         out = generation.attend(module, window, query, key, value, s_aux, options)
     else:
         out = _attend_ring(
-            ring, name, query, key, value, mask, cu_seq_lens_q, s_aux, position_bias, window, causal,
+            ring, name, query, key, value, mask, cu_seq_lens_q, s_aux, unknown, window, causal,
             getattr(module, CROSS, False), chunked, scale=scaling, softcap=softcap, dropout=dropout,
         )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
@@ -304,7 +305,7 @@ def _attend(
 @compilable
 def _attend_ring(
     ring: _Ring, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-    borders: torch.Tensor | None, sinks: torch.Tensor | None, position_bias: torch.Tensor | None, window: int | None,
+    borders: torch.Tensor | None, sinks: torch.Tensor | None, unknown: str, window: int | None,
     causal: bool, crosses: bool, chunked: bool, **options: Unpack[AttentionKeywords],
 ) -> torch.Tensor:  # fmt: skip
     """out [B, H, n, Dv] of a layer of class `name`. The borders of documents are a tensor, which may change.
@@ -314,8 +315,8 @@ def _attend_ring(
     """
     group = ring.place.group
     with ErrorReport(get_transport(group), "call"):
-        if position_bias is not None:
-            raise Unsupported(f"{name} adds a position bias to its logits, which ringattn does not")
+        if unknown:
+            raise Unsupported(f"{name} gives its attention {unknown} which ringattn does not know")
         if q.shape[2] != k.shape[2] and not crosses:
             raise Unsupported(
                 f"a cache of earlier tokens: {q.shape[2]} queries, {k.shape[2]} keys; pass use_cache=False"
@@ -476,6 +477,11 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
         rows.mine = json.dumps([positions.shape[-1], *numbers]).encode()
     lengths = compare_batches(list(map(json.loads, rows.records)))
     ring.checked[:] = [kind]
+    if kind[1] and has_chunks(model):
+        with ErrorReport(get_transport(ring.place.group), "call"):
+            places = cut_batch(ring.layout, sum(lengths), len(lengths), None).positions(dist.get_rank(ring.place.group))
+            if not kwargs["attention_mask"][:, torch.from_numpy(np.flatnonzero(places == 0))].all():
+                raise Unsupported("padding before tokens that attend in chunks; set padding_side='right'")
     if known or positions.ndim != 2 or kind[1]:
         return lengths  # where padding is, only the whole mask tells positions
     with ErrorReport(get_transport(ring.place.group), "call"):
