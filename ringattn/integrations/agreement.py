@@ -184,7 +184,7 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
         """The results [n, d] of the tokens at `places` [B, n]."""
         here, given = places.to(device), ids[places].to(device)
         ring.call.places = {"encoder": here[0], "decoder": here[0]}
-        more = {"position_ids": here + ring.first, "decoder_input_ids": given}
+        more = {"position_ids": here + ring.first, "decoder_position_ids": here, "decoder_input_ids": given}
         result = run(input_ids=given, **{word: x for word, x in more.items() if word in taken})
         parts = [_rows_of(result if ring.pooling is None else below[-1])]
         parts += [result["encoder_last_hidden_state"]] if ring.crosses else []

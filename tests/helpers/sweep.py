@@ -1,6 +1,7 @@
 """Every text model of the installed transformers, tiny, over ranks and alone: none may be accepted that is not exact.
 
     PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py [CLASS ...] > LINES    # without classes all of them
+    PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py --plain [CLASS ...]    # with the fields that they have
     PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py --page < LINES         # docs/support_models.md
 
 Writes a line for each class: exact, refused (in words), not buildable, no text, WRONG or crash. The status is 1 if some
@@ -442,7 +443,10 @@ def one(rank: int, name: str, bound: float = BOUND, fields: dict[str, Any] | Non
         try:
             found[where] = compare(ours[layout], group, layout, mode, expected[mode], ids, bound)
         except (ra.Mismatch, ra.CommFailure) as error:
-            return {where: f"crash: {type(error).__name__}: {error}"}
+            *_, said = str(error).split(" cannot take part: ")  # by another rank, which refused it
+            if said == str(error):
+                return {where: f"crash: {type(error).__name__}: {error}"}
+            found[where] = f"refused: Unsupported: {said}"
         except ra.RingAttentionError as error:
             found[where] = f"refused: {type(error).__name__}: {error}"
         except FOREIGN as error:
@@ -470,6 +474,7 @@ page: it makes every class of the automatic mappings of transformers {transforme
 compares it on 2 and 3 ranks (torch {torch}, CPU, fp32) with each sequence alone: logits, hidden states, poolers,
 answers, losses and all gradients, to 0.2 % of the largest value. Tests hold some to 1e-5.
 
+Fields of configurations that change numbers are set, too, all together and each alone: `CLASS(field=value)`.
 Batches are packed, padded on the left, padded on the right, and packed with gradient checkpointing; models with an
 encoder and a decoder have padded ones only. `{text}` is the text part of the class above it.
 A class that is not named in a table has no tokens ({blind} classes). "Not set up" says why no tiny model was made.
@@ -527,6 +532,8 @@ def main(names: list[str]) -> int:
     if names[:1] == ["--page"]:
         PAGE.write_text(write_page(sys.stdin.read().splitlines()))
         return 0
+    plain = names[:1] == ["--plain"]
+    names = names[plain:]
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     launcher.get_context = lambda method: multiprocessing.get_context("fork")  # type: ignore[assignment]
@@ -550,7 +557,7 @@ def main(names: list[str]) -> int:
             pool = None
         if "take parallelize(" in text:
             todo.insert(0, (name + TEXT, {}))
-        if not fields and answer(text) == "exact":
+        if not fields and not plain and answer(text) == "exact":
             todo[:0] = [(name, more) for more in find_fields(name, known)]
         counts[answer(text)] += 1
         print(show(name, fields), text, sep="\t", flush=True)
