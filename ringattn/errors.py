@@ -8,6 +8,9 @@ import traceback
 class RingAttentionError(Exception):
     """Base class of every error that ringattn raises on purpose."""
 
+    #: Whether an exchange has told all ranks of it.
+    told = False
+
 
 class InvalidInput(RingAttentionError, ValueError):
     """An argument, shape, dtype, file or option that cannot be used."""

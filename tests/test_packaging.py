@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 import ringattn
+from ringattn import integrations
 from ringattn.cli.doctor import EXTRAS
+from ringattn.integrations import NEWEST, check_release
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -233,6 +236,26 @@ def test_constraints_pin_every_dependency_exactly() -> None:
     wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
     names = {re.split(r"[<>=!\[ ]", spec)[0].lower().replace("_", "-") for spec in wanted}
     assert names <= {*pins, *of_torch}
+
+
+def test_the_newest_tested_releases_are_pinned_and_bound() -> None:
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    bounds: dict[str, set[str]] = {}
+    for extra in PROJECT["optional-dependencies"].values():
+        for wanted in map(Requirement, extra):
+            if wanted.name in NEWEST:
+                bounds.setdefault(wanted.name, set()).update(x.version for x in wanted.specifier if x.operator == "<")
+    for name, newest in NEWEST.items():
+        major, minor = map(int, newest.split("."))
+        assert pins[name].startswith(f"{newest}.") and bounds[name] == {f"{major}.{minor + 1}"}, name
+
+
+def test_a_release_newer_than_the_tested_ones_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_release(*NEWEST)
+    monkeypatch.setattr(integrations, "version", lambda name: "5.25.0.dev0")
+    adapter = pytest.importorskip("ringattn.integrations.transformers")
+    with pytest.raises(ringattn.errors.Unsupported, match=r"transformers 5\.25\.0\.dev0 is newer .* 'transformers==5"):
+        adapter.parallelize(None, layout="zigzag")
 
 
 def test_developers_get_what_the_mpi_tests_need() -> None:

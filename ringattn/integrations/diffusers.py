@@ -34,6 +34,7 @@ from ..pattern import Full
 from ..runtime.call import OPTION_NAMES, check_option_names
 from ..train import SumOverRanks
 from ..transport.records import Exchange
+from . import check_release
 from .ranks import compare_inputs
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def parallelize(
     other than boolean ones of padded keys, causal attention and dropout, InvalidInput for fewer tokens than ranks, and
     Mismatch on every rank if inputs, or weights that are whole on each rank, are not the same on all.
     """
+    check_release("diffusers")
     if model._parallel_config is not None:
         raise InvalidInput(f"this {type(model).__name__} is parallel already; load it anew for another config")
     check_option_names(options, {*OPTION_NAMES} - {"schedule", "scale", "softcap", "dropout"})

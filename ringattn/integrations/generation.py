@@ -5,8 +5,9 @@ Every rank generates the same tokens. A prompt, or a chunk of it, is cut over th
 
 from __future__ import annotations
 
+import inspect
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -31,8 +32,28 @@ if TYPE_CHECKING:
 STATE = "_ringattn"
 #: A prompt of fewer tokens than this times the ranks is computed by every rank: experts need rows on each rank.
 LEAST_ROWS = 2
-#: The exchange before a prompt.
-PROMPT = "prompt"
+#: The exchanges before a prompt, and after all tokens.
+PROMPT, END = "prompt", "end of generate()"
+#: The names of a cache among the arguments of models and of `generate`, by release of transformers.
+CACHES = ("cache", "past_key_values")
+#: Settings of a generation that a sharded cache cannot honour, and why.
+REFUSED = {
+    "guidance_scale": "it generates a second sequence beside the first; leave it out",
+    "assistant_early_exit": "it runs only the first layers, of which no cache is kept; give assistant_model=",
+    "max_time": "ranks would stop after different numbers of tokens; give max_new_tokens=",
+}
+
+
+def find_cache(kwargs: dict[str, Any]) -> Any:
+    """The cache among the arguments of a call, by either name; None without one."""
+    return next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
+
+
+def _give_cache(model: nn.Module, kwargs: dict[str, Any], past: Any) -> dict[str, Any]:
+    """The arguments with this cache, by the name that the model has for it."""
+    taken = inspect.signature(model.forward).parameters
+    name = next((name for name in CACHES if name in taken), CACHES[0])
+    return {**{other: x for other, x in kwargs.items() if other not in CACHES}, name: past}
 
 
 def has_chunks(model: Any) -> bool:
@@ -139,12 +160,19 @@ class Generation:
     kept: list[np.ndarray[Any, Any]]
     #: Which local rows these are, where the model gives the logits of all; None: it gives theirs alone.
     mine: Tensor | None
+    #: The layers that have attended.
+    attended: set[int] = field(default_factory=set)
 
     def attend(
         self, module: nn.Module, window: int | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Any
     ) -> Tensor:
-        """out [B, H, n, Dv] of a layer. Raises Unsupported for a layer with another window than the cache's."""
+        """out [B, H, n, Dv] of a layer. Raises Unsupported for one that the cache does not hold as the model has it."""
         layer, cache = cast(int, module.layer_idx), self.past.cache
+        if layer in self.attended:
+            raise Unsupported(
+                f"generate: {type(module).__name__} attends twice in layer {layer}; call unparallelize(model) first"
+            )
+        self.attended.add(layer)
         if window != self.past.windows[layer]:
             raise Unsupported(
                 f"generate: layer {layer} has a window of {window} keys by its mask and of {self.past.windows[layer]} "
@@ -166,14 +194,34 @@ class Generation:
         return result
 
 
-def begin(model: PreTrainedModel, group: ProcessGroup, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Generation]:
-    """The arguments of this rank's part of a call of `generate`, and the call. Collective for a prompt.
+def resume(model: PreTrainedModel, past: RingCache, kwargs: dict[str, Any]) -> RingCache:
+    """The cache of the `generate` that runs, for a call that is given none: emptied, as the call has all tokens.
 
-    `kwargs` are those of the whole batch, equal on all ranks. Raises Unsupported and InvalidInput.
+    Phi-3 computes all tokens again where its rope changes. Raises Unsupported for every other call.
     """
+    most, ids = getattr(model.config, "original_max_position_embeddings", None), kwargs.get("input_ids")
+    if most is None or ids is None or not past.cache.length <= most < ids.shape[1]:
+        raise Unsupported(
+            f"generate: {type(model).__name__} was called without its cache by any of the names {', '.join(CACHES)}; "
+            "take a release of transformers that ringattn serves"
+        )
+    past.reset()
+    return past
+
+
+def begin(
+    model: PreTrainedModel, ring: Any, past: RingCache | None, kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], Generation]:
+    """The arguments of this rank's part of a call with a cache, and the call. Collective for a prompt.
+
+    past: the cache; None: that of the `generate` that runs, of which the call does not know.
+    kwargs: those of the whole batch, equal on all ranks. Without position_ids all tokens count from the first one of
+        the cache on, the padding too, as models of transformers count. Raises Unsupported and InvalidInput.
+    """
+    group = ring.place.group
     ranks, transport = dist.get_world_size(group), get_transport(group)
-    past: RingCache = kwargs["past_key_values"]
     with ErrorReport(transport, PROMPT):
+        past = resume(model, ring.call.past, kwargs) if past is None else past
         _check_call(model, kwargs)
         ids, mask, first = kwargs["input_ids"], kwargs.get("attention_mask"), past.cache.length
         tokens = ids.shape[1]
@@ -187,10 +235,16 @@ def begin(model: PreTrainedModel, group: ProcessGroup, kwargs: dict[str, Any]) -
             raise Unsupported(
                 "generate: padding behind tokens, which the windows of transformers count; set padding_side='left'"
             )
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            if ring.first:
+                raise InvalidInput(f"{type(model).__name__} counts positions from {ring.first} on; give position_ids=")
+            positions = torch.arange(first, first + tokens, device=ids.device).expand_as(ids)
         largest = first + tokens - 1
         past.running = True
         told = digest(ids.cpu().numpy().tobytes()).hex()
     kwargs = {name: x for name, x in kwargs.items() if name != "attention_mask"}  # the cache knows the padding
+    kwargs = {**_give_cache(model, kwargs, past), "position_ids": positions}
     if tokens < LEAST_ROWS * ranks and padding is None:
         return kwargs, Generation(past, told, largest, np.arange(0), [], None)
     with Exchange(transport, PROMPT) as exchange:
@@ -200,7 +254,7 @@ def begin(model: PreTrainedModel, group: ProcessGroup, kwargs: dict[str, Any]) -
     rows = past.cache.shard(tokens, padding) - first
     kwargs |= {
         name: kwargs[name].index_select(-1, rows.to(ids.device))
-        for name in ("input_ids", "position_ids")
+        for name in ("input_ids", "position_ids", "token_type_ids")
         if kwargs.get(name) is not None
     }
     keep = kwargs.get("logits_to_keep", 0)
@@ -228,7 +282,7 @@ def _check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         if kwargs.get(name) is not None:
             raise Unsupported(f"generate: {name}; give input_ids alone")
     if kwargs.get("input_ids") is None:
-        raise Unsupported("a call with a RingCache takes input_ids= by its name; give input_ids=, or call generate()")
+        raise InvalidInput("a call with a RingCache needs input_ids [batch, tokens], those of the whole batch")
     if not kwargs["input_ids"].numel():
         raise InvalidInput(f"generate: input_ids {tuple(kwargs['input_ids'].shape)} has no token; give one at least")
 
@@ -242,30 +296,49 @@ def _share_seed(device: torch.device, group: ProcessGroup) -> None:
 
 
 def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """`generate` of the model's class, with a `RingCache` where none is given.
+    """`generate` of the model's class, with a `RingCache` where none is given. All ranks stop at the same token.
 
-    Raises Unsupported for another cache, and where `use_cache=False` asks for none.
+    Which cache the checkpoint's generation_config names is of no account. Raises Unsupported for another cache, and
+    for settings that would do without the cache, or would need a second one.
     """
     ring = getattr(model, STATE)
-    with Exchange(get_transport(ring.place.group), "generate", 0):
-        past = kwargs.get("past_key_values")
+    transport = get_transport(ring.place.group)
+    with Exchange(transport, "generate", 0):
+        past = find_cache(kwargs)
         if model.config.is_encoder_decoder:
             raise Unsupported("generate: an encoder and a decoder; call unparallelize(model) first")
         mask = kwargs.get("attention_mask")
         if mask is not None and (mask.any(1) & (mask[:, -1] == 0)).any():
             raise Unsupported("generate: a row ends in padding; set padding_side='left' of the tokenizer")
-        if kwargs.get("use_cache") is False:
+        config = kwargs.get("generation_config", *args[1:2])
+        others = {name: x for name, x in kwargs.items() if name != "generation_config"}
+        settings, _ = model._prepare_generation_config(config, **others)
+        if settings.use_cache is False:
             raise Unsupported("generate: use_cache=False; a parallelized model generates with its sharded cache only")
-        if past is None and kwargs.get("cache_implementation") is None:
-            kwargs["past_key_values"] = RingCache(model)
-        elif not isinstance(past, RingCache):
+        for name, reason in REFUSED.items():
+            value = getattr(settings, name, None)
+            if value is not None and (name, value) != ("guidance_scale", 1):
+                raise Unsupported(f"generate: {name}={value}: {reason}")
+        other = kwargs.get("cache_implementation")
+        if settings.cache_implementation == "quantized":  # the others hold the same numbers
+            other = "quantized"
+        if other is not None or not isinstance(past, RingCache | None):
             raise Unsupported(
-                f"generate: {kwargs.get('cache_implementation') or type(past).__name__} is no RingCache; leave it out, "
-                "or give past_key_values=RingCache(model)"
+                f"generate: {other or type(past).__name__} is no RingCache; leave it out, or give "
+                "past_key_values=RingCache(model)"
             )
-    _share_seed(model.device, ring.place.group)
-    ring.call.past = kwargs["past_key_values"]
-    try:
-        return type(model).generate(model, *args, **kwargs)
-    finally:
-        ring.call.past = None
+        kwargs = _give_cache(model, kwargs, RingCache(model) if past is None else past)
+        if settings.cache_implementation is not None:
+            kwargs["cache_implementation"] = None
+    with Exchange(transport, END) as ended:
+        _share_seed(model.device, ring.place.group)
+        ring.call.past = find_cache(kwargs)
+        try:
+            result = type(model).generate(model, *args, **kwargs)
+        finally:
+            ring.call.past = None
+        tokens = getattr(result, "sequences", result)
+        told = digest(tokens.cpu().numpy().tobytes()).hex() if isinstance(tokens, Tensor) else None
+        ended.mine = json.dumps({"generated tokens": told}).encode()
+    compare_records(ended.records)
+    return result

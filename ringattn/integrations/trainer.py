@@ -10,6 +10,7 @@ To a trainer a cp group is one process: its ranks read the same batches, and its
 
 from __future__ import annotations
 
+import sys
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +23,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from ..errors import InvalidInput, Unsupported
+from . import check_release
 from .generation import STATE
 from .transformers import parallelize
 
@@ -148,6 +150,7 @@ class RingMixin:
         ring: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        check_release("accelerate", *{"trl", "peft"} & sys.modules.keys())
         self._cp = cp
         super().__init__(*args, **kwargs)
         mesh, given = self.accelerator.mesh, cast(Any, self).args

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..errors import InvalidInput, Unsupported
 from ..functional import get_transport, ring_attention
@@ -35,6 +35,7 @@ from ..runtime.call import AttentionOptions, check_option_names
 from ..train import NO_LABEL
 from ..transport.records import ErrorReport, Exchange
 from ..transport.torchdist import WeakGroup, place_group
+from . import check_release
 from .agreement import Agreement, check, check_rows
 from .batches import (
     COUNT,
@@ -51,7 +52,7 @@ from .batches import (
     shard_batch,
 )
 from .encoder_decoder import CROSS, attend_across
-from .generation import STATE, Generation, RingCache, begin, generate, has_chunks, make_pattern
+from .generation import STATE, Generation, RingCache, begin, find_cache, generate, has_chunks, make_pattern
 from .heads import HeadCall, Sequences, check_pooler, enter_base, enter_pooler, find_sequences, leave_base, pool
 from .supported import check_model, first_position, rotates_by_length, scale_by_position, tell_positions
 from .whole import WholeCall, cut_call
@@ -59,7 +60,6 @@ from .whole import WholeCall, cut_call
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedModel
     from typing_extensions import Unpack
 
     from ..runtime.call import AttentionKeywords
@@ -90,6 +90,8 @@ REFUSED = {
 class _Call:
     """What the hooks of a parallelized model tell each other of the call that runs, or of all calls."""
 
+    #: Whether a call of the model runs.
+    runs: bool = False
     #: The cache of the `generate` that runs.
     past: RingCache | None = None
     #: Whether calls with labels and without gradients return logits.
@@ -118,7 +120,7 @@ class _Call:
         """Forget what is of the call alone: the backward may recompute another one."""
         if self.numbers is not None:
             self.numbers.close()
-        self.packed = False
+        self.runs = self.packed = False
         self.sequences = self.generation = self.head = self.whole = self.numbers = None
 
 
@@ -188,6 +190,7 @@ def parallelize(
     padding, a cache of earlier tokens, an auxiliary loss of MoE routers, or a softcap or dropout that the named kernel
     does not compute; names of options are read there.
     """
+    check_release("transformers")
     check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap", "dropout"}))
     shift, pooling = check_model(model)
     if whole and model.config.is_encoder_decoder:
@@ -199,9 +202,12 @@ def parallelize(
         place_group(group), layout, AttentionOptions(**options), before, shift, pooling, pooler is not None,
         model.config.is_encoder_decoder, first_position(model), bool(rotary), whole,
     )  # fmt: skip
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and not hasattr(part, STATE):
+            part.register_forward_pre_hook(_prepare_call, with_kwargs=True)
+            part.register_forward_hook(_scale_loss, with_kwargs=True)
+            part.register_forward_hook(_leave_call, always_call=True)
     if not hasattr(model, STATE):
-        model.register_forward_pre_hook(_prepare_call, with_kwargs=True)
-        model.register_forward_hook(_scale_loss, with_kwargs=True)
         for module in rotary:
             module.register_forward_pre_hook(_add_largest, with_kwargs=True)
             module.register_forward_hook(_drop_largest)
@@ -215,11 +221,7 @@ def parallelize(
             model.base_model.register_forward_hook(leave_base)
     for module in model.modules():
         setattr(module, STATE, ring)
-    configs: dict[int, Any] = {}  # models may share a config, which names their attention
-    deepcopy(model.config, configs)
-    for module in model.modules():
-        if (own := configs.get(id(getattr(module, "config", None)))) is not None:
-            module.config = own
+    _copy_config(model)
     model.set_attn_implementation(NAME)
     model.generate = partial(generate, model)
     ring.call.unseen = compare and any(p.is_meta or not p.numel() for p in model.parameters())
@@ -232,13 +234,22 @@ def parallelize(
     return model
 
 
+def _copy_config(model: PreTrainedModel) -> None:
+    """Give the model a config of its own: models may share one, which names their attention."""
+    configs: dict[int, Any] = {}
+    deepcopy(model.config, configs)
+    for module in model.modules():
+        if (own := configs.get(id(getattr(module, "config", None)))) is not None:
+            module.config = own
+
+
 def unparallelize(model: PreTrainedModel) -> PreTrainedModel:
     """The model itself, which computes whole sequences again, by the attention that it had before `parallelize`.
 
     The model may be trained, and wrapped by DDP, FSDP or torch.compile.
     """
     for inner in model.modules():
-        ring = getattr(inner, STATE, None) if "generate" in vars(inner) else None
+        ring = getattr(inner, STATE, None) if _is_served(inner) else None
         if ring is not None:
             del inner.generate
             inner.set_attn_implementation(ring.before)
@@ -342,23 +353,30 @@ def _attend_ring(
 def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments without what only the hooks of a parallelized model read. Raises for a call that would be wrong."""
     ring = cast("_Ring | None", getattr(model, STATE))
-    if ring is None:
+    if ring is None or (ring.call.runs and not _is_served(model)):
         return args, kwargs
+    if not _is_served(model):
+        with ErrorReport(get_transport(ring.place.group), POSITIONS):
+            raise InvalidInput(
+                f"{type(model).__name__} is a part of a parallelized model, and would take rows of this rank for a "
+                "whole sequence; call the model that parallelize returned, such as by model(**batch, "
+                "output_hidden_states=True), or parallelize this part alone"
+            )
     ring.call.end()  # one that ended with an exception
     if ring.call.unseen and not torch.compiler.is_compiling():
         with ErrorReport(get_transport(ring.place.group), POSITIONS):
             check_rows(cast("PreTrainedModel", model), ring, model.forward)
         ring.call.unseen = False
-    past = ring.call.past
-    if past is not None and kwargs.get("past_key_values") is None:  # Phi-3 computes all again where its rope changes
-        past.reset()
-        kwargs = {**kwargs, "past_key_values": past}
-    if isinstance(kwargs.get("past_key_values"), RingCache):
-        kwargs, ring.call.generation = begin(cast("PreTrainedModel", model), ring.place.group, kwargs)
+    ring.call.runs = True
+    if args:
+        args, kwargs = (), {**inspect.signature(model.forward).bind_partial(*args).arguments, **kwargs}
+    past = find_cache(kwargs)
+    if isinstance(past, RingCache) or (past is None and ring.call.past is not None):
+        kwargs, ring.call.generation = begin(cast("PreTrainedModel", model), ring, past, kwargs)
         ring.call.largest = ring.call.generation.largest
         return args, kwargs
     if ring.whole and DIGEST not in kwargs:
-        args, kwargs = (), cut_call(model, ring, args, kwargs)
+        kwargs = cut_call(model, ring, kwargs)
     digest, items = kwargs.get(DIGEST), kwargs.get("num_items_in_batch")
     kept = {name: x for name, x in kwargs.items() if name not in (DIGEST, "num_items_in_batch")}
     lengths: list[int] = []
@@ -375,6 +393,18 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     if ring.stretches:
         ring.call.largest = kwargs[DIGEST][LARGEST]
     return args, _enter_call(model, ring, kept, sum(lengths))
+
+
+def _is_served(model: nn.Module) -> bool:
+    """Whether the model is one that `parallelize` returned, and no part of it."""
+    return "generate" in vars(model)
+
+
+def _leave_call(model: nn.Module, args: Any, result: Any) -> None:
+    """Note that no call runs, where it ended by an exception, too."""
+    ring = cast("_Ring | None", getattr(model, STATE))
+    if ring is not None and _is_served(model):
+        ring.call.runs = False
 
 
 def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int) -> dict[str, Any]:
@@ -401,7 +431,7 @@ def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int
 def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
     """The result with the sum of this rank's losses over `items` as its loss, which is the mean over their labels."""
     ring = cast("_Ring | None", getattr(model, STATE))
-    if ring is None:
+    if ring is None or not _is_served(model):
         return result
     generation, head, whole = ring.call.generation, ring.call.head, ring.call.whole
     ring.call.end()

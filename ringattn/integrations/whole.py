@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from ..errors import InvalidInput, Unsupported
 from .batches import COUNT, DIGEST, cut_batch, shard_batch
+from .generation import CACHES
 from .ranks import GatherRows
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class WholeCall:
             if name == "loss":
                 each = [np.array([rank]) for rank in range(len(self.places))]
                 result[name] = None if x is None else GatherRows.apply(x.reshape(1, 1), each, group).sum()
-            elif name == "past_key_values" or (self.loss and name in ("logits", "hidden_states")):
+            elif name in CACHES or (self.loss and name in ("logits", "hidden_states")):
                 result[name] = None
             elif name not in ("logits", "pooler_output") or x.ndim == 3:  # else pooled: of sequences, not of rows
                 whole = tree_map(gather, x)
@@ -73,9 +73,8 @@ class WholeCall:
         return result
 
 
-def cut_call(model: nn.Module, ring: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def cut_call(model: nn.Module, ring: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of this rank's part of a call with whole sequences, equal on all ranks; tells the hooks of it."""
-    kwargs = {**signature(model.forward).bind_partial(*args).arguments, **kwargs}
     ids, keep, group = kwargs.get("input_ids"), kwargs.get("logits_to_keep", 0), ring.place.group
     if ids is None:
         raise InvalidInput("a call with whole sequences needs input_ids [batch, tokens]")

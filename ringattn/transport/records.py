@@ -59,7 +59,8 @@ class ErrorReport:
 
     The other ranks receive the report in their exchange of that stage; with `deferred` at once, wherever they are, but
     for errors that are `common` to all ranks. The exception propagates on this rank, even if the report fails. If the
-    block raises nothing, nothing is sent.
+    block raises nothing, nothing is sent, and nothing of an exception that an exchange within the block has told all
+    ranks: the others, which have left by it, would take the report for their next call.
     """
 
     def __init__(
@@ -74,8 +75,16 @@ class ErrorReport:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self._finish()
+            try:
+                self._finish()
+            except RingAttentionError as found:
+                found.told = True
+                raise
             return
+        if isinstance(error, RingAttentionError):
+            if error.told:
+                return
+            error.told = not self.deferred
         if self.deferred:
             if not isinstance(error, self.common):
                 self.transport.fail(describe_error(error))

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from model_cases import make
+from model_cases import BASE, make
 from rank_pool import told_by
-from transformers import DynamicCache
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache, GenerationConfig
 
+from ringattn.errors import InvalidInput
 from ringattn.integrations.transformers import RingCache, parallelize, unparallelize
 
 #: Ways of generating by name; "assistant" gets a smaller model.
@@ -86,34 +87,84 @@ def conversations(rank: int, windows: str) -> tuple[float, float, int]:
 
 
 def logits(rank: int, kept: list[int]) -> list[float]:
-    """Differences of the logits of a prompt by one call with a cache: of all tokens, of the last five, of some."""
+    """Differences of the logits of calls with a cache from one process: of prompts, and of a token after one.
+
+    Of a prompt all logits are asked for, the last five, and some; the calls give positions or not, by place or name.
+    """
     alone, model = pair("Llama")
     ids = prompts(2, 29)["input_ids"]
     right = alone(ids).logits
-    asked: tuple[tuple[dict[str, Any], Any], ...] = (
-        ({}, slice(None)),
-        ({"logits_to_keep": 5}, slice(-5, None)),
-        ({"logits_to_keep": torch.tensor(kept)}, kept),
+    calls: tuple[tuple[tuple[Any, ...], dict[str, Any], Any], ...] = (
+        ((), {"input_ids": ids, "past_key_values": RingCache(model)}, slice(None)),
+        ((ids,), {"cache": RingCache(model), "logits_to_keep": 5}, slice(-5, None)),
+        ((ids, None, torch.arange(29)[None]), {"cache": RingCache(model), "logits_to_keep": torch.tensor(kept)}, kept),
     )
     with torch.no_grad():
-        found = [
-            (
-                model(
-                    input_ids=ids, position_ids=torch.arange(29).expand(2, -1), past_key_values=RingCache(model), **more
-                ),
-                x,
+        found = [(model(*args, **more), right[:, x]) for args, more, x in calls]
+        past, beside = RingCache(model), DynamicCache(config=alone.config)
+        for tokens in (ids[:, :20], ids[:, 20:21], ids[:, 21:23], ids[:, 23:]):  # a prompt, two steps, a chunk
+            found.append(
+                (model(tokens, past_key_values=past), alone(tokens, past_key_values=beside, use_cache=True).logits)
             )
-            for more, x in asked
-        ]
-    return [float((result.logits - right[:, x]).abs().max()) for result, x in found]
+    return [float((result.logits - right).abs().max()) for result, right in found]
+
+
+def settings(rank: int) -> list[str]:
+    """Which caches, set by the generation_config of a model or of a call, give other tokens than one process."""
+    alone, model = pair("Llama")
+    ids, wrong = prompts(1, 21), []
+    right = alone.generate(**ids, max_new_tokens=6)
+    for kind in ("static", "dynamic", "sliding_window", "hybrid", "offloaded"):
+        model.generation_config.cache_implementation = kind
+        given = GenerationConfig(max_new_tokens=6, cache_implementation=kind)
+        for call in ({"max_new_tokens": 6}, {"generation_config": given}):
+            if not torch.equal(model.generate(**ids, **call), right):
+                wrong.append(f"{kind}, {[*call]}")
+        model.generation_config.cache_implementation = None
+    return wrong
 
 
 def refusals(rank: int) -> dict[str, str]:
-    """What calls that cannot be honoured are told."""
-    _, model = pair("Llama")
+    """What calls that cannot be honoured are told, and whether after each of them the ranks generate as one process."""
+    alone, model = pair("Llama")
     ids = prompts(1, 21)
+    right, twice = alone.generate(**ids, max_new_tokens=3), diff_llama()
+
+    def without_cache(**options: Any) -> Any:
+        return model.generate(**ids, generation_config=GenerationConfig(max_new_tokens=3, **options))
+
+    def in_both() -> Any:
+        model.config.use_cache = False
+        try:
+            return without_cache(use_cache=False)
+        finally:
+            model.config.use_cache = True
+
+    def unnamed() -> Any:
+        """As if a release gave the cache by a third name."""
+        with pytest.MonkeyPatch.context() as patch:
+
+            def prepare(self: Any, input_ids: Any, cache: Any = None, past_key_values: Any = None, **_: Any) -> Any:
+                return {"input_ids": input_ids}
+
+            patch.setattr(type(model), "prepare_inputs_for_generation", prepare)
+            return model.generate(**ids, max_new_tokens=3)
+
     calls: dict[str, Any] = {
         "no cache": lambda: model.generate(**ids, use_cache=False),
+        "no cache by config": lambda: without_cache(use_cache=False),
+        "no cache by both configs": in_both,
+        "cache of a third name": unnamed,
+        "quantized": lambda: without_cache(cache_implementation="quantized"),
+        "guided": lambda: without_cache(guidance_scale=2.0),
+        "guided by keyword": lambda: model.generate(**ids, guidance_scale=2.0),
+        "early exit": lambda: without_cache(assistant_early_exit=1),
+        "time": lambda: model.generate(**ids, max_time=9.0),
+        "twice in a layer": lambda: twice.generate(**ids, max_new_tokens=3),
+        "stops earlier": lambda: model.generate(**ids, max_new_tokens=3 + rank),
+        "raises": lambda: model.generate(**ids, max_new_tokens=3, logits_processor=[raising] * rank),
+        "a part": lambda: model.model(**ids),
+        "the decoder": lambda: model.get_decoder()(input_ids=ids["input_ids"]),
         "another cache": lambda: model.generate(**ids, past_key_values=DynamicCache()),
         "static": lambda: model.generate(**ids, cache_implementation="static"),
         "hidden states": lambda: model.generate(**ids, output_hidden_states=True, return_dict_in_generate=True),
@@ -134,9 +185,23 @@ def refusals(rank: int) -> dict[str, str]:
         "another model": lambda: RingCache(unparallelize(make("Llama"))),
         "other tokens": lambda: model.generate(**ids, max_new_tokens=9, logits_processor=[Parting(rank)]),
     }
-    found = {name: told_by(call) for name, call in calls.items()}
-    found["after them"] = told_by(lambda: model.generate(**ids, max_new_tokens=3))
+    found = {}
+    for name, call in calls.items():
+        found[name] = told_by(call)
+        again = model.generate(**ids, max_new_tokens=3)
+        assert torch.equal(again, right), name
     return found
+
+
+def diff_llama() -> Any:
+    """A parallelized model whose layers attend twice."""
+    torch.manual_seed(1)
+    return parallelize(DiffLlamaForCausalLM(DiffLlamaConfig(**BASE, pad_token_id=0)).eval(), layout="zigzag")
+
+
+def raising(*args: Any) -> Any:
+    """A logits processor that fails on one rank."""
+    raise InvalidInput("of a logits processor")
 
 
 def example(rank: int, words: list[str], lines: str) -> str:

@@ -58,13 +58,31 @@ def test_a_conversation_goes_on_with_its_cache(run_ranks, windows: str) -> None:
 @pytest.mark.multi
 def test_all_ranks_have_the_logits_that_are_asked_for(run_ranks) -> None:  # type: ignore[no-untyped-def]
     for found in run_ranks(cases.logits, 3, [3, 28, 7], timeout=120):
-        assert len(found) == 3 and max(found) <= MOST, found
+        assert len(found) == 7 and max(found) <= MOST, found
+
+
+@pytest.mark.multi
+def test_a_cache_that_a_checkpoint_names_is_replaced(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    assert run_ranks(cases.settings, 2, timeout=120) == [[], []]
 
 
 @pytest.mark.multi
 def test_what_cannot_be_honoured_is_an_error_on_all_ranks(run_ranks) -> None:  # type: ignore[no-untyped-def]
     words = {
         "no cache": "use_cache=False; a parallelized model generates with its sharded cache only",
+        "no cache by config": "use_cache=False",
+        "no cache by both configs": "use_cache=False",
+        "cache of a third name": "was called without its cache by any of the names cache, past_key_values",
+        "quantized": "quantized is no RingCache",
+        "guided": "guidance_scale=2.0: it generates a second sequence",
+        "guided by keyword": "guidance_scale=2.0",
+        "early exit": "assistant_early_exit=1",
+        "time": "max_time=9.0: ranks would stop after different numbers of tokens",
+        "twice in a layer": "DiffLlamaAttention attends twice in layer 0",
+        "stops earlier": "end of generate()",
+        "raises": "of a logits processor",
+        "a part": "InvalidInput: LlamaModel is a part of a parallelized model",
+        "the decoder": "InvalidInput: LlamaModel is a part",
         "another cache": "DynamicCache is no RingCache; leave it out",
         "static": "static is no RingCache",
         "hidden states": "output_hidden_states=True, of which a rank has its own rows only",
@@ -84,7 +102,6 @@ def test_what_cannot_be_honoured_is_an_error_on_all_ranks(run_ranks) -> None:  #
     for found in run_ranks(cases.refusals, 2, timeout=120):
         for name, word in words.items():
             assert word in found[name], (name, found[name])
-        assert found["after them"] == "fine"
 
 
 @pytest.mark.multi
