@@ -187,7 +187,7 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
         more = {"position_ids": here + ring.first, "decoder_position_ids": here, "decoder_input_ids": given}
         result = run(input_ids=given, **{word: x for word, x in more.items() if word in taken})
         parts = [_rows_of(result if ring.pooling is None else below[-1])]
-        parts += [result["encoder_last_hidden_state"]] if ring.crosses else []
+        parts += [result[name] for name in ("encoder_last_hidden_state",) if name in result]
         return torch.cat(parts, -1).flatten(0, 1)
 
     quantized = getattr(model, "hf_quantizer", None) is not None

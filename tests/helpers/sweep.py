@@ -57,7 +57,7 @@ FIELDS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_l
 #: Seconds in which a class must end, and what classes that are not made for such sizes and batches raise.
 LIMIT = 90.0
 FOREIGN = (
-    AssertionError, AttributeError, ImportError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError
 )  # fmt: skip
 #: Largest error of a field or gradient, as a part of its largest value: gradients of CTRL have 5e-4 by rounding alone.
 BOUND = 2e-3
