@@ -57,7 +57,8 @@ FIELDS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_l
 #: Seconds in which a class must end, and what classes that are not made for such sizes and batches raise.
 LIMIT = 90.0
 FOREIGN = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, StrictDataclassError,
+    TypeError, ValueError,
 )  # fmt: skip
 #: Largest error of a field or gradient, as a part of its largest value: gradients of CTRL have 5e-4 by rounding alone.
 BOUND = 2e-3
@@ -103,6 +104,7 @@ NOT_FLIPPED = (
     *("drop", "eps", "init", "loss", "coef", "vocab", "token_id", "token_index", "num_", "_dim", "dim_", "_size"),
     *("heads", "noise", "dtype", "pretraining_tp", "vision", "audio", "image", "video", "encoder_layers", "n_layer"),
     *("use_cache", "output_", "return_", "use_mamba", "max_position", "experts", "is_encoder_decoder", "n_group"),
+    "sparse_prediction",  # logits of labelled rows only
 )
 #: Other values of fields whose type does not name them.
 WORDS: dict[str, tuple[Any, ...]] = {
