@@ -1,7 +1,10 @@
-"""`check`: is a parallelized model of transformers its eager self, forward and backward?"""
+"""`check`: is a parallelized model of transformers its eager self, forward and backward? And are its rows apart?"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
@@ -9,16 +12,23 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import AttentionInterface
 
-from ..errors import InvalidInput, Mismatch
+from ..errors import InvalidInput, Mismatch, Unsupported
 from ..functional import get_transport
 from ..transport.records import ErrorReport
 from .batches import POSITIONS, cut_batch, gather_logits, shard_batch
+from .encoder_decoder import CROSS, find_tables
 from .generation import STATE, layer_windows
-from .supported import rotates_by_length, unwrap_adapters
+from .heads import FOREIGN
+from .supported import rotates_by_length, scale_by_position, unwrap_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+#: The name under which transformers finds `_attend_rows`; the tokens of `check_rows`, and those run alone; see there.
+ROWS, TOKENS, ALONE = "ringattn_rows", 32, 8
+HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -110,6 +120,105 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
             f"{result.gradients:.2g} of the largest, rounding explains {bound:.2g}; do not train with this model"
         )
     return result
+
+
+def _attend_rows(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **others: Any
+) -> tuple[torch.Tensor, None]:
+    """In place of attention: rows that depend on their own query, key and value only."""
+    gate = torch.tanh(scale_by_position(module, query).mean(-1, keepdim=True))
+    if getattr(module, CROSS, False) or key.shape[2] != query.shape[2]:
+        out = gate.expand(*gate.shape[:-1], value.shape[-1])
+    else:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        out = value * (1 + gate + torch.tanh(key.mean(-1, keepdim=True)))
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ROWS, _attend_rows)
+
+
+@contextmanager
+def _in_fp32(model: nn.Module) -> Iterator[None]:
+    """While it is open, each module computes with its weights of 16 bits in fp32, of one module at a time."""
+    narrow: list[list[tuple[nn.Parameter, torch.Tensor]]] = []
+
+    def widen(module: nn.Module, *_: Any) -> None:
+        narrow.append([(p, p.data) for p in module.parameters(recurse=False) if p.dtype in HALF])
+        for p, x in narrow[-1]:
+            p.data = x.float()
+
+    def restore(*_: Any) -> None:
+        for p, x in narrow.pop():
+            p.data = x
+
+    with ExitStack() as after:
+        after.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("highest")
+        after.callback(lambda: list(map(restore, list(narrow))))  # of an error
+        for module in model.modules():
+            after.enter_context(module.register_forward_pre_hook(widen))
+            after.enter_context(module.register_forward_hook(restore))
+        yield
+
+
+def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> None:
+    """Raise Unsupported for a model that mixes rows elsewhere than in transformers' attention functions. No messages.
+
+    `run`, which is the model or its forward, computes a few tokens without attention, and some of them each alone,
+    whose results must be the same. Modes, gradients and random numbers stay as they are.
+    """
+    config, device, taken = model.config.get_text_config(), model.device, inspect.signature(model.forward).parameters
+    tokens, numbers = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS), torch.Generator()
+    ids = torch.randint(config.vocab_size, (tokens,), generator=numbers.manual_seed(0), device="cpu")
+    order = torch.randperm(tokens - 1, generator=numbers, device="cpu")
+    special = [x for word, x in vars(config).items() if word.endswith("_token_id") and isinstance(x, int)]
+    for place, token in zip(order[ALONE:], special, strict=False):
+        ids[place] = token % config.vocab_size
+    ids[ids == getattr(config, "pad_token_id", None)] = config.vocab_size // 2  # to which some give no position
+    some = torch.cat([order[:ALONE], torch.tensor([tokens - 1])])  # with the largest position, by which ropes change
+    below: list[Any] = []
+    modes, before = [(module, module.training) for module in model.modules()], model.config._attn_implementation
+    tables = set(find_tables(model).values()) if ring.crosses else set()
+
+    def rows_of(places: torch.Tensor) -> torch.Tensor:
+        """The results [n, d] of the tokens at `places` [B, n]."""
+        here, given = places.to(device), ids[places].to(device)
+        ring.call.places = {"encoder": here[0], "decoder": here[0]}
+        more = {"position_ids": here + ring.first, "decoder_position_ids": here, "decoder_input_ids": given}
+        result = run(input_ids=given, **{word: x for word, x in more.items() if word in taken})
+        parts = [_rows_of(result if ring.pooling is None else below[-1])]
+        parts += [result[name] for name in ("encoder_last_hidden_state",) if name in result]
+        return torch.cat(parts, -1).flatten(0, 1)
+
+    quantized = getattr(model, "hf_quantizer", None) is not None
+    try:
+        for module, _ in modes:
+            setattr(module, STATE, ring if module in tables else None)
+        model.eval().set_attn_implementation(ROWS)
+        with (
+            torch.no_grad(), torch.autocast(device.type, enabled=False),
+            nullcontext() if quantized else _in_fp32(model),
+            model.base_model.register_forward_hook(lambda *given: below.append(given[-1])),
+        ):  # fmt: skip
+            whole = rows_of(torch.arange(tokens)[None])[some]
+            again = torch.cat([rows_of(places[:, None]) for places in some.split(1 if ring.crosses else len(some))])
+    except FOREIGN as error:
+        words = f"{type(model).__name__}, {TOKENS} tokens: {type(error).__name__}: {error}"
+        raise Unsupported(f"{words}; compare=False leaves out the run which sees mixed rows") from error
+    finally:
+        model.set_attn_implementation(before)
+        for module, training in modes:
+            setattr(module, STATE, ring)
+            module.training = training
+    far = ((whole - again).abs().amax(-1) / whole.abs().max().clamp(min=1e-30)).float().sort().values
+    # Rounding may send a row to another expert, and in 16 bits each of many.
+    if far[len(far) // 2 if quantized else -2] > (2**-3 if quantized else 2**-11):
+        raise Unsupported(
+            f"{type(model).__name__} mixes rows outside of attention functions: with other tokens beside them they "
+            f"change by {float(far[-1]):.2g} of the largest. Look for a convolution, shift or mean of tokens, a choice "
+            "among them, positions other than position_ids, or attention of a layer's own; shard the batch instead"
+        )
 
 
 def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:

@@ -56,6 +56,11 @@ def _give_cache(model: nn.Module, kwargs: dict[str, Any], past: Any) -> dict[str
     return {**{other: x for other, x in kwargs.items() if other not in CACHES}, name: past}
 
 
+def has_chunks(model: Any) -> bool:
+    """Whether layers of the model attend within chunks of the sequence."""
+    return "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
 def layer_windows(model: PreTrainedModel) -> list[int | None]:
     """The keys that each layer's window lets a row see, its own among them, as transformers' caches read them."""
     config = model.config.get_text_config()
@@ -87,6 +92,8 @@ class RingCache(Cache):  # type: ignore[misc]
         shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0)
         if shared:
             raise Unsupported(f"generate: {shared} layers of {type(model).__name__} share keys and values of others")
+        if has_chunks(model) or getattr(model.config.get_text_config(), "attn_temperature_tuning", False):
+            raise Unsupported("generate: attention in chunks, or scaled by position; call unparallelize(model) first")
         self.windows = layer_windows(model)
         patterns = [make_pattern(window) for window in self.windows]
         #: Whether a call of the parallelized model runs, which adds what `update` is given.

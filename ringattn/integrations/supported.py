@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import (
@@ -24,8 +25,10 @@ from ..errors import InvalidInput, Unsupported
 from .encoder_decoder import find_tables
 from .heads import find_pooling
 
+#: Attribute of the attention modules that `tell_positions` tells them.
+PLACES = "_ringattn_positions"
 #: The kinds of layers whose whole attention is in the attention function.
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 #: The kinds of PEFT's adapters that are not computed row by row, or call the model past its hooks.
 ADAPTERS = ("ADALORA", "ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "XLORA", "aLoRA")
 
@@ -82,13 +85,13 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
 
     for feature, present, hint in (
         ("inputs other than tokens", model.main_input_name != "input_ids", "only sequences of tokens are sharded"),
-        (f"layers of type {', '.join(sorted(kinds))}", kinds, f"only {' and '.join(LAYER_TYPES)} are served"),
+        (f"layers of type {', '.join(sorted(kinds))}", kinds, f"only {', '.join(LAYER_TYPES)} are served"),
         (
             "a decoder for rows that it lacks",
             given("add_cross_attention") and not both,
             "set add_cross_attention=False",
         ),
-        ("attention in chunks (attention_chunk_size)", given("attention_chunk_size") is not None, ""),
+        ("embeddings scaled by the share of masked tokens (token_dropout)", given("token_dropout"), ""),
         ("a mask made of its values (keep_window_size)", hasattr(config, "keep_window_size"), ""),
         ("embeddings of neighbouring tokens (trigram_input)", given("trigram_input"), ""),
         ("a bias of relative positions", hasattr(config, "relative_attention_num_buckets"), ""),
@@ -121,6 +124,27 @@ def rotates_by_length(module: nn.Module) -> bool:
         "dynamic" in str(kind) or kind == "longrope"
         for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
     )
+
+
+def tell_positions(model: nn.Module) -> None:
+    """Let attention that scales queries by their place, as Llama 4's does, know position_ids."""
+    for layer in model.modules():
+        if getattr(getattr(layer, "self_attn", None), "attn_temperature_tuning", False):
+            layer.register_forward_pre_hook(_tell, with_kwargs=True)
+
+
+def _tell(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    setattr(layer.self_attn, PLACES, kwargs["position_ids"])
+
+
+def scale_by_position(module: Any, query: torch.Tensor) -> torch.Tensor:
+    """The queries [B, H, n, D] with the scale of position_ids, where such a layer gave them that of the first rows."""
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query
+    positions: Any = getattr(module, PLACES)
+    places = torch.stack([positions, torch.arange(query.shape[2], device=query.device).expand_as(positions)])
+    scale = 1 + module.attn_scale * torch.log1p(torch.floor((places.float() + 1) / module.floor_scale))
+    return (query * (scale[0] / scale[1])[:, None, :, None]).to(query.dtype)
 
 
 def first_position(model: nn.Module) -> int:

@@ -29,13 +29,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ..errors import InvalidInput, Unsupported
 from ..functional import get_transport, ring_attention
 from ..layout.regular import Layout
+from ..pattern import local_window
 from ..runtime.autograd import compilable
 from ..runtime.call import AttentionOptions, check_option_names
 from ..train import NO_LABEL
 from ..transport.records import ErrorReport, Exchange
 from ..transport.torchdist import WeakGroup, place_group
 from . import check_release
-from .agreement import Agreement, check
+from .agreement import Agreement, check, check_rows
 from .batches import (
     COUNT,
     DIGEST,
@@ -51,10 +52,17 @@ from .batches import (
     shard_batch,
 )
 from .encoder_decoder import CROSS, attend_across
-from .generation import STATE, Generation, RingCache, begin, find_cache, generate, make_pattern
+from .generation import STATE, Generation, RingCache, begin, find_cache, generate, has_chunks, make_pattern
 from .heads import HeadCall, Sequences, check_pooler, enter_base, enter_pooler, find_sequences, leave_base, pool
 from .routers import balance_routers, has_routers, take_routers
-from .supported import check_model, first_position, rotates_by_length, unwrap_adapters
+from .supported import (
+    check_model,
+    first_position,
+    rotates_by_length,
+    scale_by_position,
+    tell_positions,
+    unwrap_adapters,
+)
 from .whole import WholeCall, cut_call
 
 if TYPE_CHECKING:
@@ -68,10 +76,15 @@ if TYPE_CHECKING:
 NAME = "ringattn"
 #: The functions of transformers.masking_utils that a mask may be made of: `_attend` knows what they say.
 MASKS = {
-    "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "and_masks",
+    "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "chunked_overlay", "and_masks",
     "sliding_window_bidirectional_overlay", "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
 }  # fmt: skip
 
+#: What models pass on to attention functions, and changes no numbers there, or is known from other arguments.
+UNREAD = {
+    "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "decoder_position_ids", "use_cache",
+    "deterministic", "encoder_hidden_states", "shift_labels", "output_hidden_states", "return_dict",
+}  # fmt: skip
 #: Options of a call, or of a config, that no model over ranks can honour, and why.
 REFUSED = {
     "output_attentions": "no rank holds the attention weights of whole rows; leave it out, or load another model with "
@@ -91,6 +104,8 @@ class _Call:
     past: RingCache | None = None
     #: Whether calls with labels and without gradients return logits.
     logits: bool = False
+    #: Whether the next call, which has the weights, asks whether the model mixes rows.
+    unseen: bool = False
     #: The calls in training so far.
     trained: int = 0
     #: The largest position of the whole batch.
@@ -157,6 +172,7 @@ def parallelize(
     *,
     layout: str | Layout | LayerMasks,
     whole: bool = False,
+    compare: bool = True,
     **options: Unpack[AttentionKeywords],
 ) -> PreTrainedModel:
     """The model itself, whose attention now runs over the ranks of `group`; collective calls from then on.
@@ -169,6 +185,8 @@ def parallelize(
     whole: True: a call takes whole sequences, equal on all ranks, cuts them, and returns the loss and the rows of all
         ranks to each: a program for one process runs as it is. With labels it returns no logits, which are large. All
         ranks must compute the same loss, and the mean of their gradients, which DDP and FSDP take, is its gradient.
+    compare: whether the model computes a few tokens here, without messages, by which mixing of rows outside of
+        attention is seen; where weights are on the meta device, in its first call. `check` sees more.
     options: `schedule`, `kernel`, `machine`, `deterministic`, `comm_dtype` and `rotate`, see
         `runtime.call.AttentionOptions`. Scale, softcap and dropout are those of the model.
 
@@ -179,9 +197,10 @@ def parallelize(
     loss: one logit row for each sequence, or where documents are packed for each document. Padding takes no part.
 
     Raises Unsupported, with the name of the feature, for heads that read other rows than the first, the last or the
-    mean, and for models whose attention is not all in transformers' attention function: linear or chunked attention,
-    position bias, ALiBi. So does a call with a mask that is not padding, a cache of earlier tokens, a loss of routers
-    that is not Mixtral's, or a softcap or dropout that the named kernel does not compute; option names are read there.
+    mean, and for models whose attention is not all in transformers' attention function: linear attention, position
+    bias, ALiBi, or by `compare` a convolution, or positions of their own. So does a call with a mask that is not
+    padding, a cache of earlier tokens, a loss of routers that is not Mixtral's, or a softcap or dropout that the named
+    kernel does not compute; option names are read there.
     """
     check_release("transformers")
     check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap", "dropout"}))
@@ -205,6 +224,7 @@ def parallelize(
         for module in rotary:
             module.register_forward_pre_hook(_add_largest, with_kwargs=True)
             module.register_forward_hook(_drop_largest)
+        tell_positions(model)
         if ring.crosses:
             attend_across(model)
         if pooler is not None:
@@ -215,14 +235,26 @@ def parallelize(
             model.base_model.register_forward_hook(leave_base)
     for module in model.modules():
         setattr(module, STATE, ring)
-    configs: dict[int, Any] = {}  # models may share a config, which names their attention
-    deepcopy(model.config, configs)
-    for module in wrapper.modules():
-        if (own := configs.get(id(getattr(module, "config", None)))) is not None:
-            module.config = own
+    _copy_config(wrapper, model.config)
     model.set_attn_implementation(NAME)
     model.generate = partial(generate, model)
+    ring.call.unseen = compare and any(p.is_meta or not p.numel() for p in model.parameters())
+    if compare and not ring.call.unseen:
+        try:
+            check_rows(model, ring, model)
+        except Unsupported:
+            unparallelize(model)
+            raise
     return wrapper
+
+
+def _copy_config(model: nn.Module, config: Any) -> None:
+    """Give the model's modules a config of their own: models may share one, which names their attention."""
+    configs: dict[int, Any] = {}
+    deepcopy(config, configs)
+    for module in model.modules():
+        if (own := configs.get(id(getattr(module, "config", None)))) is not None:
+            module.config = own
 
 
 def unparallelize(model: PreTrainedModel) -> PreTrainedModel:
@@ -252,14 +284,14 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
     is_causal: bool | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
-    **unused: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """(out [B, n, H, Dv], None) of query [B, H, n, D], key [B, K, n, D] and value [B, K, n, Dv], the rows of this rank.
 
-    The arguments are those that transformers passes to attention functions. `unused` are for other functions.
+    The arguments are those that transformers passes to attention functions; raises Unsupported for any of `others` that
+    is neither None nor False nor in `UNREAD`.
     """
     ring = cast("_Ring | None", getattr(module, STATE, None))
     if ring is None:
@@ -268,24 +300,29 @@ def _attend(
             "ringattn.integrations.transformers.parallelize(model, group, layout=...)"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    name, window, mask = type(module).__name__, sliding_window, attention_mask
+    query = scale_by_position(module, query)
+    name, window, mask, chunked = type(module).__name__, sliding_window, attention_mask, False
+    given = (word for word, x in others.items() if x is not None and x is not False)
+    unknown = ", ".join(f"{word}=" for word in given if word not in UNREAD)
     if mask is not None and mask.ndim > 2:
         if mask.dtype != torch.bool or mask.ndim != 4 or mask.stride(2):  # not of `_write_mask`
             raise Unsupported(
                 f"{name} has a mask of its own, {tuple(mask.shape)} of {mask.dtype}, which is not padding"
             )
-        window, causal = mask.shape[2] - 2 or None, mask.shape[1] == 1
+        window, causal, chunked = mask.shape[2] - 2 or None, mask.shape[1] != 2, mask.shape[1] == 3
         mask = mask[:, 0, 0] if mask.shape[3] else None
     generation = ring.call.generation
     if generation is not None:
-        if not causal:
-            raise Unsupported(f"generate: rows of {name} see later tokens; call unparallelize(model) first")
+        if not causal or unknown:
+            raise Unsupported(
+                f"generate: {name} has {unknown or 'attention to later tokens'}; call unparallelize(model) first"
+            )
         options = {**ring.options.keywords(), "scale": scaling, "softcap": softcap}
         out = generation.attend(module, window, query, key, value, s_aux, options)
     else:
         out = _attend_ring(
-            ring, name, query, key, value, mask, cu_seq_lens_q, s_aux, position_bias, window, causal,
-            getattr(module, CROSS, False), scale=scaling, softcap=softcap, dropout=dropout,
+            ring, name, query, key, value, mask, cu_seq_lens_q, s_aux, unknown, window, causal,
+            getattr(module, CROSS, False), chunked, scale=scaling, softcap=softcap, dropout=dropout,
         )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
@@ -293,26 +330,31 @@ def _attend(
 @compilable
 def _attend_ring(
     ring: _Ring, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-    borders: torch.Tensor | None, sinks: torch.Tensor | None, position_bias: torch.Tensor | None, window: int | None,
-    causal: bool, crosses: bool, **options: Unpack[AttentionKeywords],
+    borders: torch.Tensor | None, sinks: torch.Tensor | None, unknown: str, window: int | None,
+    causal: bool, crosses: bool, chunked: bool, **options: Unpack[AttentionKeywords],
 ) -> torch.Tensor:  # fmt: skip
     """out [B, H, n, Dv] of a layer of class `name`. The borders of documents are a tensor, which may change.
 
     crosses: keys and values are rows of another sequence than the queries, all of which are seen.
+    chunked: `window` is the length of chunks, which count from the begin of each document.
     """
     group = ring.place.group
     with ErrorReport(get_transport(group), "call"):
-        if position_bias is not None:
-            raise Unsupported(f"{name} adds a position bias to its logits, which ringattn does not")
+        if unknown:
+            raise Unsupported(f"{name} gives its attention {unknown} which ringattn does not know")
         if q.shape[2] != k.shape[2] and not crosses:
             raise Unsupported(
                 f"a cache of earlier tokens: {q.shape[2]} queries, {k.shape[2]} keys; pass use_cache=False"
             )
         if borders is None and (ring.call.packed or isinstance(ring.layout, LayerMasks)):
             raise Unsupported(f"{name} is not given cu_seq_lens_q by its model, and would see across documents")
-        pattern, layout = make_pattern(None, False) if crosses else make_pattern(window, causal), ring.layout
-        if borders is not None:
-            pattern = pattern & read_borders(borders)
+        layout, documents = ring.layout, None if borders is None else read_borders(borders)
+        pattern = make_pattern(None if chunked or crosses else window, causal and not crosses)
+        if chunked:
+            assert window is not None
+            pattern = pattern & (local_window(window, blocks=0) if documents is None else documents.split(window))
+        elif documents is not None:
+            pattern = pattern & documents
         if isinstance(layout, LayerMasks):
             layout = layout.cut(cast(torch.Tensor, borders), dist.get_world_size(group))
         padding = None if mask is None else ~mask.to(device=k.device, dtype=torch.bool)
@@ -335,6 +377,10 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
                 "output_hidden_states=True), or parallelize this part alone"
             )
     ring.call.end()  # one that ended with an exception
+    if ring.call.unseen and not torch.compiler.is_compiling():
+        with ErrorReport(get_transport(ring.place.group), POSITIONS):
+            check_rows(cast("PreTrainedModel", model), ring, model.forward)
+        ring.call.unseen = False
     ring.call.runs = True
     if args:
         args, kwargs = (), {**inspect.signature(model.forward).bind_partial(*args).arguments, **kwargs}
@@ -482,6 +528,11 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
         rows.mine = json.dumps([positions.shape[-1], *numbers]).encode()
     lengths = compare_batches(list(map(json.loads, rows.records)))
     ring.checked[:] = [kind]
+    if kind[1] and has_chunks(model):
+        with ErrorReport(get_transport(ring.place.group), "call"):
+            places = cut_batch(ring.layout, sum(lengths), len(lengths), None).positions(dist.get_rank(ring.place.group))
+            if not kwargs["attention_mask"][:, torch.from_numpy(np.flatnonzero(places == 0))].all():
+                raise Unsupported("padding before tokens that attend in chunks; set padding_side='right'")
     if known or positions.ndim != 2 or kind[1]:
         return lengths  # where padding is, only the whole mask tells positions
     with ErrorReport(get_transport(ring.place.group), "call"):
@@ -529,12 +580,15 @@ def _write_mask(
 ) -> torch.Tensor:
     """The mask of a kind of layers for `_attend`: padding [B, sides, 2 + keys that a window shows to a side, n].
 
-    Every [B, n] of it is the padding mask; n = 0: no padding. One side: causal; two: not. Without a window the size is
-    2. The sizes carry both, since the mask decides in transformers: the keyword `sliding_window` is not passed by all
-    models, and their `is_causal` may say something else.
+    Every [B, n] of it is the padding mask; n = 0: no padding. One side: causal; two: not; three: causal, and the window
+    is a chunk. Without a window the size is 2. The sizes carry both, since the mask decides in transformers: the
+    keyword `sliding_window` is not passed by all models, and their `is_causal` may say something else.
     Raises Unsupported for a mask that is made of more than causality, a window and documents.
     """
-    if not torch.compiler.is_compiling() and (unknown := _rules(mask_function) - MASKS):
+    rules = set() if torch.compiler.is_compiling() else _rules(mask_function)
+    if torch.compiler.is_compiling() and getattr(others.get("config"), "attention_chunk_size", None) is not None:
+        raise Unsupported("torch.compile of attention in chunks; compile the layers alone")
+    if unknown := rules - MASKS:
         raise Unsupported(
             f"this model lays a mask of its own over the causal one ({', '.join(sorted(unknown))}), which ringattn "
             "cannot read; write the mask as a Pattern, or use attn_implementation='sdpa'"
@@ -543,7 +597,8 @@ def _write_mask(
         attention_mask = torch.ones(batch_size, 0, dtype=torch.bool, device=device)
     both = "allow_is_bidirectional_skip" in others
     keys = 0 if local_size is None else local_size + both  # the row's own, too
-    return attention_mask[:, None, None].expand(-1, 1 + both, 2 + keys, -1)
+    sides = 3 if "chunked_overlay" in rules else 1 + both
+    return attention_mask[:, None, None].expand(-1, sides, 2 + keys, -1)
 
 
 def _rules(function: Callable[..., Any]) -> set[str]:

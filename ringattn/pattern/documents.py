@@ -101,6 +101,12 @@ class Documents(Pattern):
         own = None if self.q_lengths is None else cast("tuple[int, ...]", self.q_lengths[index])
         return Documents(cast("tuple[int, ...]", self.lengths[index]), q_lengths=own)
 
+    def split(self, length: int) -> Documents:
+        """The same tokens in documents of at most so many: each is cut from its begin on."""
+        rows = [self.row(row).starts for row in range(self.rows or 1)]
+        cut = [[*sorted({x for a, b in pairwise(row) for x in range(a, b, length)}), row[-1]] for row in rows]
+        return Documents(cu_seqlens=cut if self.rows else cut[0])
+
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """The first position of each document, then the end of the last document: the cu_seqlens.

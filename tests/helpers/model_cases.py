@@ -41,6 +41,7 @@ BASE = {
 }
 MIXED = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CHUNKS = {"attention_chunk_size": 9, "floor_scale": 6, "attn_scale": 1.0}
 BART = {
     "d_model": 32,
     **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
@@ -67,6 +68,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GptOssForCausalLM",
         "GptOssConfig",
         {**MIXED, **EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "Llama 4, chunks": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {**EXPERTS, **CHUNKS, "no_rope_layers": [1, 0], "intermediate_size_mlp": 48, "pad_token_id": 0},
     ),
     "Mixtral": ("MixtralForCausalLM", "MixtralConfig", EXPERTS),
     "ModernBERT, two sides": ("ModernBertForMaskedLM", "ModernBertConfig", {"local_attention": 12, "pad_token_id": 0}),
@@ -405,6 +411,12 @@ BLOOM = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}
 #: Models that are refused: the class of the model, that of its configuration, settings, and what the model has.
 REFUSED: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("BloomForCausalLM", "BloomConfig", BLOOM, "ALiBi"),
+    (
+        "EsmForMaskedLM",
+        "EsmConfig",
+        {**BASE, "token_dropout": True, "mask_token_id": 7, "pad_token_id": 0},
+        "embeddings scaled by the share of masked tokens (token_dropout)",
+    ),
     ("ViTModel", "ViTConfig", VIT, "inputs other than tokens"),
     ("BertForNextSentencePrediction", "BertConfig", BASE, "a head whose loss is not of tokens, classes or answers"),
     ("AlbertModel", "AlbertConfig", {**BASE, "embedding_size": 8}, "a pooler of rows, not first rows"),
@@ -654,16 +666,26 @@ def refusals(rank: int) -> None:
     moved = {**batch, "position_ids": batch["position_ids"] + rank}
     words = "position_ids of rank 1 are not those of its rows under layout 'zigzag' of 40 tokens"
     says(f"{'InvalidInput' if rank else 'Mismatch: rank 1 cannot take part'}: {words}", lambda: llama(**moved))
-    chunked = make("Gemma 3, hybrid")
-    chunked.config.layer_types = ["full_attention", "chunked_attention"]
+    linear = make("Gemma 3, hybrid")
+    linear.config.layer_types = ["full_attention", "linear_attention"]
     says(
-        "Unsupported: Gemma3ForCausalLM has layers of type chunked_attention",
-        lambda: parallelize(chunked, layout="zigzag"),
+        "Unsupported: Gemma3ForCausalLM has layers of type linear_attention",
+        lambda: parallelize(linear, layout="zigzag"),
     )
+    chunked, mask = ring("Llama 4, chunks"), torch.ones_like(ids)
+    mask[:, :3] = 0
+    words, padded = "padding before tokens that attend in chunks", {"input_ids": ids, "attention_mask": mask}
+    padded = shard_batch(padded, layout="zigzag")
+    says(f"{'Mismatch: rank 0 cannot take part' if rank else 'Unsupported'}: {words}", lambda: chunked(**padded))
+    says("Unsupported: generate: attention in chunks", lambda: chunked.generate(ids[:, :9]))
+    says("fine", lambda: chunked(**batch))
     router = "Unsupported: output_router_logits=True: this model makes no loss of routers"
     body = parallelize(make("Mixtral").model, layout="zigzag")
     says(router, lambda: body(**batch, output_router_logits=True))
     says("Unsupported: output_attentions=True", lambda: llama(**batch, output_attentions=True))
+    words = "Unsupported: LlamaAttention gives its attention attn_bias=, block_indices= which"
+    says(words, lambda: llama(**batch, attn_bias=ids, block_indices=ids, indices=None))
+    mixed(batch)
     for options, words in (
         ({"group": 2}, "group=2: expected a ProcessGroup"),
         ({"softcap": 3.0}, "unknown option 'softcap'"),
@@ -705,6 +727,64 @@ def refusals(rank: int) -> None:
     for kind, config, settings, words in REFUSED:
         model = getattr(hf, kind)(getattr(hf, config)(**settings))
         says(f"Unsupported: {kind} has {words}", lambda: parallelize(model, layout="zigzag"))
+
+
+class Mixing(torch.nn.Module):
+    """A layer of a model of the user's own, whose rows depend on others outside of attention functions."""
+
+    def __init__(self, inner: torch.nn.Module, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = inner, how
+        self.conv = torch.nn.Conv1d(32, 32, 3, padding=2, groups=32)
+        self.places = torch.nn.Embedding(512, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[1]
+        return (
+            self.inner(x)
+            + {
+                "shift": lambda: torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :n],
+                "convolution": lambda: self.conv(x.transpose(1, 2))[..., :n].transpose(1, 2),
+                "running mean": lambda: x.cumsum(1) / torch.arange(1, n + 1)[:, None],
+                "top-k over tokens": lambda: (
+                    x * torch.zeros(len(x), n).scatter(1, x.norm(dim=-1).topk((n + 1) // 2)[1], 1.0)[..., None]
+                ),
+                "own positions": lambda: self.places(torch.arange(n)).to(x),
+                "own attention": lambda: torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True),
+            }[self.how]()
+        )
+
+
+def mixed(batch: dict[str, torch.Tensor]) -> None:
+    """That models which mix rows are refused, and what `parallelize` leaves as it was."""
+    words = "Unsupported: LlamaForCausalLM mixes rows outside of attention functions"
+    for how in ("shift", "convolution", "running mean", "top-k over tokens", "own positions", "own attention"):
+        for dtype in (torch.float32, torch.bfloat16):
+            model = make("Llama")
+            model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp, how)
+            model.to(dtype)
+            says(words, lambda: parallelize(model, layout="zigzag"))
+    ids, before = torch.arange(8)[None], torch.get_rng_state()
+    says("fine", lambda: model(ids))  # one that was refused computes whole sequences
+    says("fine", lambda: parallelize(model, layout="zigzag", compare=False))
+    model = make("Llama", torch_dtype=torch.bfloat16).to(torch.bfloat16).train()
+    model.model.layers[0].eval()
+    modes, before = [module.training for module in model.modules()], torch.get_rng_state()
+    weights = [(p, p.data_ptr(), p.dtype) for p in model.parameters()]
+    parallelize(model, layout="zigzag")
+    assert [module.training for module in model.modules()] == modes and torch.equal(torch.get_rng_state(), before)
+    assert all(p.data_ptr() == place and p.dtype == dtype and p.grad is None for p, place, dtype in weights)
+    with torch.device("meta"):
+        late = make("Llama")
+        late.model.layers[1].mlp = Mixing(late.model.layers[1].mlp, "shift")
+    parallelize(late, layout="zigzag").to_empty(device="cpu")
+    for module in late.modules():
+        if hasattr(module, "inv_freq"):
+            module.inv_freq = make("Llama").model.rotary_emb.inv_freq
+    for p in late.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    says(words, lambda: late(**batch))
+    says(words, lambda: late(**batch))
 
 
 def compiled(rank: int, packings: int) -> tuple[bool, int]:

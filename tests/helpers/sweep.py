@@ -1,10 +1,12 @@
 """Every text model of the installed transformers, tiny, over ranks and alone: none may be accepted that is not exact.
 
     PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py [CLASS ...] > LINES    # without classes all of them
+    PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py --plain [CLASS ...]    # with the fields that they have
     PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py --page < LINES         # docs/support_models.md
 
 Writes a line for each class: exact, refused (in words), not buildable, no text, WRONG or crash. The status is 1 if some
-are WRONG or crash. `test_transformers.py` runs a sample.
+are WRONG or crash. A class that is served has a line more for each set of fields of its configuration that changes its
+numbers, `CLASS(field=value, ...)`, see `search_fields`. `test_transformers.py` runs a sample.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import inspect
 import logging
 import multiprocessing
 import sys
+import typing
 import warnings
 from collections import Counter
 from datetime import timedelta
@@ -25,7 +28,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from huggingface_hub.errors import StrictDataclassError
-from rank_pool import Pool
+from rank_pool import Pool, told_by
 from transformers.models.auto import configuration_auto, modeling_auto
 
 import ringattn as ra
@@ -54,7 +57,8 @@ FIELDS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_l
 #: Seconds in which a class must end, and what classes that are not made for such sizes and batches raise.
 LIMIT = 90.0
 FOREIGN = (
-    AssertionError, AttributeError, ImportError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, StrictDataclassError,
+    TypeError, ValueError,
 )  # fmt: skip
 #: Largest error of a field or gradient, as a part of its largest value: gradients of CTRL have 5e-4 by rounding alone.
 BOUND = 2e-3
@@ -79,6 +83,8 @@ SIZES: tuple[tuple[Any, str], ...] = (
     (0, "pad_token_id num_kv_shared_layers"),
     (3, "bos_token_id"),
     (5, "eos_token_id"),
+    (7, "mask_token_id"),
+    (9, "attention_chunk_size"),
     (0.0, "attention_dropout hidden_dropout dropout attn_pdrop resid_pdrop embd_pdrop attention_probs_dropout_prob"),
     (0.0, "hidden_dropout_prob layerdrop activation_dropout classifier_dropout embedding_dropout mlp_dropout"),
     (0.0, "router_jitter_noise input_jitter_noise jitter_noise classifier_dropout_prob attn_dropout residual_dropout"),
@@ -93,6 +99,32 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"attn_pdrop": 0, "resid_pdrop": 0},
     {"attention_types": [[["global", "local"], 1]], "window_size": 9},
 )
+#: Fields of configurations whose values are sizes, or of training and loading alone, by parts of their names.
+NOT_FLIPPED = (
+    *("drop", "eps", "init", "loss", "coef", "vocab", "token_id", "token_index", "num_", "_dim", "dim_", "_size"),
+    *("heads", "noise", "dtype", "pretraining_tp", "vision", "audio", "image", "video", "encoder_layers", "n_layer"),
+    *("use_cache", "output_", "return_", "use_mamba", "max_position", "experts", "is_encoder_decoder", "n_group"),
+    "sparse_prediction",  # logits of labelled rows only
+)
+#: Other values of fields whose type does not name them.
+WORDS: dict[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("rotary", "absolute", "relative_key"),
+    "summary_type": ("last", "mean"),
+    "attention_type": ("original_full", "full"),
+    "attn_type": ("uni", "bi"),
+    "topk_method": ("noaux_tc", "group_limited_greedy"),
+    "layer_types": (["sliding_attention", "full_attention"], ["full_attention"] * 2, ["chunked_attention"] * 2),
+    "no_rope_layers": ([1, 0], [0, 1]),
+    "rope_parameters": tuple(
+        {"rope_theta": 1e4, "rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 16, **more}
+        for kind, more in (
+            ("longrope", {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}),
+            ("yarn", {}),
+        )
+    ),
+}
+#: What a number is set to, where it is a window or the like, and where it is not.
+WIDTH, FEW, PART = 9, 2, 0.5
 GROUPS: list[Any] = []
 #: The end of the name of the text part of a class that has other inputs, too.
 TEXT = ".get_decoder()"
@@ -109,15 +141,16 @@ def classes() -> dict[str, str]:
 
 
 def configure(kind: Any, **more: Any) -> Any:
-    """A tiny configuration of this class, and of the configurations in it."""
+    """A tiny configuration of this class, and of the configurations in it, with `more` where it is known."""
     known = {*inspect.signature(kind.__init__).parameters, *getattr(kind, "__dataclass_fields__", ())}
     words = {name: size for name, size in BY_NAME.items() if name in known}
     for name, sub in (getattr(kind, "sub_configs", None) or {}).items():
         if sub is hf.AutoConfig:
             sub = type(getattr(kind(), name))
         if issubclass(sub, hf.PreTrainedConfig):
-            words[name] = configure(sub).to_dict()
-    config = kind(**{**words, **more})
+            fields = getattr(sub, "__dataclass_fields__", ())
+            words[name] = configure(sub, **{n: x for n, x in more.items() if n in fields}).to_dict()
+    config = kind(**copy.deepcopy({**words, **more}))  # which change dicts
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in rope:  # some models take sections from it
         half = int(BY_NAME["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
@@ -157,17 +190,71 @@ def make(name: str, model_type: str, **more: Any) -> Any:
     return model
 
 
-def fit(name: str, model_type: str, ids: torch.Tensor) -> Any:
-    """The model by the first of `OTHERS` with which it can be made and run. Raises the error of the first."""
+def fit(name: str, model_type: str, ids: torch.Tensor, **fields: Any) -> tuple[Any, dict[str, Any], torch.Tensor]:
+    """(the model, the first of `OTHERS` with which it can be made and run, a result). Raises the error of the first.
+
+    `fields` are set in its configuration.
+    """
     errors = []
     for more in OTHERS:
         try:
-            model = make(name, model_type, **more)
-            model(**alone(model, ids.expand(2, -1), 0, 0, TOKENS), **without_cache(model))
-            return make(name, model_type, **more)
+            model = make(name, model_type, **{**more, **fields})
+            result = model(**alone(model, ids.expand(2, -1), 0, 0, TOKENS), **without_cache(model))
+            first = next(x for n in FIELDS if isinstance(x := result.get(n), torch.Tensor)).detach()
+            return make(name, model_type, **{**more, **fields}), more, first
         except FOREIGN as error:
             errors.append(error)
     raise errors[0]
+
+
+def other_values(config: Any) -> dict[str, list[Any]]:
+    """What each field of a configuration, and of those in it, may be set to in its place."""
+    found: dict[str, list[Any]] = {}
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        fields = getattr(part, "__dataclass_fields__", {})
+        for name in fields.keys() - hf.PreTrainedConfig.__dataclass_fields__.keys():
+            value, kinds = vars(part).get(name), {fields[name].type, *typing.get_args(fields[name].type)}
+            window = any(word in name for word in ("window", "chunk", "local_attention"))
+            flag = isinstance(value, bool) or (value is None and bool in kinds)
+            if any(word in name for word in NOT_FLIPPED) and not (window or (flag and "drop" in name)):
+                continue
+            tried = [x for kind in kinds for x in typing.get_args(kind) if isinstance(x, str)]
+            tried = [*WORDS.get(name, ()), *sorted(tried)]
+            if flag:
+                tried.append(not value)
+            elif isinstance(value, int) or (value is None and int in kinds):
+                tried.append(WIDTH if window else FEW)
+            elif isinstance(value, float) or (value is None and float in kinds):
+                tried.append(PART if value != PART else PART / 2)
+            found[name] = [*found.get(name, ()), *(x for x in tried if x != value and x not in found.get(name, ()))]
+    return dict(sorted(found.items()))
+
+
+def search_fields(name: str, ids: torch.Tensor) -> list[dict[str, Any]]:
+    """Sets of fields which change the numbers of a class: each value in the first set where it makes another result.
+
+    Each value is a set of its own, too, as one may hide another; a value that `check_model` refuses only there.
+    """
+    model_type = classes()[name.removesuffix(TEXT)]
+    alone: list[dict[str, Any]] = []
+    model, more, plain = fit(name, model_type, ids)
+    found: list[tuple[dict[str, Any], torch.Tensor]] = []
+    for field, value in ((field, value) for field, values in other_values(model.config).items() for value in values):
+        for i, (fields, before) in enumerate([*found, (dict[str, Any](), plain)]):
+            if field in fields:
+                continue
+            try:
+                made, _, result = fit(name, model_type, ids, **{**more, **fields, field: value})
+            except FOREIGN:
+                continue
+            if result.shape == before.shape and torch.allclose(result, before, rtol=1e-3, atol=1e-4):
+                break
+            alone.append({field: value})
+            if told_by(lambda made=made: check_model(made)) == "fine":  # type: ignore[misc]
+                found[i : i + 1] = [({**fields, field: value}, result)]
+            break
+    sets = [fields for fields, _ in found]
+    return sets + [fields for fields in alone if fields not in sets]
 
 
 def is_causal(name: str) -> bool:
@@ -316,11 +403,18 @@ def compare(
     return f"WRONG {bad}" if bad else "exact"
 
 
-def one(rank: int, name: str, bound: float = BOUND) -> dict[str, str]:
-    """What a rank of three finds for each mode of a class, and for 2 and 3 ranks."""
+def make_ids() -> torch.Tensor:
+    """The tokens of a batch, some of them masked."""
+    ids = torch.randint(8, CLASSES, (2, TOKENS), generator=torch.Generator().manual_seed(2))
+    ids[0, [3, 4, 30]] = ids[1, 20] = BY_NAME["mask_token_id"]
+    return ids
+
+
+def one(rank: int, name: str, bound: float = BOUND, fields: dict[str, Any] | None = None) -> dict[str, str]:
+    """What a rank of three finds for each mode of a class with these fields set, and for 2 and 3 ranks."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    ids = torch.randint(6, CLASSES, (2, TOKENS), generator=torch.Generator().manual_seed(2))
+    ids = make_ids()
     if not GROUPS:
         GROUPS.extend(dist.new_group(list(range(n)), timeout=timedelta(seconds=LIMIT / 3)) for n in (2, 3))
     groups, mode = dict(zip(("zigzag", "contiguous"), GROUPS, strict=True)), "made"
@@ -329,20 +423,32 @@ def one(rank: int, name: str, bound: float = BOUND) -> dict[str, str]:
     try:
         if "input_ids" not in inspect.signature(getattr(hf, name.removesuffix(TEXT)).forward).parameters:
             return {"": "no text"}
-        model = fit(name, classes()[name.removesuffix(TEXT)], ids[:1])
+        model, *_ = fit(name, classes()[name.removesuffix(TEXT)], ids[:1], **(fields or {}))
         ours = {layout: parallelize(copy.deepcopy(model), group, layout=layout) for layout, group in groups.items()}
-        expected = {mode: run_alone(model, mode, ids) for mode in parts_of(model)}
+        modes = list(parts_of(model))
+        runs = list(product(("zigzag", "contiguous"), modes))
+        if fields:  # a kind of batch for each layout
+            padded = next(mode for mode in modes if mode.startswith("padded"))
+            runs = [run for run in runs if run in (("zigzag", padded), ("contiguous", "packed"))]
+            runs = runs[-1:] if len(fields) == 1 else runs
+        expected = {mode: run_alone(model, mode, ids) for mode in modes if not fields or mode in ("packed", padded)}
     except ra.RingAttentionError as error:
         return {"": f"refused: {type(error).__name__}: {error}"}
     except FOREIGN as error:
         return {"": f"not buildable: {type(error).__name__}: {str(error)[:150]}"}
     found: dict[str, str] = {}
-    for (layout, group), mode in product(groups.items(), parts_of(model)):
+    for layout, mode in runs:
+        if layout not in groups:
+            continue
+        group = groups[layout]
         where = f"{mode} {dist.get_world_size(group)}"
         try:
             found[where] = compare(ours[layout], group, layout, mode, expected[mode], ids, bound)
         except (ra.Mismatch, ra.CommFailure) as error:
-            return {where: f"crash: {type(error).__name__}: {error}"}
+            *_, said = str(error).split(" cannot take part: ")  # by another rank, which refused it
+            if said == str(error):
+                return {where: f"crash: {type(error).__name__}: {error}"}
+            found[where] = f"refused: Unsupported: {said}"
         except ra.RingAttentionError as error:
             found[where] = f"refused: {type(error).__name__}: {error}"
         except FOREIGN as error:
@@ -370,6 +476,7 @@ page: it makes every class of the automatic mappings of transformers {transforme
 compares it on 2 and 3 ranks (torch {torch}, CPU, fp32) with each sequence alone: logits, hidden states, poolers,
 answers, losses and all gradients, to 0.2 % of the largest value. Tests hold some to 1e-5.
 
+Fields of configurations that change numbers are set, too, all together and each alone: `CLASS(field=value)`.
 Batches are packed, padded on the left, padded on the right, and packed with gradient checkpointing; models with an
 encoder and a decoder have padded ones only. `{text}` is the text part of the class above it.
 A class that is not named in a table has no tokens ({blind} classes). "Not set up" says why no tiny model was made.
@@ -414,32 +521,57 @@ def row(name: str, text: str) -> str:
     return f"| {name} | {own} |\n"
 
 
+def find_fields(name: str, known: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The sets of fields with which a class that is served is compared: all for one class of a configuration."""
+    model_type = classes()[name.removesuffix(TEXT)]
+    if model_type not in known:
+        known[model_type] = search_fields(name, make_ids()[:1])
+        return known[model_type]
+    return known[model_type][:1]
+
+
 def main(names: list[str]) -> int:
     if names[:1] == ["--page"]:
         PAGE.write_text(write_page(sys.stdin.read().splitlines()))
         return 0
+    plain = names[:1] == ["--plain"]
+    names = names[plain:]
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
     launcher.get_context = lambda method: multiprocessing.get_context("fork")  # type: ignore[assignment]
     counts: Counter[str] = Counter()
-    names, pool = names or sorted(classes()), None
-    for name in names:
+    pool: Pool | None = None
+    known: dict[str, list[dict[str, Any]]] = {}
+    # Classes with logits first: the fields of a configuration are searched by its first class.
+    todo: list[tuple[str, dict[str, Any]]] = [
+        (name, {}) for name in names or sorted(classes(), key=lambda x: ("CausalLM" not in x, "For" not in x, x))
+    ]
+    for name, _ in todo:
         getattr(hf, name, None)  # ranks have imported what this process has
-    while names:
-        name, pool = names.pop(0), pool or Pool(3)
+    while todo:
+        (name, fields), pool = todo.pop(0), pool or Pool(3)
         try:
-            text = verdict(pool.run(one, name, timeout=LIMIT))
+            text = verdict(pool.run(one, name, BOUND, fields, timeout=LIMIT))
         except LaunchFailure as error:
             text = f"crash: {str(error).splitlines()[0]}"
         if any(word in text for word in ("crash", "CommFailure", "Mismatch")):
             pool.close()
             pool = None
         if "take parallelize(" in text:
-            names.insert(0, name + TEXT)
+            todo.insert(0, (name + TEXT, {}))
+        if not fields and not plain and answer(text) == "exact":
+            todo[:0] = [(name, more) for more in find_fields(name, known)]
         counts[answer(text)] += 1
-        print(name, text, sep="\t", flush=True)
+        print(show(name, fields), text, sep="\t", flush=True)
     if pool is not None:
         pool.close()
     print(*(f"{count} {word}" for word, count in counts.most_common()), sep=", ")
     return int(counts["WRONG"] + counts["crash"] > 0)
+
+
+def show(name: str, fields: dict[str, Any]) -> str:
+    """A class with fields of its configuration."""
+    return f"{name}({', '.join(f'{field}={value!r}' for field, value in fields.items())})" if fields else name
 
 
 if __name__ == "__main__":

@@ -28,6 +28,11 @@ def test_rows_are_given_by_lists_arrays_or_borders() -> None:
         Documents(cu_seqlens=[[0, 8], [1, 8]])
 
 
+def test_documents_are_split_from_the_begin_of_each() -> None:
+    assert Documents([7, 0, 3]).split(3) == Documents(cu_seqlens=[0, 3, 6, 7, 10])
+    assert ROWS.split(4) == Documents(cu_seqlens=[[0, 3, 7, 8], [0, 4, 8], [0, 1, 5, 8]])
+
+
 @pytest.mark.parametrize("pattern", [ROWS, Causal() & ROWS, Causal() & (ROWS | Sinks(2)) & Window(5)], ids=repr)
 def test_the_text_of_rows_reads_back(pattern: Documents) -> None:
     assert parse_pattern(repr(pattern)) == pattern
