@@ -500,7 +500,7 @@ class KVCache:
             "crops and forks": self._history.hex(),
             "new tokens": tokens,
             "padding": None if padding is None else digest(padding.cpu().numpy().tobytes()).hex(),
-            "note": note if len(note) < 1024 else digest(note.encode()).hex(),
+            "the tokens of this step (by digests, or note=)": note if len(note) < 1024 else digest(note.encode()).hex(),
             "sinks": call.sinks,
             **call.sizes,
             **options,

@@ -3,8 +3,8 @@
 `ringattn::attend` runs one of our functions as it runs without a graph, with its handshake and its errors. It keeps the
 part of the autograd graph that the function makes; `ringattn::attend_backward` runs this part backward. The operators
 take tensors, numbers of patterns and layouts, and a text with all other arguments. A new pattern is a new number, for
-which torch compiles nothing. In the text a number stands for each object, whose identity torch.compile guards, so that the
-object lives wherever a graph that names it begins.
+which torch compiles nothing. In the text a number stands for each object, whose identity torch.compile guards, so that
+the object lives wherever a graph that names it begins.
 
 What a forward keeps belongs to the memory of the operator's third result, the ticket. The graph saves the ticket for
 the backward, so that what the forward keeps ends with the graph of the call.
@@ -87,7 +87,7 @@ def call_in_graph(name: str, arguments: dict[str, Any]) -> Any:
     arguments = {**arguments, "q": q, "k": k, "v": v}
     names, tensors, numbers, constants = [], [], {}, {}
     for argument, value in arguments.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor):  # "layout": the number of one, see `context_parallel`
             names.append(argument)
             tensors.append(value)
         elif isinstance(value, Numbered) and value.number:
@@ -148,7 +148,7 @@ def _print_pattern(kind: type[Pattern], values: tuple[Any, ...], nested: tuple[b
 
 @_constant
 def _write(name: str, names: tuple[str, ...], /, **constants: Any) -> str:
-    """The text of a call: its function, the names of its tensors and numbers, its other arguments, its place in the trace."""
+    """The text of a call: its function, names of tensors and numbers, other arguments, and its place in the trace."""
     trace = torch._guards.TracingContext.try_get()
     index = 0
     if trace is not None:
@@ -197,10 +197,11 @@ def _run(tensors: list[Tensor], numbers: list[int], text: str) -> Any:
     """The result of the function that `text` names."""
     name, names, constants, index = _read(text)
     arguments = {key: _find(value) if isinstance(value, dict) else value for key, value in constants.items()}
-    for argument, x in zip(names, tensors, strict=False):
-        arguments[argument.removeprefix(NUMBER)] = x.item() if argument.startswith(NUMBER) else x
-    for argument, number in zip(names[len(tensors) :], numbers, strict=True):
-        arguments[argument] = _recent.answer(number, lambda number=number: _find({"number": number}))
+    for argument, x in zip(names, (*tensors, *numbers), strict=True):
+        value = x.item() if isinstance(x, Tensor) and argument.startswith((NUMBER, "layout")) else x
+        if isinstance(value, int):
+            value = _recent.answer(value, lambda number=value: _find({"number": number}))
+        arguments[argument.removeprefix(NUMBER)] = value
     token = place.set(index)
     try:
         with _drawing(arguments.pop(DRAWN, None)):
@@ -364,7 +365,7 @@ def _fake_positions(tensors: list[Tensor], numbers: list[int], text: str) -> Ten
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, _, _, ctx.needs = inputs
+    tensors, ctx.numbers, _, ctx.needs = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 
@@ -372,7 +373,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Any, ...]:
     *tensors, out, lse, ticket = ctx.saved_tensors
     found = iter(torch.ops.ringattn.attend_backward(grad, grad_lse, tensors, out, lse, ticket, ctx.needs))
-    return [next(found) if need else None for need in ctx.needs], None, None, None
+    return [next(found) if need else None for need in ctx.needs], None if ctx.numbers else [], None, None
 
 
 _library = torch.library.Library("ringattn", "DEF")

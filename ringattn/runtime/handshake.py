@@ -28,7 +28,7 @@ from ..kernels.base import Kernel
 from ..layout.regular import Layout, name_rows
 from ..plan.plan import FORMAT, Plan
 from ..transport.base import TAG_BITS, Tags, Transport, drive
-from ..transport.records import MARK, ErrorReport, Exchange, by_rank, compare, compare_records, digest, undecoded
+from ..transport.records import MARK, ORDER, ErrorReport, Exchange, by_rank, compare, compare_records, digest, undecoded
 from .call import Call
 from .executor import Forward, Job, backward, forward
 
@@ -140,18 +140,13 @@ def agree_backward(transport: Transport, number: int, *, deferred: bool) -> None
     bytes from each rank prevent this. Collective.
     """
     if deferred:
-        record = {"stage": "backward", "call whose backward they run": number >> TAG_BITS}
+        record = {"stage": "backward", ORDER: f"that of call {number >> TAG_BITS:,}"}
         transport.announce(json.dumps(record).encode())
         return
     with Exchange(transport, "backward", NUMBER) as exchange:
         exchange.mine = number.to_bytes(NUMBER, "little")
     numbers = _read_numbers(exchange.records, 0)
-    if any(other != number for other in numbers):
-        calls = "; ".join(f"rank {rank} runs that of call {other >> TAG_BITS:,}" for rank, other in enumerate(numbers))
-        raise Mismatch(
-            f"the ranks run backwards of different calls of their group: {calls}. Run backwards and calls in the same "
-            "order on all ranks"
-        )
+    compare({rank: {ORDER: f"that of call {other >> TAG_BITS:,}"} for rank, other in enumerate(numbers)})
 
 
 def _record(call: Call) -> dict[str, Any]:
@@ -159,18 +154,19 @@ def _record(call: Call) -> dict[str, Any]:
     pattern = repr(call.pattern)
     if call.pattern.transient:
         pattern = f"{_SELECTED} {_short_digest(pattern)}"
+    machine = call.machine() if call.chooses else None
     return {
+        "sinks": call.sinks,
+        "key_padding_mask": call.key_padding_mask,
+        **call.sizes,  # before the scale, which follows from the head dim, as that does from a mask
         **{name: _shorten(x) if isinstance(x, str) else x for name, x in vars(call.options).items()},
-        "machine": _shorten(repr(call.machine())) if call.chooses else None,
+        "machine": machine and f"{machine.name or 'one without a name'} (digest {_short_digest(repr(machine))})",
         "dropout": _spell_dropout(call.kernel),
         "pattern": _shorten(pattern),
         "layout": _spell_layout(call.layout),
         "q_layout": None if call.q_layout is None else _spell_layout(call.q_layout),
         "return_lse": call.return_lse,
-        "sinks": call.sinks,
-        "key_padding_mask": call.key_padding_mask,
         "plans": FORMAT,
-        **call.sizes,
         "device": call.device.type,
         "requires_grad": call.requires_grad,
     }
@@ -195,7 +191,7 @@ _SELECTED = "blocks selected anew (all ranks need the same scorer weights, k, an
 
 def _shorten(text: str) -> str:
     """The text, or its beginning and a digest if it is long."""
-    return text if len(text) < 200 else f"{text[:160]}... (digest {_short_digest(text)})"
+    return text if len(text) <= 100 else f"{text[:70]}... (digest {_short_digest(text)})"
 
 
 def _short_digest(text: str) -> str:
