@@ -36,10 +36,10 @@ from .executor import Forward, Job, backward, forward
 LIMIT = 1 << 14
 #: Bytes of a number in a record.
 NUMBER = 8
-#: Bytes of a call's record: digest, rows, place in a compiled graph; with dropout a seed follows.
-FIXED = MARK + 2 * NUMBER
-#: Bytes of the longest record of a call: where queries have a layout of their own, their rows follow.
-LONGEST = FIXED + 2 * NUMBER
+#: Bytes of a call's record: digest, rows, place in a compiled graph, tokens; with dropout a seed follows.
+FIXED = MARK + 3 * NUMBER
+#: Bytes of the longest record of a call: where queries have a layout of their own, their rows and tokens follow.
+LONGEST = FIXED + 3 * NUMBER
 #: The place of a call among those of its compiled graph, from 1 on; 0 outside of such graphs.
 place: ContextVar[int] = ContextVar("ringattn_place", default=0)
 
@@ -52,14 +52,14 @@ def agree(transport: Transport, call: Call, stage: str = "call") -> tuple[Plan, 
     kernel = call.kernel
     with Exchange(transport, stage, limit=LONGEST) as exchange:
         record = json.dumps(_record(call)).encode()
-        numbers = [call.rows, place.get()]
+        numbers = [call.rows, place.get(), _count_tokens(call.layout)]
         if call.q_layout is not None:
-            numbers.append(call.q_rows)
+            numbers += [call.q_rows, _count_tokens(call.q_layout)]
         if kernel.dropout is not None and stage == "call":
             numbers.append(kernel.dropout.seeded().seed or 0)
         exchange.mine = digest(record) + b"".join(x.to_bytes(NUMBER, "little") for x in numbers)
     for rank, raw in enumerate(exchange.records):
-        if len(raw) not in (FIXED, FIXED + NUMBER, LONGEST):
+        if len(raw) not in range(FIXED, LONGEST + 1, NUMBER):
             raise undecoded(rank, raw)
     _compare_places(_read_numbers(exchange.records, MARK + NUMBER))
     alike = len({raw[:MARK] for raw in exchange.records}) == 1
@@ -68,8 +68,10 @@ def agree(transport: Transport, call: Call, stage: str = "call") -> tuple[Plan, 
             arguments.mine = record
         compare_records(arguments.records)
     q_rows = rows = _read_numbers(exchange.records, MARK)
+    _compare_tokens(_read_numbers(exchange.records, MARK + 2 * NUMBER), sum(rows))
     if call.q_layout is not None:
         q_rows = _read_numbers(exchange.records, FIXED)
+        _compare_tokens(_read_numbers(exchange.records, FIXED + NUMBER), sum(q_rows))
     call = replace(call, layout=name_rows(call.layout, rows), q_layout=name_rows(call.q_layout, q_rows))
     plans = Exchange(transport, "plan", LIMIT)
     # What cannot be planned is an error of the arguments, which are alike: all ranks raise it.
@@ -112,6 +114,17 @@ def announce(transport: Transport, call: Call) -> tuple[Plan, Kernel, int]:
 def _read_numbers(records: list[bytes], first: int) -> list[int]:
     """The numbers of all ranks that begin at byte `first` of their records; -NUMBER: the last numbers."""
     return [int.from_bytes(raw[first:][:NUMBER], "little") for raw in records]
+
+
+def _count_tokens(layout: str | Layout) -> int:
+    """The tokens of a layout, plus one; 0 for a name, which is for the tokens that the ranks hold."""
+    return 0 if isinstance(layout, str) else layout.tokens + 1
+
+
+def _compare_tokens(counts: list[int], held: int) -> None:
+    """Raise a Mismatch on every rank if the layouts of the ranks are for different numbers of tokens."""
+    name = "the tokens of a layout"
+    compare({rank: {name: count - 1 if count else held} for rank, count in enumerate(counts)})
 
 
 def _share_seed(kernel: Kernel, records: list[bytes]) -> Kernel:
@@ -160,7 +173,7 @@ def _record(call: Call) -> dict[str, Any]:
         "key_padding_mask": call.key_padding_mask,
         **call.sizes,  # before the scale, which follows from the head dim, as that does from a mask
         **{name: _shorten(x) if isinstance(x, str) else x for name, x in vars(call.options).items()},
-        "machine": machine and f"{machine.name or 'one without a name'} (digest {_short_digest(repr(machine))})",
+        "machine": machine and f"{machine.preset or 'measured or own numbers'} (digest {_short_digest(repr(machine))})",
         "dropout": _spell_dropout(call.kernel),
         "pattern": _shorten(pattern),
         "layout": _spell_layout(call.layout),
