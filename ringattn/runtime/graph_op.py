@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import unwrap
 from itertools import count
 from pkgutil import resolve_name
@@ -200,7 +200,7 @@ def _run(tensors: list[Tensor], numbers: list[int], text: str) -> Any:
     for argument, x in zip(names, (*tensors, *numbers), strict=True):
         value = x.item() if isinstance(x, Tensor) and argument.startswith((NUMBER, "layout")) else x
         if isinstance(value, int):
-            value = _recent.answer(value, lambda number=value: _find({"number": number}))
+            value = _recent.answer(value, partial(_find, {"number": value}))
         arguments[argument.removeprefix(NUMBER)] = value
     token = place.set(index)
     try:
