@@ -6,9 +6,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import Field
 from functools import cached_property, wraps
-from itertools import islice
+from itertools import count, islice
 from threading import RLock
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
+from weakref import WeakValueDictionary
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,6 +22,12 @@ SAMPLED, MOST = 16, 4096
 REMEASURED = 8
 SCALARS = frozenset((bool, int, float, type(None)))
 _ABSENT: Any = object()
+#: Every pattern and layout by the number that stands for it in a graph of torch.compile. From 2 on: torch.compile takes
+#: 0 and 1 for constants.
+NUMBERED: WeakValueDictionary[int, Numbered] = WeakValueDictionary()
+_numbers = count(2)
+#: Whether torch.compile is tracing, which `runtime.autograd` knows: what a trace makes is no object, and gets 0.
+is_tracing: Callable[[], bool] = bool
 
 
 class Cache:
@@ -158,3 +165,17 @@ class Value:
         """
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+
+class Numbered(Value):
+    """Base of values that a compiled function may be given anew in each step."""
+
+    #: The key in `NUMBERED`. No two values have one number, equal ones neither.
+    number = 0
+
+    def __new__(cls, *fields: Any, **named: Any) -> Self:
+        value = super().__new__(cls)
+        if not is_tracing():
+            object.__setattr__(value, "number", next(_numbers))
+            NUMBERED[value.number] = value
+        return value

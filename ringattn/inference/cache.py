@@ -265,7 +265,8 @@ class KVCache:
         whose chunk, differs is a Mismatch on every rank.
         """
         opens = self._event is None
-        with self._report("prefill", deferred=not opens, check=options.get("check")):
+        # In later layers the other ranks are in the handshake of `ring_attention`, which takes the error.
+        with self._report("prefill" if opens else "call", deferred=False, check=options.get("check")):
             if self._chunk is None and isinstance(self.transport, Virtual) and opens:
                 self.shard(q.shape[2])
             q, k, v, call = self._read(layer, q, k, v, sinks, options)
@@ -500,7 +501,7 @@ class KVCache:
             "crops and forks": self._history.hex(),
             "new tokens": tokens,
             "padding": None if padding is None else digest(padding.cpu().numpy().tobytes()).hex(),
-            "note": note if len(note) < 1024 else digest(note.encode()).hex(),
+            "the tokens of this step (by digests, or note=)": note if len(note) < 1024 else digest(note.encode()).hex(),
             "sinks": call.sinks,
             **call.sizes,
             **options,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 SDPA = F.scaled_dot_product_attention
 #: The attribute of a BlockMask that holds its pattern: torch.compile reads it, and no values of the mask.
 PATTERN = "ring_pattern"
-#: The arguments of `ring_attention` of each context that is entered, the innermost last.
+#: The arguments of `ring_attention` of each context that is entered, the innermost last, with its layout's "number".
 _entered: list[dict[str, Any]] = []
 #: The buffers of all contexts that are entered.
 _held: list[Tensor] = []
@@ -106,7 +106,8 @@ def context_parallel(
     events = ring.events
     _held.extend(held)
     try:
-        with _context({"group": group, "layout": layout, **options}, swaps):
+        number = torch.tensor(layout.number, device="cpu") if isinstance(layout, Layout) else None
+        with _context({"group": group, "layout": layout, "number": number, **options}, swaps):
             yield
     finally:
         del _held[len(_held) - len(held) :]
@@ -151,6 +152,15 @@ def _context(ring: dict[str, Any], swaps: list[tuple[Tensor, Tensor]]) -> Iterat
         _entered.append(ring)
         stack.callback(_entered.pop)
         yield
+
+
+def options_here() -> dict[str, Any]:
+    """The arguments of `ring_attention` of the innermost context."""
+    options = dict(_entered[-1])
+    number = options.pop("number")
+    if number is not None and torch.compiler.is_compiling():  # to which an int in a global is a constant, a tensor not
+        options["layout"] = number
+    return options
 
 
 @torch.no_grad()
@@ -210,7 +220,7 @@ def attend_rows(
         padding = ~attn_mask[:, 0, 0].expand(len(key), -1)
     pattern = Causal() if is_causal else Full()
     return ring_attention(
-        query, key, value, pattern, key_padding_mask=padding, scale=scale, dropout=dropout_p, **_entered[-1]
+        query, key, value, pattern, key_padding_mask=padding, scale=scale, dropout=dropout_p, **options_here()
     )
 
 
@@ -231,7 +241,7 @@ def attend_by_mask(
     # torch's function runs this code with its own globals.
     from ringattn.errors import Unsupported
     from ringattn.functional import ring_attention
-    from ringattn.integrations.context_parallel import _entered, read_mask
+    from ringattn.integrations.context_parallel import options_here, read_mask
     from ringattn.pattern import Full
 
     if score_mod is not None or (return_aux is not None and return_aux.max_scores):
@@ -241,7 +251,7 @@ def attend_by_mask(
         )
     lse = return_lse or (return_aux is not None and return_aux.lse)
     pattern = Full() if block_mask is None else read_mask(block_mask)
-    result = ring_attention(query, key, value, pattern, scale=scale, return_lse=lse, **_entered[-1])
+    result = ring_attention(query, key, value, pattern, scale=scale, return_lse=lse, **options_here())
     if return_aux is None:
         return result
     return (result[0], AuxOutput(lse=result[1])) if lse else (result, AuxOutput())

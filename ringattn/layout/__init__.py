@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..cache import Value
+from ..cache import Numbered
 from ..errors import InvalidInput
 from ..pattern.base import check_integer
 from ..pattern.documents import Documents
@@ -25,7 +25,7 @@ MOST = 1 << 61
 
 
 @dataclass(frozen=True)
-class Layout(Value, ABC):
+class Layout(Numbered, ABC):
     """A partition of the positions 0 .. tokens-1 over `ranks` ranks: each rank owns a shard of the sequence.
 
     Any tokens >= 0 and ranks >= 1 work; shards may differ in length and may be empty. A shard is a tuple of ranges, and

@@ -6,14 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count
 from math import lcm
 from typing import Any, Literal
-from weakref import WeakValueDictionary
 
 import numpy as np
 
-from ..cache import Value
+from ..cache import Numbered
 from ..errors import InvalidInput
 from .tile import Tile, intersect_tiles, make_tile, subtract_tile
 
@@ -26,12 +24,6 @@ Position = int | np.ndarray
 Run = tuple[Position, Position]
 #: The end of a run without a bound; beyond every position of a sequence.
 FAR = 1 << 62
-#: Every pattern by its number, which stands for the pattern in a graph of torch.compile. From 2 on: torch.compile takes
-#: 0 and 1 for constants.
-NUMBERED: WeakValueDictionary[int, Pattern] = WeakValueDictionary()
-_numbers = count(2)
-#: Whether torch.compile is tracing, which `runtime.autograd` knows: a pattern of a trace is no object, and gets 0.
-is_tracing: Callable[[], bool] = bool
 
 
 def check_integer(value: object, name: str, least: int, example: str) -> int:
@@ -44,7 +36,7 @@ def check_integer(value: object, name: str, least: int, example: str) -> int:
     return min(int(value), FAR)
 
 
-class Pattern(Value, ABC):
+class Pattern(Numbered, ABC):
     """Which query position attends which key position, for each head; for every element of a batch, see `rows`.
 
     Positions are global, 0 .. tokens-1. A pattern is an immutable value that can be compared, hashed and pickled, and
@@ -59,15 +51,6 @@ class Pattern(Value, ABC):
     transient = False
     #: Whether few tiles hold what queries without end see of some keys: a cache then finds the keys that none sees.
     endless = False
-    #: The key in `NUMBERED`. No two patterns have one number, equal ones neither.
-    number = 0
-
-    def __new__(cls, *fields: Any, **named: Any) -> Pattern:
-        pattern = super().__new__(cls)
-        if not is_tracing():
-            object.__setattr__(pattern, "number", next(_numbers))
-            NUMBERED[pattern.number] = pattern
-        return pattern
 
     @property
     def varies(self) -> bool:

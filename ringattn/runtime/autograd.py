@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from .. import cache
 from ..kernels.base import Kernel
 from ..kernels.pad import HIDDEN
-from ..pattern import base as pattern_base
 from ..plan.plan import Plan
 from ..transport.virtual import Virtual
 from .call import autocast_off
@@ -136,7 +136,7 @@ class Attention(torch.autograd.Function):
 
 #: The modes of selective checkpointing, in the forward and in the recomputation.
 SELECTING = _CachingTorchDispatchMode, _CachedTorchDispatchMode
-pattern_base.is_tracing = torch.compiler.is_compiling
+cache.is_tracing = torch.compiler.is_compiling
 
 
 def compilable(function: Callable[P, R]) -> Callable[P, R]:

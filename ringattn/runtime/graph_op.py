@@ -2,9 +2,9 @@
 
 `ringattn::attend` runs one of our functions as it runs without a graph, with its handshake and its errors. It keeps the
 part of the autograd graph that the function makes; `ringattn::attend_backward` runs this part backward. The operators
-take tensors, the number of a pattern, and a text with all other arguments. A new pattern is a new number, for which
-torch compiles nothing. In the text a number stands for each object, whose identity torch.compile guards, so that the
-object lives wherever a graph that names it begins.
+take tensors, numbers of patterns and layouts, and a text with all other arguments. A new pattern is a new number, for
+which torch compiles nothing. In the text a number stands for each object, whose identity torch.compile guards, so that
+the object lives wherever a graph that names it begins.
 
 What a forward keeps belongs to the memory of the operator's third result, the ticket. The graph saves the ticket for
 the backward, so that what the forward keeps ends with the graph of the call.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import unwrap
 from itertools import count
 from pkgutil import resolve_name
@@ -32,10 +32,9 @@ from torch import Tensor
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..cache import Cache
+from ..cache import NUMBERED, Cache, Numbered
 from ..errors import InvalidInput, Unsupported
 from ..pattern import Pattern, parse_pattern
-from ..pattern.base import NUMBERED
 from .call import cast_inputs
 from .handshake import place
 from .last import make_last
@@ -56,7 +55,7 @@ NUMBERS, NUMBER = ("scale", "scaling", "softcap", "dropout"), "number "
 #: Objects by the numbers that stand for them in texts.
 _objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _serials = count()
-#: The patterns that ran last: a checkpoint may run them again when the program has let go of them.
+#: The patterns and layouts that ran last: a checkpoint may run them again when the program has let go of them.
 _recent = Cache(1 << 24)
 #: How many calls each trace of torch.compile has met.
 _calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -89,13 +88,13 @@ def call_in_graph(name: str, arguments: dict[str, Any]) -> Any:
     """The result of the `compilable` function `name`, "module:function", by one operator."""
     q, k, v = cast_inputs(arguments["q"], arguments["k"], arguments["v"])
     arguments = {**arguments, "q": q, "k": k, "v": v}
-    names, tensors, number, constants = [], [], 0, {}
+    names, tensors, numbers, constants = [], [], {}, {}
     for argument, value in arguments.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor):  # "layout": the number of one, see `context_parallel`
             names.append(argument)
             tensors.append(value)
-        elif isinstance(value, Pattern) and value.number:
-            number = value.number
+        elif isinstance(value, Numbered) and value.number:
+            numbers[argument] = value.number
         elif argument in NUMBERS and isinstance(value, SCALARS) and not isinstance(value, bool):
             # A number that changes between calls is no constant, which `_write` needs.
             names.append(NUMBER + argument)
@@ -107,12 +106,12 @@ def call_in_graph(name: str, arguments: dict[str, Any]) -> Any:
         # torch.compile sees this draw, and repeats the draw where it computes the call again.
         names.append(DRAWN)
         tensors.append(torch.randint(1 << 62, (), device="cpu"))
-    text = _write(name, tuple(names), **constants)
+    text = _write(name, (*names, *numbers), **constants)
     if name.endswith(POSITIONS):
-        return torch.ops.ringattn.positions(tensors, text)
+        return torch.ops.ringattn.positions(tensors, [*numbers.values()], text)
     with_lse = arguments.get("return_lse", name.endswith(PAIRS))
     needs = [torch.is_grad_enabled() and x.requires_grad for x in tensors]
-    out, lse, _ = torch.ops.ringattn.attend(tensors, number, text, needs)
+    out, lse, _ = torch.ops.ringattn.attend(tensors, [*numbers.values()], text, needs)
     if name.endswith(PAIRS):
         return out, lse if with_lse else None
     return (out, lse) if with_lse else out
@@ -153,7 +152,7 @@ def _print_pattern(kind: type[Pattern], values: tuple[Any, ...], nested: tuple[b
 
 @_constant
 def _write(name: str, names: tuple[str, ...], /, **constants: Any) -> str:
-    """The text of a call: its function, the names of its tensors, its other arguments, and its place in the trace."""
+    """The text of a call: its function, names of tensors and numbers, other arguments, and its place in the trace."""
     trace = torch._guards.TracingContext.try_get()
     index = 0
     if trace is not None:
@@ -198,14 +197,15 @@ def _eager(name: str) -> Callable[..., Any]:
     return unwrap(resolve_name(name))
 
 
-def _run(tensors: list[Tensor], number: int, text: str) -> Any:
+def _run(tensors: list[Tensor], numbers: list[int], text: str) -> Any:
     """The result of the function that `text` names."""
     name, names, constants, index = _read(text)
     arguments = {key: _find(value) if isinstance(value, dict) else value for key, value in constants.items()}
-    if number:
-        arguments["pattern"] = _recent.answer(number, lambda: _find({"pattern": number}))
-    for argument, x in zip(names, tensors, strict=True):
-        arguments[argument.removeprefix(NUMBER)] = x.item() if argument.startswith(NUMBER) else x
+    for argument, x in zip(names, (*tensors, *numbers), strict=True):
+        value = x.item() if isinstance(x, Tensor) and argument.startswith((NUMBER, "layout")) else x
+        if isinstance(value, int):
+            value = _recent.answer(value, partial(_find, {"number": value}))
+        arguments[argument.removeprefix(NUMBER)] = value
     token = place.set(index)
     try:
         with _drawing(arguments.pop(DRAWN, None)):
@@ -229,12 +229,12 @@ def _drawing(seed: Tensor | None) -> Iterator[None]:
 
 
 def _find(spelled: dict[str, Any]) -> Any:
-    """The object that a text, or the number of a pattern, stands for."""
+    """The object that a text, or the number of a pattern or layout, stands for."""
     if "dtype" in spelled:
         return getattr(torch, spelled["dtype"])
     if "device" in spelled:
         return torch.device(spelled["device"])
-    found = NUMBERED.get(spelled["pattern"]) if "pattern" in spelled else _objects.get(spelled["object"])
+    found = NUMBERED.get(spelled["number"]) if "number" in spelled else _objects.get(spelled["object"])
     if found is None:
         raise InvalidInput(
             "a pattern, layout or group of this compiled call is gone; keep the objects that a compiled function was "
@@ -243,12 +243,12 @@ def _find(spelled: dict[str, Any]) -> Any:
     return found
 
 
-def _attend(tensors: list[Tensor], number: int, text: str, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+def _attend(tensors: list[Tensor], numbers: list[int], text: str, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
     record = _Record(8)
     record.leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
     record.saved = []
     with _recording(record), torch.set_grad_enabled(any(needs)):
-        result = _run(record.leaves, number, text)
+        result = _run(record.leaves, numbers, text)
     record.results = [x for x in (result if isinstance(result, tuple) else (result,)) if x is not None]
     own = {_identify(x): index for index, x in enumerate((*record.leaves, *record.results))}
     record.saved = [own.get(_identify(x), x) for x in record.saved if isinstance(x, Tensor)]
@@ -335,15 +335,17 @@ def _match(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient if gradient.stride() == like.stride() else like.copy_(gradient)
 
 
-def _positions(tensors: list[Tensor], text: str) -> Tensor:
-    found: Tensor = _run(tensors, 0, text)
+def _positions(tensors: list[Tensor], numbers: list[int], text: str) -> Tensor:
+    found: Tensor = _run(tensors, numbers, text)
     return found
 
 
 # What torch is told.
 
 
-def _fake_attend(tensors: list[Tensor], number: int, text: str, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_attend(
+    tensors: list[Tensor], numbers: list[int], text: str, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
     name, names, constants, _ = _read(text)
     q, v = (tensors[names.index(x)] for x in "qv")
     b, h, n = (*q.shape, 1, 1, 1)[:3]  # of a wrong shape, too: the call itself reports to all ranks
@@ -361,13 +363,13 @@ def _fake_backward(
     return [torch.empty_like(x) for x, need in zip(tensors, needs, strict=True) if need]
 
 
-def _fake_positions(tensors: list[Tensor], text: str) -> Tensor:
+def _fake_positions(tensors: list[Tensor], numbers: list[int], text: str) -> Tensor:
     q = tensors[0]
     return q.new_empty(q.shape[2] if q.ndim > 2 else 1, dtype=torch.int64)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, _, _, ctx.needs = inputs
+    tensors, ctx.numbers, _, ctx.needs = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 
@@ -377,13 +379,13 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: No
     with torch.no_grad():
         gradients = torch.ops.ringattn.attend_backward(grad, grad_lse, tensors, out, lse, ticket, ctx.needs)
     found = iter(make_last(gradients, *tensors, grad, grad_lse))
-    return [next(found) if need else None for need in ctx.needs], None, None, None
+    return [next(found) if need else None for need in ctx.needs], None if ctx.numbers else [], None, None
 
 
 _library = torch.library.Library("ringattn", "DEF")
 _OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "attend": (
-        "(Tensor[] tensors, SymInt pattern, str call, bool[] needs) -> (Tensor, Tensor, Tensor)",
+        "(Tensor[] tensors, SymInt[] numbers, str call, bool[] needs) -> (Tensor, Tensor, Tensor)",
         _attend,
         _fake_attend,
     ),
@@ -393,7 +395,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         _attend_backward,
         _fake_backward,
     ),
-    "positions": ("(Tensor[] tensors, str call) -> Tensor", _positions, _fake_positions),
+    "positions": ("(Tensor[] tensors, SymInt[] numbers, str call) -> Tensor", _positions, _fake_positions),
 }
 for _name, (_schema, _run_operator, _fake) in _OPERATORS.items():
     # A CUDA graph would replay the launches of a call without the exchanges between the ranks.

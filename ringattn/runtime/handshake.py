@@ -28,7 +28,7 @@ from ..kernels.base import Kernel
 from ..layout.regular import Layout, name_rows
 from ..plan.plan import FORMAT, Plan
 from ..transport.base import TAG_BITS, Tags, Transport, drive
-from ..transport.records import MARK, ErrorReport, Exchange, by_rank, compare, compare_records, digest, undecoded
+from ..transport.records import MARK, ORDER, ErrorReport, Exchange, by_rank, compare, compare_records, digest, undecoded
 from .call import Call
 from .executor import Forward, Job, backward, forward
 
@@ -36,10 +36,10 @@ from .executor import Forward, Job, backward, forward
 LIMIT = 1 << 14
 #: Bytes of a number in a record.
 NUMBER = 8
-#: Bytes of a call's record: digest, rows, place in a compiled graph; with dropout a seed follows.
-FIXED = MARK + 2 * NUMBER
-#: Bytes of the longest record of a call: where queries have a layout of their own, their rows follow.
-LONGEST = FIXED + 2 * NUMBER
+#: Bytes of a call's record: digest, rows, place in a compiled graph, tokens; with dropout a seed follows.
+FIXED = MARK + 3 * NUMBER
+#: Bytes of the longest record of a call: where queries have a layout of their own, their rows and tokens follow.
+LONGEST = FIXED + 3 * NUMBER
 #: The place of a call among those of its compiled graph, from 1 on; 0 outside of such graphs.
 place: ContextVar[int] = ContextVar("ringattn_place", default=0)
 
@@ -52,14 +52,14 @@ def agree(transport: Transport, call: Call, stage: str = "call") -> tuple[Plan, 
     kernel = call.kernel
     with Exchange(transport, stage, limit=LONGEST) as exchange:
         record = json.dumps(_record(call)).encode()
-        numbers = [call.rows, place.get()]
+        numbers = [call.rows, place.get(), _count_tokens(call.layout)]
         if call.q_layout is not None:
-            numbers.append(call.q_rows)
+            numbers += [call.q_rows, _count_tokens(call.q_layout)]
         if kernel.dropout is not None and stage == "call":
             numbers.append(kernel.dropout.seeded().seed or 0)
         exchange.mine = digest(record) + b"".join(x.to_bytes(NUMBER, "little") for x in numbers)
     for rank, raw in enumerate(exchange.records):
-        if len(raw) not in (FIXED, FIXED + NUMBER, LONGEST):
+        if len(raw) not in range(FIXED, LONGEST + 1, NUMBER):
             raise undecoded(rank, raw)
     _compare_places(_read_numbers(exchange.records, MARK + NUMBER))
     alike = len({raw[:MARK] for raw in exchange.records}) == 1
@@ -68,8 +68,10 @@ def agree(transport: Transport, call: Call, stage: str = "call") -> tuple[Plan, 
             arguments.mine = record
         compare_records(arguments.records)
     q_rows = rows = _read_numbers(exchange.records, MARK)
+    _compare_tokens(_read_numbers(exchange.records, MARK + 2 * NUMBER), sum(rows))
     if call.q_layout is not None:
         q_rows = _read_numbers(exchange.records, FIXED)
+        _compare_tokens(_read_numbers(exchange.records, FIXED + NUMBER), sum(q_rows))
     call = replace(call, layout=name_rows(call.layout, rows), q_layout=name_rows(call.q_layout, q_rows))
     plans = Exchange(transport, "plan", LIMIT)
     # What cannot be planned is an error of the arguments, which are alike: all ranks raise it.
@@ -114,6 +116,17 @@ def _read_numbers(records: list[bytes], first: int) -> list[int]:
     return [int.from_bytes(raw[first:][:NUMBER], "little") for raw in records]
 
 
+def _count_tokens(layout: str | Layout) -> int:
+    """The tokens of a layout, plus one; 0 for a name, which is for the tokens that the ranks hold."""
+    return 0 if isinstance(layout, str) else layout.tokens + 1
+
+
+def _compare_tokens(counts: list[int], held: int) -> None:
+    """Raise a Mismatch on every rank if the layouts of the ranks are for different numbers of tokens."""
+    name = "the tokens of a layout"
+    compare({rank: {name: count - 1 if count else held} for rank, count in enumerate(counts)})
+
+
 def _share_seed(kernel: Kernel, records: list[bytes]) -> Kernel:
     """The kernel with the seed of rank 0. Raises Mismatch on every rank if the ranks were given different seeds."""
     assert kernel.dropout is not None
@@ -140,18 +153,13 @@ def agree_backward(transport: Transport, number: int, *, deferred: bool) -> None
     bytes from each rank prevent this. Collective.
     """
     if deferred:
-        record = {"stage": "backward", "call whose backward they run": number >> TAG_BITS}
+        record = {"stage": "backward", ORDER: f"that of call {number >> TAG_BITS:,}"}
         transport.announce(json.dumps(record).encode())
         return
     with Exchange(transport, "backward", NUMBER) as exchange:
         exchange.mine = number.to_bytes(NUMBER, "little")
     numbers = _read_numbers(exchange.records, 0)
-    if any(other != number for other in numbers):
-        calls = "; ".join(f"rank {rank} runs that of call {other >> TAG_BITS:,}" for rank, other in enumerate(numbers))
-        raise Mismatch(
-            f"the ranks run backwards of different calls of their group: {calls}. Run backwards and calls in the same "
-            "order on all ranks"
-        )
+    compare({rank: {ORDER: f"that of call {other >> TAG_BITS:,}"} for rank, other in enumerate(numbers)})
 
 
 def _record(call: Call) -> dict[str, Any]:
@@ -159,18 +167,19 @@ def _record(call: Call) -> dict[str, Any]:
     pattern = repr(call.pattern)
     if call.pattern.transient:
         pattern = f"{_SELECTED} {_short_digest(pattern)}"
+    machine = call.machine() if call.chooses else None
     return {
+        "sinks": call.sinks,
+        "key_padding_mask": call.key_padding_mask,
+        **call.sizes,  # before the scale, which follows from the head dim, as that does from a mask
         **{name: _shorten(x) if isinstance(x, str) else x for name, x in vars(call.options).items()},
-        "machine": _shorten(repr(call.machine())) if call.chooses else None,
+        "machine": machine and f"{machine.preset or 'measured or own numbers'} (digest {_short_digest(repr(machine))})",
         "dropout": _spell_dropout(call.kernel),
         "pattern": _shorten(pattern),
         "layout": _spell_layout(call.layout),
         "q_layout": None if call.q_layout is None else _spell_layout(call.q_layout),
         "return_lse": call.return_lse,
-        "sinks": call.sinks,
-        "key_padding_mask": call.key_padding_mask,
         "plans": FORMAT,
-        **call.sizes,
         "device": call.device.type,
         "requires_grad": call.requires_grad,
     }
@@ -195,7 +204,7 @@ _SELECTED = "blocks selected anew (all ranks need the same scorer weights, k, an
 
 def _shorten(text: str) -> str:
     """The text, or its beginning and a digest if it is long."""
-    return text if len(text) < 200 else f"{text[:160]}... (digest {_short_digest(text)})"
+    return text if len(text) <= 100 else f"{text[:70]}... (digest {_short_digest(text)})"
 
 
 def _short_digest(text: str) -> str:

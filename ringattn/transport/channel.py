@@ -221,7 +221,10 @@ class Channel:
 
     def _call(self, store: Store, peer: int, end: float) -> socket.socket:
         """A connection to the server of a peer, tried again where the store has the address of an older group."""
-        why = "it has not begun in time"
+        why = (
+            "it has made no call on this group in time: its process has ended or is late, or another group= was given "
+            "there; this is found by the timeout alone, as long as a group has not made its first call"
+        )
         while (seconds := end - time.monotonic()) > 0:
             try:
                 store.wait([str(peer)], timedelta(seconds=seconds))
@@ -235,7 +238,9 @@ class Channel:
                     return connection
                 connection.close()
             except OSError as error:
-                why = f"no connection to {host}:{port} ({error}); GLOO_SOCKET_IFNAME names another network interface"
+                gone = isinstance(error, ConnectionRefusedError | ConnectionResetError)
+                hint = "its process has ended" if gone else "GLOO_SOCKET_IFNAME names another network interface"
+                why = f"no connection to {host}:{port} ({error}); {hint}"
             time.sleep(RETRY)
         raise self._missing(peer, why)
 

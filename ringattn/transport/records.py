@@ -195,7 +195,8 @@ def compare(records: dict[int, dict[str, Any]]) -> None:
             continue
         if name == "layout" and _are_undecided([*values.values()]):
             continue
-        raise Mismatch(f"the ranks disagree about {name}: {by_rank(values)}. Pass the same on all ranks")
+        advice = "Run backwards and calls in the same order" if name in (ORDER, "call") else "Pass the same"
+        raise Mismatch(f"the ranks disagree about {name}: {by_rank(values)}. {advice} on all ranks")
 
 
 def by_rank(values: dict[int, Any]) -> str:
@@ -204,6 +205,8 @@ def by_rank(values: dict[int, Any]) -> str:
     return "; ".join(f"{value} on rank{'s' if len(who) > 1 else ''} {_list_ranks(who)}" for value, who in ranks.items())
 
 
+#: The field of a record that names the call whose backward a rank runs.
+ORDER = "which backward to run"
 #: Fields of a record that may differ between ranks.
 _NOT_COMPARED = ("rows", "labels")
 

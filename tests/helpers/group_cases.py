@@ -241,7 +241,9 @@ def errors_of_others_in_a_post(rank: int) -> list[str]:
 #: What ranks 0 and 1 are told in `order_of_passes` where they run backwards of two calls, and where rank 0 begins a
 #: call. What both ranks are told where they run backwards of different calls, and what each is told of the other
 #: where rank 0 begins a call while rank 1 begins a backward.
-BACKWARDS = r"rank 0 runs that of call (\d+); rank 1 runs that of call (\d+)"
+BACKWARDS = (
+    r"which backward to run: that of call (\d+) on rank 0; that of call (\d+) on rank 1. Run backwards and calls in"
+)
 
 
 STAGES = (r"rank 1 is at stage 'backward' .* stage 'call'", r"rank 0 is at stage 'call' .* stage 'backward'")

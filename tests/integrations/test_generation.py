@@ -97,7 +97,7 @@ def test_what_cannot_be_honoured_is_an_error_on_all_ranks(run_ranks) -> None:  #
         "no prompt": "InvalidInput: generate: input_ids (1, 0) has no token",
         "a shorter prompt": "Mismatch: the ranks disagree about",
         "another model": "this model is not parallelized",
-        "other tokens": "Mismatch: the ranks disagree about note",
+        "other tokens": "Mismatch: the ranks disagree about the tokens of this step",
     }
     for found in run_ranks(cases.refusals, 2, timeout=120):
         for name, word in words.items():

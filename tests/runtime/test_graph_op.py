@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ringattn as ra
-from ringattn.pattern.base import NUMBERED
+from ringattn.cache import NUMBERED
 from ringattn.runtime import graph_op
 from ringattn.runtime.autograd import AllRanks, compilable
 
@@ -71,9 +71,11 @@ def test_compiled_calls_are_eager_ones(call: Callable[..., Any], arguments: tupl
 
 
 @in_graphs
-def test_new_documents_do_not_compile_anew_and_nothing_is_kept() -> None:
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor, pattern: ra.Pattern) -> torch.Tensor:
-        return ra.virtual_attention(q, k, v, pattern, ranks=2)
+def test_new_documents_and_layouts_do_not_compile_anew_and_nothing_is_kept() -> None:
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor, pattern: ra.Pattern, layout: ra.Layout
+    ) -> torch.Tensor:
+        return ra.virtual_attention(q, k, v, pattern, ranks=2, layout=layout)
 
     torch._dynamo.reset()
     counters.clear()
@@ -81,9 +83,10 @@ def test_new_documents_do_not_compile_anew_and_nothing_is_kept() -> None:
     before = len(NUMBERED)
     for first in range(1, 11):
         pattern = ra.Causal() & ra.Documents([first, 24 - first])
-        assert equal(run(compiled, pattern), run(call, pattern))
+        layout = ra.make_layout("balanced(2)", tokens=24, ranks=2, pattern=pattern)
+        assert equal(run(compiled, pattern, layout), run(call, pattern, layout))
     assert counters["stats"]["unique_graphs"] <= 2
-    del pattern
+    del pattern, layout
     gc.collect()
     assert not graph_op._records and len(NUMBERED) <= before + 64  # the plans that are cached
 
@@ -135,8 +138,10 @@ def test_independent_calls_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_opcheck() -> None:
     tensors = list(leaves()[:3])
-    text = graph_op._write("ringattn.functional:virtual_attention", ("q", "k", "v"), ranks=2, return_lse=True)
-    torch.library.opcheck(torch.ops.ringattn.attend.default, (tensors, PATTERN.number, text, [True, True, False]))
+    text = graph_op._write(
+        "ringattn.functional:virtual_attention", ("q", "k", "v", "pattern"), ranks=2, return_lse=True
+    )
+    torch.library.opcheck(torch.ops.ringattn.attend.default, (tensors, [PATTERN.number], text, [True, True, False]))
 
 
 @in_graphs

@@ -106,7 +106,8 @@ def test_a_call_too_few_is_named_by_what_follows() -> None:
             network.call(rank, stage.encode(), stage)
     network.deliver()
     assert {str(rank.error) for rank in network.ranks} == {
-        "the ranks disagree about call: call on ranks 0, 2; backward on rank 1. Pass the same on all ranks"
+        "the ranks disagree about call: call on ranks 0, 2; backward on rank 1. Run backwards and calls "
+        "in the same order on all ranks"
     }
 
 
