@@ -56,6 +56,8 @@ def get_kernel(
     a `dropout`. A name is never replaced by another kernel: raises InvalidInput for an unknown name, Unsupported if the
     kernel cannot compute the tensors, or what is asked for.
     """
+    if q.is_meta and q.device.type not in AUTO:
+        raise InvalidInput("q is a tensor on meta, which has no numbers; try to_empty(device='cpu') and load them")
     asked = {key: value for key, value in (("softcap", softcap), ("dropout", dropout)) if value is not None}
     if name == "auto":
         name = "reference" if asked else AUTO.get(q.device.type, "reference")

@@ -178,17 +178,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_dense(x: object) -> TypeGuard[torch.Tensor]:
-    """Whether x is a tensor whose numbers are in memory: not sparse, not nested, not on the device meta."""
-    return isinstance(x, torch.Tensor) and x.layout == torch.strided and not (x.is_nested or x.is_meta)
+    """Whether x is a tensor with strides: not sparse, not nested."""
+    return isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested
 
 
 def kind_of(x: object) -> str:
     """What x is where it is no dense tensor, for an error."""
     if not isinstance(x, torch.Tensor):
         return type(x).__name__
-    if x.is_nested or x.is_meta:
-        return "a nested tensor; try padding" if x.is_nested else "a tensor on meta, which has no numbers"
-    return f"a {x.layout} tensor; try to_dense()"
+    return "a nested tensor; try padding" if x.is_nested else f"a {x.layout} tensor; try to_dense()"
 
 
 def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -357,8 +357,12 @@ WRONG = (
         "Mismatch: rank 1 cannot take part: pat",
     ),
     *(
-        (f"InvalidInput: v must be a tensor [batch, heads, tokens, head_dim], got {kind}", "Mismatch: rank 1 cannot")
-        for kind in ("a torch.sparse_coo tensor; try to_dense()", "a tensor on meta", "a nested tensor")
+        (f"InvalidInput: {words}", "Mismatch: rank 1 cannot")
+        for words in (
+            "v must be a tensor [batch, heads, tokens, head_dim], got a torch.sparse_coo tensor; try to_dense()",
+            "q, k and v must have one dtype and one device, got",
+            "v must be a tensor [batch, heads, tokens, head_dim], got a nested tensor",
+        )
     ),
 )
 
