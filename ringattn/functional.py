@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from threading import RLock, current_thread
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -88,22 +90,41 @@ def ring_attention(
     from .runtime.handshake import OneRank, agree, announce, announces  # virtual ranks shake no hands
 
     ring = get_transport(group, mesh, transport)
-    with ErrorReport(ring, "call", deferred=ring.defers(options.get("check"))):
-        q, k, v = cast_inputs(q, k, v)
-        call = read_call(
-            q, k, v, pattern, layout, options,
-            q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
-        )  # fmt: skip
-        ring.check(call.device)
-        q, k, v = call.prepare(q, k, v, key_padding_mask)
-    deferred = announces(ring, call)
-    with ErrorReport(ring, "call", deferred=True) if deferred else nullcontext():
-        plan, kernel, number = announce(ring, call) if deferred else agree(ring, call)
-        job = Job(plan, ring.rank, kernel, positive(call.scale)[1], return_lse, sinks=sinks)
-    result = _apply(call, OneRank(job, ring, number, deferred), plan, q, k, v, sinks)
-    if deferred and not call.requires_grad:  # no optimizer will wait for the comparison
-        ring.synchronize()
+    with _take(ring) as taken:
+        with ErrorReport(ring, "call", deferred=ring.defers(options.get("check"))):
+            if taken:
+                raise InvalidInput(
+                    f"thread {current_thread().name!r} calls while another thread is in a call of the same group; make "
+                    "a group for each thread by dist.new_group, in the same order on all ranks"
+                )
+            q, k, v = cast_inputs(q, k, v)
+            call = read_call(
+                q, k, v, pattern, layout, options,
+                q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
+            )  # fmt: skip
+            ring.check(call.device)
+            q, k, v = call.prepare(q, k, v, key_padding_mask)
+        deferred = announces(ring, call)
+        with ErrorReport(ring, "call", deferred=True) if deferred else nullcontext():
+            plan, kernel, number = announce(ring, call) if deferred else agree(ring, call)
+            job = Job(plan, ring.rank, kernel, positive(call.scale)[1], return_lse, sinks=sinks)
+        result = _apply(call, OneRank(job, ring, number, deferred), plan, q, k, v, sinks)
+        if deferred and not call.requires_grad:  # no optimizer will wait for the comparison
+            ring.synchronize()
     return result
+
+
+@contextmanager
+def _take(ring: Transport) -> Iterator[bool]:
+    """Hold a transport for a call; True where another thread held it before: that call is to end first."""
+    lock = _locks.setdefault(ring, RLock())
+    taken = not lock.acquire(blocking=False)
+    if taken:
+        lock.acquire()
+    try:
+        yield taken
+    finally:
+        lock.release()
 
 
 def positions(
@@ -304,6 +325,8 @@ def _apply(
 
 #: One transport per process group. An entry ends with its group.
 _transports: WeakKeyDictionary[ProcessGroup, TorchDist] = WeakKeyDictionary()
+#: What the thread in a call holds, by transport.
+_locks: WeakKeyDictionary[Transport, Any] = WeakKeyDictionary()
 
 
 def get_transport(

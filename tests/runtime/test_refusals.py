@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,14 @@ pytestmark = pytest.mark.multi
 def _made(rank: int, seed: int) -> list[torch.Tensor]:
     source = torch.Generator().manual_seed(100 * seed + rank)
     return [torch.randn(1, heads, TOKENS // SIZE, 8, generator=source) for heads in (4, 2, 2)]
+
+
+def _right(rank: int, seed: int) -> torch.Tensor:
+    """A rank's rows of the attention of all shards, by torch."""
+    whole = [torch.cat(parts, 2) for parts in zip(*(_made(other, seed) for other in range(SIZE)), strict=True)]
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    wanted = torch.nn.functional.scaled_dot_product_attention(*whole, attn_mask=mask, enable_gqa=True)
+    return wanted.chunk(SIZE, 2)[rank]
 
 
 def _attend(x: list[torch.Tensor], **given: Any) -> torch.Tensor:
@@ -73,12 +83,7 @@ REFUSED: dict[str, Callable[[list[torch.Tensor]], Any]] = {
 def refusals(rank: int, seed: int) -> tuple[int, int, list[str]]:
     """Refused requests that this rank was told of, good calls after them that were right, and what went wrong."""
     same, told, right, wrong = random.Random(seed), 0, 0, list[str]()
-    layout = ra.make_layout("contiguous", tokens=TOKENS, ranks=SIZE)
-    shards = [_made(other, seed) for other in range(SIZE)]
-    whole = [torch.cat(parts, 2) for parts in zip(*shards, strict=True)]
-    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-    wanted = torch.nn.functional.scaled_dot_product_attention(*whole, attn_mask=mask, enable_gqa=True)
-    mine = layout.shard_tensor(wanted, rank)
+    shards, mine = [_made(other, seed) for other in range(SIZE)], _right(rank, seed)
     names = [*REFUSED]
     for number in range(ROUNDS):
         name, odd = names[number % len(names)], same.choice((None, *range(SIZE)))
@@ -98,3 +103,35 @@ def refusals(rank: int, seed: int) -> tuple[int, int, list[str]]:
 
 def test_the_call_after_a_refusal_is_right(run_ranks: Run) -> None:
     assert run_ranks(refusals, SIZE, 0, timeout=100) == [(ROUNDS, ROUNDS, [])] * SIZE
+
+
+def _threads(rank: int) -> tuple[list[str], float]:
+    """What two threads of a rank are told whose calls overlap on rank 0, and the error of a call after them."""
+    group, told = dist.new_group(), ["", ""]
+
+    def call(index: int) -> None:
+        told[index] = told_by(lambda: _attend(_made(rank, index), group=group))
+
+    threads = [threading.Thread(target=call, args=(index,), name=f"caller {index}") for index in range(2)]
+    if rank:
+        time.sleep(1.0)  # meanwhile the first thread of rank 0 waits in its call
+    for thread in threads:
+        thread.start()
+        if rank:
+            thread.join()
+        else:
+            time.sleep(0.2)
+    for thread in threads:
+        thread.join()
+    x = _made(rank, 7)
+    out = _attend(x, group=group)
+    return told, float((out - _right(rank, 7)).abs().max())
+
+
+def test_a_second_thread_is_refused_by_name_and_the_group_goes_on(run_ranks: Run) -> None:
+    (first, *others) = run_ranks(_threads, SIZE, timeout=60)
+    words = "thread 'caller 1' calls while another thread is in a call of the same group"
+    assert first[0][0] == "fine" and first[0][1].startswith(f"InvalidInput: {words}")
+    for told, _ in others:
+        assert told[0] == "fine" and words in told[1] and told[1].startswith("Mismatch: rank 0 cannot take part")
+    assert max(error for _, error in (first, *others)) <= 1e-5
