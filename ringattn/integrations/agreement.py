@@ -201,7 +201,7 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
             nullcontext() if quantized else _in_fp32(model),
             model.base_model.register_forward_hook(lambda *given: below.append(given[-1])),
         ):  # fmt: skip
-            whole = rows_of(torch.arange(tokens)[None])[some]
+            whole = rows_of(torch.arange(tokens, device="cpu")[None])[some]
             again = torch.cat([rows_of(places[:, None]) for places in some.split(1 if ring.crosses else len(some))])
     except FOREIGN as error:
         words = f"{type(model).__name__}, {TOKENS} tokens: {type(error).__name__}: {error}"

@@ -84,6 +84,7 @@ MASKS = {
 UNREAD = {
     "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "decoder_position_ids", "use_cache",
     "deterministic", "encoder_hidden_states", "shift_labels", "output_hidden_states", "return_dict",
+    "output_router_logits",
 }  # fmt: skip
 #: Options of a call, or of a config, that no model over ranks can honour, and why.
 REFUSED = {

@@ -8,6 +8,7 @@ from torch import Tensor, float32, where
 
 from ..kernels.base import Kernel
 from ..kernels.pad import EXTRA, crop_to, delta, with_column
+from ..plan.row_sets import ALL_ROWS, AllRows, RowSet
 from ..plan.work import Work
 from .accumulators import Pair, Tensors
 
@@ -30,6 +31,8 @@ class Centre:
         if kernel.padded:
             self.key = self.key.clone()
             self.key[..., :EXTRA] = 0.0  # these columns hide keys
+        #: The key of each query head, [B, H, 1, D].
+        self.of_queries = self.key.repeat_interleave(q.shape[1] // k.shape[1], 1)
         fits = q.shape[-1] + EXTRA <= (kernel.max_head_dim or inf)
         takes = q.dtype == float32 and kernel.softcap is None and 0 not in (len(q), q.shape[2], k.shape[2])
         self.moves = fits and takes
@@ -39,35 +42,36 @@ class Centre:
             if q.is_cpu:
                 self.moves = bool(large)
             else:  # the host does not wait for the device: there a key of zeros is taken instead of none
-                self.key = where(large, self.key, 0.0)
+                self.key, self.of_queries = (where(large, x, 0.0) for x in (self.key, self.of_queries))
 
-    def keys(self, k: Tensor, *, wider: bool = False) -> Tensor:
-        """k without the key; `wider`: with a column of ones, for the row sums of dS."""
-        k = k - self.key if self.moves else k
+    def keys(self, k: Tensor, of: AllRows | RowSet = ALL_ROWS, *, wider: bool = False) -> Tensor:
+        """k, whose heads `of` names, without the key; `wider`: with a column of ones, for the row sums of dS."""
+        k = k - _select(self.key, of) if self.moves else k
         return with_column(k, 1.0) if wider else k
 
-    def queries(self, q: Tensor) -> Tensors:
+    def queries(self, q: Tensor, of: AllRows | RowSet = ALL_ROWS) -> Tensors:
         """q, and what its logits lose, [B, H, n]."""
-        return (q, self._logits(q)) if self.moves else (q,)
+        return (q, self._logits(q, of)) if self.moves else (q,)
 
     def attend(self, kernel: Kernel, rows: Tensors, keys: Tensors, work: Work) -> Pair:
         """(out, lse) of a call for rows of `queries` and of `keys`."""
         out, lse = kernel.forward(rows[0], keys[0], keys[1], work, self.scale)
         return out, lse if len(rows) == 1 else lse + rows[1]
 
-    def rows(self, q: Tensor, lse: Tensor) -> Tensors:
+    def rows(self, q: Tensor, lse: Tensor, of: AllRows | RowSet = ALL_ROWS) -> Tensors:
         """For calls of a backward with `keys`: lse; where the key is taken also the key, for each row of q."""
         if not self.moves:
             return (lse,)
-        return (lse - self._logits(q)).to(lse.dtype), self._of_heads(q).expand(q.shape)
+        return (lse - self._logits(q, of)).to(lse.dtype), _select(self.of_queries, of).expand(q.shape)
 
-    def _of_heads(self, q: Tensor) -> Tensor:
-        """The key of each query head, [B, H, 1, D]."""
-        return self.key.repeat_interleave(q.shape[1] // self.key.shape[1], 1)
-
-    def _logits(self, q: Tensor) -> Tensor:
+    def _logits(self, q: Tensor, of: AllRows | RowSet = ALL_ROWS) -> Tensor:
         """The logits of the key, [B, H, n], in fp64."""
-        return delta(q.double(), self._of_heads(q).double(), None).squeeze(-1) * self.scale
+        return delta(q.double(), _select(self.of_queries, of).double(), None).squeeze(-1) * self.scale
+
+
+def _select(key: Tensor, of: AllRows | RowSet) -> Tensor:
+    """The key of some heads [B, heads, 1, D]."""
+    return key[:, of.heads] if isinstance(of, RowSet) and len(of.heads) < key.size(1) else key
 
 
 def restore(dq: Tensor, key: Tensor) -> Tensor:

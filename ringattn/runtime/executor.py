@@ -16,6 +16,7 @@ from torch import Tensor
 from ..kernels.base import Kernel, as_dtype
 from ..kernels.pad import delta, delta_factor, times_unit, with_column, with_delta
 from ..plan.plan import Plan
+from ..plan.row_sets import AllRows, RowSet
 from ..transport.base import PLAN_TAGS, Program, Tags
 from ..transport.trace import named_range
 from .accumulators import (
@@ -160,7 +161,7 @@ def _forward_ring(
             with named_range(job.rank, f"forward step {index}, block of rank {visit.part.owner}"):
                 yield from run.perform(visit.copies)
                 keys, values = run.get(visit.block)
-                block = RowViews(centre.keys(keys), values)
+                block = RowViews(centre.keys(keys, visit.part.row_set), values)
                 dropping = _dropping(job, visit, q)
                 for part in visit.parts:
                     for call in part.calls:
@@ -191,7 +192,7 @@ def _forward_by_queries(
             with named_range(job.rank, f"forward step {index}, block of rank {visit.part.owner}"):
                 yield from run.perform(visit.copies)
                 (queries,), totals = run.get(visit.block), RowViews(*run.get(visit.sums))
-                block = RowViews(*centre.queries(queries))
+                block = RowViews(*centre.queries(queries, visit.part.row_set))
                 dropping = _dropping(job, visit, q)
                 for work in visit.works:
                     for batch in batches(work, count):
@@ -245,13 +246,13 @@ def _backward_ring(
                 yield from run.perform(visit.copies)
                 block, sums = run.get(visit.block), RowViews(*run.get(visit.sums))
                 if by_queries:
-                    rows = RowViews(*_query_inputs(job, centre, block, run.get(visit.rows)))
+                    rows = RowViews(*_query_inputs(job, centre, block, run.get(visit.rows), visit.part.row_set))
                     _differentiate(job, visit, rows, own, (sums, own_sums), (visit.is_new, False))
                     continue
                 keys, values = block
                 if grad_lse is not None:
                     values = with_column(values, float(job.kernel.dropout is None))
-                block_views = RowViews(centre.keys(keys, wider=wider), values)
+                block_views = RowViews(centre.keys(keys, visit.part.row_set, wider=wider), values)
                 _differentiate(job, visit, own, block_views, (own_sums, sums), (False, visit.is_new))
         yield from run.perform(step.waits)
     dq, dk, dv = (as_dtype(x, y.dtype) if job.cast_grads else x for x, y in zip((dq, dk, dv), inputs, strict=True))
@@ -301,10 +302,10 @@ def _sends_factors(job: Job) -> bool:
     return job.plan.comm_dtype is None and not job.lse
 
 
-def _query_inputs(job: Job, centre: Centre, block: Tensors, row: Tensors) -> Tensors:
+def _query_inputs(job: Job, centre: Centre, block: Tensors, row: Tensors, of: AllRows | RowSet) -> Tensors:
     """(dO, q, out) of query rows as a kernel takes them, and `Centre.rows`."""
     (query, grad), (lse, row_delta) = block, row
-    rows = centre.rows(query, lse)
+    rows = centre.rows(query, lse, of)
     query = with_column(query, 0.0) if job.lse or centre.moves else query
     if _sends_factors(job):
         return grad, query, times_unit(grad, row_delta), *rows

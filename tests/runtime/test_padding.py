@@ -122,7 +122,7 @@ def test_no_padding_changes_nothing_and_nan_cotangents_of_empty_rows_are_ignored
         (torch.zeros(2, 9), "must be a bool tensor, True where a key is padding, got torch.float32"),
         ([False], "got list"),
         (torch.zeros(9, 2, dtype=torch.bool), "[batch, tokens] = (2, 9), the keys of this call, got (9, 2)"),
-        (torch.zeros(2, 9, dtype=torch.bool, device="meta"), "got a tensor on meta"),
+        (torch.zeros(2, 9, dtype=torch.bool, device="meta"), "key_padding_mask is on meta"),
     ],
 )
 def test_errors(mask: torch.Tensor, words: str) -> None:
