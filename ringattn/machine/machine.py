@@ -191,12 +191,6 @@ class Machine:
         cause="merge",
         measured_by="every",
     ).with_default(None)
-    buffers: int | None = MachineNumber(
-        unit="receive slots",
-        meaning="the number of receive slots beside the block in use",
-        example=1,
-        default="by default 1, as in the executor",
-    ).with_default(None)
     gamma: float | None = MachineNumber(
         unit="part of a message's time",
         meaning="the interference: a visit takes gamma x min(its time, m) longer, where m is the mean of the longest "
