@@ -93,10 +93,7 @@ class EventPass:
 
 
 def simulate_events(
-    rates: Rates,
-    faults: Faults,
-    why: str = "every step of every rank",
-    noise: np.random.Generator | None = None,
+    rates: Rates, faults: Faults, why: str = "every step of every rank", noise: np.random.Generator | None = None
 ) -> Solved:
     """Simulate every step and message of a plan; `why` says in reports and errors why that is done.
 
