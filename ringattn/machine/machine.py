@@ -34,7 +34,7 @@ LEAST, MOST = 1e-30, 1e30
 
 @dataclass(frozen=True, kw_only=True)
 class MachineNumber:
-    """The declaration of one number of a machine, which numbers.yaml beside this module has.
+    """The declaration of one number of a machine, an entry of numbers.yaml beside this module.
 
     The checks of `Machine`, the units in machine files, the keys `machine.*` of the command line, their help, and the
     effects that a simulation reports as not modelled follow from these declarations.
@@ -110,8 +110,9 @@ class MachineNumber:
 class Machine:
     """What the timing model knows of a machine. Ranks are numbered node by node.
 
-    `MACHINE_NUMBERS` declares each number by the name of its field. Where an optional number is None, its effect is not
-    modelled, and the output says so. Raises InvalidInput for values out of range.
+    `MACHINE_NUMBERS` has the meaning and the unit of each number by the name of its field, as `ringattn simulate --help
+    machine` prints them. Where an optional number is None, its effect is not modelled, and the output says so. Raises
+    InvalidInput for values out of range.
     """
 
     flops: float
