@@ -126,11 +126,7 @@ def _missing(case: CaseRecord) -> list[str]:
 
 
 def _draw_bars(
-    title: str,
-    rows: Rows,
-    show: Show,
-    reference: float | None,
-    missing: Mapping[str, list[str]],
+    title: str, rows: Rows, show: Show, reference: float | None, missing: Mapping[str, list[str]]
 ) -> tuple[str, Markup]:
     """Groups of horizontal bars, with whiskers from the least to the most, and words where a bar is missing."""
     series = list(dict.fromkeys(name for bars in rows.values() for name in bars))

@@ -69,9 +69,7 @@ def list_masks(tokens: int, window: int, block: int, segment: int, rate: int) ->
             keep=lambda _: lambda b, h, q, k: (q // segment == k // segment) & in_branch(h, q) & in_branch(h, k),
         ),
         "block_sparse": Mask(
-            BlockSparse(block, table),
-            keep=lambda kept: lambda b, h, q, k: kept[q // block, k // block],
-            numbers=table,
+            BlockSparse(block, table), keep=lambda kept: lambda b, h, q, k: kept[q // block, k // block], numbers=table
         ),
     }
 

@@ -25,21 +25,8 @@ from .records import read_results
 
 #: Settings that get a column where cases differ, and a place in the sentence below the table where they do not.
 SETTINGS = (
-    "system",
-    "tokens",
-    "pattern",
-    "backward",
-    "ring_size",
-    "segment_lengths",
-    "dilation_rates",
-    "block",
-    "density",
-    "k",
-    "batch",
-    "heads",
-    "head_dim",
-    "dtype",
-    "layout",
+    *("system", "tokens", "pattern", "backward", "ring_size", "segment_lengths", "dilation_rates", "block", "density"),
+    *("k", "batch", "heads", "head_dim", "dtype", "layout"),
 )
 #: The warning of results whose cases measured different versions of the code.
 MIXED = "The code changed during this run: its cases measured different versions. Run it again."

@@ -79,10 +79,7 @@ class StreamedRun(Run):
         self.stream = make_stream(call, chunk=chunk, backward=config.backward)
         self.plan, self.ranks = self.stream.plan, self.stream.plan.ranks
         check_outputs(config)
-        results: Shapes = {
-            "out": ((*q.shape[:3], v.shape[3]), q.dtype),
-            "lse": (tuple(q.shape[:3]), wide(q.dtype)),
-        }
+        results: Shapes = {"out": ((*q.shape[:3], v.shape[3]), q.dtype), "lse": (tuple(q.shape[:3]), wide(q.dtype))}
         if config.backward:
             results |= {name: (tuple(x.shape), wide(q.dtype)) for name, x in (("dq", q), ("dk", k), ("dv", v))}
         if config.stream == "disk":

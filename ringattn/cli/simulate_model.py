@@ -88,11 +88,7 @@ def main(config: SimulateConfig) -> None:
 
 
 def _print(
-    config: SimulateConfig,
-    model: ModelConfig,
-    parallel: Parallel,
-    estimate: ModelEstimate,
-    numbers: list[Number],
+    config: SimulateConfig, model: ModelConfig, parallel: Parallel, estimate: ModelEstimate, numbers: list[Number]
 ) -> None:
     """Print the question, the tables of time and memory, and what follows from them."""
     name = config.machine.path or config.machine.spec

@@ -82,18 +82,7 @@ def _fitted_numbers() -> dict[str, list[str]]:
 
 
 def _print_errors(title: str, groups: list[GroupErrors]) -> None:
-    header = (
-        "",
-        "rows",
-        "unseen: median",
-        "P90",
-        "bias",
-        "null: median",
-        "P90",
-        "preset: median",
-        "P90",
-        "floor P90",
-    )
+    header = ("", "rows", "unseen: median", "P90", "bias", "null: median", "P90", "preset: median", "P90", "floor P90")
     rows = [
         (
             group.name,

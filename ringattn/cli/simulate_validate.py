@@ -179,11 +179,7 @@ def _measure(
 
 
 def _measure_rank(
-    rank: int,
-    rows: Sequence[int],
-    made: dict[str, Any],
-    calibration: CalibrateConfig | None,
-    config: SimulateConfig,
+    rank: int, rows: Sequence[int], made: dict[str, Any], calibration: CalibrateConfig | None, config: SimulateConfig
 ) -> dict[int, list[Runs]]:
     """The runs of each pass by number of ranks, which one rank measures between the rounds of its calibration."""
     rounds = _Rounds(rows, _settings(made, config), config)

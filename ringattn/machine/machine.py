@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from msgspec import Meta, ValidationError, convert
 
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
-from ..files import Count, Positive, check_fields
+from ..files import Count, Positive, check_fields, load
 from ..text import did_you_mean, shorten
 from .kernel_times import KernelRates, KernelTimes
 
@@ -27,14 +28,13 @@ MODEL_ONLY = ("peak", "matmul", "matmul_fp8", "memory")
 BESIDE_BANDS = {*MODEL_ONLY, "watts", "price", "mtbf", "checkpoint", "restart", "sources", "one_gather"}
 #: The calibrations that measure a number: "every" calibration, or only a calibration of several "ranks".
 MeasuredBy = Literal["every", "ranks"]
-T = TypeVar("T")
 #: The least number that is not 0, and the largest: times, bytes and energies of whole jobs are floats then.
 LEAST, MOST = 1e-30, 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineNumber:
-    """The declaration of one number of a machine, kept as metadata of its field in `Machine`.
+    """The declaration of one number of a machine, an entry of numbers.yaml beside this module.
 
     The checks of `Machine`, the units in machine files, the keys `machine.*` of the command line, their help, and the
     effects that a simulation reports as not modelled follow from these declarations.
@@ -56,15 +56,6 @@ class MachineNumber:
     cause: str = ""
     #: The calibrations that measure the number; None: the number is not measured.
     measured_by: MeasuredBy | None = None
-
-    def required(self) -> Any:
-        """The field of a dataclass that holds the number, which has no default."""
-        return field(metadata={"number": self})
-
-    def with_default(self, default: T) -> T:
-        """The field of a dataclass that holds the number, and this declaration as its metadata `number`."""
-        declared: Any = field(default=default, metadata={"number": self})
-        return declared
 
     @property
     def python_type(self) -> type[float] | type[int] | type[bool]:
@@ -119,218 +110,40 @@ class MachineNumber:
 class Machine:
     """What the timing model knows of a machine. Ranks are numbered node by node.
 
-    The metadata of a field declares its number: `MACHINE_NUMBERS` has the declarations by name. Where an optional
-    number is None, its effect is not modelled, and the output says so. Raises InvalidInput for values out of range.
+    `MACHINE_NUMBERS` has the meaning and the unit of each number by the name of its field, as `ringattn simulate --help
+    machine` prints them. Where an optional number is None, its effect is not modelled, and the output says so. Raises
+    InvalidInput for values out of range.
     """
 
-    flops: float = MachineNumber(
-        unit="flop/s",
-        meaning="the useful floating-point operations per second of one rank's attention kernel",
-        example=5e10,
-        measured_by="every",
-    ).required()
-    latency: float = MachineNumber(
-        unit="s",
-        meaning="the seconds that a message takes beside the time of its bytes",
-        example=1e-4,
-        may_be_zero=True,
-        measured_by="ranks",
-    ).required()
-    bandwidth: float = MachineNumber(
-        unit="bytes/s",
-        meaning="the rate at which one rank sends, and receives at the same time, while all other ranks do too",
-        example=1.5e9,
-        measured_by="ranks",
-    ).required()
-    ranks_per_node: int = MachineNumber(
-        unit="ranks per node",
-        meaning="the number of ranks of one node (1: every rank is a node, and all links are alike)",
-        example=8,
-        measured_by="ranks",
-    ).with_default(1)
-    node_latency: float | None = MachineNumber(
-        unit="s",
-        meaning="the latency of messages between ranks of one node",
-        example=1e-5,
-        may_be_zero=True,
-        default="by default the same as latency",
-        measured_by="ranks",
-    ).with_default(None)
-    node_bandwidth: float | None = MachineNumber(
-        unit="bytes/s",
-        meaning="the bandwidth of messages between ranks of one node",
-        example=1e10,
-        default="by default the same as bandwidth",
-        measured_by="ranks",
-    ).with_default(None)
-    switch: int | None = MachineNumber(
-        unit="ranks",
-        meaning="the number of ranks of one node that share one link to its other ranks, as cards on a PCIe switch do; "
-        "node_bandwidth is the rate of that link",
-        example=2,
-        default="by default every rank has a link of its own",
-    ).with_default(None)
-    shared_nic: bool = MachineNumber(
-        unit="true or false",
-        meaning="whether all ranks of a node share one network card, whose rate is then the bandwidth",
-        example=True,
-        measured_by="ranks",
-    ).with_default(False)
-    cores: int | None = MachineNumber(
-        unit="ranks",
-        meaning="the number of ranks of one node that compute at full speed at the same time; more share them evenly",
-        example=2,
-        default="by default every rank has cores of its own",
-        measured_by="ranks",
-    ).with_default(None)
-    merge: float | None = MachineNumber(
-        unit="bytes/s",
-        meaning="the rate at which one rank merges partial results, counting bytes read and bytes written",
-        example=1e10,
-        effect="merging of partial results",
-        cause="merge",
-        measured_by="every",
-    ).with_default(None)
-    buffers: int | None = MachineNumber(
-        unit="receive slots",
-        meaning="the number of receive slots beside the block in use",
-        example=1,
-        default="by default 1, as in the executor",
-    ).with_default(None)
-    gamma: float | None = MachineNumber(
-        unit="part of a message's time",
-        meaning="the interference: a visit takes gamma x min(its time, m) longer, where m is the mean of the longest "
-        "message sent meanwhile and the longest received",
-        example=0.05,
-        may_be_zero=True,
-        effect="visits slowed down by messages",
-        cause="interference",
-        measured_by="ranks",
-    ).with_default(None)
-    jitter: float | None = MachineNumber(
-        unit="standard deviation / mean",
-        meaning="the spread of the time of one visit, independent from visit to visit",
-        example=0.05,
-        may_be_zero=True,
-        effect="times that vary from visit to visit",
-        cause="jitter",
-        measured_by="every",
-    ).with_default(None)
-    call: float | None = MachineNumber(
-        unit="s",
-        meaning="the seconds of a call beside its visits, messages and records: buffers, the program itself",
-        example=1e-3,
-        may_be_zero=True,
-        effect="what a call takes beside visits and messages",
-        cause="call",
-        measured_by="ranks",
-    ).with_default(None)
-    call_backward: float | None = MachineNumber(
-        unit="s",
-        meaning="the seconds of a backward beside its visits, messages and records",
-        example=5e-4,
-        may_be_zero=True,
-        default="by default the same as call",
-        measured_by="ranks",
-    ).with_default(None)
-    deferred: bool | None = MachineNumber(
-        unit="true or false",
-        meaning="whether ranks compare calls beside their messages, as by check=deferred, so that no call waits; if "
-        "false, ceil(log2 P) rounds of records take the latency of a link each, before the first message",
-        example=False,
-        default="by default true where host is given, and false where call is; else nothing is counted",
-    ).with_default(None)
-    sweep: float | None = MachineNumber(
-        unit="bytes/s",
-        meaning="the rate at which a call goes over its q, k, v and output beside the visits: checks, zeros, casts, "
-        "copies",
-        example=4e9,
-        effect="passes over the tensors of a call beside visits",
-        cause="call",
-        measured_by="ranks",
-    ).with_default(None)
-    sweep_backward: float | None = MachineNumber(
-        unit="bytes/s",
-        meaning="the rate at which a backward goes over as many bytes beside its visits",
-        example=2e9,
-        default="by default the same as sweep",
-        measured_by="ranks",
-    ).with_default(None)
-    host: float | None = MachineNumber(
-        unit="s",
-        meaning="the seconds that the host takes to start a visit, or a step without a visit, while a GPU works on "
-        "earlier ones: a pass takes at least host_call and host for each of them",
-        example=3e-4,
-        may_be_zero=True,
-        effect="the host's time to start kernels and messages",
-        cause="host",
-    ).with_default(None)
-    host_call: float | None = MachineNumber(
-        unit="s",
-        meaning="the seconds that the host takes for a call beside its steps",
-        example=1e-3,
-        may_be_zero=True,
-        default="by default 0",
-    ).with_default(None)
-    one_gather: bool = MachineNumber(
-        unit="true or false",
-        meaning="whether schedule=allgather is one collective call, in which every byte enters a node once, and one "
-        "kernel call on all gathered keys, which leaves nothing to merge (other libraries; not our executor)",
-        example=True,
-    ).with_default(False)
-    peak: float | None = MachineNumber(
-        unit="flop/s",
-        meaning="the data sheet's dense operations per second, by which MFU divides (only with model=)",
-        example=9.89e14,
-        default="by default no MFU is told",
-    ).with_default(None)
-    matmul: float | None = MachineNumber(
-        unit="flop/s",
-        meaning="the operations per second of large matrix products outside attention (only with model=)",
-        example=6.5e14,
-        default="by default flops",
-    ).with_default(None)
-    matmul_fp8: float | None = MachineNumber(
-        unit="flop/s",
-        meaning="the operations per second of large matrix products in 8 bits (only with model=)",
-        example=1.5e15,
-        default="without it fp8=true is refused",
-    ).with_default(None)
-    memory: float | None = MachineNumber(
-        unit="bytes",
-        meaning="the memory of one rank",
-        example=80e9,
-        effect="whether the memory is enough",
-    ).with_default(None)
-    watts: float | None = MachineNumber(
-        unit="W", meaning="the power that one rank draws, busy or not", example=700.0, effect="energy"
-    ).with_default(None)
-    price: float | None = MachineNumber(
-        unit="currency / h",
-        meaning="the price of one rank for an hour, in any currency",
-        example=2.5,
-        may_be_zero=True,
-        effect="cost",
-    ).with_default(None)
-    mtbf: float | None = MachineNumber(
-        unit="s",
-        meaning="the mean seconds between failures of one rank, used together with checkpoint and restart",
-        example=2e8,
-        effect="failures and checkpoints",
-    ).with_default(None)
-    checkpoint: float | None = MachineNumber(
-        unit="bytes/s",
-        meaning="the rate at which one rank writes its checkpoint while all other ranks do too",
-        example=1e9,
-        default="needed with mtbf",
-    ).with_default(None)
-    restart: float | None = MachineNumber(
-        unit="s",
-        meaning="the seconds from a failure until all ranks have the state of the last checkpoint",
-        example=60.0,
-        may_be_zero=True,
-        default="needed with mtbf",
-    ).with_default(None)
+    flops: float
+    latency: float
+    bandwidth: float
+    ranks_per_node: int = 1
+    node_latency: float | None = None
+    node_bandwidth: float | None = None
+    switch: int | None = None
+    shared_nic: bool = False
+    cores: int | None = None
+    merge: float | None = None
+    gamma: float | None = None
+    jitter: float | None = None
+    call: float | None = None
+    call_backward: float | None = None
+    deferred: bool | None = None
+    sweep: float | None = None
+    sweep_backward: float | None = None
+    host: float | None = None
+    host_call: float | None = None
+    one_gather: bool = False
+    peak: float | None = None
+    matmul: float | None = None
+    matmul_fp8: float | None = None
+    memory: float | None = None
+    watts: float | None = None
+    price: float | None = None
+    mtbf: float | None = None
+    checkpoint: float | None = None
+    restart: float | None = None
     #: Measured kernel times by tile shape. Where they are given, they replace `flops`.
     kernel: KernelTimes | None = None
     #: Modelled rates of the kernel by the size of its calls. Where they are given, they replace `flops`.
@@ -434,6 +247,4 @@ class Machine:
 
 
 #: The declarations of all numbers of a machine, by the name of their field.
-MACHINE_NUMBERS: dict[str, MachineNumber] = {
-    entry.name: entry.metadata["number"] for entry in fields(Machine) if "number" in entry.metadata
-}
+MACHINE_NUMBERS = load(Path(__file__).with_name("numbers.yaml"), dict[str, MachineNumber], "numbers")

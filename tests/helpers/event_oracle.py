@@ -77,24 +77,22 @@ class EventOracle:
 
         `instant`: messages take no time.
         """
-        slots = self.machine.buffers or 1
         self.begun = np.zeros((self.count + 1, self.plan.ranks))
         posts: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         # By (rank, step), what has to end before the next step: the rank's own work, and messages.
         missing = {(rank, k): 1 for rank in range(self.plan.ranks) for k in range(self.count)}
         awaited, unposted = [], []
         for number, one in enumerate(self.messages):
-            # The sender posts at its step; the receiver has a free slot once it is slots - 1 steps behind.
-            ends = {(one.source, one.post), (one.target, max(one.post - slots + 1, 0))}
+            ends = {(one.source, one.post), (one.target, one.post)}
             for end in ends:
                 posts[end].append(number)
             unposted.append(len(ends))
-            waiting = (one.target, one.until[one.target]), (one.source, one.until[one.source] + slots - 1)
+            waiting = (one.target, one.until[one.target]), (one.source, one.until[one.source])
             awaited.append([end for end in waiting if end in missing])
             for end in awaited[-1]:
                 missing[end] += 1
         heap: list[tuple[float, int, list[tuple[int, int]]]] = []
-        serial, link_free = count(), defaultdict[tuple[int, int], float](float)
+        serial = count()
 
         def begin(rank: int, step: int, now: float) -> None:
             self.begun[step, rank] = now
@@ -104,10 +102,8 @@ class EventOracle:
                 unposted[number] -= 1
                 if not unposted[number]:
                     message = self.messages[number]
-                    seconds, gap = (0.0, 0.0) if instant else (message.seconds, message.gap)
-                    link = message.source, message.target
-                    link_free[link] = max(now + seconds, link_free[link] + gap if slots > 1 else 0.0)
-                    heappush(heap, (link_free[link], next(serial), awaited[number]))
+                    ended = now + (0.0 if instant else message.seconds)
+                    heappush(heap, (ended, next(serial), awaited[number]))
 
         for rank in range(self.plan.ranks):
             begin(rank, 0, 0.0)

@@ -13,35 +13,27 @@ NEVER = float("-inf")
 
 @dataclass
 class Step:
-    """One step: busy seconds by rank, and by direction (seconds, gap) of the message of each rank, or None."""
+    """One step: busy seconds by rank, and by direction the seconds of the message of each rank, or None."""
 
     busy: list[float]
-    messages: dict[int, list[tuple[float, float] | None]] = field(default_factory=dict)
+    messages: dict[int, list[float | None]] = field(default_factory=dict)
 
 
-def starts(ranks: int, steps: list[Step], buffers: int = 1) -> list[list[float]]:
+def starts(ranks: int, steps: list[Step]) -> list[list[float]]:
     """S[k][r], when rank r begins step k; the last row is when it has finished."""
     begun = [[0.0] * ranks]
-    arrivals: list[dict[tuple[int, int], float]] = []
-    last: dict[tuple[int, int], float] = {}
-    for k, step in enumerate(steps):
+    for step in steps:
         now, here = begun[-1], {}
         for sign, row in step.messages.items():
             for rank, message in enumerate(row):
                 if message is not None:
-                    ready = now[rank]
-                    if k - buffers + 1 >= 0:
-                        ready = max(ready, begun[k - buffers + 1][(rank + sign) % ranks])
-                    here[sign, rank] = max(ready + message[0], last.get((sign, rank), NEVER) + message[1])
-        last.update(here)
-        arrivals.append(here)
+                    here[sign, rank] = max(now[rank], now[(rank + sign) % ranks]) + message
         then = []
         for rank in range(ranks):
             ready = now[rank] + step.busy[rank]
             for sign in (1, -1):
                 ready = max(ready, here.get((sign, (rank - sign) % ranks), NEVER))
-                if k - buffers + 1 >= 0:
-                    ready = max(ready, arrivals[k - buffers + 1].get((sign, rank), NEVER))
+                ready = max(ready, here.get((sign, rank), NEVER))
             then.append(ready)
         begun.append(then)
     return begun
@@ -56,17 +48,14 @@ def steps_of(ring: Ring) -> list[Step]:
     for phase in ring.phases:
         for _ in range(phase.steps):
             messages = {
-                lane.sign: [
-                    (at(lane.seconds, r), at(lane.gap, r)) if at(lane.seconds, r) != NEVER else None
-                    for r in range(ring.ranks)
-                ]
+                lane.sign: [at(lane.seconds, r) if at(lane.seconds, r) != NEVER else None for r in range(ring.ranks)]
                 for lane in phase.messages
             }
             busy = []
             for r in range(ring.ranks):
-                leaving = max((row[r][0] for row in messages.values() if row[r] is not None), default=0.0)
+                leaving = max((row[r] for row in messages.values() if row[r] is not None), default=0.0)
                 arriving = [row[(r - sign) % ring.ranks] for sign, row in messages.items()]
-                coming = max((message[0] for message in arriving if message is not None), default=0.0)
+                coming = max((message for message in arriving if message is not None), default=0.0)
                 late = sum(s.seconds for s in ring.stalls if (s.rank, s.step) == (r, len(found)))
                 visit = at(phase.compute, r)
                 taken = ring.gamma * min(visit, (leaving + coming) / 2)
@@ -76,4 +65,4 @@ def steps_of(ring: Ring) -> list[Step]:
 
 
 def truth(ring: Ring) -> np.ndarray:
-    return np.array(starts(ring.ranks, steps_of(ring), ring.buffers)[-1])
+    return np.array(starts(ring.ranks, steps_of(ring))[-1])

@@ -10,16 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from ...train import linear_cross_entropy
-from ..case import (
-    BenchCase,
-    BenchColumn,
-    BenchSuite,
-    CaseRecord,
-    Context,
-    Ratio,
-    Run,
-    relative_error,
-)
+from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, Run, relative_error
 
 TOKENS, CLASSES, WIDTH = 16384, 32000, 64
 #: The promise: the peak of all logits over the peak by chunks.
@@ -100,9 +91,6 @@ SUITE = BenchSuite(
     title="The loss by chunks beside all logits at once",
     bars=(
         "peak memory in MiB",
-        lambda case: {
-            "all logits": case["summary"]["plain_peak_mib"],
-            "by chunks": case["summary"]["chunks_peak_mib"],
-        },
+        lambda case: {"all logits": case["summary"]["plain_peak_mib"], "by chunks": case["summary"]["chunks_peak_mib"]},
     ),
 )

@@ -13,27 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from ...nn import MultiheadRingAttention
 from ...pattern import parse_pattern
 from ...runtime.graph_op import keep_attention
-from ..case import (
-    HEAD_DIM,
-    HEADS,
-    BenchCase,
-    BenchColumn,
-    BenchSuite,
-    CaseRecord,
-    Claim,
-    Context,
-    Run,
-    make_settings,
-)
-from ..systems import (
-    SYSTEMS,
-    fastest,
-    find_cases,
-    list_long_cases,
-    list_system_cases,
-    longest,
-    make_system_case,
-)
+from ..case import HEAD_DIM, HEADS, BenchCase, BenchColumn, BenchSuite, CaseRecord, Claim, Context, Run, make_settings
+from ..systems import SYSTEMS, fastest, find_cases, list_long_cases, list_system_cases, longest, make_system_case
 
 SPARSE = "BlockSparseRingDilatedAttention"
 STANDARD = BenchSuite(
@@ -270,12 +251,7 @@ MEMORY = BenchSuite(
     ),
 )
 
-SPARSE_SYSTEMS = (
-    SPARSE,
-    "BlockSparseHierarchical",
-    "BlockSparseAdaptive",
-    "BlockSparseRingMultiheadDilatedAttention",
-)
+SPARSE_SYSTEMS = (SPARSE, "BlockSparseHierarchical", "BlockSparseAdaptive", "BlockSparseRingMultiheadDilatedAttention")
 SPARSE_LENGTHS = (4096, 16384, 65536)
 MOST_SPARSE = {"BlockSparseHierarchical": 16384}
 BRANCH_TOKENS = 16384

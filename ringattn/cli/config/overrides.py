@@ -141,18 +141,13 @@ def _types(schema: Any, key: str) -> tuple[Any, ...]:
 
 def split_commas(text: str) -> list[str]:
     """The parts of a text between commas outside brackets and quotes."""
-    parts, depth, quote = [""], 0, ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
+    parts, depth = [""], 0
+    for word in re.findall(r"'[^']*'?|\"[^\"]*\"?|.", text, re.DOTALL):  # a quoted text, or a letter
+        depth += (word in "([{") - (word in ")]}")
+        if word == "," and not depth:
+            parts.append("")
         else:
-            depth += (letter in "([{") - (letter in ")]}")
-            if letter == "," and not depth:
-                parts.append("")
-                continue
-        parts[-1] += letter
+            parts[-1] += word
     return [part.strip() for part in parts]
 
 

@@ -33,8 +33,7 @@ _UNITS_OF_PASS = {
     **dict.fromkeys(("time", "time low", "time high", "jitter", "total"), ("s", "kind")),
     "rate": ("tokens/s", "kind"),
     "efficiency": ("compute / time", "kind"),
-    "bytes": ("bytes", "counted"),
-    "busiest link": ("bytes", "counted"),
+    **dict.fromkeys(("bytes", "busiest link"), ("bytes", "counted")),
     "messages": ("messages", "counted"),
     "memory": ("bytes per rank", "modelled"),
     "energy": ("J", "kind"),
@@ -43,15 +42,11 @@ _UNITS_OF_PASS = {
 }
 _UNITS_OF_EXECUTION = {
     "ranks": ("ranks", "counted"),
-    "rows": ("query rows", "counted"),
-    "rows compared": ("query rows", "counted"),
-    "visits": ("visits", "counted"),
-    "visits expected": ("visits", "counted"),
+    **dict.fromkeys(("rows", "rows compared"), ("query rows", "counted")),
+    **dict.fromkeys(("visits", "visits expected"), ("visits", "counted")),
     "pairs": ("(query, key, head) pairs", "counted"),
-    "part of all pairs": ("", "counted"),
-    "ledger": ("", "counted"),
-    "error": ("", "measured"),
-    "error of lse": ("", "measured"),
+    **dict.fromkeys(("part of all pairs", "ledger"), ("", "counted")),
+    **dict.fromkeys(("error", "error of lse"), ("", "measured")),
 }
 
 

@@ -87,11 +87,7 @@ def exact_rows(pattern: Pattern, source: RowSource, rows: Sequence[range], scale
 
 
 def exact_keys(
-    pattern: Pattern,
-    source: RowSource,
-    rows: Sequence[range],
-    scale: float,
-    seen_by: ExactQueries,
+    pattern: Pattern, source: RowSource, rows: Sequence[range], scale: float, seen_by: ExactQueries
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dk [K, rows, D] and dv [K, rows, Dv] of the key positions `rows`, from all queries that see each of them; NaN
     where one of these queries is not in `seen_by`."""

@@ -72,13 +72,7 @@ def chosen_rows(plan: Plan, number: int, ranks: int | None = None, seed: int = 0
     return sorted(rows)
 
 
-def sample(
-    plan: Plan,
-    source: RowSource,
-    *,
-    rows: list[int],
-    fault: Fault | None = None,
-) -> NumericsReport:
+def sample(plan: Plan, source: RowSource, *, rows: list[int], fault: Fault | None = None) -> NumericsReport:
     """The report of executing, for the query positions `rows`, every message of their ranks; the oracle checks the
     results.
 

@@ -70,7 +70,7 @@ def format_quantity(name: str, value: float | bool) -> str:
     if unit in ("bytes/s", "flop/s"):
         return rate(value, {"bytes/s": "B/s", "flop/s": "FLOP/s"}[unit])
     if isinstance(value, int):
-        return f"{value:,} {unit.replace('ranks', 'rank').replace('slots', 'slot') if value == 1 else unit}"
+        return f"{value:,} {unit.replace('ranks', 'rank') if value == 1 else unit}"
     return f"{value:g} {unit}"
 
 

@@ -52,11 +52,7 @@ def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) 
     tokens, keys = (plan.batch * _longest_shard(plan.layout_of(kind)) for kind in ("q", "kv"))
     inputs = tokens * plan.heads * plan.head_dim + keys * plan.kv_heads * (plan.head_dim + plan.value_dim)
     output = plan.heads * plan.value_dim
-    sizes = {
-        "q, k, v": inputs * item,
-        "output": tokens * output * item,
-        "lse": tokens * plan.heads * wide,
-    }
+    sizes = {"q, k, v": inputs * item, "output": tokens * output * item, "lse": tokens * plan.heads * wide}
     if plan.ulysses_size > 1:
         copies = keys * max(plan.ulysses_size - plan.kv_heads, 0) * (plan.head_dim + plan.value_dim)
         exchanged = (inputs + copies + tokens * output) * item + tokens * plan.heads * wide

@@ -83,8 +83,6 @@ def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:
     if plan.ranks > MOST_RANKS:
         return f"visits that differ are counted for at most {MOST_RANKS:,} ranks"
     counts = BandCounts(rates, faults, band.transposed if rates.turned else band, ways)
-    if rates.buffers > 1 and len(counts.direct_bytes):
-        return "messages between ranks that are not neighbors are modelled with one receive slot only"
     words = f"{_describe_band(band)}; {counts.steps:,} steps x {plan.ranks:,} ranks were counted"
     return RingProblem(counts.make_ring(), counts.steps, words, counts)
 
@@ -114,7 +112,7 @@ def _make_dense_problem(rates: Rates, faults: Faults, band: Band, ways: tuple[Wa
         visit = (compute, merge if rates.merges(first == 0) else 0.0) if first < ranks else (0.0, 0.0)
         phases.append(Phase(stop - first, *visit, messages))
     phases = phases[::-1] if traffic.homeward else phases
-    ring = Ring(ranks, tuple(phases), rates.buffers, rates.gamma, stalls=faults.stalls)
+    ring = Ring(ranks, tuple(phases), rates.gamma, stalls=faults.stalls)
     words = f"{_describe_band(band)}, so that all visits and all blocks are equal"
     return RingProblem(ring, last, words)
 

@@ -170,11 +170,6 @@ class Rates:
             return machine.crowd(source % size, target % size, size)
         return machine.crowd(source, target, self.plan.ranks, group)
 
-    @property
-    def buffers(self) -> int:
-        """Receive slots beside the block in use."""
-        return self.machine.buffers or 1
-
     def merge(self, rows: int) -> float:
         """Seconds to merge one visit into out and lse of `rows` (query row, head), or to add its dQ, dK and dV.
 
@@ -232,8 +227,8 @@ class Rates:
 
         return self.plan.cache.answer((Rates.near, per_node, sign), compare_all)
 
-    def message(self, size: np.ndarray | float, near: np.ndarray, crowd: Any = 1) -> tuple[np.ndarray, np.ndarray]:
-        """(seconds, seconds that occupy the link) of messages of `size` bytes, within a node where `near`.
+    def message(self, size: np.ndarray | float, near: np.ndarray, crowd: Any = 1) -> np.ndarray:
+        """Seconds of messages of `size` bytes, within a node where `near`.
 
         There, `crowd` messages share a link; neighbours have it alone.
         """
@@ -241,5 +236,5 @@ class Rates:
             np.where(near, within, between)
             for within, between in zip(self.machine.rates(True), self.machine.rates(False), strict=True)
         )
-        gap = size * np.where(near, crowd, 1) / bandwidth
-        return latency + gap, gap
+        seconds: np.ndarray = latency + size * np.where(near, crowd, 1) / bandwidth
+        return seconds

@@ -61,7 +61,7 @@ def simulate(
     problem = make_timing_problem(Rates(plan, machine, backward), Faults(slow_factors, link_factors, tuple(stalls)))
     ring = None if solver == "events" else problem.ring
     if machine.jitter and ring is not None and ring.counts is not None:
-        check_size(ring, MOST_COUNTED, "jitter and visits that differ")
+        check_size(ring, MOST_COUNTED, " with jitter and visits that differ")
     solved = _solve(problem, solver)
     sample: SampledTime | None = None
     if machine.jitter:

@@ -21,10 +21,7 @@ CAUSES = {number.cause: name for name, number in MACHINE_NUMBERS.items() if numb
 #: Cores of the host on which the preset cpu was measured.
 MEASURED_CORES = 2
 #: Effects that are not modelled on any machine.
-NEVER_MODELLED = (
-    "contention inside the network, beyond the shared NIC of a node",
-    "start-up of the program",
-)
+NEVER_MODELLED = ("contention inside the network, beyond the shared NIC of a node", "start-up of the program")
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def _solve_window(ring: Ring, ranks: range, steps: range) -> StepWindow:
         )
     state, done, shown = DelayState(ring), 0, slice(ranks.start, ranks.stop)
     begun, busy = [], []
-    messages: list[TimedMessage] | None = [] if ring.buffers == 1 else None
+    messages: list[TimedMessage] = []
     for phase in ring.each_phase():
         skipped = max(0, min(phase.steps, steps.start - done))
         if skipped:
@@ -109,21 +109,17 @@ def _solve_window(ring: Ring, ranks: range, steps: range) -> StepWindow:
             now = state.finish()
             begun.append(now[shown])
             busy.append(np.broadcast_to(ring.busy(phase), (ring.ranks,))[shown])
-            if messages is not None:
-                messages += _list_messages(ring, phase, step, now, ranks)
+            messages += _list_messages(ring, phase, step, now, ranks)
             state.advance(phase, 1)
         done += phase.steps
         if done >= steps.stop:
             break
     begun.append(state.finish()[shown])
-    return StepWindow(ranks, steps, np.array(begun), np.array(busy), None if messages is None else tuple(messages))
+    return StepWindow(ranks, steps, np.array(begun), np.array(busy), tuple(messages))
 
 
 def _list_messages(ring: Ring, phase: Phase, step: int, now: np.ndarray, ranks: range) -> list[TimedMessage]:
-    """The messages that `ranks` send at a step.
-
-    With one receive buffer, each begins when both ends begin the step.
-    """
+    """The messages that `ranks` send at a step. Each begins when both ends begin the step."""
     direct = phase.direct
     sent = [*zip(direct.source.tolist(), direct.target.tolist(), direct.seconds.tolist(), strict=True)]
     for lane in phase.messages:

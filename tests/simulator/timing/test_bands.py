@@ -172,12 +172,6 @@ def test_sums_of_bytes_are_exact() -> None:
 def test_what_is_not_modelled_is_told() -> None:
     sizes_of = {"tokens": 64 * 8, "ranks": 64, "schedule": "ring", "layout": "contiguous", "rotate": "keys"}
     plan = make_plan(Causal(), **sizes_of)  # type: ignore[arg-type]
-    with pytest.raises(
-        Unsupported, match=r"solver=stencil needs .*, but messages between ranks that are not neighbors"
-    ):
-        simulate(plan, replace(EVEN, buffers=2), backward=True, solver="stencil")
-    with pytest.raises(Unsupported, match="buffers=2: plans that are simulated step by step"):
-        simulate(plan, replace(EVEN, buffers=2), backward=True)
     shared = simulate(plan, replace(EVEN, ranks_per_node=4, shared_nic=True), backward=True)
     assert shared.solver == "events" and "share a node's NIC" in shared.why
     jitter = simulate(plan, replace(EVEN, jitter=0.2), backward=True)

@@ -157,8 +157,8 @@ def test_262144_ranks_at_once() -> None:
     )
     nodes = simulate(make_plan(Full(), **sizes), "cuda")  # type: ignore[arg-type]
     assert nodes.solver == "periodic" and nodes.traffic == full.traffic
-    with pytest.raises(Unsupported, match=r"262,144 steps with 2 receive slots are more than"):
-        simulate(make_plan(Causal(), layout="zigzag", **sizes), replace(machine, buffers=2))  # type: ignore[arg-type]
+    with pytest.raises(Unsupported, match=r"262,144 steps with jitter and visits that differ are more than"):
+        simulate(make_plan(Causal(), layout="zigzag", **sizes), replace(machine, jitter=0.1))  # type: ignore[arg-type]
     local = simulate(make_plan(Causal() & Window(4095), layout="contiguous", **sizes), machine)  # type: ignore[arg-type]
     assert local.solver == "stencil" and local.traffic.messages == (1 << 18) - 1
     assert local.seconds == pytest.approx(block + (1 << 12) * ((1 << 12) - 1) // 2 * 8 * 512 / machine.flops, rel=1e-3)
@@ -312,19 +312,14 @@ def test_wrong_requests() -> None:
             "solver=periodic needs ranks that repeat with a period",
         ),
         (lambda: simulate(direct, EVEN, solver="stencil"), Unsupported, "the schedule direct is no ring"),
-        (
-            lambda: simulate(direct, replace(EVEN, buffers=2)),
-            Unsupported,
-            "buffers=2: plans that are simulated step by step",
-        ),
         (lambda: simulate(many, EVEN), Unsupported, "8,192 ranks are more than the 4,096 .* must be: the mask"),
         (lambda: simulate(big, EVEN), Unsupported, "steps and messages are more than"),
         (lambda: simulate(plan, "cpus"), InvalidInput, "did you mean 'cpu'"),
         (lambda: replace(EVEN, gamma=-1.0), InvalidInput, "gamma=-1.0 must be a number from 0 to 1e\\+30, or None"),
         (
-            lambda: replace(EVEN, buffers=0),
+            lambda: replace(EVEN, cores=0),
             InvalidInput,
-            "buffers=0 must be a whole number >= 1, or None; .* receive slots",
+            "cores=0 must be a whole number >= 1, or None; .* ranks of one node",
         ),
         (lambda: replace(EVEN, sources=(("flop", "cited"),)), InvalidInput, "did you mean 'flops'"),
         (lambda: replace(EVEN, sources=(("flops", "heard"),)), InvalidInput, "one of cited, fitted, assumed, measured"),
@@ -390,7 +385,7 @@ def test_wrong_commands(inside: Inside, tmp_path: Path) -> None:
         (("experiment=validate", "passes=3"), "passes=3 has no meaning with mode=validate"),
         (("stalls=[[1, 2]]",), "stalls=[[1, 2]]: expected a list of [rank, step, seconds]"),
         (("slow=3",), "slow: expected a factor for each of"),
-        (("ranks=262144", "tokens=1G", "machine.buffers=2"), "receive slots are more than"),
+        (("ranks=262144", "tokens=1G", "layout=zigzag", "machine.jitter=0.1"), "visits that differ are more than"),
     ):
         done = inside("simulate", *arguments, cwd=tmp_path)
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, (

@@ -166,7 +166,7 @@ class BandCounts:
                 phase = self.make_phase(counted, direct_costs=costs, steps=np.asarray(step))
                 yield phase if costs is None else replace(phase, direct=costs.messages.between(step, step + 1))
 
-        return Ring(self.band.ranks, make_phases, self.rates.buffers, self.rates.gamma, stalls=self.faults.stalls)
+        return Ring(self.band.ranks, make_phases, self.rates.gamma, stalls=self.faults.stalls)
 
     def _message_sign(self, way: Way) -> int:
         """The direction of messages on a way. Of two ranks each is the next rank of the other."""

@@ -39,9 +39,8 @@ class NeighborCosts:
         direct_seconds: np.ndarray | None = None,
     ) -> None:
         self.sizes = dict(sizes)
-        #: By direction: whether the receiver is in the sender's node, and the gap of a message.
+        #: By direction: whether the receiver is in the sender's node.
         self.near = {sign: rates.near(sign, ranks) for sign, _ in sizes}
-        self.gaps: dict[int, np.ndarray] = {}
         #: Seconds of all messages that a rank sends, and receives, between nodes (0) and within its node (1).
         self.sent: list[Value]
         self.received: list[Value]
@@ -50,9 +49,8 @@ class NeighborCosts:
         )
         factor = 1.0 if faults.slow_links is None else faults.slow_links
         for sign, size in sizes:
-            seconds, gap = rates.message(size, self.near[sign])
+            seconds = rates.message(size, self.near[sign])
             empty = np.equal(size, 0)
-            self.gaps[sign] = np.where(empty, 0.0, gap * factor)
             for kind in (0, 1):
                 alone = np.where(empty | (self.near[sign] != kind), 0.0, seconds * factor)
                 self.sent[kind] = self.sent[kind] + alone
@@ -64,7 +62,7 @@ class NeighborCosts:
         sent = np.where(near, self.sent[1], self.sent[0])
         received = np.where(near, *(shift_ranks(np.asarray(row), -sign) for row in self.received[::-1]))
         seconds = np.where(np.equal(self.sizes[sign], 0), NEVER, np.maximum(sent, received))
-        return NeighborMessages(sign, _simplify(seconds), _simplify(self.gaps[sign]), self.sizes[sign])
+        return NeighborMessages(sign, _simplify(seconds), self.sizes[sign])
 
 
 def scale_by_slow_ranks(seconds: Value, faults: Faults) -> Value:
@@ -186,7 +184,7 @@ class DirectCosts:
         near = sent.source // per_node == sent.target // per_node
         kind = near.astype(np.int64)
         crowd = rates.crowd(sent.source, sent.target)
-        alone = rates.message(sent.bytes.astype(np.float64), near, crowd)[0]
+        alone = rates.message(sent.bytes.astype(np.float64), near, crowd)
         if faults.slow_links is not None:
             alone = alone * faults.slow_links[sent.source]
         keys_of_ends = [sent.step * ranks + rank for rank in (sent.source, sent.target)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...progress import track
-from .recurrence import NEVER, NO_DIRECT, DirectMessages, NeighborMessages, Phase, Ring, instant, largest, shift_ranks
+from .recurrence import NO_DIRECT, DirectMessages, Phase, Ring, instant, largest
 
 #: Steps between two reports of progress.
 DEPTH = 128
@@ -57,38 +57,23 @@ class DelayState:
         self.ring, self.step, self.reference = ring, 0, 0.0
         #: Coefficients of the last step in delay form, float64 [3, ranks].
         self.coefficients = np.zeros((3, ring.ranks))
+        #: All that later steps depend on.
         self.now = np.zeros(ring.ranks)
-        #: With several receive slots: the last starts, and by direction the last arrivals and when the link is free.
-        self.starts: list[np.ndarray] = []
-        self.arrived: dict[int, list[np.ndarray]] = {}
-        self.link_free: dict[int, np.ndarray] = {}
 
     def finish(self) -> np.ndarray:
         """Seconds at which each rank has finished its last step, float64 [ranks]."""
         return self.now + self.step * self.reference
 
-    def rows(self) -> list[np.ndarray]:
-        """Everything that later steps depend on, relative to the step."""
-        arrivals = [row for sign in sorted(self.arrived) for row in self.arrived[sign]]
-        return [self.now, *self.starts, *arrivals, *(self.link_free[sign] for sign in sorted(self.link_free))]
-
     def skip(self, steps: int, gain: float) -> None:
         """Skip steps after which the state is the same, but for `gain` seconds relative to the reference."""
         self.step += steps
         self.now = self.now + gain
-        self.starts = [row + gain for row in self.starts]
-        self.arrived = {sign: [row + gain for row in rows] for sign, rows in self.arrived.items()}
-        self.link_free = {sign: row + gain for sign, row in self.link_free.items()}
 
     def advance(self, phase: Phase, steps: int) -> None:
         """Advance by some steps of a phase; by one step of a phase with direct messages."""
         if not self.step:
             longest = largest(self.ring.busy(phase), *(sent.seconds for sent in phase.messages))
             self.reference = float(np.max(longest))
-        if self.ring.buffers > 1:
-            for _ in track(range(steps), steps, "steps"):
-                self._advance_with_slots(phase)
-            return
         for value, row in zip(self.ring.coefficients(phase), self.coefficients, strict=True):
             row[:] = value - self.reference
         for done in track(range(0, steps, DEPTH), -(-steps // DEPTH), f"steps by {DEPTH}"):
@@ -153,32 +138,3 @@ class DelayState:
         if np.isfinite(np.concatenate(ends)).any():
             return slice(0, self.ring.ranks)
         return slice(max(int(ranks.min()) - 1, 0), int(ranks.max()) + 2)
-
-    def _advance_with_slots(self, phase: Phase) -> None:
-        """Advance by one step of a ring with several receive slots, all ranks at once."""
-        assert not len(phase.direct), "direct messages have one receive slot"
-        ring, reference = self.ring, self.reference
-        then = self.now + (ring.busy(phase) - reference)
-        # Times of j steps ago are relative to a step that is j references earlier.
-        slot_free = self.starts[0] - (ring.buffers - 1) * reference if len(self.starts) == ring.buffers - 1 else None
-        messages = {sent.sign: sent for sent in phase.messages}
-        for sign in sorted({*messages, *self.arrived}):
-            sent = messages.get(sign)
-            arrival = np.full(ring.ranks, NEVER) if sent is None else self._find_arrivals(sent, slot_free)
-            then = np.maximum(then, shift_ranks(arrival, sign) - reference)
-            arrivals = self.arrived.setdefault(sign, [])
-            arrivals.append(arrival)
-            if len(arrivals) == ring.buffers:
-                oldest = arrivals.pop(0) - ring.buffers * reference
-                then = np.maximum(then, oldest)
-            self.link_free[sign] = np.where(np.isfinite(arrival), arrival, self.link_free[sign]) - reference
-        self.starts = [*self.starts, self.now][-(ring.buffers - 1) :]
-        self.now = then
-        self.step += 1
-
-    def _find_arrivals(self, sent: NeighborMessages, slot_free: np.ndarray | None) -> np.ndarray:
-        """When messages of one direction arrive, by sender and relative to this step; -inf where none is sent."""
-        begun = self.now if slot_free is None else np.maximum(self.now, shift_ranks(slot_free, -sent.sign))
-        link_free = self.link_free.setdefault(sent.sign, np.full(self.ring.ranks, NEVER))
-        gap = np.where(np.isfinite(sent.seconds), sent.gap, NEVER)
-        return np.maximum(begun + sent.seconds, link_free + gap)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,9 +25,6 @@ from ...progress import track
 from ..rates import Faults, Rates
 from .base import Loads, Solved, Traffic
 from .jitter import draw_factors
-
-if TYPE_CHECKING:
-    pass
 
 #: The most ranks, and about the most steps and messages of all ranks: each of them is an object of Python.
 MOST_RANKS, MOST_EVENTS = 4096, 1_000_000
@@ -97,10 +93,7 @@ class EventPass:
 
 
 def simulate_events(
-    rates: Rates,
-    faults: Faults,
-    why: str = "every step of every rank",
-    noise: np.random.Generator | None = None,
+    rates: Rates, faults: Faults, why: str = "every step of every rank", noise: np.random.Generator | None = None
 ) -> Solved:
     """Simulate every step and message of a plan; `why` says in reports and errors why that is done.
 
@@ -157,11 +150,6 @@ def list_events(rates: Rates, faults: Faults, why: str, noise: np.random.Generat
 
 def _check_size(rates: Rates, why: str) -> None:
     plan = rates.plan
-    if rates.buffers > 1:
-        raise Unsupported(
-            f"buffers={rates.buffers}: plans that are simulated step by step have one receive slot, as the executor "
-            "has; leave machine.buffers out"
-        )
     if plan.ranks > MOST_RANKS:
         raise Unsupported(
             f"{plan.ranks:,} ranks are more than the {MOST_RANKS:,} that are simulated step by step, as this plan "

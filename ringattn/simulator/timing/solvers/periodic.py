@@ -68,9 +68,7 @@ def _take_ranks(phase: Phase, size: int) -> Phase:
     def take(value: Value) -> Value:
         return value[:size].copy() if isinstance(value, np.ndarray) else value
 
-    messages = tuple(
-        NeighborMessages(sent.sign, take(sent.seconds), take(sent.gap), take(sent.bytes)) for sent in phase.messages
-    )
+    messages = tuple(NeighborMessages(sent.sign, take(sent.seconds), take(sent.bytes)) for sent in phase.messages)
     return Phase(phase.steps, take(phase.compute), take(phase.merge), messages)
 
 
@@ -80,13 +78,13 @@ def _advance_phase(state: DelayState, phase: Phase) -> int:
     The state is compared with the state of a marked step, for as many steps as a period may have. Marks are set ever
     farther apart, so that most steps need no comparison.
     """
-    remaining, apart = phase.steps, 2 * state.ring.buffers
+    remaining, apart = phase.steps, 2
     while remaining:
-        mark = state.rows()
+        mark = state.now
         for period in range(1, min(2 * state.ring.ranks, remaining) + 1):
             state.advance(phase, 1)
             remaining -= 1
-            gain = _constant_gain(mark, state.rows(), state.reference)
+            gain = _constant_gain(mark, state.now, state.reference)
             if gain is not None:
                 times = remaining // period
                 state.skip(times * period, times * gain)
@@ -98,12 +96,7 @@ def _advance_phase(state: DelayState, phase: Phase) -> int:
     return 0
 
 
-def _constant_gain(before: list[np.ndarray], after: list[np.ndarray], reference: float) -> float | None:
+def _constant_gain(before: np.ndarray, after: np.ndarray, reference: float) -> float | None:
     """Seconds between two states, relative to the reference; None where the states differ by more than a constant."""
-    if len(before) != len(after):
-        return None
-    finite = [np.isfinite(row) for row in after]
-    if any(not np.array_equal(mask, np.isfinite(row)) for mask, row in zip(finite, before, strict=True)):
-        return None
-    gains = np.concatenate([(x - y)[mask] for x, y, mask in zip(after, before, finite, strict=True)])
+    gains = after - before
     return float(gains.mean()) if np.ptp(gains) <= SPREAD * reference else None

@@ -1,19 +1,16 @@
 """The ring as a recurrence for the times at which ranks begin steps, and the arithmetic that its solvers share.
 
-S_r(k) is the time at which rank r begins step k, c_r its visit, mu_r its merging, l_r = latency_r + m_r / bandwidth_r
-the time of its message of m_r bytes to the next rank, g_r = m_r / bandwidth_r the part of l_r that occupies the link,
-and B the number of receive slots:
+S_r(k) is the time at which rank r begins step k, c_r its visit, mu_r its merging, and l_r = latency_r + m_r /
+bandwidth_r the time of its message of m_r bytes to the next rank, which begins when both ranks have begun the step:
 
-    X_r(k) = max(S_r(k), S_next(k - B + 1))                  the sender has the block, the receiver has a free slot
-    A_next(k) = max(X_r(k) + l_r(k), A_next(k') + g_r(k))    k' is the step of the previous message on this link
-    S_r(k + 1) = max(S_r(k) + c_r(k) + gamma min(c_r(k), l) + mu_r(k), A_r(k), A_next(k - B + 1))
+    A_next(k) = max(S_r(k), S_next(k)) + l_r(k)
+    S_r(k + 1) = max(S_r(k) + c_r(k) + gamma min(c_r(k), l) + mu_r(k), A_r(k), A_next(k))
 
-The last term is the end of the rank's own message of B steps before, for which the executor waits. In the last formula
-l is the mean of the longest message that r sends in step k and the longest that r receives, and gamma the part of that
-time by which messages slow a visit. Each direction of travel has messages of its own. With B = 1 and l >= g the
-recurrence is a stencil of three ranks: S_r(k+1) = max(S_r(k) + a_r, S_{r-1}(k) + b_r, S_{r+1}(k) + d_r). The backward
-adds direct messages: a message between ranks r and q that are not neighbors begins at max(S_r(k), S_q(k)), and both
-ranks wait for its end.
+The last term is the end of the rank's own message, for which the executor waits. In the last formula l is the mean of
+the longest message that r sends in step k and the longest that r receives, and gamma the part of that time by which
+messages slow a visit. Each direction of travel has messages of its own. So the recurrence is a stencil of three ranks:
+S_r(k+1) = max(S_r(k) + a_r, S_{r-1}(k) + b_r, S_{r+1}(k) + d_r). The backward adds direct messages: a message between
+ranks r and q that are not neighbors begins at max(S_r(k), S_q(k)), and both ranks wait for its end.
 """
 
 from __future__ import annotations
@@ -67,12 +64,11 @@ NO_DIRECT = DirectMessages(*np.zeros((5, 0), dtype=np.int64))
 class NeighborMessages:
     """Messages of one step in one direction: rank r sends `bytes` to rank r + sign.
 
-    `seconds` is l >= 0 by sender, or -inf where rank r sends nothing; `gap` is the time g <= l that occupies the link.
+    `seconds` is l >= 0 by sender, or -inf where rank r sends nothing.
     """
 
     sign: int
     seconds: Value
-    gap: Value = 0.0
     bytes: Value = 0.0
 
 
@@ -94,7 +90,7 @@ class Phase:
     @property
     def arrays(self) -> list[np.ndarray]:
         """The numbers that differ from rank to rank."""
-        sent = (value for lane in self.messages for value in (lane.seconds, lane.gap, lane.bytes))
+        sent = (value for lane in self.messages for value in (lane.seconds, lane.bytes))
         return [value for value in (self.compute, self.merge, *sent) if isinstance(value, np.ndarray)]
 
 
@@ -116,12 +112,11 @@ class Ring:
 
     ranks: int
     phases: tuple[Phase, ...] | Callable[[], Iterable[Phase]]
-    buffers: int = 1
     gamma: float = 0.0
     stalls: tuple[Stall, ...] = ()
 
     def __post_init__(self) -> None:
-        assert self.ranks >= 1 and self.buffers >= 1 and self.gamma >= 0
+        assert self.ranks >= 1 and self.gamma >= 0
 
     def each_phase(self) -> Iterator[Phase]:
         """Yield the phases in order, split at the steps of stalls."""
@@ -161,7 +156,7 @@ class Ring:
         """
 
         def change(phase: Phase) -> Phase:
-            messages = tuple(replace(sent, seconds=instant(sent.seconds), gap=0.0) for sent in phase.messages)
+            messages = tuple(replace(sent, seconds=instant(sent.seconds)) for sent in phase.messages)
             return Phase(phase.steps, self.busy(phase), 0.0, messages, phase.direct.instant())
 
         phases = self.phases
@@ -169,12 +164,11 @@ class Ring:
         return replace(self, phases=changed, gamma=0.0)
 
     def coefficients(self, phase: Phase) -> tuple[Value, Value, Value]:
-        """The stencil (a, b, d) of a phase, for rings with one receive slot.
+        """The stencil (a, b, d) of a phase.
 
         A rank begins its next step at least a seconds after its own last start, b after the start of the rank below,
         and d after the start of the rank above.
         """
-        assert self.buffers == 1
         own = self.busy(phase)
         below: Value = NEVER
         above: Value = NEVER

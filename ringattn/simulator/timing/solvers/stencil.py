@@ -22,9 +22,8 @@ from .base import Loads, RingSolver, RingTimes, Solved, Traffic
 from .delay import DEPTH, CoefficientChanges, DelayState
 from .recurrence import NO_DIRECT, Ring
 
-#: The most ranks x steps that are advanced: with one receive slot, with several slots, and with several slots where
-#: pairs and rows are counted at every step.
-MOST, MOST_WITH_SLOTS, MOST_COUNTED = 1 << 38, 1 << 31, 1 << 28
+#: The most ranks x steps that are advanced, and where pairs and rows are counted at every step.
+MOST, MOST_COUNTED = 1 << 38, 1 << 28
 #: All ranks are counted at a step at which more ranks change.
 MANY = 4096
 #: Ranks on either side whose numbers a rank's coefficients depend on: a message of a neighbor ends with the other
@@ -33,14 +32,14 @@ NEAR = np.arange(-2, 3)
 
 
 class StencilSolver(RingSolver):
-    """Solves every ring in O(ranks x steps). Bands with one receive slot are counted only where they change."""
+    """Solves every ring in O(ranks x steps). Bands are counted only where they change."""
 
     name = "stencil"
     needs = "a ring whose numbers are known of all ranks at once"
 
     def solve(self, problem: TimingProblem) -> Solved | None:
         ring = problem.ring
-        if ring is None or ring.counts is None or ring.ring.buffers > 1:
+        if ring is None or ring.counts is None:
             return super().solve(problem)
         check_size(ring, MOST)
         steps = IncrementalSteps(ring.counts)
@@ -55,15 +54,12 @@ class StencilSolver(RingSolver):
         return Solved(self.name, seconds, finish, "every rank at every step", loads, traffic, ring.compared, peers)
 
     def solve_ring(self, problem: RingProblem) -> RingTimes:
-        if problem.counts is not None:
-            check_size(problem, MOST_COUNTED)
-        else:
-            check_size(problem, MOST if problem.ring.buffers == 1 else MOST_WITH_SLOTS)
+        check_size(problem, MOST)
         return solve_stencil(problem.ring)
 
 
 def solve_stencil(ring: Ring) -> RingTimes:
-    """The times of any ring, in O(ranks x steps) time and O(ranks x buffers) memory."""
+    """The times of any ring, in O(ranks x steps) time and O(ranks) memory."""
     state = DelayState(ring)
     for phase in ring.each_phase():
         state.advance(phase, phase.steps)
@@ -72,13 +68,12 @@ def solve_stencil(ring: Ring) -> RingTimes:
 
 
 def check_size(problem: RingProblem, most: int, what: str = "") -> None:
-    """Raise Unsupported for more than `most` ranks x steps with `what`, or else with the receive slots of the ring."""
-    what = what or f"{problem.ring.buffers} receive slots"
+    """Raise Unsupported for more than `most` ranks x steps; `what` says of what kind."""
     ranks = problem.ring.ranks
     if ranks * problem.steps > most:
         raise Unsupported(
-            f"{ranks:,} ranks x {problem.steps:,} steps with {what} are more than {most:,}, the most that solver "
-            "stencil goes through; try fewer ranks, or leave machine.buffers and machine.jitter out"
+            f"{ranks:,} ranks x {problem.steps:,} steps{what} are more than {most:,}, the most that solver "
+            "stencil goes through; try fewer ranks, or leave machine.jitter out"
         )
 
 
@@ -118,7 +113,7 @@ class IncrementalSteps:
     def __init__(self, counts: BandCounts) -> None:
         self.counts, self.steps, self.ranks = counts, counts.steps, counts.band.ranks
         #: Gives the coefficients of a phase; the phases are made here, step by step.
-        self.ring = Ring(self.ranks, (), counts.rates.buffers, counts.rates.gamma)
+        self.ring = Ring(self.ranks, (), counts.rates.gamma)
         width = 2 + 2 * len(counts.signs)
         #: The numbers of the last step, and their sums over all steps.
         self.now, self.totals = np.zeros((2, width, self.ranks), dtype=np.int64)
