@@ -176,7 +176,9 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
     for place, token in zip(order[ALONE:], special, strict=False):
         ids[place] = token % config.vocab_size
     ids[ids == getattr(config, "pad_token_id", None)] = config.vocab_size // 2  # to which some give no position
-    some = torch.cat([order[:ALONE], torch.tensor([tokens - 1])])  # with the largest position, by which ropes change
+    some = torch.cat(
+        [order[:ALONE], torch.tensor([tokens - 1], device="cpu")]
+    )  # with the largest position, by which ropes change
     below: list[Any] = []
     modes, before = [(module, module.training) for module in model.modules()], model.config._attn_implementation
     tables = set(find_tables(model).values()) if ring.crosses else set()

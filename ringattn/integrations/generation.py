@@ -121,8 +121,10 @@ class RingCache(Cache):  # type: ignore[misc]
 
     @property
     def is_sliding(self) -> list[bool]:
-        """False for each layer: each counts the places of all tokens."""
+        """False for each layer: each counts the places of all tokens, and none is a recurrent state (`is_linear`)."""
         return [False] * len(self)
+
+    is_linear = is_sliding
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -`tokens_to_remove` places; where the number is positive, keep the first so many."""

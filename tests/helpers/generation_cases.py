@@ -80,6 +80,7 @@ def conversations(rank: int, windows: str) -> tuple[float, float, int]:
     turn = {"input_ids": torch.cat([told, prompts(2, 13)["input_ids"]], 1)}
     right = alone.generate(**turn, max_new_tokens=8, past_key_values=beside)
     mine = model.generate(**turn, max_new_tokens=8, past_key_values=past)
+    assert past.get_seq_length() == beside.get_seq_length(), "tokens of the first turn were computed again"
     held = torch.tensor(sum(map(len, past.cache.rows(0))))
     if windows == "shard":
         dist.all_reduce(held)
