@@ -16,7 +16,8 @@ from ...plan.plan import Plan
 from ...planner import make_plan
 from ...simulator.timing.auto import list_schedules
 from ...simulator.timing.simulation import simulate
-from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, check_error, make_ring, make_settings
+from ..calls import check_error, make_ring
+from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, make_settings
 from ..links import Links
 
 HEADS, HEAD_DIM = 2, 64
