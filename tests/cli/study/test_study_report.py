@@ -190,7 +190,7 @@ def test_ticks_are_in_units(tmp_path: Path) -> None:
     ):
         for name in ("efficiency", "stack", "crossover"):
             figure = Figure()
-            assert plots.PLOTS[name](figure, table, x, y)
+            assert plots.PLOTS[name][0](figure, table, x, y)
             assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ticks, name
 
 
