@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -47,12 +48,7 @@ def list_cases() -> list[BenchCase]:
     )
     return [
         *(_ring_case(*row) for row in table),
-        *(
-            _half_case(dtype, causal, backward)
-            for dtype in ("bfloat16", "float16")
-            for causal in (False, True)
-            for backward in (False, True)
-        ),
+        *(_half_case(*each) for each in product(("bfloat16", "float16"), (False, True), (False, True))),
         _virtual_case("virtual_dense_8192", False, 0.93),
         _virtual_case("virtual_causal_8192", True, 0.85),
         *(_memory_case(ranks, rotate) for rotate in (None, "keys", "queries") for ranks in (2, 4)),
