@@ -21,21 +21,8 @@ from ..nn import AdaptiveAttention, MultiheadAttention, RingAttention
 from ..pattern import Dilated
 from ..simulator.numerics.oracle import oracle_rows, places, sampled_rows
 from ..text import duration, size
-from .case import (
-    HEAD_DIM,
-    HEADS,
-    TOLERANCES,
-    BenchCase,
-    BenchColumn,
-    CaseRecord,
-    Context,
-    Run,
-    gather,
-    get_layout,
-    make_inputs,
-    make_settings,
-    make_shards,
-)
+from .calls import gather, get_layout, make_inputs, make_shards
+from .case import HEAD_DIM, HEADS, TOLERANCES, BenchCase, BenchColumn, CaseRecord, Context, Run, make_settings
 
 #: Arguments of multihead modules.
 SIZES: dict[str, Any] = {"embed_dim": HEADS * HEAD_DIM, "num_heads": HEADS}

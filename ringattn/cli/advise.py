@@ -84,11 +84,8 @@ def _print(advice: Advice) -> None:
     for place, candidate in enumerate(advice.best, 1):
         print_paragraph(f"{place}. {candidate.step.plan}; {candidate.choices}; {explain(candidate)}")
     print_grid("neither faster nor cheaper than these is possible [modelled]", *tabulate(advice.pareto))
-    for title, lines in (
-        ("does not fit", advice.not_fitting),
-        ("refused", advice.refused),
-        ("how sure", advice.doubts),
-    ):
+    remarks = {"does not fit": advice.not_fitting, "refused": advice.refused, "how sure": advice.doubts}
+    for title, lines in remarks.items():
         for line in lines:
             print_paragraph(f"{title}: {line}")
     print_paragraph(describe_counts(advice.counts))

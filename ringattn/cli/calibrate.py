@@ -124,14 +124,8 @@ def _print(calibration: Calibration) -> None:
     counts = f"{plural(len(calibration.passes), 'kind')}, {plural(len(ratios), 'run')}"
     spread = f"{ratios[len(ratios) // 2]:.3f} median, {ratios[0]:.3f} .. {ratios[-1]:.3f}"
     get_console().print()
-    print_numbers(
-        "",
-        [
-            Number("passes", counts, "measured"),
-            Number("measured / modelled", spread, "measured"),
-            Number("  90 % interval", bounds, "measured"),
-        ],
-    )
+    texts = {"passes": counts, "measured / modelled": spread, "  90 % interval": bounds}
+    print_numbers("", [Number(name, text, "measured") for name, text in texts.items()])
     if len(ratios) == len(calibration.passes):
         get_console().print(
             "note: in one round each kind of pass ran once, so that intervals hold the differences between kinds, and "

@@ -19,7 +19,7 @@ from .config.groups import check_least
 from .config.schema import RunConfig
 from .inputs import InputSource, open_source, read_shard
 from .ranks import check_ranks, rank_device, start_ranks
-from .run_decode import check_decode, decode_alone, decode_on_rank
+from .run_decode import DecodeRun
 from .run_job import RankMeasurements, Run, check_memory, check_outputs, plan_run, save_output
 from .run_streamed import StreamedRun
 
@@ -40,11 +40,11 @@ def main(config: RunConfig) -> dict[str, Any] | None:
         raise InvalidInput(f"{setting} is one process, not {launcher}'s; start ringattn run without {launcher}")
     if launcher == "none" and config.transport.spec == "gloo" and config.stream is None:
         _count_cores(config)
-    if config.mode == "decode":
-        return decode_alone(config) if is_virtual else start_ranks(config, decode_on_rank, "run", check_decode)
     if config.stream is None and not is_virtual:
         return start_ranks(config, _worker, "run", _check_before_start)
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    if config.mode == "decode":
+        return DecodeRun(config, None).run()
     return (Run if config.stream is None else StreamedRun)(config).run()
 
 
@@ -73,6 +73,9 @@ def _check_paths(config: RunConfig) -> None:
 
 def _check_before_start(config: RunConfig) -> None:
     """Raise errors here, once, before any rank starts."""
+    if config.mode == "decode":
+        DecodeRun(config, None).open()
+        return
     plan = plan_run(config, open_source(config), config.ranks)
     check_memory(plan, plan.tokens)
     check_outputs(config)
@@ -80,7 +83,7 @@ def _check_before_start(config: RunConfig) -> None:
 
 def _worker(config: RunConfig, transport: Transport) -> dict[str, Any] | None:
     """What a rank does."""
-    return RankRun(config, transport).run()
+    return (DecodeRun if config.mode == "decode" else RankRun)(config, transport).run()
 
 
 class RankRun(Run):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import replace
 from statistics import median
@@ -152,19 +151,3 @@ class DecodeRun:
             text = f"{record['error']:.2e} of the largest output, the last new tokens against fp64"
             numbers.append(Number("error", text, "measured"))
         print_numbers(f"{self.pattern!r}, {self.context:,} + {self.new:,} tokens, {record['where']}", numbers)
-
-
-def check_decode(config: RunConfig) -> None:
-    """Raise errors here, once, before any rank starts."""
-    DecodeRun(config, None).open()
-
-
-def decode_alone(config: RunConfig) -> dict[str, Any] | None:
-    """Run on virtual ranks."""
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    return DecodeRun(config, None).run()
-
-
-def decode_on_rank(config: RunConfig, transport: Transport) -> dict[str, Any] | None:
-    """What a rank does."""
-    return DecodeRun(config, transport).run()

@@ -86,16 +86,10 @@ def main(config: SimulateConfig) -> dict[str, Any] | None:
 
 def _trace_spans(plan: Plan, machine: Machine, timelines: list[Timeline], faults: dict[str, Any]) -> Iterator[Row]:
     """When the first ranks begin their first steps, and when their messages travel, one pass after the other."""
-    since = 0.0
+    since, ranks, steps = 0.0, range(min(plan.ranks, TRACED_RANKS)), range(TRACED_STEPS)
     for timeline in timelines:
-        shown = window(
-            plan,
-            machine,
-            ranks=range(min(plan.ranks, TRACED_RANKS)),
-            steps=range(TRACED_STEPS),
-            backward=timeline.direction == "backward",
-            **faults,
-        )
+        backward = timeline.direction == "backward"
+        shown = window(plan, machine, ranks=ranks, steps=steps, backward=backward, **faults)
         yield from modelled_spans(shown, timeline.direction, since)
         since += timeline.seconds
 

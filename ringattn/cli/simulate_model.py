@@ -71,12 +71,9 @@ def main(config: SimulateConfig) -> None:
     if isinstance(estimate, StepEstimate):
         numbers = [*_step_numbers(estimate), *_cost_numbers(estimate)]
     else:
+        waits_for = "time to first token" if config.phase == "prefill" else "time per token"
         numbers = [
-            Number(
-                {"prefill": "time to first token"}.get(config.phase, "time per token"),
-                duration(estimate.seconds),
-                "modelled",
-            ),
+            Number(waits_for, duration(estimate.seconds), "modelled"),
             Number("tokens of a GPU", rate(estimate.tokens_per_second, "tokens/s"), "modelled"),
             Number("keys and values of a GPU", size(estimate.memory["keys and values"]), "modelled"),
             *_fits(estimate),

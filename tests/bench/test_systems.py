@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ringattn.bench import get_cases, runner
-from ringattn.bench.case import DRAWN, BenchCase, make_inputs, make_settings
+from ringattn.bench.calls import DRAWN, make_inputs
+from ringattn.bench.case import BenchCase, make_settings
 from ringattn.bench.report import compare
 from ringattn.bench.suites import peers, seeds
 from ringattn.bench.systems import SYSTEMS, find_cases, list_system_cases, make_system_case

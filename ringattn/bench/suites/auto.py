@@ -16,7 +16,8 @@ from ...plan.plan import Plan
 from ...planner import make_plan
 from ...simulator.timing.auto import list_schedules
 from ...simulator.timing.simulation import simulate
-from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, check_error, make_ring, make_settings
+from ..calls import check_error, make_ring
+from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, make_settings
 from ..links import Links
 
 HEADS, HEAD_DIM = 2, 64
@@ -36,13 +37,10 @@ LOCAL: tuple[tuple[str, str, str, int], ...] = (
     ("blocks", "strided_blocks(128, stride=8)", "contiguous", 16384),
     ("far", "dilated_blocks(128, offsets=(1, 8, 16))", "contiguous", 16384),
 )
-#: (name, pattern, layout, tokens) of settings on two nodes of two ranks, each behind each of LINKS.
+#: (name, pattern, layout, tokens) of settings on two nodes of two ranks, each behind each of LINKS: the first of LOCAL
+#: with half of the tokens, and others.
 LINKED: tuple[tuple[str, str, str, int], ...] = (
-    ("full", "Full()", "contiguous", 2048),
-    ("causal", "Causal()", "zigzag", 2048),
-    ("window", "Causal() & Window(511)", "contiguous", 8192),
-    ("window", "Causal() & Window(511)", "zigzag", 8192),
-    ("documents", "Causal() & Documents({documents})", "zigzag", 8192),
+    *((name, pattern, layout, tokens // 2) for name, pattern, layout, tokens in LOCAL[:5]),
     ("longnet", "Dilated((512, 1024, 4096), (1, 2, 4))", "contiguous", 8192),
     ("blocks", "strided_blocks(128, stride=8)", "contiguous", 4096),
     ("far", "dilated_blocks(128, offsets=(1, 32))", "contiguous", 8192),
@@ -211,10 +209,10 @@ class Setting:
         return {"auto": picked, "best": best[0], "auto / best": ratios[0], "forward + backward": both}
 
 
-def draw_settings(ranks: int, count: int = SETTINGS, seed: int = SEED) -> list[Setting]:
+def draw_settings(ranks: int) -> list[Setting]:
     """Random settings, the patterns in turn."""
-    source = random.Random(f"{seed}, {ranks}")
-    return [_draw(source, ranks, number) for number in range(count)]
+    source = random.Random(f"{SEED}, {ranks}")
+    return [_draw(source, ranks, number) for number in range(SETTINGS)]
 
 
 def _draw(source: random.Random, ranks: int, number: int) -> Setting:

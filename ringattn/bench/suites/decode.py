@@ -8,7 +8,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...inference.cache import KVCache
-from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, check_error, make_inputs, make_settings
+from ..calls import check_error, make_inputs
+from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make_settings
 
 #: Tokens in the cache.
 CONTEXT = 1 << 16

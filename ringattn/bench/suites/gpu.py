@@ -29,7 +29,8 @@ from ...simulator.calibrate.measure import CalibrationSizes, calibrate
 from ...simulator.calibrate.measuring_ranks import MeasuringRanks, Settings
 from ...simulator.numerics.oracle import oracle_rows_alone, sampled_rows
 from ...text import size
-from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, relative_error
+from ..calls import relative_error
+from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio
 from ..libraries import CANNOT_RUN, LIBRARIES, Attend, list_masks, make_call, say_what_lacks
 from ..records import slug
 from ..runner import describe_host, take_turns

@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from ...train import linear_cross_entropy
-from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, Run, relative_error
+from ..calls import relative_error
+from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, Run
 
 TOKENS, CLASSES, WIDTH = 16384, 32000, 64
 #: The promise: the peak of all logits over the peak by chunks.

@@ -13,19 +13,8 @@ from ...functional import attention
 from ...pattern import parse_pattern
 from ...planner import make_plan
 from ...simulator.numerics.oracle import oracle_rows_alone, sampled_rows
-from ..case import (
-    HEAD_DIM,
-    HEADS,
-    BenchCase,
-    BenchColumn,
-    BenchSuite,
-    Context,
-    Ratio,
-    Run,
-    check_error,
-    make_inputs,
-    make_settings,
-)
+from ..calls import check_error, make_inputs
+from ..case import HEAD_DIM, HEADS, BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make_settings
 
 TOKENS = 8192
 #: Tokens of the cases that measure how time and memory scale.

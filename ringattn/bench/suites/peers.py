@@ -14,29 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...errors import Unsupported
 from ...pattern import Dilated
-from ..case import (
-    HEAD_DIM,
-    HEADS,
-    BenchCase,
-    BenchColumn,
-    BenchSuite,
-    CaseRecord,
-    Context,
-    Ratio,
-    Run,
-    gather,
-    get_layout,
-    make_alone,
-    make_call,
-    make_inputs,
-    make_pass,
-    make_ring,
-    make_settings,
-    make_single,
-    relative_error,
-)
-from ..libraries import CANNOT_RUN, Mask, list_masks
-from ..libraries import make_call as make_library_call
+from .. import calls
+from ..case import HEAD_DIM, HEADS, BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, Run, make_settings
+from ..libraries import CANNOT_RUN, Mask, list_masks, make_call
 from .ring import CPU_FLASH, CPU_FLASH_BACKWARD, TEMPLATES, make_template
 
 RANKS, TOKENS = 2, 4096
@@ -75,14 +55,14 @@ def _require_plain(context: Context, reason: str) -> None:
 
 def _make_sdpa(context: Context) -> Run | None:
     if context.settings["mask"] in ("dense", "causal"):
-        return make_single(context)
+        return calls.make_single(context)
     seen = torch.from_numpy(_get_mask(context).pattern.mask(context.settings["tokens"], HEADS)) > 0
-    return make_alone(context, partial(scaled_dot_product_attention, attn_mask=seen))
+    return calls.make_alone(context, partial(scaled_dot_product_attention, attn_mask=seen))
 
 
 def _make_flex(context: Context) -> Run | None:
     mask, tokens = _get_mask(context), context.settings["tokens"]
-    return None if context.rank else make_alone(context, make_library_call("FlexAttention", mask, tokens, HEADS, "cpu"))
+    return None if context.rank else calls.make_alone(context, make_call("FlexAttention", mask, tokens, HEADS, "cpu"))
 
 
 def _make_template(context: Context, rotate: str) -> Run:
@@ -97,7 +77,7 @@ def _make_ring_attention_pytorch(context: Context) -> Run:
     attend = partial(
         library.ring_flash_attn, bucket_size=min(512, context.settings["tokens"] // context.ranks), **options
     )
-    return make_call(context, _swap(attend), layout="contiguous")
+    return calls.make_call(context, _swap(attend), layout="contiguous")
 
 
 def _swap(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -115,7 +95,7 @@ def _make_ring_flash_attn(context: Context) -> Run:
     library: Any = import_module("ring_flash_attn")
     causal = context.settings["causal"]
     attend = partial(library.zigzag_ring_flash_attn_func if causal else library.ring_flash_attn_func, causal=causal)
-    return make_call(context, _swap(attend))
+    return calls.make_call(context, _swap(attend))
 
 
 def _make_torchscale(context: Context) -> Run:
@@ -145,7 +125,7 @@ def _make_torchscale(context: Context) -> Run:
         out = module(*(x.transpose(1, 2)[:, :, order].flatten(2) for x in qkv))[0]
         return out.unflatten(2, (HEADS, HEAD_DIM))[:, :, back].transpose(1, 2)
 
-    return make_call(context, attend)
+    return calls.make_call(context, attend)
 
 
 def _flash_for_torchscale(
@@ -191,7 +171,7 @@ def make_flash_attn() -> ModuleType:
 PEERS: dict[str, BenchColumn] = {
     column.name: column
     for column in (
-        BenchColumn("ringattn", 1, partial(make_ring, schedule="auto")),
+        BenchColumn("ringattn", 1, partial(calls.make_ring, schedule="auto")),
         BenchColumn("sdpa", RANKS, _make_sdpa),
         # Under a counter of tensors FlexAttention is not compiled, and holds what the compiled call never holds.
         BenchColumn("FlexAttention", RANKS, _make_flex, weighed=False),
@@ -234,10 +214,10 @@ def check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     errors = {}
     for name, tensors in results.items():
         if PEERS[name].threads == 1:
-            layout = get_layout(context, "contiguous" if name == "ring-attention-pytorch" else None)
-            tensors = [gather(x, layout) for x in tensors]
+            layout = calls.get_layout(context, "contiguous" if name == "ring-attention-pytorch" else None)
+            tensors = [calls.gather(x, layout) for x in tensors]
         if context.rank == 0:
-            errors[name] = max(map(relative_error, tensors, exact))
+            errors[name] = max(map(calls.relative_error, tensors, exact))
     return errors
 
 
@@ -246,14 +226,14 @@ def compute_dense(context: Context) -> list[torch.Tensor]:
     settings, mask = context.settings, _get_mask(context)
     parts = []
     for h in range(HEADS):
-        q, k, v, grad = (x[:, h : h + 1].double() for x in make_inputs(settings, 4))
+        q, k, v, grad = (x[:, h : h + 1].double() for x in calls.make_inputs(settings, 4))
         seen = torch.from_numpy(mask.pattern.mask(settings["tokens"], HEADS)[h] > 0)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor = seen) -> torch.Tensor:
             scores = (q @ k.mT * HEAD_DIM**-0.5).masked_fill(~seen, torch.finfo(torch.float64).min)
             return (scores.softmax(-1) * seen) @ v
 
-        parts.append(make_pass(attend, [q, k, v], grad if settings["backward"] else None)())
+        parts.append(calls.make_pass(attend, [q, k, v], grad if settings["backward"] else None)())
     return [torch.cat(heads, 1) for heads in zip(*parts, strict=True)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,27 +15,8 @@ from ...kernels.aten_cpu import bf16_is_fast
 from ...pattern import Full
 from ...planner import make_plan
 from ...simulator.timing.costs import memory
-from ..case import (
-    HEAD_DIM,
-    HEADS,
-    BenchCase,
-    BenchColumn,
-    BenchSuite,
-    Context,
-    Ratio,
-    Run,
-    check_error,
-    gather,
-    get_layout,
-    make_alone,
-    make_call,
-    make_inputs,
-    make_pass,
-    make_ring,
-    make_settings,
-    make_shards,
-    make_single,
-)
+from .. import calls
+from ..case import HEAD_DIM, HEADS, BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make_settings
 
 CORES = 2
 #: Columns of torch's own ring by the method that rotates K and V: torch's default, and messages between neighbours.
@@ -66,12 +48,7 @@ def list_cases() -> list[BenchCase]:
     )
     return [
         *(_ring_case(*row) for row in table),
-        *(
-            _half_case(dtype, causal, backward)
-            for dtype in ("bfloat16", "float16")
-            for causal in (False, True)
-            for backward in (False, True)
-        ),
+        *(_half_case(*each) for each in product(("bfloat16", "float16"), (False, True), (False, True))),
         _virtual_case("virtual_dense_8192", False, 0.93),
         _virtual_case("virtual_causal_8192", True, 0.85),
         *(_memory_case(ranks, rotate) for rotate in (None, "keys", "queries") for ranks in (2, 4)),
@@ -95,7 +72,7 @@ def make_template(context: Context, rotate: str) -> Run:
             f"torch {torch.__version__} has no context-parallel template where torch 2.13 has it ({error}); "
             "leave its cases out with cases=[...]"
         ) from error
-    q, k, v, grad = make_shards(context, make_inputs(context.settings, 4))
+    q, k, v, grad = calls.make_shards(context, calls.make_inputs(context.settings, 4))
     group: Any = dist.group.WORLD
     causal = context.settings["causal"]
     options: Any = {"is_causal": causal, "scale": HEAD_DIM**-0.5}
@@ -119,16 +96,16 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     errors = {}
     for name, tensors in results.items():
         on_ranks = name in ("ring", *TEMPLATES)
-        whole = [gather(x, get_layout(context)) for x in tensors] if on_ranks else tensors
+        whole = [calls.gather(x, calls.get_layout(context)) for x in tensors] if on_ranks else tensors
         if context.rank == 0 and name != "single":
-            errors[name] = check_error(name, whole, results["single"])
+            errors[name] = calls.check_error(name, whole, results["single"])
     return errors
 
 
 def _ring_case(name: str, tokens: int, causal: bool, backward: bool, target: float | None) -> BenchCase:
     columns = (
-        BenchColumn("single", CORES, make_single),
-        BenchColumn("ring", 1, make_ring),
+        BenchColumn("single", CORES, calls.make_single),
+        BenchColumn("ring", 1, calls.make_ring),
         *(BenchColumn(column, 1, partial(make_template, rotate=rotate)) for column, rotate in TEMPLATES.items()),
     )
     ratios = (Ratio("single", "ring", target), *(Ratio(column, "ring", 1.0) for column in TEMPLATES))
@@ -136,16 +113,16 @@ def _ring_case(name: str, tokens: int, causal: bool, backward: bool, target: flo
 
 
 def _make_alone(context: Context) -> Run | None:
-    return make_alone(context, partial(attention, pattern=context.settings["pattern"]))
+    return calls.make_alone(context, partial(attention, pattern=context.settings["pattern"]))
 
 
 def _half_case(dtype: str, causal: bool, backward: bool, tokens: int = 4096) -> BenchCase:
     """A 16-bit dtype: torch's own call of this dtype, one rank with as many threads, and two ranks."""
     name = f"{'causal' if causal else 'dense'}_{tokens}_{dtype}" + "_backward" * backward
     columns = (
-        BenchColumn("single", CORES, make_single),
+        BenchColumn("single", CORES, calls.make_single),
         BenchColumn("one rank", CORES, _make_alone),
-        BenchColumn("ring", 1, make_ring),
+        BenchColumn("ring", 1, calls.make_ring),
     )
     ratios = (Ratio("single", "one rank", 0.95), Ratio("single", "ring", 0.95))
     settings = _settings(tokens, causal, backward, dtype=dtype)
@@ -157,12 +134,12 @@ def _half_case(dtype: str, causal: bool, backward: bool, tokens: int = 4096) -> 
 def _make_virtual_ring(context: Context) -> Run:
     settings = context.settings
     options: Any = {"pattern": settings["pattern"], "ranks": settings["virtual_ranks"], "schedule": "ring"}
-    return make_call(context, partial(virtual_attention, **options), whole=True)
+    return calls.make_call(context, partial(virtual_attention, **options), whole=True)
 
 
 def _virtual_case(name: str, causal: bool, target: float) -> BenchCase:
     settings = {**_settings(8192, causal, False, virtual_ranks=8), "layout": "contiguous"}
-    columns = (BenchColumn("single", CORES, make_single), BenchColumn("virtual", CORES, _make_virtual_ring))
+    columns = (BenchColumn("single", CORES, calls.make_single), BenchColumn("virtual", CORES, _make_virtual_ring))
     return BenchCase(name, 1, settings, columns, (Ratio("single", "virtual", target),), _check)
 
 
@@ -182,7 +159,7 @@ def _memory_case(ranks: int, rotate: str | None = None, *, rows: int = 4096) -> 
         shard = context.settings["tokens"] // context.ranks  # fewer tokens than `rows` in the warm-up
         tensors = [torch.randn(1, HEADS, shard, HEAD_DIM, device="cpu") for _ in range(4 if backward else 3)]
         attend = partial(ring_attention, pattern=Full(), layout="contiguous", **options)
-        return make_pass(attend, tensors[:3], tensors[3] if backward else None)
+        return calls.make_pass(attend, tensors[:3], tensors[3] if backward else None)
 
     return BenchCase(
         f"memory_{rotate}_{ranks}_ranks" if rotate else f"memory_{ranks}_ranks",

@@ -10,19 +10,8 @@ from ...pattern import parse_pattern
 from ...plan.plan import Plan
 from ...planner import make_plan
 from ...transport.base import Transport
-from ..case import (
-    BenchCase,
-    BenchColumn,
-    BenchSuite,
-    Context,
-    Ratio,
-    Run,
-    check_error,
-    make_call,
-    make_ring,
-    make_settings,
-    make_shards,
-)
+from ..calls import check_error, make_call, make_ring, make_shards
+from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make_settings
 from ..links import InstantTransport, Links
 from .host import NoKernel, make_passes
 

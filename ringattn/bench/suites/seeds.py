@@ -27,8 +27,7 @@ STANDARD = BenchSuite(
     ),
     claim=Claim(
         "Comprehensive report of June 27, 2025, GTX 1080, fp16, at 2K: DilatedAttention 1.09 ms, "
-        "ImprovedDilatedAttention 0.83 ms, RingDilatedAttention 0.83 ms, BlockSparseRingDilatedAttention 18.65 "
-        "ms.",
+        "ImprovedDilatedAttention 0.83 ms, RingDilatedAttention 0.83 ms, BlockSparseRingDilatedAttention 18.65 ms.",
         "A batch of unstated size. ImprovedDilatedAttention and RingDilatedAttention gave (tokens, heads) to "
         "SDPA in the place of (heads, tokens): each token attended to the heads of its own group, and to no "
         "other token. RingDilatedAttention in one process was the Improved class. The block-sparse output was a "
@@ -52,9 +51,8 @@ LONG = BenchSuite(
         "threads, forward without gradients.",
     ),
     claim=Claim(
-        "Comprehensive report: ImprovedDilatedAttention 574 ms at 8K and 1,332 ms at 64K, RingDilatedAttention "
-        "570 and 1,335 ms, BlockSparseRingDilatedAttention 364 and 1,257 ms; 'sub-linear scaling', 'crossover at "
-        "8K'.",
+        "Comprehensive report: ImprovedDilatedAttention 574 ms at 8K and 1,332 ms at 64K, RingDilatedAttention 570 and "
+        "1,335 ms, BlockSparseRingDilatedAttention 364 and 1,257 ms; 'sub-linear scaling', 'crossover at 8K'.",
         "The batch was 8, 8, 4, 2 from 8K to 64K, one column each: the scaling and the crossover are the "
         "batch's. The Improved and Ring rows are one class, which attended over heads.",
         lambda records: f"At batch 1 throughout, {fastest(records, 8192)}; {fastest(records, 65536)}.",
@@ -121,24 +119,22 @@ EXTREME = BenchSuite(
     title="Extreme lengths: 4K tokens and on until memory ends",
     about=(
         "Storage in bfloat16 (computed in fp32), two threads, forward without gradients. A length is tried where the "
-        "length before it was computed, and a call would take at most a minute. The "
-        "dilated systems and their rings do equal work: only RingDilatedAttentionProduction_r16 goes beyond 65,536 "
-        "tokens. Of the two windows only the narrower does; `ringattn report memory` has the other at 1,048,576. A "
-        "failure is the class of a typed error: OutOfMemory, Unsupported, InvalidInput, WrongResult, Timeout, Killed. "
-        "With memory=8GiB the system refuses allocations by which a process would have more; without it, memory is "
-        "what the machine has. Several ranks r are virtual here: one process holds all of them, so that the memory "
-        "is that of the whole ring.",
+        "length before it was computed, and a call would take at most a minute. The dilated systems and their rings do "
+        "equal work: only RingDilatedAttentionProduction_r16 goes beyond 65,536 tokens. Of the two windows only the "
+        "narrower does; `ringattn report memory` has the other at 1,048,576. A failure is the class of a typed error: "
+        "OutOfMemory, Unsupported, InvalidInput, WrongResult, Timeout, Killed. With memory=8GiB the system refuses "
+        "allocations by which a process would have more; without it, memory is what the machine has. Several ranks r "
+        "are virtual here: one process holds all of them, so that the memory is that of the whole ring.",
     ),
     claim=Claim(
         "Extreme length reports of June 27, 2025: BlockSparseRing 786,432 tokens in 3.01 GB, 'winner'; "
         "RingDilatedAttentionProduction_r16 262,144 tokens in 14.34 ms and 288 MB; DilatedAttention 0 tokens, "
         "'DIVISIBILITY'; ImprovedDilatedAttention fails at 262,144 with 'OTHER'.",
-        "3.01 GB are q, k, v and the output in fp16 and nothing else; a query saw at most 7 blocks of 128, and "
-        "the result was a sum of softmaxes. Production returned zeros in every row that 'succeeded': its "
-        "segments began at 65,536, longer than each chunk. The r8 and r16 rows are independent local attentions: "
-        "nothing crossed a chunk. 'OTHER' hid a launch limit: segment / dilation above 65,535 stood in the place "
-        "of the heads. Classes were found by searching the text of any exception; every time is one run that was "
-        "not warm.",
+        "3.01 GB are q, k, v and the output in fp16 and nothing else; a query saw at most 7 blocks of 128, and the "
+        "result was a sum of softmaxes. Production returned zeros in every row that 'succeeded': its segments began at "
+        "65,536, longer than each chunk. The r8 and r16 rows are independent local attentions: nothing crossed a "
+        "chunk. 'OTHER' hid a launch limit: segment / dilation above 65,535 stood in the place of the heads. Classes "
+        "were found by searching the text of any exception; every time is one run that was not warm.",
         lambda records: "; ".join(longest(records, name) for name in (*list(WINDOWS)[1:], LONGEST, OTHERS[0])) + ".",
     ),
 )
@@ -243,10 +239,9 @@ MEMORY = BenchSuite(
     claim=Claim(
         "Memory pool report of June 28, 2025: pools allow 2.7 times longer sequences (65,536 instead of 24,576 "
         "tokens), 16 to 21 % less memory, 28 % faster at 128K.",
-        "The report's own table shows the runs without a pool at 65,536 and 131,072 tokens. The pool never "
-        "reused a buffer (0 hits in 24 forwards) and kept all 22. Memory was read after the call, pool first, so "
-        "that the later run was charged for the pool's buffers; any exception counted as the limit of memory; "
-        "each time is one call.",
+        "The report's own table shows the runs without a pool at 65,536 and 131,072 tokens. The pool never reused a "
+        "buffer (0 hits in 24 forwards) and kept all 22. Memory was read after the call, pool first, so that the later "
+        "run was charged for the pool's buffers; any exception counted as the limit of memory; each time is one call.",
         describe_reuse,
     ),
 )
@@ -298,11 +293,10 @@ BLOCKSPARSE = BenchSuite(
     claim=Claim(
         "Block-sparse report of July 7, 2025: at most 65,536 tokens (Base, Multihead) and 32,768 (Adaptive); "
         "4.06 GB per million tokens; 'dilation has zero impact on memory'; Adaptive 3,011.9 ms at 16K.",
-        "4.06 KiB per token are q, k, v and the output in fp16 after the call; the failure at 131,072 on 7.9 GB "
-        "shows a peak of at least 60 KB per token. segment_lengths, dilation_rates and sparsity_ratio were not "
-        "read at all, so that all configurations computed the same blocks, and '328 % slower' is one run that "
-        "was not warm. Adaptive received no gradient in any of its 53 parameters, and scored all pairs of blocks "
-        "in Python loops.",
+        "4.06 KiB per token are q, k, v and the output in fp16 after the call; the failure at 131,072 on 7.9 GB shows "
+        "a peak of at least 60 KB per token. segment_lengths, dilation_rates and sparsity_ratio were not read at all, "
+        "so that all configurations computed the same blocks, and '328 % slower' is one run that was not warm. "
+        "Adaptive received no gradient in any of its 53 parameters, and scored all pairs of blocks in Python loops.",
         lambda records: f"{longest(records, SPARSE)}; {compare_branches(records)}; {fastest(records, BRANCH_TOKENS)}.",
     ),
 )

@@ -17,7 +17,8 @@ from ...simulator.numerics.source import TensorSource, make_source
 from ...simulator.numerics.whole import Outcome, execute, make_groups
 from ...simulator.timing.simulation import simulate
 from ...simulator.timing.timeline import Timeline
-from ..case import HEADS, BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, check_error, make_pass, make_settings
+from ..calls import check_error, make_pass
+from ..case import HEADS, BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make_settings
 
 TOKENS, RANKS = 65536, 1024
 #: Virtual ranks may take 1.3 times as long as one device.

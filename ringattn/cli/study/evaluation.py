@@ -130,17 +130,8 @@ def make_executed_plan(config: SimulateConfig) -> Plan:
     if _has_auto(config):  # chosen for the sizes of the point, not for the sizes that are executed
         plan = plan_from_config(config, machine)
         resolved = {"layout": plan.layout.name, "schedule": plan.schedule}
-    return plan_from_config(
-        config,
-        machine,
-        heads=options.heads,
-        kv_heads=options.heads,
-        head_dim=options.head_dim,
-        dtype="float64",
-        batch=1,
-        comm_dtype=None,
-        **resolved,
-    )
+    sizes = {"heads": options.heads, "kv_heads": options.heads, "head_dim": options.head_dim, "batch": 1}
+    return plan_from_config(config, machine, **sizes, dtype="float64", comm_dtype=None, **resolved)
 
 
 def _has_auto(config: SimulateConfig) -> bool:
@@ -218,9 +209,7 @@ def execution_inputs(point: Point) -> dict[str, Any]:
     config = point.config
     return {
         "execute": asdict(config.study.execute),
-        "pattern": config.pattern.spec,
-        "layout": config.layout.spec,
-        "schedule": config.schedule.spec,
+        **{name: getattr(config, name).spec for name in ("pattern", "layout", "schedule")},
         "tokens": config.length(),
         "ranks": config.ranks,
         "chosen for": point.inputs if _has_auto(config) else None,

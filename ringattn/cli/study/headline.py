@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from ...text import digits, duration, plural, size
@@ -166,33 +167,30 @@ class _Neighbours:
 
     def _fastest(self) -> str:
         """The value that is fastest in most groups, with how much faster than the next it is at most."""
+        all_times = self.times
         near = Counter(
-            x for times in self.times.values() for x, one in times.items() if one < min(times.values()) * (1 + EQUAL)
+            x for times in all_times.values() for x, time in times.items() if time < min(times.values()) * (1 + EQUAL)
         )
         best = max(self.values, key=lambda x: near[x])
-        cases, ratio, where = len(self.groups), 0.0, ""
-        losses: Counter[str] = Counter()
-        tied = ""
-        compared: list[tuple[float, str]] = []
-        for name, times in self.times.items():
-            fastest = min(times, key=lambda x: times[x])
-            if times.get(best, float("inf")) >= times[fastest] * (1 + EQUAL):
-                losses[fastest] += 1
-                continue
-            if fastest != best:
-                tied = f", or less than {EQUAL:.0%} slower,"
-            following = sorted((time, x) for x, time in times.items() if x != best)
-            if following[0][0] / times[best] > ratio:
-                ratio, where, compared = following[0][0] / times[best], name, [following[0], *following[1:][-1:]]
+        fastest = {name: min(times, key=lambda x: times[x]) for name, times in all_times.items()}
+        won = [name for name, x in fastest.items() if all_times[name].get(best, inf) < all_times[name][x] * (1 + EQUAL)]
+        losses = Counter(x for name, x in fastest.items() if name not in won)
         be = "are" if self.main[0] in NOUNS and not best.endswith("=1") else "is"
-        words = f"{self.words[best]} {be} fastest{tied}"
+        words = f"{self.words[best]} {be} fastest"
+        if any(fastest[name] != best for name in won):
+            words += f", or less than {EQUAL:.0%} slower,"
         if losses:
-            words += f" in {near[best]:,} of {cases:,} cases"
+            words += f" in {len(won):,} of {len(self.groups):,} cases"
         elif self.others:
             every = (f"number of {NOUNS[name]}" if name in NOUNS else name for name in self.others)
             words += f" at every {' and '.join(every)}"
-        times = self.times[where]
-        words += f", {' and '.join(_ratio(time / times[best]) + self.words[x] for time, x in compared)}"
+        slower = {  # how many times as long as the best the others take, from fast to slow
+            name: sorted((time / all_times[name][best], x) for x, time in all_times[name].items() if x != best)
+            for name in won
+        }
+        where = max(slower, key=lambda name: slower[name][0][0])
+        compared = (slower[where][0], *slower[where][1:][-1:])
+        words += f", {' and '.join(_ratio(ratio) + self.words[x] for ratio, x in compared)}"
         words += f" ({self.words[where]}, where the next is slowest)" if where else ""
         return words + "".join(f"; {self.words[x]} in {count:,}" for x, count in losses.most_common(2))
 

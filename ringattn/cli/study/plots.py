@@ -52,20 +52,13 @@ def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | 
 
 def describe(name: str, x: str, y: str | None) -> str:
     """What the plot `name` shows, for those who do not see it."""
-    what = {
-        "efficiency": f"the part of the time in which ranks compute, by {x}",
-        "time": f"the time, by {x}",
-        "stack": f"the time by cause, by {x}",
-        "memory": f"the memory of a rank by category, by {x}",
-        "crossover": f"what takes the least time, by {x} and {y}",
-    }
-    return f"{name}: {what[name]}"
+    return f"{name}: {PLOTS[name][1]}, by {x}" + (f" and {y}" if name == "crossover" else "")
 
 
 def draw(folder: Path, name: str, table: Table, x: str, y: str | None) -> list[Path]:
     """Draw the plot `name` of the table; returns its files, none where no row has numbers."""
     figure = import_module("matplotlib.figure").Figure(figsize=(7.2, 4.2), layout="constrained")
-    return save_figure(figure, folder, name) if PLOTS[name](figure, table, x, y) else []
+    return save_figure(figure, folder, name) if PLOTS[name][0](figure, table, x, y) else []
 
 
 def _draw_efficiency(figure: Any, table: Table, x: str, y: str | None) -> bool:
@@ -110,12 +103,12 @@ def _draw_memory(figure: Any, table: Table, x: str, y: str | None) -> bool:
     """Bars of a rank's memory by category, in the backward where the study has it."""
     names = [column.name for column in table.columns if ": " in column.name and column.name.split(" ")[1] == "memory:"]
     direction = next((one for one in DIRECTIONS[::-1] if any(name.startswith(one) for name in names)), "forward")
-    heights = {name.partition(": ")[2]: partial(_gibibytes, name=name) for name in names if name.startswith(direction)}
+
+    def gibibytes(row: Row, name: str) -> float:
+        return row.get(name, 0) / 2**30
+
+    heights = {name.partition(": ")[2]: partial(gibibytes, name=name) for name in names if name.startswith(direction)}
     return _draw_bars(figure, table, x, "GiB per rank, modelled", f"memory in the {direction}", heights)
-
-
-def _gibibytes(row: Row, name: str) -> float:
-    return row.get(name, 0) / 2**30
 
 
 def _draw_bars(
@@ -188,10 +181,11 @@ def find_fastest(table: Table, x: str, y: str) -> dict[tuple[Any, Any], tuple[st
     return best
 
 
-PLOTS: dict[str, Callable[[Any, Table, str, str | None], bool]] = {
-    "efficiency": _draw_efficiency,
-    "time": _draw_time,
-    "stack": _draw_stack,
-    "memory": _draw_memory,
-    "crossover": _draw_crossover,
+#: By name what draws a plot, and what it shows.
+PLOTS: dict[str, tuple[Callable[[Any, Table, str, str | None], bool], str]] = {
+    "efficiency": (_draw_efficiency, "the part of the time in which ranks compute"),
+    "time": (_draw_time, "the time"),
+    "stack": (_draw_stack, "the time by cause"),
+    "memory": (_draw_memory, "the memory of a rank by category"),
+    "crossover": (_draw_crossover, "what takes the least time"),
 }

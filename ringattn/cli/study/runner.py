@@ -27,16 +27,7 @@ from ...text import duration, plural, size
 from ..comparison import print_jobs
 from ..config.groups import StudyGroup, check_least, refuse_stdout
 from ..config.schema import SimulateConfig, parse_size
-from . import plots
-from .evaluation import (
-    ExecutionTask,
-    describe_left_out,
-    evaluate,
-    execute,
-    execution_inputs,
-    make_executed_plan,
-    plan_execution,
-)
+from . import evaluation, plots
 from .report import StudyReport, describe_machines, extrapolate, machines_of, name_points
 from .space import Point, digest, group_by_plan, list_points
 from .tables import DIRECTIONS, Row, Table, list_passes, make_table, to_csv, to_json, total
@@ -181,7 +172,7 @@ def _evaluate_points(points: Sequence[Point], journal: Journal, tell: Listener) 
     for done, point in enumerate(group_by_plan(points)):
         if point.key not in journal.records:
             tell(done, len(points), "points")
-            journal.add(point.key, evaluate(point.config))
+            journal.add(point.key, evaluation.evaluate(point.config))
         records[point.number] = journal.records[point.key]
     return records
 
@@ -196,23 +187,25 @@ def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
         return {}
     sharing: dict[str, list[Point]] = {}
     for point in study.points:
-        sharing.setdefault(digest(execution_inputs(point)), []).append(point)
+        sharing.setdefault(digest(evaluation.execution_inputs(point)), []).append(point)
     values: dict[str, dict[str, Any]] = {}
-    tasks: list[tuple[str, Plan, ExecutionTask]] = []
+    tasks: list[tuple[str, Plan, evaluation.ExecutionTask]] = []
     for key, points in sharing.items():
         try:
-            plan = make_executed_plan(points[0].config)
+            plan = evaluation.make_executed_plan(points[0].config)
         except RingAttentionError as error:
             values[key] = {"why not": str(error)}
             continue
-        tasks.append((key, plan, plan_execution(plan, options)))
+        tasks.append((key, plan, evaluation.plan_execution(plan, options)))
     tasks.sort(key=lambda entry: (True, -entry[1].tokens) if entry[2].how == "rows" else (False, entry[1].tokens))
     left = options.budget
     for turn, (key, plan, task) in enumerate(tasks, 1):
         tell(turn - 1, len(tasks), f"executing, {plan.tokens:,} tokens")
         if key not in journal.records:
-            affordable = task.seconds <= left
-            done = execute(plan, task, options) if affordable else describe_left_out(task, options.budget, left)
+            if task.seconds <= left:
+                done = evaluation.execute(plan, task, options)
+            else:
+                done = evaluation.describe_left_out(task, options.budget, left)
             journal.add(key, {"values": done})
         values[key] = {"turn": turn, **journal.records[key]["values"]}
         left -= task.seconds if "how" in values[key] else 0.0
@@ -240,17 +233,8 @@ def _write_files(study: Study, head: dict[str, Any], table: Table, records: Reco
             )
     lines = describe_machines(study.points, machines)
     provenance = {**head, "commit": git("log", "-1", "--format=%h"), "date": git("log", "-1", "--format=%cs")}
-    report = StudyReport(
-        options,
-        table,
-        plots=drawn,
-        not_modelled=not_modelled,
-        command=" ".join(["ringattn simulate", *map(quote, study.overrides)]),
-        provenance=provenance,
-        machines=lines,
-        extrapolations=extrapolations,
-        remark=remark,
-    )
+    command = " ".join(["ringattn simulate", *map(quote, study.overrides)])
+    report = StudyReport(options, table, drawn, not_modelled, command, provenance, lines, extrapolations, remark)
     more = {"headline": report.headline, "extrapolated": extrapolations, "machines": lines}
     for name, text in {
         "config.yaml": import_module("omegaconf").OmegaConf.to_yaml(asdict(study.config)),

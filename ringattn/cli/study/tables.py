@@ -198,12 +198,8 @@ def _describe(point: Point) -> Row:
     tokens, ranks = config.length(), config.ranks
     if config.model.spec is not None:
         spread = {name: getattr(config, name) for name in ("cp", "dp", "tp", "ep", "pp", "batch", "dtype")}
-        return {
-            "model": config.model.path or config.model.spec,
-            "tokens": tokens,
-            **spread,
-            "machine": config.machine.spec,
-        }
+        model, machine = config.model.path or config.model.spec, config.machine.spec
+        return {"model": model, "tokens": tokens, **spread, "machine": machine}
     return {
         "tokens": tokens,
         "ranks": ranks,

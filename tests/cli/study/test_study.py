@@ -184,7 +184,7 @@ def test_what_is_known_before_the_first_point_is_said_before_it(
 ) -> None:
     """No point is done, and nothing is written, where the end of a study would fail."""
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(runner, "evaluate", lambda *_: pytest.fail("a point was done"))
+    monkeypatch.setattr(runner.evaluation, "evaluate", lambda *_: pytest.fail("a point was done"))
     ranks = {"ranks": [2, 4]}
     for options, words in (
         ({"plots": ["stak"]}, "did you mean 'stack'"),

@@ -143,7 +143,7 @@ def test_a_study_that_is_interrupted_says_how_to_go_on(
 ) -> None:
     """Ctrl-C at the third point: status 130, the folder is named, two points are kept, and the same command ends it."""
     arguments = ("simulate", "-m", "ranks=2,4,8", "tokens=4k", "study.plots=[]", "output.path=out")
-    real, done = runner.evaluate, []
+    real, done = runner.evaluation.evaluate, []
 
     def interrupted(config: SimulateConfig) -> dict[str, Any]:
         done.append(config.ranks)
@@ -151,7 +151,7 @@ def test_a_study_that_is_interrupted_says_how_to_go_on(
             raise KeyboardInterrupt
         return real(config)
 
-    monkeypatch.setattr(runner, "evaluate", interrupted)
+    monkeypatch.setattr(runner.evaluation, "evaluate", interrupted)
     first = inside(*arguments, cwd=tmp_path)
     assert first.returncode == 130
     assert "out keeps the finished points; the same command continues from there" in first.stderr
@@ -163,7 +163,7 @@ def test_a_study_that_is_interrupted_says_how_to_go_on(
 def test_folders_that_cannot_be_used_are_refused_before_the_first_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "evaluate", lambda *_: pytest.fail("a point was done"))
+    monkeypatch.setattr(runner.evaluation, "evaluate", lambda *_: pytest.fail("a point was done"))
     (tmp_path / "file").write_text("")
     (tmp_path / "journal" / "points.jsonl").mkdir(parents=True)
     config_there = tmp_path / "config"

@@ -190,7 +190,7 @@ def test_ticks_are_in_units(tmp_path: Path) -> None:
     ):
         for name in ("efficiency", "stack", "crossover"):
             figure = Figure()
-            assert plots.PLOTS[name](figure, table, x, y)
+            assert plots.PLOTS[name][0](figure, table, x, y)
             assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ticks, name
 
 
@@ -203,13 +203,13 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monke
 
 
 def test_wrong_numerics_fail_after_all_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = runner.execute
+    real = runner.evaluation.execute
 
     def harmed(plan: ra.Plan, *more: Any) -> dict[str, Any]:
         found = real(plan, *more)
         return {**found, "ledger": "NOT COMPLETE"} if plan.ranks == 4 else {**found, "error of lse": float("nan")}
 
-    monkeypatch.setattr(runner, "execute", harmed)
+    monkeypatch.setattr(runner.evaluation, "execute", harmed)
     with pytest.raises(NumericsFailure, match="points 0, 1: the executed numerics are wrong"):
         run(study(tmp_path / "s", {"ranks": [2, 4]}, study={"execute": ExecuteGroup(budget=5.0)}))
     assert [row["executed ledger"] for row in read(tmp_path / "s" / "sweep.csv")] == ["complete", "NOT COMPLETE"]
