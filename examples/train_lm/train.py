@@ -124,10 +124,7 @@ class Run:
             state = {"model": model, "optimizer": optimizer, "step": torch.tensor(0)}
             _read(state, last)
             set_state_dict(
-                self.model,
-                self.optimizer,
-                model_state_dict=state["model"],
-                optim_state_dict=state["optimizer"],
+                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )
             self.step = int(state["step"])
             if self.step >= self.cfg.steps:

@@ -202,12 +202,7 @@ class MultiheadAttention(nn.Module):
         return x if self.batch_first else x.transpose(0, 1)
 
     def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        is_causal: bool,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
     ) -> torch.Tensor:
         """The outputs of all heads side by side, [B, N, E], before the output projection."""
         q, k, v = self._project(query, key, value)

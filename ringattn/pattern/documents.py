@@ -54,11 +54,7 @@ class Documents(Pattern):
     endless = True
 
     def __init__(
-        self,
-        lengths: Integers | None = None,
-        *,
-        cu_seqlens: Integers | None = None,
-        q_lengths: Integers | None = None,
+        self, lengths: Integers | None = None, *, cu_seqlens: Integers | None = None, q_lengths: Integers | None = None
     ) -> None:
         if (lengths is None) == (cu_seqlens is None):
             raise InvalidInput(f"Documents takes lengths or cu_seqlens, one of them; try {EXAMPLE}")

@@ -14,17 +14,7 @@ from ..cache import Cache, cached
 from ..layout.regular import Layout
 from ..pattern.base import Pattern, Side
 from ..pattern.tile import Tile, clip, join_runs, locate, merge_runs, shift_range
-from .row_sets import (
-    ALL_ROWS,
-    WHOLE_BLOCK,
-    AllRows,
-    RowSet,
-    RowSets,
-    count_rows,
-    group_heads,
-    to_ranges,
-    union,
-)
+from .row_sets import ALL_ROWS, WHOLE_BLOCK, AllRows, RowSet, RowSets, count_rows, group_heads, to_ranges, union
 from .work import (
     Work,
     find_tiles,

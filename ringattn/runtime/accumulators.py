@@ -106,12 +106,7 @@ def _select(x: torch.Tensor, heads: range, rows: range, repeat: int, shift: int)
 
 
 def accumulate(
-    sums: RowViews,
-    work: Work,
-    batch: slice | None,
-    *parts: torch.Tensor,
-    by_key: bool = False,
-    is_new: bool = False,
+    sums: RowViews, work: Work, batch: slice | None, *parts: torch.Tensor, by_key: bool = False, is_new: bool = False
 ) -> None:
     """Add `parts` [B or repeat, heads, rows, D or more] to those rows of `sums` [B, H, n, D] that a call has read.
 

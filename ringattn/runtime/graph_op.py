@@ -317,10 +317,7 @@ def _recording(record: _Record) -> Iterator[None]:
         x = record.saved[place]
         return record.current[x] if isinstance(x, int) else x
 
-    with (
-        torch._C._ForceDispatchKeyGuard(included, excluded),
-        torch.autograd.graph.saved_tensors_hooks(pack, unpack),
-    ):
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 

@@ -17,12 +17,7 @@ def add_(total: torch.Tensor, part: torch.Tensor) -> None:
 
 
 def merge_(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    part: torch.Tensor,
-    part_lse: torch.Tensor,
-    *,
-    space: MergeSpace | None = None,
+    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, *, space: MergeSpace | None = None
 ) -> None:
     """Merge the partial (part, part_lse) into (out, lse), in place.
 

@@ -20,9 +20,5 @@ class OpenTransport(Protocol):
 #: entry point of the group "ringattn.transports": a subclass or a function that fits `OpenTransport`.
 TRANSPORTS: Registry[OpenTransport] = Registry(
     "transports",
-    {
-        "gloo": "transport.torchdist:TorchDist",
-        "nccl": "transport.torchdist:TorchDist",
-        "mpi": "transport.mpi:Mpi",
-    },
+    {"gloo": "transport.torchdist:TorchDist", "nccl": "transport.torchdist:TorchDist", "mpi": "transport.mpi:Mpi"},
 )

@@ -204,10 +204,7 @@ def test_numerics_are_asked_for_what_there_is(tmp_path: Path) -> None:
             "numerics.rows=1e9: a sequence of 256 tokens has 256 query rows; try numerics.rows=256",
         ),
         ({"numerics.rows": 100, "numerics.spread": 1}, "has 64 query rows on at most 1 rank; try numerics.rows=64"),
-        (
-            {"ranks": 1, "numerics.fault": "drop"},
-            "fault 'drop' harms what comes from another rank; try ranks=2",
-        ),
+        ({"ranks": 1, "numerics.fault": "drop"}, "fault 'drop' harms what comes from another rank; try ranks=2"),
         (
             {"ranks": 1, "numerics.way": "all", "numerics.fault": "lost", "backward": True},
             "fault 'lost' harms what comes from another rank",

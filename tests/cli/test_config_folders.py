@@ -26,10 +26,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [("--config-dir=myconf",), ("-cd", "myconf"), ("hydra.searchpath=[file://myconf]",)],
-)
+@pytest.mark.parametrize("folder", [("--config-dir=myconf",), ("-cd", "myconf"), ("hydra.searchpath=[file://myconf]",)])
 def test_options_of_a_users_folder(project: Path, folder: tuple[str, ...], inside: Inside) -> None:
     done = inside("plan", *folder, "experiment=mine", "pattern.left=5", "--json", cwd=project)
     assert done.returncode == 0, done.stderr

@@ -117,10 +117,7 @@ WORDS: dict[str, tuple[Any, ...]] = {
     "no_rope_layers": ([1, 0], [0, 1]),
     "rope_parameters": tuple(
         {"rope_theta": 1e4, "rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 16, **more}
-        for kind, more in (
-            ("longrope", {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}),
-            ("yarn", {}),
-        )
+        for kind, more in (("longrope", {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}), ("yarn", {}))
     ),
 }
 #: What a number is set to, where it is a window or the like, and where it is not.

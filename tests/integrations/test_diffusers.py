@@ -31,8 +31,7 @@ RING = ContextParallelConfig(ring_degree=2)
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    ("ranks", "ulysses", "names"),
-    [(2, 1, [*diffusion_cases.MODELS]), (2, 2, ["Flux", "Wan"]), (3, 1, ["Flux", "Wan"])],
+    ("ranks", "ulysses", "names"), [(2, 1, [*diffusion_cases.MODELS]), (2, 2, ["Flux", "Wan"]), (3, 1, ["Flux", "Wan"])]
 )
 def test_outputs_and_gradients_on_unequal_shards(run_ranks, ranks: int, ulysses: int, names: list[str]) -> None:  # type: ignore[no-untyped-def]
     results = run_ranks(diffusion_cases.agreements, 3, ranks, names, ulysses, 7, 11, timeout=120)

@@ -17,16 +17,7 @@ import ringattn as ra
 from ringattn.kernels.aten_cuda import GRID, AtenCuda
 from ringattn.kernels.base import band
 from ringattn.kernels.cuda_device import flash_reads, flash_window
-from ringattn.kernels.packing import (
-    ALONE_ROWS,
-    _gather,
-    _repeats_keys,
-    cumulative,
-    gather,
-    pack,
-    scatter,
-    scatter_add,
-)
+from ringattn.kernels.packing import ALONE_ROWS, _gather, _repeats_keys, cumulative, gather, pack, scatter, scatter_add
 from ringattn.plan.work import Work
 from ringattn.planner import make_plan
 from ringattn.runtime.rank_program import batches

@@ -135,10 +135,7 @@ SEGMENTS: dict[str, Any] = {"segment_lengths": [4], "dilation_rates": [1]}
         (lambda: ra.create_dilated_attention("improvd", **SEGMENTS), "did you mean 'improved'"),
         (lambda: ra.create_dilated_attention("standard", ring_size=4, **SEGMENTS), "try the name 'ring'"),
         (lambda: ra.create_dilated_attention("standard", sgment=4, **SEGMENTS), "unknown option 'sgment'"),
-        (
-            lambda: ra.create_dilated_attention("ring", segment_lengths=[4, 8], dilation_rates=[1]),
-            "give equally many",
-        ),
+        (lambda: ra.create_dilated_attention("ring", segment_lengths=[4, 8], dilation_rates=[1]), "give equally many"),
         (lambda: ra.create_dilated_attention("ring", ring_size=2, dropout=1.5, **SEGMENTS), "0 <= p < 1"),
         (lambda: ra.create_block_sparse_attention("bas"), "did you mean 'base'"),
         (lambda: ra.create_block_sparse_attention(pattern="locl_window"), "did you mean 'local_window'"),

@@ -8,16 +8,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from ringattn import (
-    Causal,
-    Documents,
-    Full,
-    InvalidInput,
-    Unsupported,
-    Window,
-    from_block_mask,
-    parse_pattern,
-)
+from ringattn import Causal, Documents, Full, InvalidInput, Unsupported, Window, from_block_mask, parse_pattern
 
 
 def made(rule, tokens: int, block: int = 16, batch: int | None = None, heads: int | None = None):  # type: ignore[no-untyped-def]

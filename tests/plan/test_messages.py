@@ -12,27 +12,8 @@ from hypothesis import strategies as st
 from oracle import mark_pairs
 from strategies import head_counts, problems, schedules
 
-from ringattn import (
-    BlockSparse,
-    Causal,
-    Dilated,
-    Documents,
-    InvalidInput,
-    Pattern,
-    Plan,
-    Window,
-    make_plan,
-)
-from ringattn.plan.row_sets import (
-    ALL_ROWS,
-    RowSet,
-    count_rows,
-    find_copies,
-    subtract,
-    to_numbers,
-    to_ranges,
-    union,
-)
+from ringattn import BlockSparse, Causal, Dilated, Documents, InvalidInput, Pattern, Plan, Window, make_plan
+from ringattn.plan.row_sets import ALL_ROWS, RowSet, count_rows, find_copies, subtract, to_numbers, to_ranges, union
 from ringattn.plan.steps import Part
 
 

@@ -61,8 +61,7 @@ def sinks_in_graph(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.T
 
 @in_graphs
 @pytest.mark.parametrize(
-    ("call", "arguments"),
-    [(masked, (PATTERN, ra.make_layout("zigzag", tokens=24, ranks=3))), (sinks_in_graph, ())],
+    ("call", "arguments"), [(masked, (PATTERN, ra.make_layout("zigzag", tokens=24, ranks=3))), (sinks_in_graph, ())]
 )
 def test_compiled_calls_are_eager_ones(call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch._dynamo.reset()

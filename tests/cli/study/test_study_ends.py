@@ -137,9 +137,7 @@ def test_a_killed_study_ends_with_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_a_study_that_is_interrupted_says_how_to_go_on(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    inside: Inside,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: Inside
 ) -> None:
     """Ctrl-C at the third point: status 130, the folder is named, two points are kept, and the same command ends it."""
     arguments = ("simulate", "-m", "ranks=2,4,8", "tokens=4k", "study.plots=[]", "output.path=out")
