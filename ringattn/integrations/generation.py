@@ -332,7 +332,7 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         kwargs = _give_cache(model, kwargs, RingCache(model) if past is None else past)
         if settings.cache_implementation is not None:
             kwargs["cache_implementation"] = None
-    with Exchange(transport, END) as ended:
+    with Exchange(transport, END, once=True) as ended:
         _share_seed(model.device, ring.place.group)
         ring.call.past = find_cache(kwargs)
         try:

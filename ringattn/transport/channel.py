@@ -238,9 +238,10 @@ class Channel:
                     return connection
                 connection.close()
             except OSError as error:
-                gone = isinstance(error, ConnectionRefusedError | ConnectionResetError)
-                hint = "its process has ended" if gone else "GLOO_SOCKET_IFNAME names another network interface"
-                why = f"no connection to {host}:{port} ({error}); {hint}"
+                hints = ["GLOO_SOCKET_IFNAME names another network interface"]
+                if isinstance(error, ConnectionRefusedError | ConnectionResetError):  # of loopback it may be either
+                    hints = ["its process has ended", *(hints if host.startswith("127.") else [])]
+                why = f"no connection to {host}:{port} ({error}); {', or '.join(hints)}"
             time.sleep(RETRY)
         raise self._missing(peer, why)
 

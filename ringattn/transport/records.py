@@ -59,14 +59,17 @@ class ErrorReport:
 
     The other ranks receive the report in their exchange of that stage; with `deferred` at once, wherever they are, but
     for errors that are `common` to all ranks. The exception propagates on this rank, even if the report fails. If the
-    block raises nothing, nothing is sent, and nothing of an exception that an exchange within the block has told all
-    ranks: the others, which have left by it, would take the report for their next call.
+    block raises nothing, nothing is sent; with `once` neither is an error that an exchange within the block has told
+    all ranks: the others, which have left by it, would take the report for their next call.
     """
 
     def __init__(
         self, transport: Gatherer, stage: str, *, deferred: bool = False, common: tuple[type[Exception], ...] = ()
     ) -> None:
         self.transport, self.stage, self.deferred, self.common = transport, stage, deferred, common
+
+    #: Whether an error is reported only if no exchange has told it before.
+    once = False
 
     def __enter__(self) -> Self:
         return self
@@ -82,7 +85,7 @@ class ErrorReport:
                 raise
             return
         if isinstance(error, RingAttentionError):
-            if error.told:
+            if self.once and error.told:
                 return
             error.told = not self.deferred
         if self.deferred:
@@ -107,8 +110,9 @@ class Exchange(ErrorReport):
     record.
     """
 
-    def __init__(self, transport: Gatherer, stage: str, limit: int | None = None) -> None:
+    def __init__(self, transport: Gatherer, stage: str, limit: int | None = None, *, once: bool = False) -> None:
         super().__init__(transport, stage)
+        self.once = once
         self.limit, self.mine = limit, b""
         self.records: list[bytes] = []
 
