@@ -197,9 +197,9 @@ class Generation:
 
 
 def resume(model: PreTrainedModel, past: RingCache, kwargs: dict[str, Any]) -> RingCache:
-    """The cache of the `generate` that runs, for a call that is given none: emptied, as the call has all tokens.
+    """The cache of the running `generate`, emptied, for a call without a cache that computes all tokens again.
 
-    Phi-3 computes all tokens again where its rope changes. Raises Unsupported for every other call.
+    Phi-3 makes such a call where its rope changes. Raises Unsupported for every other call without a cache.
     """
     most, ids = getattr(model.config, "original_max_position_embeddings", None), kwargs.get("input_ids")
     if most is None or ids is None or not past.cache.length <= most < ids.shape[1]:
@@ -300,8 +300,8 @@ def _share_seed(device: torch.device, group: ProcessGroup) -> None:
 def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """`generate` of the model's class, with a `RingCache` where none is given. All ranks stop at the same token.
 
-    Which cache the checkpoint's generation_config names is of no account. Raises Unsupported for another cache, and
-    for settings that would do without the cache, or would need a second one.
+    A RingCache replaces the cache that the checkpoint's generation_config names. Raises Unsupported for another cache
+    in the call, and for settings that need no cache or a second one.
     """
     ring = getattr(model, STATE)
     transport = get_transport(ring.place.group)
@@ -329,12 +329,13 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
                 f"generate: {other or type(past).__name__} is no RingCache; leave it out, or give "
                 "past_key_values=RingCache(model)"
             )
-        kwargs = _give_cache(model, kwargs, RingCache(model) if past is None else past)
+        past = RingCache(model) if past is None else past
+        kwargs = _give_cache(model, kwargs, past)
         if settings.cache_implementation is not None:
             kwargs["cache_implementation"] = None
     with Exchange(transport, END, once=True) as ended:
         _share_seed(model.device, ring.place.group)
-        ring.call.past = find_cache(kwargs)
+        ring.call.past = past
         try:
             result = type(model).generate(model, *args, **kwargs)
         finally:

@@ -1,4 +1,4 @@
-"""The loss by which a model of transformers balances its experts, of the rows of all ranks."""
+"""The load-balancing loss of a model's experts, over the rows of all ranks."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class _Call:
     past: RingCache | None = None
     #: Whether calls with labels and without gradients return logits.
     logits: bool = False
-    #: Whether the next call, which has the weights, asks whether the model mixes rows.
+    #: Whether the next call runs `check_rows`: `parallelize` had no weights to run it with.
     unseen: bool = False
     #: The calls in training so far.
     trained: int = 0

@@ -95,7 +95,7 @@ class AttentionOptions:
     def __post_init__(self) -> None:
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if isinstance(value, np.generic):  # NumPy's numbers are some of them no floats, and have bools of their own
+            if isinstance(value, np.generic):  # np.float32 is no float, and np.bool no bool
                 value = value.item()
                 object.__setattr__(self, entry.name, value)
             check_type(entry.name, value, cast(str, entry.type))
