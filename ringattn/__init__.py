@@ -12,6 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import nn as nn
     from . import train as train
+    from .call.functional import attention as attention
+    from .call.functional import ring_attention as ring_attention
+    from .call.functional import synchronize as synchronize
+    from .call.functional import virtual_attention as virtual_attention
+    from .call.graph_op import keep_attention as keep_attention
+    from .call.graph_op import save_attention_policy as save_attention_policy
+    from .call.planner import make_plan as make_plan
+    from .call.planner import make_plans as make_plans
     from .compat import BlockSparseAdaptive as BlockSparseAdaptive
     from .compat import create_block_sparse_attention as create_block_sparse_attention
     from .compat import create_dilated_attention as create_dilated_attention
@@ -25,10 +33,6 @@ if TYPE_CHECKING:
     from .errors import OutOfMemory as OutOfMemory
     from .errors import RingAttentionError as RingAttentionError
     from .errors import Unsupported as Unsupported
-    from .functional import attention as attention
-    from .functional import ring_attention as ring_attention
-    from .functional import synchronize as synchronize
-    from .functional import virtual_attention as virtual_attention
     from .inference.cache import KVCache as KVCache
     from .integrations.context_parallel import context_parallel as context_parallel
     from .integrations.context_parallel import context_parallel_unshard as context_parallel_unshard
@@ -58,10 +62,6 @@ if TYPE_CHECKING:
     from .pattern import top_k as top_k
     from .plan.choice import Prediction as Prediction
     from .plan.plan import Plan as Plan
-    from .planner import make_plan as make_plan
-    from .planner import make_plans as make_plans
-    from .runtime.graph_op import keep_attention as keep_attention
-    from .runtime.graph_op import save_attention_policy as save_attention_policy
     from .runtime.memory import auto_batch_size as auto_batch_size
     from .simulator.timing.auto import predict as predict
     from .simulator.timing.simulation import simulate as simulate
@@ -82,17 +82,17 @@ _NAMES = {
     "machine.machine": "Machine",
     "machine.presets": "MACHINES get_machine",
     "plan.plan": "Plan",
-    "planner": "make_plan make_plans",
+    "call.planner": "make_plan make_plans",
     "plan.choice": "Prediction",
     "simulator.timing.auto": "predict",
     "simulator.timing.simulation": "simulate",
     "simulator.timing.solvers.recurrence": "Stall",
     "simulator.timing.timeline": "Timeline",
-    "functional": "attention ring_attention synchronize virtual_attention",
+    "call.functional": "attention ring_attention synchronize virtual_attention",
     "inference.cache": "KVCache",
     "integrations.context_parallel": "context_parallel context_parallel_unshard",
     "runtime.memory": "auto_batch_size",
-    "runtime.graph_op": "keep_attention save_attention_policy",
+    "call.graph_op": "keep_attention save_attention_policy",
     "compat": (
         "BlockSparseAdaptive create_block_sparse_attention create_dilated_attention create_multihead_block_sparse"
         " create_multihead_dilated_attention get_block_sparse_preset"

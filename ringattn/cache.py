@@ -26,7 +26,7 @@ _ABSENT: Any = object()
 #: 0 and 1 for constants.
 NUMBERED: WeakValueDictionary[int, Numbered] = WeakValueDictionary()
 _numbers = count(2)
-#: Whether torch.compile is tracing, which `runtime.autograd` knows: what a trace makes is no object, and gets 0.
+#: Whether torch.compile is tracing, which `call.autograd` knows: what a trace makes is no object, and gets 0.
 is_tracing: Callable[[], bool] = bool
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .call.arguments import check_option_names
 from .errors import InvalidInput
 from .nn import (
     AdaptiveAttention,
@@ -35,7 +36,6 @@ from .pattern import (
     parse_pattern,
     strided_blocks,
 )
-from .runtime.call import check_option_names
 from .text import did_you_mean
 
 #: Block-sparse patterns by name, each called with block and density.

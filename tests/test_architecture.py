@@ -16,11 +16,10 @@ PACKAGE = ROOT / "ringattn"
 #: Packages, and modules of the root. Each imports only from those before it: first what a job on ranks may import.
 ORDER = (
     *("errors", "registry", "text", "dtypes", "cache", "files", "transport", "pattern", "layout", "machine", "plan"),
-    *("kernels", "planner", "runtime", "functional", "inference", "nn", "train", "integrations", "compat"),
-    *("simulator", "bench", "cli"),
+    *("kernels", "runtime", "call", "inference", "nn", "train", "integrations", "compat", "simulator", "cli", "lab"),
 )
 #: The only import against the order, within a function: `auto` asks the timing model.
-AUTO = ("planner", "simulator.timing.auto")
+AUTO = ("call.planner", "simulator.timing.auto")
 FILES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").removesuffix("."): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -31,9 +30,9 @@ NO_TORCH = [
     f"ringattn.{name}"
     for name in FILES
     if re.match(
-        r"(errors|registry|text|dtypes|cache|files|pattern|layout|machine|plan|planner|transport\.launcher"
-        r"|simulator\.(timing|models|advise|reporting|progress)"
-        r"|cli\.(config|study|main|advise|plan|simulate|simulate_model))(\.|$)",
+        r"(errors|registry|text|dtypes|cache|files|pattern|layout|machine|plan|call\.planner|transport\.launcher"
+        r"|simulator\.(timing|reporting|progress)|cli\.(config|main|plan|simulate)"
+        r"|lab\.(models|advise|pages|study|verbs\.(advise|simulate_model)))(\.|$)",
         name,
     )
 ]
@@ -75,12 +74,12 @@ def test_imports_go_one_way() -> None:
             if ORDER.index(other.split(".")[0]) > here and (name, other) != AUTO
         ]
     assert not against
-    assert AUTO[1] not in imports("planner", functions=False)
+    assert AUTO[1] not in imports("call.planner", functions=False)
 
 
 def test_only_the_command_line_knows_hydra() -> None:
     users = {name.split(".")[0] for name, path in FILES.items() if re.search(r"hydra\b|omegaconf", path.read_text())}
-    assert users == {"cli"}
+    assert users <= {"cli", "lab"}
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -117,7 +116,7 @@ def test_exceptions_are_caught_by_name() -> None:
 )
 def test_plans_import_no_torch_and_no_benchmarks(statement: str) -> None:
     loaded = modules_after(statement)
-    assert "torch" not in loaded and not [name for name in loaded if name.startswith("ringattn.bench")]
+    assert "torch" not in loaded and not [name for name in loaded if name.startswith("ringattn.lab.bench")]
 
 
 def test_the_public_names_exist() -> None:
@@ -153,7 +152,7 @@ def test_a_job_on_ranks_loads_no_simulator() -> None:
     )
     names = [name for name in modules_after(statement) if name.startswith("ringattn.")]
     assert "ringattn.runtime.executor" in names
-    assert not [name for name in names if name.split(".")[1] in ("simulator", "bench", "cli")]
+    assert not [name for name in names if name.split(".")[1] in ("simulator", "cli", "lab")]
 
 
 #: Prints the files of the package that a causal ring over contiguous shards executes, forward and backward.
@@ -234,7 +233,7 @@ def test_state_between_calls_is_listed() -> None:
     found = {
         (str(path.relative_to(PACKAGE)), name)
         for path in FILES.values()
-        if path.relative_to(PACKAGE).parts[0] not in ("simulator", "bench", "cli")
+        if path.relative_to(PACKAGE).parts[0] not in ("simulator", "cli", "lab")
         for name in state_of(path)
     }
     assert found - listed == set()

@@ -17,18 +17,18 @@ from command_line import Inside
 from measured import measured_machine
 
 import ringattn as ra
-from ringattn.bench.records import FORMAT, read_results
 from ringattn.cli.config.folders import load_config
 from ringattn.cli.config.groups import InputGroup
 from ringattn.cli.config.schema import RunConfig, conf_dir
 from ringattn.cli.inputs import open_source
 from ringattn.errors import InvalidInput, RingAttentionError
+from ringattn.lab.bench.records import FORMAT, read_results
+from ringattn.lab.models.config import load_model
+from ringattn.lab.models.inference import decode
+from ringattn.lab.models.parallel import Parallel
+from ringattn.lab.pages.journal import read_journal, write_line
 from ringattn.machine.file import read_machine, write_machine
 from ringattn.machine.presets import get_machine
-from ringattn.simulator.models.config import load_model
-from ringattn.simulator.models.inference import decode
-from ringattn.simulator.models.parallel import Parallel
-from ringattn.simulator.reporting.journal import read_journal, write_line
 
 #: Changed files of each loader.
 CHANGED = 30

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, InvalidInput, Window
-from ringattn.functional import positions
+from ringattn.call import arguments as options
+from ringattn.call.functional import positions
 from ringattn.layout.regular import DEFAULT_LAYOUT
 from ringattn.nn import core
-from ringattn.runtime import call as options
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 TEXT, PATTERN = "Causal() & Window(15)", Causal() & Window(15)

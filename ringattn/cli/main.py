@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from ..errors import InvalidInput, RingAttentionError
 from ..files import STDOUT
+from ..registry import Registry
 from ..text import did_you_mean
 from ..transport.launcher import UNREAD, detect, drop_output, refuse_windows, show_note
 from .config.folders import heading, user_folders, verb_help
@@ -35,8 +36,12 @@ from .config.overrides import (
 from .config.schema import SCHEMAS, conf_dir
 from .signals import ending_at_once, ending_tidily
 
+#: What runs a verb, called with its configuration; the laboratory and other packages add verbs by entry points.
+VERBS: Registry[Callable[[Any], dict[str, Any] | None]] = Registry(
+    "verbs", {verb: f"cli.{verb}:main" for verb in ("run", "plan", "simulate", "doctor")}
+)
 #: `bench` is the older name of `report`.
-VERBS = (*SCHEMAS, "bench")
+NAMES = (*SCHEMAS, "bench")
 #: What Hydra raises, besides its own errors, for overrides of its own keys or of groups that it cannot use.
 HYDRA_ERRORS = (ValueError, TypeError, AttributeError, KeyError, AssertionError, ImportError, RuntimeError)
 #: Verbs that every rank of a launched job runs.
@@ -113,14 +118,14 @@ def _usage() -> str:
 def _complete(words: list[str], request: str) -> None:
     """Install completion in a shell, or print what the last word of the shell's COMP_LINE may become."""
     if not request.startswith("query="):
-        verb = next((word for word in words if word in VERBS), "run")
+        verb = next((word for word in words if word in NAMES), "run")
         _run_hydra(verb, ["-sc", request], program="ringattn")  # the command that the shell completes
         return
     line = os.environ.get("COMP_LINE", "")
     words = line.split()
     if len(words) < 2 or (len(words) == 2 and not line.endswith(" ")):
-        print("\n".join(VERBS))  # noqa: T201
-    elif words[1] in VERBS:
+        print("\n".join(NAMES))  # noqa: T201
+    elif words[1] in NAMES:
         verb = _full_name(words[1])
         os.environ["COMP_LINE"] = " ".join(["ringattn", *words[2:]]) + " " * line.endswith(" ")
         with redirect_stdout(io.StringIO()) as answer:
@@ -137,14 +142,13 @@ def _full_name(verb: str) -> str:
 
 def _run_verb(verb: str, given: Namespace) -> None:
     """Print the help of a verb, or run the verb as this process's rank of the job."""
-    if verb not in VERBS:
-        hint = did_you_mean(verb, VERBS)
-        raise InvalidInput(f"unknown verb {verb!r}; {hint}expected one of {', '.join(VERBS)}")
+    if verb not in NAMES:
+        hint = did_you_mean(verb, NAMES)
+        raise InvalidInput(f"unknown verb {verb!r}; {hint}expected one of {', '.join(NAMES)}")
     folders = user_folders(given.config_dir, given.words[1:])
     verb = _full_name(verb)
     if given.help:
-        suites = import_module("..bench", __package__).SUITES if verb == "report" else ()
-        print(verb_help(verb, given.words[1:], folders, suites))  # noqa: T201
+        print(verb_help(verb, given.words[1:], folders))  # noqa: T201
         return
     if verb in (*RANK_VERBS, "report"):
         refuse_windows(f"ringattn {verb}")
@@ -240,7 +244,7 @@ class _Task:
             except omegaconf.errors.OmegaConfBaseException as error:
                 raise explain(self.verb, error) from error
             self.running = True
-            run: Callable[[Any], dict[str, Any] | None] = import_module(f".{self.verb}", __package__).main
+            run = VERBS[self.verb]
             show_note()  # what comes next has progress of its own
             with ending_tidily(launched=self.verb in RANK_VERBS and detect().kind != "none"):
                 record = run(config)

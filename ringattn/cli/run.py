@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ..call.functional import ring_attention
 from ..errors import InvalidInput
 from ..files import STDOUT
-from ..functional import ring_attention
 from ..transport.base import Message, Post, Transport
 from ..transport.launcher import detect
 from ..transport.records import Exchange

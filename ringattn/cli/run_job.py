@@ -19,10 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from .. import __version__
+from ..call.functional import virtual_attention
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
 from ..files import STDOUT, check_json, check_writable, write_json, writing
-from ..functional import virtual_attention
 from ..plan.plan import Plan
 from ..runtime import peak_memory as memory
 from ..simulator.numerics.oracle import oracle_rows, places, sampled_rows

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from ..call.arguments import read_call
+from ..call.offload import HostTensors, check_chunk, get_device, make_stream
 from ..errors import InvalidInput
 from ..files import replacing
 from ..kernels.base import wide
 from ..pattern import parse_pattern
-from ..runtime.call import read_call
 from ..runtime.host import Storage
-from ..runtime.offload import HostTensors, check_chunk, get_device, make_stream
 from ..text import plural
 from .config.groups import check_choice
 from .config.schema import RunConfig, parse_size

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from importlib import import_module
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +11,7 @@ from rich.console import Console
 from ..files import STDOUT, check_json, write_json
 from ..machine.machine import MACHINE_NUMBERS, Machine
 from ..plan.plan import Plan
+from ..registry import Registry
 from ..simulator.progress import listening
 from ..simulator.reporting.console import (
     Number,
@@ -34,7 +34,10 @@ from .config.build import plans_from_config, simulate_options
 from .config.groups import check_choice, refuse
 from .config.schema import SimulateConfig
 
-MODES = ("timing", "validate", "numerics", "published")
+#: What runs each mode but "timing", called with its configuration. "study" and "model" follow from other settings.
+MODES: Registry[Callable[[SimulateConfig], dict[str, Any] | None]] = Registry(
+    "modes", {"numerics": "cli.simulate_numerics:main"}
+)
 #: The most ranks and steps of a trace.
 TRACED_RANKS, TRACED_STEPS = 64, 256
 #: What of a timeline is written as it is.
@@ -49,16 +52,13 @@ def main(config: SimulateConfig) -> dict[str, Any] | None:
 
     Returns the numbers of mode=numerics, whose jobs are not points of one study.
     """
-    check_choice("mode", config.mode, MODES)
+    check_choice("mode", config.mode, ("timing", *(name for name in MODES if name not in ("model", "study"))))
     if config.mode == "timing" and (config.study.axes or config.study.together):  # its points are checked
-        import_module(".study.runner", __package__).main(config)
-        return None
+        return MODES["study"](config)
     config.check()
     if config.model.spec is not None or config.mode != "timing":
         name = "model" if config.model.spec is not None else config.mode
-        # Modes execute, and so import torch.
-        record: dict[str, Any] | None = import_module(f".simulate_{name}", __package__).main(config)
-        return record
+        return MODES[name](config)
     check_json(config.output.path)
     check_json(config.trace)
     machine = config.machine.made(ranks=config.ranks)

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..call.arguments import Call, autocast_off, cast_inputs, check_option_names, read_call
+from ..call.functional import get_transport, ring_attention, virtual_attention
+from ..call.handshake import LIMIT
 from ..errors import InvalidInput, Unsupported
-from ..functional import get_transport, ring_attention, virtual_attention
 from ..kernels.base import as_dtype
 from ..layout import Layout, nonempty
 from ..layout.composed import shift_layout
@@ -24,8 +26,6 @@ from ..pattern.base import check_integer
 from ..pattern.tile import clip, find_runs, shift_range
 from ..pattern.views import Marks
 from ..plan.row_sets import Ranges
-from ..runtime.call import Call, autocast_off, cast_inputs, check_option_names, read_call
-from ..runtime.handshake import LIMIT
 from ..runtime.memory import typed_errors
 from ..runtime.softmax import merge_sinks_
 from ..text import plural
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
-    from ..runtime.call import AttentionKeywords
+    from ..call.arguments import AttentionKeywords
     from ..transport.base import Transport
 
 #: The options of attention that a step takes.

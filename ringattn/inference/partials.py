@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..call.arguments import Call
 from ..kernels.base import as_dtype, positive, wide
 from ..pattern.base import Pattern
 from ..plan.work import Work
 from ..runtime.accumulators import OutputAccumulator, Pair, RowViews, align_rows, select_inputs
-from ..runtime.call import Call
 from ..runtime.memory import MergeSpace, empty
 from ..runtime.merge_plan import KernelCall, Section
 from ..runtime.rank_program import batches

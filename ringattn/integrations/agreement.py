@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface
 
+from ..call.functional import get_transport
 from ..errors import InvalidInput, Mismatch, Unsupported
-from ..functional import get_transport
 from ..transport.records import ErrorReport
 from .batches import POSITIONS, cut_batch, gather_logits, shard_batch
 from .encoder_decoder import CROSS, find_tables

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..call.functional import get_transport
 from ..errors import InvalidInput, Mismatch, Unsupported
-from ..functional import get_transport
 from ..layout import shift_labels
 from ..layout.regular import Layout, make_layout
 from ..pattern import Documents, Pattern

@@ -19,8 +19,8 @@ from torch.nn.attention.flex_attention import AuxOutput, BlockMask, flex_attenti
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
+from ..call.functional import get_transport, ring_attention
 from ..errors import InvalidInput, Unsupported
-from ..functional import get_transport, ring_attention
 from ..layout.regular import Layout, make_layout
 from ..pattern import Causal, Full, Pattern, from_block_mask
 from ..transport.torchdist import WeakGroup
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest
     from typing_extensions import Unpack
 
-    from ..runtime.call import AttentionKeywords
+    from ..call.arguments import AttentionKeywords
 
 #: What contexts replace, in every module that has the function under its own name.
 SDPA = F.scaled_dot_product_attention
@@ -65,7 +65,7 @@ def context_parallel(
     no_restore_buffers: buffers that remain this rank's rows. A backward after the context needs here all buffers that
         autograd saves, such as tokens; for others torch raises its error of tensors changed in place.
     layout: the Layout that cuts sequences, or its name. "zigzag" is torch's order. Any length is cut.
-    options: `schedule`, `kernel` and others, see `runtime.call.AttentionOptions`; not `scale` or `dropout`.
+    options: `schedule`, `kernel` and others, see `call.arguments.AttentionOptions`; not `scale` or `dropout`.
 
     `scaled_dot_product_attention` takes q [B, H, n, D], k and v [B, K, n, D] of this rank's rows; its `attn_mask` may
     say padding, bool [B or 1, 1, 1, n], True for a token. `flex_attention` takes the BlockMask of whole sequences, see
@@ -239,8 +239,8 @@ def attend_by_mask(
 ) -> Any:
     """What `flex_attention` computes in a context; the arguments are torch's. `kernel_options` have no effect."""
     # torch's function runs this code with its own globals.
+    from ringattn.call.functional import ring_attention
     from ringattn.errors import Unsupported
-    from ringattn.functional import ring_attention
     from ringattn.integrations.context_parallel import options_here, read_mask
     from ringattn.pattern import Full
 

@@ -27,11 +27,11 @@ from diffusers.models.attention_processor import Attention, MochiAttention
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
+from ..call.arguments import OPTION_NAMES, check_option_names
+from ..call.functional import get_transport, ring_attention
 from ..errors import InvalidInput, Unsupported
-from ..functional import get_transport, ring_attention
 from ..layout.regular import ROWS
 from ..pattern import Full
-from ..runtime.call import OPTION_NAMES, check_option_names
 from ..train import SumOverRanks
 from ..transport.records import Exchange
 from . import check_release
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
-    from ..runtime.call import AttentionKeywords
+    from ..call.arguments import AttentionKeywords
 
 #: The name of the backend in diffusers.
 NAME = "ringattn"
@@ -60,7 +60,7 @@ def parallelize(
     config: `ring_degree` groups of `ulysses_degree` consecutive ranks; `mesh` has the axes "ring" and "ulysses" where
         the ranks have other work, too. The number of heads is a multiple of `ulysses_degree`.
     cp_plan: where tokens are cut and gathered; None: the plan of the model's class.
-    options: `kernel`, `machine`, `deterministic`, `comm_dtype`, `rotate`, `check`: see `runtime.call.AttentionOptions`.
+    options: `kernel`, `machine`, `deterministic`, `comm_dtype`, `rotate`, `check` of `AttentionOptions`.
 
     Stands for the model's `enable_parallelism(config=config)`, and takes any number of image or text tokens from the
     number of ranks on: shards may differ by a token. Keys that are whole on every rank, as in the cross-attention of

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Cache
 
+from ..call.functional import get_transport
 from ..errors import InvalidInput, Unsupported
-from ..functional import get_transport
 from ..inference.cache import STEP_OPTIONS, KVCache
 from ..layout.regular import make_layout
 from ..pattern import Causal, Full, Pattern, Window

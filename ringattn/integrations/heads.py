@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
+from ..call.functional import get_transport
 from ..errors import InvalidInput, Unsupported
-from ..functional import get_transport
 from ..kernels.base import wide
 from ..train import SumOverRanks
 from ..transport.records import Exchange, compare_records

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..call.functional import get_transport
 from ..errors import InvalidInput, Mismatch
-from ..functional import get_transport
 from ..kernels.dropout import finalize, key_steps
 from ..layout.regular import make_layout
 from ..transport.records import Exchange, compare, compare_records

@@ -26,12 +26,12 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from ..call.arguments import AttentionOptions, check_option_names
+from ..call.autograd import compilable
+from ..call.functional import get_transport, ring_attention
 from ..errors import InvalidInput, Unsupported
-from ..functional import get_transport, ring_attention
 from ..layout.regular import Layout
 from ..pattern import local_window
-from ..runtime.autograd import compilable
-from ..runtime.call import AttentionOptions, check_option_names
 from ..train import NO_LABEL
 from ..transport.records import ErrorReport, Exchange
 from ..transport.torchdist import WeakGroup, place_group
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
-    from ..runtime.call import AttentionKeywords
+    from ..call.arguments import AttentionKeywords
 
 #: The name under which transformers finds `_attend` and `_write_mask`.
 NAME = "ringattn"
@@ -189,7 +189,7 @@ def parallelize(
     compare: whether the model computes a few tokens here, without messages, by which mixing of rows outside of
         attention is seen; where weights are on the meta device, in its first call. `check` sees more.
     options: `schedule`, `kernel`, `machine`, `deterministic`, `comm_dtype` and `rotate`, see
-        `runtime.call.AttentionOptions`. Scale, softcap and dropout are those of the model.
+        `call.arguments.AttentionOptions`. Scale, softcap and dropout are those of the model.
 
     Causal and masked language models, token and sequence classification (reward models), question answering, and models
     without a head are taken. The loss of the model is the sum over the labels of this rank's rows, divided by

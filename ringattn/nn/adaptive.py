@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load, save
 from torch import nn
 
+from ..call.arguments import cast_inputs
+from ..call.autograd import compilable
+from ..call.functional import get_transport
 from ..errors import InvalidInput, Mismatch, Unsupported
-from ..functional import get_transport
 from ..kernels.base import wide
 from ..pattern import BlockSparse, Causal, Full, local_window, top_k
-from ..runtime.autograd import compilable
-from ..runtime.call import cast_inputs
 from ..runtime.softmax import merge
 from ..transport.records import Exchange
 from .core import CoreKeywords, RingAttention, check_kv_heads

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..call.arguments import AttentionKeywords, AttentionOptions, check_option_names
+from ..call.autograd import compilable
+from ..call.functional import check_arguments, get_transport, positions, ring_attention, virtual_attention
+from ..call.planner import make_plan
 from ..errors import InvalidInput
-from ..functional import check_arguments, get_transport, positions, ring_attention, virtual_attention
 from ..layout.regular import DEFAULT_LAYOUT, Layout
 from ..pattern import Causal, Dilated, Pattern, as_pattern
-from ..planner import make_plan
-from ..runtime.autograd import compilable
-from ..runtime.call import AttentionKeywords, AttentionOptions, check_option_names
 from ..text import did_you_mean
 from ..transport.records import ErrorReport
 from ..transport.torchdist import WeakGroup
@@ -94,7 +94,7 @@ class RingAttention(nn.Module):
     order: the order of dimensions of q, k, v and out: "BHND" is [B, H, N, D], "BNHD" is [B, N, H, D]. lse is always
         [B, H, N].
     options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate`, `softcap` and `dropout`,
-        see `runtime.call.AttentionOptions`. Dropout is active in training mode. The module holds no seed of its own
+        see `call.arguments.AttentionOptions`. Dropout is active in training mode. The module holds no seed of its own
         but one that it is given, `Dropout(p, seed)`, which drops the same weights in every call.
 
     Raises InvalidInput for arguments that contradict each other, also for a layout or a schedule on one device, which

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from ..call.arguments import check_option_names
 from ..errors import InvalidInput, Unsupported
 from ..kernels.base import wide
 from ..pattern import Pattern
-from ..runtime.call import check_option_names
 from ..text import did_you_mean
 from .adaptive import AdaptiveAttention
 from .core import DilatedAttention, RingAttention, check_kv_heads, option_names
@@ -184,7 +184,7 @@ class MultiheadAttention(nn.Module):
         v = k if value is key else self._to_batch_first(value)
         inputs = (q, k, v, key_padding_mask, is_causal)
         if self.recompute != "none" and torch.is_grad_enabled():
-            from ..runtime.graph_op import keep_attention  # registers operators, which few programs need
+            from ..call.graph_op import keep_attention  # registers operators, which few programs need
 
             keep: dict[str, Any] = {"context_fn": keep_attention} if self.recompute == "projections" else {}
             heads = checkpoint(self._attend, *inputs, use_reentrant=False, **keep)

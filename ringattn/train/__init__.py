@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..call.functional import get_transport
 from ..errors import InvalidInput
-from ..functional import get_transport
 from ..kernels.base import wide
 from ..transport.records import Exchange, compare_records
 from ..transport.torchdist import WeakGroup, check_group

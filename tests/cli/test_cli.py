@@ -13,11 +13,12 @@ from command_line import Inside, ringattn, started
 from safetensors.torch import load_file, save_file
 
 import ringattn as ra
-from ringattn.cli import run, simulate_published
+from ringattn.cli import run
 from ringattn.cli.comparison import MAX_ROWS, print_jobs
 from ringattn.cli.config.schema import SCHEMAS, RunConfig, SimulateConfig, parse_size
 from ringattn.errors import InvalidInput
-from ringattn.simulator.published.predictions import read_measurements
+from ringattn.lab.published.predictions import read_measurements
+from ringattn.lab.verbs import simulate_published
 from ringattn.text import duration, size
 
 

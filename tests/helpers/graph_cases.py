@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ringattn as ra
-from ringattn.functional import _transports
-from ringattn.runtime.handshake import OneRank, place
+from ringattn.call.functional import _transports
+from ringattn.call.handshake import OneRank, place
 
 TOKENS, WIDTH = 29, 32
 in_graphs = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch.compile takes attention from torch 2.12 on")

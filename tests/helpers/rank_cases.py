@@ -18,7 +18,7 @@ from rank_pool import told_by, wait_for_files
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, Pattern, Sinks, Strided, Window, global_local, mix
-from ringattn.functional import get_transport
+from ringattn.call.functional import get_transport
 from ringattn.transport.base import Transport
 from ringattn.transport.torchdist import TorchDist
 

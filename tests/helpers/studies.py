@@ -8,8 +8,8 @@ from typing import Any
 
 from ringattn.cli.config.groups import LayoutGroup, StudyGroup
 from ringattn.cli.config.schema import MachineGroup, SimulateConfig
-from ringattn.cli.study.runner import Study
-from ringattn.cli.study.space import list_points
+from ringattn.lab.study.runner import Study
+from ringattn.lab.study.space import list_points
 
 
 def config(**more: Any) -> SimulateConfig:

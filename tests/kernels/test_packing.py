@@ -14,12 +14,12 @@ from emulated_ops import EmulatedOps, emulate, packed_sequences
 from oracle import dense, error, make_case, trimmed
 
 import ringattn as ra
+from ringattn.call.planner import make_plan
 from ringattn.kernels.aten_cuda import GRID, AtenCuda
 from ringattn.kernels.base import band
 from ringattn.kernels.cuda_device import flash_reads, flash_window
 from ringattn.kernels.packing import ALONE_ROWS, _gather, _repeats_keys, cumulative, gather, pack, scatter, scatter_add
 from ringattn.plan.work import Work
-from ringattn.planner import make_plan
 from ringattn.runtime.rank_program import batches
 
 CPU = torch.device("cpu")

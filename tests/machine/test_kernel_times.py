@@ -11,10 +11,10 @@ from measured import ROWS, machine, times
 
 import ringattn as ra
 from ringattn.errors import InvalidInput, Unsupported
+from ringattn.lab.calibrate import kernels
+from ringattn.lab.calibrate.measure import CalibrationSizes
 from ringattn.machine.kernel_times import KernelTimes, TimeGrid
 from ringattn.plan.work import Work
-from ringattn.simulator.calibrate import kernels
-from ringattn.simulator.calibrate.measure import CalibrationSizes
 from ringattn.simulator.timing.kernel_seconds import lower_to_tiles
 
 

@@ -8,7 +8,8 @@ import weakref
 
 import pytest
 
-from ringattn import Causal, Documents, Pattern, Window, make_plan, planner
+from ringattn import Causal, Documents, Pattern, Window, make_plan
+from ringattn.call import planner
 from ringattn.plan import row_reach
 from ringattn.plan.schedules import ring
 

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 import ringattn as ra
 from ringattn import kernels
+from ringattn.call.planner import make_plan
 from ringattn.kernels.aten_cuda import AtenCuda
 from ringattn.kernels.cuda_device import CudaDevice
 from ringattn.nn import MultiheadRingAttention
 from ringattn.plan import row_sets
-from ringattn.planner import make_plan
 from ringattn.runtime.executor import Job, backward, forward
 from ringattn.transport.base import Counters, Post, drive
 

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import ringattn as ra
 from ringattn.cache import NUMBERED
-from ringattn.runtime import graph_op
-from ringattn.runtime.autograd import AllRanks, compilable
+from ringattn.call import graph_op
+from ringattn.call.autograd import AllRanks, compilable
 
 Leaves = tuple[torch.Tensor, ...]
 PATTERN = ra.Causal() & ra.Window(9)
@@ -138,7 +138,7 @@ def test_independent_calls_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> 
 def test_opcheck() -> None:
     tensors = list(leaves()[:3])
     text = graph_op._write(
-        "ringattn.functional:virtual_attention", ("q", "k", "v", "pattern"), ranks=2, return_lse=True
+        "ringattn.call.functional:virtual_attention", ("q", "k", "v", "pattern"), ranks=2, return_lse=True
     )
     torch.library.opcheck(torch.ops.ringattn.attend.default, (tensors, [PATTERN.number], text, [True, True, False]))
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from rank_pool import told_by
 
 import ringattn as ra
-from ringattn import Causal, Full, Window, functional
-from ringattn.runtime import call as arguments
-from ringattn.runtime import handshake as agreement
-from ringattn.runtime.call import OPTION_NAMES
+from ringattn import Causal, Full, Window
+from ringattn.call import arguments, functional
+from ringattn.call import handshake as agreement
+from ringattn.call.arguments import OPTION_NAMES
 from ringattn.transport import records
 from ringattn.transport.base import Post, Transport
 from ringattn.transport.torchdist import TorchDist

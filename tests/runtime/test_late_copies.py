@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ringattn import Dilated, Full, Pattern, Window
-from ringattn.runtime.call import read_call
+from ringattn.call.arguments import read_call
+from ringattn.call.offload import HostStream, make_stream
 from ringattn.runtime.host import Host
-from ringattn.runtime.offload import HostStream, make_stream
 
 Tensor = torch.Tensor
 POLICIES = ("late", "at once", "shuffled")

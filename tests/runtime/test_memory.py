@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 from ringattn import Causal, Full, OutOfMemory, Window
+from ringattn.call.autograd import AllRanks
 from ringattn.kernels.aten_cpu import AtenCpu
-from ringattn.runtime.autograd import AllRanks
 from ringattn.runtime.memory import typed_errors
 from ringattn.runtime.rank_program import backward_program, forward_program
 from ringattn.simulator.timing.costs import memory

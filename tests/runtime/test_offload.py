@@ -29,9 +29,9 @@ from ringattn import (
     Unsupported,
     Window,
 )
+from ringattn.call.arguments import read_call
+from ringattn.call.offload import HostStream, HostTensors, chunk_rows, make_stream, row_bytes
 from ringattn.cli.tensor_files import create_safetensors
-from ringattn.runtime.call import read_call
-from ringattn.runtime.offload import HostStream, HostTensors, chunk_rows, make_stream, row_bytes
 from ringattn.runtime.peak_memory import available
 
 TOKENS, HEADS, KV_HEADS = 101, 4, 2
@@ -242,9 +242,9 @@ def test_a_chosen_chunk_fits(dtype: torch.dtype, backward: bool, monkeypatch: py
     if backward:
         results += 4096 * (4 * 32 * dtype.itemsize + 2 * 64 * (4 + dtype.itemsize))
     for room, rows in ((1024, 1024), (1100, 1024), (300, 256), (100, 100), (9999, 4096)):
-        monkeypatch.setattr("ringattn.runtime.offload.available", lambda room=room: results + 2 * room * per_row)
+        monkeypatch.setattr("ringattn.call.offload.available", lambda room=room: results + 2 * room * per_row)
         assert chunk_rows(4096, device=CPU, backward=backward, **facts) == rows
-    monkeypatch.setattr("ringattn.runtime.offload.available", lambda: results)
+    monkeypatch.setattr("ringattn.call.offload.available", lambda: results)
     with pytest.raises(OutOfMemory, match="and host memory has 0 left; free memory, or give chunk="):
         chunk_rows(4096, device=CPU, backward=backward, **facts)
 

@@ -16,7 +16,7 @@ from rectangles import draw_rectangle, name_layout
 
 import ringattn as ra
 from ringattn import Causal, Documents, Full, InvalidInput, Unsupported, Window
-from ringattn.functional import get_transport
+from ringattn.call.functional import get_transport
 from ringattn.kernels import get_kernel
 from ringattn.runtime.executor import Job, backward, forward
 from ringattn.transport.virtual import Virtual

@@ -13,8 +13,9 @@ import torch
 from posts import planned_posts
 
 import ringattn as ra
+from ringattn.call import autograd
 from ringattn.kernels.aten_cpu import AtenCpu
-from ringattn.runtime import autograd, rank_run
+from ringattn.runtime import rank_run
 from ringattn.runtime.message_buffers import StepMessages
 from ringattn.transport.base import Message, Post, Program
 from ringattn.transport.virtual import in_turns

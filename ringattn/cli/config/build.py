@@ -6,11 +6,11 @@ from typing import Any
 
 from msgspec import ValidationError, convert
 
+from ...call.planner import make_plans
 from ...errors import InvalidInput
 from ...machine.machine import Machine
 from ...pattern import parse_pattern, parse_patterns
 from ...plan.plan import Plan
-from ...planner import make_plans
 from .schema import ProblemSizes, SimulateConfig
 
 #: The largest sizes that plans are made for, and why. Models have some hundred heads.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from ...errors import InvalidInput
 from ...files import decode, read_text
 from ...machine.machine import MACHINE_NUMBERS
 from ...machine.presets import PRESETS
-from ...simulator.models.config import MODELS
 from .groups import PARAMETER_GROUPS
 from .overrides import JSON_KEYS, WRITTEN
 from .schema import conf_dir
@@ -61,11 +61,11 @@ def load_config(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
 
 
-def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path], suites: Iterable[str] = ()) -> str:
+def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path]) -> str:
     """The help text of a verb: examples and its keys with defaults as its YAML has them, groups, options.
 
-    `topics` are groups, whose options and numbers are then all that is told; `suites` are names that follow the keys.
-    Raises InvalidInput for an unknown topic, and where a config file cannot be read.
+    `topics` are groups, whose options and numbers are then all that is told. Raises InvalidInput for an unknown topic,
+    and where a config file cannot be read.
     """
     path = conf_dir() / f"{verb}.yaml"
     head, _, keys = path.read_text(encoding="utf-8").partition("\n\n")
@@ -81,8 +81,8 @@ def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path], suites:
     if groups:
         lines += ["", f"groups, each told by ringattn {verb} --help GROUP"]
         lines += [f"  {line}" for told in groups.values() for line in told[1:3]]
-    if suites:
-        lines += ["", f"suites: {', '.join(suites)}"]
+    if verb == "report":
+        lines += ["", f"suites: {', '.join(sorted(entry_points(group='ringattn.bench_suites').names))}"]
     options = {"--json": verb in JSON_KEYS, "--compare OLD NEW": verb == "report"}
     lines += ["", "options", *(f"  {name:<22}{text}" for name, text in OPTIONS.items() if options.get(name, True))]
     return "\n".join(lines)
@@ -90,11 +90,7 @@ def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path], suites:
 
 def _group_lines(group: str, default: str, folders: Sequence[Path]) -> list[str]:
     """The lines of a config group: each option with its comment and its parameters; the first folder that has one."""
-    abouts = {
-        "machine": {x: preset.about for x, preset in PRESETS.items()},
-        "model": {x: MODELS[x]["about"] for x in MODELS},
-    }
-    texts = {name: f"# {about}" for name, about in abouts.get(group, {}).items()}
+    texts = {name: f"# {preset.about}" for name, preset in PRESETS.items()} if group == "machine" else {}
     for folder in reversed(folders):
         texts |= {path.stem: path.read_text(encoding="utf-8") for path in (folder / group).glob("*.yaml")}
     texts.pop("custom", None)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 from ...errors import InvalidInput
 from ...files import STDOUT
 from ...machine.presets import PRESETS
-from ...simulator.models.config import MODELS
 from ...text import did_you_mean
 from .groups import PARAMETER_GROUPS
 from .schema import SCHEMAS, conf_dir, parse_size
@@ -225,15 +224,12 @@ def compose(verb: str, overrides: Sequence[str]) -> DictConfig:
 
 @cache
 def store_schemas() -> None:
-    """Tell Hydra the schema of each verb, and presets of machines and models."""
+    """Tell Hydra the schema of each verb, and presets of machines."""
     store = import_module("hydra.core.config_store").ConfigStore.instance()
     for name, schema in SCHEMAS.items():
         store.store(name=f"{name}_schema", node=schema)
     for name in PRESETS:
         store.store(group="machine", name=name, node={"spec": name})
-    chosen = [{"override /layout": "zigzag"}, {"override /schedule": "auto"}, {"override /machine": "h100_nvlink_ib"}]
-    for name in MODELS:
-        store.store(group="model", name=name, package="_global_", node={"defaults": chosen, "model": {"spec": name}})
 
 
 def check_parameters(composed: DictConfig) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 import ringattn as ra
 from ringattn import Causal, Documents, Full, Machine, Pattern, Plan, Window, make_plan, simulate
-from ringattn.bench.suites.auto import Setting
 from ringattn.errors import InvalidInput
+from ringattn.lab.bench.suites.auto import Setting
 from ringattn.machine.presets import MACHINES
 from ringattn.simulator.timing.auto import count_lookups, predict
 from ringattn.simulator.timing.costs import bound_memory, memory

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import ringattn as ra
-from ringattn import Causal, Documents, Pattern, Window, make_plan, planner
+from ringattn import Causal, Documents, Pattern, Window, make_plan
+from ringattn.call import planner
 from ringattn.machine.presets import MACHINES
 from ringattn.simulator.timing import auto
 

@@ -1,0 +1,164 @@
+"""Attention as one node of torch's graph, for one rank of a transport or for all ranks in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from .. import cache
+from ..kernels.base import Kernel
+from ..kernels.pad import HIDDEN
+from ..plan.plan import Plan
+from ..runtime.executor import Forward, Job, backward, count_kept, forward
+from ..runtime.memory import empty, typed_errors
+from ..runtime.softmax import sinks_gradient
+from ..transport.virtual import Virtual
+from .arguments import autocast_off
+from .last import make_last
+
+Tensors = tuple[Tensor, ...]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Runner(Protocol):
+    """Runs the forward and the backward of a plan."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
+        """out and lse; with `keep` also the tensors that the backward starts from."""
+
+    def backward(
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
+    ) -> Tensors:
+        """(dq, dk, dv), given d loss / d out and, or None, d loss / d lse."""
+
+
+@dataclass(frozen=True)
+class AllRanks:
+    """Runs all ranks in this process. Takes and returns the tensors of the whole sequence."""
+
+    plan: Plan
+    kernel: Kernel
+    scale: float
+    lse: bool
+    sinks: Tensor | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
+        layout, keys, whole_out = self.plan.layout_of("q"), self.plan.layout.shard_tensor, None
+        shard = layout.shard_tensor
+        if self.plan.ranks > 1 and all(len(layout.places(rank)) <= 1 for rank in self._ranks):
+            # A shard of one range is a view of the whole output, which the rank writes to.
+            whole_out = empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), q.dtype, q.device).transpose(1, 2)
+        programs = []
+        for rank in self._ranks:
+            out = None if whole_out is None else shard(whole_out, rank)
+            local = shard(q, rank), keys(k, rank), keys(v, rank)
+            programs.append(forward(self._job(rank), *local, keep=keep, out=out))
+        results = Virtual(self.plan.ranks).run(programs)
+        kept = tuple(x for result in results for x in result.kept)
+        if self.plan.ranks == 1 and len(layout.places(0)) <= 1:
+            return Forward(results[0].out, results[0].lse, kept)
+        if whole_out is None:
+            whole_out = layout.unshard_tensor([result.out for result in results])
+        return Forward(whole_out, layout.unshard_tensor([result.lse for result in results], -1), kept)
+
+    def backward(
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
+    ) -> Tensors:
+        layouts = self.plan.layout_of("q"), self.plan.layout, self.plan.layout
+        shard, keys, kept = layouts[0].shard_tensor, layouts[1].shard_tensor, iter(result.kept)
+        programs = []
+        for rank in self._ranks:
+            local_kept = tuple(next(kept) for _ in range(count_kept(self.plan, rank)))
+            local = Forward(shard(result.out, rank), shard(result.lse, rank, -1), local_kept)
+            dlse = None if grad_lse is None else shard(grad_lse, rank, -1)
+            inputs = shard(q, rank), keys(k, rank), keys(v, rank)
+            programs.append(backward(self._job(rank), shard(grad, rank), dlse, *inputs, local))
+        results = Virtual(self.plan.ranks).run(programs)
+        return tuple(x.unshard_tensor(parts) for x, parts in zip(layouts, zip(*results, strict=True), strict=True))
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.plan.ranks)
+
+    def _job(self, rank: int) -> Job:
+        return Job(self.plan, rank, self.kernel, self.scale, self.lse, sinks=self.sinks)
+
+
+class Attention(torch.autograd.Function):
+    """The whole ring as one node of the graph. Saves the inputs, out, lse and the block that the forward ends with."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, runner: Runner, floor: float | None
+    ) -> tuple[Tensor, Tensor]:
+        with autocast_off(q.device), typed_errors(q.device):
+            result = runner.forward(q, k, v, keep=any(ctx.needs_input_grad[:3]))
+        if floor is not None:  # a row that sees only padded keys is a row that sees no key
+            empty = result.lse < floor
+            result.out.masked_fill_(empty.unsqueeze(-1), 0.0)
+            result.lse.masked_fill_(empty, -torch.inf)
+        ctx.runner, ctx.padded = runner, floor is not None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, sinks, result.out, result.lse, *result.kept)
+        return result.out, result.lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # once: a checkpoint gives them once
+        with torch.no_grad():
+            found = Attention._differentiate(ctx, saved, *grads)
+        return *make_last(found, *saved[:4], *grads), None, None
+
+    @staticmethod
+    def _differentiate(ctx: Any, saved: Tensors, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, sinks, out, lse, *kept = saved
+        grad = torch.zeros_like(out) if grad is None else grad
+        if ctx.padded:
+            # The kernels do compute these rows. A huge lse gives them the weights exp(-huge) = 0.
+            empty = lse == -torch.inf
+            lse, grad = lse.masked_fill(empty, HIDDEN), grad.masked_fill(empty.unsqueeze(-1), 0.0)
+            grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
+        result, needs = Forward(out, lse, tuple(kept)), ctx.needs_input_grad
+        with autocast_off(q.device), typed_errors(q.device):
+            # Ranks agree whether q, k or v needs a gradient, but not whether the sinks do.
+            grads = ctx.runner.backward(grad, grad_lse, q, k, v, result) if any(needs[:3]) else (None,) * 3
+            return *grads, sinks_gradient(sinks, grad, grad_lse, out, lse) if needs[3] else None
+
+
+#: The modes of selective checkpointing, in the forward and in the recomputation.
+SELECTING = _CachingTorchDispatchMode, _CachedTorchDispatchMode
+cache.is_tracing = torch.compiler.is_compiling
+
+
+def compilable(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, which is one operator for torch.compile and for selective checkpointing, see `graph_op`."""
+    name = f"{function.__module__}:{function.__qualname__}"
+    names = tuple(signature(function).parameters)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.compiler.is_compiling() and not is_selecting():
+            return function(*args, **kwargs)
+        from .graph_op import call_in_graph  # registers operators, which few programs need
+
+        return cast(R, call_in_graph(name, {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}))
+
+    if torch.__version__ < "2.12":  # which takes no modules, layouts and groups as arguments of constant functions
+        return torch.compiler.disable(call, reason="torch.compile takes attention from torch 2.12 on")
+    return call
+
+
+def is_selecting() -> bool:
+    """Whether a selective checkpoint of torch.utils.checkpoint looks at each operator that runs, to keep its result."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(isinstance(mode, SELECTING) for mode in _get_current_dispatch_mode_stack())

@@ -1,0 +1,346 @@
+"""Ring attention as functions: on the ranks of a group, on virtual ranks of this process, and on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from threading import RLock, current_thread
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from torch import Tensor
+
+from ..errors import InvalidInput, RingAttentionError
+from ..kernels.base import positive
+from ..layout.regular import DEFAULT_LAYOUT, Layout
+from ..pattern import Pattern
+from ..pattern.base import check_integer
+from ..runtime.executor import Job
+from ..transport.records import ErrorReport
+from .arguments import Call, cast_inputs, read_call
+from .autograd import AllRanks, Attention, Runner, compilable
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
+
+    from ..kernels.dropout import Dropout
+    from ..plan.plan import Plan
+    from ..transport.base import Transport
+    from ..transport.torchdist import TorchDist
+    from .arguments import AttentionKeywords
+
+
+@compilable
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | str,
+    *,
+    layout: str | Layout,
+    q_layout: str | Layout | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+    mesh: DeviceMesh | None = None,
+    transport: Transport | None = None,
+    key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    **options: Unpack[AttentionKeywords],
+) -> Any:
+    """Exact attention over a sequence whose tokens are sharded over ranks. Differentiable; collective.
+
+    q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv] are the shards of this rank: its rows by `layout`, in local
+    order. H is a multiple of K. q, k and v have one dtype: fp64, fp32, bf16 or fp16. Under autocast q, k and v are
+    first cast to autocast's dtype (fp64 stays), as torch's scaled_dot_product_attention does.
+
+    pattern: a Pattern, or its text, such as "Causal() & Window(4095)".
+    layout: the Layout by which the sequence was cut into shards, or its name. The rows of a shard do not show how the
+        sequence was cut: a wrong layout gives a wrong result and no error, so `layout` has no default. `make_plan` can
+        choose a layout before the sequence is cut. "rows": rank r has the rows of the sequence that follow those of
+        rank r - 1, as many as its shard has.
+    q_layout: the Layout of the queries, or its name, where they are other positions than the keys: a chunk of a prompt
+        after a cache ("shifted(zigzag, 1000)": position 1000 and those after it), or the queries of cross-attention.
+        q [B, H, m, D] then has other rows than k and v, and `layout` is that of the keys. None: the keys' layout.
+    group, mesh, transport: who the ranks are, at most one of the three: a ProcessGroup (default: the world) or a
+        one-dimensional DeviceMesh, such as mesh["cp"], or a Transport.
+    key_padding_mask: bool [B, n] for the local shard, on all ranks or on none; True marks padding. No query attends a
+        padded key, whatever the key holds. The mask costs 8 more columns of the head dim.
+    sinks: [H], on all ranks or on none: the logit of one more key per head, which every row sees and whose value is 0,
+        as in gpt-oss. Differentiable; not the pattern `Sinks`, which lets rows see first tokens. Values are not
+        checked: -inf is a key without weight, inf takes all weight (out 0, lse 1e30), and NaN makes out NaN.
+    return_lse: also return the log-sum-exp of the scaled logits, of the sink's among them.
+    options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate`, `softcap`,
+        `dropout` and `check`, see `call.arguments.AttentionOptions`.
+
+    All ranks call with equal arguments and matching shapes. Ranks compare digests of their arguments, before the first
+    message or, with check="deferred", beside the messages: results are then right after `synchronize`. A rank waits for
+    the others as long as the timeout of the group, or of `transport`, allows.
+
+    Returns out [B, H, n, Dv] in the dtype of q. With `return_lse` returns (out, lse), lse [B, H, n] in fp32 (fp64 for
+    fp64); both are differentiable. Rows that see no key have out 0 and lse -inf.
+    Raises InvalidInput, Unsupported or Mismatch on every rank before the first message, or with check="deferred" at the
+    latest in `synchronize`. Any other exception on one rank is a Mismatch on the other ranks; after the first message,
+    and with check="deferred", it ends the calls of the group. Raises CommFailure if a rank is missing.
+    """
+    from .handshake import OneRank, agree, announce, announces  # virtual ranks shake no hands
+
+    ring = get_transport(group, mesh, transport)
+    with _take(ring) as taken:
+        with ErrorReport(ring, "call", deferred=ring.defers(options.get("check"))):
+            if taken:
+                raise InvalidInput(
+                    f"thread {current_thread().name!r} calls while another thread is in a call of the same group; make "
+                    "a group for each thread by dist.new_group, in the same order on all ranks"
+                )
+            q, k, v = cast_inputs(q, k, v)
+            call = read_call(
+                q, k, v, pattern, layout, options,
+                q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
+            )  # fmt: skip
+            ring.check(call.device)
+            q, k, v = call.prepare(q, k, v, key_padding_mask)
+        deferred = announces(ring, call)
+        with ErrorReport(ring, "call", deferred=True) if deferred else nullcontext():
+            plan, kernel, number = announce(ring, call) if deferred else agree(ring, call)
+            job = Job(plan, ring.rank, kernel, positive(call.scale)[1], return_lse, sinks=sinks)
+        result = _apply(call, OneRank(job, ring, number, deferred), plan, q, k, v, sinks)
+        if deferred and not call.requires_grad:  # no optimizer will wait for the comparison
+            ring.synchronize()
+    return result
+
+
+@contextmanager
+def _take(ring: Transport) -> Iterator[bool]:
+    """Hold a transport for a call; True where another thread held it before: that call is to end first."""
+    lock = _locks.setdefault(ring, RLock())
+    taken = not lock.acquire(blocking=False)
+    if taken:
+        lock.acquire()
+    try:
+        yield taken
+    finally:
+        lock.release()
+
+
+def positions(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | str,
+    *,
+    layout: str | Layout,
+    group: ProcessGroup | DeviceMesh | None = None,
+    mesh: DeviceMesh | None = None,
+    transport: Transport | None = None,
+    key_padding_mask: Tensor | None = None,
+    error: RingAttentionError | None = None,
+    **options: Unpack[AttentionKeywords],
+) -> np.ndarray:
+    """Global positions of this rank's rows in local order, int64 [n]: what rotary embeddings rotate by. Collective.
+
+    Takes the arguments of `ring_attention`, does its handshake, and raises its errors. `error` is an error that the
+    caller has already found: this rank raises `error`, and all other ranks raise a Mismatch.
+    """
+    from .handshake import agree
+
+    ring = get_transport(group, mesh, transport)
+    with ErrorReport(ring, "positions"):
+        if error is not None:
+            raise error
+        q, k, v = cast_inputs(q, k, v)
+        call = read_call(q, k, v, pattern, layout, options, key_padding_mask=key_padding_mask)
+        ring.check(call.device)
+    plan, *_ = agree(ring, call, "positions")
+    return plan.layout.base.positions(ring.rank)
+
+
+def synchronize(
+    group: ProcessGroup | DeviceMesh | None = None, mesh: DeviceMesh | None = None, transport: Transport | None = None
+) -> None:
+    """Return once all deferred calls of this rank were alike on all ranks; else raise their error. Collective.
+
+    With check="deferred", ranks compare their calls beside the messages. Call `synchronize` before a result is used
+    that no optimizer of torch steps by: such optimizers wait for it, and so does each call that records no gradient.
+    An error is final: the ranks of the group do not go on together.
+    """
+    get_transport(group, mesh, transport).synchronize()
+
+
+@compilable
+def virtual_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | str,
+    *,
+    ranks: int,
+    layout: str | Layout = DEFAULT_LAYOUT,
+    q_layout: str | Layout | None = None,
+    key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    **options: Unpack[AttentionKeywords],
+) -> Any:
+    """`ring_attention` of whole tensors, with all `ranks` computed in this process. Differentiable.
+
+    q [B, H, N, D], k [B, K, N, D] and v [B, K, N, Dv] hold the whole sequence in natural order, and so do the results:
+    out [B, H, N, Dv], and with `return_lse` lse [B, H, N]. Plan, executor and kernels are those of real ranks, and the
+    results equal those of real ranks bit for bit. `layout` decides which rank computes which rows, and changes the
+    result by rounding only; layout="auto" lets the planner choose layout and schedule together. With a
+    `q_layout` q [B, H, M, D] holds the queries, k and v the keys, each in ascending order of their positions.
+    `key_padding_mask` is bool [B, N], True for padding. `sinks`, `options`, dtypes and errors are those of
+    `ring_attention`.
+    """
+    if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer):
+        raise InvalidInput(f"ranks must be an integer >= 1, got {ranks!r}")
+    q, k, v = cast_inputs(q, k, v)
+    cut = DEFAULT_LAYOUT if layout == "auto" else layout
+    call = read_call(
+        q, k, v, pattern, cut, options,
+        q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
+    )  # fmt: skip
+    if call.options.check is not None:
+        raise InvalidInput(f"check={call.options.check!r}: ranks of one process compare nothing; leave it out")
+    q, k, v = call.prepare(q, k, v, key_padding_mask)
+    if layout == "auto":  # which a q_layout such as "shifted(auto, 0)" follows
+        call = replace(call, q_layout=q_layout)
+    plan = call.plan(call.rows, call.q_rows, int(ranks), layout)
+    runner = AllRanks(plan, call.kernel.seeded(), positive(call.scale)[1], return_lse, sinks)
+    return _apply(call, runner, plan, q, k, v, sinks)
+
+
+@compilable
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | str,
+    *,
+    kernel: str = "auto",
+    scale: float | None = None,
+    deterministic: bool = False,
+    softcap: float | None = None,
+    dropout: float | Dropout = 0.0,
+    key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    first: int | None = None,
+    stream: str | None = None,
+    chunk: int | None = None,
+    device: torch.device | str | None = None,
+) -> Any:
+    """`virtual_attention` with one rank: attention of the whole sequence on one device. Differentiable.
+
+    Shapes, dtypes and errors are those of `virtual_attention`. With `first`, the position of the first query, there may
+    be more or fewer queries than keys: the keys have the positions from 0 on.
+
+    stream="host" computes on `device` (default: CUDA if available, else the CPU) a sequence that need not fit there.
+    q, k and v are CPU tensors, ordinary, pinned or mapped from a file; out, lse and the gradients are CPU tensors, too.
+    Chunks of at most `chunk` rows are virtual ranks that run one after another; `chunk` defaults to a number chosen by
+    `call.offload.chunk_rows` from the free memory of the device. At any time the device holds the queries and the
+    K/V rows of one chunk, and the needed K/V rows of two other chunks: one in computation, one being copied. Device
+    memory does not grow with N. dK and dV are summed in host memory in fp32 (fp64 for fp64). A `key_padding_mask` costs
+    copies of q, k and v in host memory.
+    """
+    options: AttentionKeywords = {
+        "kernel": kernel,
+        "scale": scale,
+        "deterministic": deterministic,
+        "softcap": softcap,
+        "dropout": dropout,
+    }
+    first = None if first is None else check_integer(first, "first", 0, "first=1000")
+    q_layout = None if first is None else f"shifted(contiguous, {first})"
+    if stream is None:
+        for name, value in (("chunk", chunk), ("device", device)):
+            if value is not None:
+                raise InvalidInput(
+                    f"{name}={value} has a meaning only with stream='host': without a stream the device of the tensors "
+                    f"computes everything; leave out {name}=, or add stream='host'"
+                )
+        return virtual_attention(
+            q, k, v, pattern,
+            ranks=1, q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
+            **options,
+        )  # fmt: skip
+    if first is not None:
+        raise InvalidInput(f"first={first}: a stream computes queries at the positions of the keys; leave out stream=")
+    if stream != "host":
+        raise InvalidInput(
+            f"stream={stream!r}: expected 'host'. Tensors that are mapped from a file are host tensors, too; "
+            "`ringattn run stream=disk` reads and writes files"
+        )
+    from .offload import check_chunk, get_device, make_stream  # few programs stream
+
+    check_chunk(chunk)
+    where = get_device(device)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, Tensor) and x.device.type != "cpu":
+            raise InvalidInput(
+                f"stream='host' copies from host memory, but {name} is on {x.device}; pass {name}.cpu(), or leave out "
+                "stream="
+            )
+    q, k, v = cast_inputs(q, k, v)
+    options["schedule"] = "direct"
+    call = read_call(
+        q, k, v, pattern, "contiguous", options,
+        key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse, device=where,
+    )  # fmt: skip
+    streamed = make_stream(call, chunk=chunk, backward=call.requires_grad)
+    q, k, v = call.hide(q, k, v, key_padding_mask)
+    return _apply(call, streamed.of_call(sinks), streamed.plan, q, k, v, sinks)
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | str,
+    *,
+    layout: str | Layout,
+    key_padding_mask: Tensor | None = None,
+    **options: Unpack[AttentionKeywords],
+) -> None:
+    """Raise InvalidInput or Unsupported if `virtual_attention` could not use these arguments."""
+    q, k, v = cast_inputs(q, k, v)
+    read_call(q, k, v, pattern, layout, options, key_padding_mask=key_padding_mask)
+
+
+def _apply(
+    call: Call, runner: Runner, plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out, or (out, lse), of a runner of `plan`."""
+    layout, scale = plan.layout, plan.pattern.output_scale
+    out, lse = Attention.apply(layout.stack(q), layout.stack(k), layout.stack(v), sinks, runner, call.floor)
+    if scale != 1.0:
+        # The graph may still need the unscaled output.
+        out = out * scale if out.requires_grad else out.mul_(scale)
+    return (layout.unstack(out), layout.unstack(lse)) if call.return_lse else layout.unstack(out)
+
+
+#: One transport per process group. An entry ends with its group.
+_transports: WeakKeyDictionary[ProcessGroup, TorchDist] = WeakKeyDictionary()
+#: What the thread in a call holds, by transport.
+_locks: WeakKeyDictionary[Transport, Any] = WeakKeyDictionary()
+
+
+def get_transport(
+    group: ProcessGroup | DeviceMesh | None = None, mesh: DeviceMesh | None = None, transport: Transport | None = None
+) -> Transport:
+    """The given transport, or the transport of a process group."""
+    if transport is not None:
+        if group is not None or mesh is not None:
+            raise InvalidInput("transport= already says who the ranks are; leave out group= and mesh=")
+        return transport
+    from ..transport.torchdist import TorchDist  # virtual ranks have no process group
+
+    new = TorchDist(group, mesh=mesh)
+    return _transports.setdefault(new.group, new)
+
+
+__all__ = ["attention", "positions", "ring_attention", "synchronize", "virtual_attention"]

@@ -1,0 +1,250 @@
+"""The handshake of a call: ranks compare what they are about to do, before its first message or beside its messages.
+
+Before the first message, every rank gives in one exchange a digest of its arguments, in one spelling for all forms of
+equal arguments, and what may differ between ranks: its rows, above all. Where the digests are equal, every rank makes
+the plan by itself, which is the same on all ranks. Else a second exchange, "arguments", compares the arguments in full,
+and a third one, "plan", the plans, as a layout may be given by name on one rank and as an object on another.
+
+Beside the messages (`announces`), a rank sends the digest and goes on, see `transport.comparison`.
+
+Which exchange follows depends only on what all ranks have received in the previous exchange, so that all ranks enter
+the same exchanges. If a rank raises before an exchange, its error replaces its record and ends the handshake on all
+ranks (`transport.records`): that rank raises its own exception, the other ranks raise a Mismatch that names the rank.
+An exception after the last exchange ends the calls of all ranks (`Transport.fail`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import Mismatch
+from ..kernels.base import Kernel
+from ..layout.regular import Layout, name_rows
+from ..plan.plan import FORMAT, Plan
+from ..runtime.executor import Forward, Job, backward, forward
+from ..transport.base import TAG_BITS, Tags, Transport, drive
+from ..transport.records import MARK, ORDER, ErrorReport, Exchange, by_rank, compare, compare_records, digest, undecoded
+from .arguments import Call
+
+#: The most bytes of a record of arguments. Long fields are shortened to digests.
+LIMIT = 1 << 14
+#: Bytes of a number in a record.
+NUMBER = 8
+#: Bytes of a call's record: digest, rows, place in a compiled graph, tokens; with dropout a seed follows.
+FIXED = MARK + 3 * NUMBER
+#: Bytes of the longest record of a call: where queries have a layout of their own, their rows and tokens follow.
+LONGEST = FIXED + 3 * NUMBER
+#: The place of a call among those of its compiled graph, from 1 on; 0 outside of such graphs.
+place: ContextVar[int] = ContextVar("ringattn_place", default=0)
+
+
+def agree(transport: Transport, call: Call, stage: str = "call") -> tuple[Plan, Kernel, int]:
+    """The plan that all ranks of the transport run, this rank's kernel, and the number of the call. Collective.
+
+    `stage` names the first exchange: ranks that make a handshake for different purposes raise Mismatch.
+    """
+    kernel = call.kernel
+    with Exchange(transport, stage, limit=LONGEST) as exchange:
+        record = json.dumps(_record(call)).encode()
+        numbers = [call.rows, place.get(), _count_tokens(call.layout)]
+        if call.q_layout is not None:
+            numbers += [call.q_rows, _count_tokens(call.q_layout)]
+        if kernel.dropout is not None and stage == "call":
+            numbers.append(kernel.dropout.seeded().seed or 0)
+        exchange.mine = digest(record) + b"".join(x.to_bytes(NUMBER, "little") for x in numbers)
+    for rank, raw in enumerate(exchange.records):
+        if len(raw) not in range(FIXED, LONGEST + 1, NUMBER):
+            raise undecoded(rank, raw)
+    _compare_places(_read_numbers(exchange.records, MARK + NUMBER))
+    alike = len({raw[:MARK] for raw in exchange.records}) == 1
+    if not alike:
+        with Exchange(transport, "arguments", LIMIT) as arguments:
+            arguments.mine = record
+        compare_records(arguments.records)
+    q_rows = rows = _read_numbers(exchange.records, MARK)
+    _compare_tokens(_read_numbers(exchange.records, MARK + 2 * NUMBER), sum(rows))
+    if call.q_layout is not None:
+        q_rows = _read_numbers(exchange.records, FIXED)
+        _compare_tokens(_read_numbers(exchange.records, FIXED + NUMBER), sum(q_rows))
+    call = replace(call, layout=name_rows(call.layout, rows), q_layout=name_rows(call.q_layout, q_rows))
+    plans = Exchange(transport, "plan", LIMIT)
+    # What cannot be planned is an error of the arguments, which are alike: all ranks raise it.
+    with ErrorReport(transport, stage, deferred=True, common=(ValueError,)) if alike else plans:
+        plan = call.plan(sum(rows), sum(q_rows), transport.size, call.layout)
+        _check_rows(plan.layout, dict(enumerate(rows)))
+        if call.q_layout is not None:
+            _check_rows(plan.layout_of("q"), dict(enumerate(q_rows)))
+        layouts = {"layout": _spell_layout(plan.layout), "q_layout": _spell_layout(plan.layout_of("q"))}
+        plans.mine = b"" if alike else json.dumps({**layouts, "plan": plan.hash}).encode()
+    compare_records(plans.records)
+    kernel = kernel if kernel.dropout is None else _share_seed(kernel, exchange.records)
+    return plan, kernel, transport.events << TAG_BITS
+
+
+def announces(transport: Transport, call: Call) -> bool:
+    """Whether the ranks compare a call beside its messages, as all that they need for it is known to each of them.
+
+    A layout by name needs the rows of all ranks, and dropout without a seed the seed of rank 0.
+    """
+    drawn = call.kernel.dropout is not None and call.kernel.dropout.seed is None
+    by_name = isinstance(call.layout, str) or isinstance(call.q_layout, str)
+    return transport.defers(call.options.check) and not by_name and not drawn
+
+
+def announce(transport: Transport, call: Call) -> tuple[Plan, Kernel, int]:
+    """As `agree`, for a call that `announces`: waits for no rank. Errors of other ranks come later, and are final."""
+    layout, q_layout = call.layout, call.q_layout or call.layout
+    assert isinstance(layout, Layout) and isinstance(q_layout, Layout)
+    plan = call.plan(layout.tokens, q_layout.tokens, transport.size, layout)
+    _check_rows(plan.layout, {transport.rank: call.rows})
+    if call.q_layout is not None:
+        _check_rows(plan.layout_of("q"), {transport.rank: call.q_rows})
+    seed = None if call.kernel.dropout is None else call.kernel.dropout.seed
+    tokens = {"tokens": layout.tokens, "q_tokens": q_layout.tokens}
+    record = {"stage": "call", "place": place.get(), **tokens, "seed of dropout": seed, **_record(call)}
+    return plan, call.kernel.seeded(), transport.announce(json.dumps(record).encode())
+
+
+def _read_numbers(records: list[bytes], first: int) -> list[int]:
+    """The numbers of all ranks that begin at byte `first` of their records; -NUMBER: the last numbers."""
+    return [int.from_bytes(raw[first:][:NUMBER], "little") for raw in records]
+
+
+def _count_tokens(layout: str | Layout) -> int:
+    """The tokens of a layout, plus one; 0 for a name, which is for the tokens that the ranks hold."""
+    return 0 if isinstance(layout, str) else layout.tokens + 1
+
+
+def _compare_tokens(counts: list[int], held: int) -> None:
+    """Raise a Mismatch on every rank if the layouts of the ranks are for different numbers of tokens."""
+    name = "the tokens of a layout"
+    compare({rank: {name: count - 1 if count else held} for rank, count in enumerate(counts)})
+
+
+def _share_seed(kernel: Kernel, records: list[bytes]) -> Kernel:
+    """The kernel with the seed of rank 0. Raises Mismatch on every rank if the ranks were given different seeds."""
+    assert kernel.dropout is not None
+    seeds = _read_numbers(records, -NUMBER)
+    if kernel.dropout.seed is not None:
+        compare({rank: {"the seed of dropout": seed} for rank, seed in enumerate(seeds)})
+    return kernel.seeded(seeds[0])
+
+
+def _compare_places(places: list[int]) -> None:
+    """Raise a Mismatch on every rank if compiled graphs run calls in different orders; 0 is a call of no graph."""
+    if len({0, *places}) > 2:
+        calls = "; ".join(f"rank {rank} runs call {index}" for rank, index in enumerate(places) if index)
+        raise Mismatch(
+            f"the compiled graphs of the ranks run their calls in different orders: {calls}. Compile the same function "
+            "on all ranks, or keep calls that do not depend on each other in graphs of their own"
+        )
+
+
+def agree_backward(transport: Transport, number: int, *, deferred: bool) -> None:
+    """Return if all ranks begin the backward of the same call, number `number`; else raise Mismatch on every rank.
+
+    Ranks that run backwards in different orders would add the gradients of one call to the gradients of another. A few
+    bytes from each rank prevent this. Collective.
+    """
+    if deferred:
+        record = {"stage": "backward", ORDER: f"that of call {number >> TAG_BITS:,}"}
+        transport.announce(json.dumps(record).encode())
+        return
+    with Exchange(transport, "backward", NUMBER) as exchange:
+        exchange.mine = number.to_bytes(NUMBER, "little")
+    numbers = _read_numbers(exchange.records, 0)
+    compare({rank: {ORDER: f"that of call {other >> TAG_BITS:,}"} for rank, other in enumerate(numbers)})
+
+
+def _record(call: Call) -> dict[str, Any]:
+    """What this rank is about to do. Options of every name are in it, each in one spelling for equal arguments."""
+    pattern = repr(call.pattern)
+    if call.pattern.transient:
+        pattern = f"{_SELECTED} {_short_digest(pattern)}"
+    machine = call.machine() if call.chooses else None
+    return {
+        "sinks": call.sinks,
+        "key_padding_mask": call.key_padding_mask,
+        **call.sizes,  # before the scale, which follows from the head dim, as that does from a mask
+        **{name: _shorten(x) if isinstance(x, str) else x for name, x in vars(call.options).items()},
+        "machine": machine and f"{machine.preset or 'measured or own numbers'} (digest {_short_digest(repr(machine))})",
+        "dropout": _spell_dropout(call.kernel),
+        "pattern": _shorten(pattern),
+        "layout": _spell_layout(call.layout),
+        "q_layout": None if call.q_layout is None else _spell_layout(call.q_layout),
+        "return_lse": call.return_lse,
+        "plans": FORMAT,
+        "device": call.device.type,
+        "requires_grad": call.requires_grad,
+    }
+
+
+def _spell_layout(layout: str | Layout) -> str:
+    """The name of a layout, with a digest of the partition if the layout is balanced."""
+    if isinstance(layout, str):
+        return layout
+    return f"{layout.name} (partition {layout.digest})" if layout.digest else layout.name
+
+
+def _spell_dropout(kernel: Kernel) -> str | None:
+    """The probability, and whether the seed is given, as text; None where no weight is dropped."""
+    drop = kernel.dropout
+    return None if drop is None else f"{float(drop.p)} by a {'drawn' if drop.seed is None else 'given'} seed"
+
+
+#: Stands for a pattern that a scorer selects in every call.
+_SELECTED = "blocks selected anew (all ranks need the same scorer weights, k, and train or eval mode),"
+
+
+def _shorten(text: str) -> str:
+    """The text, or its beginning and a digest if it is long."""
+    return text if len(text) <= 100 else f"{text[:70]}... (digest {_short_digest(text)})"
+
+
+def _short_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _check_rows(layout: Layout, rows: dict[int, int]) -> None:
+    """Raise a Mismatch that lists the rows of ranks if a rank's number of rows differs from the layout's."""
+    layout = layout.base
+    planned = {rank: layout.rows(rank) for rank in rows}
+    if rows != planned:
+        more = ", pattern=..., heads=..." if layout.digest else ""
+        raise Mismatch(
+            f"the shards do not fit the layout {layout.name}: the ranks hold {by_rank(rows)}; of these "
+            f"{layout.tokens:,} tokens the layout gives {by_rank(planned)}. A shard is wrong, or another layout has "
+            f"cut the sequence; shard with ringattn.make_layout({layout.name!r}, tokens=..., ranks={layout.ranks}"
+            f"{more}).shard_tensor(x, rank), tokens being those of the whole sequence"
+        )
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """Runs one rank of a transport. `number` counts the calls of the ring, equally on all ranks."""
+
+    job: Job
+    transport: Transport
+    number: int
+    deferred: bool
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
+        tags = Tags.of_call(self.number, backward=False)
+        with ErrorReport(self.transport, "call", deferred=True):
+            return drive(forward(self.job, q, k, v, keep=keep, tags=tags), self.transport, self.job.rank)
+
+    def backward(
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
+    ) -> tuple[Tensor, ...]:
+        """(dq, dk, dv), once the ranks have agreed on the call whose backward they run."""
+        agree_backward(self.transport, self.number, deferred=self.deferred)
+        tags = Tags.of_call(self.number, backward=True)
+        with ErrorReport(self.transport, "call", deferred=True):
+            program = backward(self.job, grad, grad_lse, q, k, v, result, tags=tags)
+            return drive(program, self.transport, self.job.rank)

@@ -1,0 +1,267 @@
+"""Attention over a sequence that does not fit into the device: chunks are virtual ranks that live in host storage.
+
+The ranks of an ordinary plan run one after another, with the ordinary executor. What a rank receives is copied from
+storage, and the gradients that a rank sends are added in storage. `runtime.host` makes the copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cache import Cache, cached
+from ..dtypes import ITEM_BYTES
+from ..errors import InvalidInput, OutOfMemory, Unsupported
+from ..kernels.base import Kernel, positive, wide
+from ..plan.plan import Plan
+from ..plan.schedules.direct import PullSchedule
+from ..plan.steps import Hop, RankPlan, Step
+from ..runtime.executor import Forward, Job, backward, forward
+from ..runtime.host import Host, Storage
+from ..runtime.memory import empty
+from ..runtime.peak_memory import available
+from ..transport.base import Counters
+from .arguments import Call
+from .planner import PLANS, make_plan
+
+#: The share of the device's free memory that chosen chunks take. Kernels need the rest for workspaces.
+SHARE = 0.5
+#: Chosen chunks are multiples of this many rows, unless they are shorter.
+MULTIPLE = 128
+#: Bytes of chunks' steps that a plan keeps. Few, as each chunk runs once per pass.
+STEPS = 1 << 22
+
+
+class StreamedPlan(Plan):
+    """A plan whose ranks run alone: their messages are copies of rows from storage and of gradients to storage."""
+
+    @cached_property
+    def cache(self) -> Cache:
+        return Cache(STEPS)
+
+    def forward_steps(self, rank: int) -> tuple[Step, ...]:
+        return self.for_rank(rank).forward
+
+    @cached
+    def plan_rank(self, rank: int) -> RankPlan:
+        return PullSchedule(self.demand).steps(rank)
+
+    def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
+        """Bytes of the messages of a rank (None: of all ranks), in both directions. Counted."""
+        hops = (hop for step in self._steps(rank, backward) for hop in _hops(step))
+        return sum(self.part_bytes(part) for hop in hops for part in hop.parts)
+
+    def messages(self, rank: int | None = None, *, backward: bool = False) -> int:
+        """Messages of a rank (None: of all ranks), in both directions. Counted."""
+        return sum(len(_hops(step)) for step in self._steps(rank, backward))
+
+
+def _hops(step: Step) -> tuple[Hop, ...]:
+    return (*step.sends, *step.recvs)
+
+
+@dataclass(frozen=True)
+class HostTensors:
+    """Storage of whole tensors in host memory, which may be mapped from a file."""
+
+    tensors: dict[str, Tensor]
+
+    def rows(self, name: str, r: range) -> Tensor:
+        return self.tensors[name][:, :, r.start : r.stop]
+
+
+@dataclass(frozen=True)
+class HostStream:
+    """Runs the ranks of a plan on one device, from and to host storage. A runner of `autograd.Attention`.
+
+    `counters` count the messages so far. The copies of a rank's own q, k, v, out, lse and gradients are not counted.
+    """
+
+    plan: StreamedPlan
+    kernel: Kernel
+    scale: float
+    device: torch.device
+    counters: Counters = field(default_factory=Counters, compare=False)
+    sinks: Tensor | None = None
+
+    def of_call(self, sinks: Tensor | None) -> HostStream:
+        """The same stream with the sinks of a call, and with a seed where the kernel has dropout."""
+        return replace(self, kernel=self.kernel.seeded(), sinks=None if sinks is None else sinks.to(self.device))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
+        """out [B, H, N, Dv] and lse [B, H, N] in host memory. Nothing is kept on the device."""
+        batch, heads, tokens, _ = q.shape
+        out = empty((batch, tokens, heads, v.shape[-1]), q.dtype, q.device).transpose(1, 2)
+        lse = empty((batch, heads, tokens), wide(q.dtype), q.device)
+        self.compute(HostTensors({"q": q, "k": k, "v": v, "out": out, "lse": lse}))
+        return Forward(out, lse, ())
+
+    def backward(
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv in host memory. dk and dv are summed in fp32 (fp64 for fp64 inputs) and cast at the end."""
+        dq = torch.empty_like(q)
+        dk, dv = (empty(x.shape, wide(x.dtype), x.device) for x in (k, v))
+        tensors = {"q": q, "k": k, "v": v, "out": result.out, "lse": result.lse, "dout": grad}
+        if grad_lse is not None:
+            tensors["dlse"] = grad_lse
+        tensors |= {"dq": dq, "dk": dk, "dv": dv}
+        self.differentiate(HostTensors(tensors), lse=grad_lse is not None)
+        del tensors
+        dk = dk.to(k.dtype)  # in two statements, so that one fp32 sum is freed before the other is cast
+        dv = dv.to(v.dtype)
+        return dq, dk, dv
+
+    def compute(self, storage: Storage) -> None:
+        """Read q, k and v from storage, and write out and lse to storage."""
+        host = Host(self.plan, storage, self.device, self.counters)
+        sign, _ = positive(self.scale)
+        for rank, rows in self._shards():
+            q, k, v = host.load("qkv", rows)
+            target = storage.rows("out", rows)
+            direct = target if target.device == self.device else None  # on a CPU the executor writes to storage itself
+            program = forward(self._job(rank), q if sign == 1 else q * sign, k, v, keep=False, out=direct)
+            result = host.run(program, self.plan.for_rank(rank).forward)
+            written = {"lse": result.lse} if direct is not None else {"lse": result.lse, "out": result.out}
+            host.store(rows, written)
+        host.finish()
+
+    def differentiate(self, storage: Storage, *, lse: bool = False) -> None:
+        """Read q, k, v, out, lse and dout (with `lse` also dlse), write dq, and sum dk and dv in storage.
+
+        dk and dv in storage are fp32 (fp64 for fp64 inputs).
+        """
+        host = Host(self.plan, storage, self.device, self.counters)
+        sign, _ = positive(self.scale)
+        for _, rows in self._shards():
+            for name in ("dk", "dv"):
+                storage.rows(name, rows).zero_()
+        for rank, rows in self._shards():
+            names = ("q", "k", "v", "out", "lse", "dout", *(("dlse",) if lse else ()))
+            q, k, v, out, total, grad, *grad_lse = host.load(names, rows)
+            q = q if sign == 1 else q * sign
+            result = Forward(out, total, ())
+            program = backward(self._job(rank), grad, grad_lse[0] if lse else None, q, k, v, result)
+            dq, dk, dv = host.run(program, self.plan.for_rank(rank).backward)
+            host.store(rows, {"dq": dq if sign == 1 else dq * sign})
+            host.store(rows, {"dk": dk, "dv": dv}, add=True)
+        host.finish()
+
+    def _shards(self) -> list[tuple[int, range]]:
+        """Every rank that has rows, with its rows. Empty for an empty batch."""
+        layout = self.plan.layout
+        if not self.plan.batch:
+            return []
+        return [(rank, rows) for rank in range(layout.ranks) for rows in layout.shard(rank)]
+
+    def _job(self, rank: int) -> Job:
+        return Job(self.plan, rank, self.kernel, positive(self.scale)[1], cast_grads=False, sinks=self.sinks)
+
+
+def make_stream(call: Call, *, chunk: int | None, backward: bool) -> HostStream:
+    """The stream that computes `call` on its device.
+
+    `chunk` is the number of rows on the device at a time; None chooses it by the free memory, with room for the
+    backward if `backward`. Raises Unsupported or OutOfMemory.
+    """
+    if call.pattern.rows is not None:
+        raise Unsupported(
+            "stream='host' has one pattern for all rows of the batch; stream row by row, "
+            "attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], pattern.row(i), stream='host')"
+        )
+    sizes, tokens, device = call.sizes, call.rows, call.device
+    rows = chunk_rows(tokens, device=device, backward=backward, **sizes) if chunk is None else chunk
+
+    def make() -> StreamedPlan:
+        """The plan with one rank per chunk."""
+        options: dict[str, Any] = {"layout": "contiguous", "schedule": "direct", "rotate": "keys"}
+        ranks = max(1, -(-tokens // rows))
+        plan = make_plan(call.pattern, tokens=tokens, ranks=ranks, **options, **sizes)
+        return StreamedPlan(**{entry.name: getattr(plan, entry.name) for entry in fields(plan)})
+
+    key = call.pattern, tokens, rows, *sizes.items()
+    plan = make() if call.pattern.transient else _streams.answer(key, make)
+    return HostStream(plan, call.kernel, call.scale, device)
+
+
+#: The plans of recent streams.
+_streams = Cache(PLANS, lambda plan: int(plan.kept_bytes), grows=True)
+
+
+def check_chunk(chunk: object) -> None:
+    """Raise InvalidInput unless `chunk` is None or a positive number of rows."""
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise InvalidInput(
+            f"chunk={chunk!r} must be an integer >= 1, the most rows of q, k and v that the device holds at a time; "
+            "leave it out to choose it by the free memory"
+        )
+
+
+def get_device(device: torch.device | str | None) -> torch.device:
+    """The device that computes. The default is the current CUDA device if there is one, else the CPU.
+
+    Raises InvalidInput for a name that torch does not know, a device of another type, or a missing CUDA device.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InvalidInput(f"device={device!r} is not a device; expected cpu, cuda or cuda:1") from None
+    if parsed.type not in ("cpu", "cuda"):
+        raise InvalidInput(f"device={device}: attention is streamed to cpu or cuda; try device=cpu")
+    if parsed.type == "cpu":
+        return parsed
+    if not torch.cuda.is_available() or (parsed.index or 0) >= torch.cuda.device_count():
+        raise InvalidInput(f"device={device}: there is no such CUDA device (ringattn doctor says why); try device=cpu")
+    return torch.device("cuda", torch.cuda.current_device() if parsed.index is None else parsed.index)
+
+
+def row_bytes(
+    *, heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: str, batch: int, backward: bool
+) -> tuple[int, int]:
+    """(bytes on the device per row of a chunk, bytes per row of the results in storage).
+
+    With e bytes per number and w = max(e, 4) the device holds, in the forward: q, out, the chunk's own K/V block and
+    two K/V buffers in e bytes. The sums of out and one visit's output in w bytes. q and one K/V block again in w bytes,
+    for kernels that compute in fp32. lse and its partials. Backward: q, out, dO and the own K/V block in e bytes, and
+    again in w bytes for kernels that compute in fp32. dq, dk, dv and the gradients of two visits in w bytes. Four
+    buffers of K/V or dK/dV size in w bytes. lse.
+    """
+    item = ITEM_BYTES[dtype]
+    w, pair = max(item, 4), kv_heads * (head_dim + value_dim)
+    results = heads * (value_dim * item + w)
+    if backward:
+        results += heads * head_dim * item + pair * (w + item)
+        own = heads * (head_dim + 2 * value_dim) + pair
+        numbers = own * (item + w) + (3 * (heads * head_dim + pair) + 4 * pair) * w
+    else:
+        numbers = (heads * (head_dim + value_dim) + 3 * pair) * item + (heads * (head_dim + 2 * value_dim) + pair) * w
+    return batch * (numbers + 16 * heads), batch * results
+
+
+def chunk_rows(tokens: int, *, device: torch.device, backward: bool, **sizes: Any) -> int:
+    """The rows of a chunk that fits: half of the device's free memory over `row_bytes`, in multiples of 128.
+
+    `sizes` are those of `Call.sizes`. On the CPU the memory of the results in storage does not count as free. Patterns
+    that give heads different numbers of rows need more buffers in the backward; a smaller chunk= makes room for them.
+    Raises OutOfMemory if one row does not fit.
+    """
+    per_row, result_bytes = row_bytes(backward=backward, **sizes)
+    if device.type == "cuda":
+        # What the allocator has reserved and does not use is free for us, and not for the driver.
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, where = torch.cuda.mem_get_info(device)[0] + idle, str(device)
+    else:
+        free, where = available() - tokens * result_bytes, "host memory"
+    rows = int(free * SHARE) // max(per_row, 1)
+    if rows < 1 and tokens:
+        raise OutOfMemory(
+            f"a chunk of one row takes {per_row:,} bytes on {device}, and {where} has {max(free, 0):,} left; free "
+            "memory, or give chunk= to try anyway"
+        )
+    return max(1, min(tokens, rows // MULTIPLE * MULTIPLE or rows))

@@ -1,0 +1,173 @@
+"""`make_plan` and `make_plans`: the plans of their arguments, where a layout or a schedule may be "auto"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..cache import Cache
+from ..errors import InvalidInput
+from ..layout.regular import DEFAULT_LAYOUT, Layout, make_layout, read_masks
+from ..pattern import Pattern, as_pattern
+from ..plan.plan import Plan, arrange, bind_sides
+from ..plan.schedules import resolve
+from ..plan.steps import PlanSizes
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..machine.machine import Machine
+
+#: Bytes of the plans that `make_plan` remembers.
+PLANS = 1 << 25
+#: The latest plans by their inputs, with the answers that they keep.
+_plans = Cache(PLANS, lambda plan: int(plan.kept_bytes), grows=True)
+
+
+def make_plan(
+    pattern: Pattern | str,
+    *,
+    tokens: int,
+    ranks: int,
+    layout: str | Layout = DEFAULT_LAYOUT,
+    q_layout: str | Layout | None = None,
+    q_tokens: int | None = None,
+    schedule: str = "auto",
+    heads: int = 1,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
+    value_dim: int | None = None,
+    dtype: str | torch.dtype = "float32",
+    batch: int = 1,
+    comm_dtype: str | torch.dtype | None = None,
+    machine: Machine | str | None = None,
+    rotate: str = "auto",
+) -> Plan:
+    """The (cached) plan of attention with `pattern` (or its text) over `tokens` positions on `ranks` ranks.
+
+    `heads` query heads share `kv_heads` (default: as many) key/value heads. `head_dim` is the width of q and k,
+    `value_dim` (default: the same) the width of v, and `dtype` the dtype of q, k and v. `comm_dtype` is the dtype in
+    which keys, values and their gradients travel between ranks: by default, K/V in their own dtype and gradients in
+    fp32 (fp64 for fp64 inputs); a narrower dtype rounds K/V once, and gradients in every hop.
+
+    `rotate` says what travels in the backward: "keys" (with values and the gradients of both), "queries" (with the
+    gradients of out and of q, and with lse), or "auto", whichever sends fewer bytes. With a `comm_dtype`, "auto" is
+    "keys": rounded queries would give other weights than the forward's. With a `q_layout`, `rotate` is for the forward,
+    too: "queries" go around with the (out, lse) of the keys that they have met, in fp32 (fp64 for fp64 inputs), and
+    "auto" takes for the forward what the timing model predicts to be faster on `machine`. "queries, keys" names the
+    form of each pass.
+
+    Where queries are other positions than the keys, `q_layout` is the Layout that cuts the queries, or its name, with
+    the number of queries in `q_tokens` (default: `tokens`); `tokens` and `layout` are those of the keys. For a chunk of
+    24 queries after 1000 cached keys: tokens=1024, q_layout="shifted(zigzag, 1000)", q_tokens=24. "auto" in the name
+    stands for the keys' layout: "shifted(auto, 1000)".
+
+    layout="auto" and schedule="auto" take the layout and the schedule that the timing model predicts to be fastest in
+    the forward on `machine` (a Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` says what was compared and why.
+    Raises InvalidInput.
+    """
+    pattern = as_pattern(pattern)
+    sizes = PlanSizes(heads, kv_heads, head_dim, value_dim, dtype, batch, comm_dtype, rotate)  # type: ignore[arg-type]
+    choose_layout = isinstance(layout, str) and layout.strip() == "auto"
+    names: tuple[str | Layout, ...] = (layout,)
+    if choose_layout:
+        from ..simulator.timing.auto import list_layouts  # a plan of a named layout and schedule needs no model of time
+
+        names = list_layouts(ranks)
+    own: dict[Layout, Layout] = {}
+    if q_layout is None and q_tokens in (None, tokens):
+        layouts = [make_layout(name, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads) for name in names]
+    else:
+        count = tokens if q_tokens is None else q_tokens
+        named = (name for name in names if not choose_layout or name != "balanced")
+        own = dict(_make_sides(name, q_layout, tokens, count, ranks) for name in named)
+        layouts = [*own]
+    schedule = resolve(schedule, ranks, heads, sizes.kv_heads)
+    if own and all(layout == of_queries for layout, of_queries in own.items()):  # `rotate` is for both passes
+        own = {}
+        sizes = replace(sizes, rotate="queries, queries" if sizes.rotate == "queries" else sizes.rotate)
+    if not own:
+        pattern.check(tokens, heads)
+    bound = bind_sides(pattern, layouts[0], own[layouts[0]], heads) if own else pattern.bind(heads, tokens)
+    passes = sizes.rotate.split(", ")
+    rotates = [sizes.rotate]
+    if own and passes[0] == "auto":  # the forward's; rounded keys are asked for, where a comm_dtype is
+        forms = ("keys",) if ranks == 1 or comm_dtype is not None else ("keys", "queries")
+        rotates = [f"{form}, {passes[-1]}" for form in forms]
+    choosing = choose_layout or schedule == "auto" or len(rotates) > 1
+    by_events = own or sizes.rotate.startswith("queries, ")
+    on_machine = None
+    if choosing or machine is not None:
+        from ..machine.presets import get_machine  # as above
+
+        on_machine = get_machine(machine)
+
+    def make(layout: Layout, schedule: str, rotate: str = rotates[0]) -> Plan:
+        return arrange(bound, layout, schedule, replace(sizes, rotate=rotate), own.get(layout))
+
+    def make_it() -> Plan:
+        if not choosing:
+            return make(layouts[0], schedule)
+        from ..simulator.timing.auto import choose, choose_rectangle
+
+        assert on_machine is not None
+        names = None if schedule == "auto" else (schedule,)
+        if by_events:
+            return choose_rectangle(make, layouts, names, rotates, on_machine)
+        return choose(make, layouts, names, on_machine)
+
+    key = tuple(layouts), tuple(own.values()), schedule, on_machine if choosing else None, bound, sizes
+    return make_it() if pattern.transient else _plans.answer(key, make_it)
+
+
+def make_plans(
+    patterns: Sequence[Pattern | str],
+    weights: Sequence[int] | None = None,
+    *,
+    tokens: int,
+    ranks: int,
+    layout: str | Layout = DEFAULT_LAYOUT,
+    heads: int = 1,
+    machine: Machine | str | None = None,
+    **options: Any,
+) -> tuple[Plan, ...]:
+    """The plans of a model whose layers have several masks, one plan for each of `patterns`, all on one layout.
+
+    `weights` are the numbers of layers of each pattern (default: 1); a pattern of weight 0 has no say in the layout.
+    "balanced" is made for all patterns together, see `make_layout`. layout="auto" takes the layout on which the
+    forwards of all layers take the least predicted time, each pattern with the schedule that is fastest for it.
+    `options` are those of `make_plan`. Raises InvalidInput.
+    """
+    masks, names, plans = read_masks(patterns, weights), [layout], []
+    options |= {"tokens": tokens, "ranks": ranks, "heads": heads, "machine": machine}
+    if len(masks) == 1:
+        return (make_plan(masks[0][0], layout=layout, **options),)
+    if isinstance(layout, str) and layout.strip() == "auto":
+        from ..simulator.timing.auto import choose_layout, list_layouts  # as above
+
+        names = [*list_layouts(ranks)]
+    for name in names:
+        cut = make_layout(name, tokens=tokens, ranks=ranks, patterns=patterns, weights=weights, heads=heads)
+        plans.append(tuple(make_plan(pattern, layout=cut, **options) for pattern, _ in masks))
+    return plans[0] if len(plans) == 1 else choose_layout(plans, [weight for _, weight in masks], machine)
+
+
+def _make_sides(
+    layout: str | Layout, q_layout: str | Layout | None, tokens: int, q_tokens: int, ranks: int
+) -> tuple[Layout, Layout]:
+    """The layouts of the keys and of queries that are other positions. Raises InvalidInput."""
+    if q_layout is None:
+        raise InvalidInput(
+            f"q_tokens={q_tokens} are not the tokens of the keys: say which positions the queries are, by "
+            f"q_layout='contiguous' (from 0 on) or q_layout='shifted(contiguous, first)'"
+        )
+    if isinstance(q_layout, str):
+        q_layout = q_layout.replace("auto", layout if isinstance(layout, str) else layout.name)
+    for name, given in (("layout", layout), ("q_layout", q_layout)):
+        if isinstance(given, str) and "balanced" in given:
+            raise InvalidInput(f"{name}={given!r} weighs queries that are the keys; beside q_layout= try zigzag")
+    keys = make_layout(layout, tokens=tokens, ranks=ranks)
+    return keys, make_layout(
+        q_layout, tokens=q_layout.tokens if isinstance(q_layout, Layout) else q_tokens, ranks=ranks
+    )

@@ -1,0 +1,470 @@
+"""`advise`: the best ways to train a model on a cluster, with reasons, how sure they are and what would change them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil, log
+from typing import Any
+
+from ...errors import InvalidInput
+from ...machine.bands import STEPS
+from ...machine.machine import MACHINE_NUMBERS
+from ...machine.presets import CURRENCY
+from ...simulator.progress import Listener
+from ...text import did_you_mean, digits, duration, plural, rate, size
+from ..models.parallel import CHECKPOINTING
+from ..models.training import ATTENTION_PARTS, EXPERTS_STEPS, PUBLISHED_STEPS
+from .search import (
+    EQUAL,
+    SHOWN,
+    Found,
+    Offer,
+    Question,
+    TrainingCandidate,
+    least_attention_of_layers,
+    list_spreads,
+    search,
+)
+
+#: What candidates are sorted by: the time, or the cost, of a token.
+ORDERS = ("time", "cost")
+#: Factors on the bandwidth between nodes, and on the tokens, whose effect is modelled.
+BANDWIDTHS, LENGTHS = (0.125, 0.5, 1.0, 2.0), (0.25, 4.0)
+#: The longest sequences that the frontier of tokens looks at.
+MOST_TOKENS = 1 << 30
+#: Parts of a step that are traffic outside attention.
+TRAFFIC = ("tp", "ep", "fsdp", "pp")
+#: The least part of the time for which more memory is named.
+WORTH = 0.03
+#: A GPU whose memory is fuller than this is said to be nearly full.
+NEARLY_FULL = 0.9
+
+
+@dataclass(frozen=True)
+class Advice:
+    """All that was found. Of each machine and number of GPUs, `found` has the candidates."""
+
+    question: Question
+    by: str
+    found: dict[tuple[str, int], Found]
+    #: The best candidates of different shapes, best first; at most SHOWN.
+    best: list[TrainingCandidate]
+    #: Each of `best` at each of BANDWIDTHS; none where one node has all GPUs of the first.
+    bandwidths: list[list[TrainingCandidate]]
+    #: The best candidate at each of LENGTHS times the tokens; None: nothing fits.
+    lengths: list[TrainingCandidate | None]
+
+    @cached_property
+    def all(self) -> list[TrainingCandidate]:
+        """Every candidate that was the best of its shape."""
+        return [candidate for found in self.found.values() for candidate in found.best]
+
+    @cached_property
+    def pareto(self) -> list[TrainingCandidate]:
+        """Candidates than which no other is both faster and cheaper, by time."""
+        front: list[TrainingCandidate] = []
+        for candidate in sorted(self.all, key=lambda one: (one.seconds, one.cost)):
+            if not front or candidate.cost < front[-1].cost * (1 - EQUAL):
+                front.append(candidate)
+        return front
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What became of all candidates."""
+        return sum((found.counts for found in self.found.values()), Counter())
+
+    @property
+    def unit(self) -> str:
+        """What cost is counted in."""
+        return "GPU hours" if self.best[0].offer.price is None else f"{CURRENCY} in presets"
+
+    @property
+    def verdict(self) -> str:
+        """The best candidate and the bandwidth that would change it, in one sentence."""
+        best, step, model = self.best[0], self.best[0].step, self.question.model
+        mfu = "" if step.mfu is None else f", {step.mfu:.0%} of the peak"
+        return (
+            f"{self.words[1].title()} for {model.name} on sequences of "
+            f"{self.question.tokens:,} tokens: {describe_place(best)}, {best.name}, {best.choices}; a step of "
+            f"{plural(best.parallel.rows * best.parallel.dp, 'sequence')} takes {duration(step.seconds)}{mfu}, and 1e9 "
+            f"tokens take {duration(best.seconds)} and {digits(best.cost)} {self.unit} [modelled]"
+            f"{self._bandwidth_change()}."
+        )
+
+    @property
+    def changes(self) -> list[str]:
+        """What else would change the verdict, a sentence each."""
+        return [*self._length_changes(), self._memory_change(), *self._price_changes()]
+
+    def value(self, candidate: TrainingCandidate) -> float:
+        """What candidates are sorted by, of 1e9 tokens: seconds or cost."""
+        return candidate.seconds if self.by == "time" else candidate.cost
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """What a better candidate and the best one are called."""
+        return ("faster", "fastest") if self.by == "time" else ("cheaper", "cheapest")
+
+    def _bandwidth_change(self) -> str:
+        """The end of the verdict; "" where no bandwidths were compared."""
+        if not self.bandwidths:
+            return ""
+        now = self.best[0].offer.machine.bandwidth
+        for place in sorted(range(len(BANDWIDTHS)), key=lambda i: abs(log(BANDWIDTHS[i]))):
+            values = [self.value(line[place]) for line in self.bandwidths]
+            if min(values) < values[0] * (1 - EQUAL):
+                winner, changed = self.best[values.index(min(values))], rate(now * BANDWIDTHS[place], "B/s")
+                return f"; at {changed} instead of {rate(now, 'B/s')} between nodes, {winner.name} is {self.words[0]}"
+        low, high = (rate(now * factor, "B/s") for factor in (BANDWIDTHS[0], BANDWIDTHS[-1]))
+        return f"; at {low} to {high} between nodes, none of the others shown becomes {self.words[0]}"
+
+    def _length_changes(self) -> list[str]:
+        best, lines = self.best[0], []
+        most = self.words[1]  # on the same GPUs it is one question
+        for factor, other in zip(LENGTHS, self.lengths, strict=True):
+            tokens = max(int(self.question.tokens * factor), 1)
+            if other is None:
+                lines.append(f"Tokens: at {tokens:,} nothing fits on {describe_place(best)}.")
+            elif (other.shape, other.choices) != (best.shape, best.choices):
+                lines.append(f"Tokens: at {tokens:,} the {most} is {other.name}, {other.choices}.")
+            else:
+                lines.append(f"Tokens: at {tokens:,} it stays the {most}.")
+        return lines
+
+    def _memory_change(self) -> str:
+        """The least memory with which something else could be faster."""
+        best = self.best[0]
+        too_large = self.found[best.offer.name, best.step.gpus].too_large
+        faster = [one for one in too_large if one.seconds < best.seconds * (1 - WORTH)]
+        if not faster:
+            return f"Memory: more of it would not help, as nothing that does not fit could take {WORTH:.0%} less time."
+        other = min(faster, key=lambda one: one.bytes)
+        return (
+            f"Memory: with {size(other.bytes)} on each GPU, {other.name}, {other.choices}, could fit, and take up to "
+            f"{1 - other.seconds / best.seconds:.0%} less time."
+        )
+
+    def _price_changes(self) -> list[str]:
+        """At which price of its machine the cheapest candidate of another machine wins."""
+        cheapest: dict[str, TrainingCandidate] = {}
+        for candidate in sorted(self.all, key=lambda one: one.cost):
+            cheapest.setdefault(candidate.offer.name, candidate)
+        first, *others = cheapest.values()
+        lines = []
+        for other in others:
+            assert first.offer.price is not None and other.offer.price is not None
+            price = other.offer.price * first.cost / other.cost if other.cost else 0.0
+            lines.append(
+                f"Price: {first.offer.name} is cheapest at {digits(first.offer.price)} an hour; below {digits(price)} "
+                f"instead of {digits(other.offer.price)} an hour, {other.offer.name} is cheaper."
+            )
+        return lines
+
+    @property
+    def doubts(self) -> list[str]:
+        """How sure the order is, a sentence each."""
+        best, lines = self.best[0], []
+        low, high = span(best)
+        if low < high:
+            lines.append(f"{PUBLISHED_STEPS}: here 1e9 tokens take {duration(low)} to {duration(high)}.")
+            if self.question.model.experts > 1:
+                lines.append(EXPERTS_STEPS)
+            most = STEPS.high * self.value(best)
+            equal = [f"{place}. {one.name}" for place, one in enumerate(self.best, 1) if self.value(one) <= most][1:]
+            if equal:
+                lines.append(f"Within this band of the first, and so equal to it: {', '.join(equal)}.")
+        else:
+            lines.append("Without a preset nothing says how sure the order is.")
+        memory = best.offer.machine.memory
+        if memory is not None and best.bytes > NEARLY_FULL * memory:
+            lines.append(
+                f"The first needs {size(best.step.needed)} of {size(memory)}, and an allocator would take "
+                f"{size(best.step.reserved)}: where it does not run, take more GPUs, or keep activations on the host."
+            )
+        return lines
+
+    @property
+    def launch(self) -> str:
+        """The command by which torchtitan launches the best candidate, with its config file of the model."""
+        best, parallel, pipeline = self.best[0], self.best[0].parallel, self.best[0].pipeline
+        node = min(best.offer.machine.ranks_per_node, best.step.gpus)
+        parts = pipeline.stages * pipeline.interleaved
+        numbers = {
+            "job.config_file": f"{self.question.model.name}.toml",
+            "training.seq_len": self.question.tokens,
+            "training.local_batch_size": parallel.rows,
+            f"parallelism.data_parallel_{'replicate' if parallel.shard == 'none' else 'shard'}_degree": parallel.dp,
+            "parallelism.context_parallel_degree": parallel.cp,
+            "parallelism.tensor_parallel_degree": parallel.tp,
+            "parallelism.pipeline_parallel_degree": pipeline.stages,
+            "parallelism.expert_parallel_degree": parallel.ep,
+            "parallelism.expert_tensor_parallel_degree": parallel.tp,
+            "parallelism.fsdp_reshard_after_forward": "always" if parallel.shard == "weights" else "never",
+            # torchtitan cannot keep the output of attention alone: it computes that again, too, in less memory.
+            "activation_checkpoint.mode": {"attention": "full"}.get(parallel.checkpointing, parallel.checkpointing),
+            "activation_checkpoint.selective_ac_option": "op",
+        }
+        if pipeline.interleaved > 1:
+            numbers |= {
+                "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
+                "parallelism.pipeline_parallel_layers_per_stage": ceil(self.question.model.layers / parts),
+                "parallelism.pipeline_parallel_first_stage_less_layers": 0,
+                "parallelism.pipeline_parallel_last_stage_less_layers": 0,
+            }
+        flags = " ".join(f"--{name} {value}" for name, value in numbers.items())
+        nodes = f"torchrun --nnodes {best.step.gpus // node} --nproc_per_node {node}"
+        return f"{nodes} -m torchtitan.train {flags} --compile.enable --activation_checkpoint.early_stop"
+
+    @property
+    def not_fitting(self) -> list[str]:
+        """What does not fit, of each machine: the nearest miss with all GPUs, and numbers of GPUs that are too few."""
+        misses = {one.name: nearest_miss(self.found[one.name, self.question.gpus], one) for one in self.question.offers}
+        return [f"{name}: {words}" for name, words in misses.items() if words] + [
+            f"{offer.name}: nothing fits on {', '.join(map(str, none))} GPUs"
+            for offer in self.question.offers
+            if (none := [gpus for gpus in self.question.counts if not self.found[offer.name, gpus].best])
+        ]
+
+    @property
+    def refused(self) -> list[str]:
+        """Candidates that no plan or simulation takes, by reason."""
+        reasons = sum((found.refused for found in self.found.values()), Counter[str]())
+        return [f"{plural(count, 'candidate')}: {reason}" for reason, count in reasons.items()]
+
+    @cached_property
+    def frontier(self) -> dict[str, list[tuple[int, int]]]:
+        """By checkpointing: (GPUs, most tokens of one sequence that fit on them), of the best candidate's machine."""
+        return {name: find_frontier(self.question, self.best[0].offer, name) for name in CHECKPOINTING}
+
+
+def describe_place(candidate: TrainingCandidate) -> str:
+    """The GPUs of a candidate in words."""
+    return f"{plural(candidate.step.gpus, 'GPU')} of {candidate.offer.name}"
+
+
+def span(candidate: TrainingCandidate) -> tuple[float, float]:
+    """Seconds of 1e9 tokens at both ends of the band of attention; both as modelled where there is no band."""
+    step, per_token = candidate.step, 1e9 / candidate.step.tokens
+    low, high = step.seconds_band or (step.seconds, step.seconds)
+    return per_token * low, per_token * high
+
+
+def shares(candidate: TrainingCandidate) -> dict[str, float]:
+    """Shares of a step: attention that computes, all else of attention, products and norms, traffic, and the bubble."""
+    parts, seconds = candidate.step.parts, candidate.step.seconds
+    attention = sum(parts[name] for name in ATTENTION_PARTS)
+    traffic, bubble = sum(parts[name] for name in TRAFFIC), parts["bubble"]
+    least = min(candidate.least_attention, attention)
+    return {
+        "attention computes": least / seconds,
+        "attention waits, merges and starts": (attention - least) / seconds,
+        "products, norms and optimiser": (seconds - attention - traffic - bubble) / seconds,
+        f"exposed traffic of {', '.join(TRAFFIC)}": traffic / seconds,
+        "bubble of the pipeline": bubble / seconds,
+    }
+
+
+def explain(candidate: TrainingCandidate) -> str:
+    """What bounds a candidate, in words."""
+    parts = shares(candidate)
+    largest = max(parts, key=lambda name: parts[name])
+    others = ", ".join(f"{name} {share:.1%}" for name, share in parts.items() if name != largest and share >= 0.001)
+    words = f"bound by: {largest} {parts[largest]:.1%} of the step; {others}"
+    memory = candidate.offer.machine.memory
+    if memory is None:
+        return words
+    category = max(candidate.step.memory, key=lambda name: candidate.step.memory[name])
+    nearly = "memory nearly full" if candidate.bytes > NEARLY_FULL * memory else "memory"
+    return f"{words}; {nearly}: {size(candidate.bytes)} of {size(memory)}, most of it {category}"
+
+
+def nearest_miss(found: Found, offer: Offer) -> str:
+    """The candidate that needs the least more than there is, and what would help, in words; "" where all fit."""
+    has = offer.machine.memory
+    if has is None or not found.too_large:
+        return ""
+    nearest = min(found.too_large, key=lambda one: one.bytes)
+    memory, lacking = nearest.step.memory, nearest.bytes - has
+    category = max(memory, key=lambda name: memory[name])
+    words = (
+        f"the nearest miss is {nearest.name}, {nearest.choices}: {size(lacking)} more than the {size(has)} there are, "
+        f"most of it {category}, {size(memory[category])}"
+    )
+    if lacking <= memory["activations"]:
+        words += f"; it would fit with {size(lacking)} of its activations in the memory of the host"
+    return words
+
+
+def describe_numbers(advice: Advice) -> list[str]:
+    """Each number of the machines that steps follow from, with its source."""
+    machines = {one.offer.name: one.offer.machine for one in advice.best}
+    return [
+        f"{where}: {name} {getattr(machine, name):g} {number.unit}, {machine.source(name)}"
+        for where, machine in machines.items()
+        for name, number in MACHINE_NUMBERS.items()
+        if number.python_type is float and getattr(machine, name) is not None
+    ]
+
+
+def describe_counts(counts: Counter[str]) -> str:
+    """What became of the candidates, in words."""
+    parts = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+    return f"{plural(sum(counts.values()), 'candidate')}: {parts}"
+
+
+def find_frontier(question: Question, offer: Offer, checkpointing: str) -> list[tuple[int, int]]:
+    """(GPUs, most tokens) of one sequence on all of them, in powers of two, by counted bytes."""
+    points = []
+    for gpus in question.counts:
+        most, tokens = 0, 1 << 10
+        while tokens <= MOST_TOKENS and _any_fits(
+            replace(question, tokens=tokens, batch=1), offer, gpus, checkpointing
+        ):
+            most, tokens = tokens, 2 * tokens
+        if most:
+            points.append((gpus, most))
+    return points
+
+
+def _any_fits(question: Question, offer: Offer, gpus: int, checkpointing: str) -> bool:
+    return any(
+        question.step(offer.machine, parallel, pipeline, least_attention_of_layers).fits is not False
+        for parallel, pipeline in list_spreads(question, offer.machine, gpus)
+        if parallel.checkpointing == checkpointing and parallel.shard in ("weights", "none")
+    )
+
+
+def advise(question: Question, by: str = "time", tell: Listener = lambda done, count, what: None) -> Advice:
+    """The advice on a question; `by` is one of ORDERS, and `tell` receives the progress.
+
+    Raises InvalidInput where nothing fits, and where offers are compared without prices.
+    """
+    if by not in ORDERS:
+        raise InvalidInput(f"by={by}: {did_you_mean(by, ORDERS)}expected one of {', '.join(ORDERS)}")
+    if len(question.offers) > 1 and any(offer.price is None for offer in question.offers):
+        raise InvalidInput("prices: several machines are compared by their prices; give each a price an hour")
+    found = {}
+    tasks = [(offer, gpus) for offer in question.offers for gpus in question.counts]
+    for done, (offer, gpus) in enumerate(tasks):
+        tell(done, len(tasks) + 2, f"{plural(gpus, 'GPU')} of {offer.name}")
+        found[offer.name, gpus] = search(question, offer, gpus, SHOWN if gpus == question.gpus else 1)
+    best = _choose(found, by)
+    if not best:
+        raise _nothing_fits(question, found)
+    tell(len(tasks), len(tasks) + 2, "other bandwidths")
+    far = best[0].step.gpus > best[0].offer.machine.ranks_per_node
+    bandwidths = [_vary_bandwidth(question, candidate) for candidate in best] if far else []
+    tell(len(tasks) + 1, len(tasks) + 2, "other lengths")
+    others = (replace(question, tokens=max(int(factor * question.tokens), 1)) for factor in LENGTHS)
+    lengths = [next(iter(search(other, best[0].offer, best[0].step.gpus, 1).best), None) for other in others]
+    return Advice(question, by, found, best, bandwidths, lengths)
+
+
+def _choose(found: dict[tuple[str, int], Found], by: str) -> list[TrainingCandidate]:
+    """The best candidates of all, of equal ones the one with fewer bytes."""
+
+    def key(candidate: TrainingCandidate) -> tuple[int, int, int]:
+        value = candidate.seconds if by == "time" else candidate.cost
+        return round(log(value) / EQUAL) if value else 0, candidate.order[0], candidate.bytes
+
+    return sorted((candidate for one in found.values() for candidate in one.best), key=key)[:SHOWN]
+
+
+def _nothing_fits(question: Question, found: dict[tuple[str, int], Found]) -> InvalidInput:
+    """Why nothing fits: the nearest miss, and on how many GPUs something would."""
+    reasons = [reason for one in found.values() for reason in one.refused]
+    for offer in question.offers:
+        if words := nearest_miss(found[offer.name, question.gpus], offer):
+            more = (factor * question.gpus for factor in (2, 4, 8, 16))
+            fitting = next((n for n in more if any(_any_fits(question, offer, n, x) for x in CHECKPOINTING)), None)
+            reasons.append(f"{offer.name}: {words}{f'; on {fitting} GPUs something fits' if fitting else ''}")
+    why = "; ".join(reasons[:3]) or "no cp x dp x tp x pp has this number of GPUs and this batch"
+    return InvalidInput(
+        f"{question.model.name} with {question.tokens:,} tokens fits on no number of GPUs up to {question.gpus}: {why};"
+        " try more GPUs, fewer tokens, or machines with more memory"
+    )
+
+
+def _vary_bandwidth(question: Question, candidate: TrainingCandidate) -> list[TrainingCandidate]:
+    """The candidate at each of BANDWIDTHS."""
+    machine = candidate.offer.machine
+    machines = (replace(machine, bandwidth=factor * machine.bandwidth) for factor in BANDWIDTHS)
+    steps = (question.step(one, candidate.parallel, candidate.pipeline) for one in machines)
+    return [replace(candidate, step=step) for step in steps]
+
+
+def record(advice: Advice) -> dict[str, Any]:
+    """The advice as plain data: seconds, bytes, and costs of 1e9 tokens."""
+    question = advice.question
+    return {
+        "question": {
+            "model": question.model.name,
+            "tokens": question.tokens,
+            "gpus": question.gpus,
+            "batch": question.batch,
+            "dtype": question.dtype,
+            "by": advice.by,
+            "machines": {offer.name: offer.price for offer in question.offers},
+        },
+        "verdict": advice.verdict,
+        "changes": advice.changes,
+        "best": [_record(candidate) for candidate in advice.best],
+        "pareto": [_record(candidate) for candidate in advice.pareto],
+        "does not fit": advice.not_fitting,
+        "how sure": advice.doubts,
+        "launch": advice.launch,
+        "numbers": describe_numbers(advice),
+        "counts": {f"{name}, {gpus} GPUs": dict(found.counts) for (name, gpus), found in advice.found.items()},
+        "refused": advice.refused,
+        "bandwidth": [
+            {"factor": factor, "seconds": [line[place].seconds for line in advice.bandwidths]}
+            for place, factor in enumerate(BANDWIDTHS)
+            if advice.bandwidths
+        ],
+        "frontier": advice.frontier,
+    }
+
+
+def _record(candidate: TrainingCandidate) -> dict[str, Any]:
+    parallel, step = candidate.parallel, candidate.step
+    low, high = span(candidate)
+    return {
+        "machine": candidate.offer.name,
+        "gpus": step.gpus,
+        **{name: getattr(parallel, name) for name in ("cp", "dp", "tp", "ep", "layout", "schedule", "checkpointing")},
+        "pp": candidate.pipeline.stages,
+        "interleaved": candidate.pipeline.interleaved,
+        "sharding": parallel.shard,
+        "batch": parallel.rows * parallel.dp,
+        "plan": step.plan,
+        "step seconds": step.seconds,
+        "seconds of 1e9 tokens": candidate.seconds,
+        "seconds of 1e9 tokens, band": [low, high],
+        "cost of 1e9 tokens": None if candidate.offer.price is None else candidate.cost,
+        "mfu": step.mfu,
+        "tflops": step.tflops,
+        "tokens per second and GPU": step.tokens_per_second,
+        "parts": step.parts,
+        "memory": step.memory,
+        "why": explain(candidate),
+    }
+
+
+def tabulate(candidates: Sequence[TrainingCandidate]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a table of candidates."""
+    header = ["candidate", "1e9 tokens", "step", "cost of 1e9", "MFU", "memory"]
+    rows = [
+        [
+            f"{place}. {candidate.offer.name} x {candidate.step.gpus}: {candidate.name}",
+            duration(candidate.seconds),
+            duration(candidate.step.seconds),
+            f"{digits(candidate.cost)}" + (" GPU h" if candidate.offer.price is None else ""),
+            "" if candidate.step.mfu is None else f"{candidate.step.mfu:.1%}",
+            size(candidate.bytes),
+        ]
+        for place, candidate in enumerate(candidates, 1)
+    ]
+    return header, rows

@@ -1,0 +1,131 @@
+"""The advice as one HTML page: the verdict and what would change it, plots, and narrow tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from ..pages.pages import COLOURS, MARKERS, drawing, render_page, to_svg
+from .advice import BANDWIDTHS, Advice, describe_counts, describe_numbers, explain, span, tabulate
+
+
+def render(advice: Advice) -> str:
+    """The page. Raises Unsupported where matplotlib is missing."""
+    best = advice.best[0]
+    # Title, what draws it and from what, and what it shows; without data there is no plot.
+    plots: list[tuple[str, Callable[[Any, Any], None], object, str]] = [
+        ("Time and cost", _pareto, advice, "Each point is the fastest of a shape; the line joins the Pareto front."),
+        ("Time by part", _time, advice, "The candidates of the table, in its order."),
+        ("Tokens that fit", _frontier, advice, f"Counted bytes, {best.offer.name}, one sequence on all GPUs."),
+        ("Memory of a GPU", _memory, advice,
+         "The candidates of the table, in its order; the dashed lines are the GPUs' memory."),
+        ("Bandwidth between nodes", _bandwidth, advice if advice.bandwidths else None,
+         "The candidates of the table with the plans that they have now."),
+    ]  # fmt: skip
+    values = {
+        "advice": advice,
+        "plots": [(title, _draw(draw, data), caption) for title, draw, data, caption in plots if data is not None],
+        "best": dict(zip(("header", "rows"), tabulate(advice.best), strict=True)),
+        "pareto": dict(zip(("header", "rows"), tabulate(advice.pareto), strict=True)),
+        "reasons": [f"{one.name}: {one.step.plan}; {one.choices}; {explain(one)}" for one in advice.best],
+        "numbers": describe_numbers(advice),
+        "counts": describe_counts(advice.counts),
+    }
+    return render_page(__package__ or "", "advise.j2", "html", values)
+
+
+def _draw(draw: Callable[[Any, Any], None], data: object) -> Markup:
+    with drawing(3.4) as figure:
+        draw(figure, data)
+        if figure.axes[0].get_legend_handles_labels()[0]:
+            figure.legend(loc="outside lower center", fontsize=7, framealpha=0.0, ncols=2)
+        return to_svg(figure, draw.__name__)
+
+
+def _lines(
+    figure: Any, series: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str, *, joined: bool = True
+) -> Any:
+    """Axes with points for each name, joined or not, over logarithmic x."""
+    axes = figure.subplots()
+    for i, (name, points) in enumerate(series.items()):
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "alpha": 0.8}
+        line = "-" if joined else ""
+        axes.plot(*zip(*sorted(points), strict=True), label=name, markersize=4, linestyle=line, **style)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel=x, ylabel=y)
+    axes.xaxis.set_major_formatter(lambda value, place: f"{value:g}")
+    axes.grid(alpha=0.25)
+    return axes
+
+
+def _pareto(figure: Any, advice: Advice) -> None:
+    series: dict[str, list[tuple[float, float]]] = {}
+    for one in advice.all:
+        series.setdefault(one.offer.name, []).append((one.seconds / 3600, one.cost))
+    axes = _lines(figure, series, "hours of 1e9 tokens, modelled", f"cost of 1e9 tokens\n({advice.unit})", joined=False)
+    front = [(one.seconds / 3600, one.cost) for one in advice.pareto]
+    ring = {"markersize": 9, "markerfacecolor": "none"}  # a front of one point has no line
+    axes.plot(*zip(*front, strict=True), "o--", color=COLOURS[3], label="Pareto front", **ring)
+    # Below and to the left of a point of the front there is no other point.
+    place = {"xytext": (-6, -6), "textcoords": "offset points", "ha": "right", "va": "top", "fontsize": 7}
+    for candidate in {one.step.gpus: one for one in reversed(advice.pareto)}.values():
+        axes.annotate(f"{candidate.step.gpus} GPUs", (candidate.seconds / 3600, candidate.cost), **place)
+    axes.margins(0.3, 0.2)  # room for the words beside the first point
+
+
+def _frontier(figure: Any, advice: Advice) -> None:
+    series = {f"checkpointing={name}": points for name, points in advice.frontier.items() if points}
+    axes = _lines(figure, series, "GPUs", "most tokens of a sequence, counted")
+    axes.set_yscale("log", base=2)
+    axes.axhline(advice.question.tokens, linestyle=":", color=COLOURS[3])
+    axes.yaxis.set_major_formatter(
+        lambda value, place: f"{value / 1024:g}k" if value < 2**20 else f"{value / 2**20:g}M"
+    )
+
+
+def _stack(figure: Any, bars: Sequence[Mapping[str, float]], label: str) -> Any:
+    """Axes with a bar for each candidate of the table, of named parts."""
+    axes = figure.subplots()
+    places, left = np.arange(len(bars)), np.zeros(len(bars))
+    for i, name in enumerate(dict.fromkeys(name for bar in bars for name, part in bar.items() if part)):
+        parts = np.array([bar.get(name, 0.0) for bar in bars])
+        hatch = "//" * (i // len(COLOURS))
+        axes.barh(places, parts, left=left, label=name, color=COLOURS[i % len(COLOURS)], hatch=hatch)
+        left += parts
+    axes.set_yticks(places, [f"{place + 1}." for place in places])
+    axes.invert_yaxis()
+    axes.set(xlabel=label)
+    return axes
+
+
+def _time(figure: Any, advice: Advice) -> None:
+    scales = [one.seconds / one.step.seconds / 3600 for one in advice.best]
+    bars = [
+        {name: scale * part for name, part in one.step.parts.items()}
+        for one, scale in zip(advice.best, scales, strict=True)
+    ]
+    axes = _stack(figure, bars, "hours of 1e9 tokens, modelled, and the band of published steps")
+    hours = np.array([one.seconds / 3600 for one in advice.best])
+    bands = np.array([span(one) for one in advice.best]).T / 3600
+    axes.errorbar(hours, range(len(hours)), xerr=abs(bands - hours), fmt="none", ecolor=COLOURS[3], capsize=3)
+
+
+def _memory(figure: Any, advice: Advice) -> None:
+    bars = [{name: count / 2**30 for name, count in one.step.memory.items()} for one in advice.best]
+    axes = _stack(figure, bars, "GiB, counted and modelled")
+    for has in {one.offer.machine.memory or 0.0 for one in advice.best} - {0.0}:
+        axes.axvline(has / 2**30, linestyle="--", color=COLOURS[3])
+
+
+def _bandwidth(figure: Any, advice: Advice) -> None:
+    series = {
+        f"{place}. {one.name}": [
+            (factor * one.offer.machine.bandwidth / 1e9, changed.seconds / 3600)
+            for factor, changed in zip(BANDWIDTHS, line, strict=True)
+        ]
+        for place, (one, line) in enumerate(zip(advice.best, advice.bandwidths, strict=True), 1)
+    }
+    _lines(figure, series, "GB/s between nodes", "hours of 1e9 tokens, modelled")

@@ -1,0 +1,174 @@
+"""The plots of a suite's results: lines over tokens, or bars by case. They need matplotlib."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from markupsafe import Markup
+
+from ...text import duration, size
+from ..pages.pages import COLOURS, draw_lines, drawing, to_svg
+from .case import BenchSuite, CaseRecord, Values
+
+#: Endings of the names of cases that the title of a plot says.
+PASSES = ("_forward", "_backward", "_step")
+#: The middle of a bar, and the ends of its whisker.
+Bar = tuple[float, float, float]
+Show = Callable[[float], str]
+Rows = Mapping[str, Mapping[str, Bar]]
+
+
+def draw(cases: list[CaseRecord], suite: BenchSuite | None) -> list[tuple[str, Markup]]:
+    """(title, <svg> element) of each plot; empty without matplotlib, and where nothing can be compared."""
+    if find_spec("matplotlib") is None:
+        return []
+    drawn = []
+    for title, value, unit in (("median time", median, duration), ("peak of tensors", peak_of_tensors, size)):
+        if series := _over_tokens(cases, value):
+            drawn.append(_draw_lines(title, series, unit))
+    if drawn:
+        return drawn
+    for words, some in _by_pass(cases).items():
+        title, rows, show, reference = _choose(some, suite)
+        if sum(map(len, rows.values())) > 1:
+            drawn.append(
+                _draw_bars(title + words, rows, show, reference, {_label(case): _missing(case) for case in some})
+            )
+    return drawn
+
+
+def median(case: CaseRecord) -> float | None:
+    """The median time of a case's first column in seconds; None of a case that failed."""
+    return next((column["median"] for column in case["columns"].values()), None)
+
+
+def peak_of_tensors(case: CaseRecord) -> float | None:
+    """The most bytes of tensors of a case's first column that tells them; None where none does."""
+    return next((column["peaks"]["tensors"] for column in case["columns"].values() if "peaks" in column), None)
+
+
+def line_name(case: CaseRecord) -> str:
+    """The name of a system, with the real ranks that shared it."""
+    return str(case["settings"]["system"]) + (f", {case['ranks']} ranks" if case["ranks"] > 1 else "")
+
+
+def _over_tokens(cases: list[CaseRecord], value: Values) -> dict[str, list[tuple[int, float]]]:
+    """Points (tokens, value) of each system; only systems with more than two lengths."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    for case in cases:
+        if "system" in case["settings"] and (number := value(case)) is not None:
+            series.setdefault(line_name(case), []).append((case["settings"]["tokens"], number))
+    return {name: sorted(points) for name, points in series.items() if len(points) > 2}
+
+
+def _draw_lines(title: str, series: dict[str, list[tuple[int, float]]], show: Show) -> tuple[str, Markup]:
+    with drawing(3.2 + 0.16 * len(series)) as figure:
+        axes = draw_lines(figure, series, "tokens", f"{title}, measured", log=True)
+        axes.set_yscale("log")
+        axes.xaxis.set_major_formatter(lambda count, place: size(count).rstrip("iB").replace(".0 ", ""))
+        axes.yaxis.set_major_formatter(lambda value, place: show(value))
+        axes.grid(alpha=0.25)
+        return title, to_svg(figure, title)
+
+
+def _by_pass(cases: list[CaseRecord]) -> dict[str, list[CaseRecord]]:
+    """The cases that did not fail, by what a title adds where there are forwards, and forwards with backwards."""
+    done = [case for case in cases if "failed" not in case]
+    kinds = {case["settings"].get("backward") for case in done}
+    if kinds != {True, False}:
+        return {"": done}
+    names = {False: ", forward", True: ", forward and backward"}
+    return {name: [case for case in done if case["settings"]["backward"] is kind] for kind, name in names.items()}
+
+
+def _choose(cases: list[CaseRecord], suite: BenchSuite | None) -> tuple[str, Rows, Show, float | None]:
+    """Title, bars, the text of a value, and the value that a line marks: of the suite, of ratios, or of times."""
+    if suite is not None and suite.bars is not None:
+        title, values = suite.bars
+        rows = {_label(case): {name: (x, x, x) for name, x in values(case).items()} for case in cases}
+        return title, rows, lambda value: f"{value:g}", None
+    ratios: dict[str, dict[str, Bar]] = {}
+    for case in cases:
+        for ratio in case.get("ratios", ()):
+            name = ratio["ratio"].partition(" x ")[0]
+            ratios.setdefault(_label(case), {})[name] = ratio["median"], ratio["min"], ratio["max"]
+    if ratios:
+        return "ratio of times", ratios, lambda value: f"{value:g}", 1.0
+    times: dict[str, dict[str, Bar]] = {}
+    for case in cases:
+        settings = case["settings"]
+        for name, column in case["columns"].items():
+            label, series = _label(case), name
+            if "system" in settings:
+                label, series = settings["system"], f"{settings['tokens']:,} tokens"
+                series += f", {case['ranks']} ranks" if case["ranks"] > 1 else ""
+            times.setdefault(label, {})[series] = column["median"], column["min"], column["max"]
+    return "median time", times, duration, None
+
+
+def _label(case: CaseRecord) -> str:
+    name = case["case"]
+    for ending in PASSES if "backward" in case["settings"] else ():
+        name = name.removesuffix(ending)
+    return name.replace("_", " ")
+
+
+def _missing(case: CaseRecord) -> list[str]:
+    """Which columns of a case have no numbers, a line for each reason, such as "wrong: NAME, NAME"."""
+    names: dict[str, list[str]] = {}
+    for name, reason in case.get("details", {}).get("missing", {}).items():
+        names.setdefault(reason.partition(":")[0], []).append(name)
+    found = [f"{reason}: {', '.join(columns)}" for reason, columns in names.items()]
+    return [line for text in found for line in textwrap.wrap(text, 58)]
+
+
+def _draw_bars(
+    title: str, rows: Rows, show: Show, reference: float | None, missing: Mapping[str, list[str]]
+) -> tuple[str, Markup]:
+    """Groups of horizontal bars, with whiskers from the least to the most, and words where a bar is missing."""
+    series = list(dict.fromkeys(name for bars in rows.values() for name in bars))
+    slots: list[tuple[float, str, str]] = []
+    places: dict[str, float] = {}
+    words: list[tuple[float, str]] = []
+    at = 0.0
+    for label, bars in rows.items():
+        lines = len(bars) + len(missing.get(label, ()))
+        places[label] = at + (lines - 1) / 2
+        slots += [(at + i, label, name) for i, name in enumerate(name for name in series if name in bars)]
+        words += [(at + len(bars) + i, line) for i, line in enumerate(missing.get(label, ()))]
+        at += lines + 0.8
+    values = [bar[0] for bars in rows.values() for bar in bars.values()]
+    log = (reference is not None or show is duration) and max(values) > 8 * min(values) > 0
+    start = reference if log and reference is not None else 0.0
+    with drawing(1.0 + 0.13 * at + 0.17 * (len(series) + 1) // 2) as figure:
+        axes: Any = figure.subplots()
+        for number, name in enumerate(series):
+            mine = [(y, rows[label][name]) for y, label, column in slots if column == name]
+            spread = [[mid - low for _, (mid, low, _) in mine], [high - mid for _, (mid, _, high) in mine]]
+            axes.barh(
+                [y for y, _ in mine],
+                [bar[0] - start for _, bar in mine],
+                left=start,
+                xerr=spread if any(map(any, spread)) else None,
+                height=0.85,
+                color=COLOURS[number % len(COLOURS)],
+                error_kw={"elinewidth": 0.7, "ecolor": "#808080"},
+                label=name,
+            )
+        if log:
+            axes.set_xscale("log")
+        for y, line in words:
+            axes.text(0.01, y, line, fontsize=6, va="center", transform=axes.get_yaxis_transform())
+        if reference is not None:
+            axes.axvline(reference, color="#808080", linewidth=0.8, linestyle="--")
+        axes.set_yticks(list(places.values()), list(places))
+        axes.invert_yaxis()
+        axes.xaxis.set_major_formatter(lambda value, place: show(value))
+        axes.xaxis.set_minor_formatter(lambda value, place: "")
+        axes.set_xlabel(f"{title}, {'log scale' if log else 'from 0'}")
+        axes.grid(alpha=0.25, axis="x")
+        figure.legend(loc="outside lower center", fontsize=7, framealpha=0.0, ncols=2)
+        return title, to_svg(figure, title)

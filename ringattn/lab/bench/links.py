@@ -1,0 +1,188 @@
+"""Ranks of one machine behind modelled links, and a transport whose messages take no time at all."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...transport.base import Message, Post, Transport
+from ...transport.launcher import run_local
+from ...transport.torchdist import TorchDist
+
+#: How the times behind links come about, for the record.
+NETWORK = "MODELLED links between processes of this machine: messages are held back for the time of their link"
+
+#: Most messages in flight from one rank to one other rank.
+SLOTS = 64
+#: Fields of a slot of the board: the message's tag; how often the tag was used before; the time (time.monotonic) when
+#: the message has arrived, inf until both sides have posted it; how many sides have still to ask for that time.
+TAG, TURN, ARRIVAL, ASKS_LEFT = range(4)
+
+
+@dataclass(frozen=True)
+class Links:
+    """`nodes` nodes of `ranks_per_node` ranks, with rates in bytes per second.
+
+    All ranks of a node share one link for what they send to other nodes (`bandwidth`); every rank has a link of its own
+    to each neighbour in its node (`node_bandwidth`).
+    """
+
+    nodes: int
+    ranks_per_node: int
+    bandwidth: float
+    node_bandwidth: float
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of all nodes."""
+        return self.nodes * self.ranks_per_node
+
+    def node(self, rank: int) -> int:
+        """The node of a rank."""
+        return rank // self.ranks_per_node
+
+
+class MessageBoard:
+    """When the messages between the processes of one machine have arrived: a file in memory that all of them map.
+
+    The model: a message starts when both sides have posted it, and when its link has finished the messages before it.
+    It occupies its link for bytes / rate. Links are queues: one for all messages that leave a node, and one for each
+    ordered pair of ranks in a node.
+    """
+
+    def __init__(self, path: Path, links: Links) -> None:
+        self.links = links
+        pairs = links.ranks * links.ranks
+        size = pairs * (1 + SLOTS * 4) * 8
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(self._file, size)  # a new file reads as zeros; the contents of an existing file stay
+        numbers = np.frombuffer(mmap.mmap(self._file, size), dtype=np.float64)
+        self._link_free = numbers[:pairs].reshape(links.ranks, links.ranks)
+        self._slots = numbers[pairs:].reshape(links.ranks, links.ranks, SLOTS, 4)
+
+    def post(self, source: int, target: int, tag: int, turn: int, size: int) -> None:
+        """Record that one side has posted a message of `size` bytes; the second side to post puts it on its link."""
+        with self._locked():
+            slot = self._find_slot(source, target, tag, turn)
+            if slot is None:
+                empty = np.flatnonzero(self._slots[source, target, :, ASKS_LEFT] == 0)
+                assert len(empty), f"more than {SLOTS} messages from rank {source} to rank {target} at a time"
+                self._slots[source, target, empty[0]] = tag, turn, np.inf, 2
+                return
+            node, target_node = self.links.node(source), self.links.node(target)
+            inside = node == target_node
+            queue = (source, target) if inside else (node * self.links.ranks_per_node,) * 2
+            rate = self.links.node_bandwidth if inside else self.links.bandwidth
+            start = max(time.monotonic(), self._link_free[queue])
+            self._link_free[queue] = slot[ARRIVAL] = start + size / rate
+
+    def arrival(self, source: int, target: int, tag: int, turn: int) -> float:
+        """When (time.monotonic) the message has arrived. Each side asks once, after both sides have posted."""
+        with self._locked():
+            slot = self._find_slot(source, target, tag, turn)
+            assert slot is not None and np.isfinite(slot[ARRIVAL]), "asked before both sides had posted"
+            slot[ASKS_LEFT] -= 1
+            return float(slot[ARRIVAL])
+
+    def _find_slot(self, source: int, target: int, tag: int, turn: int) -> np.ndarray | None:
+        slots = self._slots[source, target]
+        matches = np.flatnonzero((slots[:, ASKS_LEFT] > 0) & (slots[:, TAG] == tag) & (slots[:, TURN] == turn))
+        return slots[matches[0]] if len(matches) else None
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+class Wrapper:
+    """A transport that passes everything but messages on to `inner`."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class DelayedTransport(Wrapper):
+    """A transport between ranks of one machine whose messages arrive no sooner than on the links of a MessageBoard.
+
+    The messages are really sent, too. Their modelled time passes while the rank computes; a wait sleeps for what is
+    left of it, which takes no core from ranks that compute. Handshakes are not delayed.
+    """
+
+    def __init__(self, inner: Transport, board: MessageBoard) -> None:
+        assert inner.size == board.links.ranks
+        super().__init__(inner)
+        self.board = board
+        self._turns: Counter[tuple[int, int, int]] = Counter()
+
+    def post(self, post: Post) -> Any:
+        """Start the messages of a step and return a ticket."""
+        keys = [self._next_key(message, self.rank, message.peer) for message in post.sends]
+        keys += [self._next_key(message, message.peer, self.rank) for message in post.recvs]
+        for key, message in zip(keys, (*post.sends, *post.recvs), strict=True):
+            # On the board before it is sent: once a message has arrived, the board has the posts of both sides.
+            self.board.post(*key, message.data.numel())
+        return self.inner.post(post), keys
+
+    def wait(self, ticket: Any) -> None:
+        """Block until the messages of a ticket have arrived, really and by the model."""
+        inner_ticket, keys = ticket
+        self.inner.wait(inner_ticket)
+        left = max((self.board.arrival(*key) for key in keys), default=0.0) - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+
+    def _next_key(self, message: Message, source: int, target: int) -> tuple[int, int, int, int]:
+        key = source, target, message.tag
+        self._turns[key] += 1
+        return *key, self._turns[key]
+
+
+class InstantMessages:
+    """Messages that take no time and bring zeros: a program with them takes the time of its computing."""
+
+    def post(self, post: Post) -> None:
+        """Fill the receive buffers with zeros."""
+        for message in post.recvs:  # NaNs of a reused buffer would take kernels through their slow path
+            message.data.zero_()
+
+    def wait(self, ticket: None) -> None:
+        """Return at once: no message is in flight."""
+
+
+class InstantTransport(InstantMessages, Wrapper):
+    """A transport with `InstantMessages`."""
+
+
+def run_nodes(function: Callable[..., Any], links: Links, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Return values of function(rank, transport, *args) on `links.ranks` new Gloo ranks behind links, in rank order.
+
+    `function` belongs to an importable module. `timeout` (seconds) bounds the whole run and every message. Raises
+    LaunchFailure with the last output of the ranks; no process is left behind.
+    """
+    with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
+        board = str(Path(scratch, "board"))
+        return run_local(_run_rank, links.ranks, function, links, board, timeout, args, timeout=timeout, threads=1)
+
+
+def _run_rank(
+    rank: int, function: Callable[..., Any], links: Links, board: str, timeout: float, args: tuple[Any, ...]
+) -> Any:
+    return function(rank, DelayedTransport(TorchDist(timeout=timeout), MessageBoard(Path(board), links)), *args)

@@ -1,0 +1,68 @@
+"""The results of a suite: JSON lines, a header and a line for each case, appended when the case was measured."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ...errors import InvalidInput
+from ...files import check_readable, make_folder
+from ..pages.journal import Journal, read_journal
+from .case import CaseRecord
+
+FORMAT = "ringattn bench 3"
+
+
+def open_results(folder: Path, header: dict[str, Any], names: list[str]) -> Journal:
+    """The journal of a run: that of an interrupted run with an equal header and some of `names` left, or a new one.
+
+    A new file has a dated, numbered name. Only the date may differ between equal headers.
+    """
+    make_folder(folder)
+    host = header["machine"]
+    hardware = slug(header["device"] or "") or f"{slug(str(host['cpu']))}_{host['cores']}cores"
+    stem = f"{header['suite']}_{hardware}"
+    paths = sorted((path for path in folder.glob(f"{stem}_*.jsonl") if _number(path)), key=_number)
+    for path in paths:
+        found, records = _read(path)
+        if _without_date(found) == _without_date(header) and not set(names) <= records.keys():
+            return Journal(path, found)
+    day = f"{stem}_{host['date'][:10]}"
+    number = 1 + max((_number(path) for path in paths if path.stem.startswith(day)), default=0)
+    return Journal(folder / f"{day}_{number}.jsonl", header)
+
+
+def _number(path: Path) -> int:
+    """The number of a file of results; 0 for another file."""
+    match = re.search(r"_\d{4}-\d\d-\d\d_(\d{1,9})$", path.stem)
+    return int(match[1]) if match else 0
+
+
+def _without_date(header: dict[str, Any]) -> dict[str, Any]:
+    return {**header, "machine": {**header["machine"], "date": None}}
+
+
+def read_results(path: Path, setting: str = "results") -> dict[str, Any]:
+    """The record of a suite: its header, "cases", and "mixed" where the code changed during the run.
+
+    Raises InvalidInput, naming the setting, where the file cannot be read or is no result of a suite.
+    """
+    check_readable(path, setting)
+    header, records = _read(path)
+    cases = list(records.values())
+    mixed = any(case.get("source", header["machine"]["source"]) != header["machine"]["source"] for case in cases)
+    return {**header, "cases": cases, "mixed": mixed}
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, CaseRecord]]:
+    """The header, and the records of the cases by name."""
+    header, records = read_journal(path)
+    if header is None or header.get("format") != FORMAT:
+        raise InvalidInput(f"{path}: is no result of a suite; give a .jsonl file that ringattn bench has written")
+    return header, records
+
+
+def slug(name: str) -> str:
+    """A name as a part of a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -1,0 +1,337 @@
+"""The report of a suite's results: the tables that the console, the Markdown file and the page show, and its sentences.
+
+Every number is read from the results; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from markupsafe import Markup
+
+from ...errors import InvalidInput
+from ...files import write_text
+from ...text import duration, plural, shorten, size
+from ..pages.pages import Cell, ReportTable, render_page
+from . import SUITES, figures
+from .case import BenchSuite, CaseRecord, iqr
+from .records import read_results
+
+#: Settings that get a column where cases differ, and a place in the sentence below the table where they do not.
+SETTINGS = (
+    *("system", "tokens", "pattern", "backward", "ring_size", "segment_lengths", "dilation_rates", "block", "density"),
+    *("k", "batch", "heads", "head_dim", "dtype", "layout"),
+)
+#: The warning of results whose cases measured different versions of the code.
+MIXED = "The code changed during this run: its cases measured different versions. Run it again."
+#: The beginning of the index of a folder of results.
+INDEX = (
+    "# Results\n\n"
+    "The newest run of each suite on each machine, and of each study. `ringattn report` writes this page.\n\n"
+)
+#: Most characters of a setting and of a remark in a table.
+MOST_SETTING, MOST_REMARK = 40, 160
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """All that the templates say of a suite's results, which `command` makes again; `stem` names its plots."""
+
+    record: dict[str, Any]
+    command: str
+    stem: str = ""
+
+    @property
+    def suite(self) -> BenchSuite | None:
+        """The suite; None where the package that has it is not installed."""
+        return SUITES.get(self.record["suite"])
+
+    @property
+    def warnings(self) -> list[str]:
+        """`MIXED` where it holds, and how many cases are missing."""
+        done = len(self.record["cases"])
+        planned = self.record.get("planned", done)  # results of earlier versions do not say
+        missing = (
+            f"Incomplete: {done} of {planned} cases; to measure the others: {self.command}" if done < planned else ""
+        )
+        return [warning for warning in (MIXED if self.record["mixed"] else "", missing) if warning]
+
+    @property
+    def conclusion(self) -> str | None:
+        """What the cases show, as a sentence; None where none was measured."""
+        suite, cases = self.suite, self.record["cases"]
+        if suite is None or not cases:
+            return None
+        if suite.conclude is not None:
+            text, met = suite.conclude(cases)
+            words = f"{text}; target {'met' if met else 'missed'}."
+        else:
+            words = suite.claim.ours(cases) if suite.claim else _judge(cases)
+        return words[:1].upper() + words[1:]
+
+    @property
+    def tables(self) -> list[ReportTable]:
+        """The tables that have rows: by length, ratios, memory against a formula, what cases conclude, every column."""
+        cases, kind = self.record["cases"], self.record["kind"]
+        tables = [
+            _by_tokens(f"median time by tokens [{kind}]", cases, figures.median, duration),
+            _by_tokens(f"peak of tensors per token [{kind}]", cases, _tensors_per_token, size),
+            _ratios(f"ratios of times, round by round [{kind}]", cases),
+            _formulas("peak memory per rank [measured] and its formula [counted]", cases),
+            _summaries("what the cases conclude", cases),
+            _columns(f"every column [{kind}]", cases),
+        ]
+        return [table for table in tables if table.rows]
+
+    @property
+    def shared(self) -> str:
+        """The settings that are equal for all cases, as name=value."""
+        equal = _settings(self.record["cases"])[1]
+        return ", ".join(f"{name}={value}" for name, value in equal.items() if value)
+
+    @property
+    def notes(self) -> list[str]:
+        """How the numbers were obtained, and the pattern of each system."""
+        cases = self.record["cases"]
+        patterns = [
+            f"{settings['system']}: {settings['pattern']}"
+            for settings in (case["settings"] for case in cases)
+            if {"system", "pattern"} <= settings.keys()
+        ]
+        return list(dict.fromkeys([*(note for case in cases for note in case["notes"]), *patterns]))
+
+    @cached_property
+    def figures(self) -> list[tuple[str, Markup]]:
+        """(title, <svg> element) of each plot; empty without matplotlib."""
+        return figures.draw(self.record["cases"], self.suite)
+
+
+def _judge(cases: list[CaseRecord]) -> str:
+    """How many ratios reach their targets, and which is furthest off."""
+    ratios = [(ratio, case["case"]) for case in cases for ratio in case.get("ratios", ()) if ratio["target"]]
+    if not ratios:
+        return f"{plural(len(cases), 'case')} measured, none with a target."
+    met = sum(ratio["met"] for ratio, _ in ratios)
+    worst, name = min(ratios, key=lambda pair: pair[0]["median"] / pair[0]["target"])
+    least = f"{worst['ratio']} of {name} is {worst['median']:.2f}, target {worst['target']:.3g}"
+    return f"{met} of {plural(len(ratios), 'ratio')} reached the target; the least, {least}."
+
+
+def render(report: BenchReport, kind: str) -> str:
+    """The report as "markdown" or "html"."""
+    return render_page(__package__ or "", "bench.j2", kind, {"report": report})
+
+
+def narrow(table: ReportTable) -> ReportTable:
+    """A table for a console: of a row for each case no columns of settings and details, and short remarks."""
+    is_of_cases = {"IQR", "remark"} & set(table.header)
+    left_out = (*SETTINGS, "threads", "min", "max", "tokens/s") if is_of_cases else ()
+    kept = [i for i, name in enumerate(table.header) if name not in left_out]
+    rows = [[shorten(row[i], MOST_SETTING) for i in kept] for row in table.rows]
+    return ReportTable([table.header[i] for i in kept], rows, table.title)
+
+
+def _columns(title: str, cases: list[CaseRecord]) -> ReportTable:
+    """A row for each column of each case, and for each case that failed. Columns that nothing fills are left out."""
+    varied = _settings(cases)[0]
+    if "system" in varied:  # the case and the notes say both
+        varied = [name for name in varied if name not in ("system", "pattern")]
+    header = ["case", *varied, "ranks", "column", "threads", "median", "IQR", "min", "max", "tokens/s"]
+    header += ["peak of tensors", "peak of the process", "error", "remark"]
+    rows = []
+    for case in cases:
+        start = [case["case"], *(_setting(case, name) for name in varied), _count(case["ranks"])]
+        blank = [""] * (len(header) - len(start) - 1)
+        if "failed" in case:
+            last_line = case["failed"]["message"].splitlines()[-1].strip()
+            rows.append([*start, *blank, shorten(f"{case['failed']['class']}: {last_line}", MOST_REMARK)])
+        for name, column in case.get("columns", {}).items():
+            rows.append([*start, *_column_cells(case, name, column), ""])
+        for name, reason in case.get("details", {}).get("missing", {}).items():
+            rows.append([*start, name, *blank[1:], reason])
+    return _without_empty(title, header, rows)
+
+
+def _column_cells(case: CaseRecord, name: str, column: dict[str, Any]) -> list[str]:
+    """From the name of a column to its error."""
+    tokens, peaks = case["settings"].get("tokens"), column.get("peaks", {})
+    rate = tokens / column["median"] if tokens and "system" in case["settings"] else None
+    numbers = (column["median"], iqr(column["seconds"]), column["min"], column["max"])
+    return [
+        name,
+        _count(column["threads"]),
+        *(Cell(duration(value), value) for value in numbers),
+        "" if rate is None else Cell(f"{rate:,.0f}", rate),
+        *(Cell(size(peaks[x]), peaks[x]) if x in peaks else "" for x in ("tensors", "process")),
+        Cell(f"{case['errors'][name]:.1e}", case["errors"][name]) if name in case["errors"] else "",
+    ]
+
+
+def _ratios(title: str, cases: list[CaseRecord]) -> ReportTable:
+    rows = [
+        [
+            case["case"],
+            ratio["ratio"],
+            *(Cell(f"{ratio[x]:.3f}", ratio[x]) for x in ("median", "min", "max")),
+            "" if ratio["target"] is None else f">= {ratio['target']:.3g}",
+            _yes_or_no(ratio["met"]),
+        ]
+        for case in cases
+        for ratio in case.get("ratios", ())
+    ]
+    return _without_empty(title, ["case", "ratio", "median", "min", "max", "target", "met"], rows)
+
+
+def _formulas(title: str, cases: list[CaseRecord]) -> ReportTable:
+    rows = []
+    for case in cases:
+        if memory := case.get("memory"):
+            peak, formula = max(map(max, memory["peak_bytes"])), max(memory["formula_bytes"])
+            limit = "" if memory["limit"] is None else f"<= {memory['limit']}"
+            ratio = Cell(f"{memory['ratio']:.3f}", memory["ratio"])
+            cells = [Cell(size(peak), peak), Cell(size(formula), formula), ratio, limit, _yes_or_no(memory["met"])]
+            rows.append([case["case"], *cells])
+    return _without_empty(title, ["case", "peak", "formula", "ratio", "limit", "met"], rows)
+
+
+def _summaries(title: str, cases: list[CaseRecord]) -> ReportTable:
+    """The conclusions of cases: a dict, or a list of dicts, with equal keys in all cases."""
+    lists = [(case["case"], x if isinstance(x, list) else [x]) for case in cases if (x := case.get("summary"))]
+    header = list(lists[0][1][0]) if lists else []
+    rows = [[name, *(_value(row.get(key, "")) for key in header)] for name, rows in lists for row in rows]
+    return _without_empty(title, ["case", *header], rows)
+
+
+def _value(value: Any) -> str:
+    return Cell(f"{value:.3f}", value) if isinstance(value, float) else shorten(str(value), MOST_SETTING)
+
+
+def _by_tokens(
+    title: str, cases: list[CaseRecord], value: Callable[[CaseRecord], float | None], show: Callable[[float], str]
+) -> ReportTable:
+    """A row for each system and number of ranks, a column for each length; failures by their class."""
+    cases = [case for case in cases if "system" in case["settings"]]
+    lengths = sorted({case["settings"]["tokens"] for case in cases})
+    rows: dict[str, dict[int, str]] = {}
+    for case in cases:
+        number = value(case)
+        text = case["failed"]["class"] if "failed" in case else "" if number is None else Cell(show(number), number)
+        rows.setdefault(figures.line_name(case), {})[case["settings"]["tokens"]] = text
+    cells = [[name, *(by_length.get(length, "") for length in lengths)] for name, by_length in rows.items()]
+    return ReportTable(["system", *(f"{length:,}" for length in lengths)], cells if len(lengths) > 1 else [], title)
+
+
+def _tensors_per_token(case: CaseRecord) -> float | None:
+    count = figures.peak_of_tensors(case)
+    return None if count is None else count / case["settings"]["tokens"]
+
+
+def compare(old: dict[str, Any], new: dict[str, Any], noise: float) -> ReportTable:
+    """The columns of two results side by side: a ratio of medians above 1 + noise is slower, below 1 / that faster."""
+    before, after = (_columns_by_name(record) for record in (old, new))
+    rows = []
+    for key in dict.fromkeys((*before, *after)):
+        a, b = before.get(key), after.get(key)
+        if isinstance(a, float) and isinstance(b, float):
+            ratio = b / a
+            mark = "SLOWER" if ratio > 1 + noise else "faster" if ratio < 1 / (1 + noise) else ""
+            cells = [Cell(duration(a), a), Cell(duration(b), b), Cell(f"{ratio:.3f}", ratio), mark]
+        else:
+            texts = ["missing" if x is None else duration(x) if isinstance(x, float) else x for x in (a, b)]
+            cells = [*texts, "", "FAILS" if isinstance(a, float) and b is not None else ""]
+        rows.append([*key, *cells])
+    title = f"ratio of medians, new over old; noise band {noise:.0%} either way"
+    return ReportTable(["case", "column", "old", "new", "ratio", "mark"], rows, title)
+
+
+def _columns_by_name(record: dict[str, Any]) -> dict[tuple[str, str], float | str]:
+    """The median of each (case, column), or the class of the failure of a case in place of its first column."""
+    found: dict[tuple[str, str], float | str] = {}
+    for case in record["cases"]:
+        for name, column in case.get("columns", {}).items():
+            found[case["case"], name] = median(column["seconds"])
+        if "failed" in case:
+            found[case["case"], "forward"] = case["failed"]["class"]
+    return found
+
+
+def _settings(cases: Iterable[CaseRecord]) -> tuple[list[str], dict[str, str]]:
+    """The names of settings that differ between cases, and the others with their values."""
+    values = {
+        name: {_setting(case, name) for case in cases if name in case["settings"]}
+        for name in SETTINGS
+        if any(name in case["settings"] for case in cases)
+    }
+    return [name for name in values if len(values[name]) > 1], {n: min(x) for n, x in values.items() if len(x) == 1}
+
+
+def _setting(case: CaseRecord, name: str) -> str:
+    value = case["settings"].get(name)
+    if value is None:
+        return ""
+    return _count(value) if type(value) is int else shorten(str(value), MOST_SETTING)
+
+
+def _count(value: int) -> Cell:
+    return Cell(f"{value:,}", value)
+
+
+def _without_empty(title: str, header: Sequence[str], rows: list[list[str]]) -> ReportTable:
+    """A table without the columns that are empty in all rows."""
+    kept = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    return ReportTable([header[i] for i in kept], [[row[i] for i in kept] for row in rows], title)
+
+
+def _yes_or_no(met: bool | None) -> str:
+    return "" if met is None else "yes" if met else "NO"
+
+
+def write_report(path: Path, report: BenchReport) -> list[Path]:
+    """Write the report of the results at `path` beside them, as Markdown with plots and as a page; both paths."""
+    written = [path.with_suffix(".md"), path.with_suffix(".html")]
+    for target, kind in zip(written, ("markdown", "html"), strict=True):
+        write_text(target, render(report, kind))
+    for number, (_, svg) in enumerate(report.figures, 1):
+        # On a page of somebody else the plot has paper of its own.
+        text = svg.replace("currentColor", "#222").replace("<svg ", '<svg style="background: #fff" ', 1)
+        write_text(path.with_name(f"{report.stem}_{number}.svg"), text)
+    return written
+
+
+def write_index(folder: Path) -> list[Path]:
+    """README.md of a folder of results and studies: of each the newest run by machine, its conclusion and its report.
+
+    A README.md that this function has not written stays as it is; the list is then empty.
+    """
+    target = folder / "README.md"
+    if target.exists() and not target.read_text(errors="replace").startswith(INDEX):
+        return []
+    newest: dict[tuple[str, str], tuple[str, str]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        page = f"[{path.stem}]({path.stem}.md)"
+        try:
+            report = BenchReport(read_results(path), "")
+        except InvalidInput as error:  # of another version, perhaps
+            newest[path.stem, ""] = "", f"| {path.name} | | | {error} | |"
+            continue
+        suite, machine = report.record["suite"], report.record["machine"]
+        hardware, date = f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores", machine["date"]
+        said = " ".join([report.conclusion or "", *report.warnings]).strip()
+        row = date, f"| {suite} | {hardware} | {date[:10]} | {said} | {page} |"
+        newest[suite, hardware] = max(row, newest.get((suite, hardware), row))
+    for path in sorted(folder.glob("*/summary.json")):
+        study, stem = json.loads(path.read_text(encoding="utf-8")), path.parent.name
+        if "headline" not in study:  # of another version, or no study
+            continue
+        name, date = study["study"], study["date"] or ""
+        row = date, f"| {name} | any | {date} | {study['headline']} | [{stem}]({stem}/report.md) |"
+        newest[name, ""] = max(row, newest.get((name, ""), row))
+    rows = ["| suite | machine | date | conclusion | report |", "|---|---|---|---|---|"]
+    write_text(target, INDEX + "\n".join([*rows, *(row for _, row in newest.values())]) + "\n")
+    return [target]

@@ -1,0 +1,430 @@
+"""The benchmark runner: the columns of a case alternate A B C A B C in one run, and every raw number is kept.
+
+A case runs in processes of its own, so that it cannot disturb another case, may end for lack of memory, and has a peak
+of its own. Its record is stored when it is measured: an interrupted run of the same code and settings goes on there.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import resource
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import log
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ... import __version__
+from ...errors import LaunchFailure, RingAttentionError
+from ...runtime import peak_memory
+from ...text import duration
+from ...transport.base import Transport
+from ...transport.launcher import run_local
+from ..pages.journal import git, source
+from . import get_cases
+from .case import TOLERANCES, BenchCase, BenchColumn, CaseRecord, Context, Run, iqr
+from .libraries import say_what_lacks
+from .links import NETWORK, run_nodes
+from .records import FORMAT, open_results
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is measured, and where the results are: a suite, all its cases or `cases`, `repeat` rounds.
+
+    `memory`: bytes that each process may have, None for no limit.
+    """
+
+    suite: str
+    cases: list[str] | None
+    repeat: int
+    folder: Path
+    memory: int | None = None
+
+
+#: What a case may raise as its result: our errors, lack of memory, a wrong result, and torch's errors, which are
+#: RuntimeErrors. Any other exception is a mistake in the program and ends the process of the case.
+FAILURES = (RingAttentionError, MemoryError, AssertionError, RuntimeError)
+#: What torch's allocator for CPUs says where memory ends; torch has no type for this error.
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+#: Most seconds that one call of a case may take, by the times of shorter cases; a longer case is not tried.
+MOST_CALL = 60.0
+#: Failures of ranks that have lost another rank: not the cause.
+FOLLOWING = ("CommFailure", "RuntimeError")
+
+
+def run_suite(options: BenchOptions, tell: Callable[[str], None]) -> Path:
+    """Measure the cases of a suite that the results do not have yet; returns the file of the results.
+
+    Results of the same code, settings and machine in the folder are continued. `tell` receives a line before each case.
+    """
+    cases = get_cases(options.suite, options.cases)
+    header = make_header(options, cases)
+    if any(case.links for case in cases):
+        tell(f"behind {NETWORK}")
+    with open_results(options.folder, header, [case.name for case in cases]) as journal:
+        if journal.records:
+            tell(f"what {journal.path} lacks, {len(cases) - len(journal.records)} of {len(cases)} cases")
+        for number, case in enumerate(cases, 1):
+            if case.name in journal.records:
+                continue
+            left = _estimate(cases, journal.records)
+            columns = ", ".join(column.name for column in case.columns)
+            tell(f"{case.name} ({number} of {len(cases)}{left}): {columns}")
+            start = time.perf_counter()
+            record = run_case(case, options, journal.records)
+            if "failed" in record:
+                tell(f"{case.name} {record['failed']['class']}: {record['failed']['message'].splitlines()[-1]}")
+            took = {"took": time.perf_counter() - start, "source": source()}
+            journal.add(case.name, {**record, **took})
+    return journal.path
+
+
+def make_header(options: BenchOptions, cases: list[BenchCase]) -> dict[str, Any]:
+    """The first line of the results: what was asked, on what machine, by what code."""
+    return {
+        "format": FORMAT,
+        "suite": options.suite,
+        "repeat": options.repeat,
+        "memory": options.memory,
+        "asked": options.cases,
+        "planned": len(cases),
+        "device": cases[0].settings.get("device"),
+        "kind": cases[0].settings.get("kind", "measured"),
+        "machine": describe_host(),
+    }
+
+
+def _estimate(cases: list[BenchCase], done: dict[str, CaseRecord]) -> str:
+    """The time left in words, by the weights of the cases; empty before the first case is done."""
+    weights = sum(case.weight for case in cases if case.name in done)
+    took = sum(record.get("took", 0.0) for record in done.values())
+    left = sum(case.weight for case in cases if case.name not in done)
+    return f", about {duration(took / weights * left)} left" if weights else ""
+
+
+def run_case(case: BenchCase, options: BenchOptions, done: dict[str, CaseRecord]) -> CaseRecord:
+    """The record of a case, measured in new processes; of a case that failed, with the class of its failure."""
+    if reason := _why_not(case, options.repeat, done):
+        return summarise_case(case, [_failure("NotTried", reason)])
+    work = (options.suite, case.name, options.repeat, options.memory)
+    try:
+        if case.links is None:
+            raw = run_local(measure, case.ranks, None, *work, timeout=case.timeout)
+        else:
+            raw = run_nodes(measure, case.links, *work, timeout=case.timeout)
+    except LaunchFailure as error:
+        kind = "Timeout" if error.status is None else "Killed" if error.status < 0 else "Crashed"
+        raw = [_failure(kind, str(error))]
+    return summarise_case(case, raw)
+
+
+def _why_not(case: BenchCase, repeat: int, done: dict[str, CaseRecord]) -> str:
+    """Why a case is not tried after shorter cases, in words; empty where it is tried.
+
+    The time of a call is extrapolated from the fastest rounds of the two cases before, and by the tokens where there is
+    only one.
+    """
+    shorter = done.get(case.after or "")
+    if shorter is None:
+        return ""
+    if "failed" in shorter:
+        return f"{case.after} failed: {shorter['failed']['class']}"
+    (tokens, seconds), *before = _lengths(case, done)
+    power = max([1.0, *(log(seconds / y) / log(tokens / x) for x, y in before[:1])])
+    call = seconds * (case.settings["tokens"] / tokens) ** power
+    if call <= MOST_CALL:
+        return ""
+    return f"estimated {call * (repeat + 2) / 60:,.0f} minutes: a call would take {duration(call)} (extrapolated)"
+
+
+def _lengths(case: BenchCase, done: dict[str, CaseRecord]) -> list[tuple[int, float]]:
+    """(tokens, least seconds of a call) of shorter measured cases of the same system and ranks, the longest first."""
+    own = (case.settings["system"], case.ranks)
+    alike = [x for x in done.values() if (x["settings"].get("system"), x["ranks"]) == own and x["columns"]]
+    lengths = [(x["settings"]["tokens"], x["columns"]["forward"]["min"]) for x in alike]
+    return sorted((x for x in lengths if x[0] < case.settings["tokens"]), reverse=True)
+
+
+def _failure(kind: str, message: str) -> dict[str, Any]:
+    return {"failed": {"class": kind, "message": message.strip() or kind}, "times": {}, "errors": {}}
+
+
+def measure(
+    rank: int, transport: Transport | None, suite: str, name: str, repeat: int, memory: int | None
+) -> dict[str, Any]:
+    """Raw numbers of one rank of a case, in a process of its own that may have `memory` bytes; or its failure."""
+    (case,) = get_cases(suite, [name])
+    if memory is not None:
+        limit_memory(memory)
+    if case.ranks == 1 and dist.is_initialized():
+        dist.destroy_process_group()  # for the seeds' factories a group, even of one rank, means a ring
+    try:
+        return measure_case(case, rank, transport, repeat)
+    except FAILURES as error:
+        return _failure(classify(error), str(error))
+
+
+def limit_memory(count: int) -> None:
+    """Let this process have at most `count` bytes of memory of its own; larger allocations fail. Linux."""
+    resource.setrlimit(resource.RLIMIT_DATA, (count, count))
+
+
+def classify(error: Exception) -> str:
+    """The class of a failure: WrongResult, OutOfMemory, or the name of our error's or torch's type."""
+    if isinstance(error, AssertionError):
+        return "WrongResult"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in str(error):
+        return "OutOfMemory"
+    return type(error).__name__
+
+
+def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat: int) -> dict[str, Any]:
+    """Raw numbers of one rank: a warm-up, the check of its results, `repeat` rounds of every column, and its memory.
+
+    {"times": seconds by column, "errors": by name, "peaks": bytes by column}, with {"details": {"missing": reasons by
+    column}} where columns may be missing; or {"bytes": by round, "allowed": bytes, "errors": {}}.
+    """
+    context = Context(rank, case.ranks, case.settings, transport)
+    repeat = min(repeat, case.rounds or repeat)
+    if case.measure is not None:
+        return case.measure(context, repeat)
+    if case.formula_bytes is not None:
+        return _measure_memory(case, context, repeat)
+    runs: dict[str, tuple[int, Run | None]] = {}
+    results: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    for column in case.columns:
+        run, result, reason = None, None, ""
+        torch.set_num_threads(column.threads)
+        try:
+            run = column.make(context)
+            result = run() if run is not None else None
+        except case.lacking as error:
+            reason = say_what_lacks(error)
+        if reason := max(_of_all_ranks(reason), key=len):
+            missing[column.name] = reason
+        else:
+            runs[column.name], results[column.name] = (column.threads, run), result
+    errors = case.check(context, results) if case.check else {}
+    if case.lacking:
+        errors, tolerance = _of_all_ranks(errors)[0], TOLERANCES[case.settings["dtype"]]
+        wrong = {name: error for name, error in errors.items() if not error < tolerance}
+        missing |= {name: f"wrong: relative error {error:.1e}; not timed" for name, error in wrong.items()}
+        runs = {name: run for name, run in runs.items() if name not in wrong}
+    del run, result, results
+    times = take_turns({name: partial(time_run, *run) for name, run in runs.items()}, repeat)
+    weighed = [column for column in case.columns if column.weighed and column.name in runs]
+    runs.clear()  # its inputs do not belong to the peaks
+    peaks = {column.name: weigh(column, context) for column in weighed}
+    details = {"details": {"missing": missing}} if case.lacking else {}
+    return {"times": times, "errors": errors, "peaks": peaks, **details}
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    """The values of all ranks. Collective."""
+    values = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+class TensorBytes(TorchDispatchMode):
+    """Counts the storages that ops return inside the block: `live` bytes now, `peak` bytes since `restart`.
+
+    A storage counts once, from the op that returns it until nothing refers to it. Scratch space inside one op is not
+    seen; the peak of the process has it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, which takes seconds, only to leave this mode out of graphs
+
+    def restart(self) -> None:
+        """Begin a new peak with what is alive now."""
+        self.peak = self.live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self._add(x.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        # The key of torch's own storage, which no other storage has while this one is alive.
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def weigh(column: BenchColumn, context: Context) -> dict[str, int]:
+    """Bytes of one more run, which is not timed: of its tensors, its inputs among them, and of the process.
+
+    "tensors" and "process" are peaks, "after" is what the tensors keep while the result is alive. The process counts
+    from what was resident before the inputs existed.
+    """
+    with TensorBytes():
+        torch.zeros(1, device="cpu").add(1)  # loads what the counter needs, which is no memory of the run
+    peak_memory.return_freed()
+    torch.set_num_threads(column.threads)
+    base = peak_memory.resident()
+    with TensorBytes() as tensors:
+        run = column.make(context)
+        tensors.restart()
+        peak_memory.reset_peak()
+        _barrier()
+        result = run() if run is not None else None
+        _barrier()
+        peaks = {"tensors": tensors.peak, "after": tensors.live, "process": max(peak_memory.peak() - base, 0)}
+        del result
+    return peaks
+
+
+def take_turns(timers: dict[str, Callable[[], float]], repeat: int) -> dict[str, list[float]]:
+    """Seconds of every column in every round, as `timers` measure them. Columns alternate within a round."""
+    times: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(repeat):
+        for name, timer in timers.items():
+            times[name].append(timer())
+    return times
+
+
+def time_run(threads: int, run: Run | None) -> float:
+    """Seconds of one run between two barriers, so that the slowest rank counts."""
+    torch.set_num_threads(threads)
+    _barrier()
+    start = time.perf_counter()
+    if run is not None:
+        run()
+    _barrier()
+    return time.perf_counter() - start
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _measure_memory(case: BenchCase, context: Context, repeat: int) -> dict[str, Any]:
+    """The rise of the resident peak over the state before the inputs exist, in bytes, run by run.
+
+    A run of a few tokens comes first: it loads libraries and opens connections.
+    """
+    assert case.formula_bytes is not None
+    (column,) = case.columns
+    weigh(column, replace(context, settings={**context.settings, "tokens": 16 * context.ranks}))
+    rises = [weigh(column, context)["process"] for _ in range(repeat)]
+    return {"bytes": rises, "allowed": case.formula_bytes(context), "errors": {}}
+
+
+def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
+    """The record of a case: medians, spreads and ratios of the raw numbers of its ranks, with the raw numbers."""
+    record: CaseRecord = {
+        "case": case.name,
+        "ranks": case.ranks,
+        "settings": case.settings,
+        "errors": raw[0]["errors"],
+        "notes": [*case.notes, *([f"network: {NETWORK}"] if case.links else [])],
+    }
+    if case.links is not None:
+        record["links"] = asdict(case.links)
+    failures = [rank["failed"] for rank in raw if "failed" in rank]
+    if failures:
+        causes = [failure for failure in failures if failure["class"] not in FOLLOWING]
+        record |= {"failed": (causes or failures)[0], "may_fail": case.may_fail, "columns": {}, "ratios": []}
+        return record
+    if case.formula_bytes is not None:
+        worst = max(max(rank["bytes"]) / rank["allowed"] for rank in raw)
+        record["memory"] = {
+            "peak_bytes": [rank["bytes"] for rank in raw],
+            "formula_bytes": [rank["allowed"] for rank in raw],
+            "ratio": worst,
+            "limit": case.limit,
+            "met": case.limit is None or worst <= case.limit,
+        }
+        return record
+    # The barriers make a run last equally long on all ranks: the times of rank 0 are those of all ranks.
+    times = raw[0]["times"]
+    record |= {name: raw[0][name] for name in ("details",) if name in raw[0]}
+    peaks = {  # of all ranks
+        name: {kind: max(rank["peaks"][name][kind] for rank in raw) for kind in of_rank}
+        for name, of_rank in raw[0].get("peaks", {}).items()
+    }
+    record["columns"] = {
+        column.name: {
+            "threads": column.threads,
+            "seconds": times[column.name],
+            **_spread(times[column.name]),
+            **({"peaks": peaks[column.name]} if column.name in peaks else {}),
+        }
+        for column in case.columns
+        if column.name in times
+    }
+    record["ratios"] = []
+    for ratio in case.ratios:
+        if not {ratio.over, ratio.under} <= times.keys():
+            continue
+        values = [over / under * ratio.work for over, under in zip(times[ratio.over], times[ratio.under], strict=True)]
+        met = None if ratio.target is None else median(values) >= ratio.target
+        record["ratios"].append(
+            {"ratio": ratio.label, "rounds": values, **_spread(values), "target": ratio.target, "met": met}
+        )
+    return {**record, "summary": case.summarise(record)} if case.summarise else record
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    middle, least, most = median(values), min(values), max(values)
+    return {"median": middle, "min": least, "max": most, "spread": (most - least) / middle, "iqr": iqr(values)}
+
+
+def describe_host() -> dict[str, Any]:
+    """Hardware, versions, commit and date of a measurement."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "ringattn": __version__,
+        "commit": git("rev-parse", "--short", "HEAD"),
+        "source": source(),
+        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        fields = dict(re.findall(r"^(model name|model|cpu family)\s*: (.*)$", info.read_text(), re.MULTILINE))
+        if "model name" in fields:
+            return f"{fields['model name']} (family {fields.get('cpu family')}, model {fields.get('model')})"
+    return platform.processor() or platform.machine()

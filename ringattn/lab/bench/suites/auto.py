@@ -1,0 +1,256 @@
+"""Suite "auto": how often the schedule that `auto` picks by the timing model is the fastest, in 40 settings;
+and in 100 modelled settings how near the pick is to the fastest simulated schedule."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from statistics import median
+from typing import Any
+
+from ....call.planner import make_plan
+from ....errors import InvalidInput
+from ....machine.machine import Machine
+from ....machine.presets import MACHINES, get_machine
+from ....plan.plan import Plan
+from ....simulator.timing.auto import list_schedules
+from ....simulator.timing.simulation import simulate
+from ..calls import check_error, make_ring
+from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, make_settings
+from ..links import Links
+
+HEADS, HEAD_DIM = 2, 64
+#: A pick counts as right where the fastest schedule takes at least this part of the pick's time.
+NEAR = 0.9
+#: The promised share of settings with a right pick.
+TARGET = 0.9
+#: (name, pattern, layout, tokens) of settings on the processes of one machine, each with 2 ranks and with 4 ranks. The
+#: tokens make calls of 10 ms and more.
+LOCAL: tuple[tuple[str, str, str, int], ...] = (
+    ("full", "Full()", "contiguous", 4096),
+    ("causal", "Causal()", "zigzag", 4096),
+    ("window", "Causal() & Window(511)", "contiguous", 16384),
+    ("window", "Causal() & Window(511)", "zigzag", 16384),
+    ("documents", "Causal() & Documents({documents})", "zigzag", 16384),
+    ("longnet", "Dilated((512, 1024, 2048), (1, 2, 4))", "contiguous", 16384),
+    ("blocks", "strided_blocks(128, stride=8)", "contiguous", 16384),
+    ("far", "dilated_blocks(128, offsets=(1, 8, 16))", "contiguous", 16384),
+)
+#: (name, pattern, layout, tokens) of settings on two nodes of two ranks, each behind each of LINKS: the first of LOCAL
+#: with half of the tokens, and others.
+LINKED: tuple[tuple[str, str, str, int], ...] = (
+    *((name, pattern, layout, tokens // 2) for name, pattern, layout, tokens in LOCAL[:5]),
+    ("longnet", "Dilated((512, 1024, 4096), (1, 2, 4))", "contiguous", 8192),
+    ("blocks", "strided_blocks(128, stride=8)", "contiguous", 4096),
+    ("far", "dilated_blocks(128, offsets=(1, 32))", "contiguous", 8192),
+)
+LINKS = (Links(2, 2, 10e6, 100e6), Links(2, 2, 40e6, 400e6), Links(2, 2, 100e6, 100e6))
+NOTE = (
+    "auto: forward, 1 thread per rank, the layout as given; auto / best is the time of the schedule that auto picks "
+    "over that of the fastest schedule, both medians of the rounds, and 1 where auto picks the fastest. The model "
+    "gets the rates of the links, and half the speed of a core where four ranks share two cores"
+)
+MODELLED_NOTE = (
+    "modelled: forward on a preset, in bfloat16 with a head_dim of 128; auto / best is the simulated time of the pick "
+    "over that of the fastest of all schedules that fit; nothing is measured"
+)
+#: Ranks of the modelled settings, settings of each number of ranks, and the seed that draws them.
+RANKS = (4, 8, 16, 32, 64)
+SETTINGS, SEED = 20, 17
+PRESETS = ("h100_nvlink_ib", "a100_nvlink_ib", "a100_pcie")
+#: Query heads and key/value heads.
+HEAD_COUNTS = ((32, 8), (32, 32), (64, 8), (40, 8), (16, 2))
+#: Powers of two between which tokens are drawn. A block mask has a tile for each block, so that it gets fewer tokens.
+TOKENS, BLOCK_TOKENS = (14, 20), (14, 17)
+#: Up to this many ranks the backward is simulated, too.
+BOTH = 16
+#: Between Ulysses groups: the ring, and these where there are at most MOST_GROUPS groups.
+BETWEEN, MOST_GROUPS = ("direct", "allgather"), 16
+
+
+def list_cases() -> list[BenchCase]:
+    """The 40 measured settings, and 100 modelled ones."""
+    cpu = MACHINES["cpu"]
+    cases = [
+        _case(f"{name}_{layout}_{tokens}_{ranks}", pattern, layout, tokens, ranks, cpu)
+        for name, pattern, layout, tokens in LOCAL
+        for ranks in (2, 4)
+    ]
+    for links in LINKS:
+        machine = Machine(
+            flops=cpu.flops / 2,  # four ranks share two cores
+            latency=cpu.latency,
+            bandwidth=links.bandwidth,
+            ranks_per_node=links.ranks_per_node,
+            node_bandwidth=links.node_bandwidth,
+            shared_nic=True,
+        )
+        rates = f"{links.bandwidth / 1e6:.0f}_{links.node_bandwidth / 1e6:.0f}"
+        cases += [
+            _case(f"{name}_{layout}_{rates}", pattern, layout, tokens, links.ranks, machine, links)
+            for name, pattern, layout, tokens in LINKED
+        ]
+    return cases + [_modelled_case(ranks) for ranks in RANKS]
+
+
+def _modelled_case(ranks: int) -> BenchCase:
+    """Random settings on presets: the schedule that `auto` picks against every schedule, simulated."""
+    settings = {"ranks": ranks, "settings": SETTINGS, "seed": SEED}
+
+    def measure(context: Context, repeat: int) -> dict[str, Any]:
+        rows = [{**asdict(setting), **setting.judge()} for setting in draw_settings(ranks)]
+        return {"times": {}, "errors": {}, "details": {"settings": rows}}
+
+    def summarise(record: CaseRecord) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = record["details"]["settings"]
+        return [row | {"near": row["auto / best"] <= 1 / NEAR} for row in rows]
+
+    return BenchCase(
+        f"modelled_{ranks}", 1, settings, (), measure=measure, summarise=summarise, weight=ranks, notes=(MODELLED_NOTE,)
+    )
+
+
+def _case(
+    name: str, pattern: str, layout: str, tokens: int, ranks: int, machine: Machine, links: Links | None = None
+) -> BenchCase:
+    written = pattern.format(documents=[tokens // 16] * 16)
+    sizes: dict[str, Any] = {"tokens": tokens, "layout": layout, "heads": HEADS, "head_dim": HEAD_DIM}
+    plan = make_plan(written, ranks=ranks, machine=machine, **sizes)
+    assert plan.choice is not None
+    predicted = {c.schedule: c.prediction.seconds for c in plan.choice.candidates if c.prediction is not None}
+    settings = make_settings(**sizes, pattern=written, picked=plan.schedule, predicted_seconds=predicted)
+    names = list_schedules(plan, machine)
+    columns = tuple(BenchColumn(schedule, 1, partial(make_ring, schedule=schedule)) for schedule in names)
+    ratios = tuple(Ratio(other, plan.schedule) for other in names if other != plan.schedule)
+    return BenchCase(name, ranks, settings, columns, ratios, _check, links=links, summarise=_judge, notes=(NOTE,))
+
+
+def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
+    """Largest relative difference of each other schedule's result from the result of the first schedule."""
+    first, *others = results
+    return {name: check_error(name, results[name], results[first]) for name in others}
+
+
+def _judge(record: CaseRecord) -> list[dict[str, Any]]:
+    """The fastest schedule, the pick of auto, and ratios of medians."""
+    picked = record["settings"]["picked"]
+    medians = {name: median(column["seconds"]) for name, column in record["columns"].items()}
+    best = min(medians, key=lambda name: medians[name])
+    ratio, worst = medians[picked] / medians[best], max(medians.values()) / medians[best]
+    return [{"best": best, "auto": picked, "auto / best": ratio, "worst / best": worst, "near": ratio <= 1 / NEAR}]
+
+
+def _conclude(records: list[CaseRecord]) -> tuple[str, bool]:
+    """The share of settings in which auto picked the fastest schedule, or a schedule that is nearly as fast."""
+    measured, modelled = (
+        [row for record in records if bool(record["columns"]) is timed for row in record.get("summary", ())]
+        for timed in (True, False)
+    )
+    judged, kind = (measured, "measured") if measured else (modelled, "modelled")
+    share, ring_share = (
+        sum(values) / max(len(judged), 1)
+        for values in ((row["near"] for row in judged), (row["best"] == "ring" for row in judged))
+    )
+    text = f"auto picks the best schedule, or one within 10 % of it, in {share:.0%} of {len(judged)} settings ({kind})"
+    text += f"; the ring is best in {ring_share:.0%}"  # a fixed choice without a model
+    if measured and modelled:
+        near = sum(row["near"] for row in modelled)
+        text += f"; on presets in {near} of {len(modelled)} settings (modelled)"
+    return text, share >= TARGET
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One call of `auto`."""
+
+    pattern: str
+    layout: str
+    tokens: int
+    ranks: int
+    heads: int
+    kv_heads: int
+    machine: str
+
+    def plan(self, schedule: str) -> Plan:
+        """The plan with this schedule. Raises InvalidInput where the schedule does not fit."""
+        return make_plan(**asdict(self), schedule=schedule, head_dim=128, dtype="bfloat16")
+
+    @cached_property
+    def schedules(self) -> list[str]:
+        """Every schedule that fits: rings, direct, all-gather, and Ulysses groups of any size with these between."""
+        node = get_machine(self.machine).ranks_per_node
+        sizes = [size for size in range(2, self.ranks + 1) if self.ranks % size == 0]
+        names = ["ring", "direct", "allgather"]
+        names += [f"double_ring({size})" for size in sizes if size in (node, node // 2)]
+        for size in sizes:
+            others = BETWEEN if 1 < self.ranks // size <= MOST_GROUPS else ()
+            names += [f"ulysses({size}, {name})" for name in ("ring", *others)]
+        return [name for name in names if self._fits(name)]
+
+    def _fits(self, schedule: str) -> bool:
+        try:
+            return bool(self.plan(schedule))
+        except InvalidInput:
+            return False
+
+    def judge(self) -> dict[str, object]:
+        """What `auto` picks, what is fastest, and the pick's time over the fastest, in a forward and in both passes."""
+        picked, seconds = self.plan("auto").schedule, dict[str, tuple[float, float]]()
+        for name in dict.fromkeys((*self.schedules, picked)):  # auto may pick between more groups than are listed
+            plan = self.plan(name)
+            forward = simulate(plan, self.machine).seconds
+            is_timed = self.ranks <= BOTH and name in self.schedules
+            backward = simulate(plan, self.machine, backward=True).seconds if is_timed else 0.0
+            seconds[name] = forward, forward + backward
+        best = [min(seconds, key=lambda name: seconds[name][passes]) for passes in (0, 1)]
+        ratios = [seconds[picked][passes] / seconds[best[passes]][passes] for passes in (0, 1)]
+        both = ratios[1] if self.ranks <= BOTH else None
+        return {"auto": picked, "best": best[0], "auto / best": ratios[0], "forward + backward": both}
+
+
+def draw_settings(ranks: int) -> list[Setting]:
+    """Random settings, the patterns in turn."""
+    source = random.Random(f"{SEED}, {ranks}")
+    return [_draw(source, ranks, number) for number in range(SETTINGS)]
+
+
+def _draw(source: random.Random, ranks: int, number: int) -> Setting:
+    kind = ("causal", "window", "documents", "dilated", "blocks")[number % 5]
+    tokens = 1 << source.randint(*(BLOCK_TOKENS if kind == "blocks" else TOKENS))
+    width, block = source.choice((255, 1023, 4095, 16383)), source.choice((128, 256, 512))
+    segment = source.choice((1024, 2048, 4096))
+    lengths = _draw_lengths(source, tokens)
+    pattern = {
+        "causal": "Causal()",
+        "window": f"Causal() & Window({width})",
+        "documents": f"Causal() & Documents({lengths})",
+        "dilated": f"Dilated(({segment}, {2 * segment}, {4 * segment}), (1, 2, 4), causal=True)",
+        "blocks": source.choice((f"strided_blocks({block}, stride=8)", f"dilated_blocks({block}, offsets=(1, 8, 16))")),
+    }[kind]
+    layout = source.choice(("contiguous", "zigzag"))
+    heads, kv_heads = source.choice(HEAD_COUNTS)
+    return Setting(pattern, layout, tokens, ranks, heads, kv_heads, source.choice(PRESETS))
+
+
+def _draw_lengths(source: random.Random, tokens: int) -> list[int]:
+    """Lengths of documents, exponentially distributed around a random mean."""
+    mean = source.choice((1 << 12, 1 << 14, tokens // 2))
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        lengths.append(min(max(64, int(source.expovariate(1 / mean))), tokens - sum(lengths)))
+    return lengths
+
+
+def _bars(record: CaseRecord) -> dict[str, float]:
+    """How much longer than the best the choices of a case take, in the median and at worst."""
+    ratios = [row["auto / best"] for row in record["summary"]]
+    return {"in the median": median(ratios), "at worst": max(ratios)}
+
+
+SUITE = BenchSuite(
+    list_cases,
+    _conclude,
+    title="What auto picks beside the best schedule",
+    bars=("time of auto's choice over the best", _bars),
+)

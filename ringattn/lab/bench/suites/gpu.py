@@ -1,0 +1,356 @@
+"""Suites "gpu" and "gpu_quick": a CUDA device against its matrix product, cuDNN, flash and compiled FlexAttention.
+
+Written from PyTorch's documentation. It has run from start to end on emulated operators, and not yet on a GPU.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ....call.functional import attention, virtual_attention
+from ....call.planner import make_plan
+from ....errors import InvalidInput, OutOfMemory, Unsupported
+from ....files import OUTPUTS, check_writable
+from ....machine.file import write_machine
+from ....machine.presets import get_machine
+from ....pattern import Causal, Dilated, Pattern, Window
+from ....runtime.peak_memory import available
+from ....simulator.numerics.oracle import oracle_rows_alone, sampled_rows
+from ....text import size
+from ...calibrate.measure import CalibrationSizes, calibrate
+from ...calibrate.measuring_ranks import MeasuringRanks, Settings
+from ..calls import relative_error
+from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio
+from ..libraries import CANNOT_RUN, LIBRARIES, Attend, list_masks, make_call, say_what_lacks
+from ..records import slug
+from ..runner import describe_host, take_turns
+
+#: The type of the device. Tests put "cpu" here, and stand-ins for torch.cuda: the results are then labelled emulated.
+DEVICE = "cuda"
+DTYPE = torch.bfloat16
+#: Most error relative to rows in fp64; of gradients, relative to our gradients.
+TOLERANCE, GRAD_TOLERANCE = 2e-2, 5e-2
+#: Work of a backward in units of its forward: five matrix products against two.
+BACKWARD_WORK = 2.5
+#: Most calls between two events.
+MOST_CALLS = 20
+NOTE = (
+    "bf16, batch 1; CUDA events around the calls of a run, all columns in turns; matmul: a square product of the same "
+    "dtype; matmul / ringattn x work: our share of matmul's rate; peak: bytes that a call allocates; backward: the "
+    "backward alone, of a graph that is kept, 2.5 times the work of its forward"
+)
+
+Tensor = torch.Tensor
+Raw = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of the cases."""
+
+    heads: int = 16
+    head_dim: int = 128
+    tokens: int = 16384
+    window: int = 1023
+    block: int = 128
+    dilated: tuple[int, int] = (4096, 4)
+    matmul: int = 8192
+    #: Least seconds between two events.
+    enough: float = 0.05
+    #: Bytes of the device for the longest sequences, the first and the last length tried, and rows of a streamed chunk.
+    cap: int = 8 << 30
+    lengths: tuple[int, int] = (1 << 16, 1 << 24)
+    chunk: int = 1 << 14
+    #: The long dilated sequence: tokens, tokens at a time, heads and head dim, segments and rates.
+    long: tuple[int, int] = (1 << 30, 1 << 19)
+    long_heads: tuple[int, int] = (8, 64)
+    long_dilated: tuple[tuple[int, ...], tuple[int, ...]] = ((8192, 65536), (1, 8))
+    #: Tiles of the calibration.
+    rows: tuple[int, ...] = (64, 256, 1024, 4096)
+    widths: tuple[int, ...] = (64, 256, 1024)
+
+
+def list_cases(sizes: Sizes) -> list[BenchCase]:
+    """Rates of masks, virtual rings, the longest sequences, the long dilated sequence, and a calibration."""
+    settings = {"device": "emulated", "kind": "emulated", **vars(sizes)}
+    if DEVICE == "cuda":
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+        settings |= {"device": device, "kind": "measured"}
+    cases, masks = [], list_masks(sizes.tokens, sizes.window, sizes.block, *sizes.dilated)
+    for backward, direction in ((False, "forward"), (True, "backward")):
+        for name, mask in masks.items():
+            options: Any = {"mask": mask, "tokens": sizes.tokens, "heads": sizes.heads, "device": DEVICE}
+            others = {library: partial(make_call, library, **options) for library in LIBRARIES}
+            cases.append(_make_rate_case(f"{name}_{direction}", settings, sizes, mask.pattern, others, backward))
+        for name, layout in (("dense", "contiguous"), ("causal", "zigzag")):
+            pattern = masks[name].pattern
+            ring = partial(virtual_attention, pattern=pattern, ranks=8, layout=layout, schedule="ring")
+            others = {"virtual ring of 8": partial(lambda attend: attend, ring)}
+            cases.append(_make_rate_case(f"ring_{name}_{direction}", settings, sizes, pattern, others, backward))
+    measures = {
+        "longest_forward": partial(measure_longest, sizes, False),
+        "longest_backward": partial(measure_longest, sizes, True),
+        "dilated_tokens": partial(measure_long_dilated, sizes),
+        "calibration": partial(measure_machine, settings, sizes),
+    }
+    cases += [BenchCase(x, 1, settings, (), measure=y, summarise=list_rows) for x, y in measures.items()]
+    return cases
+
+
+def _make_rate_case(
+    name: str, settings: Raw, sizes: Sizes, pattern: Pattern, others: dict[str, Any], backward: bool
+) -> BenchCase:
+    """Our call of a pattern, `others` by makers of their calls, and a matrix product."""
+    pairs = make_plan(pattern, tokens=sizes.tokens, ranks=1, heads=sizes.heads).pairs()
+    flops, product = 4.0 * sizes.head_dim * pairs * (BACKWARD_WORK if backward else 1.0), 2.0 * sizes.matmul**3
+    makers: dict[str, Any] = {"ringattn": lambda: partial(attention, pattern=pattern), **others}
+    return BenchCase(
+        name,
+        1,
+        {**settings, "flops": {"matmul": product, **dict.fromkeys(makers, flops)}},
+        tuple(BenchColumn(column, 1, lambda context: None) for column in ("matmul", *makers)),
+        (Ratio("matmul", "ringattn", work=flops / product), *(Ratio(other, "ringattn") for other in others)),
+        notes=(NOTE,),
+        summarise=list_rows,
+        measure=partial(measure_columns, sizes, pattern, makers, backward),
+    )
+
+
+def measure_columns(
+    sizes: Sizes, pattern: Pattern, makers: dict[str, Any], backward: bool, context: Context, repeat: int
+) -> Raw:
+    """Seconds of every column that can run here, the errors of its results, its peak, and why others cannot run."""
+    source = torch.Generator(DEVICE).manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=source, device=DEVICE).to(DTYPE)
+
+    q, k, v, grad = (draw(1, sizes.heads, sizes.tokens, sizes.head_dim) for _ in range(4))
+    a, b = (draw(sizes.matmul, sizes.matmul) for _ in range(2))
+    runs: dict[str, Callable[[], Any]] = {"matmul": lambda: a @ b}
+    results, missing, rows = {}, {}, sampled_rows(sizes.tokens, 8)
+    for column, make in makers.items():
+        try:
+            run = _make_run(make(), (q, k, v), grad if backward else None)
+            results[column] = [x[:, :, slice(None) if backward else rows].cpu() for x in run()]
+            runs[column] = run
+        except CANNOT_RUN as error:
+            if column not in LIBRARIES:
+                raise
+            missing[column] = say_what_lacks(error)
+    exact = results["ringattn"] if backward else [oracle_rows_alone(pattern, rows, q.cpu(), k.cpu(), v.cpu())]
+    errors = {column: max(map(relative_error, found, exact)) for column, found in results.items()}
+    limit = GRAD_TOLERANCE if backward else TOLERANCE
+    assert max(errors.values()) < limit, f"results differ by more than {limit}: {errors}"
+    calls = {column: min(MOST_CALLS, 1 + int(sizes.enough / max(_time(run, 1), 1e-9))) for column, run in runs.items()}
+    times = take_turns({column: partial(_time, run, calls[column]) for column, run in runs.items()}, repeat)
+    peaks = {column: _peak(run) for column, run in runs.items()}
+    details = {"hardware": describe_device(), "missing": missing, "peaks": peaks, "calls": calls}
+    return {"times": times, "errors": errors, "details": details}
+
+
+def _make_run(attend: Attend, inputs: tuple[Tensor, ...], grad: Tensor | None) -> Callable[[], tuple[Tensor, ...]]:
+    """A forward; with `grad` the backward alone, of a graph that is kept."""
+    if grad is None:
+        return lambda: (attend(*inputs),)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = attend(*leaves)
+    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+def _time(run: Callable[[], Any], calls: int) -> float:
+    """Seconds per call on the device; the host waits only at the end."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 / calls
+
+
+def _peak(run: Callable[[], Any]) -> int:
+    """The most bytes that are allocated during a call, over those before."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def measure_longest(sizes: Sizes, backward: bool, context: Context, repeat: int) -> Raw:
+    """The longest sequence of a causal window under the cap, with its tensors on the device and in host memory."""
+    torch.cuda.set_per_process_memory_fraction(min(1.0, sizes.cap / torch.cuda.mem_get_info()[1]))
+    try:
+        return _measure_longest(sizes, backward)
+    finally:  # the cases that follow have the whole device
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _measure_longest(sizes: Sizes, backward: bool) -> Raw:
+    token_bytes = sizes.heads * sizes.head_dim * 2 * (13 if backward else 5)  # dk and dv are also there in fp32
+    most = min(sizes.lengths[1], available() // 2 // token_bytes)
+    lengths = [sizes.lengths[0] * 2**i * j // 4 for i in range(10) for j in (4, 5, 6, 7)]
+    rows = []
+    for stream in (False, True):
+        longest, seconds, peak, end = 0, None, None, f"nothing longer than {most:,} was tried, for the host's memory"
+        for tokens in (length for length in lengths if length <= most):
+            found = _try_length(sizes, tokens, stream, backward)
+            if found is None:
+                end = f"{tokens:,} do not fit"
+                break
+            longest, (seconds, peak) = tokens, found
+        what = f"stream='host', chunks of {sizes.chunk:,}" if stream else "tensors on the device"
+        remark = (
+            f"longest, {sizes.heads} heads of {sizes.head_dim}: {longest:,} tokens; {end}; time by the host's clock"
+        )
+        rows.append({"what": f"{what}, {size(sizes.cap)} cap", "seconds": seconds, "peak": peak, "remark": remark})
+    return _raw(rows)
+
+
+def _try_length(sizes: Sizes, tokens: int, stream: bool, backward: bool) -> tuple[float, int] | None:
+    """(seconds, peak bytes on the device) of one call; None where memory does not suffice."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    options: Any = {"stream": "host", "chunk": sizes.chunk, "device": DEVICE} if stream else {}
+    few = min(tokens, 4096)
+    try:
+        block = torch.randn(1, sizes.heads, few, sizes.head_dim, device="cpu" if stream else DEVICE).to(DTYPE)
+        # Random rows again and again: to draw all of them on the host would take longer than the call.
+        q, k, v = (block.roll(i, 2).repeat(1, 1, -(-tokens // few), 1)[:, :, :tokens] for i in range(3))
+        for x in (q, k, v):
+            x.requires_grad_(backward)
+        start = time.perf_counter()
+        out = attention(q, k, v, Causal() & Window(sizes.window), **options)
+        if backward:
+            torch.autograd.grad(out, (q, k, v), q.detach())
+        torch.cuda.synchronize()
+    except (OutOfMemory, torch.OutOfMemoryError):
+        return None
+    return time.perf_counter() - start, torch.cuda.max_memory_allocated()
+
+
+def measure_long_dilated(sizes: Sizes, context: Context, repeat: int) -> Raw:
+    """Dilated attention of a very long sequence, chunk by chunk: no segment crosses a chunk."""
+    (tokens, chunk), (heads, head_dim), pattern = sizes.long, sizes.long_heads, Dilated(*sizes.long_dilated)
+    assert not any(chunk % segment for segment in pattern.segments) and tokens % chunk == 0
+    source = torch.Generator(DEVICE).manual_seed(2)
+    q, k, v = (torch.empty(1, heads, chunk, head_dim, device=DEVICE, dtype=DTYPE) for _ in range(3))
+    finite, rows = torch.ones((), dtype=torch.bool, device=DEVICE), sampled_rows(chunk, 4)
+    seconds, errors, outs, start = 0.0, {}, [q], time.perf_counter()
+    for i in range(tokens // chunk):
+        for x in (q, k, v):
+            x.normal_(generator=source)
+        seconds += _time(lambda: outs.append(attention(q, k, v, pattern)), 1)
+        del outs[0]
+        finite &= outs[0].isfinite().all()
+        if (i + 1) * chunk in (chunk, tokens):
+            exact = oracle_rows_alone(pattern, rows, q.cpu(), k.cpu(), v.cpu())
+            errors[f"chunk {i + 1}"] = relative_error(outs[0][:, :, rows].cpu(), exact)
+    assert finite.item() and max(errors.values()) < TOLERANCE, f"not finite, or wrong: {errors}"
+    pairs = make_plan(pattern, tokens=chunk, ranks=1, heads=heads).pairs() * (tokens // chunk)
+    remark = (
+        f"executed, forward: all queries of {tokens:,} tokens, {heads} heads of {head_dim}, in {tokens // chunk:,} "
+        f"chunks of {chunk:,}, which no segment crosses. Inputs are drawn on the device; outputs are checked there for "
+        f"NaN, and {len(rows)} rows of the first and last chunk in fp64; neither is kept. "
+        f"{time.perf_counter() - start:.1f} s in all"
+    )
+    rate = 4.0 * head_dim * pairs / seconds
+    return _raw([{"what": repr(pattern), "seconds": seconds, "rate": rate, "remark": remark}], errors)
+
+
+def measure_machine(case: Raw, sizes: Sizes, context: Context, repeat: int) -> Raw:
+    """What `ringattn calibrate transport=none device=cuda` measures, written to a machine file."""
+    path = Path(OUTPUTS) / "bench" / f"machine_{slug(case['device'])}.yaml"
+    check_writable(path)
+    ranks, start = MeasuringRanks(None, torch.device(DEVICE)), time.perf_counter()
+    settings = Settings(sizes.heads, sizes.head_dim, str(DTYPE).removeprefix("torch."), "auto", repeat)
+    grid = CalibrationSizes(sizes.rows, sizes.widths, (256, 4096))
+    found = calibrate(ranks, settings, grid, get_machine("cuda"), lambda text: None)
+    made = {**describe_host(), **describe_device(), "kind": case["kind"]}
+    write_machine(path, found.machine, made=made, samples=found.samples, fits=found.fits)
+    row = {"what": "calibration", "seconds": time.perf_counter() - start, "rate": found.machine.flops}
+    return _raw([{**row, "remark": f"rate of a dense tile; use it with machine=file machine.path={path}"}])
+
+
+def _raw(rows: list[dict[str, Any]], errors: dict[str, float] | None = None) -> Raw:
+    return {"times": {}, "errors": errors or {}, "details": {"hardware": describe_device(), "rows": rows}}
+
+
+def describe_device() -> dict[str, Any]:
+    """The device, and the versions of its driver and libraries."""
+    tool = shutil.which("nvidia-smi")
+    query = [tool or "", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split() if tool else []
+    versions = {"driver": driver[0] if driver else None, "cuda": torch.version.cuda, "torch": str(torch.__version__)}
+    versions["cudnn"] = torch.backends.cudnn.version()
+    if DEVICE != "cuda":
+        return {"device": "emulated on a CPU", **versions}
+    device = torch.cuda.get_device_properties()
+    return {"device": f"{device.name} (sm_{device.major}{device.minor}, {size(device.total_memory)})", **versions}
+
+
+def list_rows(record: CaseRecord) -> list[dict[str, str]]:
+    """A row for each column, also for those that cannot run here; or the rows of a case without columns."""
+    details, rows = record["details"], list(record["details"].get("rows", ()))
+    for column, timed in record["columns"].items():
+        rate = record["settings"]["flops"][column] / timed["median"]
+        row = {"what": column, "seconds": timed["median"], "rate": rate, "peak": details["peaks"][column]}
+        row["remark"] = (
+            f"{timed['min'] * 1e3:.4g} .. {timed['max'] * 1e3:.4g} ms, {details['calls'][column]} calls a run"
+        )
+        rows.append({**row, "share": rate / rows[0]["rate"] if rows else 1.0})
+    rows += [{"what": column, "remark": reason} for column, reason in details.get("missing", {}).items()]
+    formats: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "ms": ("seconds", lambda x: f"{x * 1e3:.4g}"),
+        "TFLOP/s": ("rate", lambda x: f"{x / 1e12:.4g}"),
+        "of matmul": ("share", lambda x: f"{x:.1%}"),
+        "peak": ("peak", size),
+        "remark": ("remark", str),
+    }
+    return [
+        {"what": row["what"], **{k: "" if row.get(x) is None else to(row[x]) for k, (x, to) in formats.items()}}
+        for row in rows
+    ]
+
+
+def conclude(records: list[CaseRecord]) -> tuple[str, bool]:
+    """How many cases were measured, on what; and the median share of matmul's rate."""
+    done = [record for record in records if "failed" not in record]
+    hardware = done[0]["details"]["hardware"] if done else {}
+    shares = [record["ratios"][0]["median"] for record in done if record["ratios"]]
+    text = f"{len(done)} of {len(records)} cases measured; {', '.join(f'{x} {y}' for x, y in hardware.items())}"
+    text += f"; median share of matmul's rate {median(shares):.1%}" if shares else ""
+    if DEVICE != "cuda":
+        text = f"EMULATED on a CPU, the times mean nothing: {text}"
+    return text, len(done) == len(records)
+
+
+def check(folder: Path) -> None:
+    """Raise Unsupported without a CUDA device, and InvalidInput where emulated results would lie beside measured."""
+    if DEVICE == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("suite=gpu: this process sees no CUDA device (ringattn doctor says why); try suite=ring")
+    if DEVICE != "cuda" and "benchmarks" in folder.resolve().parts:
+        raise InvalidInput(f"output.path={folder}: emulated results are no measurements; give another folder")
+
+
+SUITE = BenchSuite(partial(list_cases, Sizes()), conclude, check)
+#: The cases at sizes that show in a minute that all run; the rates mean nothing.
+SMALL = Sizes(
+    heads=2, head_dim=16, tokens=128, window=40, block=16, dilated=(64, 4), matmul=64, enough=0.0,
+    lengths=(64, 128), chunk=96, long=(1 << 10, 256), long_heads=(2, 16), long_dilated=((32, 128), (1, 4)),
+    rows=(16, 32), widths=(16,),
+)  # fmt: skip
+QUICK = BenchSuite(partial(list_cases, SMALL), conclude, check)

@@ -1,0 +1,144 @@
+"""Suite "patterns": sparse patterns on one thread against dense attention by the same library call."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ....call.functional import attention
+from ....call.planner import make_plan
+from ....dtypes import ITEM_BYTES
+from ....pattern import parse_pattern
+from ....simulator.numerics.oracle import oracle_rows_alone, sampled_rows
+from ..calls import check_error, make_inputs
+from ..case import HEAD_DIM, HEADS, BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make_settings
+
+TOKENS = 8192
+#: Tokens of the cases that measure how time and memory scale.
+MOST_TOKENS = 1 << 18
+#: Work of a backward in units of its forward: five matrix products against two.
+BACKWARD_WORK = 2.5
+DILATED = "(2048, 4096, 8192), (1, 2, 4)"
+#: Name, pattern, and the promised rate of useful work over the rate of dense attention.
+RATES: tuple[tuple[str, str, float | None], ...] = (
+    ("dilated_group", f"Dilated({DILATED}, mix='group')", 0.85),
+    ("longnet", f"Dilated({DILATED})", 0.80),
+    ("local_window_1_8", "local_window(128, density=0.125)", 0.70),
+    ("strided_blocks_1_8", "strided_blocks(128, stride=8)", 0.70),
+    ("dilated_blocks_1_8", "dilated_blocks(128, density=0.125)", 0.70),
+    ("causal_blocks_1_4", "dilated_blocks(128, density=0.25) & Causal()", None),
+    ("window_256", "Window(255)", 0.50),
+    ("window_1024", "Window(1023)", None),
+    ("documents_16", f"Documents({[512] * 16})", None),
+)
+#: Name and pattern of the cases with MOST_TOKENS tokens.
+LONG: tuple[tuple[str, str], ...] = (
+    ("local_window", "local_window(128, blocks=2)"),
+    ("dilated", f"Dilated({DILATED}, mix='group')"),
+)
+RATE_NOTE = (
+    "useful rate: counted pairs of the pattern over the pairs of dense attention, times the ratio of times; of the "
+    "backward: 2.5 times the time of its forward over its own time, five matrix products against two; column backward: "
+    "the backward alone, of a graph that is kept"
+)
+MEMORY_NOTE = (
+    "memory: rise of VmHWM, reset by clear_refs, over VmRSS before the inputs exist, the worst of all rounds; "
+    "formula: q, k, v and the output"
+)
+SCALING_NOTE = "linear: time of 8,192 tokens, times the ratio of lengths, over the time of the long sequence"
+
+
+def list_cases() -> list[BenchCase]:
+    """Rates, scaling and memory; targets are the project's promises."""
+    return [
+        *(_rate_case(*row) for row in RATES),
+        *(_scaling_case(name, pattern) for name, pattern in LONG),
+        *(_memory_case(name, pattern) for name, pattern in LONG),
+    ]
+
+
+def _make_dense(context: Context) -> Run:
+    q, k, v = make_inputs(context.settings, 3)
+    return lambda: scaled_dot_product_attention(q, k, v)
+
+
+def _make_forward(context: Context, tokens: int | None = None) -> Run:
+    q, k, v = make_inputs(context.settings, 3, tokens)
+    pattern = parse_pattern(context.settings["pattern"])
+    return lambda: attention(q, k, v, pattern)
+
+
+def _make_backward(context: Context) -> Run:
+    q, k, v, grad = make_inputs(context.settings, 4)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(q, k, v, parse_pattern(context.settings["pattern"]))
+    return lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+
+def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
+    """Largest relative error of 16 rows against fp64 softmaxes over the rows of the pattern's dense mask."""
+    rows, pattern = sampled_rows(context.settings["tokens"], 16), context.settings["pattern"]
+    exact = oracle_rows_alone(parse_pattern(pattern), rows, *make_inputs(context.settings, 3))
+    return {"forward": check_error(pattern, [results["forward"][:, :, rows]], [exact])}
+
+
+def _rate_case(name: str, pattern: str, target: float | None) -> BenchCase:
+    plan = make_plan(pattern, tokens=TOKENS, ranks=1, heads=HEADS)
+    return BenchCase(
+        name,
+        1,
+        make_settings(TOKENS, pattern=pattern, density=plan.density),
+        (
+            BenchColumn("dense", 1, _make_dense),
+            BenchColumn("forward", 1, _make_forward),
+            BenchColumn("backward", 1, _make_backward),
+        ),
+        (
+            Ratio("dense", "forward", target, work=plan.density),
+            Ratio("forward", "backward", 0.8 if target else None, work=BACKWARD_WORK),
+        ),
+        _check,
+        notes=(RATE_NOTE,),
+    )
+
+
+def _scaling_case(name: str, pattern: str) -> BenchCase:
+    return BenchCase(
+        f"scaling_{name}",
+        1,
+        make_settings(MOST_TOKENS, "bfloat16", pattern=pattern),
+        (BenchColumn("short", 1, partial(_make_forward, tokens=TOKENS)), BenchColumn("long", 1, _make_forward)),
+        (Ratio("short", "long", 0.9, work=MOST_TOKENS / TOKENS),),
+        rounds=3,
+        notes=(SCALING_NOTE,),
+    )
+
+
+def _memory_case(name: str, pattern: str) -> BenchCase:
+    def formula(context: Context) -> int:
+        settings = context.settings
+        return 4 * settings["tokens"] * HEADS * HEAD_DIM * ITEM_BYTES[settings["dtype"]]
+
+    return BenchCase(
+        f"memory_{name}",
+        1,
+        make_settings(MOST_TOKENS, "bfloat16", pattern=pattern),
+        (BenchColumn("forward", 1, _make_forward),),
+        formula_bytes=formula,
+        limit=1.25,
+        rounds=2,
+        notes=(MEMORY_NOTE,),
+    )
+
+
+SUITE = BenchSuite(
+    list_cases,
+    title="Sparse masks beside dense attention",
+    about=(
+        "dense / forward: the time of dense attention times the share of visible pairs, over ours; 1 is all that a "
+        "mask can save. forward / backward: 2.5 forwards, which a backward should cost, over the backward.",
+    ),
+)

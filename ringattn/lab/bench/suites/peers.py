@@ -1,0 +1,267 @@
+"""Suite "peers": other libraries on the same machine, tensors and threads, in turns with ours. Right results first."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ....errors import Unsupported
+from ....pattern import Dilated
+from .. import calls
+from ..case import HEAD_DIM, HEADS, BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, Run, make_settings
+from ..libraries import CANNOT_RUN, Mask, list_masks, make_call
+from .ring import CPU_FLASH, CPU_FLASH_BACKWARD, TEMPLATES, make_template
+
+RANKS, TOKENS = 2, 4096
+#: The promised ratio of the time of the fastest peer with right results to ours, by mask.
+TARGETS = {"dense": 1.0, "causal": 1.0, "window": 2.0, "documents": 2.0, "dilated": 2.0}
+#: Where ranks of contiguous shards would not have equal work.
+LAYOUTS = {"causal": "zigzag", "documents": "zigzag"}
+NOTE = (
+    "peers: 2 Gloo ranks of one thread each; sdpa and FlexAttention are one process with two threads and the whole "
+    "sequence. error: the largest of output and gradients against dense attention in fp64, relative to the largest "
+    "entry; what is wrong is not timed. template: PyTorch's private context-parallel ring on its CPU flash op, with "
+    "either rotate method. ring-flash-attn runs over a stand-in for its CUDA kernel that calls the same CPU op. "
+    "ring-attention-pytorch has its own CPU path. These two are installed by pip install 'ringattn[peers]'. torchscale "
+    "is the fork torchscale-gml, which has dilated attention, without projections and over the same CPU op; its order "
+    "of the heads costs it a copy of each tensor"
+)
+
+
+def _list_masks(tokens: int) -> dict[str, Mask]:
+    masks = list_masks(tokens, tokens // 16 - 1, 128, tokens // 4, 4)
+    return {name: mask for name, mask in masks.items() if name in TARGETS}
+
+
+def _get_mask(context: Context) -> Mask:
+    return _list_masks(context.settings["tokens"])[context.settings["mask"]]
+
+
+def _require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise Unsupported(reason)
+
+
+def _require_plain(context: Context, reason: str) -> None:
+    _require(context.settings["mask"] in ("dense", "causal"), reason)
+
+
+def _make_sdpa(context: Context) -> Run | None:
+    if context.settings["mask"] in ("dense", "causal"):
+        return calls.make_single(context)
+    seen = torch.from_numpy(_get_mask(context).pattern.mask(context.settings["tokens"], HEADS)) > 0
+    return calls.make_alone(context, partial(scaled_dot_product_attention, attn_mask=seen))
+
+
+def _make_flex(context: Context) -> Run | None:
+    mask, tokens = _get_mask(context), context.settings["tokens"]
+    return None if context.rank else calls.make_alone(context, make_call("FlexAttention", mask, tokens, HEADS, "cpu"))
+
+
+def _make_template(context: Context, rotate: str) -> Run:
+    _require_plain(context, "PyTorch's ring has no such mask")
+    return make_template(context, rotate)
+
+
+def _make_ring_attention_pytorch(context: Context) -> Run:
+    _require_plain(context, "ring-attention-pytorch has no such mask (windows: whole buckets)")
+    library: Any = import_module("ring_attention_pytorch.ring_flash_attention")
+    options = {"causal": context.settings["causal"], "ring_reduce_col": True, "ring_size": context.ranks}
+    attend = partial(
+        library.ring_flash_attn, bucket_size=min(512, context.settings["tokens"] // context.ranks), **options
+    )
+    return calls.make_call(context, _swap(attend), layout="contiguous")
+
+
+def _swap(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The call for tensors [B, H, N, D] of a library that takes [B, N, H, D]."""
+    return lambda *qkv: attend(*(x.transpose(1, 2) for x in qkv)).transpose(1, 2)
+
+
+def _make_ring_flash_attn(context: Context) -> Run:
+    _require_plain(context, "ring-flash-attn: its kernel for such masks has no stand-in here")
+    sys.modules.setdefault("flash_attn", ModuleType("flash_attn"))
+    sys.modules.setdefault("flash_attn.flash_attn_interface", make_flash_attn())
+    hugging_face = ModuleType("ring_flash_attn.adapters")  # does not import with transformers 5, and is not measured
+    vars(hugging_face).update(substitute_hf_flash_attn=None, update_ring_flash_attn_params=None)
+    sys.modules.setdefault(hugging_face.__name__, hugging_face)
+    library: Any = import_module("ring_flash_attn")
+    causal = context.settings["causal"]
+    attend = partial(library.zigzag_ring_flash_attn_func if causal else library.ring_flash_attn_func, causal=causal)
+    return calls.make_call(context, _swap(attend))
+
+
+def _make_torchscale(context: Context) -> Run:
+    pattern = _get_mask(context).pattern
+    if not isinstance(pattern, Dilated):
+        raise Unsupported("torchscale has this for dilated attention only")
+    try:
+        library: Any = import_module("torchscale.component.dilated_attention")
+    except ModuleNotFoundError as error:
+        raise Unsupported(
+            "torchscale 0.3.0 has no dilated attention: pip install --no-deps torchscale-gml einops"
+        ) from error
+    segments, rates = pattern.segments, pattern.rates
+    args = SimpleNamespace(
+        multiway=False, xpos_rel_pos=False, flash_attention=True, seq_parallel=True, layernorm_eps=1e-5,
+        segment_length=list(segments), dilated_ratio=list(rates),
+    )  # fmt: skip
+    # The function that calls CUDA kernels; the library itself says None where there is no GPU.
+    vars(import_module("torchscale.component.multihead_attention"))["flash_attn_func"] = _flash_for_torchscale
+    module = library.DilatedAttention(args, HEADS * HEAD_DIM, HEADS, self_attention=True)
+    module.q_proj = module.k_proj = module.v_proj = module.out_proj = torch.nn.Identity()
+    # Its head t has the dilation offset t // (H / rate), ours the offset t % rate.
+    order = sorted(range(HEADS), key=lambda head: head % rates[0])
+    back = sorted(range(HEADS), key=lambda t: order[t])
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        out = module(*(x.transpose(1, 2)[:, :, order].flatten(2) for x in qkv))[0]
+        return out.unflatten(2, (HEADS, HEAD_DIM))[:, :, back].transpose(1, 2)
+
+    return calls.make_call(context, attend)
+
+
+def _flash_for_torchscale(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, bias: None, scale: float | None, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flash attention of [B, N, H, D] with its log-sum-exp [B, H, N], by the CPU op that our kernel calls, too."""
+    out, lse = CPU_FLASH(*(x.transpose(1, 2) for x in (q, k, v)), dropout, causal, scale=scale)
+    return out.transpose(1, 2), lse
+
+
+def make_flash_attn() -> ModuleType:
+    """A stand-in for flash_attn.flash_attn_interface: tensors [B, N, H, D], the CPU op that our kernel calls, too."""
+
+    def forward(
+        q: Any, k: Any, v: Any, dropout_p: float, softmax_scale: float, causal: bool,
+        window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Any = None,
+        return_softmax: bool = False,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        _require(window_size_left < 0 and not dropout_p, "the stand-in has no window and no dropout")
+        return *_flash_for_torchscale(q, k, v, 0.0, None, softmax_scale, causal), None, None
+
+    def backward(
+        dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, dq: Any, dk: Any, dv: Any,
+        dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1,
+        softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False, rng_state: Any = None,
+    ) -> None:  # fmt: skip
+        heads_first = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+        grads = CPU_FLASH_BACKWARD(*heads_first, softmax_lse.contiguous(), 0.0, causal, scale=softmax_scale)
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(grad.transpose(1, 2))
+
+    module = ModuleType("flash_attn.flash_attn_interface")
+    vars(module).update(
+        _flash_attn_forward=forward,
+        _flash_attn_backward=backward,
+        _flash_attn_varlen_forward=None,
+        _flash_attn_varlen_backward=None,
+    )
+    return module
+
+
+#: Ours first. Two threads compute the whole sequence in one process, and each rank has one thread.
+PEERS: dict[str, BenchColumn] = {
+    column.name: column
+    for column in (
+        BenchColumn("ringattn", 1, partial(calls.make_ring, schedule="auto")),
+        BenchColumn("sdpa", RANKS, _make_sdpa),
+        # Under a counter of tensors FlexAttention is not compiled, and holds what the compiled call never holds.
+        BenchColumn("FlexAttention", RANKS, _make_flex, weighed=False),
+        *(BenchColumn(name, 1, partial(_make_template, rotate=rotate)) for name, rotate in TEMPLATES.items()),
+        BenchColumn("ring-flash-attn", 1, _make_ring_flash_attn),
+        BenchColumn("ring-attention-pytorch", 1, _make_ring_attention_pytorch),
+        BenchColumn("torchscale", 1, _make_torchscale),
+    )
+}
+
+
+def list_cases(tokens: int = TOKENS) -> list[BenchCase]:
+    """Five masks, forward, and forward and backward; the dense and the causal one in bf16, too."""
+    masks = [(name, mask, "float32") for name, mask in _list_masks(tokens).items()]
+    masks += [(name, mask, "bfloat16") for name, mask, _ in masks[:2]]
+    return [_case(*mask, tokens, backward) for mask in masks for backward in (False, True)]
+
+
+def _case(name: str, mask: Mask, dtype: str, tokens: int, backward: bool) -> BenchCase:
+    settings = make_settings(
+        tokens, dtype, mask=name, pattern=repr(mask.pattern), backward=backward, causal=name == "causal",
+        layout=LAYOUTS.get(name, "contiguous"), target=TARGETS[name],
+    )  # fmt: skip
+    return BenchCase(
+        f"{name}{'' if dtype == 'float32' else f'_{dtype}'}_{'backward' if backward else 'forward'}",
+        RANKS,
+        settings,
+        tuple(PEERS.values()),
+        tuple(Ratio(peer, "ringattn") for peer in PEERS if peer != "ringattn"),
+        check,
+        notes=(NOTE,),
+        summarise=judge,
+        lacking=CANNOT_RUN,
+    )
+
+
+def check(context: Context, results: dict[str, Any]) -> dict[str, float]:
+    """The largest relative error of each library's tensors against dense attention in fp64; on rank 0."""
+    exact = compute_dense(context) if context.rank == 0 else []
+    errors = {}
+    for name, tensors in results.items():
+        if PEERS[name].threads == 1:
+            layout = calls.get_layout(context, "contiguous" if name == "ring-attention-pytorch" else None)
+            tensors = [calls.gather(x, layout) for x in tensors]
+        if context.rank == 0:
+            errors[name] = max(map(calls.relative_error, tensors, exact))
+    return errors
+
+
+def compute_dense(context: Context) -> list[torch.Tensor]:
+    """The output, and with a backward the gradients of q, k and v, of dense attention in fp64, head by head."""
+    settings, mask = context.settings, _get_mask(context)
+    parts = []
+    for h in range(HEADS):
+        q, k, v, grad = (x[:, h : h + 1].double() for x in calls.make_inputs(settings, 4))
+        seen = torch.from_numpy(mask.pattern.mask(settings["tokens"], HEADS)[h] > 0)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor = seen) -> torch.Tensor:
+            scores = (q @ k.mT * HEAD_DIM**-0.5).masked_fill(~seen, torch.finfo(torch.float64).min)
+            return (scores.softmax(-1) * seen) @ v
+
+        parts.append(calls.make_pass(attend, [q, k, v], grad if settings["backward"] else None)())
+    return [torch.cat(heads, 1) for heads in zip(*parts, strict=True)]
+
+
+def judge(record: CaseRecord) -> dict[str, Any]:
+    """The fastest peer with right results, and the ratio of its time to ours."""
+    medians = {name: column["median"] for name, column in record["columns"].items()}
+    ours, target = medians.pop("ringattn", None), record["settings"]["target"]
+    if ours is None or not medians:
+        return {"fastest right peer": "none", "peer / ringattn": 0.0, "target": target, "met": False}
+    best = min(medians, key=lambda name: medians[name])
+    ratio = medians[best] / ours
+    return {"fastest right peer": best, "peer / ringattn": ratio, "target": target, "met": ratio >= target}
+
+
+def conclude(records: list[CaseRecord]) -> tuple[str, bool]:
+    """In how many cases ours is as many times faster than the fastest right peer as was promised."""
+    met = sum(record.get("summary", {}).get("met", False) for record in records)
+    text = f"as fast as promised against the fastest right peer in {met} of {len(records)} cases"
+    return text, met == len(records)
+
+
+SUITE = BenchSuite(
+    list_cases,
+    conclude,
+    title="Other libraries beside ours",
+    about=(
+        "The same tensors, threads and machine, in turns: batch 1, 8 heads of 64, 4,096 tokens, fp32 or bf16. A "
+        "library that cannot run here, or whose result is wrong, is a row that says so. Targets: at least as fast as "
+        "the fastest right peer on dense and causal masks, and twice as fast on windows, documents and dilated masks.",
+    ),
+)

@@ -1,0 +1,291 @@
+"""The systems of the earlier reports by their names there, and cases that measure any of them at any length.
+
+Suites choose systems, lengths and settings; how a system is made, run and checked is here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ... import compat
+from ...layout.regular import Layout
+from ...nn import AdaptiveAttention, MultiheadAttention, RingAttention
+from ...pattern import Dilated
+from ...simulator.numerics.oracle import oracle_rows, places, sampled_rows
+from ...text import duration, size
+from .calls import gather, get_layout, make_inputs, make_shards
+from .case import HEAD_DIM, HEADS, TOLERANCES, BenchCase, BenchColumn, CaseRecord, Context, Run, make_settings
+
+#: Arguments of multihead modules.
+SIZES: dict[str, Any] = {"embed_dim": HEADS * HEAD_DIM, "num_heads": HEADS}
+#: Rows that are compared with fp64 softmaxes.
+ROWS = 16
+#: Branches of dilated attention where a suite does not say otherwise.
+BRANCHES = {"segment_lengths": (512, 1024, 2048), "dilation_rates": (1, 2, 4)}
+#: Keys of a query of the block-sparse systems: the blocks of 64 tokens around it, as many as the earlier systems used.
+LOCAL = {"pattern": "local_window(64, blocks=4)"}
+NOTES = (
+    f"error: largest difference of {ROWS} rows from softmaxes in fp64 over all their keys, relative to the largest "
+    "entry; the rows of a pattern come from its dense mask, which shares nothing with the tiles that are computed",
+    "r4, r8, r16: virtual ranks in one process, each with its part of the sequence; blocks of keys travel around the "
+    "ring, and the result is that of one device. Ranks without r are processes joined by Gloo",
+    "on several ranks a system of one device runs as its ring: 'distributed' in the factory",
+)
+Module = RingAttention | MultiheadAttention
+
+
+@dataclass(frozen=True)
+class System:
+    """How a system is made: `make(settings, place)`, where `place` has the options of real ranks.
+
+    `settings` are those of the system; a suite may replace them. `multihead`: the input is [B, N, H * D].
+    """
+
+    make: Callable[[dict[str, Any], dict[str, Any]], Module]
+    settings: dict[str, Any]
+    multihead: bool = False
+
+
+def _dilated(name: str) -> System:
+    single = name.replace("Multihead", "")
+
+    def make(settings: dict[str, Any], place: dict[str, Any]) -> Module:
+        ours = "distributed" if place and single in compat.ONE_DEVICE else single
+        if single != name:
+            return compat.create_multihead_dilated_attention(ours, **SIZES, **_branches(settings), **place)
+        ring_size = settings.get("ring_size")
+        return compat.create_dilated_attention(ours, **_branches(settings), ring_size=ring_size, **place)
+
+    return System(make, BRANCHES, multihead=single != name)
+
+
+def _block_sparse(variant: str, settings: dict[str, Any], **options: Any) -> System:
+    def make(settings: dict[str, Any], place: dict[str, Any]) -> Module:
+        named = {name: settings[name] for name in ("pattern", "block", "density", "k") if name in settings}
+        branches = _branches(settings) if "segment_lengths" in settings else {}
+        return compat.create_block_sparse_attention(variant, **options, **named, **branches, **place)
+
+    return System(make, settings, multihead=variant == "multihead")
+
+
+def _branches(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(settings[name]) for name in ("segment_lengths", "dilation_rates")}
+
+
+#: The systems by their names in the earlier reports. Of each kind there was one implementation per name; here all
+#: names of a kind make the same module, and a row for each name shows that they do.
+SYSTEMS: dict[str, System] = {
+    **{
+        f"{name}DilatedAttention{version}": _dilated(f"{name}DilatedAttention{version}")
+        for name, version in (
+            *(("", ""), ("Improved", ""), ("Multihead", ""), ("ImprovedMultihead", "")),
+            *(("Ring", ""), ("Ring", "V2"), ("Ring", "Production"), ("RingMultihead", "")),
+        )
+    },
+    "BlockSparseRingDilatedAttention": _block_sparse("base", LOCAL),
+    "BlockSparseHierarchical": _block_sparse("hierarchical", {"block": 128, "density": 0.1}),
+    "BlockSparseAdaptive": _block_sparse("adaptive", {"block": 64, "k": 9}, num_heads=HEADS, head_dim=HEAD_DIM),
+    "BlockSparseRingMultiheadDilatedAttention": _block_sparse("multihead", LOCAL, **SIZES),
+}
+
+
+def list_system_cases(
+    names: Iterable[str],
+    lengths: Sequence[int],
+    *,
+    ranks: Sequence[int] = (1,),
+    dtype: str = "float32",
+    until_failure: bool = False,
+    settings: dict[str, Any] | None = None,
+    label: str | None = None,
+    most: Mapping[str, int] | None = None,
+) -> list[BenchCase]:
+    """A case for each system, number of ranks and length, in this order.
+
+    A name may end in "_r4": 4 virtual ranks. `settings` replace those of the systems that have them. With
+    `until_failure` a failure is a result, and no longer length of the system is tried after it. `label`: as for
+    `make_system_case`. `most` are the most tokens of the systems that end before the others.
+    """
+    cases = []
+    for name in names:
+        taken = SYSTEMS[name.partition("_r")[0]].settings
+        own = {key: value for key, value in (settings or {}).items() if key in taken}
+        for count in ranks:
+            after = None
+            for tokens in (x for x in lengths if x <= (most or {}).get(name, x)):
+                limits = {"may_fail": until_failure, "after": after}
+                cases.append(make_system_case(name, tokens, count, dtype, label=label, settings=own, **limits))
+                after = cases[-1].name if until_failure else None
+    return cases
+
+
+#: The cases of a suite of long sequences, each tried until a length fails.
+list_long_cases = partial(list_system_cases, dtype="bfloat16", until_failure=True)
+
+
+def make_system_case(
+    name: str,
+    tokens: int,
+    ranks: int = 1,
+    dtype: str = "float32",
+    *,
+    label: str | None = None,
+    settings: dict[str, Any] | None = None,
+    **limits: Any,
+) -> BenchCase:
+    """One case: the forward of a system without gradients; `settings` are added to, or replace, those of the system.
+
+    `label` is the system's name in the report; `limits` are `may_fail` and `after` of the case.
+    """
+    kind, _, ring_size = name.partition("_r")
+    system = SYSTEMS[kind]
+    chosen = make_settings(tokens, dtype, system=label or name, kind_of_system=kind)
+    chosen |= {"ring_size": int(ring_size)} if ring_size else {}
+    chosen |= {**system.settings, **(settings or {})}
+    if system.settings is BRANCHES:
+        segments, rates = _branches(chosen).values()
+        chosen["pattern"] = repr(Dilated(segments, rates, mix="group"))
+    chosen["layout"] = "contiguous"
+    threads = 2 if ranks == 1 else 1
+    return BenchCase(
+        f"{label or name}_{tokens}" + (f"_{ranks}_ranks" if ranks > 1 else ""),
+        ranks,
+        chosen,
+        (BenchColumn("forward", threads, _make_forward),),
+        check=_check,
+        notes=NOTES,
+        timeout=600.0,
+        weight=4.0 * ranks + tokens / 16384,
+        **limits,
+    )
+
+
+def make_system(context: Context) -> tuple[Module, list[torch.Tensor]]:
+    """The module of a case with weights that are equal on all ranks, and its inputs: (q, k, v) [B, N, H, D] or (x,)."""
+    settings, place = context.settings, {"layout": "contiguous"} if context.ranks > 1 else {}
+    system, dtype = SYSTEMS[settings["kind_of_system"]], getattr(torch, settings["dtype"])
+    torch.manual_seed(0)
+    module = system.make(settings, place).to(dtype).eval()
+    tensors = make_inputs(settings, 1 if system.multihead else 3)
+    if context.ranks > 1:
+        tensors = make_shards(context, tensors)
+    tensors = [x.transpose(1, 2) for x in tensors]
+    return module, [x.flatten(2) for x in tensors] if system.multihead else tensors
+
+
+def _make_forward(context: Context) -> Run:
+    module, inputs = make_system(context)
+
+    def run() -> tuple[Module, list[torch.Tensor], torch.Tensor]:
+        with torch.no_grad():
+            result = module(*inputs)
+        return module, inputs, result[0] if isinstance(result, tuple) else result
+
+    return run
+
+
+def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
+    """The largest relative error of sampled rows; every rank checks the rows of its shard."""
+    settings, (module, inputs, out) = context.settings, results["forward"]
+    tokens, tolerance = settings["tokens"], TOLERANCES[settings["dtype"]]
+    layout, rows = get_layout(context), sampled_rows(tokens, ROWS)
+    positions = layout.positions(context.rank)
+    with torch.no_grad():
+        exact = compute_exact_rows(module, inputs, rows, positions, layout)
+    place = places(rows, positions)
+    mine = [i for i, row in enumerate(rows) if row in place]
+    found = out[:, [place[rows[i]] for i in mine]].flatten(2).double()
+    error = (found - exact[:, mine]).abs().max() if mine else torch.zeros((), dtype=torch.float64, device="cpu")
+    error = float(_all_reduce(error, True, context.ranks) / exact.abs().max())
+    assert error < tolerance, f"{settings['system']} is wrong by {error:.1e}"
+    return {"forward": error}
+
+
+def compute_exact_rows(
+    module: Module, inputs: list[torch.Tensor], rows: list[int], positions: np.ndarray, layout: Layout
+) -> torch.Tensor:
+    """The rows `rows` of the module's output in fp64, [B, len(rows), H * D], on all ranks. Collective."""
+    if isinstance(module, MultiheadAttention):
+        core: Any = module.core
+        q, k, v = module._project(*inputs * 3)
+    else:
+        core = module
+        q, k, v = (x.transpose(1, 2) for x in inputs)
+    if isinstance(core, AdaptiveAttention):
+        whole = [gather(x, layout) if layout.ranks > 1 else x for x in (q, k, v)]
+        exact = _exact_adaptive_rows(core, rows, *whole)
+    else:
+        pattern = core.pattern.bind(HEADS, layout.tokens)
+        reduce: Any = partial(_all_reduce, ranks=layout.ranks)
+        exact = (
+            oracle_rows(pattern, layout.tokens, rows, HEAD_DIM**-0.5, positions, q, k, v, reduce) * pattern.output_scale
+        )
+    exact = exact.transpose(1, 2).flatten(2)
+    if isinstance(module, MultiheadAttention):
+        norm: Any = module.norm
+        exact = exact if norm is None else deepcopy(norm).double()(exact)
+        exact = deepcopy(module.out_proj).double()(exact)
+    return exact
+
+
+def _exact_adaptive_rows(
+    module: AdaptiveAttention, rows: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """Softmaxes in fp64 over the blocks that the module has selected, with the scores of the blocks as a bias."""
+    assert module.blocks is not None and len(q) == 1
+    block, blocks = module.block, torch.tensor(module.blocks, device="cpu")
+    means = [
+        torch.stack([part.mean(2) for part in x.double().split(block, 2)], 2) @ weight.double()
+        for x, weight in ((q, module.query), (k, module.key))
+    ]
+    scores = (means[0] @ means[1].mT)[0] / module.rank**0.5
+    at = torch.tensor(rows, device="cpu") // block
+    of_key = torch.arange(k.shape[2], device="cpu") // block
+    logits = q[0, :, rows].double() @ k[0].double().mT * HEAD_DIM**-0.5 + scores[:, at][:, :, of_key]
+    logits = logits.masked_fill(~blocks[:, at][:, :, of_key], -torch.inf)
+    return (logits.softmax(-1) @ v[0].double())[None]
+
+
+def _all_reduce(x: torch.Tensor, most: bool, ranks: int) -> torch.Tensor:
+    """x, reduced over the ranks in place: the maximum, or the sum."""
+    if ranks > 1:
+        dist.all_reduce(x, dist.ReduceOp.MAX if most else dist.ReduceOp.SUM)
+    return x
+
+
+def find_cases(records: list[CaseRecord], system: str) -> list[CaseRecord]:
+    """The records of a system, or of all systems whose names begin so, that have numbers."""
+    return [x for x in records if str(x["settings"].get("system", "")).startswith(system) and x.get("columns")]
+
+
+def longest(records: list[CaseRecord], system: str) -> str:
+    """The longest sequence that a system computed, its time and its memory, in words."""
+    done = find_cases(records, system)
+    if not done:
+        asked = any(str(x["settings"].get("system", "")).startswith(system) for x in records)
+        return f"{system}: {'no length was computed' if asked else 'not among these cases'}"
+    best = max(done, key=lambda record: record["settings"]["tokens"])
+    column, tokens = best["columns"]["forward"], best["settings"]["tokens"]
+    return (
+        f"{best['settings']['system']} computes {tokens:,} tokens in {duration(column['median'])}, with "
+        f"{size(column['peaks']['tensors'] / tokens)} of tensors per token and an error of "
+        f"{max(best['errors'].values()):.1e}"
+    )
+
+
+def fastest(records: list[CaseRecord], tokens: int) -> str:
+    """The fastest and the slowest system of a length on one device, in words."""
+    done = [x for x in find_cases(records, "") if x["settings"]["tokens"] == tokens and x["ranks"] == 1]
+    if not done:
+        return f"at {tokens:,} tokens nothing was measured"
+    times = sorted((x["columns"]["forward"]["median"], x["settings"]["system"]) for x in done)
+    least, most = (f"{name}, {duration(seconds)}" for seconds, name in (times[0], times[-1]))
+    return f"at {tokens:,} tokens the fastest is {least}, the slowest {most}"

@@ -1,0 +1,171 @@
+"""Times of the attention kernel by shape and size of tile, and of merging, by the calls that the executor makes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, groupby, product
+
+import torch
+
+from ...kernels import get_kernel
+from ...kernels.base import Kernel, wide
+from ...machine.kernel_times import BACKWARD, WHOLE_KEYS
+from ...plan.work import Work
+from ...runtime.accumulators import RowViews, accumulate, select_inputs
+from ...runtime.rank_program import batches
+from ...runtime.softmax import merge_
+from ...simulator.timing.kernel_seconds import lower_to_tiles
+from .fits import Sample
+from .measuring_ranks import MeasuringRanks, Settings, TimedBytes, count_turns
+
+#: Seconds of forward calls, and of backward calls, on all ranks.
+Overheads = tuple[tuple[float, ...], tuple[float, ...]]
+#: Most bytes of the tensors of works that take turns.
+TOGETHER = 1 << 30
+#: A ragged dense tile has so many keys fewer than rows.
+RAGGED_BY = 7
+#: Query rows and keys of the reference tile.
+REFERENCE_ROWS = 256
+
+
+def list_works(rows: Sequence[int], widths: Sequence[int], heads: int) -> Iterator[Work]:
+    """One work for each point of the grids: dense rows x keys, causal triangles, and bands of `widths` keys per row.
+
+    Also a ragged dense tile for each size, unless the sizes are ragged themselves. Works of one shape descend: right
+    after a work of a second, a call of 0.1 ms would take up to 4 times as long.
+    """
+    all_heads = range(heads)
+    ragged = [(n, n - RAGGED_BY) for n in rows if not any(m % WHOLE_KEYS for m in rows)]
+    for n, m in sorted((*product(rows, rows), *ragged), key=math.prod, reverse=True):
+        yield Work(all_heads, all_heads, range(n), (range(m),))
+    for n in sorted(rows, reverse=True):
+        yield Work(all_heads, all_heads, range(n), (range(n),), lo=0)
+    for n, width in sorted(product(rows, widths), key=math.prod, reverse=True):
+        # A parallelogram: row i sees the keys i .. i + width - 1.
+        yield Work(all_heads, all_heads, range(n), (range(n + width - 1),), lo=1 - width, hi=0)
+
+
+def time_works(ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], settings: Settings) -> list[Sample]:
+    """A sample of each work, forward and then backward.
+
+    Works of one shape take turns. A small call that is repeated by itself takes up to half less time than in a pass,
+    where other calls and their data lie between.
+    """
+    groups = [(group, backward) for backward in (False, True) for group in _group(works, settings)]
+    return [sample for group, backward in groups for sample in _time_group(ranks, kernel, group, settings, backward)]
+
+
+def _group(works: Sequence[Work], settings: Settings) -> Iterator[list[Work]]:
+    """The works of each shape, in groups whose tensors fit into TOGETHER bytes; a larger work is a group by itself."""
+    item = 4 * settings.head_dim * max(settings.torch_dtype.itemsize, 4)
+    for _, of_shape in groupby(works, lambda work: next(lower_to_tiles(work))[0]):
+        group: list[Work] = []
+        size = 0
+        for work in of_shape:
+            nbytes = item * len(work.heads) * (len(work.q) + work.keys)
+            if group and size + nbytes > TOGETHER:
+                yield group
+                group, size = [], 0
+            group.append(work)
+            size += nbytes
+        yield group
+
+
+def _time_group(
+    ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], settings: Settings, backward: bool
+) -> list[Sample]:
+    """Samples of works that take turns, which all ranks compute at the same time."""
+    calls = [make_call(kernel, work, settings, ranks.device, backward=backward) for work in works]
+    samples = []
+    for work, seconds in zip(works, ranks.time_alternating(calls), strict=True):
+        ((shape, rows, keys, pairs),) = lower_to_tiles(work)
+        flops = pairs * 4 * settings.head_dim * (BACKWARD if backward else 1.0)
+        samples.append(Sample(shape, backward, rows, keys, flops, ranks.gather_times(seconds)))
+    return samples
+
+
+def make_call(
+    kernel: Kernel, work: Work, settings: Settings, device: torch.device, *, backward: bool
+) -> Callable[[], None]:
+    """A function that computes a work on random inputs as the executor does: it drops the output, or adds gradients."""
+    heads, head_dim, dtype = len(work.heads), settings.head_dim, settings.torch_dtype
+    q, grad, out = (torch.randn(1, heads, len(work.q), head_dim, device=device).to(dtype) for _ in range(3))
+    k, v = (torch.randn(1, heads, work.keys, head_dim, device=device).to(dtype) for _ in range(2))
+    lse = torch.full((1, heads, len(work.q)), math.log(work.keys), device=device, dtype=wide(dtype))
+    scale = head_dim**-0.5
+    kernel_calls = list((kernel.for_backward() if backward else kernel).split(work))
+    query, by_row = RowViews(q), RowViews(grad, q, out, lse)
+
+    def run_forward() -> None:
+        keys = RowViews(k, v)
+        for call in kernel_calls:
+            for batch in batches(call, len(q)):
+                (x,), (y, z) = select_inputs(call, batch, query, keys)
+                kernel.forward(x, y, z, call, scale)
+
+    dq, dk, dv = (torch.zeros(x.shape, device=device, dtype=wide(dtype)) for x in (q, k, v))
+    of_rows, of_keys = RowViews(dq), RowViews(dk, dv)
+
+    def run_backward() -> None:
+        keys = RowViews(k, v)
+        for call in kernel_calls:
+            for batch in batches(call, len(q)):
+                (dout, x, o, total), (y, z) = select_inputs(call, batch, by_row, keys)
+                dq_part, *key_parts = kernel.backward(dout, x, y, z, o, total, call, scale)
+                accumulate(of_rows, call, batch, dq_part)
+                accumulate(of_keys, call, batch, *key_parts, by_key=True)
+
+    return run_backward if backward else run_forward
+
+
+def find_kernel(settings: Settings, device: torch.device) -> Kernel:
+    """The kernel of these settings on a device."""
+    probe = torch.zeros((1, settings.heads, 1, settings.head_dim), dtype=settings.torch_dtype, device=device)
+    return get_kernel(settings.kernel, probe, probe, probe)
+
+
+def make_reference(kernel: Kernel, settings: Settings, device: torch.device) -> Callable[[], None]:
+    """A small forward of a dense tile: its seconds tell how fast the machine is, and it takes turns with short calls.
+
+    What is repeated by itself finds its data in the caches, and its threads awake, unlike in a pass.
+    """
+    return make_call(kernel, _reference_work(settings), settings, device, backward=False)
+
+
+def _reference_work(settings: Settings) -> Work:
+    """The dense tile of REFERENCE_ROWS rows and as many keys, over all heads."""
+    heads, rows = range(settings.heads), range(REFERENCE_ROWS)
+    return Work(heads, heads, rows, (rows,))
+
+
+def time_overheads(ranks: MeasuringRanks, kernel: Kernel, settings: Settings) -> Overheads:
+    """Seconds of forward and of backward calls on 1 row and 1 key of 1 head: the time of a call beside its work.
+
+    These calls take turns with calls on the reference tile, so that they do not find their data in the caches.
+    """
+    smallest = Work(range(1), range(1), range(1), (range(1),))
+    found = []
+    for backward in (False, True):
+        works = smallest, _reference_work(settings)
+        calls = [make_call(kernel, work, settings, ranks.device, backward=backward) for work in works]
+        found.append(ranks.gather_times(ranks.time_alternating(calls)[0]))
+    return found[0], found[1]
+
+
+def time_merges(ranks: MeasuringRanks, rows: Sequence[int], settings: Settings) -> list[TimedBytes]:
+    """Bytes of an output and its lse in the wider dtype, and seconds of merging another into them on all ranks."""
+    times, heads, dtype = [], settings.heads, wide(settings.torch_dtype)
+    for n in rows:
+        size = n * heads * (settings.head_dim + 1) * dtype.itemsize
+        shapes = [(1, heads, n, settings.head_dim), (1, heads, n)] * 2  # out and lse of two results of the same rows
+        turns = range(count_turns(2 * size))
+        first = [torch.randn(shape, device=ranks.device, dtype=dtype) for shape in shapes]
+        partials = cycle([[x.clone() for x in first] for _ in turns])
+
+        def merge(partials: Iterator[list[torch.Tensor]] = partials) -> None:
+            merge_(*next(partials))
+
+        (seconds,) = ranks.time_alternating([merge])
+        times.append(TimedBytes(size, ranks.gather_times(seconds)))
+    return times

@@ -1,0 +1,318 @@
+"""A calibration on one rank: rounds in which everything is measured once, and the machine that results from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain, cycle, pairwise
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+
+from ...errors import InvalidInput
+from ...kernels.base import Kernel
+from ...machine.machine import Machine
+from ...plan.work import Work
+from ...simulator.timing.rates import MERGE_PASSES, own_bytes
+from . import kernels
+from .fits import Sample, fit_calls, fit_interference, fit_jitter, fit_kernel_times, fit_link
+from .measuring_ranks import MeasuringRanks, Settings, TimedBytes, count_turns
+from .passes import GRID, Pass, PassCase, Runs, list_cases, model_passes, sizes_between, time_passes
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Seconds of `rows` queries visiting `rows` keys, and of the block of `bytes` bytes that travels meanwhile.
+
+    By repetition: `message` alone. By rank and repetition: `visit` alone; `both`, from posting the message until the
+    visit has ended and the message has arrived.
+    """
+
+    rows: int
+    bytes: int
+    visit: tuple[float, ...]
+    message: tuple[float, ...]
+    both: tuple[float, ...]
+
+
+#: A measurement of one round.
+D = TypeVar("D", Sample, TimedBytes, Overlap)
+
+
+@dataclass(frozen=True)
+class CalibrationSizes:
+    """Ascending sizes to measure: rows and keys of tiles, keys per row of bands, bytes of messages."""
+
+    rows: Sequence[int]
+    widths: Sequence[int]
+    messages: Sequence[int]
+
+    def __post_init__(self) -> None:
+        for name, sizes, least in (("rows", self.rows, 2), ("widths", self.widths, 1), ("messages", self.messages, 2)):
+            if len(sizes) < least or any(a >= b for a, b in pairwise(sizes)) or sizes[0] < 1:
+                raise InvalidInput(f"{name}={list(sizes)}: expected at least {least} ascending sizes >= 1")
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round has measured, or all rounds together. A process alone has no messages, overlaps and passes."""
+
+    overheads: kernels.Overheads
+    works: list[Sample]
+    merges: list[TimedBytes]
+    #: Messages to the next rank by the prefix of the numbers that they give: "", or "node_" within a node.
+    shifts: dict[str, list[TimedBytes]]
+    overlaps: list[Overlap]
+    #: The runs of each pass.
+    runs: list[Runs]
+
+    @classmethod
+    def measure(
+        cls,
+        ranks: MeasuringRanks,
+        kernel: Kernel,
+        settings: Settings,
+        sizes: CalibrationSizes,
+        cases: Sequence[PassCase],
+        *,
+        first: bool,
+    ) -> Round:
+        """Measure everything once. Collective."""
+        overheads = kernels.time_overheads(ranks, kernel, settings)
+        works = list(kernels.list_works(sizes.rows, sizes.widths, settings.heads))
+        samples = kernels.time_works(ranks, kernel, works, settings)
+        merges = kernels.time_merges(ranks, sizes.rows, settings)
+        if ranks.size == 1:
+            return cls(overheads, samples, merges, {}, [], [])
+        shifts = {
+            prefix: time_shift(ranks, kernel, sizes.messages, settings, within_node=within_node)
+            for prefix, within_node in _list_links(ranks).items()
+        }
+        overlaps = [measure_overlap(ranks, kernel, rows, settings) for rows in sizes.rows]
+        runs: list[Runs] = [(run,) for run in time_passes(ranks, cases, settings, warm_up=first)]
+        return cls(overheads, samples, merges, shifts, overlaps, runs)
+
+    @classmethod
+    def join(cls, rounds: Sequence[Round]) -> Round:
+        """The rounds as one, in which every measurement has the seconds of all rounds."""
+        return cls(
+            overheads=(_chain(one.overheads[0] for one in rounds), _chain(one.overheads[1] for one in rounds)),
+            works=_join([one.works for one in rounds]),
+            merges=_join([one.merges for one in rounds]),
+            shifts={prefix: _join([one.shifts[prefix] for one in rounds]) for prefix in rounds[0].shifts},
+            overlaps=_join([one.overlaps for one in rounds]),
+            runs=[_chain(runs) for runs in zip(*(one.runs for one in rounds), strict=True)],
+        )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A measured machine, the raw samples behind its numbers, and the errors of the fits."""
+
+    machine: Machine
+    samples: dict[str, Any]
+    fits: dict[str, Any]
+    passes: list[Pass]
+
+
+def calibrate(
+    ranks: MeasuringRanks,
+    settings: Settings,
+    sizes: CalibrationSizes,
+    base: Machine,
+    tell: Callable[[str], None],
+    between: Callable[[MeasuringRanks], object] = lambda ranks: None,
+) -> Calibration:
+    """Measure kernels, merging, links, overlap and passes on all ranks, in rounds.
+
+    Numbers that are not measured are those of `base`. A process alone measures kernels and merging only. `tell`
+    receives what is measured, round by round, and `between` is called with the ranks after each round. Collective.
+    Raises InvalidInput, and Unsupported where the kernel cannot compute the dtype.
+    """
+    kernel = kernels.find_kernel(settings, ranks.device)
+    if ranks.device.type == "cpu":
+        ranks.keep_pace(kernels.make_reference(kernel, settings, ranks.device))
+    # Two calibrated sizes, and sizes between; a process alone has no passes.
+    cases = list_cases(GRID, (*sizes.rows[:2], *sizes_between(sizes.rows)) if ranks.size > 1 else (), ranks.size)
+    rounds = []
+    for number in ranks.rounds(settings):
+        tell(f"round {number + 1}")
+        rounds.append(Round.measure(ranks, kernel, settings, sizes, cases, first=not number))
+        between(ranks)
+    return _fit(ranks, settings, sizes, Round.join(rounds), cases, base)
+
+
+def _fit(
+    ranks: MeasuringRanks,
+    settings: Settings,
+    sizes: CalibrationSizes,
+    measured: Round,
+    cases: Sequence[PassCase],
+    base: Machine,
+) -> Calibration:
+    """The machine, with the machine file's raw data of it."""
+    overhead = median(measured.overheads[0]), median(measured.overheads[1])
+    kernel_times = fit_kernel_times(measured.works, overhead, settings.head_dim, settings.dtype, settings.heads)
+    values: dict[str, Any] = {
+        "flops": kernel_times.grid("dense", False).rates[-1][-1],
+        "jitter": fit_jitter([sample.seconds for sample in measured.works]),
+        "merge": median(MERGE_PASSES * one.bytes / median(one.seconds) for one in measured.merges),
+    }
+    samples, fits = {"unit": "s", **asdict(measured)}, dict[str, Any]()
+    del samples["runs"]  # which `passes` has
+    samples |= {f"{prefix}shifts": times for prefix, times in samples.pop("shifts").items()}
+    samples = json.loads(json.dumps(samples))  # tuples as lists, which YAML can hold
+    if ranks.size > 1:
+        _fit_links(ranks, measured, values, fits)
+    kept = [pair for pair in base.sources if pair[0] not in (*values, "kernel", "residuals")]
+    names = [*list_measured(values, ranks.nodes), "kernel"]
+    machine = base.changed(**values, kernel=kernel_times, sources=(*kept, *((name, "measured") for name in names)))
+    if ranks.size == 1:
+        return Calibration(machine, samples, fits, [])
+    between = {n * ranks.size for n in sizes_between(sizes.rows)}
+    machine, modelled = _fit_passes(ranks, settings, machine, cases, measured.runs)
+    passes = [each for each in modelled if each.case.tokens in between]
+    samples["calls"] = [each.record for each in modelled if each.case.tokens not in between]
+    samples["passes"] = [each.record for each in passes]
+    residuals = tuple((each.modelled, ratio) for each in passes for ratio in each.ratios)
+    sources = (*machine.sources, ("residuals", "measured"))
+    return Calibration(machine.changed(residuals=residuals, sources=sources), samples, fits, passes)
+
+
+def _fit_links(ranks: MeasuringRanks, measured: Round, values: dict[str, Any], fits: dict[str, Any]) -> None:
+    """Latency and bandwidth of the links, within a node apart where there are several nodes, and `gamma`."""
+    values["ranks_per_node"] = ranks.ranks_per_node if ranks.nodes > 1 else 1
+    for prefix, times in measured.shifts.items():
+        fit = fit_link([one.bytes for one in times], [median(one.seconds) for one in times])
+        values[f"{prefix}latency"], values[f"{prefix}bandwidth"] = fit.latency, fit.bandwidth
+        of = "shift to the neighbour, all ranks at once, after a visit"
+        fits[f"{prefix}link"] = {**asdict(fit), "unit": "s, bytes/s, relative", "of": of}
+    if len(measured.shifts) == 1:
+        values["node_latency"] = values["node_bandwidth"] = None
+        if ranks.device.type == "cpu":
+            values["cores"] = max(ranks.cores, ranks.ranks_per_node)
+    values["shared_nic"] = False  # the bandwidth was measured while all ranks of a node sent to another node
+    # Without the smallest block, whose message takes longer than its visit: a ring is not meant for such blocks.
+    values["gamma"] = fit_interference([(one.visit, one.message, one.both) for one in measured.overlaps[1:]])
+
+
+def _fit_passes(
+    ranks: MeasuringRanks, settings: Settings, machine: Machine, cases: Sequence[PassCase], runs: Sequence[Runs]
+) -> tuple[Machine, list[Pass]]:
+    """The machine with what calls take beside visits and messages, and all passes as it models them.
+
+    Passes of three sizes tell what a call takes whatever its size, and what its tensors take by their bytes, in each
+    direction: at least what merging takes for as many bytes. Passes without any work would take less, as threads for
+    messages find a core then.
+    """
+
+    def model(machine: Machine) -> list[Pass]:
+        on_node = machine.changed(ranks_per_node=ranks.ranks_per_node)
+        return model_passes(cases, runs, ranks.size, on_node, settings)
+
+    assert machine.merge is not None, "merging is measured before passes"
+    fitted: dict[str, float] = {}
+    plain = model(machine.changed(call=0.0, call_backward=None, sweep=None, sweep_backward=None))
+    for backward, suffix in ((False, ""), (True, "_backward")):
+        of_way = [(each, median(each.seconds)) for each in plain if each.case.backward == backward]
+        nbytes = [own_bytes(each.case.plan(ranks.size, settings)) for each, _ in of_way]
+        beside = [(t, size, t - each.modelled) for (each, t), size in zip(of_way, nbytes, strict=True)]
+        call, per_byte = fit_calls(beside, 1 / machine.merge)
+        fitted |= {f"call{suffix}": call, f"sweep{suffix}": 1 / per_byte}
+    sources = (*machine.sources, *((name, "measured") for name in fitted))
+    machine = machine.changed(**fitted, sources=sources)
+    return machine, model(machine)
+
+
+def list_measured(values: dict[str, Any], nodes: int) -> list[str]:
+    """The names of `values` that were measured.
+
+    On one node, nothing measures `ranks_per_node` and `shared_nic`: they are assumed. `cores` are counted.
+    """
+    return [
+        name
+        for name, value in values.items()
+        if value is not None and name != "cores" and (nodes > 1 or name not in ("ranks_per_node", "shared_nic"))
+    ]
+
+
+def _list_links(ranks: MeasuringRanks) -> dict[str, bool]:
+    """The kinds of links by the prefix of their numbers, and whether the links lie within a node.
+
+    The only kind of links has no prefix; where there are nodes of several ranks, that between nodes has none.
+    """
+    if ranks.nodes == 1 or ranks.ranks_per_node == 1:
+        return {"": ranks.ranks_per_node > 1}
+    return {"": False, "node_": True}
+
+
+def _join(rounds: Sequence[Sequence[D]]) -> list[D]:
+    """What was measured in each round, with the seconds of all rounds."""
+
+    def chain_fields(same: Sequence[D]) -> D:
+        names = [name for name, value in vars(same[0]).items() if isinstance(value, tuple)]
+        joined: dict[str, Any] = {name: _chain(getattr(one, name) for one in same) for name in names}
+        return replace(same[0], **joined)
+
+    return [chain_fields(same) for same in zip(*rounds, strict=True)]
+
+
+def _chain(parts: Iterable[tuple[T, ...]]) -> tuple[T, ...]:
+    return tuple(chain.from_iterable(parts))
+
+
+def time_shift(
+    ranks: MeasuringRanks, kernel: Kernel, sizes: Sequence[int], settings: Settings, *, within_node: bool
+) -> list[TimedBytes]:
+    """Seconds of messages from every rank to the next rank of its node, or to the same place on the next node.
+
+    Each message follows a visit, and has other buffers than the one before: as in a pass, the threads that copy it have
+    slept, and its bytes are not in the caches. Messages of some MiB that are repeated by themselves take half as long.
+    """
+    visit = kernels.make_reference(kernel, settings, ranks.device)
+    node, place = divmod(ranks.rank, ranks.ranks_per_node)
+
+    def peer(step: int) -> int:
+        if within_node:
+            return node * ranks.ranks_per_node + (place + step) % ranks.ranks_per_node
+        return (node + step) % ranks.nodes * ranks.ranks_per_node + place
+
+    times = []
+    for size in sizes:
+        pairs = cycle([(ranks.make_buffer(size), ranks.make_buffer(size)) for _ in range(count_turns(2 * size))])
+
+        def shift(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]] = pairs) -> None:
+            sent, received = next(pairs)
+            ranks.exchange({peer(1): sent}, {peer(-1): received})
+
+        _, seconds = ranks.time_alternating((visit, shift))
+        times.append(TimedBytes(size, _of_last(ranks, seconds)))
+    return times
+
+
+def _of_last(ranks: MeasuringRanks, seconds: Sequence[float]) -> tuple[float, ...]:
+    """The seconds of repeated messages on the rank that came last to each: the others also waited for that rank."""
+    return tuple(min(of_ranks) for of_ranks in zip(*ranks.gather(seconds), strict=True))
+
+
+def measure_overlap(ranks: MeasuringRanks, kernel: Kernel, rows: int, settings: Settings) -> Overlap:
+    """A dense visit of `rows` queries to `rows` keys while a K/V block of `rows` rows goes to the next rank."""
+    heads = range(settings.heads)
+    work = Work(heads, heads, range(rows), (range(rows),))
+    visit = kernels.make_call(kernel, work, settings, ranks.device, backward=False)
+    size = 2 * rows * settings.heads * settings.head_dim * settings.torch_dtype.itemsize
+    sends = {(ranks.rank + 1) % ranks.size: ranks.make_buffer(size)}
+    recvs = {(ranks.rank - 1) % ranks.size: ranks.make_buffer(size)}
+
+    def overlap() -> None:
+        ticket = ranks.start_messages(sends, recvs)
+        visit()
+        ranks.finish_messages(ticket)
+
+    visits, messages, both = ranks.time_alternating((visit, partial(ranks.exchange, sends, recvs), overlap))
+    return Overlap(rows, size, ranks.gather_times(visits), _of_last(ranks, messages), ranks.gather_times(both))

@@ -1,0 +1,228 @@
+"""Whole passes of the ring, measured on real ranks, the modelled times of the same plans, and the errors of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...call.functional import ring_attention
+from ...call.planner import make_plan
+from ...machine.machine import Machine
+from ...pattern import parse_pattern
+from ...plan.plan import Plan
+from ...simulator.timing.simulation import simulate
+from ...text import duration, plural
+from .measuring_ranks import MeasuringRanks, Settings
+
+#: (seconds of a run by the clock, factor that corrects them for the pace of the machine), run by run.
+Runs = tuple[tuple[float, float], ...]
+#: (pattern, layout) of the passes whose ratios a calibration keeps: ranks equally busy, equally busy with half the
+#: work, busy at different times, and with bands. The model errs differently for each, and intervals must hold for all.
+GRID = (
+    ("Full()", "contiguous"),
+    ("Causal()", "zigzag"),
+    ("Causal()", "contiguous"),
+    ("Causal() & Window(255)", "contiguous"),
+)
+#: Probability that an interval is to have.
+LEVEL = 0.9
+#: (pattern, layout) of compared passes that no calibration measures.
+HELD_OUT_GRID = (("Dilated((256, 1024), (1, 4), causal=True)", "contiguous"),)
+#: Modelled seconds from which a pass counts as long: the noise of a machine's processes is small beside them.
+LONG_PASS = 0.02
+
+
+@dataclass(frozen=True)
+class PassCase:
+    """One pass of the schedule "ring" to measure: the forward, or the backward alone."""
+
+    pattern: str
+    layout: str
+    tokens: int
+    backward: bool
+
+    def __str__(self) -> str:
+        return f"{self.pattern} {self.layout} {self.tokens} {'backward' if self.backward else 'forward'}"
+
+    def plan(self, ranks: int, settings: Settings) -> Plan:
+        """The plan of the pass on so many ranks."""
+        return make_plan(
+            parse_pattern(self.pattern),
+            tokens=self.tokens,
+            ranks=ranks,
+            layout=self.layout,
+            schedule="ring",
+            heads=settings.heads,
+            head_dim=settings.head_dim,
+            dtype=settings.dtype,
+        )
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A measured case: the seconds of each run, corrected for the pace of the machine, and the modelled seconds.
+
+    `raw` are the seconds of each run as the clock told them; () where they are the same.
+    """
+
+    case: PassCase
+    seconds: tuple[float, ...]
+    modelled: float
+    raw: tuple[float, ...] = ()
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Measured over modelled seconds of each run."""
+        return tuple(t / self.modelled for t in self.seconds)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The pass as plain data."""
+        seconds = {"seconds": list(self.seconds), "raw": list(self.raw or self.seconds)}
+        return {**asdict(self.case), **seconds, "modelled": self.modelled}
+
+
+def list_cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int) -> list[PassCase]:
+    """Every (pattern, layout) of the grid with every number of rows per rank, forward and backward."""
+    return [
+        PassCase(pattern, layout, n * ranks, backward)
+        for n in rows
+        for pattern, layout in grid
+        for backward in (False, True)
+    ]
+
+
+def sizes_between(rows: Sequence[int]) -> list[int]:
+    """Rounded geometric means of neighbouring sizes, except of the two smallest, where a call is all overhead.
+
+    Passes of these sizes have the error of interpolating between kernel times in their ratios.
+    """
+    means = [round((a * b) ** 0.5) for a, b in pairwise(rows)]
+    return means[1:] or means
+
+
+def time_passes(ranks: MeasuringRanks, cases: Sequence[PassCase], settings: Settings, *, warm_up: bool) -> Runs:
+    """One run of each case, after another one of the same case with `warm_up`. Collective.
+
+    Each run has tensors of its own: where the allocator puts them affects a short pass strongly.
+    """
+    return tuple(_time_pass(ranks, case, settings, warm_up) for case in cases)
+
+
+def model_passes(
+    cases: Sequence[PassCase], runs_of_cases: Sequence[Runs], ranks: int, machine: Machine, settings: Settings
+) -> list[Pass]:
+    """The measured cases, with their modelled seconds on `machine`, which is the node they ran on."""
+    passes = []
+    for case, runs in zip(cases, runs_of_cases, strict=True):
+        raw, factors = zip(*runs, strict=True)
+        corrected = tuple(seconds * factor for seconds, factor in runs)
+        modelled = simulate(case.plan(ranks, settings), machine, backward=case.backward)
+        passes.append(Pass(case, corrected, modelled.seconds, raw if set(factors) != {1.0} else ()))
+    return passes
+
+
+def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, warm_up: bool) -> tuple[float, float]:
+    """Seconds of a pass, of the slowest rank by its own clock; all ranks begin after a barrier.
+
+    Also the factor on these seconds that corrects them for the pace of the machine.
+    """
+    plan = case.plan(ranks.size, settings)
+    shape = (1, settings.heads, plan.layout.rows(ranks.rank), settings.head_dim)
+    q, k, v, grad = (torch.randn(shape, device=ranks.device).to(settings.torch_dtype) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_(case.backward)
+
+    def attend() -> torch.Tensor:
+        kernel, transport = settings.kernel, ranks.transport
+        return ring_attention(
+            q, k, v, plan.pattern, layout=plan.layout, schedule="ring", kernel=kernel, transport=transport
+        )
+
+    def time_once() -> tuple[float, float]:
+        out = attend() if case.backward else None
+
+        def run() -> None:
+            if out is None:
+                attend()
+            else:
+                torch.autograd.grad(out, (q, k, v), grad)
+
+        return ranks.correction(lambda: ranks.time_call(run))
+
+    if warm_up:
+        time_once()
+    seconds, factor = time_once()
+    return max(ranks.gather(seconds)), factor
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors of modelled times relative to the medians of measured times, and how many runs lie in their intervals.
+
+    `bias` is the mean signed error, below 0 where the model predicts too short times; `median`, `p90` and `worst` are
+    of absolute errors. `coverage` is the share of single runs within their interval, None without residuals.
+    """
+
+    passes: int
+    runs: int
+    bias: float
+    median: float
+    p90: float
+    worst: float
+    coverage: float | None
+
+
+def held_out(rows: Sequence[int]) -> list[int]:
+    """Rows per rank that were measured neither for kernel times nor for the passes of a calibration, ascending.
+
+    They lie at 1/4 and 3/4 of the way from one size to the next, in logarithms, and above the second size, as a call
+    below it is all overhead.
+    """
+    pairs = list(pairwise(rows))
+    sizes = [round(a ** (1 - x) * b**x) for a, b in (pairs[1:] or pairs) for x in (0.25, 0.75)]
+    return sorted(set(sizes) - set(rows))
+
+
+def summarise_errors(passes: Sequence[Pass], machine: Machine) -> Errors:
+    """The errors of measured passes."""
+    signed = [each.modelled / median(each.seconds) - 1 for each in passes]
+    absolute = sorted(map(abs, signed))
+    hits = [
+        low <= seconds <= high
+        for each in passes
+        if (interval := machine.interval(each.modelled, LEVEL)) is not None
+        for low, high in [interval]
+        for seconds in each.seconds
+    ]
+    return Errors(
+        passes=len(passes),
+        runs=sum(len(each.seconds) for each in passes),
+        bias=mean(signed),
+        median=median(absolute),
+        p90=float(np.quantile(absolute, 0.9)),
+        worst=absolute[-1],
+        coverage=sum(hits) / len(hits) if hits else None,
+    )
+
+
+def summarise_groups(passes: Sequence[Pass], machine: Machine, ranks: int) -> dict[str, Errors]:
+    """The errors of all passes, of the long ones, of the passes of each size, and of the held-out patterns, by name."""
+    held = {pattern for pattern, _ in HELD_OUT_GRID}
+    groups = {"all": list(passes), f"over {duration(LONG_PASS)}": [p for p in passes if p.modelled >= LONG_PASS]}
+    for rows in sorted({each.case.tokens // ranks for each in passes}):
+        groups[f"{plural(rows, 'row')} per rank"] = [p for p in passes if p.case.tokens // ranks == rows]
+    groups["pattern held out"] = [p for p in passes if p.case.pattern in held]
+    groups["all, pace not corrected"] = [replace(p, seconds=p.raw) for p in passes if p.raw]
+    return {name: summarise_errors(group, machine) for name, group in groups.items() if group}
+
+
+def validation_cases(rows: Sequence[int], ranks: int) -> list[PassCase]:
+    """The cases of a validation on so many ranks: the patterns of a calibration, and those held out."""
+    return list_cases((*GRID, *HELD_OUT_GRID), rows, ranks)

@@ -1,0 +1,278 @@
+"""Models: the sizes that time, memory and parameters follow from, by name or from a Hugging Face config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from ...errors import InvalidInput
+from ...files import Count, Positive, as_kind, check_fields, load
+from ...text import did_you_mean
+
+#: Numbers of published configs by the name of the model.
+MODELS = load(Path(__file__).with_name("models.yaml"), dict[str, dict[str, Any]], "models")
+#: Layers of a model: a number of each is kept.
+Layers = Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of a decoder-only language model. Raises InvalidInput for sizes that do not fit each other."""
+
+    name: str
+    layers: Layers
+    hidden: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    #: Columns of the MLP, of each expert.
+    mlp: Count
+    vocab: Count
+    experts: Count = 1
+    experts_per_token: Count = 1
+    #: Whether the MLP has a gate: three matrices instead of two.
+    gated: bool = True
+    #: Keys that a query of each layer sees, its own among them; None: all before it. (): None for every layer.
+    windows: tuple[Count | None, ...] = ()
+    sinks: bool = False
+    softcap: Positive | None = None
+    #: Whether the embedding is the output matrix, too.
+    tied: bool = False
+    #: Parameters of a layer beside its matrices (norms, biases, sinks), without those of experts, and of one expert.
+    vectors: int = 0
+    expert_vectors: int = 0
+    #: Bytes of a weight as stored for inference, of the matrices of experts (of the MLP) and of attention; None: those
+    #: of the activations. Training holds weights in the dtype of the activations.
+    mlp_item: float | None = None
+    attention_item: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, f"model {self.name}")
+        if self.heads % self.kv_heads:
+            raise InvalidInput(
+                f"model {self.name}: {self.heads} heads cannot share {self.kv_heads} key/value heads evenly; give a "
+                "divisor of the heads"
+            )
+        if self.experts_per_token > self.experts:
+            raise InvalidInput(
+                f"model {self.name}: experts_per_token={self.experts_per_token} of {self.experts} experts; give at "
+                "most as many as there are"
+            )
+        if not self.windows:
+            object.__setattr__(self, "windows", (None,) * self.layers)
+        if len(self.windows) != self.layers:
+            raise InvalidInput(
+                f"model {self.name}: windows must be {self.layers} numbers or None, one for each layer; got "
+                f"{len(self.windows)}"
+            )
+
+    @property
+    def attention_matrices(self) -> int:
+        """Parameters of the matrices of q, k, v and the output of one layer."""
+        return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def expert(self) -> int:
+        """Parameters of one expert, or of the MLP where there are no experts."""
+        return self.hidden * self.mlp * (3 if self.gated else 2) + self.expert_vectors
+
+    @property
+    def router(self) -> int:
+        """Parameters of the matrix that chooses experts."""
+        return self.hidden * self.experts if self.experts > 1 else 0
+
+    @property
+    def table(self) -> int:
+        """Parameters of the embedding, and of the output matrix."""
+        return self.vocab * self.hidden
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer with all its experts."""
+        return self.attention_matrices + self.router + self.vectors + self.experts * self.expert
+
+    @property
+    def parameters(self) -> int:
+        """All parameters: layers, final norm, embedding, and the output matrix unless it is the embedding."""
+        return self.layers * self.layer + self.hidden + self.table * (1 if self.tied else 2)
+
+    def stored_bytes(self, item: int) -> float:
+        """Bytes of all weights as stored for inference; `item` bytes of a weight that is not quantized."""
+        mlp = self.layers * self.experts * (self.expert - self.expert_vectors)
+        attention = self.layers * self.attention_matrices
+        fewer = mlp * (item - (self.mlp_item or item)) + attention * (item - (self.attention_item or item))
+        return item * self.parameters - fewer
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that compute with each token: without the embedding's rows, and without experts not chosen."""
+        unused = (self.experts - self.experts_per_token) * self.expert
+        return self.layers * (self.layer - unused) + self.hidden + self.table
+
+
+class Quantization(Struct):
+    """How the weights of a Hugging Face config are stored."""
+
+    quant_method: str
+
+
+class HuggingFaceConfig(Struct):
+    """The keys of a Hugging Face config that sizes follow from; null stands for a key that is left out."""
+
+    model_type: str
+    hidden_size: Count
+    num_hidden_layers: Layers
+    num_attention_heads: Count
+    intermediate_size: Count
+    vocab_size: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    moe_intermediate_size: Count | None = None
+    num_local_experts: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    sliding_window: Count | None = None
+    sliding_window_pattern: Count = 6
+    max_window_layers: int = 0
+    use_sliding_window: bool = False
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    attn_logit_softcapping: Positive | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool = False
+    quantization_config: Quantization | None = None
+
+
+#: What published configs leave out, by model type: the defaults of transformers.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208},
+    "qwen3": {"head_dim": 128},
+    "qwen3_moe": {"num_experts_per_tok": 8},
+}
+#: Keys whose value changes the model in a way that is not modelled, with the values that change nothing.
+_PLAIN: dict[str, tuple[object, ...]] = {
+    "hidden_act": (None, "silu", "gelu", "gelu_pytorch_tanh"),
+    "mlp_bias": (None, False),
+    "num_shared_experts": (None, 0),
+    "decoder_sparse_step": (None, 1),
+    "mlp_only_layers": (None, []),
+    "use_bidirectional_attention": (None, False),
+}
+#: By quant_method: bytes of a stored weight of the MLP's matrices and of those of attention.
+_STORED: dict[str | None, tuple[float | None, float | None]] = {
+    None: (None, None),
+    "mxfp4": (17 / 32, None),  # 32 numbers of 4 bits share a scale of 8 bits (OCP Microscaling Formats 1.0)
+    "fp8": (1 + 4 / 128**2, 1 + 4 / 128**2),  # blocks of 128 x 128 share an fp32 scale
+}
+
+
+def _llama_vectors(c: HuggingFaceConfig, q: int, kv: int, d: int) -> int:
+    """Two norms, and with attention_bias the biases of q, k, v and the output."""
+    return 2 * c.hidden_size + (q + 2 * kv + c.hidden_size if c.attention_bias else 0)
+
+
+#: Parameters of a layer beside its matrices by model type, from the config, the columns of q and k, and the head dim.
+_VECTORS: dict[str, Callable[[HuggingFaceConfig, int, int, int], int]] = {
+    "llama": _llama_vectors,
+    **dict.fromkeys(("mistral", "mixtral", "phi3"), lambda c, q, kv, d: 2 * c.hidden_size),
+    "qwen2": lambda c, q, kv, d: 2 * c.hidden_size + q + 2 * kv,
+    "qwen3": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + 2 * d,
+    "qwen3_moe": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + 2 * d,
+    "gemma": _llama_vectors,
+    "gemma3_text": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + 2 * c.hidden_size + 2 * d,
+    "gemma2": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + 2 * c.hidden_size,
+    "gpt_oss": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + c.num_attention_heads + c.num_local_experts,
+}
+#: Types whose models tie the embedding and the output unless their config says otherwise.
+_TIED = ("gemma", "gemma2", "gemma3_text")
+
+
+def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
+    """The model of a Hugging Face config.json. Raises InvalidInput for keys that are missing or not modelled."""
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and config.get("hidden_size") is None:  # a model of texts and images: its text part
+        kind = inner.get("model_type") or f"{config.get('model_type')}_text"
+        quantized = config.get("quantization_config")
+        config = {"quantization_config": quantized, **inner, "model_type": kind}
+    kind = None if config.get("model_type") is None else str(config["model_type"])
+    if kind is not None and kind not in _VECTORS:
+        raise InvalidInput(
+            f"model {name}: model_type={kind!r} is not modelled; {did_you_mean(kind, _VECTORS)}expected one of "
+            f"{', '.join(_VECTORS)}, or make a ringattn.lab.models.config.ModelConfig"
+        )
+    given = {**_DEFAULTS.get(kind or "", {}), **{key: value for key, value in config.items() if value is not None}}
+    read = as_kind(given, HuggingFaceConfig, f"model {name}")
+    for key, plain in _PLAIN.items():
+        if given.get(key) not in plain:
+            raise InvalidInput(f"model {name}: {key}={given[key]!r} is not modelled; leave it out of the config")
+    heads, columns = read.num_attention_heads, read.intermediate_size
+    if read.model_type == "qwen3_moe":
+        columns = as_kind(read.moe_intermediate_size, Count, f"model {name}: moe_intermediate_size")
+    head_dim = read.head_dim or read.hidden_size // heads
+    kv_heads = read.num_key_value_heads or heads
+    stored = None if read.quantization_config is None else read.quantization_config.quant_method
+    if stored not in _STORED:
+        raise InvalidInput(
+            f"model {name}: quantization_config with quant_method={stored!r} is not modelled; expected one of "
+            f"{', '.join(filter(None, _STORED))}, or leave quantization_config out for weights in the dtype of the "
+            "activations"
+        )
+    return ModelConfig(
+        name=name,
+        layers=read.num_hidden_layers,
+        hidden=read.hidden_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp=columns,
+        vocab=read.vocab_size,
+        experts=read.num_local_experts or read.num_experts or 1,
+        experts_per_token=read.num_experts_per_tok or 1,
+        windows=_windows(read, name),
+        sinks=kind == "gpt_oss",
+        softcap=read.attn_logit_softcapping,
+        tied=kind in _TIED if read.tie_word_embeddings is None else read.tie_word_embeddings,
+        vectors=_VECTORS[read.model_type](read, heads * head_dim, kv_heads * head_dim, head_dim),
+        expert_vectors=2 * read.intermediate_size + read.hidden_size if kind == "gpt_oss" else 0,
+        mlp_item=_STORED[stored][0],
+        attention_item=_STORED[stored][1],
+    )
+
+
+def _windows(config: HuggingFaceConfig, name: str) -> tuple[int | None, ...]:
+    """The window of each layer: by `layer_types`, else by the rule of the model type."""
+    layers, window, types = config.num_hidden_layers, config.sliding_window, config.layer_types
+    if types is not None:
+        if len(types) != layers or (window is None and "sliding_attention" in types):
+            raise InvalidInput(
+                f"model {name}: layer_types must be {layers} times full_attention or sliding_attention, the latter "
+                f"with a sliding_window; got {len(types)} layers, sliding_window={window}"
+            )
+        return tuple(window if one == "sliding_attention" else None for one in types)
+    qwen = config.model_type.startswith("qwen")
+    if window is None or (qwen and not config.use_sliding_window):
+        return (None,) * layers
+    if config.model_type in ("gpt_oss", "gemma2"):  # these alternate, and begin with a window
+        return tuple(None if layer % 2 else window for layer in range(layers))
+    if config.model_type == "gemma3_text":  # every sixth layer sees all tokens
+        every = config.sliding_window_pattern
+        return tuple(None if (layer + 1) % every == 0 else window for layer in range(layers))
+    first = config.max_window_layers if qwen else 0
+    return tuple(None if layer < first else window for layer in range(layers))
+
+
+def load_model(name_or_path: str) -> ModelConfig:
+    """The model of a name in `MODELS`, or of a JSON file with a Hugging Face config. Raises InvalidInput."""
+    if name_or_path in MODELS:
+        return from_hugging_face(MODELS[name_or_path], name_or_path)
+    path = Path(name_or_path)
+    if path.suffix != ".json":
+        raise InvalidInput(
+            f"unknown model {name_or_path!r}; {did_you_mean(name_or_path, MODELS)}expected {', '.join(MODELS)}, or the "
+            "path of a config.json"
+        )
+    config = load(path, dict[str, Any], "model")
+    return from_hugging_face(config, path.stem if path.stem != "config" else path.resolve().parent.name)

@@ -1,0 +1,267 @@
+"""`training_step`: modelled seconds, memory, cost and energy of one step of training a model on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil
+
+from ...dtypes import ITEM_BYTES
+from ...errors import InvalidInput
+from ...machine.bands import STEPS
+from ...machine.machine import Machine
+from ...simulator.timing.costs import HOPELESS, SECONDS_PER_HOUR, expected_seconds, young_daly
+from ...text import duration
+from .attention import LayerAttention, attention_of_layers, count_pairs, describe_layers
+from .config import ModelConfig
+from .layer import (
+    CAST,
+    RESERVED,
+    LayerCosts,
+    ModelEstimate,
+    check_dtype,
+    collective_seconds,
+    memory_bandwidth,
+    message_seconds,
+    slowdown_seconds,
+)
+from .parallel import SHARDS, Parallel
+from .pipeline import ONE_STAGE, Pipeline
+
+#: Bytes of a gradient while it is reduced: fp32, as FSDP reduces.
+GRADIENT = 4
+#: Bytes of a parameter in a checkpoint: its fp32 weight and two moments.
+CHECKPOINT = 12
+#: Bytes that Adam moves per parameter: the gradient read, its fp32 state read and written, the new weight.
+ADAM_TRAFFIC = GRADIENT + 2 * 12 + 2
+#: Bytes of a parameter that each micro-batch moves beside the product that makes its gradient: the fp32 sum of
+#: gradients read, and written in 4 bytes instead of 2; with ZeRO 3 also two gathers copied from the buffer of the
+#: collective.
+ADDING, COPYING = GRADIENT + 2, 8
+#: Bytes of a logit moved by a fused loss, and by one of single steps in fp32; bytes of it that are needed at once, and
+#: those of fp32 copies beside them.
+FUSED_LOSS, LOSS_BY_STEPS, LOGIT, LOGIT_COPIES = 24, 40, 4, 8
+#: Parts of a step that are attention, whose error band is known.
+ATTENTION_PARTS = ("attention forward", "attention backward", "attention again")
+#: Parts of a step that are not repeated in each layer.
+BESIDE_LAYERS = ("loss", "optimiser", "fsdp")
+#: How far published steps lie from this model, in words; `simulate experiment=published` computes the numbers.
+PUBLISHED_STEPS = (
+    f"90 % of {STEPS.rows} published steps of training took {STEPS.low:g} to {STEPS.high:g} times as long as this "
+    "model, of which no number is fitted to them; half were within 4.1 %"
+)
+#: The same of models with experts (benchmarks/published.md).
+EXPERTS_STEPS = "None of these models has experts: five published steps with experts took 0.8 to 2.6 times as long."
+#: Seconds and bytes of collectives.
+Collectives = tuple[float, float]
+#: (number of layers, attention of such a layer), of a model's layers: `attention_of_layers`, or a bound on it.
+Attend = Callable[[ModelConfig, Machine, int, Parallel, str], list[tuple[int, LayerAttention]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEstimate(ModelEstimate):
+    """One step of training: seconds, bytes of one GPU, and what follows. All modelled, but for the counted FLOPs."""
+
+    #: FLOPs of the model without recomputation: 6 per active parameter and token, 12 D per visible pair and head.
+    flops: float
+    #: Bytes that each GPU writes for a checkpoint.
+    checkpoint_bytes: float
+
+    @property
+    def seconds_band(self) -> tuple[float, float] | None:
+        """Seconds between which 90 % of published steps would lie; None: the machine is no preset."""
+        return (STEPS.low * self.seconds, STEPS.high * self.seconds) if self.machine.preset else None
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s of the model on each GPU, without recomputation."""
+        return self.flops / self.seconds / self.gpus / 1e12
+
+    @property
+    def mfu(self) -> float | None:
+        """The part of the peak that the model's FLOPs reach; None where the machine has no peak."""
+        return None if self.machine.peak is None else self.tflops * 1e12 / self.machine.peak
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU hours of 1e9 tokens, without failures: times a price the cost, times kilowatts the energy in kWh."""
+        return 1e9 / self.tokens_per_second / SECONDS_PER_HOUR
+
+    def effective_seconds(self, mtbf_hours: float, checkpoint_seconds: float, restart_seconds: float) -> float:
+        """Expected seconds of a step in a long job with failures and checkpoints.
+
+        `mtbf_hours` is of one GPU with its share of the host. Checkpoints follow each other as Young and Daly advise,
+        and an interval takes what Daly (2006), equation 13, says (`timing.costs`). Raises InvalidInput for times that
+        are not allowed, and where failures come long before a checkpoint or a restart ends.
+        """
+        for name, value in (("mtbf_hours", mtbf_hours), ("checkpoint_seconds", checkpoint_seconds)):
+            if not value > 0:
+                raise InvalidInput(f"{name}={value!r} must be a number > 0; give what the storage and the job take")
+        mean = mtbf_hours * SECONDS_PER_HOUR / self.gpus
+        interval = young_daly(checkpoint_seconds, mean)
+        if max(interval + checkpoint_seconds, restart_seconds) > HOPELESS * mean:
+            raise InvalidInput(
+                f"{self.gpus:,} GPUs fail every {duration(mean)}, long before a checkpoint of "
+                f"{duration(checkpoint_seconds)} or a restart of {duration(restart_seconds)} ends; try fewer GPUs"
+            )
+        two = expected_seconds(2 * interval, interval, checkpoint_seconds, restart_seconds, mean)
+        one = expected_seconds(interval, interval, checkpoint_seconds, restart_seconds, mean)
+        return self.seconds * (two - one) / interval
+
+
+def training_step(
+    model: ModelConfig,
+    machine: Machine,
+    tokens: int,
+    parallel: Parallel,
+    pipeline: Pipeline = ONE_STAGE,
+    dtype: str = "bfloat16",
+    attend: Attend = attention_of_layers,
+) -> StepEstimate:
+    """The modelled step of training `model` on sequences of `tokens` tokens, where `parallel` spreads each stage.
+
+    Attention is simulated by its plan, one layer for each distinct window, or told by `attend`: neither seconds nor
+    bytes of the step fall where those of attention rise. docs/models_cost.md has the formulas of all else. Weights have
+    the dtype of the activations, however they are published. Raises InvalidInput where the sizes do not fit each other,
+    and what plans and simulations raise.
+    """
+    parallel.check(model, machine, tokens)
+    check_dtype(machine, dtype)
+    pipeline.check(model, parallel.rows)
+    count, gpus, sequences = pipeline.count(parallel.rows), pipeline.stages * parallel.gpus, parallel.rows * parallel.dp
+    micro = replace(parallel, rows=parallel.rows // count)
+    stage = pipeline.busiest_stage(model, tokens)
+    layers = attend(stage, machine, tokens, micro, dtype)
+    costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
+    pairs = sum(count_pairs(window, tokens) for window in model.windows)
+    memory = _memory(costs, layers)
+    copies = LOGIT_COPIES // LOGIT * memory["logits"]
+    if count > 1:
+        kept = ceil(pipeline.kept(count) * (memory["activations"] - costs.again_bytes))
+        memory |= {"activations": kept + costs.again_bytes, "gradients": costs.gradient_bytes}
+    return StepEstimate(
+        gpus=gpus,
+        tokens=sequences * tokens,
+        parts=_pipelined(costs, pipeline, _parts(costs, layers), count, model.layers % pipeline.stages > 0),
+        memory=memory,
+        copies=copies,
+        machine=machine,
+        flops=sequences * (6.0 * model.active_parameters * tokens + 12.0 * model.head_dim * model.heads * pairs),
+        plan=describe_layers(layers),
+        checkpoint_bytes=CHECKPOINT * model.parameters / gpus,
+    )
+
+
+def _pipelined(
+    costs: LayerCosts, pipeline: Pipeline, one: dict[str, float], count: int, left_over: bool
+) -> dict[str, float]:
+    """The seconds of the parts of a step of `count` micro-batches, from those of one in the busiest stage.
+
+    All stages take as long as the one with the most layers and keys. Where layers are left over, the stage with the
+    output matrix has one layer fewer, and its loss counts as far as it takes longer than a layer. The first
+    micro-batch fills the pipeline and the last one drains it: stages - 1 micro-batches more than there are, divided by
+    the interleaved parts (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", 2021, section 2.2). Messages between stages add what takes longer than computing the part of a stage
+    beside them.
+    """
+    if left_over:
+        layer = sum(seconds for name, seconds in one.items() if name not in BESIDE_LAYERS) / costs.model.layers
+        one["loss"] = max(one["loss"] - layer, 0.0)
+    # ZeRO 3 gathers and reduces for each micro-batch; else the gradients of all are summed first.
+    once = ("optimiser",) if costs.parallel.shard == "weights" else ("optimiser", "fsdp")
+    repeated = sum(seconds for name, seconds in one.items() if name not in once)
+    sent = message_seconds(costs.machine, costs.input_bytes, costs.parallel.gpus, pipeline.stages)
+    return {
+        **{name: seconds if name in once else count * seconds for name, seconds in one.items()},
+        "pp": count * max(2 * pipeline.interleaved * sent - repeated, 0.0),
+        "bubble": (pipeline.stages - 1) / pipeline.interleaved * repeated,
+    }
+
+
+def _parts(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[str, float]:
+    """The seconds that each part adds to a step."""
+    model, machine, parallel, software = costs.model, costs.machine, costs.parallel, costs.software
+    memory = memory_bandwidth(machine)
+    forward = sum(count * one.forward for count, one in layers)
+    # A chunked loss makes its logits twice.
+    products = 3 if software.loss_rows is None else 4
+    moved = (FUSED_LOSS if software.compiled else LOSS_BY_STEPS) * costs.rows * costs.classes
+    copied = ADDING + (COPYING if parallel.shard == "weights" and parallel.group > 1 else 0)
+    whole = costs.cut(model.parameters, model.layers)
+    parts = {
+        "attention forward": forward,
+        "attention backward": sum(count * one.backward for count, one in layers),
+        "attention again": forward if parallel.checkpointing == "full" else 0.0,
+        **costs.products(3 * model.layers),
+        "all else again": model.layers * costs.again,
+        "loss": products * costs.logits() + moved / memory,
+        "gradients": copied * whole / memory,
+        "optimiser": (ADAM_TRAFFIC * costs.held("optimizer") + (CAST if software.fp8 else 0) * whole) / memory,
+        "tp": 2 * model.layers * costs.exchanges,
+        "ep": (3 if parallel.checkpointing in ("attention", "full") else 2) * model.layers * costs.dispatch,
+    }
+    return {**parts, "fsdp": _exposed(costs, layers, parts["loss"])}
+
+
+def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: float) -> float:
+    """Seconds that the collectives of weights and gradients add: where they are not hidden behind computing, layer by
+    layer, and where they are, by which they slow it down.
+
+    ZeRO 3 gathers the weights of a layer in its forward and backward, and reduces its gradients in the backward; ZeRO 1
+    and 2 gather once, and without shards gradients are reduced and gathered (Rajbhandari et al. 2020, section 7). The
+    first gather and the last reduction have nothing to hide behind.
+    """
+    model, machine, parallel = costs.model, costs.machine, costs.parallel
+    level, group, tp, ep = SHARDS.index(parallel.shard), parallel.group, parallel.tp, parallel.ep
+    experts = model.experts * model.expert if ep > 1 else 0
+
+    def collectives(parameters: float, experts: float = 0.0) -> tuple[Collectives, Collectives]:
+        """Seconds and bytes of those of a forward, and of a backward: of parameters, and of experts apart from them."""
+        shares = ((parameters / tp, group, tp), (experts / tp / ep, group // ep, tp * ep))
+        gather, reduce = (
+            sum(collective_seconds(machine, item * count, *ranks) for count, *ranks in shares)
+            for item in (costs.item, GRADIENT)
+        )
+        moved = sum(count for count, ranks, _ in shares if ranks > 1)
+        again, times = int(level == 3), 1 if level else 2
+        backward = again * gather + times * reduce, (again * costs.item + times * GRADIENT) * moved
+        return (gather, costs.item * moved) if level else (0.0, 0.0), backward
+
+    def added(collective: Collectives, behind: float) -> float:
+        seconds, size = collective
+        return max(seconds - behind, slowdown_seconds(machine, seconds, size)) if group > 1 else 0.0
+
+    forward, backward = collectives(model.layer - experts, experts)
+    ends = forward[0] + backward[0] - (forward[0] if level == 3 else 0.0)
+    exposed = 0.0
+    for count, one in layers:
+        again = costs.again + (one.forward if parallel.checkpointing == "full" else 0.0)
+        behind = one.backward + 2 * costs.seconds - costs.exchanges + again
+        exposed += count * (added(forward, one.forward + costs.seconds) + added(backward, behind))
+    outer = collectives(model.parameters - model.layers * model.layer)
+    return ends + exposed * (1 - 1 / model.layers) + added((outer[0][0] + outer[1][0], outer[0][1] + outer[1][1]), loss)
+
+
+def _memory(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[str, int]:
+    """Bytes by category at the peak of a step."""
+    model, machine, parallel = costs.model, costs.machine, costs.parallel
+    level, layer = SHARDS.index(parallel.shard), costs.cut(model.layer)
+    largest = max(layer, model.table / parallel.tp)
+    weight, _, optimizer = costs.software.states
+    activations = model.layers * costs.kept_bytes
+    return {
+        "weights": ceil(weight * costs.held("weights")),
+        # Gradients of one micro-batch take the place of activations, layer by layer.
+        "gradients": max(costs.gradient_bytes - activations, 0),
+        "optimizer": ceil(optimizer * costs.held("optimizer")),
+        # What computes and the layer that is gathered meanwhile; the gradients of one before they are shared.
+        "gathered weights and gradients": (
+            ceil((costs.item * (layer + largest) if level >= 3 else 0) + (GRADIENT * largest if level >= 2 else 0))
+            if parallel.group > 1
+            else 0
+        ),
+        "activations": activations + costs.again_bytes,
+        "attention buffers": max(one.buffers for _, one in layers),
+        "logits": LOGIT * min(costs.software.loss_rows or costs.rows, costs.rows) * ceil(costs.classes),
+        "reserved": int(RESERVED * (machine.memory or 0)),
+    }

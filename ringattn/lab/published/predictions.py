@@ -1,0 +1,190 @@
+"""387 published measurements of attention on GPUs, read from the file beside this module, each predicted three times.
+
+The predictions are by the preset made without the family of the row, by the preset as it is, and by a null model of one
+line: all FLOPs at half of the peak in the data sheet.
+
+Rows of a family come from one source. What a row does not state is taken from the source's benchmark: hybrid_dcp of one
+long document is a ring, and the two methods of MagiAttention gather the keys; these names are in `method`.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ...call.planner import make_plan
+from ...machine.machine import Machine
+from ...machine.presets import PRESETS
+from ...pattern import Causal, Documents, Full, Pattern
+from ...plan.plan import Plan
+from ...simulator.progress import Listener
+from ...simulator.timing.simulation import simulate
+
+#: What each family is, and where it was published (repository, version).
+SOURCES = {
+    "zhuzilin": "ring-flash-attention's README, batch: github.com/zhuzilin/ring-flash-attention, 8996282",
+    "zhuzilin-varlen": "ring-flash-attention's README, varlen: github.com/zhuzilin/ring-flash-attention, 8996282",
+    "zhuzilin-old": "ring-flash-attention's README of 2024: github.com/zhuzilin/ring-flash-attention, b00d24d",
+    "magi-h100": "bars of MagiAttention's benchmark, +-3 TFLOP/s: github.com/SandAI-org/MagiAttention, 2c64135",
+    "usp-a100-nvlink": "an image in USP's README: github.com/feifeibear/long-context-attention, 56118e0",
+    "usp-a100-pcie": "an image in USP's README: github.com/feifeibear/long-context-attention, 56118e0",
+    "kernel-h100": "TritonBench, flash_attention: github.com/pytorch/benchmark, ff65cb6",
+}
+#: Lengths of the documents of 8,192 tokens that varlen rows are the mean of; on 8 GPUs they are 8 times as long.
+DOCUMENTS = ((8192,), (256, 7392, 544), (4096, 4096), (3104, 3200, 1600, 160, 128))
+#: FLOPs of passes over those of a forward.
+PRODUCTS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}
+#: Causes of time, each a sum of causes of a timeline.
+CAUSES = {
+    "kernel": ("imbalance",),
+    "network": ("wait for peers", "wait for messages", "interference"),
+    "merge": ("merge",),
+    "overhead": ("host", "call"),
+}
+#: Steps of exchanging q, k and v one by one, beyond the one step that exchanges all three.
+SEPARATE = 2
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One row: what was measured on which machine, and in how many seconds per iteration."""
+
+    id: str
+    machine: str
+    kernel: str
+    method: str
+    gpus: int
+    schedule: str
+    layout: str
+    pattern: str
+    tokens: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    #: "fwd", "bwd", or "both".
+    passes: str
+    seconds: float
+
+    @property
+    def family(self) -> str:
+        """The family of the row."""
+        return self.id.rpartition("-")[0]
+
+    @property
+    def directions(self) -> tuple[bool, ...]:
+        """The passes as values of `backward`."""
+        return {"fwd": (False,), "bwd": (True,), "both": (False, True)}[self.passes]
+
+    @property
+    def shard(self) -> int:
+        """Tokens of a rank, of all sequences."""
+        return self.batch * self.tokens // self.gpus
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a GPU."""
+        pairs = fmean(plan.pairs() for plan in self.plans())
+        return 4 * self.head_dim * pairs * self.batch * PRODUCTS[self.passes] / self.gpus
+
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans whose mean time the row gives."""
+        patterns: tuple[Pattern, ...] = (Causal() if self.pattern == "causal" else Full(),)
+        if self.pattern == "documents":
+            scale = self.tokens // sum(DOCUMENTS[0])
+            patterns = tuple(Causal() & Documents([scale * length for length in lengths]) for lengths in DOCUMENTS)
+        # Rings between nodes have one rank of each node, so that a double ring is one ring.
+        place = self.tokens, self.gpus, self.schedule.replace("double_ring", "ring"), self.layout
+        sizes = self.batch, self.heads, self.kv_heads, self.head_dim
+        return tuple(_plan(pattern, *place, *sizes) for pattern in patterns)
+
+
+@cache
+def _plan(pattern: Pattern, tokens: int, ranks: int, schedule: str, layout: str, *sizes: int) -> Plan:
+    """A plan in bfloat16; `sizes` are batch, heads, key/value heads and head dim."""
+    named: dict[str, Any] = dict(zip(("batch", "heads", "kv_heads", "head_dim"), sizes, strict=True))
+    return make_plan(pattern, tokens=tokens, ranks=ranks, schedule=schedule, layout=layout, dtype="bfloat16", **named)
+
+
+def _read(name: str, text: str) -> Any:
+    """The value of a field of a row."""
+    kinds = {"seconds": float, **dict.fromkeys(("gpus", "tokens", "batch", "heads", "kv_heads", "head_dim"), int)}
+    return kinds.get(name, str)(text)
+
+
+def read_measurements() -> list[Measurement]:
+    """All rows, in the order of the file."""
+    with (Path(__file__).parent / "measurements.csv").open(newline="", encoding="utf-8") as file:
+        return [Measurement(**{name: _read(name, text) for name, text in row.items()}) for row in csv.DictReader(file)]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """The modelled seconds of an iteration, by cause."""
+
+    causes: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """The sum over all causes."""
+        return sum(self.causes.values())
+
+
+@dataclass(frozen=True)
+class PredictedRow:
+    """A row with its predictions: by the preset made without the row's family, by the preset as it is, and the seconds
+    of the null model."""
+
+    row: Measurement
+    unseen: Predicted
+    preset: Predicted
+    null: float
+
+    def error(self, seconds: float) -> float:
+        """The relative error of predicted seconds: positive where the model is too slow."""
+        return seconds / self.row.seconds - 1
+
+
+def predict_measurements(
+    rows: Sequence[Measurement], tell: Listener = lambda done, count, what: None
+) -> list[PredictedRow]:
+    """The predictions of rows. `tell` hears of progress."""
+    predictions = []
+    for done, row in enumerate(rows):
+        tell(done, len(rows), "measurements")
+        unseen, preset = (_mean_time(row, _machine(row, family)) for family in (row.family, ""))
+        peak = PRESETS[row.machine].values["peak"].value
+        predictions.append(PredictedRow(row, unseen, preset, row.flops / (peak / 2)))
+    return predictions
+
+
+def _machine(row: Measurement, unseen: str) -> Machine:
+    """The machine of a row: its preset with the kernel that the source names. Libraries gather keys in one call."""
+    machine = PRESETS[row.machine].machine(row.machine, row.kernel, unseen=unseen).changed(one_gather=True)
+    if row.gpus == 1:  # kernels alone are timed in a queue that the host fills ahead
+        return machine.changed(host=None, host_call=None)
+    # USP exchanges q, k and v one after another where they are not packed: two steps more than ours for the host.
+    more = SEPARATE if row.schedule.startswith("ulysses") and "no_packed" in row.method else 0
+    return machine.changed(host_call=(machine.host_call or 0.0) + more * (machine.host or 0.0))
+
+
+def _mean_time(row: Measurement, machine: Machine) -> Predicted:
+    """The mean time of the row's plans, summed over passes."""
+    parts = [_passes(plan, machine, row.directions) for plan in row.plans()]
+    return Predicted({cause: fmean(part[cause] for part in parts) for cause in CAUSES})
+
+
+@cache
+def _passes(plan: Plan, machine: Machine, directions: tuple[bool, ...]) -> dict[str, float]:
+    causes = dict.fromkeys(CAUSES, 0.0)
+    for backward in directions:
+        timeline = simulate(plan, machine, backward=backward)
+        for cause, parts in CAUSES.items():
+            causes[cause] += sum(timeline.exposed[part] for part in parts)
+        causes["kernel"] += timeline.compute
+    return causes

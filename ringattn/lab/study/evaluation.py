@@ -1,0 +1,216 @@
+"""What a study computes of a point: the numbers that `simulate` gives, and executions of the point's plan.
+
+Executed are whole ranks where they are little work, and sampled rows of the whole sequence elsewhere. The budget is
+spent in seconds that follow from counted pairs and rows at assumed rates, and that no clock measures: which points are
+executed, and how, depends neither on the machine nor on whether the study was interrupted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any
+
+from ...cli.config.build import plan_from_config, simulate_options
+from ...cli.config.groups import ExecuteGroup
+from ...cli.config.schema import SimulateConfig
+from ...errors import InvalidInput, Unsupported
+from ...plan.plan import Plan
+from ...simulator.timing.simulation import simulate_passes
+from ...simulator.timing.timeline import CAUSES, Timeline
+from ...text import duration, plural
+from ..verbs.simulate_model import NOT_MODELLED, estimate_model
+from .space import Point
+
+#: Assumed rates of one core in fp64: elements of K and V per second that sampled rows visit; elements per second of
+#: whole ranks, which are generated, visited and compared; multiplications per second.
+VISITED_RATE, WHOLE_RATE, PRODUCT_RATE = 1.0e8, 1.0e7, 5.0e9
+#: Whole ranks are executed within this share of the budget, or within these seconds where the share is less: all ranks
+#: of a plan, or a power of two of them, but not fewer than FEWEST_RANKS.
+WHOLE_SHARE, WHOLE_SECONDS, FEWEST_RANKS = 0.02, 1.0, 16
+
+
+def evaluate(config: SimulateConfig) -> dict[str, Any]:
+    """The record of a point.
+
+    {"status": "ok", "values": by column name, "not modelled": texts}, or {"status": "refused", "why": text}, with the
+    counted values where a plan exists.
+    """
+    if config.model.spec is not None:
+        return _evaluate_model(config)
+    values: dict[str, Any] = {}
+    try:
+        machine = config.machine.made(ranks=config.ranks)
+        plan = plan_from_config(config, machine)
+        values = {
+            "tokens": plan.tokens,
+            "ranks": plan.ranks,
+            "shard": -(-plan.tokens // plan.ranks),
+            "pattern": repr(plan.pattern),
+            "layout": plan.layout.name,
+            **{name: getattr(plan, name) for name in ("schedule", "heads", "kv_heads", "head_dim", "dtype", "batch")},
+            "machine": config.machine.spec,
+            "pairs": plan.cache.answer("study.pairs", plan.pairs),
+        }
+        timelines = simulate_passes(plan, machine, config.backward, simulate_options(config))
+    except (InvalidInput, Unsupported) as error:
+        return {"status": "refused", "why": str(error), **({"values": values} if values else {})}
+    for timeline in timelines:
+        values |= {f"{timeline.direction} {name}": value for name, value in _pass_values(timeline, plan).items()}
+    return {"status": "ok", "values": values, "not modelled": [*timelines[0].unmodelled, *timelines[0].notes]}
+
+
+def _evaluate_model(config: SimulateConfig) -> dict[str, Any]:
+    """The record of a point that is a phase of a model."""
+    try:
+        _, _, estimate = estimate_model(config)
+    except (InvalidInput, Unsupported) as error:
+        return {"status": "refused", "why": str(error)}
+    values = {
+        "time": estimate.seconds,
+        "rate": estimate.tokens / estimate.seconds,
+        "kind": "modelled",
+        "memory": sum(estimate.memory.values()),
+        "fits": estimate.fits,
+        **{f"memory: {name}": value for name, value in estimate.memory.items()},
+        **{f"time: {name}": value for name, value in estimate.parts.items()},
+    }
+    named = {f"{config.phase} {name}": value for name, value in values.items()}
+    return {"status": "ok", "values": named, "not modelled": [NOT_MODELLED]}
+
+
+def _pass_values(timeline: Timeline, plan: Plan) -> dict[str, Any]:
+    """The numbers of a pass by name; None where they are not modelled."""
+    low, high = timeline.interval or (None, None)
+    traffic, machine = timeline.traffic, timeline.machine
+    unmodelled = {cause for cause, number in CAUSES.items() if getattr(machine, number) is None}
+    return {
+        "time": timeline.seconds,
+        "rate": plan.batch * plan.tokens / timeline.seconds if timeline.seconds else None,
+        "kind": timeline.kind,
+        "solver": timeline.solver,
+        "compute": timeline.compute,
+        **{cause: None if cause in unmodelled else value for cause, value in timeline.exposed.items()},
+        "time low": low,
+        "time high": high,
+        "efficiency": timeline.compute / timeline.seconds if timeline.seconds else None,
+        "bytes": traffic.total,
+        "busiest link": traffic.busiest,
+        "messages": traffic.messages,
+        "memory": sum(timeline.memory.values()),
+        "fits": timeline.fits,
+        **{f"memory: {name}": value for name, value in timeline.memory.items()},
+        "total": timeline.total,
+        "failure every": None if machine.mtbf is None else machine.mtbf / timeline.ranks,
+        "energy": timeline.joules,
+        "cost": timeline.price,
+    }
+
+
+@dataclass(frozen=True)
+class ExecutionTask:
+    """What is executed of a plan, and its seconds at the assumed rates.
+
+    `how` is "whole" (all ranks), "some" (`count` ranks from `first` on), or "rows" (`count` sampled query rows).
+    """
+
+    how: str
+    first: int
+    count: int
+    seconds: float
+
+
+def make_executed_plan(config: SimulateConfig) -> Plan:
+    """A point's plan as it is executed: the point's layout and schedule, in fp64 with the heads of study.execute.
+
+    Raises InvalidInput.
+    """
+    options, machine = config.study.execute, config.machine.made(ranks=config.ranks)
+    resolved = {}
+    if _has_auto(config):  # chosen for the sizes of the point, not for the sizes that are executed
+        plan = plan_from_config(config, machine)
+        resolved = {"layout": plan.layout.name, "schedule": plan.schedule}
+    sizes = {"heads": options.heads, "kv_heads": options.heads, "head_dim": options.head_dim, "batch": 1}
+    return plan_from_config(config, machine, **sizes, dtype="float64", comm_dtype=None, **resolved)
+
+
+def _has_auto(config: SimulateConfig) -> bool:
+    return "auto" in (config.layout.spec, config.schedule.spec)
+
+
+def plan_execution(plan: Plan, options: ExecuteGroup) -> ExecutionTask:
+    """What would be executed of a plan that had the whole budget for itself."""
+    assert options.budget is not None
+    rank_tokens, row_elements = plan.tokens / plan.ranks, 2 * options.heads * options.head_dim
+    products = plan.pairs() / plan.ranks * 2 * options.head_dim
+    rank_seconds = products / PRODUCT_RATE + rank_tokens * row_elements / WHOLE_RATE
+    whole_seconds = max(WHOLE_SHARE * options.budget, min(WHOLE_SECONDS, options.budget))
+    ranks = min(plan.ranks, int(whole_seconds / rank_seconds))
+    if ranks == plan.ranks:
+        return ExecutionTask("whole", 0, ranks, rank_seconds * ranks)
+    if ranks >= FEWEST_RANKS:
+        ranks = 1 << ranks.bit_length() - 1
+        return ExecutionTask("some", (plan.ranks - ranks) // 2, ranks, rank_seconds * ranks)
+    # A block is generated whole, and once for all rows that see it.
+    keys = min(plan.tokens, options.rows * (plan.pairs() / (plan.tokens * plan.heads) + 2 * rank_tokens))
+    seconds = keys * row_elements * (1 / VISITED_RATE + options.rows / PRODUCT_RATE)
+    return ExecutionTask("rows", 0, options.rows, seconds)
+
+
+def describe_left_out(task: ExecutionTask, budget: float, left: float) -> dict[str, Any]:
+    """The record of a task that is not executed, because only `left` seconds of the budget are left."""
+    work = plural(task.count, "row" if task.how == "rows" else "whole rank")
+    return {
+        "why not": f"not executed: {work} would take {duration(task.seconds)} at the assumed rates, and "
+        f"{duration(left)} of the budget of {duration(budget)} were left at its turn"
+    }
+
+
+def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup) -> dict[str, Any]:
+    """Run a task; returns the record of the execution by column name, without times."""
+    numerics = import_module("...simulator.numerics", __package__).numerics  # needs torch
+    ranks = range(task.first, task.first + task.count)
+    settings: dict[str, Any] = {"mode": "sample", "rows": options.rows}
+    if task.how != "rows":
+        settings = {"mode": "all", "ranks": None if task.how == "whole" else ranks}
+    torch = import_module("torch")
+    threads = torch.get_num_threads()
+    # One thread, as mode=numerics: numbers do not depend on the cores, and short calls gain nothing from more.
+    torch.set_num_threads(1)
+    try:
+        report = numerics(plan, seed=options.seed, **settings)
+    except (InvalidInput, Unsupported) as error:
+        return {"why not": str(error)}
+    finally:
+        torch.set_num_threads(threads)
+    descriptions = {
+        "whole": "all ranks, whole",
+        "some": f"ranks {task.first:,} .. {task.first + task.count - 1:,}, whole",
+        "rows": f"{plural(report.rows, 'row')}, with all keys that they see",
+    }
+    return {
+        "how": descriptions[task.how],
+        "ranks": report.ranks,
+        "rows": report.rows if task.how == "rows" else sum(map(plan.layout_of("q").rows, ranks)),
+        "rows compared": report.rows,
+        "visits": report.visits,
+        "visits expected": report.visits_expected,
+        "pairs": report.pairs,
+        "part of all pairs": report.pairs / max(plan.pairs(), 1),
+        "ledger": "complete" if report.complete else "NOT COMPLETE",
+        "error": report.error,
+        "error of lse": report.lse_error,
+        "most allowed": report.tolerance,
+    }
+
+
+def execution_inputs(point: Point) -> dict[str, Any]:
+    """All that a point's execution depends on: points with equal inputs share one execution."""
+    config = point.config
+    return {
+        "execute": asdict(config.study.execute),
+        **{name: getattr(config, name).spec for name in ("pattern", "layout", "schedule")},
+        "tokens": config.length(),
+        "ranks": config.ranks,
+        "chosen for": point.inputs if _has_auto(config) else None,
+    }

@@ -1,0 +1,191 @@
+"""Plots of a study as SVG and PNG, by matplotlib, with the same bytes in every run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...cli.config.groups import check_choice
+from ...errors import InvalidInput
+from ..pages.pages import COLOURS, draw_lines, save_figure
+from .tables import DIRECTIONS, WAITS, Row, Table, efficiency, is_number, show_number, total
+
+#: Panels side by side; on a phone, a page shows them 160 pixels wide. Most numbers below the bars of a panel.
+PANELS, MOST_TICKS = 2, 12
+CAUSES = ("compute", "imbalance", "merge", "interference", "stalls", *WAITS, "jitter", "host", "call")
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise InvalidInput for a plot that is unknown or named twice."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise InvalidInput(f"study.plots: {name} is there twice; name each plot once")
+        seen.add(name)
+        check_choice("study.plots", name, PLOTS)
+
+
+def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | None]:
+    """The axes of the plots: `x` and `y`, or else the first two axes with several numbers. Raises InvalidInput."""
+    numeric = [name for name in table.axes if len(table.numbers(name)) > 1]
+    for name in (x, y):
+        if name is not None and name not in numeric:
+            more = f"; give it two numbers or more, such as study.axes.{name}=[8,64]" if name in table.axes else ""
+            raise InvalidInput(
+                f"study: {name} is no axis with several numbers; those are {', '.join(numeric) or 'none here'}{more}"
+            )
+    if x is not None and x == y:
+        raise InvalidInput(f"study: x and y are both {x}; give two axes, or leave y out")
+    others = [name for name in numeric if name not in (x, y)]
+    x = x or (others.pop(0) if others else None)
+    if x is None:
+        raise InvalidInput(
+            "study: plots need an axis with several numbers; add an axis, or leave plots out with study.plots=[]"
+        )
+    return x, y or (others[0] if others else None)
+
+
+def describe(name: str, x: str, y: str | None) -> str:
+    """What the plot `name` shows, for those who do not see it."""
+    return f"{name}: {PLOTS[name][1]}, by {x}" + (f" and {y}" if name == "crossover" else "")
+
+
+def draw(folder: Path, name: str, table: Table, x: str, y: str | None) -> list[Path]:
+    """Draw the plot `name` of the table; returns its files, none where no row has numbers."""
+    figure = import_module("matplotlib.figure").Figure(figsize=(7.2, 4.2), layout="constrained")
+    return save_figure(figure, folder, name) if PLOTS[name][0](figure, table, x, y) else []
+
+
+def _draw_efficiency(figure: Any, table: Table, x: str, y: str | None) -> bool:
+    """Lines of computing time over time; False where no row has numbers, as of the other plots."""
+    series = {name: [(row[x], efficiency(row)) for row in rows] for name, rows in table.series(x).items()}
+    figure.set_size_inches(7.2, 4.0 + 0.16 * -(-len(series) // 2))
+    values = table.numbers(x)
+    log = len(values) > 2 and min(values) > 0 and max(values) / min(values) > 8
+    axes = draw_lines(figure, series, x, "mean computing time / time, modelled", log=log)
+    axes.set(ylim=(0, 1.05), title="efficiency")
+    _set_ticks(axes, x, values)
+    return bool(series)
+
+
+def _draw_time(figure: Any, table: Table, x: str, y: str | None) -> bool:
+    """Lines of the time of all passes."""
+    series = {name: [(row[x], total(row, "time")) for row in rows] for name, rows in table.series(x).items()}
+    axes = draw_lines(figure, series, x, "seconds, modelled", log=True)
+    axes.set(yscale="log", title="time")
+    _set_ticks(axes, x, table.numbers(x))
+    return bool(series)
+
+
+def _set_ticks(axes: Any, x: str, values: list[Any]) -> None:
+    """Ticks at most MOST_TICKS of the values of x, in units."""
+    ticks = values[:: -(-len(values) // MOST_TICKS)]
+    axes.set_xticks(ticks, [show_number(x, value) for value in ticks], rotation=60, ha="right", fontsize=7)
+
+
+def _draw_stack(figure: Any, table: Table, x: str, y: str | None) -> bool:
+    """Bars of the time by cause."""
+
+    def share(row: Row, cause: str) -> float:
+        return total(row, cause) / total(row, "time") if total(row, "time") else 0.0
+
+    parts = [column.name.partition(" ")[2] for column in table.columns if " time: " in column.name]
+    heights = {cause.removeprefix("time: "): partial(share, cause=cause) for cause in parts or CAUSES}
+    return _draw_bars(figure, table, x, "share of the time, modelled", "time by cause", heights)
+
+
+def _draw_memory(figure: Any, table: Table, x: str, y: str | None) -> bool:
+    """Bars of a rank's memory by category, in the backward where the study has it."""
+    names = [column.name for column in table.columns if ": " in column.name and column.name.split(" ")[1] == "memory:"]
+    direction = next((one for one in DIRECTIONS[::-1] if any(name.startswith(one) for name in names)), "forward")
+
+    def gibibytes(row: Row, name: str) -> float:
+        return row.get(name, 0) / 2**30
+
+    heights = {name.partition(": ")[2]: partial(gibibytes, name=name) for name in names if name.startswith(direction)}
+    return _draw_bars(figure, table, x, "GiB per rank, modelled", f"memory in the {direction}", heights)
+
+
+def _draw_bars(
+    figure: Any, table: Table, x: str, ylabel: str, title: str, heights: Mapping[str, Callable[[Row], float]]
+) -> bool:
+    """Stacked bars, a panel for each series; `heights` gives the height of each part of a row's bar."""
+    series = list(table.series(x).items())
+    if not series:
+        return False
+    lines = -(-len(series) // PANELS)
+    figure.set_size_inches(7.2, 0.8 + 2.9 * lines)
+    panels = figure.subplots(lines, min(PANELS, len(series)), sharey=True, squeeze=False).ravel()
+    for axes in panels[len(series) :]:
+        axes.remove()
+    drawn: dict[str, Any] = {}
+    for axes, (label, rows) in zip(panels, series, strict=False):
+        bottom = np.zeros(len(rows))
+        for (name, height), colour in zip(heights.items(), COLOURS * 2, strict=False):
+            values = np.array([height(row) for row in rows])
+            if values.any():
+                drawn[name] = axes.bar(range(len(rows)), values, bottom=bottom, color=colour)
+                bottom += values
+        ticks = range(0, len(rows), -(-len(rows) // MOST_TICKS))
+        axes.set_xticks(ticks, [show_number(x, rows[i][x]) for i in ticks], rotation=60, ha="right", fontsize=6)
+        axes.set_xlabel(x)
+        axes.set_title(label, fontsize=7)
+    figure.supylabel(ylabel, fontsize=9)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", fontsize=7, ncols=4)
+    figure.suptitle(title)
+    return True
+
+
+def _draw_crossover(figure: Any, table: Table, x: str, y: str | None) -> bool:
+    """A map over two axes of the series that takes the least time."""
+    assert y is not None  # `checks` refuses a crossover without y before the first point
+    best = find_fastest(table, x, y)
+    if not best:
+        return False
+    columns, rows = table.numbers(x), table.numbers(y)
+    names = sorted({name for name, _ in best.values()})
+    cells = np.full((len(rows), len(columns)), np.nan)
+    for (x_value, y_value), (name, _) in best.items():
+        cells[rows.index(y_value), columns.index(x_value)] = names.index(name)
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(names))]
+    colormap = import_module("matplotlib.colors").ListedColormap(colours)
+    axes = figure.subplots()
+    axes.imshow(cells, origin="lower", aspect="auto", cmap=colormap, vmin=-0.5, vmax=len(names) - 0.5)
+    labels = [show_number(x, value) for value in columns]
+    axes.set_xticks(range(len(columns)), labels, rotation=60, ha="right", fontsize=7)
+    axes.set_yticks(range(len(rows)), [show_number(y, value) for value in rows], fontsize=7)
+    axes.set(xlabel=x, ylabel=y, title="least time, modelled (white: all refused)")
+    patch = import_module("matplotlib.patches").Patch
+    handles = [patch(color=colour, label=name or "all") for colour, name in zip(colours, names, strict=True)]
+    axes.legend(handles=handles, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return True
+
+
+def find_fastest(table: Table, x: str, y: str) -> dict[tuple[Any, Any], tuple[str, float]]:
+    """(label, seconds) of the series with the least time of all passes, for each pair of values of x and y.
+
+    Of equally fast series, the first in the order of the table.
+    """
+    best: dict[tuple[Any, Any], tuple[str, float]] = {}
+    for label, rows in table.series(x, without=(y,)).items():
+        for row in rows:
+            if is_number(row.get(y)):
+                place, seconds = (row[x], row[y]), total(row, "time")
+                if place not in best or seconds < best[place][1]:
+                    best[place] = (label, seconds)
+    return best
+
+
+#: By name what draws a plot, and what it shows.
+PLOTS: dict[str, tuple[Callable[[Any, Table, str, str | None], bool], str]] = {
+    "efficiency": (_draw_efficiency, "the part of the time in which ranks compute"),
+    "time": (_draw_time, "the time"),
+    "stack": (_draw_stack, "the time by cause"),
+    "memory": (_draw_memory, "the memory of a rank by category"),
+    "crossover": (_draw_crossover, "what takes the least time"),
+}

@@ -1,0 +1,253 @@
+"""The contents of a study's report: tables with every number's word, machines, what was refused or extrapolated.
+
+The sentences around these contents are in templates/report.j2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...cli.config.groups import StudyGroup
+from ...errors import RingAttentionError
+from ...machine.machine import MACHINE_NUMBERS, Machine
+from ...machine.presets import CURRENCY, MACHINES
+from ...text import duration, rate, size
+from ..pages.pages import Cell, ReportTable
+from .headline import write_headline
+from .space import Point
+from .tables import DIRECTIONS, WAITS, Row, Table, list_passes, total
+
+#: Most rows and columns of a table in a report; sweep.csv has all rows, and wider tables become several.
+MOST_ROWS, MOST_COLUMNS = 200, 6
+#: Columns that describe a point. A column whose value is equal for all points is written once, below the table.
+DESCRIPTION = (
+    *("model", "cp", "dp", "tp", "ep", "pp"),
+    *("tokens", "ranks", "pattern", "layout", "schedule", "heads", "kv_heads", "head_dim", "dtype", "batch"),
+    "machine",
+)
+#: Columns of every pass in the table of points.
+PASS_COLUMNS = ("time", "rate", "solver", "efficiency", *WAITS, "imbalance", "bytes", "memory", "fits")
+#: Columns that describe a plan, and columns of its execution, in the table of executions.
+PLAN_COLUMNS = ("tokens", "ranks", "pattern", "layout", "schedule")
+EXECUTED_COLUMNS = (
+    *("turn", "how", "ranks", "rows", "ledger", "rows compared", "error", "most allowed", "part of all pairs"),
+    "why not",
+)
+
+
+def extrapolate(table: Table, machines: dict[int, Machine], tokens: int) -> list[dict[str, Any]]:
+    """Every series of the table at `tokens`, more than any point has; `machines` by the number of the point.
+
+    A record has the `seconds` of all passes, the mean seconds between failures of any rank (`failure`), `watts` and
+    `memory` (bytes) as sums over all ranks, and the numbers of the series' last two `points`, which it is from. Left
+    out are series whose last two points have different shards or equal ranks: a line through them says nothing.
+    """
+    lines = []
+    for name, rows in table.series("tokens", without=("ranks", "shard", "tokens")).items():
+        first, second = rows[-2:] if len(rows) > 1 else (rows[0], rows[0])
+        if first["shard"] != second["shard"] or first["ranks"] == second["ranks"]:
+            continue
+        machine, ranks = machines[second["point"]], -(-tokens // second["shard"])
+        slope = (total(second, "time") - total(first, "time")) / (second["ranks"] - first["ranks"])
+        memory = max(second[f"{direction} memory"] for direction in list_passes(second))
+        lines.append(
+            {
+                "series": name,
+                "tokens": tokens,
+                "ranks": ranks,
+                "seconds": total(second, "time") + slope * (ranks - second["ranks"]),
+                "failure": None if machine.mtbf is None else machine.mtbf / ranks,
+                "watts": None if machine.watts is None else machine.watts * ranks,
+                "memory": memory * ranks,
+                "points": (first["point"], second["point"]),
+            }
+        )
+    return lines
+
+
+def machines_of(points: Sequence[Point]) -> dict[int, Machine]:
+    """The machine of each point by the point's number, without points whose machine is invalid: they are refused."""
+    machines = {}
+    for point in points:
+        with suppress(RingAttentionError):  # the record of the point has the message
+            machines[point.number] = point.config.machine.made()
+    return machines
+
+
+def describe_machines(points: Sequence[Point], machines: Mapping[int, Machine]) -> list[str]:
+    """A line for each named machine: its numbers with units and sources, and which numbers differ between points."""
+    lines = []
+    for name in dict.fromkeys(point.config.machine.spec for point in points if point.number in machines):
+        named = [machines[x.number] for x in points if x.config.machine.spec == name and x.number in machines]
+        variants, preset, texts = list(dict.fromkeys(named)), MACHINES.get(name), []
+        for key, number in MACHINE_NUMBERS.items():
+            found = {machine: x for machine in variants if (x := getattr(machine, key)) not in (None, False)}
+            if not found:
+                continue
+            values, sources = sorted(set(found.values())), sorted({machine.source(key) for machine in found})
+            text = f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} .. {values[-1]:g}"
+            is_presets = preset is not None and values == [preset.price]
+            unit = number.unit.replace("currency", CURRENCY) if key == "price" and is_presets else number.unit
+            text = "true" if values[0] is True else f"{text} {unit}"
+            differing = ", by point" if len(values) > 1 or len(found) < len(variants) else ""
+            texts.append(f"{key}={text}{differing} [{', '.join(sources)}]")
+        lines.append(f"{name}: {', '.join(texts)}")
+    return lines
+
+
+@dataclass(frozen=True)
+class StudyReport:
+    """All that the templates say of a study.
+
+    `provenance` has the version, the source hash and the commit of the code, `plots` are SVG files beside
+    the report, with what they show.
+    """
+
+    options: StudyGroup
+    table: Table
+    plots: Mapping[Path, str]
+    not_modelled: Sequence[str]
+    command: str
+    provenance: Mapping[str, Any]
+    machines: Sequence[str]
+    extrapolations: Sequence[Mapping[str, Any]]
+    remark: str
+
+    @property
+    def headline(self) -> str:
+        """The answer of the study, in one sentence."""
+        return write_headline(self.table, self.options)
+
+    @property
+    def refusals(self) -> list[str]:
+        """One line for each reason, with the points that were refused for it."""
+        numbers: dict[str, list[int]] = {}
+        for row in self.table.rows:
+            if row["status"] == "refused":
+                numbers.setdefault(row["why"], []).append(row["point"])
+        return [f"{name_points(points)}: {reason}" for reason, points in numbers.items()]
+
+    @property
+    def shared(self) -> dict[str, str]:
+        """The values that are equal for all points, by name."""
+        return {
+            name: different.copy().pop()
+            for name, different in self._described.items()
+            if len(different) == 1 and name not in self.table.axes
+        }
+
+    @property
+    def _described(self) -> dict[str, set[str]]:
+        """The different values of the columns that describe a point."""
+        return {name: {str(row.get(name)) for row in self.table.rows} for name in DESCRIPTION if name in self._names}
+
+    @property
+    def _names(self) -> list[str]:
+        return [column.name for column in self.table.columns]
+
+    def _label(self, row: Row) -> str:
+        """The number of a point with its values of the axes."""
+        values = [f"{name}={show_value(self.table, name, row)}" for name in self.table.axes]
+        return f"{row['point']}: {', '.join(values)}" if values else str(row["point"])
+
+    @property
+    def points(self) -> list[ReportTable]:
+        """The tables of all points."""
+        table = self.table
+        varied = [name for name in self._described if name not in self.shared and name not in table.axes]
+        passes = ([f"{direction} {name}" for name in PASS_COLUMNS] for direction in DIRECTIONS)
+        groups = (*passes, ["pairs", *varied, *table.labels])
+        found = [[name for name in names if any(name in row for row in table.rows)] for names in groups]
+        return [part for names in found if names for part in self._tabulate(table.rows, names)]
+
+    @property
+    def executed(self) -> list[ReportTable]:
+        """Tables with a row for each executed plan in the order of the turns; none where the study executes nothing."""
+        if not any("executed how" in row or "executed why not" in row for row in self.table.rows):
+            return []
+        by_turn: dict[Any, Row] = {}
+        for row in self.table.rows:  # points that differ only in the machine share one execution, and its turn
+            if any(name.startswith("executed ") for name in row):
+                plan_key = str([row.get(name) for name in PLAN_COLUMNS])
+                by_turn.setdefault(row.get("executed turn", plan_key), row)
+        rows = sorted(by_turn.values(), key=lambda row: row.get("executed turn", 0))
+        names = [f"executed {name}" for name in EXECUTED_COLUMNS]
+        return self._tabulate(rows, [name for name in names if name in self._names])
+
+    def _tabulate(self, rows: Sequence[Row], names: Sequence[str]) -> list[ReportTable]:
+        """Tables of the columns `names`, the point before them."""
+        header = ["point", *(_header(self.table, name) for name in names)]
+        cells = [
+            [Cell(self._label(row), row["point"]), *(show_value(self.table, name, row) for name in names)]
+            for row in rows[:MOST_ROWS]
+        ]
+        return _split(header, cells, len(rows))
+
+    @property
+    def extrapolated(self) -> list[ReportTable]:
+        """Tables with a row for each series that is carried on to more tokens; none without such a series."""
+        header = (
+            *("series", "tokens", "ranks", "time of a pass", "ranks fail every, all together", "power"),
+            *("memory of all ranks", "from points"),
+        )
+        rows = [
+            (
+                line["series"],
+                f"{line['tokens']:,}",
+                f"{line['ranks']:,}",
+                f"{duration(line['seconds'])} [extrapolated]",
+                "not modelled" if line["failure"] is None else f"{duration(line['failure'])} [extrapolated]",
+                "not modelled" if line["watts"] is None else f"{rate(line['watts'], 'W')} [extrapolated]",
+                f"{size(line['memory'])} [extrapolated]",
+                "{} and {}".format(*line["points"]),
+            )
+            for line in self.extrapolations
+        ]
+        return _split(header, rows, len(rows)) if rows else []
+
+
+def _split(header: Sequence[str], rows: Sequence[Sequence[str]], total: int) -> list[ReportTable]:
+    """Tables of at most MOST_COLUMNS columns, each with the first column of the whole."""
+    width = MOST_COLUMNS - 1
+    return [
+        ReportTable([header[0], *header[i : i + width]], [[row[0], *row[i : i + width]] for row in rows], total=total)
+        for i in range(1, len(header), width)
+    ]
+
+
+def name_points(numbers: Sequence[int]) -> str:
+    """Points by number, such as "points 0, 3, 4"; of more than 8 points the first 8."""
+    first = ", ".join(map(str, numbers[:8]))
+    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return f"point{'' if len(numbers) == 1 else 's'} {first}{more}"
+
+
+def _header(table: Table, name: str) -> str:
+    column = table.column(name)
+    if name.startswith("machine."):
+        return column.title
+    return f"{name}, {column.word}" if column.word and column.word != "kind" else name
+
+
+def show_value(table: Table, name: str, row: Row) -> str:
+    """A row's value for people; with its word where the rows of the column differ in the word."""
+    value = row.get(name)
+    column = table.column(name)
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value
+    if name.startswith("machine."):  # the header has the unit
+        return f"{value:.4g}"
+    plain = f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    by_unit: dict[str, Callable[[float], str]] = {"s": duration, "bytes": size, "bytes per rank": size}
+    by_unit["tokens/s"] = partial(rate, unit="tokens/s")
+    text = by_unit[column.unit](value) if column.unit in by_unit else plain
+    return f"{text} [{table.word_of(name, row)}]" if column.word == "kind" else text

@@ -1,0 +1,281 @@
+"""ringattn simulate study=NAME, or -m: every point once, recorded as it finishes, then tables, plots and reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from rich.console import Console
+
+from ... import __version__
+from ...cli.comparison import print_jobs
+from ...cli.config.groups import StudyGroup, check_least, refuse_stdout
+from ...cli.config.schema import SimulateConfig, parse_size
+from ...errors import InvalidInput, NumericsFailure, RingAttentionError
+from ...files import MARK, OUTPUTS, check_writable, make_folder, write_text
+from ...plan.plan import Plan
+from ...simulator.progress import Listener
+from ...simulator.reporting.console import print_plain, show_progress
+from ...text import duration, plural, size
+from ..pages.journal import Journal, git, source
+from ..pages.pages import check_matplotlib, render_page
+from . import evaluation, plots
+from .report import StudyReport, describe_machines, extrapolate, machines_of, name_points
+from .space import Point, digest, group_by_plan, list_points
+from .tables import DIRECTIONS, Row, Table, list_passes, make_table, to_csv, to_json, total
+
+FORMAT = "ringattn study 2"
+JOURNAL = "points.jsonl"
+#: Where studies without an output.path have their folders.
+STUDIES = Path(OUTPUTS) / "simulate"
+#: Records of points, or of executions, by the number of the point.
+Records = dict[int, dict[str, Any]]
+
+
+def main(config: SimulateConfig) -> None:
+    """Run a study, or continue one, and print where its files are."""
+    refuse_stdout(
+        "output.path", config.output.path, "a study writes a folder, with --json too; try output.path=scaling"
+    )
+    hydra_config = import_module("hydra.core.hydra_config").HydraConfig
+    overrides, search_path = [], []
+    if hydra_config.initialized():  # it is not for a caller in Python
+        given = hydra_config.get().overrides
+        overrides = list(given.task)
+        search_path = [each for each in given.hydra if each.startswith("hydra.searchpath=")]
+    study = Study(config, list_points(config, [*overrides, *search_path]), Path("."), overrides)
+    if config.output.path is None:  # a folder that only this study uses: the same command continues there
+        name = re.sub(r"[^A-Za-z0-9]+", "-", config.study.name)
+        folder = STUDIES / f"{name}-{digest(study.head)[:8]}"
+    else:
+        folder = Path(config.output.path)
+    study = dataclasses.replace(study, folder=folder)
+    try:
+        with show_progress(Console(stderr=True), tenths=True) as tell:
+            table = run(study, tell)
+    except KeyboardInterrupt:
+        if folder.exists():
+            sys.stderr.write(f"ringattn: {folder} keeps the finished points; the same command continues from there\n")
+        raise
+    print_jobs(_jobs(table), "points", f" in {folder / 'sweep.csv'}")
+    print_plain(f"{_summarize(table)}; {folder / 'report.md'}, report.html, sweep.csv, summary.json")
+
+
+def _jobs(table: Table) -> list[tuple[dict[str, str], dict[str, str]]]:
+    """What each point varies, and the time, the exposed time and the memory of its passes."""
+    jobs = []
+    for row in table.rows:
+        settings = {name: str(row.get(name, "")) for name in (*table.axes, *table.labels)}
+        if row["status"] != "ok":
+            jobs.append((settings, {"time": str(row["status"])}))
+            continue
+        passes, seconds = list_passes(row), total(row, "time")
+        kinds = {row[f"{name} kind"] for name in passes}
+        numbers = {
+            "time": duration(seconds),
+            **({"exposed": duration(max(seconds - total(row, "compute"), 0.0))} if "model" not in row else {}),
+            "memory of a rank": size(max(row[f"{name} memory"] for name in passes)),
+            "kind": " ".join(f"[{kind}]" for kind in sorted(kinds)),
+        }
+        jobs.append((settings, numbers))
+    return jobs
+
+
+def _summarize(table: Table) -> str:
+    """How many points have numbers and of which kinds, how many were refused, and how many plans were executed."""
+    rows, refused = table.rows, table.refused
+    kinds = {row[f"{name} kind"] for row in rows for name in DIRECTIONS if f"{name} kind" in row}
+    words = ", ".join(sorted(kinds, reverse=True))
+    text = f"{plural(len(rows) - refused, 'point')} [{words}], {refused:,} refused"
+    plans = {row["executed turn"]: "executed how" in row for row in rows if "executed turn" in row}
+    return f"{text}; {sum(plans.values()):,} of {plural(len(plans), 'plan')} executed [counted]" if plans else text
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study, the folder of its files, and the overrides of the command line that made it."""
+
+    config: SimulateConfig
+    points: Sequence[Point]
+    folder: Path
+    overrides: Sequence[str] = ()
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """The first record of the journal. A study continues only from a journal with an equal head."""
+        return {
+            "format": FORMAT,
+            "study": self.config.study.name,
+            "version": __version__,
+            "source": source(),
+            "points": digest([[point.key, point.labels] for point in self.points]),
+            "execute": asdict(self.config.study.execute),
+        }
+
+    def prepare(self) -> None:
+        """Check the study, and make its folder. Raises InvalidInput and Unsupported."""
+        check_study(self.config.study, self.points)
+        folder = self.folder
+        for each in (*((STUDIES.parent, STUDIES) if folder.parent == STUDIES else ()), folder):
+            make_folder(each)
+        if any(folder.iterdir()) and not (folder / JOURNAL).is_file():
+            raise InvalidInput(f"{folder}: holds files, and none of a study; give an output.path that is new or empty")
+
+
+def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
+    """Compute the points that are missing in the folder's journal, and write all files; returns the table.
+
+    `tell` receives the progress. Raises InvalidInput and Unsupported, and, after all files are written, NumericsFailure
+    where an execution found wrong numbers.
+    """
+    study.prepare()
+    folder, head = study.folder, study.head
+    with Journal(folder / JOURNAL, head) as journal:
+        for path in folder.iterdir():  # what is there of an earlier run is replaced at the end
+            if MARK in path.name:  # of a run that was killed while it wrote
+                path.unlink()
+            else:
+                check_writable(path)
+        records = _evaluate_points(study.points, journal, tell)
+        executed = _execute_plans(study, journal, tell)
+        tell(1, 1, "tables, plots and reports")
+        table = make_table(study.config.study, study.points, records, executed)
+        if table.rows and table.refused == len(table.rows):
+            raise InvalidInput(f"every point of the study is refused, the first because: {table.rows[0]['why']}")
+        _write_files(study, head, table, records)
+    if wrong := [row["point"] for row in table.rows if _is_wrong(row)]:
+        raise NumericsFailure(
+            f"{name_points(wrong)}: the executed numerics are wrong; {folder / 'report.md'} says where"
+        )
+    return table
+
+
+def _is_wrong(row: Row) -> bool:
+    if "executed error" not in row:
+        return False
+    errors = row["executed error"], row["executed error of lse"]
+    within = all(error <= row["executed most allowed"] for error in errors)  # NaN is not within
+    return row["executed ledger"] != "complete" or not within
+
+
+def _evaluate_points(points: Sequence[Point], journal: Journal, tell: Listener) -> Records:
+    """The records of points: from the journal, else computed now; the journal then has all."""
+    records = {}
+    for done, point in enumerate(group_by_plan(points)):
+        if point.key not in journal.records:
+            tell(done, len(points), "points")
+            journal.add(point.key, evaluation.evaluate(point.config))
+        records[point.number] = journal.records[point.key]
+    return records
+
+
+def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
+    """What was executed of the points' plans, as far as the budget goes.
+
+    The turns: whole ranks first, from the shortest sequence on, then sampled rows, from the longest sequence on.
+    """
+    options = study.config.study.execute
+    if options.budget is None:
+        return {}
+    sharing: dict[str, list[Point]] = {}
+    for point in study.points:
+        sharing.setdefault(digest(evaluation.execution_inputs(point)), []).append(point)
+    values: dict[str, dict[str, Any]] = {}
+    tasks: list[tuple[str, Plan, evaluation.ExecutionTask]] = []
+    for key, points in sharing.items():
+        try:
+            plan = evaluation.make_executed_plan(points[0].config)
+        except RingAttentionError as error:
+            values[key] = {"why not": str(error)}
+            continue
+        tasks.append((key, plan, evaluation.plan_execution(plan, options)))
+    tasks.sort(key=lambda entry: (True, -entry[1].tokens) if entry[2].how == "rows" else (False, entry[1].tokens))
+    left = options.budget
+    for turn, (key, plan, task) in enumerate(tasks, 1):
+        tell(turn - 1, len(tasks), f"executing, {plan.tokens:,} tokens")
+        if key not in journal.records:
+            if task.seconds <= left:
+                done = evaluation.execute(plan, task, options)
+            else:
+                done = evaluation.describe_left_out(task, options.budget, left)
+            journal.add(key, {"values": done})
+        values[key] = {"turn": turn, **journal.records[key]["values"]}
+        left -= task.seconds if "how" in values[key] else 0.0
+    return {point.number: values[key] for key, points in sharing.items() for point in points}
+
+
+def _write_files(study: Study, head: dict[str, Any], table: Table, records: Records) -> None:
+    options, folder = study.config.study, study.folder
+    not_modelled = sorted({note for record in records.values() for note in record.get("not modelled", ())})
+    drawn: dict[Path, str] = {}
+    if options.plots:
+        x, y = plots.choose_axes(table, options.x, options.y)
+        for name in options.plots:
+            title = plots.describe(name, x, y)
+            drawn |= {path: title for path in plots.draw(folder, name, table, x, y) if path.suffix == ".svg"}
+    machines = machines_of(study.points)
+    extrapolations, remark = [], ""
+    if options.extrapolate is not None:
+        tokens = extrapolated_tokens(options, study.points)
+        extrapolations = extrapolate(table, machines, tokens)
+        if not extrapolations:
+            remark = (
+                f"Nothing is extrapolated to {tokens:,} tokens: this needs a series whose last two points have "
+                "numbers, as many tokens on each rank, and different numbers of ranks."
+            )
+    lines = describe_machines(study.points, machines)
+    provenance = {**head, "commit": git("log", "-1", "--format=%h"), "date": git("log", "-1", "--format=%cs")}
+    command = " ".join(["ringattn simulate", *map(quote, study.overrides)])
+    report = StudyReport(options, table, drawn, not_modelled, command, provenance, lines, extrapolations, remark)
+    more = {"headline": report.headline, "extrapolated": extrapolations, "machines": lines}
+    for name, text in {
+        "config.yaml": import_module("omegaconf").OmegaConf.to_yaml(asdict(study.config)),
+        "sweep.csv": to_csv(table),
+        "summary.json": to_json(table, provenance, not_modelled, more),
+        "report.md": render_page(__package__ or "", "report.j2", "markdown", {"report": report}),
+        "report.html": render_page(__package__ or "", "report.j2", "html", {"report": report}),
+    }.items():
+        write_text(folder / name, text)
+
+
+def check_study(options: StudyGroup, points: Sequence[Point]) -> None:
+    """Raise InvalidInput where settings of a study cannot be honoured over its points.
+
+    Raises Unsupported where the study needs matplotlib, and matplotlib is missing.
+    """
+    execute = options.execute
+    plots.check_names(options.plots)
+    if options.plots:
+        check_matplotlib("leave plots out with study.plots=[]")
+        planned = make_table(options, points, {point.number: {"status": "planned"} for point in points}, {})
+        _, y = plots.choose_axes(planned, options.x, options.y)
+        if "crossover" in options.plots and y is None:
+            raise InvalidInput(
+                "study.plots: a crossover map needs a second axis with several numbers, study.y; add an axis, or leave "
+                "the map out of study.plots"
+            )
+    if execute.budget is not None:
+        if not 0 <= execute.budget < math.inf:
+            raise InvalidInput(f"study.execute.budget={execute.budget}: expected seconds >= 0")
+        check_least(execute, "study.execute.", rows=1, heads=1, head_dim=1)
+    if options.extrapolate is not None:
+        extrapolated_tokens(options, points)
+
+
+def extrapolated_tokens(options: StudyGroup, points: Sequence[Point]) -> int:
+    """The tokens of study.extrapolate. Raises InvalidInput where a point has as many tokens or more."""
+    tokens = parse_size(options.extrapolate, "study.extrapolate")
+    longest = max(point.config.length() for point in points)
+    if tokens <= longest:
+        raise InvalidInput(
+            f"study.extrapolate={options.extrapolate}: the study itself has {longest:,} tokens; take more"
+        )
+    return tokens

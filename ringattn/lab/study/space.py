@@ -1,0 +1,219 @@
+"""The points of a study: every combination of the values of its axes, each with a whole configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import product
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ...cli.config.groups import PARAMETER_GROUPS
+from ...cli.config.overrides import check_parameters, compose, explain, in_digits, is_written
+from ...cli.config.schema import SimulateConfig, parse_size
+from ...errors import InvalidInput
+
+#: Config groups whose options and keys may be axes.
+GROUPS = ("pattern", "layout", "schedule", "machine", "model")
+#: Keys that cannot be axes: keys of the study itself, and keys of other modes.
+FIXED = ("study", "output", "experiment", "mode", "validate", "numerics")
+#: Keys whose values are sizes such as 64k.
+SIZES = ("tokens", "shard")
+#: Keys of a configuration that do not affect the numbers of a point.
+WITHOUT_EFFECT = (*FIXED, "label")
+#: Keys that affect a point's numbers, but not its plan.
+OF_MACHINE = ("machine", "slow", "slow_links", "stalls", "passes", "solver", "seed", "backward")
+#: Most points of a study: nobody would read a longer table.
+MOST_POINTS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a study.
+
+    `number` is its place in the order of the axes, `settings` has the values of the axes by key, `labels` the values of
+    label.NAME, and `config` the whole configuration.
+    """
+
+    number: int
+    settings: dict[str, Any]
+    labels: dict[str, Any]
+    config: SimulateConfig
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """All that the point's numbers depend on, as plain data."""
+        values = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config)}
+        return {
+            name: vars(value) if dataclasses.is_dataclass(value) else value
+            for name, value in values.items()
+            if name not in WITHOUT_EFFECT
+        }
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of the inputs: points with equal keys have equal numbers."""
+        return digest(self.inputs)
+
+    @property
+    def plan_key(self) -> str:
+        """The inputs of the point's plan as text: points with equal texts have equal plans.
+
+        With a layout or schedule that is "auto", the plan depends on the machine too.
+        """
+        has_auto = self.config.layout.spec == "auto" or self.config.schedule.spec == "auto"
+        left_out = () if has_auto else OF_MACHINE
+        return json.dumps({name: value for name, value in self.inputs.items() if name not in left_out}, sort_keys=True)
+
+
+def digest(inputs: Any) -> str:
+    """20 hexadecimal digits that are equal for equal plain data."""
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def list_points(config: SimulateConfig, overrides: Sequence[str] = ()) -> list[Point]:
+    """The points of the study in a configuration. Raises InvalidInput for axes that cannot be used.
+
+    `overrides` are those of the command line, by which Hydra composes the groups that axes change.
+    """
+    axes, entries = config.study.axes, config.study.together or [{}]
+    for entry in entries:
+        if not isinstance(entry, Mapping):
+            raise InvalidInput(
+                f"study.together: {entry!r} is not a set of keys and values, such as {{tokens: 8192, ranks: 1}}"
+            )
+    for key, values in axes.items():
+        if not values:
+            raise InvalidInput(f"study.axes.{key}=[]: expected a list of values, such as [8, 64, 512]")
+        if any(key in entry for entry in entries):
+            raise InvalidInput(f"study: {key} is an axis and in `together`; keep only one of the two")
+    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
+    for key in {*axes, *(key for entry in entries for key in entry)}:
+        _check_axis(key, given)
+    count = math.prod([len(entries), *map(len, axes.values())])
+    if count > MOST_POINTS:
+        raise InvalidInput(f"study: {count:,} points are more than {MOST_POINTS:,}; take fewer values or fewer axes")
+    make = _PointMaker(config, overrides)
+    combinations = (
+        {**entry, **dict(zip(axes, values, strict=True))} for entry in entries for values in product(*axes.values())
+    )
+    points = [make.point(number, settings) for number, settings in enumerate(combinations)]
+    _check_points(points)
+    return points
+
+
+def _check_axis(key: str, given: Mapping[str, str]) -> None:
+    group, dot, _ = key.partition(".")
+    if group == "label":
+        return
+    if group in FIXED or (dot and group not in GROUPS):
+        raise InvalidInput(f"study: {key} cannot be an axis; axes are keys that the simulated passes depend on")
+    if key in given and key != "model":  # the first model is given, too, see `as_study`
+        raise InvalidInput(
+            f"{key}={given[key]} has no meaning: the study goes through {key}; its values are study.axes.{key}=[...]"
+        )
+
+
+def _check_points(points: Sequence[Point]) -> None:
+    """Refuse points with equal inputs and labels, and settings that have no effect at any point."""
+    seen: dict[tuple[str, str], Point] = {}
+    refusals = []
+    for point in points:
+        first = seen.setdefault((point.key, json.dumps(point.labels, sort_keys=True)), point)
+        if first is not point:
+            texts = [", ".join(f"{key}={value}" for key, value in each.settings.items()) for each in (first, point)]
+            raise InvalidInput(
+                f"study: the points {first.number} and {point.number} are the same "
+                f"({' and '.join(dict.fromkeys(texts))}): a value is there twice; give each value once"
+            )
+        try:
+            point.config.check()
+        except InvalidInput as error:
+            refusals.append(error)
+    if refusals and len(refusals) == len(points):
+        raise refusals[0]
+
+
+def group_by_plan(points: Sequence[Point]) -> Iterator[Point]:
+    """All points, those with equal plans one after another, so that a cached plan serves all of its points."""
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        groups.setdefault(point.plan_key, []).append(point)
+    for group in groups.values():
+        yield from group
+
+
+class _PointMaker:
+    """Makes points from settings over a base configuration. Hydra composes the options that `overrides` and axes name.
+
+    Equal values are read once, and equal settings of a group are composed once.
+    """
+
+    def __init__(self, base: SimulateConfig, overrides: Sequence[str]) -> None:
+        self.base, self.overrides = base, overrides
+        self.node, self.compose = cache(self._node), cache(self._compose)
+        to_plain: Any = OmegaConf.to_container
+        #: The values of keys outside the groups, in the type of the key, by key and text.
+        self.read = cache(lambda key, text: to_plain(_set(OmegaConf.structured(SimulateConfig), key, text))[key])
+
+    def point(self, number: int, settings: dict[str, Any]) -> Point:
+        """The point with these settings. Raises InvalidInput for values that cannot be read."""
+        by_group: dict[str, dict[str, str]] = {}
+        plain, labels = {}, {}
+        for key, value in settings.items():
+            group, _, name = key.partition(".")
+            text = "null" if value is None else str(value)  # as the command line writes it
+            if group == "label":
+                labels[name] = value
+            elif group in GROUPS:
+                by_group.setdefault(group, {})[key] = text
+            else:
+                plain[key] = self.read(key, text)
+        groups = {group: self.compose(group, tuple(part.items())) for group, part in by_group.items()}
+        read = {}
+        for key, value in settings.items():  # the table has the number of a group's key, even where it is text here
+            group, _, name = key.partition(".")
+            if group != "label":
+                read[key] = plain[key] if key in plain else getattr(groups[group], name) if name else value
+        return Point(number, read, labels, replace(self.base, **plain, **groups))
+
+    def _compose(self, group: str, part: tuple[tuple[str, str], ...]) -> Any:
+        """The dataclass of a group from the settings of its option (key `group`) and of its keys (`group.key`)."""
+        settings = dict(part)
+        root = OmegaConf.create({group: self.node(group, settings.pop(group, None))})
+        for key, text in settings.items():
+            _set(root, key, text)
+        check_parameters(root)
+        return OmegaConf.to_object(root[group])
+
+    def _node(self, group: str, option: str | None) -> Any:
+        """A group as Hydra composes it with an option of its own, or with the option of the base (None)."""
+        if option is None and group not in PARAMETER_GROUPS:
+            return getattr(self.base, group)
+        if option is not None and is_written(group, option):
+            return type(getattr(self.base, group))(option)
+        chosen = [] if option is None else [f"{group}={option}"]
+        try:
+            return compose("simulate", [*self.overrides, *chosen])[group]
+        except HydraException as error:
+            raise explain("simulate", error) from None
+
+
+def _set(config: Any, key: str, text: str) -> Any:
+    """The configuration with a key set to a value that is written as on the command line. Raises InvalidInput."""
+    override = f"{key}={in_digits(SimulateConfig, key, text)}"
+    try:
+        value = OverridesParser.create().parse_override(override).value()
+        OmegaConf.update(config, key, parse_size(text, key) if key in SIZES and value is not None else value)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain("simulate", error) from None
+    return config

@@ -1,0 +1,237 @@
+"""The table of a study: one row per point in the order of the axes, every column with its unit and its word."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...cli.config.groups import StudyGroup
+from ...machine.machine import MACHINE_NUMBERS
+from ...text import duration, rate, size
+from .space import Point
+
+Row = dict[str, Any]
+#: The passes of a plan, and the phases of a model.
+DIRECTIONS = ("forward", "backward", "training", "prefill", "decode")
+#: Columns of a pass: seconds of waiting, by what a pass waits for.
+WAITS = ("wait for peers", "wait for messages")
+#: (unit, word) of columns by name; an extrapolation of passes leaves modelled numbers as they are, and makes numbers of
+#: the word "kind" extrapolated.
+_UNITS = {
+    "tokens": ("tokens", ""),
+    "shard": ("tokens per rank", ""),
+    "head_dim": ("elements", ""),
+    "pairs": ("(query, key, head) pairs", "counted"),
+}
+_UNITS_OF_PASS = {
+    **dict.fromkeys(("compute", "imbalance", "merge", "interference", "stalls", *WAITS), ("s", "modelled")),
+    **dict.fromkeys(("host", "call", "failure every"), ("s", "modelled")),
+    **dict.fromkeys(("time", "time low", "time high", "jitter", "total"), ("s", "kind")),
+    "rate": ("tokens/s", "kind"),
+    "efficiency": ("compute / time", "kind"),
+    **dict.fromkeys(("bytes", "busiest link"), ("bytes", "counted")),
+    "messages": ("messages", "counted"),
+    "memory": ("bytes per rank", "modelled"),
+    "energy": ("J", "kind"),
+    "cost": ("currency of machine.price", "kind"),
+    "fits": ("", "modelled"),
+}
+_UNITS_OF_EXECUTION = {
+    "ranks": ("ranks", "counted"),
+    **dict.fromkeys(("rows", "rows compared"), ("query rows", "counted")),
+    **dict.fromkeys(("visits", "visits expected"), ("visits", "counted")),
+    "pairs": ("(query, key, head) pairs", "counted"),
+    **dict.fromkeys(("part of all pairs", "ledger"), ("", "counted")),
+    **dict.fromkeys(("error", "error of lse"), ("", "measured")),
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the tables: name, unit, and the word of its numbers; the word "kind" refers to the column `kind`."""
+
+    name: str
+    unit: str = ""
+    word: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name, with the unit in brackets."""
+        return f"{self.name} [{self.unit}]" if self.unit else self.name
+
+
+def _make_column(name: str) -> Column:
+    """The column of a recorded value, or of an axis."""
+    first, _, rest = name.partition(" ")
+    if first in DIRECTIONS and rest:  # `backward` alone is an axis
+        units: dict[str, tuple[str, ...]] = {**_UNITS_OF_PASS, "kind": (), "solver": ()}
+        return Column(name, *units[rest.partition(": ")[0]])
+    if first == "executed":
+        return Column(name, *_UNITS_OF_EXECUTION.get(rest, ()))
+    number = MACHINE_NUMBERS.get(name.removeprefix("machine.")) if name.startswith("machine.") else None
+    return Column(name, *_UNITS.get(name, () if number is None else (number.unit,)))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows by column name. A row lacks the columns of numbers that were refused or not executed.
+
+    `axes` are the names of the columns that are axes or vary together, in their order; `together` are those of them
+    that vary together, and `labels` the columns that are labels.
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    axes: tuple[str, ...]
+    together: tuple[str, ...]
+    labels: tuple[str, ...]
+
+    @property
+    def refused(self) -> int:
+        """The number of points without numbers."""
+        return sum(row["status"] == "refused" for row in self.rows)
+
+    def column(self, name: str) -> Column:
+        """The column of this name."""
+        return next(column for column in self.columns if column.name == name)
+
+    def word_of(self, name: str, row: Row) -> str:
+        """The word of the row's number in column `name`: modelled, counted, measured or extrapolated."""
+        word = self.column(name).word
+        return str(row.get(f"{name.split()[0]} kind", "modelled")) if word == "kind" else word
+
+    def numbers(self, name: str) -> list[Any]:
+        """The different numbers of a column, ascending."""
+        return sorted({row[name] for row in self.rows if is_number(row.get(name))})
+
+    def series(self, x: str, without: tuple[str, ...] = ()) -> dict[str, list[Row]]:
+        """The rows with numbers, sorted by x, in groups that differ in x alone, by a label; each is a line of a plot.
+
+        Axes in `without` do not tell groups apart either, and neither do axes that vary together with x.
+        """
+        tied = self.together if x in self.together else ()
+        others = [name for name in self.axes if name not in (x, *without, *tied)]
+        varied = [name for name in others if len({str(row.get(name)) for row in self.rows}) > 1]
+        series: dict[str, list[Row]] = {}
+        for row in self.rows:
+            if row["status"] == "ok" and is_number(row.get(x)):
+                series.setdefault(", ".join(name_value(name, row.get(name)) for name in varied), []).append(row)
+        for rows in series.values():
+            rows.sort(key=lambda row: row[x])
+        return series
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, and no bool."""
+    return type(value) in (int, float)
+
+
+def name_value(name: str, value: Any) -> str:
+    """The value of an axis as text, with the name of the axis where the value does not tell it: "zigzag", "heads=8"."""
+    text = show_number(name, value) if is_number(value) else "null" if value is None else str(value)
+    return text if name in ("pattern", "layout", "schedule", "machine") else f"{name}={text}"
+
+
+def show_number(name: str, value: Any) -> str:
+    """A number of an axis in fitting units: 64k (as the command line reads it), 25 GB/s, 1.5 us, 0.5."""
+    unit = _make_column(name).unit
+    if unit == "s":
+        return duration(value)
+    if unit.endswith("/s"):
+        return rate(value, unit.replace("bytes", "B"))
+    if unit == "bytes":
+        return size(value)
+    power = 0
+    while unit.startswith("tokens") and value and value % 1024 == 0 and power < 4:
+        value, power = value // 1024, power + 1
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}{('', 'k', 'M', 'G', 'T')[power]}"
+
+
+def list_passes(row: Row) -> tuple[str, ...]:
+    """The directions whose passes the row has numbers of."""
+    return tuple(direction for direction in DIRECTIONS if f"{direction} time" in row)
+
+
+def total(row: Row, name: str) -> float:
+    """The sum of a number over all passes of a row."""
+    return sum(row.get(f"{direction} {name}", 0.0) for direction in list_passes(row))
+
+
+def efficiency(row: Row) -> float:
+    """The computing time over the time of all passes; NaN where they take no time."""
+    return total(row, "compute") / total(row, "time") if total(row, "time") else float("nan")
+
+
+def make_table(
+    options: StudyGroup, points: Sequence[Point], records: Mapping[int, Row], executed: Mapping[int, Row]
+) -> Table:
+    """The table of a study from the records of its points and of their executions, both by the number of the point."""
+    rows = []
+    for point in points:
+        record = records[point.number]
+        row = {
+            "point": point.number,
+            **point.settings,
+            **_describe(point),
+            **point.labels,
+            "status": record["status"],
+            "why": record.get("why"),
+            **record.get("values", {}),
+            **{f"executed {name}": value for name, value in executed.get(point.number, {}).items()},
+        }
+        rows.append({name: value for name, value in row.items() if value is not None})
+    axes = tuple(dict.fromkeys(name for point in points for name in point.settings))
+    labels = tuple(dict.fromkeys(name for point in points for name in point.labels))
+    together = tuple(axis for axis in axes if axis not in options.axes)
+    names = dict.fromkeys(["point", *axes, *labels, *(name for row in rows for name in row)])
+    columns = tuple(Column(name) if name in labels else _make_column(name) for name in names)
+    return Table(columns, tuple(rows), axes, together, labels)
+
+
+def _describe(point: Point) -> Row:
+    """The sizes and names of a point, refused or not. The plan's own values replace them, such as auto's choice."""
+    config = point.config
+    tokens, ranks = config.length(), config.ranks
+    if config.model.spec is not None:
+        spread = {name: getattr(config, name) for name in ("cp", "dp", "tp", "ep", "pp", "batch", "dtype")}
+        model, machine = config.model.path or config.model.spec, config.machine.spec
+        return {"model": model, "tokens": tokens, **spread, "machine": machine}
+    return {
+        "tokens": tokens,
+        "ranks": ranks,
+        "shard": -(-tokens // ranks) if ranks > 0 else None,
+        **{name: getattr(config, name).spec for name in ("pattern", "layout", "schedule")},
+        "heads": config.heads,
+        "kv_heads": config.heads if config.kv_heads is None else config.kv_heads,
+        "dtype": config.dtype,
+        "machine": config.machine.spec,
+    }
+
+
+def to_csv(table: Table) -> str:
+    """The table as CSV: numbers that Python reads back exactly, empty cells where a row has no number."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([column.title for column in table.columns])
+    for row in table.rows:
+        values = [row.get(column.name) for column in table.columns]
+        writer.writerow(["" if x is None else x if isinstance(x, str) else json.dumps(x) for x in values])
+    return text.getvalue()
+
+
+def to_json(table: Table, head: Mapping[str, Any], not_modelled: Sequence[str], more: Mapping[str, Any]) -> str:
+    """All numbers as JSON, each column with its unit and word; the word "kind" refers to the row's column `kind`."""
+    summary = {
+        **head,
+        "counts": {"ok": len(table.rows) - table.refused, "refused": table.refused},
+        "axes": list(table.axes),
+        "columns": [{"name": column.name, "unit": column.unit, "word": column.word} for column in table.columns],
+        "not modelled": list(not_modelled),
+        **more,
+        "rows": list(table.rows),
+    }
+    return json.dumps(summary, indent=1) + "\n"

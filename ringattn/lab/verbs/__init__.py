@@ -1,0 +1,1 @@
+"""The verbs of the laboratory, one per file, each with `main(config)`."""

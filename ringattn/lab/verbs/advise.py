@@ -1,0 +1,92 @@
+"""ringattn advise: the best ways to train a model on a cluster, by models, without torch and without running."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from rich.console import Console
+
+from ...cli.config.groups import refuse_stdout
+from ...cli.config.schema import AdviseConfig, parse_size
+from ...errors import InvalidInput
+from ...files import STDOUT, check_json, check_writable, write_json, write_text
+from ...machine.presets import MACHINES, get_machine
+from ...simulator.reporting.console import print_grid, print_paragraph, show_progress
+from ...text import did_you_mean
+from ..advise.advice import Advice, advise, describe_counts, explain, record, tabulate
+from ..advise.search import Offer, Question
+from ..models.config import load_model
+from ..pages.pages import check_matplotlib
+
+
+def main(config: AdviseConfig) -> None:
+    """Print the advice; write it as JSON to `output.path`, and as a page to `output.page`."""
+    check_json(config.output.path)
+    if config.output.page is not None:
+        refuse_stdout(
+            "output.page", config.output.page, "a page is written to a file only; try output.page=advice.html"
+        )
+        check_matplotlib("leave output.page out")
+        check_writable(Path(config.output.page))
+    question = Question(
+        model=load_model(config.model.path or str(config.model.spec)),
+        offers=tuple(make_offers(config)),
+        tokens=parse_size(config.tokens, "tokens"),
+        gpus=config.gpus,
+        batch=config.batch,
+        dtype=config.dtype,
+    )
+    with show_progress(Console(stderr=True)) as tell:
+        advice = advise(question, config.by, tell)
+    if config.output.path is not None:
+        write_json(config.output.path, record(advice))
+    if config.output.page is not None:
+        page = import_module("..advise.page", __package__)  # which draws with matplotlib
+        write_text(Path(config.output.page), page.render(advice))
+    if config.output.path != STDOUT:
+        _print(advice)
+
+
+def make_offers(config: AdviseConfig) -> list[Offer]:
+    """The machines of `prices`, or the one of `machine` with its own price. Raises InvalidInput."""
+    if config.prices is None:
+        machine = config.machine.made(ranks=config.gpus)
+        return [Offer(config.machine.path or config.machine.spec, machine, machine.price)]
+    if not isinstance(config.prices, dict) or not config.prices:
+        raise InvalidInput(
+            f"prices={config.prices}: expected prices an hour by machine, such as 'prices={{h100: 2.5, a100: 1.2}}'"
+        )
+    if config.machine != AdviseConfig().machine:
+        raise InvalidInput("machine= has no meaning beside prices=, which names the machines; leave one of them out")
+    return [_make_offer(str(name), price) for name, price in config.prices.items()]
+
+
+def _make_offer(name: str, price: object) -> Offer:
+    """A preset, or the first preset whose name begins with `name` and `_`, at a price."""
+    if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < float("inf"):
+        raise InvalidInput(f"prices: {name}: {price!r} is no price; give a number >= 0, such as {name}: 2.5")
+    found = next((preset for preset in MACHINES if preset == name or preset.startswith(f"{name}_")), None)
+    if found is None and "/" not in name:
+        raise InvalidInput(
+            f"prices: unknown machine {name!r}; {did_you_mean(name, MACHINES)}expected {', '.join(MACHINES)}, or the "
+            "part of such a name before a _"
+        )
+    return Offer(found or name, get_machine(found or name), float(price))
+
+
+def _print(advice: Advice) -> None:
+    """Print the verdict, the best candidates with reasons, what does not fit, and how sure the order is."""
+    print_paragraph(advice.verdict)
+    for line in advice.changes:
+        print_paragraph(f"- {line}")
+    print_grid("", *tabulate(advice.best))
+    for place, candidate in enumerate(advice.best, 1):
+        print_paragraph(f"{place}. {candidate.step.plan}; {candidate.choices}; {explain(candidate)}")
+    print_grid("neither faster nor cheaper than these is possible [modelled]", *tabulate(advice.pareto))
+    remarks = {"does not fit": advice.not_fitting, "refused": advice.refused, "how sure": advice.doubts}
+    for title, lines in remarks.items():
+        for line in lines:
+            print_paragraph(f"{title}: {line}")
+    print_paragraph(describe_counts(advice.counts))
+    print_paragraph(f"launch: {advice.launch}")

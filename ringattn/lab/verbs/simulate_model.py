@@ -1,0 +1,200 @@
+"""ringattn simulate model=...: a step of training, a prefill or a decode of a whole model, by models."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from ...cli.config.groups import check_choice, check_file
+from ...cli.config.schema import SimulateConfig, parse_size
+from ...cli.simulate import machine_record
+from ...files import STDOUT, check_json, write_json
+from ...inference import MERGES, WINDOWS
+from ...machine.bands import describe_band
+from ...machine.presets import CURRENCY
+from ...simulator.progress import listening
+from ...simulator.reporting.console import Number, print_grid, print_numbers, print_paragraph, show_progress
+from ...simulator.timing.costs import JOULES_PER_KWH, SECONDS_PER_HOUR
+from ...text import digits, duration, plural, rate, size
+from ..models.config import ModelConfig, load_model
+from ..models.inference import decode, prefill
+from ..models.layer import ModelEstimate
+from ..models.parallel import Parallel, Software
+from ..models.pipeline import Pipeline
+from ..models.training import EXPERTS_STEPS, PUBLISHED_STEPS, StepEstimate, training_step
+
+PHASES = ("training", "prefill", "decode")
+#: What no formula of models/ covers.
+NOT_MODELLED = (
+    "unequal experts, reading of data, kernels' starts outside attention, collectives that slow down each other or "
+    "the messages of the ring (docs/models_cost.md)"
+)
+
+
+def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, ModelEstimate]:
+    """The model, how it is spread, and what its phase costs. Raises InvalidInput and Unsupported."""
+    check_choice("phase", config.phase, PHASES)
+    check_choice("merge", config.merge, MERGES)
+    check_choice("windows", config.windows, WINDOWS)
+    check_file("model", config.model.spec, config.model.path, "the config.json of a Hugging Face model")
+    model = load_model(config.model.path or str(config.model.spec))
+    parallel = Parallel(
+        cp=config.cp,
+        dp=config.dp,
+        tp=config.tp,
+        ep=config.ep,
+        layout=config.layout.spec,
+        schedule=config.schedule.spec,
+        checkpointing=config.checkpointing,
+        shard=config.sharding,
+        rows=config.batch,
+        software=Software(fp8=config.fp8),
+    )
+    pipeline = Pipeline(config.pp, config.micro_batches, config.interleaved)
+    machine, tokens = config.machine.made(ranks=parallel.gpus * pipeline.stages), config.size()
+    if config.phase == "training":
+        return model, parallel, training_step(model, machine, tokens, parallel, pipeline, config.dtype)
+    if config.phase == "prefill":
+        chunk = None if config.chunk is None else parse_size(config.chunk, "chunk")
+        return model, parallel, prefill(model, machine, tokens, parallel, config.dtype, chunk=chunk)
+    ways = {"merge": config.merge, "windows": config.windows}
+    return model, parallel, decode(model, machine, tokens, config.batch, parallel, config.dtype, **ways)
+
+
+def main(config: SimulateConfig) -> None:
+    """Print the tables of a model's phase; write the numbers as JSON to a path."""
+    check_json(config.output.path)
+    with show_progress(Console(stderr=True)) as tell, listening(tell):
+        model, parallel, estimate = estimate_model(config)
+    if isinstance(estimate, StepEstimate):
+        numbers = [*_step_numbers(estimate), *_cost_numbers(estimate)]
+    else:
+        waits_for = "time to first token" if config.phase == "prefill" else "time per token"
+        numbers = [
+            Number(waits_for, duration(estimate.seconds), "modelled"),
+            Number("tokens of a GPU", rate(estimate.tokens_per_second, "tokens/s"), "modelled"),
+            Number("keys and values of a GPU", size(estimate.memory["keys and values"]), "modelled"),
+            *_fits(estimate),
+        ]
+    if config.output.path is not None:
+        write_json(config.output.path, _record(config, model, parallel, estimate))
+    if config.output.path != STDOUT:
+        _print(config, model, parallel, estimate, numbers)
+
+
+def _print(
+    config: SimulateConfig, model: ModelConfig, parallel: Parallel, estimate: ModelEstimate, numbers: list[Number]
+) -> None:
+    """Print the question, the tables of time and memory, and what follows from them."""
+    name = config.machine.path or config.machine.spec
+    print_paragraph(
+        f"{config.phase} of {model.name}: {plural(parallel.rows * parallel.dp, 'sequence')} of "
+        f"{plural(config.size(), 'token')} on {plural(estimate.gpus, 'GPU')} of {name}, cp={parallel.cp} "
+        f"dp={parallel.dp} tp={parallel.tp} ep={parallel.ep} pp={config.pp}, {config.dtype}"
+        + (f", sharding={parallel.shard} checkpointing={parallel.checkpointing}" if config.phase == "training" else "")
+    )
+    if estimate.plan:
+        print_paragraph(f"attention: {estimate.plan}")
+    parts = [(name, duration(part), f"{part / estimate.seconds:.1%}") for name, part in estimate.parts.items() if part]
+    print_grid("", ("time [modelled]", "adds", "share"), parts)
+    memory = [(name, size(count)) for name, count in estimate.memory.items() if count]
+    print_grid("", ("memory of a GPU [modelled]", "bytes"), [*memory, ("sum", size(sum(estimate.memory.values())))])
+    counted = Number("parameters", f"{model.parameters:,}, {model.active_parameters:,} with each token", "counted")
+    print_numbers("", [counted, *numbers])
+    if model.mlp_item is not None:
+        kept = "weights are trained" if config.phase == "training" else "weights are stored as quantized, and compute"
+        print_paragraph(f"note: the config is quantized; {kept} in {config.dtype} [assumed]")
+    training = isinstance(estimate, StepEstimate)
+    pipeline = Pipeline(config.pp, config.micro_batches, config.interleaved)
+    rows = parallel.rows // pipeline.count(parallel.rows)
+    band = describe_band(estimate.machine.preset, rows * -(-config.size() // parallel.cp))
+    if band and config.phase == "prefill":
+        print_paragraph(f"note: attention on {band}")
+    print_paragraph(f"note: {PUBLISHED_STEPS if training else f'a {config.phase} has no published measurement here'}")
+    if training and model.experts > 1:
+        print_paragraph(f"note: {EXPERTS_STEPS}")
+    print_paragraph(f"not modelled: {NOT_MODELLED}")
+
+
+def _fits(estimate: ModelEstimate) -> list[Number]:
+    """Whether the memory of a GPU is enough, where the machine says how much it has."""
+    has = estimate.machine.memory
+    if has is None:
+        return []
+    return [Number("memory", f"{'fits' if estimate.fits else 'does not fit'} into {size(has)}", "modelled")]
+
+
+def _step_numbers(step: StepEstimate) -> list[Number]:
+    """Time, rates and memory of a step of training."""
+    band = ""
+    if step.seconds_band is not None:
+        band = f", {' .. '.join(map(duration, step.seconds_band))} by the band of published steps"
+    mfu = "" if step.mfu is None else f", {step.mfu:.1%} of the peak (MFU)"
+    return [
+        Number("step", duration(step.seconds) + band, "modelled"),
+        Number("FLOPs of the model", f"{step.flops:.4g} in a step, without computing again", "counted"),
+        Number("rate of a GPU", f"{digits(step.tflops)} TFLOP/s{mfu}", "modelled"),
+        Number("tokens of a GPU", rate(step.tokens_per_second, "tokens/s"), "modelled"),
+        *_fits(step),
+        Number("memory needed", f"{size(step.needed)}; an allocator shows about {size(step.reserved)}", "modelled"),
+    ]
+
+
+def _cost_numbers(step: StepEstimate) -> list[Number]:
+    """Cost, energy and failures, where the machine has a price, watts and failures."""
+    machine, numbers = step.machine, []
+    if machine.price is not None:
+        cost = machine.price * step.gpus * step.seconds / SECONDS_PER_HOUR
+        text = f"{digits(cost)} a step, {digits(machine.price * step.gpu_hours)} for 1e9 tokens"
+        rate_of_cost = f"at machine.price={machine.price:g} for a GPU hour, {CURRENCY} in presets"
+        numbers.append(Number("cost", f"{text}, {rate_of_cost}", "modelled"))
+    if machine.watts is not None:
+        energy = machine.watts * step.gpus * step.seconds / JOULES_PER_KWH
+        text = f"{digits(energy)} kWh a step, {digits(machine.watts * step.gpu_hours / 1000)} for 1e9 tokens"
+        numbers.append(Number("energy", f"{text}, at {machine.watts:g} W", "modelled"))
+    effective = _effective_seconds(step)
+    if effective is not None:
+        text = f"{effective / step.seconds:.4g} times as long in a long job: {duration(effective)} a step"
+        numbers.append(Number("with failures", text, "modelled"))
+    return numbers
+
+
+def _effective_seconds(step: StepEstimate) -> float | None:
+    """Seconds of a step in a long job with the failures and checkpoints of the machine; None where it has none."""
+    machine = step.machine
+    if machine.mtbf is None or machine.checkpoint is None or machine.restart is None:
+        return None
+    hours = machine.mtbf / SECONDS_PER_HOUR
+    return step.effective_seconds(hours, step.checkpoint_bytes / machine.checkpoint, machine.restart)
+
+
+def _record(config: SimulateConfig, model: ModelConfig, parallel: Parallel, estimate: ModelEstimate) -> dict[str, Any]:
+    """The numbers as plain data: seconds and bytes."""
+    record: dict[str, Any] = {
+        "model": {**asdict(model), "parameters": model.parameters, "active_parameters": model.active_parameters},
+        "phase": config.phase,
+        "tokens": config.size(),
+        "parallel": {
+            **asdict(parallel),
+            **{name: getattr(config, name) for name in ("pp", "micro_batches", "interleaved")},
+            "gpus": estimate.gpus,
+        },
+        "machine": machine_record(estimate.machine),
+        **{name: getattr(estimate, name) for name in ("plan", "seconds", "parts", "memory", "fits")},
+        "tokens per second and GPU": estimate.tokens_per_second,
+        "kinds": {"parameters": "counted", "flops": "counted", "all else": "modelled"},
+        "not modelled": NOT_MODELLED,
+    }
+    if isinstance(estimate, StepEstimate):
+        price, watts = estimate.machine.price, estimate.machine.watts
+        record |= {
+            "seconds, band": estimate.seconds_band,
+            "bytes": {"needed": estimate.needed, "reserved": estimate.reserved},
+            **{name: getattr(estimate, name) for name in ("flops", "mfu", "tflops")},
+            "cost per 1e9 tokens": None if price is None else price * estimate.gpu_hours,
+            "kWh per 1e9 tokens": None if watts is None else watts * estimate.gpu_hours / 1000,
+            "seconds with failures": _effective_seconds(estimate),
+        }
+    return record

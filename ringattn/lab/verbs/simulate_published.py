@@ -1,0 +1,148 @@
+"""ringattn simulate mode=published: published measurements on GPUs, predicted by presets made without them."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from ...cli.config.groups import refuse_stdout
+from ...cli.config.schema import SimulateConfig
+from ...files import make_folder, write_json, writing
+from ...machine.bands import BANDS, SIZES, ErrorBand, describe_band
+from ...machine.presets import PRESETS
+from ...simulator.reporting.console import get_console, print_grid, print_paragraph, show_progress
+from ..pages.pages import check_matplotlib
+from ..published.errors import (
+    ErrorStatistics,
+    GroupErrors,
+    cause_of,
+    draw_scatter,
+    errors_of,
+    group_errors,
+    judge_choices,
+    preset_bands,
+)
+from ..published.predictions import CAUSES, SOURCES, PredictedRow, predict_measurements, read_measurements
+from ..published.steps import StepErrors, step_errors
+
+
+def main(config: SimulateConfig) -> None:
+    """Print the errors by family and by cause; write predictions.csv, summary.json and a scatter plot to a folder."""
+    refuse_stdout("output.path", config.output.path, "mode=published writes several files; try output.path=errors")
+    if config.output.path is not None:
+        check_matplotlib("leave output.path out")
+        make_folder(Path(config.output.path))
+    with show_progress(Console(stderr=True), tenths=True) as tell:
+        predictions = predict_measurements(read_measurements(), tell)
+    families = group_errors(predictions, lambda one: one.row.family)
+    causes = group_errors(predictions, cause_of)
+    print_paragraph(
+        f"{len(predictions)} published measurements, each modelled by presets made without the rows of its family "
+        "(unseen), by a null model (all FLOPs at half of the data sheet's peak), and by the presets as they are, with "
+        "the numbers below fitted to rows. A floor is what no model of these inputs can avoid, as a source's methods "
+        "differ in what no plan states."
+    )
+    _print_errors("errors by family", [errors_of("all", predictions), *families])
+    _print_errors("errors by what takes longest beside the kernel", causes)
+    header = ("part of the modelled time", *CAUSES)
+    print_grid("", header, [(group.name, *(f"{group.shares[cause]:.1%}" for cause in CAUSES)) for group in families])
+    get_console().print()
+    choices = judge_choices(predictions)
+    print_paragraph(
+        f"who takes the way that is predicted to be fastest, of {choices.count} published comparisons, loses "
+        f"{choices.mean:.1%} in the mean and {choices.median:.1%} in the median; who takes any way {choices.null:.1%}"
+    )
+    for number, machines in _fitted_numbers().items():
+        print_paragraph(f"{number}: {', '.join(machines)}")
+    for name in BANDS:
+        for size in SIZES:
+            print_paragraph(describe_band(name, size))
+    for family, source in SOURCES.items():
+        print_paragraph(f"{family}: {source}")
+    steps, band = step_errors()
+    _print_steps(steps, band)
+    if config.output.path is not None:
+        _write(Path(config.output.path), predictions, families, causes, steps)
+
+
+def _fitted_numbers() -> dict[str, list[str]]:
+    """The numbers of presets that were fitted to rows, in words, with the machines that have them."""
+    found: dict[str, list[str]] = {}
+    for name, preset in PRESETS.items():
+        for facts in (preset.values, *preset.kernels.values()):
+            for number, fact in facts.items():
+                if fact.families:
+                    rows = " and ".join(fact.families)
+                    machines = found.setdefault(f"{number} {fact.value:g} (without {rows} {fact.without:g})", [])
+                    machines += [] if name in machines else [name]
+    return found
+
+
+def _print_errors(title: str, groups: list[GroupErrors]) -> None:
+    header = ("", "rows", "unseen: median", "P90", "bias", "null: median", "P90", "preset: median", "P90", "floor P90")
+    rows = [
+        (
+            group.name,
+            str(group.unseen.rows),
+            *(f"{group.unseen.median:.1%}", f"{group.unseen.p90:.1%}", f"{group.unseen.bias:+.1%}"),
+            *(f"{group.null.median:.1%}", f"{group.null.p90:.1%}"),
+            *(f"{group.preset.median:.1%}", f"{group.preset.p90:.1%}", f"{group.floor.p90:.1%}"),
+        )
+        for group in groups
+    ]
+    get_console().print()
+    print_grid(title, header, rows)
+
+
+def _print_steps(steps: list[StepErrors], band: ErrorBand) -> None:
+    header = ("", "steps", "tokens/s: median", "P90", "bias", "runs", "reserved: median", "P90", "needed: bias")
+    rows = []
+    for one in steps:
+        cells = [one.group, *_tell(one.speed), f"{one.speed.bias:+.1%}"]
+        if one.reserved is not None and one.needed is not None:
+            cells += [*_tell(one.reserved), f"{one.needed.bias:+.1%}"]
+        rows.append(cells + [""] * (len(header) - len(cells)))
+    get_console().print()
+    print_grid(
+        "steps of training; memory where the source tells a peak, which holds what an allocator had", header, rows
+    )
+    print_paragraph(f"90 % of {band.rows} steps took {band.low:g} to {band.high:g} times as long as modelled")
+
+
+def _tell(errors: ErrorStatistics) -> list[str]:
+    return [str(errors.rows), f"{errors.median:.1%}", f"{errors.p90:.1%}"]
+
+
+def _write(
+    folder: Path,
+    predictions: list[PredictedRow],
+    families: list[GroupErrors],
+    causes: list[GroupErrors],
+    steps: list[StepErrors],
+) -> None:
+    """Write the predictions, their errors, and the plot."""
+    with writing(folder / "predictions.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file, lineterminator="\n")
+        names = ("id", "machine", "kernel", "method", "measured [s]", "unseen [s]", "null [s]", "preset [s]")
+        table.writerow([*names, *(f"{cause}, unseen [s]" for cause in CAUSES)])
+        for one in predictions:
+            row = one.row
+            seconds = (row.seconds, one.unseen.seconds, one.null, one.preset.seconds, *one.unseen.causes.values())
+            table.writerow([row.id, row.machine, row.kernel, row.method, *(f"{x:.6g}" for x in seconds)])
+    record = {
+        "kind": "modelled against published measurements",
+        "all": asdict(errors_of("all", predictions)),
+        "families": [asdict(group) for group in families],
+        "causes": [asdict(group) for group in causes],
+        "steps of training": [asdict(one) for one in steps],
+        "choices": asdict(judge_choices(predictions)),
+        "bands": {
+            name: [None if band is None else asdict(band) for band in bands]
+            for name, bands in preset_bands(predictions).items()
+        },
+    }
+    write_json(str(folder / "summary.json"), record)
+    draw_scatter(predictions, folder)

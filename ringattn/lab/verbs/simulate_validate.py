@@ -1,0 +1,260 @@
+"""ringattn simulate mode=validate: the timing model, calibrated or from a machine file, against real Gloo ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from msgspec import Struct
+
+from ...cli.config.groups import ConfigGroup, OutputGroup, TransportGroup, check_least, refuse_stdout
+from ...cli.config.schema import CalibrateConfig, SimulateConfig, parse_size
+from ...cli.ranks import check_ranks, check_threads
+from ...errors import InvalidInput
+from ...files import Count, Positive, as_kind, check_json, write_json
+from ...machine.file import read_calibration
+from ...machine.kernel_times import BEYOND
+from ...machine.machine import Machine
+from ...simulator.reporting.console import get_console, print_grid
+from ...text import duration, plural
+from ...transport.launcher import detect, run_local
+from ...transport.torchdist import TorchDist
+from ..calibrate.kernels import find_kernel, make_reference
+from ..calibrate.measuring_ranks import MeasuringRanks, Settings
+from ..calibrate.passes import (
+    LEVEL,
+    Errors,
+    Pass,
+    Runs,
+    held_out,
+    model_passes,
+    sizes_between,
+    summarise_groups,
+    time_passes,
+    validation_cases,
+)
+from . import calibrate
+
+
+def main(config: SimulateConfig) -> None:
+    """Print the errors and the coverage of held-out passes on every number of ranks."""
+    _check(config)
+    with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
+        path = Path(config.machine.path or Path(scratch) / "machine.yaml")
+        calibration = None
+        made: dict[str, Any] = {"kernel": "auto", **{x: getattr(config, x) for x in ("heads", "head_dim", "dtype")}}
+        if config.machine.path is None:
+            # Wrong held-out rows raise before minutes are spent on the calibration.
+            rows = _held_out_rows(config, [parse_size(n, "validate.rows") for n in config.validate.rows])
+            calibration = _calibration_config(config, path)
+            check_ranks(calibration, "none")
+            calibrate.check(calibration)
+        else:
+            machine, made = _read(path)
+            assert machine.kernel is not None, "checked"
+            rows = _held_out_rows(config, machine.kernel.grid("dense", False).rows)
+        runs = _measure(rows, made, calibration, config)
+        machine, made = _read(path)
+    record: dict[str, Any] = {"kind": "measured", "machine": made, "rows": list(rows), "ranks": []}
+    for ranks in config.validate.ranks:
+        cases, on_node = validation_cases(rows, ranks), machine.changed(ranks_per_node=ranks)
+        passes = model_passes(cases, runs[ranks], ranks, on_node, _settings(made, config))
+        groups = summarise_groups(passes, machine, ranks)
+        _print(ranks, passes, machine, groups)
+        errors = {name: asdict(group) for name, group in groups.items()}
+        record["ranks"].append({"ranks": ranks, "errors": errors, "passes": [one.record for one in passes]})
+    if config.output.path is not None:
+        write_json(config.output.path, record)
+
+
+class Calibrated(Struct):
+    """What the validation takes over from a calibration."""
+
+    heads: Count
+    head_dim: Count
+    dtype: str
+    kernel: str
+    threads: Count
+    pace: Positive | None = None
+
+
+def _read(path: Path) -> tuple[Machine, dict[str, Any]]:
+    """The machine of a file, and how it was made. Raises InvalidInput unless Gloo ranks on CPUs were calibrated."""
+    machine, made = read_calibration(path)
+    if machine.kernel is None or (made.get("transport"), made.get("device")) != ("gloo", "cpu"):
+        raise InvalidInput(
+            f"machine.path={path}: the validation needs a calibration of Gloo ranks on CPUs; make the file with "
+            "ringattn calibrate transport=gloo, or leave machine out to calibrate now"
+        )
+    as_kind(made, Calibrated, f"{path}: made")
+    return machine, made
+
+
+def _check(config: SimulateConfig) -> None:
+    """Raise InvalidInput where the settings cannot be used."""
+    launch = detect()
+    if launch.kind != "none":
+        raise InvalidInput(
+            f"{launch.kind} started this process: the validation starts its own ranks, several numbers of them; start "
+            "ringattn alone"
+        )
+    options = config.validate
+    if not options.ranks or min(options.ranks) < 2:
+        raise InvalidInput(f"validate.ranks={options.ranks}: expected numbers of ranks >= 2, such as [2,4]")
+    check_threads("validate.threads", options.threads)
+    check_least(options, "validate.", repeat=1, seconds=0)
+    refuse_stdout("output.path", config.output.path, "mode=validate prints tables; try output.path=errors.json")
+    check_json(config.output.path)
+
+
+def _held_out_rows(config: SimulateConfig, calibrated: Sequence[int]) -> list[int]:
+    """The rows per rank of the compared passes, which the calibration has not measured. Raises InvalidInput."""
+    sizes = config.validate.held_out
+    rows = held_out(calibrated) if sizes is None else [parse_size(n, "validate.held_out") for n in sizes]
+    known = {*calibrated, *sizes_between(calibrated)}
+    measured_rows = sorted({*rows} & known)
+    if measured_rows or not rows:
+        problem = f"{measured_rows} were calibrated" if measured_rows else "nothing to compare"
+        raise InvalidInput(f"validate.held_out={rows}: {problem}; give sizes other than {sorted(known)}")
+    max_rows = int(BEYOND * max(calibrated))
+    for n in rows:
+        if not 1 <= n <= max_rows:
+            raise InvalidInput(
+                f"validate.held_out={rows}: {n:,} rows per rank cannot be modelled from calibrated sizes that end at "
+                f"{max(calibrated):,}, as nothing is extrapolated beyond {BEYOND:g} times the largest size; give 1 .. "
+                f"{max_rows:,}, or calibrate larger sizes (validate.rows=[...], or rows=[...] of ringattn calibrate)"
+            )
+    return rows
+
+
+def _calibration_config(config: SimulateConfig, path: Path) -> CalibrateConfig:
+    """A calibration on the first of the numbers of ranks, written to `path`."""
+    options = vars(config.validate)
+    return CalibrateConfig(
+        transport=TransportGroup("gloo"),
+        kernel=ConfigGroup("auto"),
+        output=OutputGroup(str(path)),
+        ranks=config.validate.ranks[0],
+        **{name: getattr(config, name) for name in ("machine", "heads", "head_dim", "dtype")},
+        **{name: options[name] for name in ("rows", "widths", "messages", "repeat", "seconds", "threads", "timeout")},
+    )
+
+
+def _settings(made: dict[str, Any], config: SimulateConfig) -> Settings:
+    """The settings of passes on a machine that was `made` so."""
+    options = config.validate
+    return Settings(made["heads"], made["head_dim"], made["dtype"], made["kernel"], options.repeat, options.seconds)
+
+
+def _measure(
+    rows: Sequence[int], made: dict[str, Any], calibration: CalibrateConfig | None, config: SimulateConfig
+) -> dict[int, list[Runs]]:
+    """The runs of the held-out passes by number of ranks, measured on new local ranks, and calibrated in between.
+
+    `made` says how the machine was calibrated, or is, by `calibration`.
+    """
+    options = config.validate
+    threads = options.threads or made.get("threads") or max(1, (os.cpu_count() or 1) // options.ranks[0])
+    count = max(options.ranks)
+    each = plural(len(validation_cases(rows, count)), "kind")
+    get_console().print(f"measuring {each} of passes on {' and '.join(map(str, options.ranks))} ranks")
+    runs: list[dict[int, list[Runs]]] = run_local(
+        _measure_rank,
+        count,
+        *(rows, made, calibration, config),
+        timeout=math.inf,
+        group_timeout=options.timeout,
+        threads=threads,
+        show=True,
+    )
+    return runs[0]
+
+
+def _measure_rank(
+    rank: int, rows: Sequence[int], made: dict[str, Any], calibration: CalibrateConfig | None, config: SimulateConfig
+) -> dict[int, list[Runs]]:
+    """The runs of each pass by number of ranks, which one rank measures between the rounds of its calibration."""
+    rounds = _Rounds(rows, _settings(made, config), config)
+    if calibration is None:
+        for _ in rounds.everyone.rounds(rounds.settings):
+            rounds.measure(made.get("pace"))
+    elif rank < calibration.ranks:
+        calibrate.measure_on(
+            calibration, rounds.teams[calibration.ranks].transport, lambda ranks: rounds.measure_announced(ranks.pace)
+        )
+        rounds.measure_announced(last=True)
+    else:
+        while rounds.measure_announced():
+            pass
+    return {count: list(zip(*of_ranks, strict=True)) for count, of_ranks in rounds.rounds.items()}
+
+
+class _Rounds:
+    """Rounds of all held-out passes on every number of ranks. All ranks make the same number of rounds.
+
+    A round follows each round of the calibration, so that passes and calibration meet the same minutes of a machine
+    that is slower at times. Ranks that do not calibrate wait meanwhile.
+    """
+
+    def __init__(self, rows: Sequence[int], settings: Settings, config: SimulateConfig) -> None:
+        options, device = config.validate, torch.device("cpu")
+        self.rows, self.settings = rows, settings
+        self.everyone = MeasuringRanks(TorchDist(timeout=options.timeout), device)
+        #: By number of ranks, the ranks and their rounds; those with this rank.
+        self.teams: dict[int, MeasuringRanks] = {}
+        self.rounds: dict[int, list[Runs]] = {}
+        for count in options.ranks:
+            group = dist.new_group(range(count))
+            if self.everyone.rank < count:
+                self.teams[count] = MeasuringRanks(TorchDist(group, timeout=options.timeout), device)
+                self.rounds[count] = []
+
+    def measure_announced(self, pace: float | None = None, *, last: bool = False) -> bool:
+        """Measure a round at the pace that rank 0 gives; False without a round, once rank 0 says that all are done.
+
+        Collective.
+        """
+        pace, last = self.everyone.gather((pace, last))[0]
+        if not last:
+            self.measure(pace)
+        return not last
+
+    def measure(self, pace: float | None) -> None:
+        """Measure a round. Collective."""
+        for count, team in self.teams.items():
+            cases, rounds = validation_cases(self.rows, count), self.rounds[count]
+            if not rounds and pace is not None:
+                reference = make_reference(find_kernel(self.settings, team.device), self.settings, team.device)
+                team.keep_pace(reference, pace)
+            rounds.append(time_passes(team, cases, self.settings, warm_up=not rounds))
+
+
+def _print(ranks: int, passes: list[Pass], machine: Machine, groups: dict[str, Errors]) -> None:
+    """Print a table of the passes, and a table of the errors by group."""
+    rows = []
+    for one in passes:
+        interval = machine.interval(one.modelled, LEVEL)
+        measured = median(one.seconds)
+        bounds = f"{duration(interval[0])} .. {duration(interval[1])}" if interval else "not known"
+        error, by_clock = (f"{one.modelled / median(t) - 1:+.0%}" for t in (one.seconds, one.raw or one.seconds))
+        rows.append((str(one.case), duration(measured), duration(one.modelled), error, by_clock, bounds))
+    get_console().print()
+    header = ("pass", "measured", "modelled", "error", "clock", f"{LEVEL:.0%} interval")
+    print_grid(f"{ranks} Gloo ranks; clock: the error by times not corrected for the machine's pace", header, rows)
+    get_console().print()
+    table = []
+    for name, e in groups.items():
+        unknown = "not known: too few residuals"
+        coverage = unknown if e.coverage is None else f"{e.coverage:.1%} of {plural(e.runs, 'run')}"
+        numbers = (f"{e.bias:+.1%}", f"{e.median:.1%}", f"{e.p90:.1%}", f"{e.worst:.1%}")
+        table.append((name, str(e.passes), *numbers, coverage))
+    columns = ("passes", "number", "signed bias", "median error", "P90 error", "largest", f"in {LEVEL:.0%} interval")
+    print_grid(f"modelled against measured, {ranks} ranks, held-out passes [measured]", columns, table)

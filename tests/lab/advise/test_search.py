@@ -1,0 +1,185 @@
+"""The search against loops over every candidate, bounds that nothing falls below, and errors by name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ringattn as ra
+from ringattn import InvalidInput
+from ringattn.lab.advise.advice import advise, nearest_miss, span
+from ringattn.lab.advise.search import Offer, Question, least_attention_of_layers, list_spreads, search
+from ringattn.lab.models.config import ModelConfig, load_model
+from ringattn.lab.models.parallel import Parallel
+from ringattn.lab.models.pipeline import Pipeline
+from ringattn.lab.models.training import ATTENTION_PARTS, StepEstimate, training_step
+from ringattn.machine.bands import STEPS
+
+MODEL = ModelConfig("tiny", 2, 64, 4, 2, 16, 128, 512, experts=2, windows=(64, None))
+MACHINE = replace(ra.get_machine("h100_nvlink_ib"), ranks_per_node=2, memory=1.1e7)
+
+
+def ask(**more: Any) -> Question:
+    machine = more.pop("machine", MACHINE)
+    return Question(**{"model": MODEL, "offers": (Offer("small", machine, 2.0),), "tokens": 4096, "gpus": 4, **more})
+
+
+def try_all(question: Question) -> list[tuple[Parallel, Pipeline, StepEstimate]]:
+    """Every candidate on all GPUs, by loops of its own: a stage of two has one layer, and a sequence for each."""
+    tried, machine = [], question.offers[0].machine
+    for tp, pp in product((1, 2), (1, 2)):  # divides the 2 key/value heads and the node of 2; the 2 layers
+        for cp in (1, 2, 4):
+            if 4 % (cp * tp * pp):
+                continue
+            dp = 4 // cp // tp // pp
+            if cp > 1 and cp * 128 > question.tokens:
+                continue
+            plans = [(layout, name) for layout in ("zigzag", "contiguous") for name in ("ring", "allgather", "direct")]
+            if tp == 1:  # groups within a node, and key/value heads for each rank of them
+                plans += [(layout, "ulysses(2, ring)") for layout in ("zigzag", "contiguous")]
+            if tp == 1 and cp == 4:
+                plans += [(layout, "double_ring(2)") for layout in ("zigzag", "contiguous")]
+            for ep, (layout, schedule) in product(
+                (1, 2) if cp * dp % 2 == 0 else (1,), plans if cp > 1 else [("contiguous", "ring")]
+            ):
+                for checkpointing in ("none", "selective", "attention", "full"):
+                    for shard in ("none", "gradients", "weights") if cp * dp > 1 else ("none",):
+                        parallel = Parallel(cp, dp, tp, ep, layout, schedule, checkpointing, shard, rows=pp)
+                        step = training_step(MODEL, machine, question.tokens, parallel, Pipeline(pp))
+                        tried.append((parallel, Pipeline(pp), step))
+    return tried
+
+
+def test_the_search_finds_what_loops_over_all_candidates_find() -> None:
+    question = ask()
+    tried, offer = try_all(question), question.offers[0]
+    fitting = [(step.seconds / step.tokens, parallel, pipeline) for parallel, pipeline, step in tried if step.fits]
+    assert 0 < len(fitting) < len(tried)  # the memory decides for some of them
+    best: dict[tuple[int, ...], float] = {}
+    for seconds, parallel, pipeline in fitting:
+        shape = (parallel.cp, parallel.dp, parallel.tp, pipeline.stages, parallel.ep)
+        best[shape] = min(seconds, best.get(shape, seconds))
+    for shown in (1, 3):
+        found = search(question, offer, 4, shown)
+        assert sum(found.counts.values()) == len(tried) and not found.refused
+        ours = [one.step.seconds / one.step.tokens for one in found.best[:shown]]
+        assert ours == pytest.approx(sorted(best.values())[:shown], rel=2e-3)  # equal ones by bytes
+    missed = re.match(r"the nearest miss is (.+?), (checkpoint.+): (.+) more than the", nearest_miss(found, offer))
+    assert missed and missed[3] != "0 B" and missed.groups()[:2] not in {(one.name, one.choices) for one in found.best}
+    everything = search(question, offer, 4, 99).counts
+    assert everything == {"too large": len(tried) - len(fitting), "simulated": len(fitting)}
+
+
+@pytest.mark.parametrize(("tokens", "flops"), [(512, None), (1 << 16, None), (512, 1e12)])
+def test_nothing_is_faster_or_smaller_than_the_least_step(tokens: int, flops: float | None) -> None:
+    machine = MACHINE if flops is None else MACHINE.changed(flops=flops)
+    question = ask(tokens=tokens, machine=machine)
+    for parallel, pipeline, step in try_all(question):
+        least = question.step(machine, parallel, pipeline, least_attention_of_layers)
+        assert least.seconds <= step.seconds * (1 + 1e-9)
+        assert all(least.parts[name] <= step.parts[name] * (1 + 1e-9) for name in ATTENTION_PARTS)
+        assert all(count <= step.memory[name] for name, count in least.memory.items())
+
+
+def test_pipelines_answer_where_weights_are_too_many_for_a_node() -> None:
+    """Few sequences, slow links and no stages: the gathers of weights take most of the time."""
+    machine = ra.get_machine("a100_nvlink_ib").changed(memory=4e10, bandwidth=1e9)
+    question = Question(load_model("llama3_405b"), (Offer("a100_40gb", machine, 1.0),), 8192, 512, 64)
+    best = search(question, question.offers[0], 512, 1).best[0]
+    alone = [
+        training_step(question.model, machine, 8192, parallel, pipeline)
+        for parallel, pipeline in list_spreads(question, machine, 512)
+        if pipeline.stages == 1 and parallel.cp == 1
+    ]
+    assert best.pipeline.stages > 1 and best.step.fits
+    assert best.seconds < min(1e9 / one.tokens * one.seconds for one in alone if one.fits)
+
+
+def test_bands_decide_how_sure_the_order_is() -> None:
+    """Candidates within the band of published steps of the first are named as equal, by time or by cost."""
+    offer = Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), 2.5)
+    for by in ("time", "cost"):
+        advice = advise(ask(offers=(offer,), tokens=1 << 16, gpus=2), by)
+        low, high = span(advice.best[0])
+        assert low < advice.best[0].seconds < high
+        close = [one for one in advice.best[1:] if advice.value(one) <= STEPS.high * advice.value(advice.best[0])]
+        assert any("published steps" in line for line in advice.doubts)
+        assert bool(close) == any("equal to it" in line for line in advice.doubts)
+        words = " ".join([advice.verdict, *advice.changes])
+        assert ("fastest" in words.lower() or "faster" in words) == (by == "time")
+    assert [one.cost for one in advice.pareto] == sorted((one.cost for one in advice.pareto), reverse=True)
+    assert not any(
+        other.seconds < one.seconds and other.cost < one.cost * 0.998 for one in advice.pareto for other in advice.all
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"gpus": 0}, "gpus=0: must be at least 1"),
+        ({"tokens": 0}, "tokens=0"),
+        ({"batch": 0}, "batch=0"),
+        ({"offers": ()}, "no machine to compare"),
+        ({"machine": MACHINE.changed(memory=1e5)}, "fits on no number of GPUs up to 4: "),
+        ({"offers": (Offer("a", MACHINE, 1.0), Offer("b", MACHINE, None))}, "prices: several machines"),
+    ],
+)
+def test_questions_without_an_answer_say_why(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        advise(ask(**change))
+    with pytest.raises(InvalidInput, match="by=money: expected one of time, cost"):
+        advise(ask(), "money")
+
+
+def test_an_answer_says_what_helps_and_how_to_launch_it() -> None:
+    """What is nearly full or misses; the decision of the Llama 3 report is within the band of the first."""
+    offer = Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), None)
+    small = load_model("llama3_8b")
+    full = advise(Question(small, (offer,), 1 << 20, 8))
+    assert any("keep activations on the host" in line for line in full.doubts)
+    assert f"--parallelism.context_parallel_degree {full.best[0].parallel.cp} " in full.launch
+    with pytest.raises(InvalidInput, match=r"nearest miss is .* more than the 74.5 GiB there are.*; on \d+ GPUs some"):
+        advise(Question(small, (offer,), 1 << 21, 8))
+    experts = advise(Question(load_model("gpt_oss_20b"), (offer,), 4096, 8))
+    assert experts.best[0].parallel.ep == 8 and any("has experts" in line for line in experts.doubts)
+    assert "--parallelism.expert_parallel_degree 8 " in experts.launch
+    best = search(Question(load_model("llama3_405b"), (offer,), 8192, 16384, 2048), offer, 16384, 5).best
+    (meta,) = (one for one in best if one.shape == (1, 128, 8, 16, 1))
+    assert meta.seconds <= STEPS.high * best[0].seconds
+
+
+def test_torchtitan_reads_the_printed_command(tmp_path: Path) -> None:
+    """Its own parser and its own check of the degrees; layers are cut into as many parts as were modelled."""
+    manager = pytest.importorskip("torchtitan.config").ConfigManager
+    dims = pytest.importorskip("torchtitan.distributed").ParallelDims
+    advice = advise(ask(offers=(Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), None),), gpus=2))
+    (tmp_path / "tiny.toml").touch()
+    for parallel, pipeline in (
+        (Parallel(2, 4, 2, 8, checkpointing="selective", rows=3), Pipeline()),
+        (Parallel(1, 2, 4, 2, checkpointing="attention", shard="none"), Pipeline(2, interleaved=3)),
+    ):
+        gpus = parallel.gpus * pipeline.stages
+        candidate = replace(
+            advice.best[0], parallel=parallel, pipeline=pipeline, step=replace(advice.best[0].step, gpus=gpus)
+        )
+        question = replace(advice.question, model=replace(MODEL, layers=12, windows=(None,) * 12))
+        words = replace(advice, question=question, best=[candidate]).launch.split()
+        assert int(words[2]) * int(words[4]) == gpus
+        config = manager().parse_args([*words[7:8], str(tmp_path / words[8]), *words[9:]])
+        degrees = vars(config.parallelism)
+        names = {"cp": "context", "tp": "tensor", "pp": "pipeline", "ep": "expert", "etp": "expert_tensor"}
+        found = {name: degrees[f"{long}_parallel_degree"] for name, long in names.items()}
+        assert (*found.values(),) == (parallel.cp, parallel.tp, pipeline.stages, parallel.ep, parallel.tp)
+        both = {f"dp_{name}": degrees[f"data_parallel_{name}_degree"] for name in ("replicate", "shard")}
+        made = dims(**found, **both, world_size=gpus)
+        assert made.dp_replicate * made.dp_shard == parallel.dp
+        assert (config.training.seq_len, config.training.local_batch_size) == (4096, parallel.rows)
+        assert config.compile.enable and config.activation_checkpoint.early_stop
+        if pipeline.interleaved > 1:
+            per_stage = degrees["pipeline_parallel_layers_per_stage"]
+            assert 12 / per_stage == 6 and degrees["pipeline_parallel_schedule"] == "Interleaved1F1B"

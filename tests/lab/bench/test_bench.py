@@ -1,0 +1,215 @@
+"""The benchmark runner, alone and with two real ranks; no time is asserted."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from ringattn.cli.config.groups import OutputGroup
+from ringattn.cli.config.schema import ReportConfig
+from ringattn.errors import CommFailure, InvalidInput, LaunchFailure, OutOfMemory
+from ringattn.lab.bench import SUITES, get_cases, records
+from ringattn.lab.bench import runner as bench_runner
+from ringattn.lab.bench.case import TOLERANCES, BenchCase, BenchColumn, Ratio, iqr
+from ringattn.lab.bench.report import BenchReport, render
+from ringattn.lab.bench.suites import ring
+from ringattn.lab.pages.journal import write_line
+from ringattn.lab.verbs import report as report_command
+from ringattn.lab.verbs.report import make_command
+from ringattn.transport.launcher import run_local
+
+
+def test_columns_take_turns_and_every_raw_number_is_kept() -> None:
+    order: list[str] = []
+    times = bench_runner.take_turns({name: lambda name=name: order.append(name) or len(order) for name in "abc"}, 3)
+    assert order == list("abc" * 3)
+    assert times == {"a": [1, 4, 7], "b": [2, 5, 8], "c": [3, 6, 9]}
+
+
+def case(target: float) -> BenchCase:
+    columns = (BenchColumn("single", 2, lambda c: None), BenchColumn("ring", 1, lambda c: None))
+    return BenchCase("x", 2, {"tokens": 4}, columns, (Ratio("single", "ring", target),))
+
+
+@pytest.mark.parametrize(("target", "met"), [(1.9, True), (2.1, False)])
+def test_ratios_are_medians_of_the_rounds(target: float, met: bool) -> None:
+    raw = [{"times": {"single": [4.0, 6.0, 1.0], "ring": [2.0, 2.0, 1.0]}, "errors": {"ring": 1e-7}}]
+    (ratio,) = bench_runner.summarise_case(case(target), raw)["ratios"]
+    assert ratio["rounds"] == [2.0, 3.0, 1.0] and ratio["median"] == 2.0 and ratio["met"] is met
+
+
+def options(folder: Path, **more: Any) -> bench_runner.BenchOptions:
+    return bench_runner.BenchOptions("ring", ["x", "y"], 1, folder, **more)
+
+
+RAW = [{"times": {"single": [4.0], "ring": [2.0]}, "errors": {"ring": 1e-7}}]
+
+
+def test_an_interrupted_run_goes_on_and_a_whole_one_does_not(tmp_path: Path) -> None:
+    cases = [case(1.5), case(1.6)]
+    header = bench_runner.make_header(options(tmp_path), cases)
+    record = bench_runner.summarise_case(cases[0], RAW)
+    with records.open_results(tmp_path, header, ["x", "y"]) as journal:
+        journal.add("x", record)
+    with journal.path.open("a") as file:
+        file.write('{"key": "y", "case"')  # killed while it wrote
+    later = {**header, "machine": {**header["machine"], "date": "2099-01-01T00:00:00"}}
+    with records.open_results(tmp_path, later, ["x", "y"]) as again:
+        assert again.path == journal.path and list(again.records) == ["x"]
+        again.add("y", {**record, "source": "another"})
+    found = records.read_results(journal.path)
+    assert [one["key"] for one in found["cases"]] == ["x", "y"] and found["mixed"] and found["suite"] == "ring"
+    assert found["cases"][0]["columns"] == json.loads(json.dumps(record["columns"]))
+    for other in (header, {**header, "repeat": 2}):
+        with records.open_results(tmp_path, other, ["x", "y"]) as new:
+            assert new.path.stem.endswith("_2") and not new.records
+        new.path.unlink()
+    with pytest.raises(InvalidInput, match="line 1 is not that of a study or suite"):
+        records.read_results(Path(__file__))
+
+
+def test_the_command_of_a_report_is_one_of_a_shell_and_of_hydra() -> None:
+    names = ["causal_4096", "it's; rm -rf ~"]
+    words = shlex.split(make_command({"suite": "ring", "repeat": 5, "memory": 1 << 30, "asked": names}))
+    assert words[:5] == ["ringattn", "report", "ring", "repeat=5", f"memory={1 << 30}"] and len(words) == 6
+    assert [str(name) for name in OverridesParser.create().parse_override(words[5]).value()] == names
+
+
+@pytest.mark.parametrize("suite", ["ring", "not_installed"])
+def test_both_forms_of_a_report_have_the_tables(suite: str, tmp_path: Path) -> None:
+    path = tmp_path / "ring_cpu_2026-01-01_1.jsonl"
+    header = {**bench_runner.make_header(options(tmp_path), [case(1.5), case(1.6)]), "suite": suite}
+    lines = [header, {"key": "x", **bench_runner.summarise_case(case(1.5), RAW), "source": "another"}]
+    path.write_bytes(b"".join(map(write_line, lines)))
+    report = BenchReport(records.read_results(path), "ringattn report ring")
+    text, page = render(report, "markdown"), render(report, "html")
+    assert "| x | single / ring | 2.000 |" in text and "| >= 1.5 | yes |" in text and "1.0e-07" in text
+    assert "<td>single / ring</td>" in page and 'data-v="2.0"' in page
+    for form in (text, page):
+        assert "measured different versions" in form and "1 of 2 cases" in form and "ringattn report ring" in form
+
+
+def test_a_failure_has_a_class_and_ends_what_is_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    no_memory = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 1 byte")
+    for error, kind in (
+        (no_memory, "OutOfMemory"),
+        (MemoryError(), "OutOfMemory"),
+        (OutOfMemory("x"), "OutOfMemory"),
+        (InvalidInput("x"), "InvalidInput"),
+        (AssertionError("x"), "WrongResult"),
+        (CommFailure("x"), "CommFailure"),
+    ):
+        assert bench_runner.classify(error) == kind
+    lost, cause = (bench_runner._failure(kind, "why") for kind in ("CommFailure", "OutOfMemory"))
+    failed = bench_runner.summarise_case(case(1.0), [lost, cause])
+    assert failed["failed"] == {"class": "OutOfMemory", "message": "why"}
+    longer = bench_runner.run_case(BenchCase("y", 1, {}, (), after="x"), options(tmp_path), {"x": failed})
+    assert longer["failed"] == {"class": "NotTried", "message": "x failed: OutOfMemory"}
+    (table,) = BenchReport({"kind": "measured", "cases": [failed]}, "").tables
+    assert table.rows[0][-1] == "OutOfMemory: why"
+    for status, kind in ((None, "Timeout"), (-9, "Killed"), (1, "Crashed")):
+
+        def end(*args: Any, status: int | None = status, **rest: Any) -> None:
+            raise LaunchFailure("it ended", status)
+
+        monkeypatch.setattr(bench_runner, "run_local", end)
+        assert bench_runner.run_case(case(1.0), options(tmp_path), {})["failed"]["class"] == kind
+
+
+def test_iqr_is_the_distance_of_quartiles() -> None:
+    assert iqr([5.0, 1.0, 3.0, 2.0, 4.0]) == 2.0 and iqr([7.0]) == 0.0
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(InvalidInput, match="suite=rong: unknown; did you mean 'ring'"):
+        get_cases("rong")
+    with pytest.raises(InvalidInput, match="cases=dense_409: unknown; did you mean 'dense_4096'"):
+        get_cases("ring", ["dense_409"])
+    assert len({c.name for suite in SUITES for c in get_cases(suite)}) >= 10
+
+
+def test_a_bad_output_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for path in (file, file / "below"):
+        with pytest.raises(InvalidInput, match=r"cannot be a folder|is not a folder"):
+            report_command.main(ReportConfig(output=OutputGroup(str(path))))
+    with pytest.raises(InvalidInput, match="suite=rong"):
+        report_command.main(ReportConfig(suite="rong", output=OutputGroup(str(tmp_path / "new"))))
+    assert not (tmp_path / "new").exists()
+
+
+HALF = ("bfloat16", "float16")
+
+
+def small() -> list[BenchCase]:
+    """The kinds of cases of suite "ring", at sizes for tests. The memory case needs a process with a fresh heap."""
+    return [
+        ring._memory_case(2, rows=1024),
+        ring._ring_case("dense", 256, False, False, None),
+        ring._ring_case("causal_backward", 256, True, True, 0.5),
+        *(ring._half_case(dtype, True, True, 256) for dtype in HALF),
+    ]
+
+
+def measure_small(rank: int) -> dict[str, dict[str, Any]]:
+    return {case.name: bench_runner.measure_case(case, rank, None, 2) for case in small()}
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[dict[str, dict[str, Any]]]:
+    """What two real ranks measured, by case; one start for all tests."""
+    return run_local(measure_small, 2, timeout=150)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("name", ["dense", "causal_backward"])
+def test_what_is_timed_is_right(name: str, measured: list[dict[str, dict[str, Any]]]) -> None:
+    found = measured[0][name]
+    columns = ["single", "ring", "template", "template_a2a"]
+    assert list(found["times"]) == columns and all(len(times) == 2 for times in found["times"].values())
+    assert list(found["errors"]) == columns[1:] and max(found["errors"].values()) < 1e-5
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("dtype", HALF)
+def test_rows_of_16_bits(dtype: str, measured: list[dict[str, dict[str, Any]]]) -> None:
+    """One rank and two, against torch's call of the same dtype, and within its rounding."""
+    found = measured[0][f"causal_256_{dtype}_backward"]
+    assert list(found["times"]) == ["single", "one rank", "ring"]
+    assert list(found["errors"]) == ["one rank", "ring"] and max(found["errors"].values()) < TOLERANCES[dtype]
+    names = {case.name for case in ring.list_cases()}
+    assert {f"{mask}_4096_{x}{end}" for mask in ("dense", "causal") for x in HALF for end in ("", "_backward")} < names
+
+
+@pytest.mark.multi
+def test_every_round_sees_the_whole_peak(measured: list[dict[str, dict[str, Any]]]) -> None:
+    for rank in measured:
+        found = rank["memory_2_ranks"]
+        assert all(0.8 < peak / found["allowed"] < 1.2 for peak in found["bytes"]), found
+
+
+@pytest.mark.multi
+def test_tables_show_every_case(measured: list[dict[str, dict[str, Any]]]) -> None:
+    cases = [bench_runner.summarise_case(case, [rank[case.name] for rank in measured]) for case in small()]
+    tables = {table.title: table for table in BenchReport({"kind": "measured", "cases": cases}, "").tables}
+    columns, ratios, formulas = (
+        tables[title]
+        for title in (
+            "every column [measured]",
+            "ratios of times, round by round [measured]",
+            "peak memory per rank [measured] and its formula [counted]",
+        )
+    )
+    shown = {(row[0], row[columns.header.index("column")]): row for row in columns.rows}
+    row = dict(zip(columns.header, shown["causal_backward", "template_a2a"], strict=True))
+    assert row["median"] and row["IQR"] and row["peak of tensors"] and row["error"] and row["threads"] == "1"
+    assert [row[1] for row in ratios.rows if row[1].startswith("template_a2a")] == ["template_a2a / ring"] * 2
+    assert ">= 0.5" in ratios.rows[3] and "<= 1.1" in formulas.rows[0]
+    peaks = cases[1]["columns"]["ring"]["peaks"]
+    assert peaks["after"] >= 4 * 128 * 8 * 64 * 4 and peaks["after"] <= peaks["tensors"] < 4 * peaks["after"]

@@ -1,0 +1,273 @@
+"""Calibration: fits recover what samples were made of, and validation counts what it says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from measured import ROWS, machine, times
+
+import ringattn as ra
+from ringattn.errors import InvalidInput
+from ringattn.lab.calibrate import fits, kernels, measuring_ranks
+from ringattn.lab.calibrate.measure import Calibration, Overlap, Round, list_measured
+from ringattn.lab.calibrate.measuring_ranks import MeasuringRanks, Settings
+from ringattn.lab.calibrate.passes import Pass, PassCase, held_out, sizes_between, summarise_errors, validation_cases
+from ringattn.lab.verbs.calibrate import _print as print_calibration
+from ringattn.machine.kernel_times import SHAPES
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1e8, 1e11))
+def test_a_line_recovers_latency_and_bandwidth(latency: float, bandwidth: float) -> None:
+    sizes = [256, 4096, 1 << 20, 1 << 24, 1 << 28]
+    found = fits.fit_link(sizes, [latency + m / bandwidth for m in sizes])
+    assert found.latency == pytest.approx(latency, rel=1e-3, abs=1e-9)
+    assert found.bandwidth == pytest.approx(bandwidth, rel=1e-3)
+    assert found.worst_error < 1e-3
+
+
+def test_a_line_is_the_best_in_relative_squares() -> None:
+    """No neighbour of the fit is better, by brute force."""
+    sizes, seconds = [1e3, 1e5, 1e6, 1e7], [1.1e-4, 1.6e-4, 1.3e-3, 0.9e-2]
+    found = fits.fit_link(sizes, seconds)
+
+    def loss(latency: float, bandwidth: float) -> float:
+        return sum(((latency + m / bandwidth) / t - 1) ** 2 for m, t in zip(sizes, seconds, strict=True))
+
+    best = loss(found.latency, found.bandwidth)
+    for a in (0.97, 1.0, 1.03):
+        for b in (0.97, 1.0, 1.03):
+            assert loss(found.latency * a, found.bandwidth * b) >= best * (1 - 1e-9)
+    worst = max(abs((found.latency + m / found.bandwidth) / t - 1) for m, t in zip(sizes, seconds, strict=True))
+    assert found.worst_error == pytest.approx(worst)
+
+
+def test_a_line_has_no_negative_start_and_needs_growing_times() -> None:
+    found = fits.fit_link([1e6, 2e6, 4e6], [0.8e-3, 2e-3, 4.4e-3])
+    assert found.latency == 0.0 and found.bandwidth > 0
+    with pytest.raises(InvalidInput, match="do not grow"):
+        fits.fit_link([1e3, 1e6], [2.0, 1.0])
+    with pytest.raises(InvalidInput, match="at least two sizes"):
+        fits.fit_link([1e3, 1e3], [1.0, 1.0])
+
+
+def test_kernel_times_recover_overhead_and_rates() -> None:
+    """Samples made of t = t0 + FLOPs / F(n), outliers added, give F and t back."""
+    source = random.Random(1)
+    t0 = (2e-5, 5e-5)
+    truth = {(shape, back): 1e10 * (1 + index + 3 * back) for back in (0, 1) for index, shape in enumerate(SHAPES)}
+    samples = []
+    for (shape, back), peak in truth.items():
+        for rows in ROWS:
+            for keys in (1,) if shape == "triangle" else ROWS:
+                flops = 256.0 * rows * keys * 8
+                exact = t0[back] + flops / (peak * rows / (rows + 50))
+                seconds = [exact * (1 + source.uniform(-1e-3, 1e-3)) for _ in range(9)] + [exact * 30]
+                samples.append(fits.Sample(shape, bool(back), rows, keys, flops, tuple(seconds)))
+    found = fits.fit_kernel_times(samples, t0, 64, "float32")
+    for (shape, back), peak in truth.items():
+        grid = found.grid(shape, bool(back))
+        for rows in ROWS:
+            for keys in grid.keys:
+                if 256.0 * rows * keys * 8 / peak > 5 * t0[back]:  # where the call is not all overhead
+                    assert grid.rate(rows, keys) == pytest.approx(peak * rows / (rows + 50), rel=1e-2)
+    with pytest.raises(InvalidInput, match="missing"):
+        fits.fit_kernel_times([s for s in samples if (s.rows, s.keys) != (256, 64)], t0, 64, "float32")
+
+
+@given(st.floats(0.0, 1e-2), st.floats(0.0, 1e-8))
+def test_passes_recover_their_call_and_their_seconds_per_byte(call: float, per_byte: float) -> None:
+    sizes = [1e5 * 2 ** (i % 5) for i in range(12)]
+    modelled = [1e-3 * (1 + i % 3) for i in range(12)]
+    samples = [(call + per_byte * x + m, x, call + per_byte * x) for x, m in zip(sizes, modelled, strict=True)]
+    assert fits.fit_calls(samples, 0.0) == pytest.approx((call, per_byte), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize(("most_bytes", "orders"), [(1 << 30, [[0, 1, 0, 1]]), (1, [[0, 0], [1, 1]])])
+def test_works_of_one_shape_take_turns(
+    most_bytes: int, orders: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that is repeated by itself finds its data in the caches: only works too large for a group may be."""
+    called: list[int] = []
+    works = list(kernels.list_works([8, 16], [4], heads=1))
+    monkeypatch.setattr(kernels, "TOGETHER", most_bytes)
+    monkeypatch.setattr(kernels, "make_call", lambda _, work, *__, **___: lambda: called.append(works.index(work)))
+    monkeypatch.setattr(measuring_ranks, "ENOUGH", 1e3)
+    monkeypatch.setattr(measuring_ranks, "MOST_REPETITIONS", 2)
+    settings = Settings(heads=1, head_dim=8, dtype="float32", kernel="aten_cpu", repeat=1)
+    samples = kernels.time_works(MeasuringRanks(None, torch.device("cpu")), None, works, settings)  # type: ignore[arg-type]
+    assert [sample.rows for sample in samples] == 2 * [len(work.q) for work in works]
+    assert all(len(sample.seconds) == 2 for sample in samples)
+    first = works.index(next(work for work in works if work.hi is not None))  # bands: two works
+    bands = [index - first for index in called if index >= first]
+    # A warm-up of each group, then its turns; forward and backward.
+    expected = [i for order in orders for i in (*dict.fromkeys(order), *order)] * 2
+    assert bands == expected
+
+
+def test_calls_take_no_negative_time_and_go_over_their_tensors() -> None:
+    falling = [(0.1, x, 1e-3 - 1e-9 * x) for x in (1e5, 2e5, 4e5)]
+    assert fits.fit_calls(falling, 0.0) == pytest.approx((7.666667e-4, 0.0))
+    assert fits.fit_calls(falling, 1e-10) == pytest.approx((7.666667e-4 - 1e-10 * 7e5 / 3, 1e-10))
+    assert fits.fit_calls([(0.1, x, 1e-9 * x - 1e-3) for x in (2e6, 4e6)], 0.0)[0] == 0.0
+    # Tensors of one size: what is left is the call's.
+    assert fits.fit_calls([(0.03, 1e6, 0.015)] * 3, 1e-9) == pytest.approx((0.014, 1e-9))
+
+
+def test_ragged_tiles_take_longer() -> None:
+    """Samples of tiles whose keys are no multiple of 16 give factors on the rates of such tiles, and of no others."""
+    t0, samples = (0.0, 0.0), []
+    for shape in SHAPES:
+        for back in (False, True):
+            sizes = {"dense": ROWS, "triangle": (1,), "band": ROWS}[shape]
+            twins = [(n, n - kernels.RAGGED_BY, 0.8) for n in ROWS] if shape == "dense" else []
+            for rows, keys, factor in (*((n, m, 1.0) for n in ROWS for m in sizes), *twins):
+                flops = 256.0 * rows * keys
+                samples.append(fits.Sample(shape, back, rows, keys, flops, (flops / (1e10 * factor),)))
+    found = fits.fit_kernel_times(samples, t0, 64, "float32")
+    for back in (False, True):
+        dense, band = found.grid("dense", back), found.grid("band", back)
+        for keys, factor in ((100, 0.8), (112, 1.0), (361, 0.8), (1024, 1.0)):
+            assert dense.rate(300, keys) == pytest.approx(factor * 1e10)
+            assert band.rate(300, keys) == pytest.approx(1e10)
+        assert (dense.keys, band.ragged) == (ROWS, None)
+
+
+#: Nodes of two; a rank exchanges a record with one rank of its node and with six of other nodes.
+LINKS = {"latency": 0.5, "node_latency": 0.25, "ranks_per_node": 2}
+#: Bytes of q, k, v and the output of a rank.
+OWN = 3 * 2048 * (8 + 2 + 2 + 8) * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "values", "forward", "backward"),
+    [
+        (2, {"call": 0.5}, 0.5, 0.5),
+        (2, {"call": 0.5, "call_backward": 0.25}, 0.5, 0.25),
+        (8, {"call": 1.0, **LINKS}, 1.0 + 3 * 0.5, 1.0 + 3 * 0.5),
+        (8, {"call": 1.0, "cores": 1, **LINKS}, 2 * 2.5, 2 * 2.5),
+        (8, LINKS, 0.0, 0.0),
+        (2, {"call": 0.25, "sweep": 1e9}, 0.25 + OWN / 1e9, 0.25 + OWN / 1e9),
+        (2, {"call": 0.25, "sweep": 1e9, "sweep_backward": 5e8}, 0.25 + OWN / 1e9, 0.25 + OWN / 5e8),
+        (2, {"sweep": 1e9, "cores": 1, "ranks_per_node": 2}, 2 * OWN / 1e9, 2 * OWN / 1e9),
+    ],
+)
+def test_what_a_call_takes(ranks: int, values: dict[str, float], forward: float, backward: float) -> None:
+    """Its own seconds, log2 P rounds of records, and its tensors; ranks that share a core add up."""
+    plan = ra.make_plan(ra.Full(), tokens=2048 * ranks, ranks=ranks, heads=8, kv_heads=2, head_dim=64, batch=3)
+    calls = [ra.simulate(plan, machine(**values), backward=way).exposed["call"] for way in (False, True)]
+    assert calls == pytest.approx([forward, backward])
+
+
+def test_jitter_is_recovered_and_its_scale_does_not_matter() -> None:
+    source = random.Random(3)
+    shape = 1 / 0.1**2
+    samples = [[scale * source.gammavariate(shape, 1 / shape) for _ in range(400)] for scale in (1e-3, 1.0, 2.0, 50.0)]
+    assert fits.fit_jitter(samples) == pytest.approx(0.1, rel=0.1)
+    assert fits.fit_jitter([[t * 7 for t in one] for one in samples]) == pytest.approx(fits.fit_jitter(samples))
+    assert fits.fit_jitter([[1.0, 1.0], [2.0, 2.0]]) == 0.0
+
+
+def test_interference_is_the_middle_of_the_slowdowns() -> None:
+    one = ([1.0, 1.1, 9.0], [0.5, 0.5, 0.5], [1.2, 1.3, 9.2])  # 0.2 more under a message of 0.5
+    assert fits.fit_interference([one]) == pytest.approx(0.4)
+    short = ([0.1], [0.4], [0.16])  # the visit ends first
+    assert fits.fit_interference([one, short, ([1.0], [1.0], [1.0])]) == pytest.approx(0.4)
+    assert fits.fit_interference([([1.0], [0.5], [0.9])]) == 0.0
+
+
+def test_held_out_sizes_are_held_out() -> None:
+    rows = (64, 256, 1024, 4096)
+    inside = {*rows, *sizes_between(rows)}
+    found = held_out(rows)
+    assert len(found) == 4 and not inside & set(found)
+    assert all(rows[1] < n < rows[-1] for n in found)
+    assert {c.tokens for c in validation_cases(found, 4)} == {4 * n for n in found}
+
+
+def test_errors_are_those_of_a_plain_count() -> None:
+    source = random.Random(5)
+    case = PassCase("Full()", "contiguous", 64, False)
+    passes = [
+        Pass(case, tuple(source.uniform(0.5, 2.0) for _ in range(5)), source.uniform(0.8, 1.2)) for _ in range(11)
+    ]
+    found = summarise_errors(passes, machine(residuals=tuple((1.0, 0.5 + i / 20) for i in range(19))))
+    signed = [p.modelled / sorted(p.seconds)[2] - 1 for p in passes]
+    absolute = sorted(map(abs, signed))
+    # 19 ratios: the 90 % interval is from the least to the largest.
+    hits = sum(0.5 * p.modelled <= t <= 1.4 * p.modelled for p in passes for t in p.seconds)
+    assert (found.passes, found.runs) == (11, 55)
+    assert found.bias == pytest.approx(sum(signed) / 11)
+    assert (found.median, found.worst) == (absolute[5], absolute[10])
+    assert found.p90 == pytest.approx(absolute[9])  # of 11 numbers, 0.9 of the way is the tenth
+    assert found.coverage == pytest.approx(hits / 55)
+    assert summarise_errors(passes, machine()).coverage is None
+
+
+def test_what_nothing_measures_is_not_said_to_be_measured() -> None:
+    """On one node every link is within it; how many ranks a node has, and what they share, shows between nodes
+    alone."""
+    values = {"flops": 1e9, "bandwidth": 1e9, "ranks_per_node": 1, "shared_nic": False, "node_bandwidth": None}
+    assert list_measured(values, 1) == ["flops", "bandwidth"]
+    assert list_measured(values, 2) == ["flops", "bandwidth", "ranks_per_node", "shared_nic"]
+
+
+def test_times_are_told_at_one_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that slows down to a half, and half of the way there."""
+    alone = MeasuringRanks(None, torch.device("cpu"))
+    assert alone.correction(lambda: "result") == ("result", 1.0), "without a reference there is no pace"
+    clock = [2.0]
+    monkeypatch.setattr(alone, "time_call", lambda call: call())
+    alone.keep_pace(lambda: clock[0])
+    assert alone.pace == 2.0
+    clock[0] = 4.0
+    assert alone.correction(lambda: "result") == ("result", 0.5)
+    monkeypatch.setattr(measuring_ranks, "MOST_REPETITIONS", 3)
+    monkeypatch.setattr(measuring_ranks, "ENOUGH", 1e3)
+    assert alone.time_alternating([lambda: 12.0, lambda: 1.0]) == ([6.0] * 3, [0.5] * 3)
+    alone.keep_pace(lambda: clock[0], pace=1.0)
+    assert alone.correction(lambda: clock.__setitem__(0, 12.0)) == (None, 0.125)
+
+
+def test_rounds_go_on_while_they_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of 2 seconds: `repeat` of them, and as many as end within `seconds`."""
+    alone, clock = MeasuringRanks(None, torch.device("cpu")), [0.0]
+    monkeypatch.setattr(measuring_ranks.time, "perf_counter", lambda: clock[0])
+    for repeat, seconds, expected in ((3, 0.0, 3), (3, 6.0, 3), (3, 9.0, 4), (1, 9.0, 4), (2, 1e3, 500)):
+        settings = Settings(heads=1, head_dim=8, dtype="float32", kernel="auto", repeat=repeat, seconds=seconds)
+        found = []
+        for number in alone.rounds(settings):
+            found.append(number)
+            clock[0] += 2.0
+        assert found == list(range(expected))
+
+
+def test_rounds_are_joined() -> None:
+    """Every measurement has the seconds of all rounds."""
+
+    def measure(t: float) -> Round:
+        times = [measuring_ranks.TimedBytes(256, (t, t + 1))]
+        works = [fits.Sample("dense", False, 8, 8, 1.0, (t,)), fits.Sample("dense", False, 8, 16, 1.0, (t, t))]
+        overlaps = [Overlap(8, 64, (t,), (t, t), (t,))]
+        return Round(((t,), (t, t)), works, times, {"": times, "node_": times}, overlaps, [((t, 1.0),)] * 2)
+
+    found = Round.join([measure(1.0), measure(5.0)])
+    assert found.overheads == ((1.0, 5.0), (1.0, 1.0, 5.0, 5.0))
+    assert [one.seconds for one in found.works] == [(1.0, 5.0), (1.0, 1.0, 5.0, 5.0)]
+    assert found.merges == [measuring_ranks.TimedBytes(256, (1.0, 2.0, 5.0, 6.0))]
+    assert found.shifts == {"": found.merges, "node_": found.merges}
+    assert found.overlaps == [Overlap(8, 64, (1.0, 5.0), (1.0, 1.0, 5.0, 5.0), (1.0, 5.0))]
+    assert found.runs == [((1.0, 1.0), (5.0, 1.0))] * 2
+
+
+@pytest.mark.parametrize("repeat", [1, 2])
+def test_one_run_of_each_pass_is_told(repeat: int, capsys: pytest.CaptureFixture[str]) -> None:
+    passes = [Pass(PassCase("Full()", "contiguous", 64, False), (1.0,) * repeat, 1.0)]
+    found = Calibration(machine(times(), residuals=((1.0, 1.0),) * repeat), {}, {}, passes)
+    print_calibration(found)
+    told = capsys.readouterr().out
+    assert ("note: in one round each kind of pass ran once" in told) == (repeat == 1)
+    assert f"1 kind, {'1 run' if repeat == 1 else '2 runs'}" in told

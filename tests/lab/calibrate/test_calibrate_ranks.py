@@ -1,0 +1,145 @@
+"""Calibration and validation from end to end, with tiny sizes: what comes out is whole and can be used. No times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import yaml
+from command_line import Inside, ringattn
+
+import ringattn as ra
+from ringattn.cli.config.groups import ConfigGroup, MachineGroup, OutputGroup, TransportGroup
+from ringattn.cli.config.schema import CalibrateConfig, SimulateConfig, ValidateGroup
+from ringattn.errors import InvalidInput
+from ringattn.lab.verbs.calibrate import main as calibrate
+from ringattn.lab.verbs.simulate_validate import main as validate
+from ringattn.machine.file import read_machine
+
+CALLS = ("call", "sweep", "call_backward", "sweep_backward")
+SIZES = ("rows=[16,64]", "widths=[8]", "repeat=2", "heads=2", "head_dim=16")
+MESSAGES = "messages=[256,32M]"
+
+
+def check(path: Path, ranks: int, *, alone: bool = False) -> ra.Machine:
+    """A machine file holds every number with its source, and samples of every rank behind each."""
+    record, machine = yaml.safe_load(path.read_text()), read_machine(path)
+    assert {"cpu", "torch", "date", "commit", "transport", "threads"} <= set(record["made"])
+    measured = ["flops", "merge", "jitter", *([] if alone else ["latency", "bandwidth", "gamma", *CALLS])]
+    assert [machine.source(name) for name in measured] == ["measured"] * len(measured)
+    assert all({"value", "unit", "source"} == set(entry) for entry in record["values"].values())
+    samples = record["samples"]
+    assert len(samples["works"]) == 2 * (4 + 2 + 2 + 2)  # dense, ragged, triangles, bands
+    assert all(len(one["seconds"]) % ranks == 0 and len(one["seconds"]) >= 2 * ranks for one in samples["works"])
+    if not alone:
+        assert [one["bytes"] for one in samples["shifts"]] == [256, 32 << 20]
+        assert len(samples["passes"]) == 8 and len(machine.residuals) == 8 * 2
+        assert [one["rows"] for one in samples["overlaps"]] == [16, 64]
+        assert all(len(one["visit"]) == len(one["both"]) >= 2 * ranks for one in samples["overlaps"])
+        assert all(len(one["visit"]) == ranks * len(one["message"]) for one in samples["overlaps"]), "the last to come"
+    plan = ra.make_plan(ra.Causal(), tokens=128, ranks=2, layout="zigzag", schedule="ring", heads=2, head_dim=16)
+    assert ra.simulate(plan, machine).seconds > 0
+    return machine
+
+
+@pytest.mark.multi
+def test_two_gloo_ranks_make_a_machine_that_plan_and_simulate_use(inside: Inside, tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    done = ringattn("calibrate", *SIZES, MESSAGES, f"output.path={path}", "machine.watts=5", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "[measured]" in done.stdout and f"machine=file machine.path={path}" in done.stdout
+    machine = check(path, 2)
+    assert machine.watts == 5.0 and machine.source("watts") == "assumed"
+    assert (machine.ranks_per_node, machine.shared_nic) == (1, False), "one node"
+    assert [machine.source(name) for name in ("ranks_per_node", "shared_nic", "bandwidth")] == [
+        "assumed",
+        "assumed",
+        "measured",
+    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.yaml"], "nothing else is left behind"
+    file = ("machine=file", f"machine.path={path}", "heads=2", "head_dim=16", "tokens=128", "ranks=2")
+    assert inside("plan", *file, cwd=tmp_path).returncode == 0
+    told = inside("simulate", *file, cwd=tmp_path)
+    assert told.returncode == 0 and "measured" in told.stdout, told.stderr
+    far = inside("simulate", *file[:4], "tokens=4k", "ranks=2", cwd=tmp_path)
+    assert far.returncode == 2 and "machine.extrapolate=true" in far.stderr
+    farther = inside("simulate", *file[:4], "tokens=4k", "ranks=2", "machine.extrapolate=true", cwd=tmp_path)
+    assert farther.returncode == 0
+
+
+@pytest.mark.multi
+def test_validation_calibrates_and_compares_held_out_passes(tmp_path: Path) -> None:
+    out = tmp_path / "v.json"
+    options = (*SIZES[:2], "messages=[256,32M]", "repeat=3", "seconds=0", "ranks=[2,3]", "held_out=[24]")
+    small = [f"validate.{one}" for one in options]
+    done = ringattn(
+        "simulate", "experiment=validate", "heads=2", "head_dim=16", *small, f"output.path={out}", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "machine.path=" not in done.stdout, "the machine file of a validation is gone at its end"
+    for words in (
+        "signed bias",
+        "median error",
+        "P90 error",
+        "in 90% interval",
+        "24 rows per rank",
+        "pattern held out",
+    ):
+        assert words in done.stdout
+    by_ranks = {found["ranks"]: found for found in json.loads(out.read_text())["ranks"]}
+    assert list(by_ranks) == [2, 3]
+    for ranks, found in by_ranks.items():
+        every = found["errors"]["all"]
+        assert every["runs"] == 3 * every["passes"] == 3 * len(found["passes"]) and every["coverage"] is not None
+        assert found["errors"]["24 rows per rank"] == every and found["errors"]["pattern held out"]["passes"] == 2
+        errors = [one["modelled"] / median(one["seconds"]) - 1 for one in found["passes"]]
+        assert every["bias"] == pytest.approx(sum(errors) / len(errors))
+        assert {one["tokens"] for one in found["passes"]} == {24 * ranks}
+
+
+def test_what_was_calibrated_cannot_validate() -> None:
+    config = SimulateConfig(machine=MachineGroup("auto"), validate=ValidateGroup(held_out=[64]))
+    with pytest.raises(InvalidInput, match=r"\[64\] were calibrated"):
+        validate(config)
+    for held_out in ([100], [0]):  # tiles end at 16 rows: nothing is modelled beyond 32
+        options = ValidateGroup(held_out=held_out, rows=[8, 16])
+        with pytest.raises(InvalidInput, match=r"sizes that end at 16, .*; give 1 \.\. 32, or calibrate"):
+            validate(SimulateConfig(machine=MachineGroup("auto"), validate=options))
+    with pytest.raises(InvalidInput, match="expected numbers of ranks >= 2"):
+        validate(SimulateConfig(machine=MachineGroup("auto"), validate=ValidateGroup(ranks=[1])))
+
+
+def test_one_process_alone_measures_kernels(inside: Inside, tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    options = ("transport=none", "threads=1", *SIZES, f"output.path={path}", "machine=h100_nvlink_ib")
+    done = inside("calibrate", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    machine = check(path, 1, alone=True)
+    preset = ra.get_machine("h100_nvlink_ib")
+    same = [(x.bandwidth, x.source("bandwidth")) for x in (machine, preset)]
+    assert same[0] == same[1], "what is not measured is the preset's"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rows": [64]}, "expected at least 2 ascending sizes"),
+        ({"dtype": "float31"}, "did you mean 'float32'"),
+        ({"output": OutputGroup("/nowhere/m.yaml")}, "does not exist"),
+        ({"output": OutputGroup(None)}, "output.path is missing"),
+        ({"transport": TransportGroup("virtual")}, "expected one of gloo, nccl, mpi, none"),
+        ({"transport": TransportGroup("nccl")}, "torchrun --nproc-per-node N -m ringattn calibrate"),
+        ({"transport": TransportGroup("mpi")}, "mpirun -n 2 ringattn calibrate"),
+        ({"device": "cuda"}, "device=cuda: expected cpu with gloo ranks"),
+        ({"heads": 0}, "heads=0: must be at least 1"),
+        ({"timeout": 0.0}, "timeout=0: must be"),
+    ],
+)
+def test_wrong_calls_are_told_at_once(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    given = {"transport": TransportGroup("gloo"), "output": OutputGroup(str(tmp_path / "m.yaml")), **change}
+    with pytest.raises(InvalidInput, match=words):
+        calibrate(CalibrateConfig(kernel=ConfigGroup("auto"), machine=MachineGroup("auto"), **given))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,108 @@
+"""The models of prefill and decode against arithmetic by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import ringattn as ra
+from ringattn.errors import InvalidInput
+from ringattn.inference import merge_seconds
+from ringattn.lab.models.attention import attention_of_layers
+from ringattn.lab.models.config import ModelConfig
+from ringattn.lab.models.inference import decode, prefill
+from ringattn.lab.models.parallel import Parallel
+from ringattn.lab.models.training import training_step
+
+MODEL = ModelConfig("small", 2, 256, 4, 2, 64, 512, 1024, windows=(100, None))
+MACHINE = ra.Machine(
+    flops=1e12, latency=1e-5, bandwidth=1e8, merge=5e11, matmul=2e13, memory=1e9, peak=4e12, ranks_per_node=2
+)
+
+
+def test_a_prefill_is_the_forwards_of_a_step_and_the_last_logits() -> None:
+    parallel = Parallel(cp=2, tp=2)
+    first, step = prefill(MODEL, MACHINE, 2048, parallel), training_step(MODEL, MACHINE, 2048, parallel)
+    assert first.parts["attention"] == step.parts["attention forward"]
+    assert 3 * first.parts["mlp"] == pytest.approx(step.parts["mlp"])
+    assert 2 * first.parts["tp"] == pytest.approx(step.parts["tp"])
+    moved = 2 * (256 + 256 * 512 + 512)  # one row
+    assert first.parts["logits"] == pytest.approx(moved / 1e12 + 2 * 256 * 512 / 2e13)
+    assert first.tokens_per_second == 2048 / first.seconds / 4
+    # Keys and values of a window and of half of all tokens, of one of the two heads, in 16 bits.
+    assert first.memory["keys and values"] == (100 + 1024) * 2 * 64 * 2
+    assert first.memory["weights"] == MODEL.parameters and first.fits
+
+
+def test_a_prefill_in_chunks_attends_what_was_before() -> None:
+    """Products and keys are those of one prefill; weights are read, and activations held, for each chunk."""
+    parallel, chunk = Parallel(cp=2), 512
+    whole, parts = (prefill(MODEL, MACHINE, 2000, parallel, chunk=size) for size in (None, chunk))
+    ends = 512, 1024, 1536, 2000
+    options: dict[str, Any] = {"backward": False, "chunk": chunk}
+    layers = [attention_of_layers(MODEL, MACHINE, end, parallel, "bfloat16", **options) for end in ends]
+    seconds = sum(count * one.forward for each in layers for count, one in each)
+    assert parts.parts["attention"] == pytest.approx(seconds)
+    assert (
+        parts.memory["keys and values"] == whole.memory["keys and values"]
+        and parts.parts["logits"] == whole.parts["logits"]
+    )
+    assert parts.memory["activations"] < 0.3 * whole.memory["activations"]
+    assert parts.plan.startswith("4 chunks, the last: ")
+    assert prefill(MODEL, MACHINE, 2000, parallel, chunk=4096) == whole
+    for chunk in (0, 1):
+        with pytest.raises(InvalidInput, match=f"chunk={chunk}: each chunk has a plan of its own"):
+            prefill(MODEL, MACHINE, 2000, parallel, chunk=chunk)
+
+
+def test_a_decoded_token_reads_weights_and_keys_once() -> None:
+    one = decode(MODEL, MACHINE, 2048, 4, Parallel(cp=2, dp=3))
+    assert one.memory["keys and values"] == 4 * (50 + 1024) * 2 * 2 * 64 * 2
+    assert one.parts["keys and values"] == pytest.approx(one.memory["keys and values"] / 1e12)
+    qkv, out = 4 * 256 + 256 * 512 + 4 * 512, 4 * 256 + 256 * 256 + 4 * 256
+    assert one.parts["projections"] == pytest.approx(2 * (2 * (qkv + out) / 1e12 + 2 * 4 * 256 * 768 / 2e13))
+    # Two ranks of a node send fp32 outputs and lse of 4 heads and 4 sequences to each other, in each of 2 layers.
+    merged = 4 * 4 * 4 * 65
+    assert one.parts["merging over cp"] == pytest.approx(2 * (1e-5 + merged / 1e8))
+    assert one.tokens_per_second == pytest.approx(12 / one.seconds / 6)
+    wide = decode(MODEL, MACHINE, 2048, 4096, Parallel(cp=2, dp=3))
+    assert wide.parts["mlp"] == pytest.approx(
+        2 * (2 * 4096 * 3 * 256 * 512 / 2e13 + 2 * (4096 * (256 + 1024 + 512 + 256) + 3 * 256 * 512) / 1e12)
+    )
+
+
+def test_more_ranks_hold_fewer_keys_and_few_experts_are_read() -> None:
+    full = replace(MODEL, windows=(None,) * 2)
+    sizes = [
+        decode(full, MACHINE, 4096, 1, Parallel(cp=cp, tp=tp)).memory["keys and values"]
+        for cp, tp in ((1, 1), (4, 1), (4, 2), (4, 4))
+    ]
+    assert sizes == [sizes[0], sizes[0] // 4, sizes[0] // 8, sizes[0] // 8], "heads are repeated beyond two ranks"
+    experts = replace(MODEL, experts=8, experts_per_token=2)
+    one = decode(experts, MACHINE, 64, 1, Parallel())
+    dense = decode(MODEL, MACHINE, 64, 1, Parallel())
+    assert one.parts["mlp"] == pytest.approx(2 * dense.parts["mlp"], rel=0.01), "two experts of eight"
+    with pytest.raises(InvalidInput, match="batch=0 must be"):
+        decode(MODEL, MACHINE, 64, 0, Parallel())
+    for phase in (lambda how: decode(experts, MACHINE, 64, 1, how), lambda how: prefill(experts, MACHINE, 64, how)):
+        with pytest.raises(InvalidInput, match="ep=2: experts in parallel are modelled in training only"):
+            phase(Parallel(dp=2, ep=2))
+
+
+def test_ranks_merge_by_the_messages_of_a_step() -> None:
+    """The 8B shape at P = 8: 115,584 bytes a rank and layer by gather, 28,896 by scatter."""
+    size, node = 4 * 32 * 129, replace(MACHINE, ranks_per_node=8)
+    assert 7 * size == 115_584 and 2 * 7 * size / 8 == 28_896
+    assert merge_seconds(node, size, 8, 1, "gather") == ("gather", pytest.approx(1e-5 + 115_584 / 1e8))
+    assert merge_seconds(node, size, 8, 1) == ("scatter", pytest.approx(2e-5 + 28_896 / 1e8)), "bytes prevail"
+    late = replace(node, latency=1e-2)
+    assert merge_seconds(late, size, 8, 1) == ("gather", pytest.approx(1e-2 + 115_584 / 1e8)), "rounds prevail"
+    # Two of 8 ranks in a node: 6 messages leave it, through a card that the node's two ranks share.
+    shared = replace(MACHINE, shared_nic=True)
+    assert merge_seconds(shared, size, 8, 1, "gather")[1] == pytest.approx(1e-5 + 6 * size * 2 / 1e8)
+    copy = decode(MODEL, MACHINE, 2048, 4, Parallel(cp=2), windows="copy")
+    assert copy.memory["keys and values"] == 4 * (100 + 1024) * 2 * 2 * 64 * 2
+    shard = decode(MODEL, MACHINE, 2048, 4, Parallel(cp=2))
+    assert 2 * copy.parts["merging over cp"] == shard.parts["merging over cp"], "a window sends nothing"

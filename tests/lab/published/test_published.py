@@ -1,0 +1,136 @@
+"""Errors of the timing model on published measurements, as a regression test; their bands; what a row's plan is."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import ringattn as ra
+from ringattn.lab.models.training import PUBLISHED_STEPS
+from ringattn.lab.published import steps
+from ringattn.lab.published.errors import draw_scatter, group_errors, judge_choices, preset_bands
+from ringattn.lab.published.predictions import (
+    CAUSES,
+    SOURCES,
+    Measurement,
+    PredictedRow,
+    predict_measurements,
+    read_measurements,
+)
+from ringattn.lab.published.steps import step_errors
+from ringattn.machine.bands import BANDS, SIZES, STEPS, describe_band, size_class
+from ringattn.machine.presets import PRESETS
+
+#: Most (median, P90) of the errors of presets made without the family, in the fixed subset.
+LIMITS = {
+    "zhuzilin": (0.075, 0.14),
+    "zhuzilin-varlen": (0.105, 0.13),
+    "zhuzilin-old": (0.07, 0.13),
+    "magi-h100": (0.05, 0.1),
+    "usp-a100-nvlink": (0.12, 0.24),
+    "usp-a100-pcie": (0.2, 0.53),
+    "kernel-h100": (0.07, 0.19),
+}
+
+
+@pytest.fixture(scope="module")
+def predictions() -> list[PredictedRow]:
+    """A fixed subset, which takes seconds: up to 8 GPUs, and of USP's table on NVLink the rows with 8 heads of 128."""
+
+    def is_chosen(row: Measurement) -> bool:
+        return row.gpus <= 8 and (row.family != "usp-a100-nvlink" or (row.heads, row.head_dim) == (8, 128))
+
+    return predict_measurements([row for row in read_measurements() if is_chosen(row)])
+
+
+def test_every_row_of_the_file_has_a_source_and_a_plan_of_its_flops() -> None:
+    rows = read_measurements()
+    assert len(rows) == 387 and {row.family for row in rows} == set(SOURCES)
+    by_id = {row.id: row for row in rows}
+    ring = by_id["zhuzilin-002"]
+    assert [plan.layout.name for plan in ring.plans()] == ["zigzag"] and ring.shard == 8192
+    # The source's rate: 277.08 TFLOP/s of a GPU.
+    assert ring.flops / ring.seconds == pytest.approx(277.08e12, rel=1e-3)
+
+
+def test_errors_are_those_of_rows_that_set_nothing(predictions: list[PredictedRow]) -> None:
+    """Smaller than those of the null model in each family; most of the fitted numbers are seen to be left out."""
+    families = {group.name: group for group in group_errors(predictions, lambda one: one.row.family)}
+    for name, (median, p90) in LIMITS.items():
+        group = families[name]
+        assert group.unseen.median <= median and group.unseen.p90 <= p90, group
+        assert group.unseen.median < group.null.median and group.unseen.p90 < group.null.p90, group
+    differ = {one.row.family for one in predictions if one.unseen != one.preset}
+    assert differ == {"zhuzilin", "zhuzilin-old"}
+    for one in predictions:
+        assert set(one.unseen.causes) == set(CAUSES) and min(one.unseen.causes.values()) >= 0
+
+
+def test_fitted_numbers_name_their_families() -> None:
+    """Without its family a fitted number is another one; all others stay."""
+    for name, preset in PRESETS.items():
+        for facts in (preset.values, *preset.kernels.values()):
+            for number, fact in facts.items():
+                where = name, number
+                assert (fact.source == "fitted") == bool(fact.families) == (fact.without is not None), where
+                assert set(fact.families) <= set(SOURCES), where
+    preset = PRESETS["a100_nvlink_ib"]
+    shipped, unseen = preset.machine("x"), preset.machine("x", unseen="usp-a100-nvlink")
+    assert (shipped.host, unseen.host) == (4e-4, 3e-4) and shipped.node_bandwidth == unseen.node_bandwidth
+    visits = [preset.machine("x", unseen=name).kernel_rates for name in ("", "zhuzilin")]
+    assert visits[0] != visits[1]
+
+
+def test_choices_lose_the_time_between_the_predicted_and_the_measured_best(predictions: list[PredictedRow]) -> None:
+    made = judge_choices(predictions)
+    assert made.count == 20 and made.mean <= 0.05 < made.null
+    first, second = predictions[:2]  # a ring and a zigzag ring of one table
+    pair = [first, second]
+    best = min(pair, key=lambda one: one.row.seconds)
+    (worse,) = (one for one in pair if one is not best)
+    lost = worse.row.seconds / best.row.seconds - 1
+    assert judge_choices(pair).mean == 0.0 and judge_choices(pair).null == pytest.approx(lost / 2)
+    swapped = [replace(first, unseen=second.unseen), replace(second, unseen=first.unseen)]
+    assert judge_choices(swapped).mean == pytest.approx(lost)
+
+
+def test_presets_print_the_bands_of_the_published_rows(predictions: list[PredictedRow]) -> None:
+    """The bands of the machines all of whose rows are in the subset."""
+    bands = preset_bands(predictions)
+    assert set(bands) == set(BANDS)
+    assert [bands[name] for name in ("h800_nvlink_ib", "a100_pcie")] == [
+        BANDS[name] for name in ("h800_nvlink_ib", "a100_pcie")
+    ]
+    assert [size_class(size) for size in SIZES] == [0, 1, 2]
+    assert "no published measurement" in describe_band("b200_nvlink_ib", 8192) and not describe_band("", 8192)
+    plan = ra.make_plan(ra.Causal(), tokens=1 << 16, ranks=8, schedule="ring", dtype="bfloat16")
+    preset = ra.MACHINES["h800_nvlink_ib"]
+    assert any("16 published passes" in note for note in ra.simulate(plan, preset).notes)
+    assert ra.simulate(plan, preset.changed(price=1.0)).notes and not ra.simulate(plan, preset.changed(gamma=0.1)).notes
+
+
+def test_the_scatter_is_drawn(predictions: list[PredictedRow], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw_scatter(predictions, tmp_path)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".png"}
+
+
+def test_steps_of_training_are_as_far_as_the_model_says() -> None:
+    errors, band = step_errors()
+    everything = errors[-1]
+    assert sum(one.speed.rows for one in errors[:-1]) == everything.speed.rows == 81 and len(errors) == 7
+    assert band == STEPS and f"within {100 * everything.speed.median:.1f} %" in PUBLISHED_STEPS
+    assert everything.speed.median <= 0.1 and everything.speed.p90 <= 0.25 and abs(everything.speed.bias) <= 0.05
+    assert everything.reserved is not None and everything.reserved.median <= 0.2
+
+
+def test_no_step_that_fitted_needs_more_than_its_peak() -> None:
+    with (Path(steps.__file__).parent / "steps.csv").open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["peak_GiB"]]
+    assert len(rows) == 22
+    for row in rows:
+        _, needed, reserved = steps._predict(row)
+        assert needed <= float(row["peak_GiB"]) * 2**30 and needed < reserved, row["run"]

@@ -1,0 +1,195 @@
+"""Studies that are interrupted go on, and folders that cannot be used are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Inside, room, started
+from studies import files, read, study
+
+from ringattn import InvalidInput
+from ringattn.cli.config.schema import SimulateConfig
+from ringattn.lab.pages.journal import Journal, read_journal, write_line
+from ringattn.lab.study import runner
+from ringattn.lab.study.runner import run
+
+SWEEP = [
+    "-m",
+    "pattern=Causal(),Causal() & Window(100)",
+    "ranks=2,4,8",
+    "tokens=4k,1M",
+    "heads=2",
+    "study.plots=[stack]",
+]
+
+
+def test_a_torn_line_is_dropped_and_a_changed_study_refused(tmp_path: Path) -> None:
+    path = tmp_path / "points.jsonl"
+    with Journal(path, {"study": "a"}) as journal:
+        journal.add("1", {"x": 0.1})
+        journal.add("2", {"x": None})
+        with pytest.raises(InvalidInput, match="another process"), Journal(path, {"study": "a"}):
+            pass
+    whole = path.read_bytes()
+    for cut in range(len(whole) - 1, len(write_line({"study": "a"})), -7):
+        path.write_bytes(whole[:cut])
+        with Journal(path, {"study": "a"}) as journal:
+            assert list(journal.records) == ["1", "2"][: whole[:cut].count(b"\n") - 1]
+            for key, value in (("1", 0.1), ("2", None)):
+                if key not in journal.records:
+                    journal.add(key, {"x": value})
+        assert path.read_bytes() == whole
+    with pytest.raises(InvalidInput, match="this one differs in its name; give"), Journal(path, {"study": "b"}):
+        pass
+    assert read_journal(path.with_name("none")) == (None, {})
+    for broken, words in (
+        (whole.replace(b'"x"', b'"x', 1), "line 2 is not as it was written; remove"),
+        (b"?\n", "line 1 is not"),
+    ):
+        path.write_bytes(broken := broken + b'{"key": "3", "x')  # the last line is only cut off
+        for opened in (read_journal, lambda path: Journal(path, {"study": "a"})):
+            with pytest.raises(InvalidInput, match=rf"points\.jsonl: {words}"):
+                opened(path)
+        assert path.read_bytes() == broken
+
+
+def test_no_file_of_the_user_becomes_a_journal(tmp_path: Path) -> None:
+    """Neither the target of a link, nor a file of that name, nor a pipe, which would be read for ever."""
+    path, target = tmp_path / "points.jsonl", tmp_path / "precious"
+    target.write_text("text without an end of line")
+    for make, words in (
+        (lambda: path.symlink_to(target), "points.jsonl: cannot be written"),
+        (lambda: path.write_text("mine"), "points.jsonl: is not a journal"),
+        (lambda: path.write_text("mine\nand more"), "line 1 is not that of a study"),
+        (lambda: os.mkfifo(path), "no ordinary file"),
+    ):
+        make()
+        before = path.is_file() and path.read_bytes()
+        with pytest.raises(InvalidInput, match=words):
+            run(study(tmp_path, {"ranks": [2]})) if path.is_file() else Journal(path, {"study": "a"})
+        assert (path.is_file() and path.read_bytes()) == before
+        path.unlink()
+    assert target.read_text() == "text without an end of line"
+
+
+def test_another_study_in_the_folder_is_refused(tmp_path: Path) -> None:
+    run(study(tmp_path, {"ranks": [2]}))
+    before = (tmp_path / "sweep.csv").read_bytes()
+    with pytest.raises(InvalidInput, match="holds the study 'test', and this one differs in its points; give another"):
+        run(study(tmp_path, {"ranks": [2, 4]}))
+    assert (tmp_path / "sweep.csv").read_bytes() == before
+
+
+def test_files_of_the_user_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "report.md").write_text("mine")
+    with pytest.raises(InvalidInput, match="holds files, and none of a study"):
+        run(study(tmp_path, {"ranks": [2]}))
+    assert files(tmp_path) == {"report.md": b"mine"}
+
+
+def test_a_killed_study_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    """SIGKILL at random moments, again and again: no point is done twice, and all files are those of a quiet run."""
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, "-m", "ringattn", "simulate", *SWEEP, "output.path=out"]
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    quiet, killed = tmp_path / "quiet", tmp_path / "killed"
+    for folder in (quiet, killed):
+        folder.mkdir()
+    begun = time.monotonic()
+    subprocess.run(command, cwd=quiet, env=env, check=True, capture_output=True, timeout=100)
+    took = time.monotonic() - begun
+    chance, kills = random.Random(0), 0
+    journal = killed / "out" / "points.jsonl"
+    while kills < 3:
+        process = subprocess.Popen(command, cwd=killed, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            if kills < 2:  # while points are being done, else at any time
+                wanted = 1 + chance.randrange(2, 6) * (kills + 1)
+                while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < wanted):
+                    time.sleep(0.002)
+            else:
+                time.sleep(chance.uniform(0.4, 1.0) * took)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        if process.returncode == -signal.SIGKILL:
+            kills += 1
+        elif kills < 2:  # a busy machine was too slow to kill it: from the start
+            shutil.rmtree(killed / "out")
+        else:
+            break
+    if journal.exists():  # as if the machine had been switched off in the middle of a line
+        journal.write_bytes(journal.read_bytes()[:-5])
+    subprocess.run(command, cwd=killed, env=env, check=True, capture_output=True, timeout=100)
+    assert files(killed / "out") == files(quiet / "out")
+    assert len({json.loads(line).get("key") for line in journal.read_text().splitlines()}) == 13
+    assert {"stack.svg", "stack.png", "report.html", "sweep.csv", "summary.json"} <= files(quiet / "out").keys()
+
+
+def test_a_study_that_is_interrupted_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: Inside
+) -> None:
+    """Ctrl-C at the third point: status 130, the folder is named, two points are kept, and the same command ends it."""
+    arguments = ("simulate", "-m", "ranks=2,4,8", "tokens=4k", "study.plots=[]", "output.path=out")
+    real, done = runner.evaluation.evaluate, []
+
+    def interrupted(config: SimulateConfig) -> dict[str, Any]:
+        done.append(config.ranks)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return real(config)
+
+    monkeypatch.setattr(runner.evaluation, "evaluate", interrupted)
+    first = inside(*arguments, cwd=tmp_path)
+    assert first.returncode == 130
+    assert "out keeps the finished points; the same command continues from there" in first.stderr
+    again = inside(*arguments, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert done == [2, 4, 8, 8] and len(read(tmp_path / "out" / "sweep.csv")) == 3
+
+
+def test_folders_that_cannot_be_used_are_refused_before_the_first_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner.evaluation, "evaluate", lambda *_: pytest.fail("a point was done"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "journal" / "points.jsonl").mkdir(parents=True)
+    config_there = tmp_path / "config"
+    (config_there / "config.yaml").mkdir(parents=True)
+    (config_there / "points.jsonl").touch()
+    for folder, words in (
+        (tmp_path / "file", "cannot be a folder"),
+        (tmp_path / "file" / "out", "file is not a folder; choose another path"),
+        (tmp_path / "no" / "out", "the folder .*no does not exist; make it first"),
+        (tmp_path / "journal", "holds files, and none of a study"),
+        (config_there, "config.yaml: is a folder"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            run(study(folder, {"ranks": [2]}))
+    with pytest.raises(InvalidInput, match="cannot be written"), Journal(tmp_path / "journal" / "points.jsonl", {}):
+        pass
+    assert not list((tmp_path / "journal" / "points.jsonl").iterdir())
+
+
+def test_a_full_disk_ends_a_study_that_goes_on_later(tmp_path: Path) -> None:
+    """Files of a process may not grow beyond 4 KiB: the points before that are kept, in whole lines."""
+    arguments = ("simulate", *SWEEP[:-1], "study.plots=[]", "output.path=out")
+    with room(4096):
+        full = started(*arguments, cwd=tmp_path)
+    assert full.returncode == 2, full.stderr
+    assert "points.jsonl: could not be written" in full.stderr and "the same command goes on" in full.stderr
+    journal = tmp_path / "out" / "points.jsonl"
+    kept = journal.read_bytes().splitlines()[:-1]
+    assert len(kept) > 1
+    assert started(*arguments, cwd=tmp_path).returncode == 0
+    assert journal.read_bytes().splitlines()[: len(kept)] == kept and len(journal.read_bytes().splitlines()) == 13

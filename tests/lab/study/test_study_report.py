@@ -1,0 +1,215 @@
+"""Reports of studies: what was executed by which budget, every number with its word, and what is extrapolated."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Inside
+from studies import files, read, study
+
+import ringattn as ra
+from ringattn import Unsupported
+from ringattn.cli.config.groups import ExecuteGroup
+from ringattn.errors import NumericsFailure
+from ringattn.lab.study import plots, runner
+from ringattn.lab.study.evaluation import plan_execution
+from ringattn.lab.study.runner import run
+
+
+def test_budgets_decide_by_assumed_rates_alone(tmp_path: Path) -> None:
+    options = ExecuteGroup(budget=100.0)
+    for pattern, ranks, how in (
+        (ra.Full(), 2, "whole"),
+        (ra.Full(), 4096, "rows"),
+        (ra.Causal() & ra.Window(100), 1 << 18, "some"),
+    ):
+        plan = ra.make_plan(pattern, tokens=4096 * ranks, ranks=ranks, schedule="ring")
+        order = plan_execution(plan, options)
+        assert (order.how, order.seconds <= 100.0) == (how, True)
+        assert order.first >= 0 and order.first + order.count <= max(ranks, order.count)
+    # The longest first; what does not fit is said not to be executed, and what fits after it is.
+    axes = {"ranks": [256, 512, 1024], "shard": [1024]}
+    table = run(study(tmp_path, axes, study={"execute": ExecuteGroup(budget=0.28, rows=2)}))
+    assert ["executed how" in row for row in table.rows] == [True, True, False]
+    assert [row["executed turn"] for row in table.rows] == [3, 2, 1]
+    why = table.rows[2]["executed why not"]
+    assert why.startswith("not executed: 2 rows would take ") and "280 ms of the budget of 280 ms were left at" in why
+    assert {row["executed ledger"] for row in table.rows[:2]} == {"complete"}
+
+
+def test_the_billion_tokens_quickly(inside: Inside, tmp_path: Path) -> None:
+    """The experiment on its three smallest sizes: what is executed passes its ledger, the rest is said not to be."""
+    pytest.importorskip("matplotlib")
+    sizes = "[{tokens: 8192, ranks: 1}, {tokens: 131072, ranks: 32}, {tokens: 1048576, ranks: 256}]"
+    axes = ["study.axes.pattern=[full, 'Causal() & Window(255)']", "study.axes.machine=[gtx1080_pcie, h100_nvlink_ib]"]
+    done = inside(
+        "simulate",
+        "experiment=billion_tokens",
+        "study.execute.budget=1",
+        f"study.together={sizes}",
+        "output.path=out",
+        *axes,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = read(tmp_path / "out" / "sweep.csv")
+    assert len(rows) == 12
+    assert {"complete"} == {row["executed ledger"] for row in rows if row["executed how"]}
+    some = [row for row in rows if row["executed how"]]
+    assert any("whole" in row["executed how"] for row in some)
+    assert all(row["executed how"] or row["executed why not"] for row in rows)
+    for row in some:
+        assert float(row["executed error"]) <= float(row["executed most allowed"])
+        whole = row["executed how"] == "all ranks, whole"  # with 16 rows of each rank compared
+        executed = (int(row[f"executed {name}"]) for name in ("rows [query rows]", "rows compared [query rows]"))
+        assert tuple(executed) == ((int(row["tokens [tokens]"]), 16 * int(row["ranks"])) if whole else (16, 16))
+    left = [row["executed why not"] for row in sorted(rows, key=lambda row: int(row["executed turn"]))]
+    assert all("at its turn" in why for why in left if why)
+    full = [row for row in rows if row["pattern"] == "Full()"]
+    assert [int(row["pairs [(query, key, head) pairs]"]) for row in full[:2]] == [8 * 8192**2] * 2
+    far = json.loads((tmp_path / "out" / "summary.json").read_text())["extrapolated"]
+    h100 = [one for one in far if "h100" in one["series"] and "Full" in one["series"]]
+    a, b = (float(full[i]["forward time [s]"]) for i in (3, 5))
+    (one,) = h100
+    assert one["ranks"] == -(-(10**12) // 4096)
+    assert one["seconds"] == pytest.approx(b + (b - a) / (256 - 32) * (one["ranks"] - 256))
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "[extrapolated]" in report and "Nothing of this size was executed" in report and "not executed" in report
+    assert "executed in fp64 with 1 head of 8 elements and a batch of 1" in report
+    assert (
+        "Equal for all points: layout=contiguous, schedule=ring, heads=8, kv_heads=8, head_dim=64, dtype=bf" in report
+    )
+    assert "of 12 points have numbers, 0 were refused" in report and "of 6 plans executed [counted]" in done.stdout
+
+
+def test_reports_hold_every_number_with_its_word(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = {"plots": ["stack", "efficiency", "memory", "crossover"]}
+    axes = {"ranks": [2, 4], "tokens": [4096, 8192], "layout": ["contiguous", "zigzag"]}
+    done = study(tmp_path / "a", axes, study=options, slow={1: 2.0})
+    table = run(done)
+    page = (tmp_path / "a" / "report.html").read_text()
+    assert '<figure class="paper" role="img" aria-label="stack: the time by cause, by ranks">' in page
+    assert (
+        "![crossover: what takes the least time, by ranks and tokens](crossover.svg)"
+        in (tmp_path / "a" / "report.md").read_text()
+    )
+    assert page.count("<svg") == 4 and "http://www.w3.org" in page and 'src="' not in page
+    for one in table.columns:
+        if one.unit in ("s", "bytes", "bytes per rank"):
+            assert one.word in ("counted", "modelled", "kind")
+    assert "[modelled]" in page and "forward bytes, counted" in page
+    assert {one.unit for one in table.columns if one.name.endswith(" cost")} == {"currency of machine.price"}
+    assert "price=2.5 USD / h [assumed]" in page
+    best = plots.find_fastest(table, "ranks", "tokens")
+    for (ranks, tokens), (name, seconds) in best.items():
+        both = {
+            layout: ra.simulate(
+                ra.make_plan(ra.Causal(), tokens=tokens, ranks=ranks, layout=layout, schedule="ring", heads=2),
+                "h100_nvlink_ib",
+                slow={1: 2.0},
+            ).seconds
+            for layout in ("contiguous", "zigzag")
+        }
+        assert seconds == min(both.values()) and both[name] == seconds
+    run(study(tmp_path / "b", axes, study=options, slow={1: 2.0}))
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_reports_escape_labels_and_end_long_tables(tmp_path: Path) -> None:
+    """201 points, of which a report shows 200; what a label holds is text, in HTML as in Markdown."""
+    together = [{"machine.bandwidth": 1e9 + i, "label.name": "<b> & |"} for i in range(201)]
+    run(study(tmp_path / "s", {}, study={"together": together, "name": "<img src=x>"}))
+    page, text = ((tmp_path / "s" / f"report.{kind}").read_text() for kind in ("html", "md"))
+    assert page.count("<td>&lt;b&gt; &amp; |</td>") == 200 == text.count("| &lt;b> & \\| |")
+    assert all("The first 200 of 201 points; sweep.csv holds all points." in report for report in (page, text))
+    assert "<img" not in text and "<img" not in page
+    assert "\n\n\n" not in text and text.startswith("# Study &lt;img src=x>\n\n**The time changes by less than 2% ")
+    assert "\n\n201 of 201 points have numbers, 0 were refused." in text
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "words"),
+    [
+        (
+            {"layout": ["contiguous", "zigzag"], "ranks": [16, 64], "tokens": ["256k"], "heads": [32]},
+            {},
+            r"zigzag is fastest at every number of ranks, 1.9 times as fast as contiguous \(16 ranks, ",
+        ),
+        (
+            {"machine.bandwidth": [1e8, 2e9, 1e13, 2e13], "machine.ranks_per_node": [1]},
+            {},
+            "From machine.bandwidth=2 GB/s on, larger values gain less than 2%",
+        ),
+        (
+            {"machine.latency": [1e-9, 2e-9, 1e-3], "machine.ranks_per_node": [1]},
+            {},
+            "Up to machine.latency=0.002 us, smaller values gain less than 2%",
+        ),
+        (
+            {"shard": ["1k", "64k"], "layout": ["zigzag", "contiguous"]},
+            {"x": "shard"},
+            "Ranks compute .* with 64k tokens",
+        ),
+        (
+            {"tokens": ["8k", "1M"]},
+            {"plots": ["memory"]},
+            "A rank needs .* MiB with 8k tokens, and .* GiB with 1M tokens",
+        ),
+        (
+            {"ranks": [64, 128], "slow": [None, "{1: 9.0}"], "shard": ["8k"]},
+            {"x": "ranks"},
+            "slow=null is fastest at ev",
+        ),
+        ({"ranks": [2]}, {}, r"Ranks compute \d+% of the time \["),
+    ],
+)
+def test_the_headline_answers_in_words(
+    axes: dict[str, Any], options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    if options.get("plots"):
+        pytest.importorskip("matplotlib")
+    run(study(tmp_path / "s", axes, study=options))
+    headline = (tmp_path / "s" / "report.md").read_text().split("**")[1]
+    assert re.match(words, headline) and headline.endswith(" [modelled].") and len(headline) < 250, headline
+
+
+def test_ticks_are_in_units(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    table = run(study(tmp_path / "s", {"tokens": ["8k", "64k", "1M"], "machine.bandwidth": [1e9, 2.5e10]}))
+    from matplotlib.figure import Figure
+
+    for x, y, ticks in (
+        ("tokens", "machine.bandwidth", ["8k", "64k", "1M"]),
+        ("machine.bandwidth", "tokens", ["1 GB/s", "25 GB/s"]),
+    ):
+        for name in ("efficiency", "stack", "crossover"):
+            figure = Figure()
+            assert plots.PLOTS[name][0](figure, table, x, y)
+            assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ticks, name
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(Unsupported, match=r"pip install 'ringattn\[plot\]'"):
+        run(study(tmp_path, {"ranks": [2, 4]}, study={"plots": ["stack"]}))
+    assert not list(tmp_path.iterdir())
+    run(study(tmp_path, {"ranks": [2, 4]}))
+
+
+def test_wrong_numerics_fail_after_all_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = runner.evaluation.execute
+
+    def harmed(plan: ra.Plan, *more: Any) -> dict[str, Any]:
+        found = real(plan, *more)
+        return {**found, "ledger": "NOT COMPLETE"} if plan.ranks == 4 else {**found, "error of lse": float("nan")}
+
+    monkeypatch.setattr(runner.evaluation, "execute", harmed)
+    with pytest.raises(NumericsFailure, match="points 0, 1: the executed numerics are wrong"):
+        run(study(tmp_path / "s", {"ranks": [2, 4]}, study={"execute": ExecuteGroup(budget=5.0)}))
+    assert [row["executed ledger"] for row in read(tmp_path / "s" / "sweep.csv")] == ["complete", "NOT COMPLETE"]

@@ -1,0 +1,65 @@
+"""`ringattn simulate model=`: the numbers of the library, its defaults, and what has no meaning beside a model."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command_line import Inside
+
+import ringattn as ra
+from ringattn.cli.config.groups import MachineGroup, ModelGroup
+from ringattn.cli.config.schema import SimulateConfig
+from ringattn.cli.simulate import main
+from ringattn.errors import InvalidInput
+from ringattn.lab.models.config import load_model
+from ringattn.lab.models.parallel import Parallel
+from ringattn.lab.models.training import training_step
+
+
+def test_a_step_on_the_command_line(inside: Inside, tmp_path: Path) -> None:
+    question = ("simulate", "model=llama3_8b", "tokens=64k", "cp=4", "dp=2", "tp=2")
+    done = inside(*question, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    parallel = Parallel(cp=4, dp=2, tp=2, layout="zigzag", schedule="auto")
+    step = training_step(load_model("llama3_8b"), ra.get_machine("h100_nvlink_ib"), 65536, parallel)
+    assert (record["seconds"], record["memory"], record["mfu"]) == (step.seconds, step.memory, step.mfu)
+    assert record["cost per 1e9 tokens"] == 2.5 * step.gpu_hours
+    assert record["kWh per 1e9 tokens"] == pytest.approx(0.7 * step.gpu_hours)
+    assert record["seconds with failures"] > record["seconds"] > record["seconds, band"][0]
+    printed = inside(*question, cwd=tmp_path).stdout
+    assert all(word in printed for word in ("[counted]", "[modelled]", "(MFU)", "memory of a GPU", "with failures"))
+    assert max(map(len, printed.splitlines())) <= 120
+
+
+def test_jobs_of_models_are_points_of_a_study(inside: Inside, tmp_path: Path) -> None:
+    done = inside("simulate", "-m", "model=llama3_8b,mistral_7b", "tokens=8k", "tp=2,8", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    header, *rows = (re.split(r" {2,}", line.strip()) for line in done.stdout.rpartition("\npoints\n")[2].splitlines())
+    assert header == ["model", "tp", "time", "memory of a rank", "kind"]
+    assert [row[:2] for row in rows[:4]] == [[name, tp] for name in ("llama3_8b", "mistral_7b") for tp in "28"]
+
+
+def test_phases_and_configs_of_your_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    path = tmp_path / "my.json"
+    path.write_text(json.dumps({**config, "intermediate_size": 128, "vocab_size": 100}))
+    own = SimulateConfig(tokens=1024, model=ModelGroup("file", str(path)), machine=MachineGroup("a100_nvlink_ib"))
+    for group in (own.layout, own.schedule):
+        group.spec = "auto"
+    for phase, name in (("prefill", "time to first token"), ("decode", "time per token")):
+        main(replace(own, phase=phase))
+        printed = capsys.readouterr().out
+        assert name in printed and "keys and values of a GPU  512.0 KiB" in printed
+    for wrong, message in (
+        ({"phase": "train"}, "did you mean 'training'"),
+        ({"model": ModelGroup("file")}, "model=file needs model.path=..., the config"),
+        ({"merge": "gather"}, "merge=gather has no meaning with phase=training"),
+        ({"phase": "decode", "merge": "none"}, "merge=none: expected one of auto, gather, scatter"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            main(replace(own, **wrong))  # type: ignore[arg-type]
