@@ -197,7 +197,9 @@ def fit(name: str, model_type: str, ids: torch.Tensor, **fields: Any) -> tuple[A
         try:
             model = make(name, model_type, **{**more, **fields})
             result = model(**alone(model, ids.expand(2, -1), 0, 0, TOKENS), **without_cache(model))
-            first = next(x for n in FIELDS if isinstance(x := result.get(n), torch.Tensor)).detach()
+            first = next((x.detach() for n in FIELDS if isinstance(x := result.get(n), torch.Tensor)), None)
+            if first is None:
+                raise ValueError(f"returns {', '.join(result)} for tokens alone")
             return make(name, model_type, **{**more, **fields}), more, first
         except FOREIGN as error:
             errors.append(error)
