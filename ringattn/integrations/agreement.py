@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ..call.functional import get_transport
@@ -123,8 +123,8 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
 
 
 def _attend_rows(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **others: Any
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **others: Any
+) -> tuple[Tensor, None]:
     """In place of attention: rows that depend on their own query, key and value only."""
     gate = torch.tanh(scale_by_position(module, query).mean(-1, keepdim=True))
     if getattr(module, CROSS, False) or key.shape[2] != query.shape[2]:
@@ -141,7 +141,7 @@ AttentionInterface.register(ROWS, _attend_rows)
 @contextmanager
 def _in_fp32(model: nn.Module) -> Iterator[None]:
     """While it is open, each module computes with its weights of 16 bits in fp32, of one module at a time."""
-    narrow: list[list[tuple[nn.Parameter, torch.Tensor]]] = []
+    narrow: list[list[tuple[nn.Parameter, Tensor]]] = []
 
     def widen(module: nn.Module, *_: Any) -> None:
         narrow.append([(p, p.data) for p in module.parameters(recurse=False) if p.dtype in HALF])
@@ -183,7 +183,7 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
     modes, before = [(module, module.training) for module in model.modules()], model.config._attn_implementation
     tables = set(find_tables(model).values()) if ring.crosses else set()
 
-    def rows_of(places: torch.Tensor) -> torch.Tensor:
+    def rows_of(places: Tensor) -> Tensor:
         """The results [n, d] of the tokens at `places` [B, n]."""
         here, given = places.to(device), ids[places].to(device)
         ring.call.places = {"encoder": here[0], "decoder": here[0]}
@@ -223,21 +223,21 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
         )
 
 
-def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+def _gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
     """d loss / d parameter of every parameter that the loss reaches or could reach."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = torch.autograd.grad(loss, parameters, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
 
 
-def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+def _difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
     """The largest difference, as a fraction of the largest value of all of `theirs`."""
     largest = max(float(x.abs().max()) for x in theirs)
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) / max(largest, 1e-30)
 
 
-def _rows_of(result: Any) -> torch.Tensor:
+def _rows_of(result: Any) -> Tensor:
     """What a model says of each row or sequence: its logits, without a head its last hidden states."""
     if "start_logits" in result:
         return torch.stack([result["start_logits"], result["end_logits"]], -1)
-    return cast(torch.Tensor, result["logits" if "logits" in result else "last_hidden_state"])
+    return cast(Tensor, result["logits" if "logits" in result else "last_hidden_state"])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..call.functional import get_transport
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 #: Cumulative lengths [0, ..., N] for all rows, or one such list for each row.
-Borders = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
+Borders = Sequence[int] | Sequence[Sequence[int]] | Tensor
 #: The key of a batch whose tensor, int64 [one per name], stands for the whole batch that all ranks must be given.
 DIGEST = "batch_digest"
 #: Labels of whole sequences: the first and the last token of an answer, [B].
@@ -42,8 +43,8 @@ COMPARED = ("cu_seqlens", *OF_ROWS, *ANSWERS)
 COUNT, LARGEST = -2, -1
 #: The first exchange of a model; `shard_batch` reports its errors there.
 POSITIONS = "positions of a model"
-Batch = Mapping[str, torch.Tensor]
-Tensors = dict[str, torch.Tensor]
+Batch = Mapping[str, Tensor]
+Tensors = dict[str, Tensor]
 #: The borders of packed documents by the tensor that transformers passes to all layers: one copy to the host a batch.
 _borders: Any = WeakIdKeyDictionary()
 
@@ -65,16 +66,14 @@ class LayerMasks:
         layers = Counter(layer_windows(model))
         return cls(tuple(make_pattern(window, causal) for window in layers), tuple(layers.values()))
 
-    def cut(self, borders: torch.Tensor | Documents, ranks: int) -> Layout:
+    def cut(self, borders: Tensor | Documents, ranks: int) -> Layout:
         """The Layout of the batch with these documents, which are `cu_seq_lens_q` of `shard_batch`'s result."""
         documents = borders if isinstance(borders, Documents) else read_borders(borders)
         patterns, tokens = [pattern & documents for pattern in self.patterns], documents.row(0).starts[-1]
         return make_layout("balanced", tokens=tokens, ranks=ranks, patterns=patterns, weights=self.weights)
 
 
-def cut_batch(
-    layout: str | Layout | LayerMasks, tokens: int, ranks: int, borders: torch.Tensor | Documents | None
-) -> Layout:
+def cut_batch(layout: str | Layout | LayerMasks, tokens: int, ranks: int, borders: Tensor | Documents | None) -> Layout:
     """The Layout of a batch, whose documents may be one for each row. Raises InvalidInput."""
     if isinstance(layout, LayerMasks):
         return layout.cut(Documents((tokens,)) if borders is None else borders, ranks)
@@ -97,7 +96,7 @@ def shard_batch(
     layout: str | Layout | LayerMasks,
     cu_seqlens: Borders | None = None,
     shift: int = True,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """This rank's part of a batch of whole sequences, as keyword arguments of the model.
 
     batch: `input_ids` [B, N], and where wanted `labels`, `attention_mask` (0 for padding, 1 for a token, or the number
@@ -173,7 +172,7 @@ def cut_rows(
 
 def _shard_both(
     batch: Batch, group: ProcessGroup | DeviceMesh | None, layout: str | Layout | LayerMasks
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """`shard_batch` for an encoder and a decoder, whose sequences are cut each by itself; labels are the decoder's."""
     if not isinstance(layout, str):
         raise Unsupported("an encoder and a decoder have sequences of two lengths; give a name, such as 'zigzag'")
@@ -202,14 +201,12 @@ class Collator:
     layout: str | Layout | LayerMasks = "zigzag"
     shift: int = True
 
-    def __call__(self, examples: Any) -> dict[str, torch.Tensor]:
+    def __call__(self, examples: Any) -> dict[str, Tensor]:
         """`shard_batch` of the batch that `inner` makes of these examples."""
         return shard_batch(self.inner(examples), self.group, layout=self.layout, shift=self.shift)
 
 
-def gather_logits(
-    logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None = None, *, layout: str | Layout
-) -> torch.Tensor:
+def gather_logits(logits: Tensor, group: ProcessGroup | DeviceMesh | None = None, *, layout: str | Layout) -> Tensor:
     """The logits [B, N, classes] of whole sequences from the ranks' [B, n, classes], on every rank. Collective.
 
     `layout` is that of the batch, with `LayerMasks` layout.cut(batch["cu_seq_lens_q"], ranks). Not differentiable: a
@@ -237,7 +234,7 @@ def read_batch(batch: Batch) -> tuple[Tensors, Tensors, Borders | None]:
 def _is_of_sequences(name: str, batch: Tensors) -> bool:
     """Whether the batch has a tensor of this name with one entry for each sequence: classes [S] or [S, classes]."""
     x, tokens = batch.get(name), batch.get("input_ids")
-    if not isinstance(x, torch.Tensor) or not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
+    if not isinstance(x, Tensor) or not isinstance(tokens, Tensor) or tokens.ndim != 2:
         return False
     return x.ndim == 1 or (x.is_floating_point() and x.ndim == 2)
 
@@ -252,7 +249,7 @@ def _check_batch(batch: Batch) -> None:
     if "input_ids" not in batch:
         raise InvalidInput(f"a batch needs input_ids [batch, tokens], got {sorted(batch) or 'nothing'}")
     for name, x in batch.items():
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, Tensor):
             raise InvalidInput(
                 f"{name} must be a tensor [batch, tokens], got {type(x).__name__}; try torch.tensor(...), a tokenizer "
                 "with return_tensors='pt', or leave out what the model does not need"
@@ -265,7 +262,7 @@ def _check_batch(batch: Batch) -> None:
         raise InvalidInput(f"the tensors of a batch must have one shape [batch, tokens], got {sizes}")
 
 
-def digest_batch(batch: Batch, documents: Documents | None) -> torch.Tensor:
+def digest_batch(batch: Batch, documents: Documents | None) -> Tensor:
     """A number for each tensor of a whole batch, 0 for one that it lacks, its labels, and its largest position; int64.
 
     The numbers stay on the device of the batch, so that the host does not wait for the device.
@@ -279,7 +276,7 @@ def digest_batch(batch: Batch, documents: Documents | None) -> torch.Tensor:
     return torch.stack([*numbers, count.to(tokens.device), largest.to(tokens.device)])
 
 
-def make_labels(batch: Batch, documents: Documents | None, shift: int, mask: torch.Tensor | None) -> Tensors:
+def make_labels(batch: Batch, documents: Documents | None, shift: int, mask: Tensor | None) -> Tensors:
     """The labels [B, N] of the rows of a whole batch and their weights; none where mask is 0. Raises InvalidInput."""
     tokens, labels, weights = batch["input_ids"], batch.get("labels"), batch.get("loss_weights")
     if "shift_labels" in batch:
@@ -323,14 +320,14 @@ def compare_batches(records: list[list[int]]) -> list[int]:
     return [record[0] for record in records]
 
 
-def read_borders(borders: torch.Tensor) -> Documents:
+def read_borders(borders: Tensor) -> Documents:
     """The documents with these borders; read once."""
     if borders not in _borders:
         _borders[borders] = Documents(cu_seqlens=borders.tolist())
     return cast(Documents, _borders[borders])
 
 
-def write_borders(documents: Documents, tokens: torch.Tensor) -> torch.Tensor:
+def write_borders(documents: Documents, tokens: Tensor) -> Tensor:
     """The borders for a model's `cu_seq_lens_q`: int32 [L], or [B, L] where rows differ, with N repeated at the end."""
     by_row = [documents.row(row).starts for row in range(documents.rows or 1)]
     most = max(map(len, by_row))
@@ -359,7 +356,7 @@ def find_documents(batch: Batch, cu_seqlens: Borders | None) -> Documents | None
     return documents
 
 
-def _find_begins(batch: Batch) -> torch.Tensor:
+def _find_begins(batch: Batch) -> Tensor:
     """Which tokens but the first begin a document, [B, N - 1]: their number in the mask or seq_idx, or position jumps.
 
     Each is compared with the token before it that is not padding; positions may count the padding between them.
@@ -376,7 +373,7 @@ def _find_begins(batch: Batch) -> torch.Tensor:
     return torch.stack(jumps).any(0) & real
 
 
-def count_positions(tokens: torch.Tensor, mask: torch.Tensor | None, documents: Documents | None) -> torch.Tensor:
+def count_positions(tokens: Tensor, mask: Tensor | None, documents: Documents | None) -> Tensor:
     """Positions [B, N]: of each document, or row, from the first token that is not padding."""
     real = torch.ones_like(tokens) if mask is None else mask.ne(0).long()
     counted = real.cumsum(-1)

@@ -24,6 +24,7 @@ from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelC
 from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.models.attention_processor import Attention, MochiAttention
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
@@ -118,14 +119,14 @@ def parallelize(
 class _Cut(ContextParallelSplitHook):  # type: ignore[misc]
     """diffusers' hook that cuts tokens, which leaves the output of a whole model alone: that may be a dataclass."""
 
-    def _prepare_cp_input(self, x: torch.Tensor, place: Any) -> torch.Tensor:
+    def _prepare_cp_input(self, x: Tensor, place: Any) -> Tensor:
         ranks = self.parallel_config._flattened_mesh.size()
         if place.expected_dims in (None, x.dim()) and x.shape[place.split_dim] < ranks:
             raise InvalidInput(
                 f"an input {tuple(x.shape)} has fewer tokens, in dim {place.split_dim}, than {ranks}, the number of "
                 "ranks: every rank needs one of the image, and one of the text where that is cut; take fewer ranks"
             )
-        return cast(torch.Tensor, super()._prepare_cp_input(x, place))
+        return cast(Tensor, super()._prepare_cp_input(x, place))
 
     def post_forward(self, module: Any, output: Any) -> Any:
         cuts = any(isinstance(name, int) for name in self.metadata)  # the places of outputs
@@ -142,7 +143,7 @@ def _compare_inputs(group: ProcessGroup, module: Any, arguments: Any, named: Any
     if torch.is_grad_enabled() or not hasattr(config, "ring_compared"):
         weights = [x for name, x in module.named_parameters() if type(x) is torch.nn.Parameter and "_fsdp" not in name]
         weights = [x for x in weights if not x.is_meta]
-    compare_inputs([x for x in tree_leaves((arguments, named)) if isinstance(x, torch.Tensor)], group, weights)
+    compare_inputs([x for x in tree_leaves((arguments, named)) if isinstance(x, Tensor)], group, weights)
     config.ring_compared = True
 
 
@@ -152,7 +153,7 @@ def _gather(dims: list[int | None], group: ProcessGroup, module: Any, inputs: An
     diffusers' own hook takes the gradient of one rank, which is wrong where tokens are cut again later, and cannot
     gather shards that differ in length with Gloo.
     """
-    outputs = [output] if isinstance(output, torch.Tensor) else [*output]
+    outputs = [output] if isinstance(output, Tensor) else [*output]
     for i, dim in enumerate(dims):
         if dim is not None:
             rows, shape = outputs[i].shape[dim], [*outputs[i].shape]
@@ -162,20 +163,20 @@ def _gather(dims: list[int | None], group: ProcessGroup, module: Any, inputs: An
             end = ends[dist.get_rank(group)]
             whole = outputs[i].new_zeros(shape).slice_scatter(outputs[i], dim, end - rows, end)
             outputs[i] = SumOverRanks.apply(whole, group)
-    return outputs[0] if isinstance(output, torch.Tensor) else tuple(outputs)
+    return outputs[0] if isinstance(output, Tensor) else tuple(outputs)
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     _parallel_config: ParallelConfig | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The output [B, n, H, D] of queries [B, n, H, D] over the keys and values [B, m, K, D] of all ranks.
 
     Without a config the keys are whole on this rank, and diffusers' native backend attends them. diffusers drops
@@ -183,7 +184,7 @@ def _attend(
     """
     if _parallel_config is None:
         native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
-        return cast(torch.Tensor, native(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+        return cast(Tensor, native(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
     padding, (batch, keys) = None, key.shape[:2]
     if attn_mask is not None:
         if attn_mask.dtype != torch.bool or attn_mask.shape not in ((batch, keys), (batch, 1, 1, keys)):
@@ -200,7 +201,7 @@ def _attend(
         layout=ROWS, q_layout=ROWS, group=config._flattened_mesh.get_group(), key_padding_mask=padding, scale=scale,
         schedule=f"ulysses({config.ulysses_degree}, ring)", **getattr(_parallel_config, "ring_options", {}),
     )  # fmt: skip
-    return cast(torch.Tensor, out.transpose(1, 2))
+    return cast(Tensor, out.transpose(1, 2))
 
 
 #: A new member of diffusers' enumeration of backends, which has no way to add one.

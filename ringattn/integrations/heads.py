@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from ..call.functional import get_transport
@@ -57,15 +57,15 @@ class Sequences:
     """The sequences of a batch whose rows ranks hold: its rows, or where these are packed its documents, in order."""
 
     #: [B, n]: the number of the sequence that a row of this rank belongs to.
-    index: torch.Tensor
+    index: Tensor
     #: [B, n]: the position in this sequence.
-    positions: torch.Tensor
+    positions: Tensor
     #: [B, n]: False for padding.
-    real: torch.Tensor
+    real: Tensor
     number: int
     group: ProcessGroup
 
-    def pool(self, rows: torch.Tensor, how: str) -> torch.Tensor:
+    def pool(self, rows: Tensor, how: str) -> Tensor:
         """[number, d] of this rank's rows [B, n, d], the same on every rank. Differentiable; collective."""
         index, real = self.index.flatten(), self.real.flatten()
         weight = real.to(wide(rows.dtype))
@@ -86,9 +86,7 @@ class Sequences:
         return SumOverRanks.apply(pooled, self.group).to(rows.dtype)
 
 
-def find_sequences(
-    batch: Mapping[str, torch.Tensor], group: ProcessGroup, layout: str | Layout | LayerMasks
-) -> Sequences:
+def find_sequences(batch: Mapping[str, Tensor], group: ProcessGroup, layout: str | Layout | LayerMasks) -> Sequences:
     """The sequences of this rank's part of a batch, as `shard_batch` has made it."""
     positions, mask, borders = (batch.get(name) for name in ("position_ids", "attention_mask", "cu_seq_lens_q"))
     assert positions is not None
@@ -108,13 +106,13 @@ def find_sequences(
 
 
 def pool(
-    hidden: torch.Tensor,
-    batch: Mapping[str, torch.Tensor],
+    hidden: Tensor,
+    batch: Mapping[str, Tensor],
     group: ProcessGroup | DeviceMesh | None = None,
     *,
     layout: str | Layout | LayerMasks,
     how: str = "mean",
-) -> torch.Tensor:
+) -> Tensor:
     """One vector for each sequence [S, d], equal on all ranks, such as an embedding of a text. Collective.
 
     hidden: the last hidden states [B, n, d] of this rank's rows.
@@ -148,11 +146,11 @@ def find_pooling(model: PreTrainedModel, field: str) -> str:
     head = _copy(model, {id(model.base_model): below})
     token = 1 + max(head.config.get_text_config().pad_token_id or 0, 0)
 
-    def run(hidden: torch.Tensor) -> torch.Tensor:
+    def run(hidden: Tensor) -> Tensor:
         pooled = None if pooler is None else pooler(hidden)
         result = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=hidden, pooler_output=pooled)
         below.forward = lambda *args, **kwargs: result  # type: ignore[method-assign]
-        return cast(torch.Tensor, head(input_ids=torch.full(hidden.shape[:2], token, device=hidden.device))[field])
+        return cast(Tensor, head(input_ids=torch.full(hidden.shape[:2], token, device=hidden.device))[field])
 
     return _ask(model, f"head ({field})", run)
 
@@ -183,7 +181,7 @@ def _copy(module: nn.Module | None, known: dict[int, Any] | None = None) -> Any:
     return made
 
 
-def _ask(model: PreTrainedModel, part: str, run: Callable[[torch.Tensor], torch.Tensor]) -> str:
+def _ask(model: PreTrainedModel, part: str, run: Callable[[Tensor], Tensor]) -> str:
     """What `run`, a part of a model that is given hidden states [1, n, d], reads of them."""
     width = model.config.get_text_config().hidden_size
     hidden = torch.randn(1, ASKED, width, generator=torch.Generator().manual_seed(1), device="cpu")
@@ -227,7 +225,7 @@ class HeadCall:
             ids = ids.new_ones(self.sequences.number, 1)
         return {**self.others, "input_ids": ids}
 
-    def pooled(self, hidden: torch.Tensor) -> torch.Tensor:
+    def pooled(self, hidden: Tensor) -> Tensor:
         """What the head is given in place of the hidden states [B, n, d] of this rank's rows."""
         if self.pooling == "rows":
             return hidden

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import IterableDataset
 from transformers import Trainer
@@ -97,7 +98,7 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
         """The number of this rank's cp group."""
         return 0 if self.mesh is None else self.mesh.get_local_rank("dp")
 
-    def drop_copies(self, x: torch.Tensor) -> torch.Tensor:
+    def drop_copies(self, x: Tensor) -> Tensor:
         """Of the rows [ranks * B, ...] that all ranks gave those of the first rank of each group."""
         if self.mesh is None:
             return x
@@ -111,7 +112,7 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """As `Accelerator.reduce`, over the first rank of each group."""
 
-        def join(x: torch.Tensor) -> torch.Tensor:
+        def join(x: Tensor) -> Tensor:
             each = self.gather(x[None])
             return (each.sum(0) if reduction == "sum" else each.mean(0, dtype=torch.float32)) * scale
 
@@ -200,7 +201,7 @@ class RingMixin:
             ring.call.logits = not prediction_loss_only
         return cast(Any, super()).prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
-    def _calculate_rewards(self, *args: Any) -> torch.Tensor:
+    def _calculate_rewards(self, *args: Any) -> Tensor:
         """The rewards of GRPO, which gathers those of all ranks."""
         return self.accelerator.drop_copies(cast(Any, super())._calculate_rewards(*args))
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -110,14 +110,14 @@ class _Call:
     #: The calls in training so far.
     trained: int = 0
     #: The largest position of the whole batch.
-    largest: torch.Tensor | int = 0
+    largest: Tensor | int = 0
     #: The places of this rank's rows in the encoder and in the decoder.
-    places: dict[str, torch.Tensor] = field(default_factory=dict)
+    places: dict[str, Tensor] = field(default_factory=dict)
     #: By what the sum of this rank's losses is divided, and how many ranks share what all of them know.
     items: Any = None
     shares: int = 1
     #: The logits of this rank's routers, by layer.
-    routers: tuple[torch.Tensor, ...] | None = None
+    routers: tuple[Tensor, ...] | None = None
     #: Whether the batch has packed documents.
     packed: bool = False
     sequences: Sequences | None = None
@@ -275,20 +275,20 @@ def unparallelize(model: PreTrainedModel) -> PreTrainedModel:
 
 def _attend(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """(out [B, n, H, Dv], None) of query [B, H, n, D], key [B, K, n, D] and value [B, K, n, Dv], the rows of this rank.
 
     The arguments are those that transformers passes to attention functions; raises Unsupported for any of `others` that
@@ -330,10 +330,10 @@ def _attend(
 
 @compilable
 def _attend_ring(
-    ring: _Ring, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-    borders: torch.Tensor | None, sinks: torch.Tensor | None, unknown: str, window: int | None,
+    ring: _Ring, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    borders: Tensor | None, sinks: Tensor | None, unknown: str, window: int | None,
     causal: bool, crosses: bool, chunked: bool, **options: Unpack[AttentionKeywords],
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """out [B, H, n, Dv] of a layer of class `name`. The borders of documents are a tensor, which may change.
 
     crosses: keys and values are rows of another sequence than the queries, all of which are seen.
@@ -357,7 +357,7 @@ def _attend_ring(
         elif documents is not None:
             pattern = pattern & documents
         if isinstance(layout, LayerMasks):
-            layout = layout.cut(cast(torch.Tensor, borders), dist.get_world_size(group))
+            layout = layout.cut(cast(Tensor, borders), dist.get_world_size(group))
         padding = None if mask is None else ~mask.to(device=k.device, dtype=torch.bool)
     return ring_attention(
         q, k, v, pattern, layout=layout, q_layout=layout if crosses else None, group=group,
@@ -488,9 +488,9 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
         if kwargs.get(name, getattr(config, name, False)) and not served:
             raise Unsupported(f"{name}=True: {reason}")
     mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep", 0)
-    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
         raise Unsupported("attention_mask is not padding [batch, tokens]; write other masks as a Pattern")
-    if isinstance(keep, torch.Tensor) or keep:
+    if isinstance(keep, Tensor) or keep:
         raise Unsupported(f"logits_to_keep={keep} keeps rows of this rank, not of the sequence; leave it out")
     if "loss_weights" in kwargs:
         raise Unsupported("loss_weights: the model weighs all labels alike; take both out, and see docs/models.md")
@@ -573,12 +573,12 @@ def _drop_largest(module: nn.Module, args: Any, result: Any) -> Any:
 def _write_mask(
     *,
     mask_function: Callable[..., Any],
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Tensor | None = None,
     local_size: int | None = None,
     batch_size: int = 1,
     device: torch.device | None = None,
     **others: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """The mask of a kind of layers for `_attend`: padding [B, sides, 2 + keys that a window shows to a side, n].
 
     Every [B, n] of it is the padding mask; n = 0: no padding. One side: causal; two: not; three: causal, and the window

@@ -9,7 +9,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..call.arguments import AttentionKeywords, AttentionOptions, check_option_names
 from ..call.autograd import compilable
@@ -140,16 +140,16 @@ class RingAttention(nn.Module):
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         is_causal: bool = False,
         q_layout: str | Layout | None = None,
-        key_padding_mask: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
         return_lse: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """out in the order of the inputs; with `return_lse` (out, lse [B, H, N]).
 
         `is_causal` attends `pattern & Causal()`. `q_layout` says which positions the queries are where they are not
@@ -170,16 +170,16 @@ class RingAttention(nn.Module):
     @compilable
     def attend(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         is_causal: bool = False,
         q_layout: str | Layout | None = None,
-        key_padding_mask: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
         return_lse: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """(out [B, H, N, Dv], lse [B, H, N]) of tensors [B, H, N, D], for either `order`; (out, None) without lse."""
         pattern = self._pattern(is_causal)
         options = self._call_options()
@@ -190,17 +190,17 @@ class RingAttention(nn.Module):
 
     def _run(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         pattern: Pattern,
         options: AttentionOptions,
-        key_padding_mask: torch.Tensor | None,
+        key_padding_mask: Tensor | None,
         *,
         q_layout: str | Layout | None = None,
-        sinks: torch.Tensor | None = None,
+        sinks: Tensor | None = None,
         return_lse: bool = True,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         """(out, lse), or (out,) without `return_lse`, of one call of the functional form."""
         shared: dict[str, Any] = {
             "layout": self.layout, "q_layout": q_layout, "key_padding_mask": key_padding_mask, "sinks": sinks,
@@ -221,14 +221,8 @@ class RingAttention(nn.Module):
 
     @compilable
     def positions(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
         """Global positions int64 [N] of the rows of q [B, H, N, D], on the device of q. Collective if `attend` is.
 
         Checks the arguments and raises as `attend` does.
@@ -304,6 +298,6 @@ class BlockSparseAttention(RingAttention):
     """`RingAttention` under the name that the block-sparse factories use; takes any pattern."""
 
 
-def _transpose(x: torch.Tensor) -> torch.Tensor:
+def _transpose(x: Tensor) -> Tensor:
     """x [B, N, H, D] as [B, H, N, D]. A wrong x stays unchanged: the call reports to all ranks."""
-    return x.transpose(1, 2) if isinstance(x, torch.Tensor) and x.ndim == 4 else x
+    return x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
@@ -148,15 +148,15 @@ class MultiheadAttention(nn.Module):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor | None = None,
-        value: torch.Tensor | None = None,
-        key_padding_mask: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
         need_weights: bool = False,
-        attn_mask: torch.Tensor | None = None,
+        attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         """(out, None), out in the shape and dtype of query. On real ranks all tensors are the local shards.
 
         query: [N, B, E], [B, N, E] with batch_first, or [N, E] without a batch.
@@ -176,7 +176,7 @@ class MultiheadAttention(nn.Module):
         value = key if value is None else value
         self._check_inputs(query, key, value)
         unbatched = query.ndim == 2
-        if unbatched and isinstance(key_padding_mask, torch.Tensor):
+        if unbatched and isinstance(key_padding_mask, Tensor):
             key_padding_mask = key_padding_mask.unsqueeze(0)
         # Equal inputs stay one tensor, which one matrix product projects.
         q = self._to_batch_first(query)
@@ -195,15 +195,13 @@ class MultiheadAttention(nn.Module):
             return out.squeeze(0), None
         return out if self.batch_first else out.transpose(0, 1), None
 
-    def _to_batch_first(self, x: torch.Tensor) -> torch.Tensor:
+    def _to_batch_first(self, x: Tensor) -> Tensor:
         """An input as [B, N, dim]."""
         if x.ndim == 2:
             return x.unsqueeze(0)
         return x if self.batch_first else x.transpose(0, 1)
 
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
-    ) -> torch.Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """The outputs of all heads side by side, [B, N, E], before the output projection."""
         q, k, v = self._project(query, key, value)
         if self.base is not None:
@@ -215,9 +213,7 @@ class MultiheadAttention(nn.Module):
         )
         return out.transpose(1, 2).flatten(2)
 
-    def _project(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, N, D], k and v [B, K, N, D] of inputs [B, N, dim]."""
         if query is key and key is value and self.in_proj_weight is not None:
             q, k, v = linear(query, self.in_proj_weight, self.in_proj_bias).split(self._widths, -1)
@@ -231,18 +227,18 @@ class MultiheadAttention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         return q, k, v
 
-    def _weights(self) -> tuple[torch.Tensor, ...]:
+    def _weights(self) -> tuple[Tensor, ...]:
         """The weights that project query, key and value."""
         if self.in_proj_weight is not None:
             return self.in_proj_weight.split(self._widths)
         return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
 
-    def _check_inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Raise InvalidInput for inputs of wrong shapes."""
         shapes = "[N, E] or " + ("[B, N, E]" if self.batch_first else "[N, B, E]")
         for name, x, dim in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
-            if not isinstance(x, torch.Tensor) or x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != dim:
-                actual = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+            if not isinstance(x, Tensor) or x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != dim:
+                actual = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
                 raise InvalidInput(
                     f"{name} must be a tensor {shapes} with {dim} columns and as many dims as the query, got {actual}"
                 )
@@ -337,9 +333,7 @@ def check_rotary(head_dim: int, base: float) -> None:
         raise InvalidInput(f"the base of rotary embeddings must be a finite number > 0, got {base}; try rotary=True")
 
 
-def rotation_tables(
-    positions: torch.Tensor, head_dim: int, base: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotation_tables(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [n, head_dim / 2] of the angles at positions int64 [n]: fp32, or fp64 if `dtype` is fp64.
 
     The angles are computed in fp64: at position 1e9 an fp32 angle is wrong by whole turns.
@@ -349,7 +343,7 @@ def rotation_tables(
     return angles.cos().to(wide(dtype)), angles.sin().to(wide(dtype))
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, base: float = BASE) -> torch.Tensor:
+def rotate(x: Tensor, positions: Tensor, base: float = BASE) -> Tensor:
     """x [..., n, D] rotated by the global `positions` int64 [n] of its rows, in the dtype of x.
 
     Computed in fp32 (fp64 for fp64). Columns i and i + D / 2 are a pair, rotated by the angle
@@ -360,7 +354,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, base: float = BASE) -> torc
     return rotate_by(x, cos, sin)
 
 
-def rotate_by(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_by(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [..., n, D] rotated by `rotation_tables` [n, D / 2], in the dtype of x."""
     left, right = x.to(cos.dtype).chunk(2, -1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -31,16 +32,16 @@ NO_LABEL = -100
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
     ignore_index: int = NO_LABEL,
-    total: torch.Tensor | int | None = None,
+    total: Tensor | int | None = None,
     chunk: int = 512,
-) -> torch.Tensor:
+) -> Tensor:
     """Cross entropy of `hidden @ weight.T + bias` over the tokens of all ranks; a scalar. Collective, differentiable.
 
     hidden [..., d] are the last hidden states of this rank's rows, weight [classes, d], bias [classes]; labels [...]
@@ -74,8 +75,8 @@ def linear_cross_entropy(
 
 
 def count_labels(
-    labels: torch.Tensor, *, group: ProcessGroup | DeviceMesh | None = None, ignore_index: int = NO_LABEL
-) -> torch.Tensor:
+    labels: Tensor, *, group: ProcessGroup | DeviceMesh | None = None, ignore_index: int = NO_LABEL
+) -> Tensor:
     """The number of labels other than `ignore_index` on all ranks, an int64 scalar. Collective.
 
     Raises InvalidInput for labels that are not int64, and Mismatch where those of another rank are not.
@@ -96,7 +97,7 @@ def _sum_labels(stage: str, describe: Callable[[], dict[str, int]], group: Proce
     return sum(fields["labels"] for fields in compare_records(ranks.records))
 
 
-def mean_over_ranks(x: torch.Tensor, *, group: ProcessGroup | DeviceMesh | None = None) -> torch.Tensor:
+def mean_over_ranks(x: Tensor, *, group: ProcessGroup | DeviceMesh | None = None) -> Tensor:
     """The mean of a detached scalar over the ranks: of results of `linear_cross_entropy` the loss. Collective."""
     mean = x.detach().clone()
     if _count_ranks(group) > 1:
@@ -108,7 +109,7 @@ class SumOverRanks(torch.autograd.Function):
     """The sum of a tensor over ranks, on each of them; its gradient is the sum of their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         """The sum, a tensor of its own."""
         ctx.group = WeakGroup(group)
         total = x.clone(memory_format=torch.contiguous_format)
@@ -116,7 +117,7 @@ class SumOverRanks(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         """The sum of what the ranks say."""
         return SumOverRanks.apply(gradients[0], ctx.group.group), None
 
@@ -141,12 +142,7 @@ def _count_ranks(group: ProcessGroup | DeviceMesh | None) -> int:
 
 
 def _check(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    bias: torch.Tensor | None,
-    ignore_index: int,
-    chunk: int,
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, ignore_index: int, chunk: int
 ) -> dict[str, int]:
     """The fields of this rank for `_sum_labels`. Raises InvalidInput for arguments that do not fit each other."""
     fields = _count(labels, ignore_index)
@@ -180,34 +176,29 @@ def _check(
 def _check_total(total: object) -> None:
     """Raise InvalidInput unless `total` is one finite number >= 0, or a tensor of one element."""
     number = isinstance(total, int | float | np.number) and not isinstance(total, bool) and 0 <= total < inf
-    if not number and not (isinstance(total, torch.Tensor) and total.numel() == 1 and not total.is_complex()):
-        shown = f"a tensor {tuple(total.shape)}" if isinstance(total, torch.Tensor) else repr(total)
+    if not number and not (isinstance(total, Tensor) and total.numel() == 1 and not total.is_complex()):
+        shown = f"a tensor {tuple(total.shape)}" if isinstance(total, Tensor) else repr(total)
         raise InvalidInput(f"total must be the number of labels of all ranks, got {shown}; try count_labels(labels)")
 
 
-def _count(labels: torch.Tensor, ignore_index: int) -> dict[str, int]:
+def _count(labels: Tensor, ignore_index: int) -> dict[str, int]:
     """The number of labels other than `ignore_index`, and this. Raises InvalidInput unless both are integers."""
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int | np.integer):
         raise InvalidInput(
             f"ignore_index must be an integer, a label of rows without a loss, got {ignore_index!r}; try -100"
         )
-    if not isinstance(labels, torch.Tensor) or labels.dtype != torch.int64:
-        kind = str(labels.dtype) if isinstance(labels, torch.Tensor) else type(labels).__name__
+    if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
+        kind = str(labels.dtype) if isinstance(labels, Tensor) else type(labels).__name__
         raise InvalidInput(f"labels must be an int64 tensor of classes, got {kind}; try labels.long()")
     return {"labels": int((labels != ignore_index).sum()), "ignore_index": int(ignore_index)}
 
 
 def _sum_losses(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    bias: torch.Tensor | None,
-    ignore_index: int,
-    chunk: int,
-) -> torch.Tensor:
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, ignore_index: int, chunk: int
+) -> Tensor:
     """The sum of the losses of hidden [n, d]. Logits exist for `chunk` rows; the backward computes them anew."""
 
-    def part(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def part(rows: Tensor, targets: Tensor) -> Tensor:
         logits = F.linear(rows, weight, bias)
         logits = logits.to(wide(logits.dtype))
         return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
