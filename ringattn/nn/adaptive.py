@@ -1,4 +1,4 @@
-"""Block-sparse attention whose blocks a small learned scorer selects, from pooled queries and keys."""
+"""Block-sparse attention whose blocks are selected by a small learned scorer of pooled queries and keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SelectedBlocks(BlockSparse):
-    """Blocks selected for one call. No cache keeps what is planned for them: no later call has the same pattern."""
+    """Blocks selected for one call. Their plans are not cached, as no later call has the same pattern."""
 
     transient = True
 
@@ -106,7 +106,7 @@ class AdaptiveAttention(RingAttention):
         """(out [B, H, N, Dv], lse [B, H, N]) of [B, H, N, D], for either `order`; `return_lse` changes nothing."""
         if q_layout is not None:
             raise Unsupported(f"q_layout={q_layout!r}: {type(self).__name__} selects blocks of one sequence only")
-        # Drawn out here, where torch.compile sees the draw and repeats it where it computes this call again.
+        # Drawn here, where torch.compile sees it, and repeats it if it recomputes this call.
         seed = torch.randint(1 << 62, (), device="cpu") if self.training and self.noise else None
         return self.attend_by(self.query, self.key, q, k, v, is_causal, key_padding_mask, sinks, seed)
 
@@ -149,18 +149,16 @@ class AdaptiveAttention(RingAttention):
             biased = SelectedBlocks(self.block, biased_table)
             own_block = local_window(self.block, blocks=0) & Causal()
         if not causal:
-            out, lse = self._run(wide_q, wide_k, v, biased, options, key_padding_mask, sinks=sinks)
+            out, lse = self._run(wide_q, wide_k, v, biased, options, key_padding_mask=key_padding_mask, sinks=sinks)
             return out, lse
-        out, lse = self._run(q, k, v, own_block, options, key_padding_mask, sinks=sinks)
+        out, lse = self._run(q, k, v, own_block, options, key_padding_mask=key_padding_mask, sinks=sinks)
         if biased_table.any():
-            out, lse = merge(out, lse, *self._run(wide_q, wide_k, v, biased, options, key_padding_mask))
+            more = self._run(wide_q, wide_k, v, biased, options, key_padding_mask=key_padding_mask)
+            out, lse = merge(out, lse, *more)
         return out, lse
 
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
-        """Selected key blocks of the last call as a fraction of all, counted; 0 before the first call.
-
-        `tokens` and `heads` are not used.
-        """
+        """Selected key blocks of the last call, whatever the arguments, as a fraction of all; 0 before it."""
         return 0.0 if self.blocks is None else float(self.blocks.mean())
 
     def _check_and_place(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -237,7 +235,7 @@ def _block_sums(x: Tensor, weight: Tensor, block: Tensor, total: int) -> Tensor:
 
 
 def _pack_sums(sums: list[Tensor], block: int, total: int, seed: int) -> bytes:
-    """This rank's record: the sums of the blocks in which this rank has rows, after [block, total, seed]."""
+    """This rank's record: [block, total, seed], and the sums of the blocks in which this rank has rows."""
     record = {"head": torch.tensor([block, total, seed], device="cpu")}
     for name, x in zip("qk", sums, strict=True):
         blocks = x[..., -1].any(0).any(0).nonzero().flatten()
@@ -248,8 +246,8 @@ def _pack_sums(sums: list[Tensor], block: int, total: int, seed: int) -> bytes:
 def _add_all_sums(sums: list[Tensor], block: int, records: list[bytes]) -> tuple[list[Tensor], int]:
     """(sums over all ranks, seed of rank 0). Added in rank order, so that all ranks get the same bits.
 
-    `sums` are this rank's own; all ranks have the same heads and dims. Raises Mismatch with the rank whose record has
-    another block size.
+    `sums` are this rank's own; heads and dims are equal on all ranks. Raises Mismatch, naming the rank, if block sizes
+    differ.
     """
     found = list(map(load, records))
     heads = [record["head"].tolist() for record in found]

@@ -38,17 +38,17 @@ class MultiheadAttention(nn.Module):
 
     embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as in torch.nn.MultiheadAttention.
     add_bias_kv, add_zero_attn: only for torch's signature; values other than the defaults raise Unsupported.
-    core: a `RingAttention`, which attends the projected heads.
-    dropout: that of the core, in training mode, as in torch. The classes below give it to the core that they make.
+    core: a `RingAttention`, which computes attention of the projected heads.
+    dropout: must be that of the core; active in training mode. The classes below pass it to the core that they make.
     kv_heads: heads of keys and values, each shared by num_heads / kv_heads query heads; default num_heads.
     rotary: True, or a base: rotary embeddings by the global positions of this rank's rows.
     qk_norm: LayerNorm over the projected queries and over the projected keys (q_norm, k_norm).
     layer_norm: LayerNorm between attention and output projection (norm).
     gamma_init: initialisation of MAGNETO (Wang et al., 2022): Xavier normal, with this gain for the projections of
         value and output, and gain 1 for query and key.
-    sinks: learned logits `sinks` [num_heads] of one more key per head, which every row sees and whose value is 0.
-    recompute: "none"; "projections": the backward computes q, k and v again, keeps the output of attention, and sends
-        nothing again; "all": the backward computes projections and attention again, communication included.
+    sinks: learned logits `sinks` [num_heads] of an extra key per head, which every row sees and whose value is 0.
+    recompute: "none"; "projections": the backward computes q, k and v again, but neither computes nor sends attention
+        again, whose output is saved; "all": the backward repeats projections and attention, communication included.
 
     Raises InvalidInput for arguments that contradict each other.
     """
@@ -88,15 +88,15 @@ class MultiheadAttention(nn.Module):
         for name, value, kind in (("add_bias_kv", add_bias_kv, "learned"), ("add_zero_attn", add_zero_attn, "zero")):
             if value:
                 raise Unsupported(
-                    f"{name}: a {kind} key has no position, and so no place in a pattern or a layout; leave out {name}"
+                    f"{name}: a {kind} key has no position, so no pattern or layout can place it; leave out {name}"
                 )
         _check_heads(embed_dim, num_heads, kv_heads)
         if not isinstance(core, RingAttention):
             raise InvalidInput(f"core must be a ringattn.nn.RingAttention, got {type(core).__name__}")
         if dropout and dropout != core.options.dropout:
             raise InvalidInput(
-                f"dropout={dropout}, but the core has dropout={core.options.dropout}, and it is the core that drops "
-                "attention weights; give dropout= to the core"
+                f"dropout={dropout}, but the core, which drops attention weights, has dropout={core.options.dropout}; "
+                "give dropout= to the core"
             )
         if recompute not in RECOMPUTE:
             names = " or ".join(map(repr, RECOMPUTE))
@@ -178,7 +178,7 @@ class MultiheadAttention(nn.Module):
         unbatched = query.ndim == 2
         if unbatched and isinstance(key_padding_mask, Tensor):
             key_padding_mask = key_padding_mask.unsqueeze(0)
-        # Equal inputs stay one tensor, which one matrix product projects.
+        # Equal inputs stay one tensor, so that one matrix product projects all of them.
         q = self._to_batch_first(query)
         k = q if key is query else self._to_batch_first(key)
         v = k if value is key else self._to_batch_first(value)
@@ -245,7 +245,7 @@ class MultiheadAttention(nn.Module):
         if not query.shape[:-1] == key.shape[:-1] == value.shape[:-1]:
             raise InvalidInput(
                 f"query, key and value must have one batch and one length, got {tuple(query.shape)}, "
-                f"{tuple(key.shape)} and {tuple(value.shape)}: positions of one sequence attend each other here"
+                f"{tuple(key.shape)} and {tuple(value.shape)}: here the positions of one sequence attend each other"
             )
 
     def extra_repr(self) -> str:
@@ -268,7 +268,7 @@ class MultiheadRingAttention(MultiheadAttention):
 
 
 class MultiheadBlockSparseAttention(MultiheadRingAttention):
-    """`MultiheadRingAttention` under the name that the block-sparse factories use; takes any pattern."""
+    """`MultiheadRingAttention` with any pattern, under the name that the block-sparse factories use."""
 
 
 class MultiheadDilatedAttention(MultiheadAttention):
