@@ -142,8 +142,8 @@ def cut_rows(
         padding = mask == 0 if mask is not hidden and alone != "sdpa" else None  # rows that may see no key
         if padding is not None and "labels" in whole and bool((whole["labels"] != NO_LABEL)[padding].any()):
             raise Unsupported(
-                f"labels of rows of padding, for which attn_implementation={alone!r} has outputs of its own; take "
-                "'sdpa', or set these labels to -100 (and after padding in front, that of the first token)"
+                f"labels of rows of padding: attn_implementation={alone!r} has outputs of its own there; take 'sdpa', "
+                "or set these labels to -100 (and after padding in front, that of the first token)"
             )
         if documents is not None and "start_positions" in answers:
             raise Unsupported("start_positions of packed documents are not defined; give a row to each document")

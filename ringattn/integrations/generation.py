@@ -315,7 +315,7 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             other = "quantized"
         if other is not None or not isinstance(past, RingCache | None):
             raise Unsupported(
-                f"generate: {other or type(past).__name__} is no RingCache; leave the cache out, or give "
+                f"generate: {other or type(past).__name__} is no RingCache; leave it out, or give "
                 "past_key_values=RingCache(model)"
             )
         past = RingCache(model) if past is None else past
