@@ -203,8 +203,8 @@ def resume(model: PreTrainedModel, past: RingCache, kwargs: dict[str, Any]) -> R
     most, ids = getattr(model.config, "original_max_position_embeddings", None), kwargs.get("input_ids")
     if most is None or ids is None or not past.cache.length <= most < ids.shape[1]:
         raise Unsupported(
-            f"generate: {type(model).__name__} was called without its cache, under either of the names "
-            f"{', '.join(CACHES)}; take a release of transformers that ringattn supports"
+            f"generate: {type(model).__name__} was called without its cache by any of the names {', '.join(CACHES)}; "
+            "take a release of transformers that ringattn supports"
         )
     past.reset()
     return past
