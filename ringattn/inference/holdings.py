@@ -14,7 +14,7 @@ from ..cache import cached
 from ..layout import Layout
 from ..layout.composed import Composed
 from ..pattern.base import Pattern
-from ..pattern.tile import RangeIndex, append_run, find_runs, merge_runs
+from ..pattern.tile import append_run, find_runs, index_ranges, merge_runs
 from ..plan.row_sets import Ranges
 from ..plan.work import Work, find_tiles, join_dense, join_keys, lower
 
@@ -159,8 +159,8 @@ def take(places: Sequence[range], rows: range) -> Iterator[range]:
 
 def split(block: Sequence[range], runs: Ranges) -> tuple[list[range], Ranges]:
     """(the places of a block inside of `runs`, their local rows)."""
-    index = RangeIndex(block) if block else None
-    local = merge_runs(rows for run in runs for rows in index.locate(run)) if index else ()
+    find = index_ranges(block) if block else None
+    local = merge_runs(rows for run in runs for rows in find(run)) if find else ()
     parts: list[range] = []
     for places in (places for rows in local for places in take(block, rows)):
         append_run(parts, places)

@@ -1,4 +1,4 @@
-"""`check`: is a parallelized model of transformers its eager self, forward and backward? And are its rows apart?"""
+"""Does a parallelized model of transformers match its eager self, forward and backward? And does it mix no rows?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ..call.functional import get_transport
@@ -26,17 +26,17 @@ from .supported import rotates_by_length, scale_by_position, unwrap_adapters
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: The name under which transformers finds `_attend_rows`; the tokens of `check_rows`, and those run alone; see there.
+#: The name under which transformers finds `_attend_rows`; how many tokens `check_rows` runs together, and alone.
 ROWS, TOKENS, ALONE = "ringattn_rows", 32, 8
 HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a parallelized model is from its eager self: the largest differences of logits and of gradients.
+    """The largest differences of logits and gradients between a parallelized model and its eager self.
 
-    `logits` and `gradients` are relative to the largest value of the eager model; `bound` is what rounding explains.
-    `unseen` is what the comparison did not look at.
+    `logits` and `gradients` are relative to the largest value of the eager model; `bound` is the most that rounding
+    explains. `unseen` names what was not compared.
     """
 
     logits: float
@@ -47,16 +47,15 @@ class Agreement:
 
 
 def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreement:
-    """Compare a parallelized model with its eager self on the ranks at hand, forward and backward. Collective.
+    """Compare a parallelized model with its eager self on its ranks, forward and backward. Collective.
 
-    Of a model without a head the last hidden states are compared in place of logits. `Agreement.unseen` names what is
-    not compared.
+    Without a head the last hidden states are compared instead of logits. `Agreement.unseen` names what is not compared.
 
-    Two random packed documents of together `tokens` tokens run through the ring, and each document alone through the
-    model's own eager attention, which is computed whole on every rank (an encoder is given one document, its decoder
-    two thirds of it). Takes the memory of two copies of the gradients. A sliding window of W keys is tested only where
-    the first document has more than W tokens: raises InvalidInput for fewer `tokens`. Raises Mismatch on every rank if
-    logits or gradients differ by more than rounding, or if the ranks differ in `tokens` or `seed`.
+    Two random packed documents, `tokens` tokens together, run through the ring. Each rank also runs each document alone
+    and whole through the model's eager attention (an encoder gets one document, its decoder two thirds of it). Takes
+    the memory of two copies of the gradients. A sliding window of W keys is tested only if the first document has more
+    than W tokens: raises InvalidInput for fewer `tokens`. Raises Mismatch on every rank if logits or gradients differ
+    by more than rounding, or if the ranks differ in `tokens` or `seed`.
     """
     model = unwrap_adapters(model)
     ring: Any = getattr(model, STATE, None)
@@ -68,14 +67,12 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
         if tokens < 3:
             raise InvalidInput(f"check: {tokens} tokens are too few for two documents; try tokens=64")
         if first <= long:
-            raise InvalidInput(
-                f"check: a window of {long:,} keys hides nothing in a document of {first:,} tokens; "
-                f"try tokens={3 * (long + 2) // 2 + 1}"
-            )
+            words = f"check: a window of {long:,} keys hides nothing in a document of {first:,} tokens"
+            raise InvalidInput(f"{words}; try tokens={3 * (long + 2) // 2 + 1}")
     config, device = model.config.get_text_config(), next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (1, tokens), generator=generator, device="cpu").to(device)
-    ids[ids == config.pad_token_id] = config.vocab_size // 2  # some models give no position to this token
+    ids[ids == config.pad_token_id] = config.vocab_size // 2  # some models give this token no position
     borders, decoded, rows = [0, first, tokens], {}, tokens
     if ring.crosses:
         borders, decoded, rows = [0, tokens], {"decoder_input_ids": ids.flip(1)[:, :first]}, first
@@ -93,13 +90,13 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
         if ring.pooling is None:
             mine = cut.shard_tensor(weights, dist.get_rank(group), dim=1)
             logits = gather_logits(local, group, layout=cut)
-        else:  # every rank has them all
+        else:  # every rank has all logits
             mine, logits = weights / cut.ranks, local.detach()
         gradients = _gradients(model, (local.float() * mine).sum() / tokens)
         for gradient in gradients:
             dist.all_reduce(gradient, group=group)
         model.set_attn_implementation("eager")
-        for module in whole:  # the others keep theirs: rope takes the length of the batch
+        for module in whole:  # the others are ropes that need the length of the batch
             setattr(module, STATE, None)
         parts = [_rows_of(model(ids[:, a:b], use_cache=False, **decoded)) for a, b in pairwise(borders)]
         right = torch.cat(parts, 0 if sequences else 1)
@@ -110,22 +107,22 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
         model.set_attn_implementation(ours)
         model.train(training)
     unseen = "padding", "labels and loss", "dropout", "gradient checkpointing", "generate", *["the pooler"] * ring.pools
-    bound = 256 * max(torch.finfo(right.dtype).eps, 2**-23)  # models of fp64, too, have their softmax in fp32
+    bound = 256 * max(torch.finfo(right.dtype).eps, 2**-23)  # fp64 models, too, compute softmax in fp32
     result = Agreement(_difference([logits], [right.detach()]), _difference(gradients, expected), bound, tokens, unseen)
     worst: list[float] = [0.0] * dist.get_world_size(group)
     dist.all_gather_object(worst, max(result.logits, result.gradients), group=group)
     if not max(worst) <= bound:
         raise Mismatch(
-            f"the parallelized model is not its eager self: logits differ by {result.logits:.2g}, gradients by "
-            f"{result.gradients:.2g} of the largest, rounding explains {bound:.2g}; do not train with this model"
+            "the parallelized model is not its eager self, do not train it: relative to the largest, logits differ by "
+            f"{result.logits:.2g} and gradients by {result.gradients:.2g}; rounding explains {bound:.2g}"
         )
     return result
 
 
 def _attend_rows(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **others: Any
-) -> tuple[torch.Tensor, None]:
-    """In place of attention: rows that depend on their own query, key and value only."""
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **others: Any
+) -> tuple[Tensor, None]:
+    """A stand-in for attention, in which each row depends only on its own query, key and value."""
     gate = torch.tanh(scale_by_position(module, query).mean(-1, keepdim=True))
     if getattr(module, CROSS, False) or key.shape[2] != query.shape[2]:
         out = gate.expand(*gate.shape[:-1], value.shape[-1])
@@ -140,8 +137,8 @@ AttentionInterface.register(ROWS, _attend_rows)
 
 @contextmanager
 def _in_fp32(model: nn.Module) -> Iterator[None]:
-    """While it is open, each module computes with its weights of 16 bits in fp32, of one module at a time."""
-    narrow: list[list[tuple[nn.Parameter, torch.Tensor]]] = []
+    """A context in which 16-bit weights are fp32 while their module runs, one module at a time."""
+    narrow: list[list[tuple[nn.Parameter, Tensor]]] = []
 
     def widen(module: nn.Module, *_: Any) -> None:
         narrow.append([(p, p.data) for p in module.parameters(recurse=False) if p.dtype in HALF])
@@ -155,7 +152,7 @@ def _in_fp32(model: nn.Module) -> Iterator[None]:
     with ExitStack() as after:
         after.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         torch.set_float32_matmul_precision("highest")
-        after.callback(lambda: list(map(restore, list(narrow))))  # of an error
+        after.callback(lambda: list(map(restore, list(narrow))))  # after an error
         for module in model.modules():
             after.enter_context(module.register_forward_pre_hook(widen))
             after.enter_context(module.register_forward_hook(restore))
@@ -163,10 +160,10 @@ def _in_fp32(model: nn.Module) -> Iterator[None]:
 
 
 def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> None:
-    """Raise Unsupported for a model that mixes rows elsewhere than in transformers' attention functions. No messages.
+    """Raise Unsupported for a model that mixes rows outside of transformers' attention functions. Sends no messages.
 
-    `run`, which is the model or its forward, computes a few tokens without attention, and some of them each alone,
-    whose results must be the same. Modes, gradients and random numbers stay as they are.
+    `run`, the model or its forward, computes a few tokens together without attention, and then some of them alone: the
+    results must be equal. Modes, gradients and random numbers are left as they were.
     """
     config, device, taken = model.config.get_text_config(), model.device, inspect.signature(model.forward).parameters
     tokens, numbers = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS), torch.Generator()
@@ -175,22 +172,22 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
     special = [x for word, x in vars(config).items() if word.endswith("_token_id") and isinstance(x, int)]
     for place, token in zip(order[ALONE:], special, strict=False):
         ids[place] = token % config.vocab_size
-    ids[ids == getattr(config, "pad_token_id", None)] = config.vocab_size // 2  # to which some give no position
-    some = torch.cat(
-        [order[:ALONE], torch.tensor([tokens - 1], device="cpu")]
-    )  # with the largest position, by which ropes change
+    ids[ids == getattr(config, "pad_token_id", None)] = config.vocab_size // 2  # as in `check`
+    last = torch.tensor([tokens - 1], device="cpu")  # the largest position, on which some ropes depend
+    some = torch.cat([order[:ALONE], last])
     below: list[Any] = []
     modes, before = [(module, module.training) for module in model.modules()], model.config._attn_implementation
     tables = set(find_tables(model).values()) if ring.crosses else set()
 
-    def rows_of(places: torch.Tensor) -> torch.Tensor:
+    def rows_of(places: Tensor) -> Tensor:
         """The results [n, d] of the tokens at `places` [B, n]."""
         here, given = places.to(device), ids[places].to(device)
         ring.call.places = {"encoder": here[0], "decoder": here[0]}
         more = {"position_ids": here + ring.first, "decoder_position_ids": here, "decoder_input_ids": given}
         result = run(input_ids=given, **{word: x for word, x in more.items() if word in taken})
         parts = [_rows_of(result if ring.pooling is None else below[-1])]
-        parts += [result[name] for name in ("encoder_last_hidden_state",) if name in result]
+        if "encoder_last_hidden_state" in result:
+            parts.append(result["encoder_last_hidden_state"])
         return torch.cat(parts, -1).flatten(0, 1)
 
     quantized = getattr(model, "hf_quantizer", None) is not None
@@ -207,37 +204,37 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
             again = torch.cat([rows_of(places[:, None]) for places in some.split(1 if ring.crosses else len(some))])
     except FOREIGN as error:
         words = f"{type(model).__name__}, {TOKENS} tokens: {type(error).__name__}: {error}"
-        raise Unsupported(f"{words}; compare=False leaves out the run which sees mixed rows") from error
+        raise Unsupported(f"{words}; compare=False skips this test for mixed rows") from error
     finally:
         model.set_attn_implementation(before)
         for module, training in modes:
             setattr(module, STATE, ring)
             module.training = training
     far = ((whole - again).abs().amax(-1) / whole.abs().max().clamp(min=1e-30)).float().sort().values
-    # Rounding may send a row to another expert, and in 16 bits each of many.
+    # Rounding may send a row to another expert; with quantized weights, many rows.
     if far[len(far) // 2 if quantized else -2] > (2**-3 if quantized else 2**-11):
         raise Unsupported(
-            f"{type(model).__name__} mixes rows outside of attention functions: with other tokens beside them they "
-            f"change by {float(far[-1]):.2g} of the largest. Look for a convolution, shift or mean of tokens, a choice "
-            "among them, positions other than position_ids, or attention of a layer's own; shard the batch instead"
+            f"{type(model).__name__} mixes rows outside of attention functions: other tokens beside a row change it by "
+            f"{float(far[-1]):.2g} of the largest. Look for a convolution, shift, mean or choice of tokens, positions "
+            "other than position_ids, or a layer's own attention; shard the batch instead"
         )
 
 
-def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    """d loss / d parameter of every parameter that the loss reaches or could reach."""
+def _gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    """The gradient of each trainable parameter, zeros where the loss does not depend on it."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = torch.autograd.grad(loss, parameters, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
 
 
-def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+def _difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
     """The largest difference, as a fraction of the largest value of all of `theirs`."""
     largest = max(float(x.abs().max()) for x in theirs)
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) / max(largest, 1e-30)
 
 
-def _rows_of(result: Any) -> torch.Tensor:
-    """What a model says of each row or sequence: its logits, without a head its last hidden states."""
+def _rows_of(result: Any) -> Tensor:
+    """The result of each row or sequence: the logits, or without a head the last hidden states."""
     if "start_logits" in result:
         return torch.stack([result["start_logits"], result["end_logits"]], -1)
-    return cast(torch.Tensor, result["logits" if "logits" in result else "last_hidden_state"])
+    return cast(Tensor, result["logits" if "logits" in result else "last_hidden_state"])

@@ -1,4 +1,4 @@
-"""torch's context parallelism: `context_parallel` takes the place of torch.distributed.tensor.experimental's.
+"""torch's context parallelism: `context_parallel` replaces that of torch.distributed.tensor.experimental.
 
 with ringattn.context_parallel(mesh["cp"], buffers=[tokens, labels, model.freqs_cis], buffer_seq_dims=[1, 1, 0]):
     loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
     from ..call.arguments import AttentionKeywords
 
-#: What contexts replace, in every module that has the function under its own name.
+#: What contexts replace in every module that holds the function under its own name.
 SDPA = F.scaled_dot_product_attention
-#: The attribute of a BlockMask that holds its pattern: torch.compile reads it, and no values of the mask.
+#: The attribute of a BlockMask that holds its pattern; torch.compile reads this, not the values of the mask.
 PATTERN = "ring_pattern"
-#: The arguments of `ring_attention` of each context that is entered, the innermost last, with its layout's "number".
+#: The arguments of `ring_attention` of each open context, innermost last, with the "number" of its layout.
 _entered: list[dict[str, Any]] = []
-#: The buffers of all contexts that are entered.
+#: The buffers of all open contexts.
 _held: list[Tensor] = []
 
 
@@ -58,23 +58,23 @@ def context_parallel(
     """A context in which torch's attention runs over the ranks of `mesh`, and buffers hold the rows of this rank.
 
     mesh: one axis of a DeviceMesh, such as mesh["cp"], or a ProcessGroup.
-    buffers: tensors of whole sequences, equal on all ranks, such as tokens, labels and tables of positions. Each
-        becomes this rank's rows, in place, and is whole again after the context. The first one tells the length; of a
-        longer table the first rows are cut. A BlockMask stays whole; torch.compile needs those that it meets named.
+    buffers: tensors of whole sequences, equal on all ranks, such as tokens, labels and position tables. Each becomes
+        this rank's rows, in place, and is whole again after the context. The first one sets the length; of a longer
+        table only the first rows are used. A BlockMask stays whole; name those that torch.compile will meet.
     buffer_seq_dims: the dim of the sequence in each buffer; None for a BlockMask.
-    no_restore_buffers: buffers that remain this rank's rows. A backward after the context needs here all buffers that
-        autograd saves, such as tokens; for others torch raises its error of tensors changed in place.
-    layout: the Layout that cuts sequences, or its name. "zigzag" is torch's order. Any length is cut.
+    no_restore_buffers: buffers that stay this rank's rows. For a backward after the context, list all buffers that
+        autograd saves, such as tokens; otherwise torch reports tensors that were changed in place.
+    layout: the Layout that cuts sequences, or its name. "zigzag" is torch's order. Any length works.
     options: `schedule`, `kernel` and others, see `call.arguments.AttentionOptions`; not `scale` or `dropout`.
 
     `scaled_dot_product_attention` takes q [B, H, n, D], k and v [B, K, n, D] of this rank's rows; its `attn_mask` may
-    say padding, bool [B or 1, 1, 1, n], True for a token. `flex_attention` takes the BlockMask of whole sequences, see
-    `from_block_mask`. What torch.utils.checkpoint recomputes after the context is computed in it, and
-    DistributedDataParallel broadcasts no buffers in it. Attention that a model computes by other functions, and
-    scaled_dot_product_attention under another name, are not seen.
+    be padding, bool [B or 1, 1, 1, n], True for a token. `flex_attention` takes the BlockMask of whole sequences, see
+    `from_block_mask`. What torch.utils.checkpoint recomputes later runs in this context, too, and in the context
+    DistributedDataParallel broadcasts no buffers. Attention by other functions, and scaled_dot_product_attention under
+    another name, are not replaced.
 
-    Raises Mismatch where the ranks have other buffers, InvalidInput for buffers that do not fit and where no attention
-    ran over the ranks, Unsupported for other masks, score_mod and max_scores, and what `ring_attention` raises.
+    Raises Mismatch if the ranks' buffers differ, InvalidInput for buffers that do not fit or if no attention ran over
+    the ranks, Unsupported for other masks, score_mod and max_scores, and what `ring_attention` raises.
     """
     group = WeakGroup(mesh).group
     ring = get_transport(group)
@@ -94,8 +94,8 @@ def context_parallel(
         assert isinstance(layout, Layout)
         if x.shape[dim] < layout.tokens:
             raise InvalidInput(
-                f"a buffer has {x.shape[dim]:,} rows along dim {dim}, the sequence {layout.tokens:,} tokens; give "
-                "buffers of one sequence, its tokens first"
+                f"a buffer has {x.shape[dim]:,} rows along dim {dim}, the sequence {layout.tokens:,} tokens; give all "
+                "buffers of one sequence, the one with its tokens first"
             )
         rows = layout.shard_tensor(x.detach().narrow(dim, 0, layout.tokens), ring.rank, dim)
         swaps.append((x, rows.clone(memory_format=torch.contiguous_format)))
@@ -113,15 +113,14 @@ def context_parallel(
         del _held[len(_held) - len(held) :]
     if ring.size > 1 and ring.events == events:
         raise InvalidInput(
-            "no attention ran over the ranks: each has seen its own rows alone. Let the model call "
-            "torch.nn.functional.scaled_dot_product_attention by its module, as F.scaled_dot_product_attention, or "
-            "flex_attention; leave the context out where nothing attends"
+            "no attention ran over the ranks, so each saw only its own rows. Let the model call flex_attention, or "
+            "F.scaled_dot_product_attention with F = torch.nn.functional; use no context where nothing attends"
         )
 
 
 @contextmanager
 def _context(ring: dict[str, Any], swaps: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """The context of `context_parallel`, with its arguments of `ring_attention`, and each buffer beside its rows."""
+    """The context itself, from the arguments of `ring_attention` and from pairs (buffer, its rows on this rank)."""
 
     def inside(run: Callable[..., Any]) -> Callable[..., Any]:
         def again(*args: Any) -> Any:
@@ -136,7 +135,7 @@ def _context(ring: dict[str, Any], swaps: list[tuple[Tensor, Tensor]]) -> Iterat
         (checkpoint, "CheckpointFunction", SimpleNamespace(apply=lambda run, *x: function.apply(inside(run), *x))),
         (flex_attention, "__code__", attend_by_mask.__code__),  # models hold it by other names, and compiled
         (torch.backends.mha, "_is_fastpath_enabled", False),
-        (DistributedDataParallel, "will_sync_module_buffers", lambda _: False),  # each rank has its rows of them
+        (DistributedDataParallel, "will_sync_module_buffers", lambda _: False),  # each rank holds its own rows
     ]
     for module in [*sys.modules.values()]:
         if getattr(module, "__dict__", {}).get(SDPA.__name__) is SDPA:
@@ -158,14 +157,14 @@ def options_here() -> dict[str, Any]:
     """The arguments of `ring_attention` of the innermost context."""
     options = dict(_entered[-1])
     number = options.pop("number")
-    if number is not None and torch.compiler.is_compiling():  # to which an int in a global is a constant, a tensor not
+    if number is not None and torch.compiler.is_compiling():  # a tensor, since an int in a global is a constant to it
         options["layout"] = number
     return options
 
 
 @torch.no_grad()
 def _set(x: Tensor, value: Tensor) -> None:
-    """Let x be the memory and shape of another tensor; autograd counts this as a change of x."""
+    """Give x the memory and shape of another tensor, which autograd counts as a change of x."""
     x.set_(value)  # type: ignore[call-overload]
 
 
@@ -178,7 +177,7 @@ def context_parallel_unshard(
 ) -> list[Tensor]:
     """Tensors of whole sequences from the rows of the ranks, on every rank. Collective, not differentiable.
 
-    Each buffer has this rank's rows along its dim by `layout`, that of the context. Raises Mismatch where other dims
+    Each buffer holds this rank's rows along its dim, by the `layout` of the context. Raises Mismatch if other dims
     differ between ranks.
     """
     whole = []
@@ -206,7 +205,7 @@ def attend_rows(
     if isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor):
         kinds = {query.placements, key.placements, value.placements}
         if len(kinds) > 1 or Shard(2) in query.placements:
-            raise Unsupported(f"DTensors of {kinds}: heads of query, key and value may be sharded alike, and no rows")
+            raise Unsupported(f"DTensors of {kinds}: shard the heads of query, key and value alike, and no rows")
         q, k, v = query.to_local(), key.to_local(), value.to_local()
         rows = attend_rows(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return DTensor.from_local(rows, query.device_mesh, query.placements)
@@ -245,10 +244,7 @@ def attend_by_mask(
     from ringattn.pattern import Full
 
     if score_mod is not None or (return_aux is not None and return_aux.max_scores):
-        raise Unsupported(
-            "score_mod and max_scores of flex_attention: ringattn computes neither; write a soft cap as softcap= of "
-            "context_parallel"
-        )
+        raise Unsupported("score_mod and max_scores of flex_attention; for a soft cap give context_parallel softcap=")
     lse = return_lse or (return_aux is not None and return_aux.lse)
     pattern = Full() if block_mask is None else read_mask(block_mask)
     result = ring_attention(query, key, value, pattern, scale=scale, return_lse=lse, **options_here())
@@ -261,7 +257,7 @@ def read_mask(mask: BlockMask) -> Pattern:
     """The pattern of a BlockMask of whole sequences, read once. Raises what `from_block_mask` raises."""
     if not hasattr(mask, PATTERN):
         if torch.compiler.is_compiling():
-            raise Unsupported("torch.compile met a BlockMask that it cannot read; name it in buffers= of the context")
+            raise Unsupported("torch.compile cannot read this BlockMask; name it in buffers= of the context")
         setattr(mask, PATTERN, from_block_mask(mask))
     pattern: Pattern = getattr(mask, PATTERN)
     return pattern

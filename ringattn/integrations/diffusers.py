@@ -1,12 +1,12 @@
-"""Hugging Face diffusers: `parallelize` makes a transformer attend over tokens that are sharded over ranks.
+"""Hugging Face diffusers: `parallelize` lets a transformer attend over tokens that are sharded over ranks.
 
     parallelize(pipe.transformer, ContextParallelConfig(ring_degree=2, ulysses_degree=2))
     image = pipe("a cat in the rain").images[0]
 
-Every rank holds the whole model and is given whole inputs. Tokens are cut and gathered where the model's `_cp_plan`
-says: before its blocks, and after them. In between every layer calls `_attend`, which diffusers finds under the name
-"ringattn" once this module is imported. Attention without a mask does not depend on the order of its keys, so that the
-sequence is the shard of rank 0, text before image, then that of rank 1, and so on: layout "rows".
+Every rank holds the whole model and gets whole inputs. Tokens are cut and gathered where the model's `_cp_plan` says,
+before and after its blocks. In between every layer calls `_attend`, which diffusers finds under the name "ringattn"
+once this module is imported. Unmasked attention does not depend on the order of its keys, so the sequence may be the
+shard of rank 0, text before image, then that of rank 1, and so on: layout "rows".
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelC
 from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.models.attention_processor import Attention, MochiAttention
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
@@ -57,24 +58,24 @@ def parallelize(
 ) -> ModelMixin:
     """The model itself, which now cuts its tokens over ring_degree * ulysses_degree ranks; calls are collective.
 
-    config: `ring_degree` groups of `ulysses_degree` consecutive ranks; `mesh` has the axes "ring" and "ulysses" where
-        the ranks have other work, too. The number of heads is a multiple of `ulysses_degree`.
-    cp_plan: where tokens are cut and gathered; None: the plan of the model's class.
+    config: `ring_degree` groups of `ulysses_degree` consecutive ranks. If the ranks also have other axes, `mesh` has
+        axes named "ring" and "ulysses". The number of heads must be a multiple of `ulysses_degree`.
+    cp_plan: where tokens are cut and gathered; None: as the model's class says.
     options: `kernel`, `machine`, `deterministic`, `comm_dtype`, `rotate`, `check` of `AttentionOptions`.
 
-    Stands for the model's `enable_parallelism(config=config)`, and takes any number of image or text tokens from the
-    number of ranks on: shards may differ by a token. Keys that are whole on every rank, as in the cross-attention of
-    Wan, are attended without messages. Every rank is given the same inputs and computes the loss from the gathered
-    output; the mean over the ranks of their gradients, as DDP and FSDP take it, is the gradient of the loss.
+    Use it in place of the model's `enable_parallelism(config=config)`. Any number of image or text tokens works, from
+    one per rank on: shards may differ by a token. Keys that are whole on every rank, as in Wan's cross-attention, are
+    attended without messages. All ranks get the same inputs and compute the loss from the gathered output; the mean of
+    their gradients, as DDP and FSDP take it, is the gradient of the loss.
 
-    Raises Unsupported if a processor does not let diffusers choose its attention, InvalidInput without a plan, for
-    degrees that are not those of the ranks, and for a model that is parallel already. Calls raise Unsupported for masks
-    other than boolean ones of padded keys, causal attention and dropout, InvalidInput for fewer tokens than ranks, and
-    Mismatch on every rank if inputs, or weights that are whole on each rank, are not the same on all.
+    Raises Unsupported if a processor does not let diffusers choose its attention; InvalidInput without a plan, for
+    degrees that do not match the ranks, and for a model that is parallel already. Calls raise Unsupported for causal
+    attention, dropout and masks other than boolean ones of padded keys, InvalidInput for fewer tokens than ranks, and
+    Mismatch on every rank if inputs, or weights that each rank holds whole, differ between ranks.
     """
     check_release("diffusers")
     if model._parallel_config is not None:
-        raise InvalidInput(f"this {type(model).__name__} is parallel already; load it anew for another config")
+        raise InvalidInput(f"this {type(model).__name__} is parallel already; load it again for another config")
     check_option_names(options, {*OPTION_NAMES} - {"schedule", "scale", "softcap", "dropout"})
     cp_plan = model._cp_plan if cp_plan is None else cp_plan
     if cp_plan is None:
@@ -92,7 +93,7 @@ def parallelize(
     if config.ring_degree * config.ulysses_degree != have:
         raise InvalidInput(
             f"ring_degree {config.ring_degree} x ulysses_degree {config.ulysses_degree} is not the {have} ranks at "
-            "hand; give degrees whose product is their number, or mesh= where other axes take the rest"
+            "hand; give degrees whose product is their number, or mesh= if other axes take the rest"
         )
     mesh = config.mesh or init_device_mesh(model.device.type, config.mesh_shape, mesh_dim_names=config.mesh_dim_names)
     parallel = ParallelConfig(context_parallel_config=config)
@@ -116,16 +117,16 @@ def parallelize(
 
 
 class _Cut(ContextParallelSplitHook):  # type: ignore[misc]
-    """diffusers' hook that cuts tokens, which leaves the output of a whole model alone: that may be a dataclass."""
+    """diffusers' hook that cuts tokens, but leaves alone the output of a whole model, which may be a dataclass."""
 
-    def _prepare_cp_input(self, x: torch.Tensor, place: Any) -> torch.Tensor:
+    def _prepare_cp_input(self, x: Tensor, place: Any) -> Tensor:
         ranks = self.parallel_config._flattened_mesh.size()
         if place.expected_dims in (None, x.dim()) and x.shape[place.split_dim] < ranks:
             raise InvalidInput(
                 f"an input {tuple(x.shape)} has fewer tokens, in dim {place.split_dim}, than {ranks}, the number of "
-                "ranks: every rank needs one of the image, and one of the text where that is cut; take fewer ranks"
+                "ranks: each needs a token of the image, and one of the text if that is cut; take fewer ranks"
             )
-        return cast(torch.Tensor, super()._prepare_cp_input(x, place))
+        return cast(Tensor, super()._prepare_cp_input(x, place))
 
     def post_forward(self, module: Any, output: Any) -> Any:
         cuts = any(isinstance(name, int) for name in self.metadata)  # the places of outputs
@@ -133,26 +134,26 @@ class _Cut(ContextParallelSplitHook):  # type: ignore[misc]
 
 
 def _compare_inputs(group: ProcessGroup, module: Any, arguments: Any, named: Any) -> None:
-    """Raise Mismatch on every rank if the inputs of the ranks differ in shape, or by more than rounding.
+    """Raise Mismatch on every rank if the ranks' inputs differ in shape or by more than rounding.
 
-    So do unequal weights, in the first call and wherever gradients are wanted: weights may drift apart in training.
-    Weights that are sharded, or not there yet, are left out.
+    Weights are compared, too, in the first call and whenever gradients are enabled, since training may let them drift
+    apart; sharded weights and those on the meta device are left out.
     """
     weights, config = [], module._parallel_config
     if torch.is_grad_enabled() or not hasattr(config, "ring_compared"):
         weights = [x for name, x in module.named_parameters() if type(x) is torch.nn.Parameter and "_fsdp" not in name]
         weights = [x for x in weights if not x.is_meta]
-    compare_inputs([x for x in tree_leaves((arguments, named)) if isinstance(x, torch.Tensor)], group, weights)
+    compare_inputs([x for x in tree_leaves((arguments, named)) if isinstance(x, Tensor)], group, weights)
     config.ring_compared = True
 
 
 def _gather(dims: list[int | None], group: ProcessGroup, module: Any, inputs: Any, output: Any) -> Any:
-    """The output of a module with the rows of all ranks along the dim of each tensor; the ranks' gradients add up.
+    """The output of a module with the rows of all ranks along the given dim of each tensor; gradients add up.
 
-    diffusers' own hook takes the gradient of one rank, which is wrong where tokens are cut again later, and cannot
-    gather shards that differ in length with Gloo.
+    diffusers' own hook takes the gradient of one rank, which is wrong if tokens are cut again later, and with Gloo it
+    cannot gather shards of different lengths.
     """
-    outputs = [output] if isinstance(output, torch.Tensor) else [*output]
+    outputs = [output] if isinstance(output, Tensor) else [*output]
     for i, dim in enumerate(dims):
         if dim is not None:
             rows, shape = outputs[i].shape[dim], [*outputs[i].shape]
@@ -162,34 +163,34 @@ def _gather(dims: list[int | None], group: ProcessGroup, module: Any, inputs: An
             end = ends[dist.get_rank(group)]
             whole = outputs[i].new_zeros(shape).slice_scatter(outputs[i], dim, end - rows, end)
             outputs[i] = SumOverRanks.apply(whole, group)
-    return outputs[0] if isinstance(output, torch.Tensor) else tuple(outputs)
+    return outputs[0] if isinstance(output, Tensor) else tuple(outputs)
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     _parallel_config: ParallelConfig | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The output [B, n, H, D] of queries [B, n, H, D] over the keys and values [B, m, K, D] of all ranks.
 
-    Without a config the keys are whole on this rank, and diffusers' native backend attends them. diffusers drops
-    arguments that no parameter here names.
+    Without a config the keys are whole on this rank, and diffusers' native backend computes. diffusers drops arguments
+    that are not among these parameters.
     """
     if _parallel_config is None:
         native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
-        return cast(torch.Tensor, native(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+        return cast(Tensor, native(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
     padding, (batch, keys) = None, key.shape[:2]
     if attn_mask is not None:
         if attn_mask.dtype != torch.bool or attn_mask.shape not in ((batch, keys), (batch, 1, 1, keys)):
             raise Unsupported(
                 f"a mask {attn_mask.dtype} {tuple(attn_mask.shape)} in attention over tokens that are cut over ranks; "
-                f"only boolean masks of padded keys, {(batch, keys)} or {(batch, 1, 1, keys)} here, are taken"
+                f"give only boolean masks of padded keys, here {(batch, keys)} or {(batch, 1, 1, keys)}"
             )
         padding = ~attn_mask.reshape(batch, keys)
     if is_causal or dropout_p:
@@ -200,10 +201,10 @@ def _attend(
         layout=ROWS, q_layout=ROWS, group=config._flattened_mesh.get_group(), key_padding_mask=padding, scale=scale,
         schedule=f"ulysses({config.ulysses_degree}, ring)", **getattr(_parallel_config, "ring_options", {}),
     )  # fmt: skip
-    return cast(torch.Tensor, out.transpose(1, 2))
+    return cast(Tensor, out.transpose(1, 2))
 
 
-#: A new member of diffusers' enumeration of backends, which has no way to add one.
+#: A new member of diffusers' enumeration of backends, which offers no way to add one.
 BACKEND = str.__new__(AttentionBackendName, NAME)
 BACKEND._name_, BACKEND._value_ = NAME.upper(), NAME
 AttentionBackendName._member_map_[BACKEND._name_] = AttentionBackendName._value2member_map_[NAME] = BACKEND

@@ -12,16 +12,16 @@ from .generation import STATE
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: The tensors of the decoder's sequence in a batch, by the names that they have for a model with one sequence.
+#: The tensors of the decoder's sequence in a batch, by the names they have in a model with one sequence.
 DECODER = {"input_ids": "decoder_input_ids", "attention_mask": "decoder_attention_mask", "labels": "labels"}
-#: The arguments by which an attention module is given the rows of another sequence, whose keys it takes.
+#: The arguments that give an attention module the rows of another sequence as keys.
 OTHERS = ("key_value_states", "encoder_hidden_states")
-#: Attribute of such a module: whether its call is given these rows; of a table of positions: the part that it serves.
+#: Attribute of such a module: whether its call has these rows; of a table of positions: which part it serves.
 CROSS, PART = "_ringattn_cross", "_ringattn_part"
 
 
 def find_tables(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The tables of positions of the encoder and of the decoder that take `position_ids`."""
+    """The position tables of the encoder and the decoder, if they take `position_ids`."""
     parts = {"encoder": model.get_encoder(), "decoder": model.get_decoder()}
     tables = {name: getattr(part, "embed_positions", None) for name, part in parts.items()}
     return {
@@ -32,7 +32,7 @@ def find_tables(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def attend_across(model: PreTrainedModel) -> None:
-    """Let attention note whether its keys are those of the encoder, and tables of positions take those of all ranks."""
+    """Make attention note whether its keys are the encoder's, and give position tables this rank's places."""
     for module in model.modules():
         if not inspect.signature(module.forward).parameters.keys().isdisjoint(OTHERS):
             module.register_forward_pre_hook(_note_keys, with_kwargs=True)
@@ -42,12 +42,12 @@ def attend_across(model: PreTrainedModel) -> None:
 
 
 def _note_keys(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Note whether this call is given rows of another sequence."""
+    """Note whether this call has the rows of another sequence."""
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     setattr(module, CROSS, any(given.get(name) is not None for name in OTHERS))
 
 
 def _place_rows(table: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a table of positions, with the places of this rank's rows."""
+    """The arguments of a position table, with the places of this rank's rows."""
     ring = getattr(table, STATE)
     return args, kwargs if ring is None else {**kwargs, "position_ids": ring.call.places[getattr(table, PART)]}

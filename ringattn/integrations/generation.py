@@ -1,6 +1,6 @@
 """`generate()` of a parallelized model: the cache that transformers sees, and what a call with this cache computes.
 
-Every rank generates the same tokens. A prompt, or a chunk of it, is cut over the ranks; new tokens are on all ranks.
+Every rank generates the same tokens. A prompt, or a chunk of one, is cut over the ranks; all ranks get new tokens.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
 
-#: Attribute of every module of a parallelized model that says where its attention runs.
+#: The attribute of each module of a parallelized model that says where its attention runs.
 STATE = "_ringattn"
-#: A prompt of fewer tokens than this times the ranks is computed by every rank: experts need rows on each rank.
+#: A prompt with fewer tokens per rank than this is computed whole by every rank: experts need rows on each rank.
 LEAST_ROWS = 2
 #: The exchanges before a prompt, and after all tokens.
 PROMPT, END = "prompt", "end of generate()"
-#: The names of a cache among the arguments of models and of `generate`, by release of transformers.
+#: The names that releases of transformers have for the cache among the arguments of models and of `generate`.
 CACHES = ("cache", "past_key_values")
 #: Settings of a generation that a sharded cache cannot honour, and why.
 REFUSED = {
@@ -45,12 +45,12 @@ REFUSED = {
 
 
 def find_cache(kwargs: dict[str, Any]) -> Any:
-    """The cache among the arguments of a call, by either name; None without one."""
+    """The cache among the arguments of a call, by either name; None if there is none."""
     return next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
 
 
 def _give_cache(model: nn.Module, kwargs: dict[str, Any], past: Any) -> dict[str, Any]:
-    """The arguments with this cache, by the name that the model has for it."""
+    """The arguments with this cache under the name that the model expects."""
     taken = inspect.signature(model.forward).parameters
     name = next((name for name in CACHES if name in taken), CACHES[0])
     return {**{other: x for other, x in kwargs.items() if other not in CACHES}, name: past}
@@ -62,7 +62,7 @@ def has_chunks(model: Any) -> bool:
 
 
 def layer_windows(model: PreTrainedModel) -> list[int | None]:
-    """The keys that each layer's window lets a row see, its own among them, as transformers' caches read them."""
+    """The window of each layer in keys, the row's own included, as transformers' caches read the config; None: all."""
     config = model.config.get_text_config()
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     if kinds is None:
@@ -72,7 +72,7 @@ def layer_windows(model: PreTrainedModel) -> list[int | None]:
 
 
 def make_pattern(window: int | None, causal: bool = True) -> Pattern:
-    """Which keys a row sees. A window of W keys counts the row's own: Window(W - 1); without causal to both sides."""
+    """The pattern of a layer. A window of W keys includes the row's own: Window(W - 1), to both sides if not causal."""
     pattern: Pattern = Causal() if causal else Full()
     return pattern if window is None else pattern & Window(window - 1, 0 if causal else window - 1)
 
@@ -80,8 +80,8 @@ def make_pattern(window: int | None, causal: bool = True) -> Pattern:
 class RingCache(Cache):  # type: ignore[misc]
     """The keys and values of a parallelized model's `generate`, sharded over its ranks.
 
-    `model.generate(...)` makes one where none is given. Give `past_key_values=RingCache(model)` to go on with a
-    conversation, or for options: those of `KVCache`, but for the ranks and the layout, which are the model's.
+    `model.generate(...)` makes one if none is given. Give `past_key_values=RingCache(model)` to continue a conversation
+    or to set options: those of `KVCache`, except for the ranks and the layout, which are the model's.
     """
 
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
@@ -96,43 +96,42 @@ class RingCache(Cache):  # type: ignore[misc]
             raise Unsupported("generate: attention in chunks, or scaled by position; call unparallelize(model) first")
         self.windows = layer_windows(model)
         patterns = [make_pattern(window) for window in self.windows]
-        #: Whether a call of the parallelized model runs, which adds what `update` is given.
+        #: Whether the parallelized model is being called: only then is what `update` gets added.
         self.running = False
         layout = ring.layout if isinstance(ring.layout, str) else "zigzag"
-        #: Where the rows are.
         self.cache = KVCache(patterns, layers=len(patterns), group=ring.place.group, layout=layout, **options)
 
     def __len__(self) -> int:
         return len(self.windows)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """The new keys and values themselves: attention stores them. Raises InvalidInput for another model."""
+        """The new keys and values themselves, which attention stores. Raises InvalidInput for another model."""
         if not self.running:
-            raise InvalidInput("a RingCache is for the model that it was made for, while that is parallelized")
+            raise InvalidInput("a RingCache serves only the model it was made for, while that is parallelized")
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens so far, with the padding."""
+        """Tokens so far, padding included."""
         return self.cache.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """All keys, from the first on."""
+        """(number of keys, offset of the first): all keys."""
         return self.cache.length + query_length, 0
 
     @property
     def is_sliding(self) -> list[bool]:
-        """False for each layer: each counts the places of all tokens, and none is a recurrent state (`is_linear`)."""
+        """False for each layer: all of them count every token, and none is recurrent (`is_linear`)."""
         return [False] * len(self)
 
     is_linear = is_sliding
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -`tokens_to_remove` places; where the number is positive, keep the first so many."""
+        """A negative number: forget that many of the last tokens. A positive one: keep that many of the first."""
         if tokens_to_remove:
             self.cache.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i goes on from row beam_idx[i]."""
+        """Continue row i from row beam_idx[i]."""
         self.cache.fork(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -140,7 +139,7 @@ class RingCache(Cache):  # type: ignore[misc]
         self.cache.fork(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row so many times."""
+        """Repeat each row `repeats` times."""
         self.cache.fork([row for row in range(len(self.cache.lengths)) for _ in range(repeats)])
 
     def reset(self) -> None:
@@ -153,14 +152,14 @@ class Generation:
     """A call of the model with a cache: what its attention and its hook after the call need."""
 
     past: RingCache
-    #: What the record of a step says of the tokens; None: a prompt.
+    #: The digest of a step's tokens, which its record states; None for a prompt.
     note: str | None
-    #: The largest position of the tokens so far, by which some ropes change.
+    #: The largest position so far, on which some ropes depend.
     largest: int
-    #: Of a prompt, the places whose logits are wanted, and by rank those of them that the rank has.
+    #: Of a prompt: the places whose logits are wanted, and by rank which of these the rank has.
     wanted: np.ndarray[Any, Any]
     kept: list[np.ndarray[Any, Any]]
-    #: Which local rows these are, where the model gives the logits of all; None: it gives theirs alone.
+    #: The local rows of these places if the model returns the logits of all rows; None if it returns only theirs.
     mine: Tensor | None
     #: The layers that have attended.
     attended: set[int] = field(default_factory=set)
@@ -168,7 +167,7 @@ class Generation:
     def attend(
         self, module: nn.Module, window: int | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Any
     ) -> Tensor:
-        """out [B, H, n, Dv] of a layer. Raises Unsupported for one that the cache does not hold as the model has it."""
+        """out [B, H, n, Dv] of a layer. Raises Unsupported if the layer is not as the cache takes it to be."""
         layer, cache = cast(int, module.layer_idx), self.past.cache
         if layer in self.attended:
             raise Unsupported(
@@ -177,8 +176,8 @@ class Generation:
         self.attended.add(layer)
         if window != self.past.windows[layer]:
             raise Unsupported(
-                f"generate: layer {layer} has a window of {window} keys by its mask and of {self.past.windows[layer]} "
-                "by the config of the model; call unparallelize(model) first"
+                f"generate: the mask of layer {layer} has a window of {window} keys, the config of the model one of "
+                f"{self.past.windows[layer]}; call unparallelize(model) first"
             )
         if self.note is None:
             return cache.prefill(layer, q, k, v, sinks=sinks, **options)
@@ -186,26 +185,26 @@ class Generation:
         return cast(Tensor, cache.step(layer, q, k, v, sinks=sinks, note=self.note, **options))
 
     def finish(self, result: Any, group: ProcessGroup) -> Any:
-        """The result with the wanted logits [B, n, classes] of the whole prompt, on all ranks. Collective."""
+        """The result with the wanted logits [B, n, classes] of the whole prompt, on every rank. Collective."""
         self.past.running = False
         if self.note is None:
             mine = result["logits"] if self.mine is None else result["logits"][:, self.mine]
-            rows = GatherRows.apply(mine, self.kept, group)  # by their places
+            rows = GatherRows.apply(mine, self.kept, group)  # in order of their places
             _, order = np.unique(self.wanted, return_inverse=True)
             result["logits"] = rows[:, torch.from_numpy(order).to(rows.device)]
         return result
 
 
 def resume(model: PreTrainedModel, past: RingCache, kwargs: dict[str, Any]) -> RingCache:
-    """The cache of the running `generate`, emptied, for a call without a cache that computes all tokens again.
+    """The cache of the running `generate`, emptied for a call without a cache that computes all tokens again.
 
-    Phi-3 makes such a call where its rope changes. Raises Unsupported for every other call without a cache.
+    Phi-3 makes such a call when its rope changes. Raises Unsupported for any other call without a cache.
     """
     most, ids = getattr(model.config, "original_max_position_embeddings", None), kwargs.get("input_ids")
     if most is None or ids is None or not past.cache.length <= most < ids.shape[1]:
         raise Unsupported(
             f"generate: {type(model).__name__} was called without its cache by any of the names {', '.join(CACHES)}; "
-            "take a release of transformers that ringattn serves"
+            "take a release of transformers that ringattn supports"
         )
     past.reset()
     return past
@@ -214,11 +213,11 @@ def resume(model: PreTrainedModel, past: RingCache, kwargs: dict[str, Any]) -> R
 def begin(
     model: PreTrainedModel, ring: Any, past: RingCache | None, kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], Generation]:
-    """The arguments of this rank's part of a call with a cache, and the call. Collective for a prompt.
+    """(this rank's arguments, the call) for a call with a cache. Collective for a prompt.
 
-    past: the cache; None: that of the `generate` that runs, of which the call does not know.
-    kwargs: those of the whole batch, equal on all ranks. Without position_ids all tokens count from the first one of
-        the cache on, the padding too, as models of transformers count. Raises Unsupported and InvalidInput.
+    past: the cache; None: that of the running `generate`, which the call was not given.
+    kwargs: those of the whole batch, equal on all ranks. Without position_ids, positions count all tokens of the cache,
+        padding included, as in transformers. Raises Unsupported and InvalidInput.
     """
     group = ring.place.group
     ranks, transport = dist.get_world_size(group), get_transport(group)
@@ -234,9 +233,7 @@ def begin(
         padding = None if mask is None else ~mask[:, first:].bool()
         padding = None if padding is None or not padding.any() else padding
         if padding is not None and any(past.windows) and _pads_behind(padding, past.cache.lengths):
-            raise Unsupported(
-                "generate: padding behind tokens, which the windows of transformers count; set padding_side='left'"
-            )
+            raise Unsupported("generate: padding behind tokens, which count in windows; set padding_side='left'")
         positions = kwargs.get("position_ids")
         if positions is None:
             if ring.first:
@@ -270,7 +267,7 @@ def begin(
 
 
 def _pads_behind(padding: Tensor, lengths: list[int]) -> bool:
-    """Whether a row has padding [B, T] behind its first token; `lengths` are the tokens of each row before."""
+    """Whether padding [B, T] follows a token of its row; `lengths` are the tokens that each row has already."""
     begun = (~padding).cumsum(1) + torch.tensor(lengths or [0] * len(padding), device=padding.device)[:, None]
     return bool((padding & (begun > 0)).any())
 
@@ -279,26 +276,18 @@ def _check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Raise Unsupported for an argument that a call with a cache over ranks cannot honour."""
     for name in ("output_attentions", "output_hidden_states"):
         if kwargs.get(name, getattr(model.config, name, False)):
-            raise Unsupported(f"generate: {name}=True, of which a rank has its own rows only; leave it out")
+            raise Unsupported(f"generate: {name}=True, which a rank has for its own rows only; leave it out")
     for name in ("inputs_embeds", "labels", "cu_seq_lens_q"):
         if kwargs.get(name) is not None:
             raise Unsupported(f"generate: {name}; give input_ids alone")
     if kwargs.get("input_ids") is None:
-        raise InvalidInput("a call with a RingCache needs input_ids [batch, tokens], those of the whole batch")
+        raise InvalidInput("a call with a RingCache needs the input_ids [batch, tokens] of the whole batch")
     if not kwargs["input_ids"].numel():
-        raise InvalidInput(f"generate: input_ids {tuple(kwargs['input_ids'].shape)} has no token; give one at least")
-
-
-def _share_seed(device: torch.device, group: ProcessGroup) -> None:
-    """Give all ranks the state of rank 0's random numbers: all of them sample the same tokens. Collective."""
-    numbers: Any = torch if device.type == "cpu" else getattr(torch, device.type)
-    state = [numbers.get_rng_state()]
-    dist.broadcast_object_list(state, group=group, group_src=0)
-    numbers.set_rng_state(state[0])
+        raise InvalidInput(f"generate: input_ids {tuple(kwargs['input_ids'].shape)} has no token; give at least one")
 
 
 def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """`generate` of the model's class, with a `RingCache` where none is given. All ranks stop at the same token.
+    """`generate` of the model's class, with a new `RingCache` if none is given. All ranks stop at the same token.
 
     A RingCache replaces the cache that the checkpoint's generation_config names. Raises Unsupported for another cache
     in the call, and for settings that need no cache or a second one.
@@ -334,7 +323,11 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if settings.cache_implementation is not None:
             kwargs["cache_implementation"] = None
     with Exchange(transport, END, once=True) as ended:
-        _share_seed(model.device, ring.place.group)
+        kind = model.device.type
+        numbers: Any = torch if kind == "cpu" else getattr(torch, kind)
+        state = [numbers.get_rng_state()]
+        dist.broadcast_object_list(state, group=ring.place.group, group_src=0)
+        numbers.set_rng_state(state[0])  # that of rank 0: all ranks sample the same tokens
         ring.call.past = past
         try:
             result = type(model).generate(model, *args, **kwargs)

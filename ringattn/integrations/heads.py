@@ -1,8 +1,8 @@
-"""Heads that read whole sequences: what a model of transformers says of a sequence, from rows that ranks hold.
+"""Heads that read whole sequences, such as classifiers, for models whose rows are spread over ranks.
 
-A head for classification reads one row of a sequence, or the mean of its rows. The ranks exchange this row alone, and
-the model's own head computes it on every rank, as a sequence of one token. Which row it reads is asked of the head
-itself (`find_pooling`), so that no list of classes can be out of date.
+A classification head reads one row of a sequence, or the mean of its rows. The ranks exchange only this row, and every
+rank runs the model's own head on it as on a sequence of one token. `find_pooling` finds by trial which row a head
+reads, so that no list of classes can go out of date.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from ..call.functional import get_transport
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 #: How the rows of a sequence become one row.
 POOLINGS = ("first", "last", "mean")
-#: Tokens of the sequence by which `find_pooling` asks a head what it reads.
+#: Tokens of the random sequence on which `find_pooling` tries a head.
 ASKED = 5
-#: What a head raises that cannot be run on hidden states alone.
+#: What a head raises if it cannot run on hidden states alone.
 FOREIGN = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-#: The arguments by which a head finds the row that it reads; the model below it is given those of this rank.
+#: The arguments by which a head finds the row it reads; the model below it gets those of this rank.
 OF_ROWS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "cu_seq_lens_q", "inputs_embeds")
 #: The labels of whole sequences.
 LABELS = ("labels", *ANSWERS)
@@ -54,19 +54,19 @@ LABELS = ("labels", *ANSWERS)
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a batch whose rows ranks hold: its rows, or where these are packed its documents, in order."""
+    """The sequences of a sharded batch: its rows or, if packed, its documents, in order."""
 
-    #: [B, n]: the number of the sequence that a row of this rank belongs to.
-    index: torch.Tensor
-    #: [B, n]: the position in this sequence.
-    positions: torch.Tensor
+    #: [B, n]: the number of the sequence that each row of this rank belongs to.
+    index: Tensor
+    #: [B, n]: its position in this sequence.
+    positions: Tensor
     #: [B, n]: False for padding.
-    real: torch.Tensor
+    real: Tensor
     number: int
     group: ProcessGroup
 
-    def pool(self, rows: torch.Tensor, how: str) -> torch.Tensor:
-        """[number, d] of this rank's rows [B, n, d], the same on every rank. Differentiable; collective."""
+    def pool(self, rows: Tensor, how: str) -> Tensor:
+        """One row per sequence [number, d] of this rank's [B, n, d], equal on all ranks. Differentiable, collective."""
         index, real = self.index.flatten(), self.real.flatten()
         weight = real.to(wide(rows.dtype))
         if how == "mean":
@@ -86,10 +86,8 @@ class Sequences:
         return SumOverRanks.apply(pooled, self.group).to(rows.dtype)
 
 
-def find_sequences(
-    batch: Mapping[str, torch.Tensor], group: ProcessGroup, layout: str | Layout | LayerMasks
-) -> Sequences:
-    """The sequences of this rank's part of a batch, as `shard_batch` has made it."""
+def find_sequences(batch: Mapping[str, Tensor], group: ProcessGroup, layout: str | Layout | LayerMasks) -> Sequences:
+    """The sequences of this rank's shard of a batch, as made by `shard_batch`."""
     positions, mask, borders = (batch.get(name) for name in ("position_ids", "attention_mask", "cu_seq_lens_q"))
     assert positions is not None
     positions = positions.reshape(-1, *positions.shape[-2:])[0]
@@ -108,21 +106,21 @@ def find_sequences(
 
 
 def pool(
-    hidden: torch.Tensor,
-    batch: Mapping[str, torch.Tensor],
+    hidden: Tensor,
+    batch: Mapping[str, Tensor],
     group: ProcessGroup | DeviceMesh | None = None,
     *,
     layout: str | Layout | LayerMasks,
     how: str = "mean",
-) -> torch.Tensor:
-    """One vector for each sequence [S, d], equal on all ranks, such as an embedding of a text. Collective.
+) -> Tensor:
+    """One vector per sequence [S, d], equal on all ranks, such as the embedding of a text. Collective.
 
     hidden: the last hidden states [B, n, d] of this rank's rows.
-    batch: what `shard_batch` has made; S is B, or where documents are packed the number of all documents, in order.
-    how: "first", "last" or "mean" of the tokens of a sequence, padding left out.
+    batch: what `shard_batch` made; S is B or, if documents are packed, the number of all documents, in order.
+    how: "first", "last" or "mean" of the tokens of a sequence, without padding.
 
-    Differentiable: where each rank computes the same loss of the result, the mean over the ranks of the gradients is
-    that of the loss, as DDP and FSDP2 average. Raises InvalidInput for shapes that do not fit and unknown names.
+    Differentiable: if each rank computes the same loss of the result, the mean of the ranks' gradients, as DDP and
+    FSDP2 take it, is the gradient of the loss. Raises InvalidInput for shapes that do not fit and unknown names.
     """
     place = place_group(group).group
     with Exchange(get_transport(place), "pool") as ranks:
@@ -141,34 +139,33 @@ def pool(
 def find_pooling(model: PreTrainedModel, field: str) -> str:
     """What the head of a model reads, by its result `field`: "first", "last", "mean", "late" or "rows".
 
-    late: each row by itself, and then the mean; rows: each row by itself. The head is run on a few random rows, with
-    random weights. Raises Unsupported for a head that reads anything else.
+    late: each row by itself, then their mean; rows: each row by itself. A copy of the head with random weights is tried
+    on a few random rows. Raises Unsupported for a head that reads anything else.
     """
     pooler, below = _copy(getattr(model.base_model, "pooler", None)), nn.Identity()
     head = _copy(model, {id(model.base_model): below})
     token = 1 + max(head.config.get_text_config().pad_token_id or 0, 0)
 
-    def run(hidden: torch.Tensor) -> torch.Tensor:
+    def run(hidden: Tensor) -> Tensor:
         pooled = None if pooler is None else pooler(hidden)
         result = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=hidden, pooler_output=pooled)
         below.forward = lambda *args, **kwargs: result  # type: ignore[method-assign]
-        return cast(torch.Tensor, head(input_ids=torch.full(hidden.shape[:2], token, device=hidden.device))[field])
+        return cast(Tensor, head(input_ids=torch.full(hidden.shape[:2], token, device=hidden.device))[field])
 
     return _ask(model, f"head ({field})", run)
 
 
 def check_pooler(model: PreTrainedModel) -> nn.Module | None:
-    """The pooler of the model, which reads first rows. Raises Unsupported for another one."""
+    """The pooler of the model, if it has one. Raises Unsupported unless it reads first rows."""
     pooler = getattr(model.base_model, "pooler", None)
     if pooler is not None and (found := _ask(model, "pooler", _copy(pooler))) != "first":
-        raise Unsupported(
-            f"{type(model).__name__} has a pooler of {found}, not first rows; take add_pooling_layer=False"
-        )
+        name = type(model).__name__
+        raise Unsupported(f"{name} has a pooler of {found}, not first rows; take add_pooling_layer=False")
     return cast("nn.Module | None", pooler)
 
 
 def _copy(module: nn.Module | None, known: dict[int, Any] | None = None) -> Any:
-    """A copy on the CPU, in fp32, with random weights, that drops nothing. `known` are objects to put into it."""
+    """An fp32 copy on the CPU with random weights, in eval mode. `known` replaces parts, as the memo of deepcopy."""
     if module is None:
         return None
     made = deepcopy(module, known or {}).to_empty(device="cpu").float().eval()
@@ -183,8 +180,8 @@ def _copy(module: nn.Module | None, known: dict[int, Any] | None = None) -> Any:
     return made
 
 
-def _ask(model: PreTrainedModel, part: str, run: Callable[[torch.Tensor], torch.Tensor]) -> str:
-    """What `run`, a part of a model that is given hidden states [1, n, d], reads of them."""
+def _ask(model: PreTrainedModel, part: str, run: Callable[[Tensor], Tensor]) -> str:
+    """Which of its hidden states [1, n, d] `run`, a part of a model, reads."""
     width = model.config.get_text_config().hidden_size
     hidden = torch.randn(1, ASKED, width, generator=torch.Generator().manual_seed(1), device="cpu")
     words = f"{type(model).__name__} has a {part} that does not read the first, the last or the mean of the rows"
@@ -206,7 +203,7 @@ class HeadCall:
     """A call of a model whose head reads whole sequences.
 
     pooling: what the head reads, see `find_pooling`.
-    kwargs: the arguments of the call, of the rows of this rank, which `cut` has cut.
+    kwargs: the arguments of the call for this rank's rows, which `cut` has cut.
     """
 
     def __init__(self, pooling: str, sequences: Sequences, kwargs: dict[str, Any], cut: Layout) -> None:
@@ -219,7 +216,7 @@ class HeadCall:
         self.others = given
 
     def hide(self) -> dict[str, Any]:
-        """The arguments for the head, which is to see sequences of one token, but for a head that reads rows."""
+        """The arguments for the head, which is to see sequences of one token unless it reads rows."""
         ids = torch.ones_like(self.sequences.index)
         if self.pooling == "late":
             ids = ids.reshape(-1, 1)
@@ -227,8 +224,8 @@ class HeadCall:
             ids = ids.new_ones(self.sequences.number, 1)
         return {**self.others, "input_ids": ids}
 
-    def pooled(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the head is given in place of the hidden states [B, n, d] of this rank's rows."""
+    def pooled(self, hidden: Tensor) -> Tensor:
+        """What the head gets in place of the hidden states [B, n, d] of this rank's rows."""
         if self.pooling == "rows":
             return hidden
         if self.pooling == "late":
@@ -252,7 +249,7 @@ class HeadCall:
 
 
 def enter_base(base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of the model below a head, with those of this rank's rows."""
+    """The arguments of the model below a head: those of this rank's rows."""
     ring = getattr(base, STATE)
     call: HeadCall | None = None if ring is None else ring.call.head
     if call is None:
@@ -263,12 +260,12 @@ def enter_base(base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any,
 
 
 def leave_base(base: nn.Module, args: Any, result: Any) -> Any:
-    """The result of the model below a head, with the hidden states that the head reads."""
+    """The result of the model below a head, with only the hidden states that the head reads."""
     ring = getattr(base, STATE)
     call: HeadCall | None = None if ring is None else ring.call.head
     if call is not None:
         result["last_hidden_state"] = call.pooled(result["last_hidden_state"])
-        if ring.call.numbers and call.pooling in POOLINGS:  # every rank computes the head, and drops the same of it
+        if ring.call.numbers and call.pooling in POOLINGS:  # all ranks run the head with the same dropout
             ring.call.numbers.close()
     return result
 

@@ -16,14 +16,14 @@ ROUTED = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 def has_routers(model: nn.Module) -> bool:
-    """Whether the model makes a loss of its routers as Mixtral does, by how many tokens an expert gets, how likely."""
+    """Whether the model has Mixtral's router loss, which balances how many tokens each expert gets, and how likely."""
     loss = inspect.unwrap(type(model).forward).__globals__.get("load_balancing_loss_func")
     given = [] if loss is None else list(inspect.signature(loss).parameters)
     return given == ROUTED and hasattr(model, "router_aux_loss_coef") and hasattr(model, "num_experts_per_tok")
 
 
 def take_routers(base: nn.Module, args: Any, result: Any) -> None:
-    """Keep the logits [B * n, experts] of the layers' routers; the loss that the model makes of them is not used."""
+    """Keep the logits [B * n, experts] of the layers' routers; the model's own loss of them is not used."""
     ring = getattr(base, STATE)
     if ring is not None and getattr(result, "router_logits", None) is not None:
         ring.call.routers = result["router_logits"]
@@ -31,9 +31,9 @@ def take_routers(base: nn.Module, args: Any, result: Any) -> None:
 
 
 def balance_routers(model: Any, result: Any, logits: tuple[torch.Tensor, ...], kwargs: Any, group: Any) -> torch.Tensor:
-    """The part of a loss that is of routers, of all ranks' rows but padding; `result` loses its own part. Collective.
+    """The router loss over the rows of all ranks, padding left out; it replaces the one in `result`. Collective.
 
-    Where every rank adds this part to its loss, the mean of the ranks' gradients is the gradient.
+    If every rank adds it to its loss, the mean of the ranks' gradients is the gradient.
     """
     mask, top, ranks = kwargs.get("attention_mask"), model.num_experts_per_tok, dist.get_world_size(group)
     real = torch.ones_like(logits[0][:, 0]).float() if mask is None else mask.flatten().float()
@@ -44,7 +44,7 @@ def balance_routers(model: Any, result: Any, logits: tuple[torch.Tensor, ...], k
     dist.all_reduce(total, group=group)
     likely = total[0] + (likely - likely.detach()) * ranks
     whole = len(likely) * (likely / total[2] * (total[1] / total[2])).sum()
-    if "router_logits" in result:  # not in what TRL's own head returns
+    if "router_logits" in result:  # TRL's own head returns none
         result["router_logits"] = logits
     if result.get("loss") is not None:
         result["loss"] = result["loss"] - model.router_aux_loss_coef * result["aux_loss"]

@@ -1,4 +1,4 @@
-"""Which models of transformers ranks can compute, and what a call must know of one: read from the model itself."""
+"""Which transformers models can run over ranks, and what a call must know of one: read from the model itself."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from ..errors import InvalidInput, Unsupported
 from .encoder_decoder import find_tables
 from .heads import find_pooling
 
-#: Attribute of the attention modules that `tell_positions` tells them.
+#: The attribute in which `tell_positions` gives attention modules their positions.
 PLACES = "_ringattn_positions"
-#: The kinds of layers whose whole attention is in the attention function.
+#: The kinds of layers whose attention is entirely in transformers' attention functions.
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-#: The kinds of PEFT's adapters that are not computed row by row, or call the model past its hooks.
+#: The kinds of PEFT adapters that do not work row by row, or bypass the model's hooks.
 ADAPTERS = ("ADALORA", "ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "XLORA", "aLoRA")
 
 
 def unwrap_adapters(model: Any) -> PreTrainedModel:
-    """The model of transformers in PEFT's wrapper, or itself. Raises Unsupported for adapters that ranks cannot run."""
+    """The transformers model in PEFT's wrapper, or the model itself. Raises Unsupported for some kinds of adapters."""
     for name, config in getattr(model, "peft_config", {}).items():
         kind = "aLoRA" if getattr(config, "alora_invocation_tokens", None) else config.peft_type.value
         if config.is_prompt_learning or kind in ADAPTERS:
@@ -48,15 +48,16 @@ def unwrap_adapters(model: Any) -> PreTrainedModel:
 
 
 def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
-    """(whether labels are those of the next token, what the head reads); None: no loss of rows, no head but of rows.
+    """(whether labels are those of the next token, what the head reads).
 
-    Raises Unsupported, with the name of the feature, if ring attention cannot be all of the model's attention, or if
-    a result is not made of the rows one by one.
+    The first is None for a model without a loss of rows, the second for a model without a head of sequences. Raises
+    Unsupported, naming the feature, if ring attention cannot compute all of the model's attention, or if results are
+    not made of rows one by one.
     """
     if not hasattr(model, "set_attn_implementation"):
         raise InvalidInput(
-            f"{type(model).__name__} is no model of transformers; parallelize a PreTrainedModel, before DDP, FSDP or "
-            "torch.compile wrap it, and give models of your own ringattn.nn.RingAttention"
+            f"{type(model).__name__} is no model of transformers; parallelize a PreTrainedModel before DDP, FSDP or "
+            "torch.compile wraps it, and use ringattn.nn.RingAttention in models of your own"
         )
     both, name, config = model.config.is_encoder_decoder, type(model).__name__, model.config
     if not _is_of_text(config):
@@ -111,7 +112,7 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
 
 
 def _is_of_text(config: Any) -> bool:
-    """Whether a model of this configuration has no other part than one of text, or an encoder and a decoder of text."""
+    """Whether a model of this config has only text parts: one, or an encoder and a decoder."""
     parts = [getattr(config, name, None) for name in config.sub_configs]
     parts = [part for part in parts if hasattr(part, "num_hidden_layers")]
     return all(map(_is_of_text, parts)) if config.is_encoder_decoder else not parts
@@ -127,7 +128,7 @@ def rotates_by_length(module: nn.Module) -> bool:
 
 
 def tell_positions(model: nn.Module) -> None:
-    """Let attention that scales queries by their place, as Llama 4's does, know position_ids."""
+    """Pass position_ids to attention that scales queries by position, as Llama 4's does."""
     for layer in model.modules():
         if getattr(getattr(layer, "self_attn", None), "attn_temperature_tuning", False):
             layer.register_forward_pre_hook(_tell, with_kwargs=True)
@@ -138,7 +139,7 @@ def _tell(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def scale_by_position(module: Any, query: torch.Tensor) -> torch.Tensor:
-    """The queries [B, H, n, D] with the scale of position_ids, where such a layer gave them that of the first rows."""
+    """The queries [B, H, n, D], scaled by position_ids if such a layer scaled them as rows 0 .. n-1."""
     if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
         return query
     positions: Any = getattr(module, PLACES)
@@ -148,7 +149,7 @@ def scale_by_position(module: Any, query: torch.Tensor) -> torch.Tensor:
 
 
 def first_position(model: nn.Module) -> int:
-    """The position of the first token: models of RoBERTa's kind count from the position of padding on."""
+    """The position of the first token: RoBERTa's kind of models count from one after the position of padding."""
     tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
     padding = [place for x in tables if (place := getattr(x, "padding_idx", None)) is not None]
     return padding[0] + 1 if padding else 0

@@ -5,7 +5,7 @@
     class RingSFTTrainer(RingMixin, SFTTrainer):
         pass
 
-To a trainer a cp group is one process: its ranks read the same batches, and its model takes whole sequences.
+A trainer sees each cp group as one process: its ranks read the same batches, and the model takes whole sequences.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import IterableDataset
 from transformers import Trainer
@@ -38,13 +39,13 @@ if TYPE_CHECKING:
 
 
 class Broadcast(IterableDataset[Any]):
-    """The examples of a stream, which rank 0 alone reads, on all ranks. Collective, thus only with num_workers=0."""
+    """The examples of a stream that only rank 0 reads, on all ranks. Collective, so only for num_workers=0."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream, if it wants to know."""
+        """Pass the epoch to the stream if it takes one."""
         if hasattr(self.stream, "set_epoch"):
             self.stream.set_epoch(epoch)
 
@@ -59,14 +60,14 @@ class Broadcast(IterableDataset[Any]):
 
 
 class RingAccelerator(Accelerator):  # type: ignore[misc]
-    """An Accelerator to which a cp group is one process: the ranks of a group get the same batches.
+    """An Accelerator that counts a cp group as one process: the ranks of a group get the same batches.
 
-    cp: the ranks that share a sequence, neighbours by number; None: all. The axes of `mesh` are dp and cp; it is None
-    in a program of one process. Give `parallelize(model, mesh["cp"], layout=..., whole=True)` its group.
+    cp: how many consecutive ranks share a sequence; None: all. `mesh` has the axes dp and cp, and is None in a
+    single process. Use its group in `parallelize(model, mesh["cp"], layout=..., whole=True)`.
 
     `num_processes`, `process_index`, `gather` and `gather_for_metrics` of tensors, and `reduce` count each group once.
-    With dispatch_batches=True rank 0 alone reads a stream, else each rank does. A prepared scheduler counts all ranks:
-    give step_scheduler_with_optimizer=False, and step it yourself.
+    With dispatch_batches=True only rank 0 reads a stream, otherwise each rank does. A prepared scheduler counts all
+    ranks: pass step_scheduler_with_optimizer=False, and step it yourself.
     """
 
     mesh: DeviceMesh | None
@@ -80,7 +81,7 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
         ranks = self.state.num_processes
         cp = ranks if cp is None else cp
         if cp < 1 or ranks % cp:
-            raise InvalidInput(f"cp={cp} does not divide the {ranks} ranks; start a multiple of {cp}, or take another")
+            raise InvalidInput(f"cp={cp} does not divide the {ranks} ranks; start a multiple of {cp}, or change cp")
         config = self.parallelism_config
         if config is not None and config.non_data_parallel_size > 1:
             raise Unsupported(f"cp={cp} beside accelerate's own tp_size, cp_size or sp_size; give only cp={cp}")
@@ -89,7 +90,7 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
 
     @property
     def num_processes(self) -> int:
-        """The cp groups."""
+        """The number of cp groups."""
         return 1 if self.mesh is None else self.mesh.size(0)
 
     @property
@@ -97,30 +98,30 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
         """The number of this rank's cp group."""
         return 0 if self.mesh is None else self.mesh.get_local_rank("dp")
 
-    def drop_copies(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the rows [ranks * B, ...] that all ranks gave those of the first rank of each group."""
+    def drop_copies(self, x: Tensor) -> Tensor:
+        """Of the rows [ranks * B, ...] of all ranks, those of the first rank of each group."""
         if self.mesh is None:
             return x
         each = x.unflatten(0, (self.num_processes, -1, len(x) // self.state.num_processes))
         return each[:, 0].flatten(0, 1)
 
     def gather(self, tensor: Any) -> Any:
-        """As `Accelerator.gather`, of the first rank of each group."""
+        """`Accelerator.gather`, from the first rank of each group."""
         return recursively_apply(self.drop_copies, super().gather(tensor))
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As `Accelerator.reduce`, over the first rank of each group."""
+        """`Accelerator.reduce`, over the first rank of each group."""
 
-        def join(x: torch.Tensor) -> torch.Tensor:
+        def join(x: Tensor) -> Tensor:
             each = self.gather(x[None])
             return (each.sum(0) if reduction == "sum" else each.mean(0, dtype=torch.float32)) * scale
 
         return super().reduce(tensor, reduction, scale) if self.mesh is None else recursively_apply(join, tensor)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """As `Accelerator.prepare_data_loader`, with a share for each group."""
+        """`Accelerator.prepare_data_loader`, with one share of the data per group."""
         config = self.dataloader_config
-        dispatch, config.dispatch_batches = config.dispatch_batches, False  # its dispatcher shares by rank
+        dispatch, config.dispatch_batches = config.dispatch_batches, False  # its dispatcher gives each rank a share
         if dispatch and isinstance(data_loader.dataset, IterableDataset) and self.mesh is not None:
             vars(data_loader)["dataset"] = Broadcast(data_loader.dataset)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
@@ -129,15 +130,15 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
 
 
 class RingMixin:
-    """Makes a class of trainers run on ranks that share sequences: class RingSFTTrainer(RingMixin, SFTTrainer).
+    """Lets a trainer run on ranks that share sequences: class RingSFTTrainer(RingMixin, SFTTrainer).
 
-    cp: the ranks that share a sequence; None: all of torchrun's. The other ranks share the data (dp).
+    cp: how many ranks share a sequence; None: all. The cp groups share the data (dp).
     layout: how a sequence is cut, as in `parallelize`.
     ring: other options of `parallelize`, such as {"schedule": "ulysses"}.
 
-    The trainer parallelizes its model, and its reference model, itself. Its arguments are those for dp processes:
-    per_device_train_batch_size is the batch of a cp group. On one process the trainer is the one that it was.
-    Raises InvalidInput for a `cp` that does not divide the ranks, and Unsupported for data shared by rank.
+    The trainer parallelizes its model and its reference model itself. Its arguments are those for dp processes:
+    per_device_train_batch_size is the batch of a cp group. In a single process the trainer is unchanged. Raises
+    InvalidInput for a `cp` that does not divide the ranks, and Unsupported for strategies that share data by rank.
     """
 
     accelerator: RingAccelerator
@@ -154,7 +155,7 @@ class RingMixin:
         self._cp = cp
         super().__init__(*args, **kwargs)
         mesh, given = self.accelerator.mesh, cast(Any, self).args
-        if hasattr(given, "steps_per_generation"):  # of GRPO; the config took the ranks for processes
+        if hasattr(given, "steps_per_generation"):  # GRPO, whose config counted each rank as a process
             rows = given.per_device_train_batch_size * self.accelerator.num_processes * given.steps_per_generation
             if rows % given.num_generations:
                 raise InvalidInput(
@@ -169,13 +170,13 @@ class RingMixin:
                 bare = self.accelerator.unwrap_model(model)
                 parallelize(bare, mesh["cp"], layout=layout, whole=True, **(ring or {}))
         states: list[Any] = [None] * dist.get_world_size()
-        for kind in dict.fromkeys(("cpu", self.accelerator.device.type)):  # TRL gives each rank numbers of its own
+        for kind in dict.fromkeys(("cpu", self.accelerator.device.type)):  # TRL seeds each rank differently
             numbers: Any = torch if kind == "cpu" else getattr(torch, kind)
             dist.all_gather_object(states, numbers.get_rng_state())
             numbers.set_rng_state(states[self.accelerator.process_index])
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the trainer's, with a `RingAccelerator`."""
+        """The trainer's method, with a `RingAccelerator`."""
         given = cast(Any, self).args
         for name, hint in (
             ("torch_compile", "compile the layers of the model yourself"),
@@ -190,18 +191,18 @@ class RingMixin:
             raise Unsupported("train_sampling_strategy='batch_rebalance' shares the data by rank; take another")
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """The examples of a step, of all cp groups."""
+        """The examples of a step over all cp groups."""
         return args.gradient_accumulation_steps * cast(Any, self)._train_batch_size * self.accelerator.num_processes
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's: the logits of all rows where metrics want them."""
+        """The trainer's method, with the logits of all rows if metrics need them."""
         ring = getattr(cast(Any, self).model, STATE, None)
         if ring is not None:
             ring.call.logits = not prediction_loss_only
         return cast(Any, super()).prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
-    def _calculate_rewards(self, *args: Any) -> torch.Tensor:
-        """The rewards of GRPO, which gathers those of all ranks."""
+    def _calculate_rewards(self, *args: Any) -> Tensor:
+        """The rewards of GRPO, which gathers them from all ranks, once per group."""
         return self.accelerator.drop_copies(cast(Any, super())._calculate_rewards(*args))
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: `parallelize` makes a model attend over a sequence that is sharded over ranks.
+"""Hugging Face transformers: `parallelize` lets a model attend over a sequence that is sharded over ranks.
 
     model = parallelize(AutoModelForCausalLM.from_pretrained(...), group, layout="zigzag")
     batch = shard_batch({"input_ids": ids, "labels": labels}, group, layout="zigzag")
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -74,62 +74,60 @@ if TYPE_CHECKING:
 
 #: The name under which transformers finds `_attend` and `_write_mask`.
 NAME = "ringattn"
-#: The functions of transformers.masking_utils that a mask may be made of: `_attend` knows what they say.
+#: The functions of transformers.masking_utils that a mask may be made of: `_attend` knows what they hide.
 MASKS = {
     "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "chunked_overlay", "and_masks",
     "sliding_window_bidirectional_overlay", "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
 }  # fmt: skip
 
-#: What models pass on to attention functions, and changes no numbers there, or is known from other arguments.
+#: What models pass on to attention functions that changes no numbers there, or is known from other arguments.
 UNREAD = {
     "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "decoder_position_ids", "use_cache",
     "deterministic", "encoder_hidden_states", "shift_labels", "output_hidden_states", "return_dict",
     "output_router_logits",
 }  # fmt: skip
-#: Options of a call, or of a config, that no model over ranks can honour, and why.
+#: Options of a call, or of a config, that cannot be honoured over ranks, and why.
 REFUSED = {
-    "output_attentions": "no rank holds the attention weights of whole rows; leave it out, or load another model with "
-    "attn_implementation='eager'",
-    "output_router_logits": "this model makes no loss of routers as Mixtral does; leave it out, in TRL by "
-    "router_aux_loss_coef=0.0",
+    "output_attentions": "no rank holds attention weights of whole rows; load a second model with attention 'eager'",
+    "output_router_logits": "this model makes no loss of routers as Mixtral does; in TRL set router_aux_loss_coef=0.0",
 }
 
 
 @dataclass
 class _Call:
-    """What the hooks of a parallelized model tell each other of the call that runs, or of all calls."""
+    """What the hooks of a parallelized model share, about the running call or all calls."""
 
-    #: Whether a call of the model runs.
+    #: Whether the model is being called.
     runs: bool = False
-    #: The cache of the `generate` that runs.
+    #: The cache of the running `generate`.
     past: RingCache | None = None
-    #: Whether calls with labels and without gradients return logits.
+    #: Whether calls with labels but without gradients return logits.
     logits: bool = False
-    #: Whether the next call runs `check_rows`: `parallelize` had no weights to run it with.
+    #: Whether the next call must run `check_rows`, for which `parallelize` had no weights.
     unseen: bool = False
-    #: The calls in training so far.
+    #: The number of calls in training mode so far.
     trained: int = 0
     #: The largest position of the whole batch.
-    largest: torch.Tensor | int = 0
+    largest: Tensor | int = 0
     #: The places of this rank's rows in the encoder and in the decoder.
-    places: dict[str, torch.Tensor] = field(default_factory=dict)
-    #: By what the sum of this rank's losses is divided, and how many ranks share what all of them know.
+    places: dict[str, Tensor] = field(default_factory=dict)
+    #: The divisor of the sum of this rank's losses, and by how many ranks a loss that all of them compute is divided.
     items: Any = None
     shares: int = 1
     #: The logits of this rank's routers, by layer.
-    routers: tuple[torch.Tensor, ...] | None = None
+    routers: tuple[Tensor, ...] | None = None
     #: Whether the batch has packed documents.
     packed: bool = False
     sequences: Sequences | None = None
-    #: What the call needs if it is one of `generate`, of a head over whole sequences, or with whole sequences.
+    #: What a call needs that comes from `generate`, has a head over whole sequences, or takes whole sequences.
     generation: Generation | None = None
     head: HeadCall | None = None
     whole: WholeCall | None = None
-    #: While this rank draws random numbers of its own.
+    #: Open while this rank draws its own random numbers.
     numbers: ExitStack | None = None
 
     def end(self) -> None:
-        """Forget what is of the call alone: the backward may recompute another one."""
+        """Forget what belongs to this call only. The rest stays, for a backward that recomputes."""
         if self.numbers is not None:
             self.numbers.close()
         self.runs = self.packed = False
@@ -145,9 +143,9 @@ class _Ring:
     options: AttentionOptions
     #: The attention that the model had before.
     before: str
-    #: True: labels are those of the next token; False: of the token itself; None: the model has no loss.
+    #: Whether labels are those of the next token (else of the token itself); None: the model has no loss of rows.
     shift: bool | None
-    #: What a head that reads whole sequences reads, see `find_pooling`; None: the head reads rows one by one.
+    #: What a head over whole sequences reads, see `find_pooling`; None: the head reads rows one by one.
     pooling: str | None
     #: Whether the base model has a pooler.
     pools: bool
@@ -155,12 +153,12 @@ class _Ring:
     crosses: bool
     #: The position that the model gives to the first token.
     first: int
-    #: Whether its rope depends on the length.
+    #: Whether its rope depends on the length of the sequence.
     stretches: bool
     #: Whether calls take whole sequences.
     whole: bool
     call: _Call = field(default_factory=lambda: _Call(), compare=False)
-    #: On CUDA, the shape of the latest position_ids, and whether padded: the host copies none that equal both again.
+    #: (shape, whether padded) of the last position_ids: on CUDA the same again is not copied to the host for checks.
     checked: list[tuple[torch.Size, bool]] = field(default_factory=list, compare=False)
 
     def __deepcopy__(self, memo: object) -> _Ring:
@@ -176,39 +174,39 @@ def parallelize(
     compare: bool = True,
     **options: Unpack[AttentionKeywords],
 ) -> PreTrainedModel:
-    """The model itself, whose attention now runs over the ranks of `group`; collective calls from then on.
+    """The model itself, whose attention now runs over the ranks of `group`; calls are collective from now on.
 
-    model: of transformers, or PEFT's wrapper of one.
+    model: a model of transformers, or PEFT's wrapper of one.
     group: a ProcessGroup, or one axis of a DeviceMesh; None: all processes.
-    layout: that by which `shard_batch` or `Collator` cuts sequences: a name such as "zigzag", a Layout for batches of
-        one length, or `LayerMasks.of(model)`, which balances the masks of all layers over the documents of each batch.
-        `generate()` cuts prompts by zigzag where it is no name.
-    whole: True: a call takes whole sequences, equal on all ranks, cuts them, and returns the loss and the rows of all
-        ranks to each: a program for one process runs as it is. With labels it returns no logits, which are large. All
-        ranks must compute the same loss, and the mean of their gradients, which DDP and FSDP take, is its gradient.
-    compare: whether the model computes a few tokens here, without messages, by which mixing of rows outside of
-        attention is seen; where weights are on the meta device, in its first call. `check` sees more.
+    layout: how `shard_batch` or `Collator` cuts sequences: a name such as "zigzag", a Layout for batches of one length,
+        or `LayerMasks.of(model)`, which balances the masks of all layers over the documents of each batch. Unless it is
+        a name, `generate()` cuts prompts by zigzag.
+    whole: True: calls take whole sequences, equal on all ranks, cut them, and return the loss and the rows of all ranks
+        on each, so that a program for one process runs unchanged. With labels they return no logits, which are large.
+        All ranks must compute the same loss; the mean of their gradients, as DDP and FSDP take it, is its gradient.
+    compare: whether to run the model on a few tokens here, without messages, to detect mixing of rows outside of
+        attention; with weights on the meta device this happens in the first call. `check` detects more.
     options: `schedule`, `kernel`, `machine`, `deterministic`, `comm_dtype` and `rotate`, see
         `call.arguments.AttentionOptions`. Scale, softcap and dropout are those of the model.
 
-    Causal and masked language models, token and sequence classification (reward models), question answering, and models
-    without a head are taken. The loss of the model is the sum over the labels of this rank's rows, divided by
-    `num_items_in_batch`; without this argument by the labels of the batch per rank, so that the mean over the ranks is
-    the loss of the batch. Logits of sequences, answers and the pooler's output are equal on all ranks, and so is their
-    loss: one logit row for each sequence, or where documents are packed for each document. Padding takes no part.
+    Takes causal and masked language models, token and sequence classification (reward models), question answering, and
+    models without a head. The model's loss is the sum over the labels of this rank's rows, divided by
+    `num_items_in_batch`; without that argument, by the labels of the batch per rank, so that the mean over the ranks is
+    the loss of the batch. Logits of sequences, answers, the pooler's output, and losses of these are equal on all
+    ranks: one row of logits per sequence or, if packed, per document. Padding takes no part.
 
-    Raises Unsupported, with the name of the feature, for heads that read other rows than the first, the last or the
-    mean, and for models whose attention is not all in transformers' attention function: linear attention, position
-    bias, ALiBi, or by `compare` a convolution, or positions of their own. So does a call with a mask that is not
-    padding, a cache of earlier tokens, a loss of routers that is not Mixtral's, or a softcap or dropout that the named
-    kernel does not compute; option names are read there.
+    Raises Unsupported, naming the feature, for heads that read other rows than the first, the last or the mean, and for
+    models whose attention is not all in transformers' attention functions: linear attention, position bias, ALiBi or,
+    with `compare`, convolutions and positions of their own. A call raises it for a mask that is not padding, a cache of
+    earlier tokens, a router loss that is not Mixtral's, or a softcap or dropout that the kernel does not compute. The
+    first call also checks the values of options.
     """
     check_release("transformers")
     check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap", "dropout"}))
     wrapper, model = model, unwrap_adapters(model)
     shift, pooling = check_model(model)
     if whole and model.config.is_encoder_decoder:
-        raise Unsupported("whole=True of a model with an encoder and a decoder; give it what shard_batch has made")
+        raise Unsupported("whole=True of a model with an encoder and a decoder; call it with what shard_batch makes")
     pooler = check_pooler(model)
     before = unparallelize(model).config._attn_implementation
     rotary = list(filter(rotates_by_length, model.modules()))
@@ -250,7 +248,7 @@ def parallelize(
 
 
 def _copy_config(model: nn.Module, config: Any) -> None:
-    """Give the model's modules a config of their own: models may share one, which names their attention."""
+    """Give the model its own copy of a config that models may share, because it names their attention."""
     configs: dict[int, Any] = {}
     deepcopy(config, configs)
     for module in model.modules():
@@ -259,9 +257,9 @@ def _copy_config(model: nn.Module, config: Any) -> None:
 
 
 def unparallelize(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself, which computes whole sequences again, by the attention that it had before `parallelize`.
+    """The model itself, which computes whole sequences again with the attention that it had before `parallelize`.
 
-    The model may be trained, and wrapped by DDP, FSDP or torch.compile.
+    The model may have been trained, and may be wrapped by DDP, FSDP or torch.compile.
     """
     for inner in model.modules():
         ring = getattr(inner, STATE, None) if _is_served(inner) else None
@@ -275,24 +273,24 @@ def unparallelize(model: PreTrainedModel) -> PreTrainedModel:
 
 def _attend(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """(out [B, n, H, Dv], None) of query [B, H, n, D], key [B, K, n, D] and value [B, K, n, Dv], the rows of this rank.
 
-    The arguments are those that transformers passes to attention functions; raises Unsupported for any of `others` that
-    is neither None nor False nor in `UNREAD`.
+    transformers passes these arguments to attention functions. Raises Unsupported for any of `others` that is neither
+    None nor False nor in `UNREAD`.
     """
     ring = cast("_Ring | None", getattr(module, STATE, None))
     if ring is None:
@@ -307,9 +305,7 @@ def _attend(
     unknown = ", ".join(f"{word}=" for word in given if word not in UNREAD)
     if mask is not None and mask.ndim > 2:
         if mask.dtype != torch.bool or mask.ndim != 4 or mask.stride(2):  # not of `_write_mask`
-            raise Unsupported(
-                f"{name} has a mask of its own, {tuple(mask.shape)} of {mask.dtype}, which is not padding"
-            )
+            raise Unsupported(f"{name} has a mask of its own, {tuple(mask.shape)} {mask.dtype}, which is not padding")
         window, causal, chunked = mask.shape[2] - 2 or None, mask.shape[1] != 2, mask.shape[1] == 3
         mask = mask[:, 0, 0] if mask.shape[3] else None
     generation = ring.call.generation
@@ -330,23 +326,22 @@ def _attend(
 
 @compilable
 def _attend_ring(
-    ring: _Ring, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-    borders: torch.Tensor | None, sinks: torch.Tensor | None, unknown: str, window: int | None,
+    ring: _Ring, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    borders: Tensor | None, sinks: Tensor | None, unknown: str, window: int | None,
     causal: bool, crosses: bool, chunked: bool, **options: Unpack[AttentionKeywords],
-) -> torch.Tensor:  # fmt: skip
-    """out [B, H, n, Dv] of a layer of class `name`. The borders of documents are a tensor, which may change.
+) -> Tensor:  # fmt: skip
+    """out [B, H, n, Dv] of a layer of class `name`. Borders stay a tensor here, whose values may change.
 
-    crosses: keys and values are rows of another sequence than the queries, all of which are seen.
-    chunked: `window` is the length of chunks, which count from the begin of each document.
+    crosses: keys and values are the rows of another sequence, and queries attend all of them.
+    chunked: `window` is the length of chunks, counted from the start of each document.
     """
     group = ring.place.group
     with ErrorReport(get_transport(group), "call"):
         if unknown:
             raise Unsupported(f"{name} gives its attention {unknown} which ringattn does not know")
         if q.shape[2] != k.shape[2] and not crosses:
-            raise Unsupported(
-                f"a cache of earlier tokens: {q.shape[2]} queries, {k.shape[2]} keys; pass use_cache=False"
-            )
+            sizes = f"{q.shape[2]} queries, {k.shape[2]} keys"
+            raise Unsupported(f"a cache of earlier tokens: {sizes}; pass use_cache=False")
         if borders is None and (ring.call.packed or isinstance(ring.layout, LayerMasks)):
             raise Unsupported(f"{name} is not given cu_seq_lens_q by its model, and would see across documents")
         layout, documents = ring.layout, None if borders is None else read_borders(borders)
@@ -357,7 +352,7 @@ def _attend_ring(
         elif documents is not None:
             pattern = pattern & documents
         if isinstance(layout, LayerMasks):
-            layout = layout.cut(cast(torch.Tensor, borders), dist.get_world_size(group))
+            layout = layout.cut(cast(Tensor, borders), dist.get_world_size(group))
         padding = None if mask is None else ~mask.to(device=k.device, dtype=torch.bool)
     return ring_attention(
         q, k, v, pattern, layout=layout, q_layout=layout if crosses else None, group=group,
@@ -366,18 +361,18 @@ def _attend_ring(
 
 
 def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments without what only the hooks of a parallelized model read. Raises for a call that would be wrong."""
+    """The arguments without those that only our hooks read. Raises for a call that would give wrong results."""
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is None or (ring.call.runs and not _is_served(model)):
         return args, kwargs
     if not _is_served(model):
         with ErrorReport(get_transport(ring.place.group), POSITIONS):
             raise InvalidInput(
-                f"{type(model).__name__} is a part of a parallelized model, and would take rows of this rank for a "
-                "whole sequence; call the model that parallelize returned, such as by model(**batch, "
-                "output_hidden_states=True), or parallelize this part alone"
+                f"{type(model).__name__} is a part of a parallelized model, and would take this rank's rows for the "
+                "whole sequence; call the model that parallelize returned, perhaps with output_hidden_states=True, or "
+                "parallelize this part alone"
             )
-    ring.call.end()  # one that ended with an exception
+    ring.call.end()  # a call that ended in an exception
     if ring.call.unseen and not torch.compiler.is_compiling():
         with ErrorReport(get_transport(ring.place.group), POSITIONS):
             check_rows(cast("PreTrainedModel", model), ring, model.forward)
@@ -398,12 +393,12 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     if torch.compiler.is_compiling():
         if ring.pools or ring.pooling is not None:
             raise Unsupported("torch.compile of a head or pooler over whole sequences; compile the layers alone")
-        _check_call(model, ring, kept, kwargs)  # an exchange cannot be traced
+        _check_call(model, ring, kept, kwargs)  # without the exchange, which cannot be traced
     else:
         lengths = _check_positions(model, ring, kept, kwargs)
     ring.call.packed = kept.get("cu_seq_lens_q") is not None
     if kept.get("labels") is not None:
-        ranks = 1 if ring.pooling else dist.get_world_size(ring.place.group)  # each rank has all labels of sequences
+        ranks = 1 if ring.pooling else dist.get_world_size(ring.place.group)  # every rank has all labels of sequences
         ring.call.items, ring.call.shares = items, ranks
         if digest is not None and items is None:  # the mean over the ranks is the loss, not the sum
             ring.call.items, ring.call.shares = digest[COUNT].clamp(min=1) / ranks, 1
@@ -413,19 +408,19 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
 
 
 def _is_served(model: nn.Module) -> bool:
-    """Whether the model is one that `parallelize` returned, and no part of it."""
+    """Whether `parallelize` returned this very model, and not one that it is a part of."""
     return "generate" in vars(model)
 
 
 def _leave_call(model: nn.Module, args: Any, result: Any) -> None:
-    """Forget a call that ended, by an exception too: then none runs, and random numbers go on that ranks share."""
+    """Forget a call that ended, also in an exception, and return to the random numbers that ranks share."""
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is not None and _is_served(model):
         ring.call.end()
 
 
 def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """The arguments that the model is given, of those `kept` for sequences of so many tokens."""
+    """The arguments for the model, made of those `kept`, for sequences of `tokens` tokens."""
     if ring.crosses:
         ring.call.places = {"encoder": kept["position_ids"][0], "decoder": kept["decoder_position_ids"][0]}
         taken = inspect.signature(model.forward).parameters
@@ -446,7 +441,7 @@ def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int
 
 
 def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
-    """The result with the sum of this rank's losses over `items` as its loss, which is the mean over their labels."""
+    """The result with its loss, a mean over labels, turned into the sum of this rank's losses over `items`."""
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is None or not _is_served(model):
         return result
@@ -459,7 +454,7 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
     if "pooler_output" in result and not ring.pools:
         raise Unsupported(
             f"{type(model).__name__} makes pooler_output of rows of the whole sequence without a module of its own; "
-            "take a model without it, and pool(...) of its last_hidden_state"
+            "take a model without it, and pool its last_hidden_state by pool(...)"
         )
     labels = kwargs.get("labels")
     if head is not None:
@@ -473,32 +468,32 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
 
 
 def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raise InvalidInput or Unsupported for arguments with which rows of this rank would be taken for whole sequences.
+    """Raise InvalidInput or Unsupported for arguments that would make the model take this rank's rows for sequences.
 
-    `kwargs` are those for the model, `given` those of the caller.
+    `kwargs` go to the model, `given` came from the caller.
     """
-    config = unwrap_adapters(model).config  # adapters may have come since
+    config = unwrap_adapters(model).config  # adapters may have been added since
     if config._attn_implementation != NAME:
         raise InvalidInput(
-            f"attention {config._attn_implementation!r} was set after parallelize: each rank would attend to its own "
-            "rows; call unparallelize(model) first"
+            f"attention {config._attn_implementation!r} was set after parallelize, so each rank would attend only to "
+            "its own rows; call unparallelize(model) first"
         )
     for name, reason in REFUSED.items():
         served = name == "output_router_logits" and has_routers(model)
         if kwargs.get(name, getattr(config, name, False)) and not served:
             raise Unsupported(f"{name}=True: {reason}")
     mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep", 0)
-    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
         raise Unsupported("attention_mask is not padding [batch, tokens]; write other masks as a Pattern")
-    if isinstance(keep, torch.Tensor) or keep:
+    if isinstance(keep, Tensor) or keep:
         raise Unsupported(f"logits_to_keep={keep} keeps rows of this rank, not of the sequence; leave it out")
     if "loss_weights" in kwargs:
-        raise Unsupported("loss_weights: the model weighs all labels alike; take both out, and see docs/models.md")
+        raise Unsupported("loss_weights: the model weighs all labels alike; take out both, and see docs/models.md")
     own = "decoder_position_ids" if ring.crosses else "position_ids"
     positions, labels, shifted = (kwargs.get(name) for name in (own, "labels", "shift_labels"))
-    whole = "call model(**batch) with the batch that shard_batch or Collator has made"
+    whole = "call model(**batch) with a batch that shard_batch or Collator has made"
     if positions is None:
-        raise InvalidInput(f"{own} is missing: the rows of a rank do not tell their positions; {whole}")
+        raise InvalidInput(f"{own} is missing: positions cannot be told from a rank's rows; {whole}")
     if DIGEST not in given and ring.stretches:
         raise InvalidInput(f"{DIGEST} is missing: rope of this model depends on the length of the batch; {whole}")
     if labels is None:
@@ -507,7 +502,7 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
         wanted = {True: "shift=True", False: "shift=False", None: "no labels"}[ring.shift]
         kind = "not shifted" if shifted is None else "shifted"
         raise InvalidInput(
-            f"labels {kind} to the next token, of which {type(model).__name__} makes a wrong loss or none; call "
+            f"labels {kind} to the next token, from which {type(model).__name__} makes a wrong loss or none; call "
             f"shard_batch or Collator with {wanted}"
         )
     if given.get("num_items_in_batch") is None and DIGEST not in given:
@@ -517,8 +512,8 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
 def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: dict[str, Any]) -> list[int]:
     """The number of rows of each rank. Collective.
 
-    Raises InvalidInput where position_ids are not those of this rank's rows, Mismatch on every rank where digests of
-    whole batches differ, and all errors of `_check_call`.
+    Raises InvalidInput if position_ids are not those of this rank's rows, Mismatch on every rank if digests of whole
+    batches differ, and what `_check_call` raises.
     """
     with Exchange(get_transport(ring.place.group), POSITIONS) as rows:
         _check_call(model, ring, kwargs, given)
@@ -535,7 +530,7 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
             if not kwargs["attention_mask"][:, torch.from_numpy(np.flatnonzero(places == 0))].all():
                 raise Unsupported("padding before tokens that attend in chunks; set padding_side='right'")
     if known or positions.ndim != 2 or kind[1]:
-        return lengths  # where padding is, only the whole mask tells positions
+        return lengths  # with padding, positions cannot be told without the whole mask
     with ErrorReport(get_transport(ring.place.group), "call"):
         rank, borders = dist.get_rank(ring.place.group), kwargs.get("cu_seq_lens_q")
         tokens = sum(lengths)
@@ -543,18 +538,18 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
         for row, counted in enumerate(positions.cpu().numpy()):
             expected = place if borders is None else count_from_borders(place, read_borders(borders), row)
             if counted.shape != expected.shape:
-                return lengths  # the handshake of the attention says which rank has too many or too few rows
-            for i in np.flatnonzero((counted != expected) & (counted != place))[:1]:  # or of the whole row
+                return lengths  # the handshake of attention reports the rank with too many or too few rows
+            for i in np.flatnonzero((counted != expected) & (counted != place))[:1]:  # or those of the whole row
                 raise InvalidInput(
                     f"position_ids of rank {rank} are not those of its rows under layout {ring.layout!r} of {tokens:,} "
                     f"tokens: element {row}, local row {i} has {counted[i]}, expected {expected[i]}; call "
-                    "model(**batch) with the batch that shard_batch or Collator has made for this layout"
+                    "model(**batch) with a batch that shard_batch or Collator has made for this layout"
                 )
     return lengths
 
 
 def _add_largest(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments (x, position_ids) of a rotary embedding, the largest position of the batch beside the others."""
+    """The arguments (x, position_ids) of a rotary embedding, with the batch's largest position as one more."""
     ring = cast("_Ring | None", getattr(module, STATE))
     if ring is None:
         return args, kwargs
@@ -573,18 +568,18 @@ def _drop_largest(module: nn.Module, args: Any, result: Any) -> Any:
 def _write_mask(
     *,
     mask_function: Callable[..., Any],
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Tensor | None = None,
     local_size: int | None = None,
     batch_size: int = 1,
     device: torch.device | None = None,
     **others: Any,
-) -> torch.Tensor:
-    """The mask of a kind of layers for `_attend`: padding [B, sides, 2 + keys that a window shows to a side, n].
+) -> Tensor:
+    """The mask of a kind of layers for `_attend`: padding [B, sides, 2 + keys that a window shows on a side, n].
 
-    Every [B, n] of it is the padding mask; n = 0: no padding. One side: causal; two: not; three: causal, and the window
-    is a chunk. Without a window the size is 2. The sizes carry both, since the mask decides in transformers: the
-    keyword `sliding_window` is not passed by all models, and their `is_causal` may say something else.
-    Raises Unsupported for a mask that is made of more than causality, a window and documents.
+    Every [B, n] in it is the padding mask; n = 0: no padding. Sides: 1 causal, 2 not causal, 3 causal with chunks as
+    windows. Without a window the third size is 2. The sizes carry this because in transformers the mask decides: not
+    all models pass on `sliding_window`, and their `is_causal` may contradict it. Raises Unsupported for a mask that is
+    made of more than causality, a window and documents.
     """
     rules = set() if torch.compiler.is_compiling() else _rules(mask_function)
     if torch.compiler.is_compiling() and getattr(others.get("config"), "attention_chunk_size", None) is not None:
@@ -597,7 +592,7 @@ def _write_mask(
     if attention_mask is None:
         attention_mask = torch.ones(batch_size, 0, dtype=torch.bool, device=device)
     both = "allow_is_bidirectional_skip" in others
-    keys = 0 if local_size is None else local_size + both  # the row's own, too
+    keys = 0 if local_size is None else local_size + both  # with the row's own
     sides = 3 if "chunked_overlay" in rules else 1 + both
     return attention_mask[:, None, None].expand(-1, sides, 2 + keys, -1)
 

@@ -1,4 +1,4 @@
-"""Calls of a parallelized model with whole sequences: each rank computes its rows, and gets the result of all rows."""
+"""Calls of a parallelized model with whole sequences: each rank computes its rows and gets the result of all rows."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .ranks import GatherRows
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    Places = list[np.ndarray[Any, Any]]
+    from .ranks import Places
 
-#: Positions, and what collators say of packed documents; the other tensors of a batch are known by their shape.
+#: Positions, and what collators say about packed documents; other tensors of a batch are recognized by their shape.
 OWN = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def draw_alone(group: ProcessGroup, call: int) -> ExitStack:
-    """Until it is closed, this rank draws random numbers of its own in call number `call`, such as for dropout.
+    """A stack in which this rank draws its own random numbers in call number `call`, such as for dropout, until closed.
 
-    Then the numbers go on that all ranks of the group share, as if the call had drawn none: else those that drop fewer
-    rows would part from the others, which draw their next batch.
+    The generator then continues as if the call had drawn nothing. Otherwise ranks that draw for fewer rows would get
+    out of step with the others, and draw another next batch.
     """
     alone = ExitStack()
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
@@ -44,15 +44,15 @@ def draw_alone(group: ProcessGroup, call: int) -> ExitStack:
 
 @dataclass
 class WholeCall:
-    """A call of a model with whole sequences: what its hooks need."""
+    """What the hooks need in a call of a model with whole sequences."""
 
-    #: By rank, the places of its rows in the result.
+    #: For each rank, where its rows stand in the result.
     places: Places
     #: The rows of this rank whose logits are wanted; None: all.
     keep: Tensor | None
-    #: Whether the caller wants the loss, and gets no logits.
+    #: Whether the caller wants the loss and no logits.
     loss: bool
-    #: Whether results of one number for each label lack the last row, whose label nobody knows.
+    #: Whether results with one number per label leave out the last row, whose label is unknown.
     short: bool
 
     def finish(self, result: Any, group: ProcessGroup) -> Any:
@@ -67,14 +67,14 @@ class WholeCall:
                 result[name] = None if x is None else GatherRows.apply(x.reshape(1, 1), each, group).sum()
             elif name in (*CACHES, "router_logits") or (self.loss and name in ("logits", "hidden_states")):
                 result[name] = None
-            elif name not in ("logits", "pooler_output") or x.ndim == 3:  # else pooled: of sequences, not of rows
+            elif name not in ("logits", "pooler_output") or x.ndim == 3:  # others are pooled, by sequence
                 whole = tree_map(gather, x)
                 result[name] = whole[:, :-1] if self.short and isinstance(whole, Tensor) and whole.ndim == 2 else whole
         return result
 
 
 def cut_call(model: nn.Module, ring: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of this rank's part of a call with whole sequences, equal on all ranks; tells the hooks of it."""
+    """This rank's arguments for a call with whole sequences, equal on all ranks; sets `ring.call.whole`."""
     ids, keep, group = kwargs.get("input_ids"), kwargs.get("logits_to_keep", 0), ring.place.group
     if ids is None:
         raise InvalidInput("a call with whole sequences needs input_ids [batch, tokens]")

@@ -10,7 +10,7 @@ from functools import cached_property
 from ..cache import Cache, cached
 from ..errors import InvalidInput
 from ..pattern.base import check_integer
-from ..pattern.tile import RangeIndex, clip, merge_runs, shift_range
+from ..pattern.tile import clip, index_ranges, merge_runs, shift_range
 from . import Layout
 
 #: Bytes of the spans that one layout caches.
@@ -61,7 +61,7 @@ class Composed(Layout):
 
     @cached
     def places(self, rank: int) -> tuple[range, ...]:
-        return tuple(places for run in self.shard(rank) for places in RangeIndex(self.domain).locate(run))
+        return tuple(places for run in self.shard(rank) for places in index_ranges(self.domain)(run))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Block-sparse attention whose blocks a small learned scorer selects, from pooled queries and keys."""
+"""Block-sparse attention whose blocks are selected by a small learned scorer of pooled queries and keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from safetensors.torch import load, save
-from torch import nn
+from torch import Tensor, nn
 
 from ..call.arguments import cast_inputs
 from ..call.autograd import compilable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SelectedBlocks(BlockSparse):
-    """Blocks selected for one call. No cache keeps what is planned for them: no later call has the same pattern."""
+    """Blocks selected for one call. Their plans are not cached, as no later call has the same pattern."""
 
     transient = True
 
@@ -93,36 +93,36 @@ class AdaptiveAttention(RingAttention):
 
     def attend(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         is_causal: bool = False,
         q_layout: str | Layout | None = None,
-        key_padding_mask: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
         return_lse: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """(out [B, H, N, Dv], lse [B, H, N]) of [B, H, N, D], for either `order`; `return_lse` changes nothing."""
         if q_layout is not None:
             raise Unsupported(f"q_layout={q_layout!r}: {type(self).__name__} selects blocks of one sequence only")
-        # Drawn out here, where torch.compile sees the draw and repeats it where it computes this call again.
+        # Drawn here, where torch.compile sees it, and repeats it if it recomputes this call.
         seed = torch.randint(1 << 62, (), device="cpu") if self.training and self.noise else None
         return self.attend_by(self.query, self.key, q, k, v, is_causal, key_padding_mask, sinks, seed)
 
     @compilable
     def attend_by(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         is_causal: bool,
-        key_padding_mask: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        seed: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key_padding_mask: Tensor | None,
+        sinks: Tensor | None,
+        seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         """`attend` with the scorer's weights `query` and `key`, and this rank's seed of the noise."""
         q, k, v = cast_inputs(q, k, v)
         causal = is_causal or self.causal
@@ -149,27 +149,23 @@ class AdaptiveAttention(RingAttention):
             biased = SelectedBlocks(self.block, biased_table)
             own_block = local_window(self.block, blocks=0) & Causal()
         if not causal:
-            out, lse = self._run(wide_q, wide_k, v, biased, options, key_padding_mask, sinks=sinks)
+            out, lse = self._run(wide_q, wide_k, v, biased, options, key_padding_mask=key_padding_mask, sinks=sinks)
             return out, lse
-        out, lse = self._run(q, k, v, own_block, options, key_padding_mask, sinks=sinks)
+        out, lse = self._run(q, k, v, own_block, options, key_padding_mask=key_padding_mask, sinks=sinks)
         if biased_table.any():
-            out, lse = merge(out, lse, *self._run(wide_q, wide_k, v, biased, options, key_padding_mask))
+            more = self._run(wide_q, wide_k, v, biased, options, key_padding_mask=key_padding_mask)
+            out, lse = merge(out, lse, *more)
         return out, lse
 
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
-        """Selected key blocks of the last call as a fraction of all, counted; 0 before the first call.
-
-        `tokens` and `heads` are not used.
-        """
+        """Selected key blocks of the last call, whatever the arguments, as a fraction of all; 0 before it."""
         return 0.0 if self.blocks is None else float(self.blocks.mean())
 
-    def _check_and_place(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _check_and_place(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Global positions int64 [N] of the rows. If the arguments of one rank are wrong, all ranks raise."""
         with self.report_errors("positions"):
             heads, head_dim, kv_heads = *self.query.shape[:2], len(self.key)
-            is_whole = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.ndim == k.ndim == 4
+            is_whole = isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4
             if is_whole and (q.shape[1], q.shape[3], k.shape[1]) != (heads, head_dim, kv_heads):
                 raise InvalidInput(
                     f"q has {q.shape[1]} heads of dim {q.shape[3]} and k {k.shape[1]} heads, but the scorer was made "
@@ -179,14 +175,8 @@ class AdaptiveAttention(RingAttention):
         return self.positions(q, k, v, key_padding_mask=mask)
 
     def _block_means(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        query_block: torch.Tensor,
-        key_block: torch.Tensor,
-        mask: torch.Tensor | None,
-        seed: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        self, q: Tensor, k: Tensor, query_block: Tensor, key_block: Tensor, mask: Tensor | None, seed: int
+    ) -> tuple[Tensor, Tensor, int]:
         """Mean queries [B, H, blocks, D] and mean keys [B, K, blocks, D] of all blocks, and a seed; all ranks agree."""
         if self.sharded:
             with Exchange(get_transport(**self._place.keywords), "block sums") as records:
@@ -202,13 +192,8 @@ class AdaptiveAttention(RingAttention):
             return queries, keys, seed
 
     def _local_sums(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        query_block: torch.Tensor,
-        key_block: torch.Tensor,
-        mask: torch.Tensor | None,
-    ) -> tuple[list[torch.Tensor], int]:
+        self, q: Tensor, k: Tensor, query_block: Tensor, key_block: Tensor, mask: Tensor | None
+    ) -> tuple[list[Tensor], int]:
         """Block sums of this rank's queries and keys, and the number of blocks up to its last row."""
         dtype = wide(q.dtype)
         weight = torch.ones(len(q), q.shape[2], device=q.device, dtype=dtype)
@@ -221,7 +206,7 @@ class AdaptiveAttention(RingAttention):
         sums = [_block_sums(x.to(dtype), weight, block, total + 1) for x, block in ((q, query_block), (k, key_block))]
         return sums, total
 
-    def _select(self, scores: torch.Tensor, causal: bool, seed: int) -> np.ndarray:
+    def _select(self, scores: Tensor, causal: bool, seed: int) -> np.ndarray:
         """The selection, bool [H, blocks, blocks], of scores [H, blocks, blocks]; `blocks` remembers it."""
         scores = scores.float().cpu()
         if self.training and self.noise:
@@ -239,7 +224,7 @@ class AdaptiveAttention(RingAttention):
         return f"block={self.block}, {size}, rank={self.rank}, causal={self.causal}"
 
 
-def _block_sums(x: torch.Tensor, weight: torch.Tensor, block: torch.Tensor, total: int) -> torch.Tensor:
+def _block_sums(x: Tensor, weight: Tensor, block: Tensor, total: int) -> Tensor:
     """Weighted sums of the rows of each block, and the sum of their weights as one more column: [B, H, total, D + 1].
 
     x [B, H, n, D], weight [B, n], block [n]: the block of each row.
@@ -249,8 +234,8 @@ def _block_sums(x: torch.Tensor, weight: torch.Tensor, block: torch.Tensor, tota
     return sums.index_add_(2, block, torch.cat((x * column, column), -1))
 
 
-def _pack_sums(sums: list[torch.Tensor], block: int, total: int, seed: int) -> bytes:
-    """This rank's record: the sums of the blocks in which this rank has rows, after [block, total, seed]."""
+def _pack_sums(sums: list[Tensor], block: int, total: int, seed: int) -> bytes:
+    """This rank's record: [block, total, seed], and the sums of the blocks in which this rank has rows."""
     record = {"head": torch.tensor([block, total, seed], device="cpu")}
     for name, x in zip("qk", sums, strict=True):
         blocks = x[..., -1].any(0).any(0).nonzero().flatten()
@@ -258,11 +243,11 @@ def _pack_sums(sums: list[torch.Tensor], block: int, total: int, seed: int) -> b
     return save(record)
 
 
-def _add_all_sums(sums: list[torch.Tensor], block: int, records: list[bytes]) -> tuple[list[torch.Tensor], int]:
+def _add_all_sums(sums: list[Tensor], block: int, records: list[bytes]) -> tuple[list[Tensor], int]:
     """(sums over all ranks, seed of rank 0). Added in rank order, so that all ranks get the same bits.
 
-    `sums` are this rank's own; all ranks have the same heads and dims. Raises Mismatch with the rank whose record has
-    another block size.
+    `sums` are this rank's own; heads and dims are equal on all ranks. Raises Mismatch, naming the rank, if block sizes
+    differ.
     """
     found = list(map(load, records))
     heads = [record["head"].tolist() for record in found]

@@ -9,7 +9,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..call.arguments import AttentionKeywords, AttentionOptions, check_option_names
 from ..call.autograd import compilable
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 #: Orders of the dimensions of q, k, v and out.
 ORDERS = ("BHND", "BNHD")
-#: Options that say how ranks share the work. One device has no use for them.
+#: Options that say how ranks share the work, which mean nothing on one device.
 SHARING = ("schedule", "machine", "comm_dtype", "rotate", "check")
 
 
@@ -47,7 +47,7 @@ class CoreKeywords(AttentionKeywords, total=False):
 
 
 def option_names(module: type[nn.Module]) -> set[str]:
-    """The optional keyword arguments of a module's constructor, those of its bases and `AttentionOptions` included."""
+    """The optional keyword arguments of a module's constructor, including those of its bases and `AttentionOptions`."""
     names = set(CoreKeywords.__annotations__) if issubclass(module, RingAttention) else set()
     return names | {name for name, one in signature(module).parameters.items() if one.default is not one.empty}
 
@@ -59,16 +59,16 @@ def check_kv_heads(num_heads: int, kv_heads: int) -> None:
 
 
 class _Place:
-    """The group, mesh or transport of a module. Copies of the module share it, because a process group has no copies.
+    """The group, mesh or transport of a module. Copies of the module share it: a process group cannot be copied.
 
-    The module keeps alive neither its process group, see `WeakGroup`, nor its mesh, which refers to groups.
+    It keeps alive neither the process group, see `WeakGroup`, nor the mesh, which refers to groups.
     """
 
     def __init__(
         self, group: ProcessGroup | DeviceMesh | None, mesh: DeviceMesh | None, transport: Transport | None
     ) -> None:
         arguments = {"group": group, "mesh": mesh, "transport": transport}
-        #: What repr shows, "name=value".
+        #: What repr shows, as "name=value".
         self.shown = [f"{name}={value!r}" for name, value in arguments.items() if value is not None]
         if transport is not None and len(self.shown) > 1:
             raise InvalidInput("transport= already says who the ranks are; leave out group= and mesh=")
@@ -80,25 +80,24 @@ class _Place:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Who the ranks of a call are. Raises InvalidInput if the group was destroyed."""
+        """The arguments of a call that say who the ranks are. Raises InvalidInput if the group was destroyed."""
         return {"transport": self._transport} if self._group is None else {"group": self._group.group}
 
 
 class RingAttention(nn.Module):
     """`ring_attention` under a pattern (or its text), as a module.
 
-    group, mesh, transport: real ranks. The tensors are the shards of this rank, and calls are collective. `layout` must
-        say how the sequence was cut into shards.
-    ranks: virtual ranks in this process, on whole tensors. Without `ranks` and without real ranks one device computes.
-    layout: the Layout, or its name. Virtual ranks: default "contiguous".
+    group, mesh, transport: real ranks. Tensors are this rank's shards, calls are collective, and `layout` must say how
+        the sequence was cut into shards.
+    ranks: virtual ranks in this process, on whole tensors. Without `ranks` or real ranks one device computes.
+    layout: the Layout, or its name. For virtual ranks the default is "contiguous".
     order: the order of dimensions of q, k, v and out: "BHND" is [B, H, N, D], "BNHD" is [B, N, H, D]. lse is always
         [B, H, N].
     options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate`, `softcap` and `dropout`,
-        see `call.arguments.AttentionOptions`. Dropout is active in training mode. The module holds no seed of its own
-        but one that it is given, `Dropout(p, seed)`, which drops the same weights in every call.
+        see `call.arguments.AttentionOptions`. Dropout is active in training mode. A seed, `Dropout(p, seed)`, drops the
+        same weights in every call; without one each call draws its own.
 
-    Raises InvalidInput for arguments that contradict each other, also for a layout or a schedule on one device, which
-    has nothing to share.
+    Raises InvalidInput for arguments that contradict each other, and for a layout or a schedule on one device.
     """
 
     def __init__(
@@ -140,21 +139,21 @@ class RingAttention(nn.Module):
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         is_causal: bool = False,
         q_layout: str | Layout | None = None,
-        key_padding_mask: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
         return_lse: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """out in the order of the inputs; with `return_lse` (out, lse [B, H, N]).
 
-        `is_causal` attends `pattern & Causal()`. `q_layout` says which positions the queries are where they are not
-        those of the keys. `key_padding_mask` is bool [B, N], True for padding. `sinks`,
-        shapes, dtypes and errors are those of `ring_attention`.
+        `is_causal` attends `pattern & Causal()`. `q_layout` gives the positions of queries that are not those of the
+        keys. `key_padding_mask` is bool [B, N], True for padding. `sinks`, shapes, dtypes and errors are those of
+        `ring_attention`.
         """
         transposed = self.order == "BNHD"
         if transposed:
@@ -170,42 +169,28 @@ class RingAttention(nn.Module):
     @compilable
     def attend(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         is_causal: bool = False,
         q_layout: str | Layout | None = None,
-        key_padding_mask: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
         return_lse: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """(out [B, H, N, Dv], lse [B, H, N]) of tensors [B, H, N, D], for either `order`; (out, None) without lse."""
-        pattern = self._pattern(is_causal)
-        options = self._call_options()
         out, *lse = self._run(
-            q, k, v, pattern, options, key_padding_mask, q_layout=q_layout, sinks=sinks, return_lse=return_lse
-        )
+            q, k, v, self._pattern(is_causal), self._call_options(),
+            q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
+        )  # fmt: skip
         return out, lse[0] if lse else None
 
     def _run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        pattern: Pattern,
-        options: AttentionOptions,
-        key_padding_mask: torch.Tensor | None,
-        *,
-        q_layout: str | Layout | None = None,
-        sinks: torch.Tensor | None = None,
-        return_lse: bool = True,
-    ) -> tuple[torch.Tensor, ...]:
-        """(out, lse), or (out,) without `return_lse`, of one call of the functional form."""
-        shared: dict[str, Any] = {
-            "layout": self.layout, "q_layout": q_layout, "key_padding_mask": key_padding_mask, "sinks": sinks,
-            "return_lse": return_lse, **options.keywords(),
-        }  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: AttentionOptions, **inputs: Any
+    ) -> tuple[Tensor, ...]:
+        """(out, lse), or (out,) with return_lse=False, of a call of the functional form with these other `inputs`."""
+        shared: dict[str, Any] = {"return_lse": True, "layout": self.layout, **options.keywords(), **inputs}
         if self.sharded:
             result = ring_attention(q, k, v, pattern, **self._place.keywords, **shared)
         else:
@@ -213,22 +198,13 @@ class RingAttention(nn.Module):
         return result if isinstance(result, tuple) else (result,)
 
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
-        """Computed (query, key) pairs of a sequence as a fraction of all pairs, counted.
-
-        A pair that two branches of the pattern compute counts twice.
-        """
+        """Computed (query, key) pairs of a sequence as a fraction of all pairs, counted; twice if in two branches."""
         return make_plan(self.pattern, tokens=tokens, ranks=1, heads=heads).density
 
     @compilable
     def positions(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
         """Global positions int64 [N] of the rows of q [B, H, N, D], on the device of q. Collective if `attend` is.
 
         Checks the arguments and raises as `attend` does.
@@ -241,15 +217,15 @@ class RingAttention(nn.Module):
         return torch.arange(q.shape[2], device=q.device)
 
     def report_errors(self, stage: str = "call") -> AbstractContextManager[object]:
-        """A context for local work before a collective call of this stage: reports an exception to all ranks."""
+        """A context for local work before a collective call of this stage, which reports exceptions to all ranks."""
         return ErrorReport(get_transport(**self._place.keywords), stage) if self.sharded else nullcontext()
 
     def _call_options(self) -> AttentionOptions:
-        """The options of a call: those of the module, without dropout unless it is in training mode."""
+        """The options of a call: those of the module, without dropout outside of training mode."""
         return self.options if self.training or not self.options.dropout else replace(self.options, dropout=0.0)
 
     def _pattern(self, is_causal: bool) -> Pattern:
-        """The pattern of a call; the causal form is made once."""
+        """The pattern of a call; its causal form is made once."""
         if not is_causal:
             return self.pattern
         if self._causal is None:
@@ -272,7 +248,7 @@ class RingAttention(nn.Module):
 
 
 def _check_one_device(layout: str | Layout | None, options: AttentionOptions) -> None:
-    """Raise InvalidInput for a layout, or an option about sharing work, that is given for one device."""
+    """Raise InvalidInput if a layout, or an option about sharing work, is given for one device."""
     plain = AttentionOptions()
     for name in ("layout", *SHARING):
         value, default = (layout, None) if name == "layout" else (getattr(options, name), getattr(plain, name))
@@ -301,9 +277,9 @@ class DilatedAttention(RingAttention):
 
 
 class BlockSparseAttention(RingAttention):
-    """`RingAttention` under the name that the block-sparse factories use; takes any pattern."""
+    """`RingAttention` with any pattern, under the name that the block-sparse factories use."""
 
 
-def _transpose(x: torch.Tensor) -> torch.Tensor:
-    """x [B, N, H, D] as [B, H, N, D]. A wrong x stays unchanged: the call reports to all ranks."""
-    return x.transpose(1, 2) if isinstance(x, torch.Tensor) and x.ndim == 4 else x
+def _transpose(x: Tensor) -> Tensor:
+    """x [B, N, H, D] as [B, H, N, D]. A wrong x stays unchanged, so that the call reports it to all ranks."""
+    return x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
@@ -38,17 +38,17 @@ class MultiheadAttention(nn.Module):
 
     embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as in torch.nn.MultiheadAttention.
     add_bias_kv, add_zero_attn: only for torch's signature; values other than the defaults raise Unsupported.
-    core: a `RingAttention`, which attends the projected heads.
-    dropout: that of the core, in training mode, as in torch. The classes below give it to the core that they make.
+    core: a `RingAttention`, which computes attention of the projected heads.
+    dropout: must be that of the core; active in training mode. The classes below pass it to the core that they make.
     kv_heads: heads of keys and values, each shared by num_heads / kv_heads query heads; default num_heads.
     rotary: True, or a base: rotary embeddings by the global positions of this rank's rows.
     qk_norm: LayerNorm over the projected queries and over the projected keys (q_norm, k_norm).
     layer_norm: LayerNorm between attention and output projection (norm).
     gamma_init: initialisation of MAGNETO (Wang et al., 2022): Xavier normal, with this gain for the projections of
         value and output, and gain 1 for query and key.
-    sinks: learned logits `sinks` [num_heads] of one more key per head, which every row sees and whose value is 0.
-    recompute: "none"; "projections": the backward computes q, k and v again, keeps the output of attention, and sends
-        nothing again; "all": the backward computes projections and attention again, communication included.
+    sinks: learned logits `sinks` [num_heads] of an extra key per head, which every row sees and whose value is 0.
+    recompute: "none"; "projections": the backward computes q, k and v again, but neither computes nor sends attention
+        again, whose output is saved; "all": the backward repeats projections and attention, communication included.
 
     Raises InvalidInput for arguments that contradict each other.
     """
@@ -88,15 +88,15 @@ class MultiheadAttention(nn.Module):
         for name, value, kind in (("add_bias_kv", add_bias_kv, "learned"), ("add_zero_attn", add_zero_attn, "zero")):
             if value:
                 raise Unsupported(
-                    f"{name}: a {kind} key has no position, and so no place in a pattern or a layout; leave out {name}"
+                    f"{name}: a {kind} key has no position, so no pattern or layout can place it; leave out {name}"
                 )
         _check_heads(embed_dim, num_heads, kv_heads)
         if not isinstance(core, RingAttention):
             raise InvalidInput(f"core must be a ringattn.nn.RingAttention, got {type(core).__name__}")
         if dropout and dropout != core.options.dropout:
             raise InvalidInput(
-                f"dropout={dropout}, but the core has dropout={core.options.dropout}, and it is the core that drops "
-                "attention weights; give dropout= to the core"
+                f"dropout={dropout}, but the core, which drops attention weights, has dropout={core.options.dropout}; "
+                "give dropout= to the core"
             )
         if recompute not in RECOMPUTE:
             names = " or ".join(map(repr, RECOMPUTE))
@@ -148,15 +148,15 @@ class MultiheadAttention(nn.Module):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor | None = None,
-        value: torch.Tensor | None = None,
-        key_padding_mask: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
         need_weights: bool = False,
-        attn_mask: torch.Tensor | None = None,
+        attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         """(out, None), out in the shape and dtype of query. On real ranks all tensors are the local shards.
 
         query: [N, B, E], [B, N, E] with batch_first, or [N, E] without a batch.
@@ -176,9 +176,9 @@ class MultiheadAttention(nn.Module):
         value = key if value is None else value
         self._check_inputs(query, key, value)
         unbatched = query.ndim == 2
-        if unbatched and isinstance(key_padding_mask, torch.Tensor):
+        if unbatched and isinstance(key_padding_mask, Tensor):
             key_padding_mask = key_padding_mask.unsqueeze(0)
-        # Equal inputs stay one tensor, which one matrix product projects.
+        # Equal inputs stay one tensor, so that one matrix product projects all of them.
         q = self._to_batch_first(query)
         k = q if key is query else self._to_batch_first(key)
         v = k if value is key else self._to_batch_first(value)
@@ -195,15 +195,13 @@ class MultiheadAttention(nn.Module):
             return out.squeeze(0), None
         return out if self.batch_first else out.transpose(0, 1), None
 
-    def _to_batch_first(self, x: torch.Tensor) -> torch.Tensor:
+    def _to_batch_first(self, x: Tensor) -> Tensor:
         """An input as [B, N, dim]."""
         if x.ndim == 2:
             return x.unsqueeze(0)
         return x if self.batch_first else x.transpose(0, 1)
 
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
-    ) -> torch.Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """The outputs of all heads side by side, [B, N, E], before the output projection."""
         q, k, v = self._project(query, key, value)
         if self.base is not None:
@@ -215,9 +213,7 @@ class MultiheadAttention(nn.Module):
         )
         return out.transpose(1, 2).flatten(2)
 
-    def _project(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, N, D], k and v [B, K, N, D] of inputs [B, N, dim]."""
         if query is key and key is value and self.in_proj_weight is not None:
             q, k, v = linear(query, self.in_proj_weight, self.in_proj_bias).split(self._widths, -1)
@@ -231,25 +227,25 @@ class MultiheadAttention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         return q, k, v
 
-    def _weights(self) -> tuple[torch.Tensor, ...]:
+    def _weights(self) -> tuple[Tensor, ...]:
         """The weights that project query, key and value."""
         if self.in_proj_weight is not None:
             return self.in_proj_weight.split(self._widths)
         return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
 
-    def _check_inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Raise InvalidInput for inputs of wrong shapes."""
         shapes = "[N, E] or " + ("[B, N, E]" if self.batch_first else "[N, B, E]")
         for name, x, dim in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
-            if not isinstance(x, torch.Tensor) or x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != dim:
-                actual = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+            if not isinstance(x, Tensor) or x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != dim:
+                actual = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
                 raise InvalidInput(
                     f"{name} must be a tensor {shapes} with {dim} columns and as many dims as the query, got {actual}"
                 )
         if not query.shape[:-1] == key.shape[:-1] == value.shape[:-1]:
             raise InvalidInput(
                 f"query, key and value must have one batch and one length, got {tuple(query.shape)}, "
-                f"{tuple(key.shape)} and {tuple(value.shape)}: positions of one sequence attend each other here"
+                f"{tuple(key.shape)} and {tuple(value.shape)}: here the positions of one sequence attend each other"
             )
 
     def extra_repr(self) -> str:
@@ -272,7 +268,7 @@ class MultiheadRingAttention(MultiheadAttention):
 
 
 class MultiheadBlockSparseAttention(MultiheadRingAttention):
-    """`MultiheadRingAttention` under the name that the block-sparse factories use; takes any pattern."""
+    """`MultiheadRingAttention` with any pattern, under the name that the block-sparse factories use."""
 
 
 class MultiheadDilatedAttention(MultiheadAttention):
@@ -337,9 +333,7 @@ def check_rotary(head_dim: int, base: float) -> None:
         raise InvalidInput(f"the base of rotary embeddings must be a finite number > 0, got {base}; try rotary=True")
 
 
-def rotation_tables(
-    positions: torch.Tensor, head_dim: int, base: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotation_tables(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [n, head_dim / 2] of the angles at positions int64 [n]: fp32, or fp64 if `dtype` is fp64.
 
     The angles are computed in fp64: at position 1e9 an fp32 angle is wrong by whole turns.
@@ -349,7 +343,7 @@ def rotation_tables(
     return angles.cos().to(wide(dtype)), angles.sin().to(wide(dtype))
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, base: float = BASE) -> torch.Tensor:
+def rotate(x: Tensor, positions: Tensor, base: float = BASE) -> Tensor:
     """x [..., n, D] rotated by the global `positions` int64 [n] of its rows, in the dtype of x.
 
     Computed in fp32 (fp64 for fp64). Columns i and i + D / 2 are a pair, rotated by the angle
@@ -360,7 +354,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, base: float = BASE) -> torc
     return rotate_by(x, cos, sin)
 
 
-def rotate_by(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_by(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [..., n, D] rotated by `rotation_tables` [n, D / 2], in the dtype of x."""
     left, right = x.to(cos.dtype).chunk(2, -1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)

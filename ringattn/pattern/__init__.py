@@ -59,14 +59,12 @@ PATTERNS: Registry[Callable[..., Pattern]] = Registry(
         "strided_blocks": "pattern.families:strided_blocks",
     },
 )
-#: The functions that make patterns from arrays; text cannot spell their arguments.
-_FROM_ARRAYS = ("from_block_mask", "top_k")
 
 
 def __getattr__(name: str) -> Any:
     if name in PATTERNS.builtin:
         return PATTERNS[name]
-    if name in _FROM_ARRAYS:
+    if name in ("from_block_mask", "top_k"):  # not in PATTERNS: text cannot spell arrays
         return getattr(import_module(".from_arrays", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

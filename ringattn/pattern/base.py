@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
@@ -49,12 +49,13 @@ class Pattern(Numbered, ABC):
 
     #: True for a pattern that is used once, such as a selection made in every training step: its plans are not cached.
     transient = False
-    #: Whether few tiles hold what queries without end see of some keys: a cache then finds the keys that none sees.
+    #: Whether few tiles describe which of some keys an endless range of queries attends. A cache can then find the keys
+    #: that no later query attends.
     endless = False
 
     @property
     def varies(self) -> bool:
-        """Whether every step brings other shapes of work, as documents do: no op should keep a plan for each shape."""
+        """Whether the shapes of work change from step to step, as with documents: no op should cache by shape."""
         return self.transient
 
     @property
@@ -69,12 +70,12 @@ class Pattern(Numbered, ABC):
 
     @property
     def union_hint(self) -> str:
-        """For the error of `|` with a multi-branch pattern: the spelling of the pattern that `|` accepts, or ""."""
+        """What the error of `|` with this multi-branch pattern suggests instead, or ""."""
         return ""
 
     @property
     def rows(self) -> int | None:
-        """The number of rows of a batch, where each row has a pattern of its own (`row`); None: all have this one."""
+        """The batch size if each row of the batch has its own pattern (see `row`); None if all rows share this one."""
         return None
 
     def row(self, index: int) -> Pattern:
@@ -83,11 +84,11 @@ class Pattern(Numbered, ABC):
 
     @property
     def unstacked(self) -> Pattern:
-        """The pattern of a batch, of which `RowByRow` is the pattern of the rows one after another; else `self`."""
+        """The batched pattern whose rows a `RowByRow` concatenates; for any other pattern `self`."""
         return self
 
     def bind(self, heads: int, tokens: int) -> Pattern:
-        """The pattern for these numbers of query heads and tokens; `self` if its meaning depends on neither."""
+        """The pattern for this many query heads and tokens; `self` if its meaning depends on neither."""
         return self
 
     @abstractmethod
@@ -106,7 +107,7 @@ class Pattern(Numbered, ABC):
         """Raise InvalidInput if the pattern does not fit a sequence of `tokens` tokens and `heads` query heads."""
 
     def check_sides(self, keys: int, queries: int, heads: int) -> None:
-        """Raise InvalidInput if the pattern does not fit keys before position `keys`, and queries before `queries`."""
+        """Raise InvalidInput if the pattern does not fit keys 0 .. keys-1 and queries 0 .. queries-1."""
         self.check(max(keys, queries), heads)
 
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
@@ -114,7 +115,7 @@ class Pattern(Numbered, ABC):
         return sum(len(tile.heads) * tile.pairs for tile in self.tiles(q, k, heads))
 
     def paired(self, side: Side, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        """All keys of `k`, or queries of `q`, that are in a pair of both, as (heads, rows); items may overlap."""
+        """The keys of `k` that a query of `q` attends, or the queries that attend one: (heads, rows), may overlap."""
         for tile in self.tiles(q, k, heads):
             for rows in tile.rows(side):
                 yield tile.heads, rows
@@ -129,12 +130,12 @@ class Pattern(Numbered, ABC):
         return None
 
     def run(self, side: Side, first: Position, last: Position) -> Run | None:
-        """The first and last key that the queries first .. last attend together, or query that attends a key of these.
+        """The first and last key that queries first .. last attend; with side "queries", the queries of such keys.
 
-        Both may lie outside the sequence. For arrays of ascending positions, arrays or numbers that hold for all. None
-        unless, in every head, each query attends one run of adjacent keys that contains its own position, and from one
-        query to the next neither end of the run moves left. Adjacent queries then attend one run together, which needs
-        no tiles.
+        Both may lie outside the sequence. Arrays of ascending positions give arrays, or numbers that hold for all.
+        None unless, in every head, each query attends one run of adjacent keys that contains its own position, and
+        neither end of the run moves left from one query to the next. The keys of adjacent queries are then one run,
+        which is found without tiles.
         """
         return None
 
@@ -210,6 +211,20 @@ class BandPattern(Pattern):
         if side == "queries":
             lo, hi = None if hi is None else -hi, None if lo is None else -lo
         return -FAR if hi is None else first - hi, FAR if lo is None else last - lo
+
+
+def pairs_once(
+    parts: Sequence[Callable[[range, range, range], Iterator[Tile]]], q: range, k: range, heads: range
+) -> Iterator[Tile]:
+    """The union of `parts`, each the `tiles` of a single-branch pattern, as disjoint tiles."""
+    for index, part in enumerate(parts):
+        for tile in part(q, k, heads):
+            remaining = [tile]
+            for taken in (t for other in parts[:index] for t in other(tile.q, tile.k, tile.heads)):
+                remaining = [piece for rest in remaining for piece in subtract_tile(rest, taken)]
+                if not remaining:
+                    break
+            yield from remaining
 
 
 def _check_pattern(value: object, operation: str) -> Pattern:
@@ -304,7 +319,7 @@ class And(Combination):
         return larger(a[0], b[0]), smaller(a[1], b[1])
 
     def _deciding_operand(self, q: range, k: range, heads: range) -> Pattern | None:
-        """The operand that alone decides, because the other one contains every pair of the rectangle; else None."""
+        """The operand that decides alone because the other contains every pair of q x k; None if there is none."""
         for operand, other in ((self.a, self.b), (self.b, self.a)):
             tile = next(operand.tiles(q, k, heads), None)
             if tile is None or not tile.dense:
@@ -322,7 +337,7 @@ class And(Combination):
 
 
 class Union(Combination):
-    """A pattern whose pairs are those of its operands, which scale their outputs alike."""
+    """A pattern of all pairs of its operands, which must scale their outputs alike."""
 
     def __post_init__(self) -> None:
         scales = {operand.output_scale for operand in self.operands}
@@ -373,18 +388,11 @@ class Or(Union):
         return self.a, self.b
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
-        for index, part in enumerate(self._parts):
-            for tile in part.tiles(q, k, heads):
-                remaining = [tile]
-                for taken in (t for other in self._parts[:index] for t in other.tiles(tile.q, tile.k, tile.heads)):
-                    remaining = [piece for rest in remaining for piece in subtract_tile(rest, taken)]
-                    if not remaining:
-                        break
-                yield from remaining
+        return pairs_once([part.tiles for part in self._parts], q, k, heads)
 
     @cached_property
     def _parts(self) -> list[Pattern]:
-        """The operands of a chain of unions. Unions within operands come last, as earlier operands are asked often."""
+        """The operands of a chain of unions, nested unions last: earlier operands are asked for tiles more often."""
         parts = [x for operand in self.operands for x in (operand._parts if isinstance(operand, Or) else [operand])]
         return sorted(parts, key=_count_unions)
 
@@ -450,5 +458,5 @@ def _count_unions(pattern: Pattern) -> int:
 
 
 def _extremes(position: Position) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(larger, smaller) of two positions, or of each two."""
+    """(max, min) for positions of this kind: numbers, or arrays element by element."""
     return (np.maximum, np.minimum) if isinstance(position, np.ndarray) else (max, min)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial
 from math import lcm
 
 import numpy as np
 
 from ..errors import InvalidInput
 from ..text import did_you_mean
-from .base import ONE_HEAD, Or, Pattern, check_integer
+from .base import ONE_HEAD, Pattern, check_integer, pairs_once
 from .tile import Tile, intersect, make_tile
 
-#: The branches of LongNet (Ding et al. 2023, arXiv:2307.02486). A rate need not divide its segment, as 6 and 16384.
+#: The branches of LongNet (Ding et al. 2023, arXiv:2307.02486). A rate need not divide its segment: 6 and 16384.
 SEGMENTS = (2048, 4096, 8192, 16384, 32768)
 RATES = (1, 2, 4, 6, 12)
 OPTIONS = {"mix": ("lse", "group", "union"), "offsets": ("per_head", "group")}
@@ -103,8 +103,8 @@ class Dilated(Pattern):
         if not q or not k:
             return
         if self.mix == "union":
-            branches: list[Pattern] = [_Branch(self, branch) for branch in range(len(self.segments))]
-            yield from reduce(Or, branches).tiles(q, k, heads)
+            branches = [partial(self.branch_tiles, branch) for branch in range(len(self.segments))]
+            yield from pairs_once(branches, q, k, heads)
             return
         for branch in range(len(self.segments)):
             yield from self.branch_tiles(branch, q, k, heads)
@@ -159,20 +159,6 @@ class Dilated(Pattern):
         """The branch of a head under mix="group"."""
         ends = np.cumsum([len(self._heads_of(branch)) for branch in range(len(self.segments))])
         return int(np.searchsorted(ends, head, side="right"))
-
-
-@dataclass(frozen=True)
-class _Branch(Pattern):
-    """One branch of a Dilated as a single-branch pattern, so that `|` can count each pair of the branches once."""
-
-    pattern: Dilated
-    branch: int
-
-    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
-        return self.pattern.branch_tiles(self.branch, q, k, heads)
-
-    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
-        raise NotImplementedError("Dilated.visible covers all branches")
 
 
 def _check_integers(name: str, source: object) -> tuple[int, ...]:

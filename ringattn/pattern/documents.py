@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -33,11 +33,11 @@ class Documents(Pattern):
     512, 768, 1024 for documents of 512, 256 and 256 tokens. Both may be a list, a tuple, or a one-dimensional integer
     array or tensor. Combine with `Causal()` for language models: `Causal() & Documents([512, 256, 256])`.
 
-    `Documents([[512, 512], [1024]])` gives every row of a batch documents of its own, and is for batches of as many
-    rows only; `cu_seqlens` may have rows, too. The positions of each row count from 0. Equal rows are one row.
+    `Documents([[512, 512], [1024]])` gives each row of a batch its own documents, for batches of exactly as many rows;
+    `cu_seqlens` may have rows, too. The positions of each row count from 0. Equal rows become one row.
 
-    `Documents(lengths, q_lengths=)` is for queries that are other tokens than the keys, see `ring_attention`: the
-    queries of document i are q_lengths[i] tokens, and attend the lengths[i] keys of document i. Both may have rows.
+    `Documents(lengths, q_lengths=)` is for queries that are other tokens than the keys, see `ring_attention`: document
+    i has q_lengths[i] queries, which attend its lengths[i] keys. Both may have rows.
 
     A positional array or tensor that begins with 0 is read as cu_seqlens. For an array of lengths whose first document
     is empty write `Documents(x.tolist())`.
@@ -58,12 +58,11 @@ class Documents(Pattern):
     ) -> None:
         if (lengths is None) == (cu_seqlens is None):
             raise InvalidInput(f"Documents takes lengths or cu_seqlens, one of them; try {EXAMPLE}")
-        source: object = lengths if cu_seqlens is None else cu_seqlens
-        values: object = source.tolist() if hasattr(source, "tolist") else source
-        cumulative = True if cu_seqlens is not None else None if hasattr(source, "tolist") else False
-        given: object = q_lengths
-        own: object = given.tolist() if hasattr(given, "tolist") else given
-        lengths_of, own_of = _read_rows(values, cumulative), [None] if own is None else _read_rows(own, False)
+        is_array = hasattr(lengths, "tolist")
+        lengths_of = (
+            _read_rows(lengths, None if is_array else False) if cu_seqlens is None else _read_rows(cu_seqlens, True)
+        )
+        own_of = [None] if q_lengths is None else _read_rows(q_lengths, False)
         count = max(len(lengths_of), len(own_of))
         rows = [*zip(*(x * count if len(x) == 1 else x for x in (lengths_of, own_of)), strict=False)]
         for mine, others in rows:
@@ -73,7 +72,7 @@ class Documents(Pattern):
                 )
         one = len(set(rows)) == 1
         both = rows[0] if one else tuple(zip(*rows, strict=True))
-        self._normalize(lengths=both[0], q_lengths=None if own is None else both[1])
+        self._normalize(lengths=both[0], q_lengths=None if q_lengths is None else both[1])
 
     def __repr__(self) -> str:
         own = "" if self.q_lengths is None else f", q_lengths={self.q_lengths!r}"
@@ -98,7 +97,7 @@ class Documents(Pattern):
         return Documents(cast("tuple[int, ...]", self.lengths[index]), q_lengths=own)
 
     def split(self, length: int) -> Documents:
-        """The same tokens in documents of at most so many: each is cut from its begin on."""
+        """The same tokens in documents of at most `length` tokens: each is cut from its start."""
         rows = [self.row(row).starts for row in range(self.rows or 1)]
         cut = [[*sorted({x for a, b in pairwise(row) for x in range(a, b, length)}), row[-1]] for row in rows]
         return Documents(cu_seqlens=cut if self.rows else cut[0])
@@ -107,24 +106,21 @@ class Documents(Pattern):
     def starts(self) -> tuple[int, ...]:
         """The first position of each document, then the end of the last document: the cu_seqlens.
 
-        Raises InvalidInput where rows of a batch have documents of their own.
+        Raises InvalidInput if the rows of a batch have documents of their own.
         """
         return tuple(accumulate(self._of_all_rows, initial=0))
 
     @cached_property
     def q_starts(self) -> tuple[int, ...]:
         """The first query of each document, then the end of the last."""
-        return (
-            self.starts
-            if self.q_lengths is None
-            else tuple(accumulate(cast("tuple[int, ...]", self.q_lengths), initial=0))
-        )
+        own = cast("tuple[int, ...] | None", self.q_lengths)
+        return self.starts if own is None else tuple(accumulate(own, initial=0))
 
     @property
     def _of_all_rows(self) -> tuple[int, ...]:
-        """The lengths, which are those of every row of a batch. Raises InvalidInput where rows differ."""
+        """The lengths that all rows of a batch share. Raises InvalidInput if rows differ."""
         if self.rows is not None:
-            raise InvalidInput(f"Documents of {self.rows} rows of a batch, where one sequence is asked; try .row(0)")
+            raise InvalidInput(f"Documents of {self.rows} batch rows where one sequence is expected; try .row(0)")
         return cast("tuple[int, ...]", self.lengths)
 
     def check(self, tokens: int, heads: int) -> None:
@@ -152,7 +148,7 @@ class Documents(Pattern):
             for index in range(self.rows):
                 self.row(index).check_sides(keys, queries, heads)
         elif self.q_lengths is None:
-            # Queries of a part of the sequence, such as a chunk of a prompt, see no later document.
+            # Queries of only a part of the sequence, such as a chunk of a prompt, do not attend later documents.
             super().check_sides(max(keys, self.starts[-1]), queries, heads)
         elif (total := self.starts[-1]) != keys:
             raise InvalidInput(f"Documents: the lengths sum to {total:,}, and there are {keys:,} keys")
@@ -178,7 +174,7 @@ class Documents(Pattern):
         if not isinstance(first, np.ndarray):
             return starts[bisect_right(starts, first) - 1], starts[bisect_right(starts, last)] - 1
         edges = np.array(starts)
-        # There may be many more positions than documents: search the documents among the positions, which ascend.
+        # There may be far more positions than documents, so the edges are searched among the ascending positions.
         firsts, lasts = (np.diff(np.searchsorted(positions, edges)) for positions in (first, last))
         return np.repeat(edges[:-1], firsts), np.repeat(edges[1:] - 1, lasts)
 
@@ -189,15 +185,16 @@ class Documents(Pattern):
         return own[q] == document[k]
 
 
-def _read_rows(values: object, cumulative: bool | None) -> list[tuple[int, ...]]:
-    """The lengths of each row of a batch, or of all rows."""
+def _read_rows(source: Any, cumulative: bool | None) -> list[tuple[int, ...]]:
+    """The lengths of each row of a batch, or the lengths that all rows share."""
+    values = source.tolist() if hasattr(source, "tolist") else source
     if isinstance(values, list | tuple) and values and all(isinstance(row, list | tuple) for row in values):
         return [_read_lengths(row, cumulative) for row in values]
     return [_read_lengths(values, cumulative)]
 
 
 def _read_lengths(values: object, cumulative: bool | None) -> tuple[int, ...]:
-    """The lengths that a list or a tuple gives; `cumulative` None: as cu_seqlens if it begins with 0."""
+    """The lengths that a list or tuple states. With `cumulative` None it is read as cu_seqlens if it begins with 0."""
     if not isinstance(values, list | tuple):
         raise InvalidInput(f"Documents({values!r}): give the list of lengths; try {EXAMPLE}")
     hint = f"{EXAMPLE}, or a one-dimensional tensor of integers"

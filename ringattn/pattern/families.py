@@ -1,4 +1,4 @@
-"""Block-sparse families defined by a formula on block indices, so that no table is stored for long sequences."""
+"""Block-sparse families given by a formula on block indices, so that long sequences need no table."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ STRIDES = (1, 4, 16)
 
 
 class Family(BlockTable):
-    """A block-sparse pattern set either by its own width parameter or by `density`.
+    """A block-sparse pattern that takes either a width parameter of its own or `density`.
 
     `density` is the fraction of the key blocks that a query block keeps, 0 < density <= 1. It becomes a number of
-    blocks only if `total`, the number of blocks of the sequence, is known: `bind` sets it, as every plan does. Without
-    `total` the methods that need it raise InvalidInput. All parameters are checked on construction (InvalidInput).
+    blocks once `total`, the number of blocks of the sequence, is known: every plan sets it by `bind`, and methods that
+    need it raise InvalidInput without it. All parameters are checked on construction (InvalidInput).
     """
 
     #: The function name that `repr` prints and `parse_pattern` reads.
@@ -150,13 +150,10 @@ class GlobalLocal(Family):
         if first < self.globals:
             return [candidates]
         global_rows = clip(candidates, 0, self.globals - 1)
-        # The window moves right with its query block, so the query blocks whose window meets [first, last] are
-        # adjacent.
+        # Windows move right with their query blocks, so the query blocks whose window meets [first, last] are adjacent.
         least = bisect_right(candidates, first, key=lambda row: self._window(row).stop)
-        return [
-            global_rows,
-            candidates[least : bisect_right(candidates, last, key=lambda row: self._window(row).start)],
-        ]
+        most = bisect_right(candidates, last, key=lambda row: self._window(row).start)
+        return [global_rows, candidates[least:most]]
 
     def key_runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
         if row < self.globals:
@@ -165,7 +162,7 @@ class GlobalLocal(Family):
         yield from join_runs(clip(run, first, last) for run in (range(self.globals), self._window(row)))
 
     def _window(self, row: int) -> range:
-        """The local key blocks of a query block; under `blocks`, also those beyond the ends of the sequence."""
+        """The local key blocks of a query block; with `blocks`, even those beyond the ends of the sequence."""
         if self.blocks is not None:
             return range(row - self.blocks, row + self.blocks + 1)
         kept, total = self.blocks_and_total()
@@ -343,12 +340,9 @@ class DilatedBlocks(Family):
 def _nearest_runs(row: int, kept: int, total: int) -> list[range]:
     """The key blocks of a query block that keeps `kept` of `total`: O(log total) ascending runs, which may overlap."""
     left, right = row, total - 1 - row  # blocks on either side
-    powers = [
-        row + sign * (1 << t)
-        for t in range(max(left, right).bit_length())
-        for sign, room in ((-1, left), (1, right))
-        if 1 << t <= room
-    ]
+    sides = ((-1, left), (1, right))
+    exponents = range(max(left, right).bit_length())
+    powers = [row + sign * (1 << t) for t in exponents for sign, room in sides if 1 << t <= room]
     near = range(row, row + 1)
     if len(powers) > kept - 1:
         del powers[kept - 1 :]

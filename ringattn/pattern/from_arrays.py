@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     import torch
     from torch.nn.attention.flex_attention import BlockMask
 
+#: The attributes of a BlockMask that are read.
+ATTRIBUTES = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "BLOCK_SIZE", "seq_lengths", "mask_mod",
+)  # fmt: skip
+
 
 def top_k(
     block: int, k: int | None, scores: ArrayLike, *, causal: bool = False, density: float | None = None
@@ -72,18 +77,6 @@ def _read_scores(scores: ArrayLike) -> np.ndarray:
         content = "NaN" if array.dtype.kind == "f" else f"dtype {array.dtype}"
         raise InvalidInput(f"top_k: the scores hold {content}, which has no order; give real numbers (-inf is allowed)")
     return array
-
-
-#: The attributes of a BlockMask that are read.
-ATTRIBUTES = (
-    "kv_num_blocks",
-    "kv_indices",
-    "full_kv_num_blocks",
-    "full_kv_indices",
-    "BLOCK_SIZE",
-    "seq_lengths",
-    "mask_mod",
-)
 
 
 def from_block_mask(mask: BlockMask, batch: int = 0) -> Pattern:

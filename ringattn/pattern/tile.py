@@ -1,8 +1,8 @@
-"""The tile, arithmetic progressions of query and key positions with a band on their distance, and its range algebra."""
+"""The tile: progressions of query and key positions with a band on their distance. And the algebra of ranges."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, lcm
 from typing import Literal
@@ -93,7 +93,7 @@ def join_runs(runs: Iterable[range]) -> Iterator[range]:
 
 
 def append_run(runs: list[range], run: range) -> None:
-    """Add a range, joined with the last one where it goes on."""
+    """Append a range, joined with the last one if it continues that."""
     if runs and runs[-1].step == run.step and runs[-1][-1] + run.step == run.start:
         runs[-1] = range(runs[-1].start, run.stop, run.step)
     else:
@@ -121,26 +121,28 @@ def locate(part: range, whole: range) -> range:
     return range(start, start + (len(part) - 1) * step + 1, step)
 
 
-class RangeIndex:
-    """The indices of the members of ranges that lie one after another, from `first` on."""
+def index_ranges(ranges: Sequence[range], first: int = 0) -> Callable[[range], Iterator[range]]:
+    """A function that finds where members of a range stand in `ranges`, one after another from index `first` on.
 
-    def __init__(self, ranges: Sequence[range], first: int = 0) -> None:
-        self._starts, self._steps, self._lasts, lengths = np.array([(r.start, r.step, r[-1], len(r)) for r in ranges]).T
-        self._firsts = np.cumsum(lengths) - lengths + first
+    It gives their indices as few ranges: `intersect` and `locate` for all `ranges` at once.
+    """
+    starts, steps, lasts, lengths = np.array([(r.start, r.step, r[-1], len(r)) for r in ranges]).T
+    firsts = np.cumsum(lengths) - lengths + first
 
-    def locate(self, part: range) -> Iterator[range]:
-        """The indices of the members of `part` that are there, as few ranges: `intersect` and `locate` of arrays."""
-        shared, offset = np.gcd(self._steps, part.step), part.start - self._starts
-        strides, pairs = part.step // shared, [*zip(self._steps.tolist(), shared.tolist(), strict=True)]
+    def find(part: range) -> Iterator[range]:
+        shared, offset = np.gcd(steps, part.step), part.start - starts
+        strides, pairs = part.step // shared, [*zip(steps.tolist(), shared.tolist(), strict=True)]
         inverse = {(step, common): pow(step // common, -1, part.step // common) for step, common in {*pairs}}
         rows = offset // shared % strides * np.array([inverse[pair] for pair in pairs]) % strides
-        rows -= (rows - np.maximum(-(-offset // self._steps), 0)) // strides * strides
-        counts = ((np.minimum(self._lasts, part[-1]) - self._starts) // self._steps - rows) // strides + 1
+        rows -= (rows - np.maximum(-(-offset // steps), 0)) // strides * strides
+        counts = ((np.minimum(lasts, part[-1]) - starts) // steps - rows) // strides + 1
         meets = (counts > 0) & (offset % shared == 0)
-        rows, counts, strides = (rows + self._firsts)[meets], counts[meets], strides[meets]
+        rows, counts, strides = (rows + firsts)[meets], counts[meets], strides[meets]
         cuts = np.flatnonzero((np.diff(rows) != (counts * strides)[:-1]) | np.diff(strides)) + 1
         parts = zip(*(np.split(x, cuts) for x in (rows, counts, strides)), strict=True)
         yield from (range(int(a[0]), int(a[0] + n.sum() * by[0]), int(by[0])) for a, n, by in parts if len(a))
+
+    return find
 
 
 def floor_sum(n: int, m: int, a: int, b: int) -> int:

@@ -1,4 +1,4 @@
-"""Patterns as a planner needs them: some heads (Ulysses), rows of a batch one after another, tokens at other places."""
+"""Views that planners need: some of the heads (Ulysses), batch rows as one sequence, padded or cropped rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tile import Tile, clip, shift_range
 
 
 class PatternView(Pattern):
-    """A pattern with the branches, the output scale and the runs of `pattern`."""
+    """A pattern that takes its branches, output scale and runs from `pattern`."""
 
     pattern: Pattern
 
@@ -52,8 +52,8 @@ class HeadSlice(PatternView):
 
 
 @dataclass(frozen=True)
-class RowByRow(Pattern):
-    """The rows of a batch of `pattern.rows` rows of `tokens` tokens as one sequence: no row sees another.
+class RowByRow(PatternView):
+    """The `pattern.rows` rows of a batch, `tokens` tokens each, as one sequence in which no row attends another.
 
     Position p is position p % tokens of row p // tokens. `pattern` is bound to the tokens of one row.
     """
@@ -69,16 +69,8 @@ class RowByRow(Pattern):
     def unstacked(self) -> Pattern:
         return self.pattern
 
-    @property
-    def branches(self) -> int:
-        return self._patterns[0].branches
-
-    @property
-    def output_scale(self) -> float:
-        return self._patterns[0].output_scale
-
     def _parts(self, q: range, k: range) -> Iterator[tuple[Pattern, int, range, range]]:
-        """(pattern, first position, queries, keys) of every row with queries and keys, which count from its first."""
+        """(pattern, first position, queries, keys) of each row that has both, counted from the row's first position."""
         if not q or not k:
             return
         size = self.tokens
@@ -102,7 +94,7 @@ class RowByRow(Pattern):
                 yield some, shift_range(rows, first)
 
     def run(self, side: Side, first: Position, last: Position) -> Run | None:
-        """The run of the row of `first` from its start, to the end of the run of the row of `last`."""
+        """From the start of the run in the row of `first` to the end of the run in the row of `last`."""
         if isinstance(first, np.ndarray) and isinstance(last, np.ndarray):
             runs = [self.run(side, *ends) for ends in zip(first.tolist(), last.tolist(), strict=True)]
             if None in runs:
@@ -126,18 +118,18 @@ class RowByRow(Pattern):
         return total
 
 
-#: (first place, places minus positions from there on, or None where no token is) of the runs of a row of a batch.
+#: The runs of places of a batch row, each as (first place, place - position); None in place of the shift: padding.
 Marks = tuple[tuple[int, int | None], ...]
-#: Every token is at the place of its position.
+#: Every token is at the place that equals its position.
 IN_PLACE: Marks = ((0, 0),)
 
 
 @dataclass(frozen=True)
 class Placed(PatternView):
-    """The pattern of tokens that are not at the places of their positions: padded, or cropped, rows of a batch.
+    """The pattern of padded or cropped batch rows, whose tokens are at other places than their positions.
 
-    `marks` are those of each row, or of all rows. `pattern` is bound, and is asked by positions, so that it may be a
-    pattern of more tokens than there are places.
+    `marks` has one entry per row, or one for all rows. `pattern` is bound and takes positions, so it may be a pattern
+    of more tokens than there are places.
     """
 
     pattern: Pattern
@@ -154,7 +146,7 @@ class Placed(PatternView):
 
     @cached_property
     def _runs(self) -> tuple[tuple[int, int, int], ...]:
-        """(first place, last place, places minus positions) of each run of tokens, of one row."""
+        """(first place, last place, place - position) of each run of tokens of a single row."""
         (marks,) = self.marks
         shifts = dict(marks)
         return tuple((run.start, run.stop - 1, shifts[run.start] or 0) for run in find_tokens(marks))

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..cache import Value
 from ..pattern.base import Pattern
-from ..pattern.tile import RangeIndex, Tile, append_run, ceil_div, locate, make_tile, shift_range
+from ..pattern.tile import Tile, append_run, ceil_div, index_ranges, locate, make_tile, shift_range
 from .row_sets import Ranges, RowSet, as_range, to_numbers, to_ranges
 
 #: Dense works of the same query rows are joined into one work up to this many query rows.
@@ -238,10 +238,10 @@ def find_tiles(pattern: Pattern, q_shard: Sequence[range], k_shard: Sequence[ran
         hull = range(min(r[0] for r in parts), max(r[-1] for r in parts) + 1)
         found = [*islice(pattern.tiles(q, hull, range(heads)), len(parts) + 1)]
         if len(found) <= len(parts) and all(tile.dense for tile in found):
-            rows_of = RangeIndex(parts, starts[first])
+            rows_of = index_ranges(parts, starts[first])
             for tile in found:
                 rows = shift_range(locate(tile.q, q), row)
-                yield from (Tile(tile.heads, rows, keys, branch=tile.branch) for keys in rows_of.locate(tile.k))
+                yield from (Tile(tile.heads, rows, keys, branch=tile.branch) for keys in rows_of(tile.k))
         else:
             yield from visit(q, row, first, (first + last) // 2)
             yield from visit(q, row, (first + last) // 2, last)

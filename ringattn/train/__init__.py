@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -26,41 +27,42 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_LABEL", "count_labels", "linear_cross_entropy", "mean_over_ranks"]
 
-#: Label of a row without a loss, as in torch and transformers.
+#: The label of rows without a loss, as in torch and transformers.
 NO_LABEL = -100
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
     ignore_index: int = NO_LABEL,
-    total: torch.Tensor | int | None = None,
+    total: Tensor | int | None = None,
     chunk: int = 512,
-) -> torch.Tensor:
+) -> Tensor:
     """Cross entropy of `hidden @ weight.T + bias` over the tokens of all ranks; a scalar. Collective, differentiable.
 
     hidden [..., d] are the last hidden states of this rank's rows, weight [classes, d], bias [classes]; labels [...]
     are int64, shifted before the sequence was cut (`Layout.shift`, `integrations.transformers.shard_batch`). Logits
-    exist for `chunk` rows at a time: the memory of forward and backward grows with chunk * classes, not with tokens.
+    exist for `chunk` rows at a time, and the backward computes them again: memory grows with chunk * classes, not with
+    the number of tokens.
 
-    Ranks hold different numbers of labels, so no rank can divide by its own number. The result is (sum of this rank's
-    losses) * ranks / (labels of all ranks). Therefore the mean over the ranks of the results is the loss, and the mean
-    over the ranks of their gradients, which DDP and FSDP2 compute, is its gradient. `group` has all ranks that the
-    wrapper averages over: of a dp x cp mesh all dp * cp ranks. None: the default group, or one process without one.
-    A program that sums gradients instead divides the result by the number of ranks.
+    Ranks hold different numbers of labels, so no rank can divide by its own. The result is (sum of this rank's losses)
+    * ranks / (labels of all ranks). The mean of the results over the ranks is therefore the loss, and the mean of their
+    gradients, as DDP and FSDP2 take it, is its gradient. `group` has all ranks that the wrapper averages over: on a
+    dp x cp mesh all dp * cp ranks. None: the default group, or a single process if there is none. A program that sums
+    gradients instead divides the result by the number of ranks.
 
-    total: the labels of all ranks to divide by, instead of those of this call: with gradient accumulation
+    total: the labels of all ranks to divide by, in place of those of this call: for gradient accumulation the
         `count_labels` of all micro-batches of the step. The results of the micro-batches then add up.
 
     With FSDP2 call this function in the forward of a wrapped module, where its weight is whole.
 
-    Raises InvalidInput for shapes, dtypes and labels that do not fit, and Mismatch where that is so on another rank, or
-    where the ranks differ in ignore_index or in the number of classes. With `total` the ranks exchange nothing, and
-    only the rank of the error raises.
+    Raises InvalidInput for shapes, dtypes and labels that do not fit, and Mismatch if they do not fit on another rank,
+    or if the ranks differ in ignore_index or the number of classes. With `total` the ranks exchange nothing, and only
+    the rank with the error raises.
     """
     check = partial(_check, hidden, weight, labels, bias, ignore_index, chunk)
     if total is None:
@@ -68,26 +70,34 @@ def linear_cross_entropy(
     else:
         check()
         _check_total(total)
-    losses = _sum_losses(hidden.flatten(0, -2), weight, labels.flatten(), bias, ignore_index, chunk)
+
+    def part(rows: Tensor, targets: Tensor) -> Tensor:
+        logits = F.linear(rows, weight, bias)
+        logits = logits.to(wide(logits.dtype))
+        return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
+
+    pairs = zip(hidden.flatten(0, -2).split(chunk), labels.flatten().split(chunk), strict=True)
+    sums = [checkpoint(part, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
+    losses = torch.stack(sums).sum() if sums else hidden.sum() * 0.0
     total = torch.as_tensor(total, device=losses.device)
     return losses * (_count_ranks(group) / total.clamp(min=1).to(losses.dtype))
 
 
 def count_labels(
-    labels: torch.Tensor, *, group: ProcessGroup | DeviceMesh | None = None, ignore_index: int = NO_LABEL
-) -> torch.Tensor:
+    labels: Tensor, *, group: ProcessGroup | DeviceMesh | None = None, ignore_index: int = NO_LABEL
+) -> Tensor:
     """The number of labels other than `ignore_index` on all ranks, an int64 scalar. Collective.
 
-    Raises InvalidInput for labels that are not int64, and Mismatch where those of another rank are not.
+    Raises InvalidInput for labels that are not int64, and Mismatch if those of another rank are not.
     """
     total = _sum_labels("labels of a loss", partial(_count, labels, ignore_index), group)
     return torch.tensor(total, device=labels.device)
 
 
 def _sum_labels(stage: str, describe: Callable[[], dict[str, int]], group: ProcessGroup | DeviceMesh | None) -> int:
-    """The sum over the ranks of their "labels", after one exchange. `describe` gives the fields of this rank.
+    """The sum of the field "labels" over the ranks, in one exchange. `describe` returns the fields of this rank.
 
-    Raises Mismatch if `describe` has raised on another rank, or if its other fields differ between ranks.
+    Raises Mismatch if `describe` raised on another rank, or if its other fields differ between ranks.
     """
     if _count_ranks(group) == 1:
         return describe()["labels"]
@@ -96,8 +106,8 @@ def _sum_labels(stage: str, describe: Callable[[], dict[str, int]], group: Proce
     return sum(fields["labels"] for fields in compare_records(ranks.records))
 
 
-def mean_over_ranks(x: torch.Tensor, *, group: ProcessGroup | DeviceMesh | None = None) -> torch.Tensor:
-    """The mean of a detached scalar over the ranks: of results of `linear_cross_entropy` the loss. Collective."""
+def mean_over_ranks(x: Tensor, *, group: ProcessGroup | DeviceMesh | None = None) -> Tensor:
+    """The mean of a scalar over the ranks, detached: of results of `linear_cross_entropy`, the loss. Collective."""
     mean = x.detach().clone()
     if _count_ranks(group) > 1:
         dist.all_reduce(mean, group=_get_group(group))
@@ -105,24 +115,24 @@ def mean_over_ranks(x: torch.Tensor, *, group: ProcessGroup | DeviceMesh | None 
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over ranks, on each of them; its gradient is the sum of their gradients."""
+    """The sum of a tensor over the ranks, on every rank; its gradient is the sum of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        """The sum, a tensor of its own."""
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        """The sum, as a new tensor."""
         ctx.group = WeakGroup(group)
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The sum of what the ranks say."""
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """The sum of the ranks' gradients."""
         return SumOverRanks.apply(gradients[0], ctx.group.group), None
 
 
 def _get_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
-    """The ProcessGroup of a group, of one axis of a DeviceMesh, or of a mesh of all ranks (None: the default group)."""
+    """The ProcessGroup of a group, of one axis of a DeviceMesh, or of a mesh of all ranks; None: the default group."""
     if group is not None:
         check_group(group)
     if isinstance(group, dist.device_mesh.DeviceMesh):
@@ -141,12 +151,7 @@ def _count_ranks(group: ProcessGroup | DeviceMesh | None) -> int:
 
 
 def _check(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    bias: torch.Tensor | None,
-    ignore_index: int,
-    chunk: int,
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, ignore_index: int, chunk: int
 ) -> dict[str, int]:
     """The fields of this rank for `_sum_labels`. Raises InvalidInput for arguments that do not fit each other."""
     fields = _count(labels, ignore_index)
@@ -180,38 +185,18 @@ def _check(
 def _check_total(total: object) -> None:
     """Raise InvalidInput unless `total` is one finite number >= 0, or a tensor of one element."""
     number = isinstance(total, int | float | np.number) and not isinstance(total, bool) and 0 <= total < inf
-    if not number and not (isinstance(total, torch.Tensor) and total.numel() == 1 and not total.is_complex()):
-        shown = f"a tensor {tuple(total.shape)}" if isinstance(total, torch.Tensor) else repr(total)
+    if not number and not (isinstance(total, Tensor) and total.numel() == 1 and not total.is_complex()):
+        shown = f"a tensor {tuple(total.shape)}" if isinstance(total, Tensor) else repr(total)
         raise InvalidInput(f"total must be the number of labels of all ranks, got {shown}; try count_labels(labels)")
 
 
-def _count(labels: torch.Tensor, ignore_index: int) -> dict[str, int]:
-    """The number of labels other than `ignore_index`, and this. Raises InvalidInput unless both are integers."""
+def _count(labels: Tensor, ignore_index: int) -> dict[str, int]:
+    """The number of labels that count, and `ignore_index`. Raises InvalidInput unless both hold integers."""
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int | np.integer):
         raise InvalidInput(
             f"ignore_index must be an integer, a label of rows without a loss, got {ignore_index!r}; try -100"
         )
-    if not isinstance(labels, torch.Tensor) or labels.dtype != torch.int64:
-        kind = str(labels.dtype) if isinstance(labels, torch.Tensor) else type(labels).__name__
+    if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
+        kind = str(labels.dtype) if isinstance(labels, Tensor) else type(labels).__name__
         raise InvalidInput(f"labels must be an int64 tensor of classes, got {kind}; try labels.long()")
     return {"labels": int((labels != ignore_index).sum()), "ignore_index": int(ignore_index)}
-
-
-def _sum_losses(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    bias: torch.Tensor | None,
-    ignore_index: int,
-    chunk: int,
-) -> torch.Tensor:
-    """The sum of the losses of hidden [n, d]. Logits exist for `chunk` rows; the backward computes them anew."""
-
-    def part(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(rows, weight, bias)
-        logits = logits.to(wide(logits.dtype))
-        return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
-
-    pairs = zip(hidden.split(chunk), labels.split(chunk), strict=True)
-    sums = [checkpoint(part, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
-    return torch.stack(sums).sum() if sums else hidden.sum() * 0.0

@@ -318,7 +318,7 @@ def far_labels(rank: int) -> dict[str, float]:
     ):
         says(f"InvalidInput: {words}", lambda: shard_batch(given, layout="zigzag", **change))
     lacking = {name: x for name, x in given.items() if name != "labels"}
-    says("InvalidInput: loss_weights are those of labels", lambda: shard_batch(lacking, layout="zigzag"))
+    says("InvalidInput: the batch has loss_weights but no labels", lambda: shard_batch(lacking, layout="zigzag"))
     moved = shard_batch({**given, "loss_weights": weights + rank}, layout="zigzag")
     del moved["loss_weights"]
     says("Mismatch: loss_weights of the whole batch are not the same", lambda: ours(**moved, use_cache=False))
@@ -630,7 +630,7 @@ def refused_batches(rank: int) -> None:
         ("labels", {"input_ids": ramp, "labels": ramp.roll(rank)}, None),
         ("cu_seqlens", {"input_ids": ramp}, [0, 5 - rank, 8]),
     ):
-        words = f"Mismatch: {name} of the whole batch are not the same on rank 0 and rank 1: ranks"
+        words = f"Mismatch: {name} of the whole batch are not the same on rank 0 and rank 1: all ranks"
         says(words, lambda: first(**cut(batch, cu_seqlens=borders)))
     says("fine", lambda: first(**cut({"input_ids": ramp, "labels": ramp}, cu_seqlens=[0, 5, 8])))
     says("Mismatch: input_ids of the whole batch are not the same", lambda: check(first, seed=rank))
@@ -710,9 +710,9 @@ def refusals(rank: int) -> None:
     labelled, aligned = (
         shard_batch({"input_ids": ids, "labels": ids}, layout="zigzag", shift=x) for x in (True, False)
     )
-    words = "InvalidInput: labels not shifted to the next token, of which LlamaForCausalLM"
+    words = "InvalidInput: labels not shifted to the next token, from which LlamaForCausalLM"
     says(words, lambda: llama(**aligned))
-    words = "InvalidInput: labels shifted to the next token, of which RobertaForMaskedLM"
+    words = "InvalidInput: labels shifted to the next token, from which RobertaForMaskedLM"
     says(words, lambda: ring("RoBERTa, positions from 2")(**labelled))
     undigested = {name: x for name, x in labelled.items() if name != "batch_digest"}
     says("InvalidInput: num_items_in_batch is missing", lambda: llama(**undigested))

@@ -69,7 +69,7 @@ def test_what_a_pattern_of_rows_is_not() -> None:
         ra.virtual_attention(q, q, q, pattern, ranks=2)
     with pytest.raises(InvalidInput, match="batch has 1"):
         ra.make_plan(pattern, tokens=TOKENS, ranks=2)
-    with pytest.raises(InvalidInput, match=r"one sequence is asked; try .row\(0\)"):
+    with pytest.raises(InvalidInput, match=r"one sequence is expected; try .row\(0\)"):
         pattern.mask(TOKENS)
     with pytest.raises(InvalidInput, match=r"batches of \['2', '3'\] rows"):
         ra.make_plan(pattern & Documents([[29], [28, 1]]), tokens=TOKENS, ranks=2, batch=3)
