@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from ..errors import LaunchLimit, Unsupported
 from ..plan.work import Work
@@ -23,7 +24,7 @@ from .pad import align, crop_to, pad_to
 #: Largest second or third dimension of a CUDA grid, where the ops put heads, or batch times heads.
 GRID = 65_535
 #: (cum_seq_q, cum_seq_k, max_q, max_k) of flash; None for the first two of a call that is not packed.
-Lengths = tuple[torch.Tensor | None, torch.Tensor | None, int, int]
+Lengths = tuple[Tensor | None, Tensor | None, int, int]
 
 _aten = torch.ops.aten
 
@@ -76,7 +77,7 @@ class AtenCuda(Kernel):
         half = self.dtype in HALF_DTYPES
         return "efficient" if not half or self.device.refuses("flash", self.dtype, 8) else "flash"
 
-    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if q.device.type != "cuda":
             raise Unsupported(f"kernel {self.name} needs tensors on a cuda device, got {q.device}; try kernel=auto")
         if q.dtype == torch.float64:
@@ -162,9 +163,7 @@ class AtenCuda(Kernel):
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
         return self.deterministic or (torch.are_deterministic_algorithms_enabled() and not warns)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float) -> tuple[Tensor, Tensor]:
         value_dim = v.shape[-1]
         width = self.device.padded(max(q.shape[-1], value_dim))
         q, k, v = (align(pad_to(x, width)) for x in (q, k, v))
@@ -193,16 +192,8 @@ class AtenCuda(Kernel):
         return crop_to(out, value_dim), lse.float()
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        work: Work,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, work: Work, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         head_dim, value_dim = q.shape[-1], v.shape[-1]
         width = self.device.padded(max(head_dim, value_dim))
         grad, q, k, v, out = (align(pad_to(x, width)) for x in (grad, q, k, v, out))
@@ -248,8 +239,8 @@ class AtenCuda(Kernel):
         return crop_to(dq, head_dim), crop_to(dk, head_dim), crop_to(dv, value_dim)
 
     def flash_forward(
-        self, *inputs: torch.Tensor, lengths: Lengths, scale: float, window: tuple[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, *inputs: Tensor, lengths: Lengths, scale: float, window: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
         """(out, lse) of flash for (q, k, v): [B, n, H, D] and [B, H, n], or with lengths [n, H, D] and [H, n]."""
         out, lse, *_ = _aten._flash_attention_forward(
             *(*inputs, *lengths, 0.0, False, False),
@@ -260,11 +251,11 @@ class AtenCuda(Kernel):
         return out, lse
 
     def flash_backward(
-        self, *tensors: torch.Tensor, lengths: Lengths, scale: float, window: tuple[int, int]
-    ) -> Sequence[torch.Tensor]:
+        self, *tensors: Tensor, lengths: Lengths, scale: float, window: tuple[int, int]
+    ) -> Sequence[Tensor]:
         """(dq, dk, dv) of flash for (dO, q, k, v, out, lse), in the layouts of `flash_forward`."""
         seed = _no_seed(tensors[0])
-        grads: Sequence[torch.Tensor] = _aten._flash_attention_backward(
+        grads: Sequence[Tensor] = _aten._flash_attention_backward(
             *(*tensors, *lengths, 0.0, False, seed, seed),
             scale=scale,
             window_size_left=window[0],
@@ -273,32 +264,32 @@ class AtenCuda(Kernel):
         return grads[:3]
 
 
-def _no_seed(x: torch.Tensor) -> torch.Tensor:
+def _no_seed(x: Tensor) -> Tensor:
     """The seed of dropout, which is off: no op reads it."""
     return x.new_empty((), dtype=torch.int64)
 
 
-def _tokens(x: torch.Tensor, work: Work) -> torch.Tensor:
+def _tokens(x: Tensor, work: Work) -> Tensor:
     """x [B, H, n, D] as flash takes it: [B, n, H, D], or [B * n, H, D] for a packed work."""
     return x.transpose(1, 2).flatten(0, 1) if work.sequences else x.transpose(1, 2)
 
 
-def _of_tokens(x: torch.Tensor, work: Work, batch: int) -> torch.Tensor:
+def _of_tokens(x: Tensor, work: Work, batch: int) -> Tensor:
     """A result of flash as [B, H, n, D]."""
     return (x.unflatten(0, (batch, -1)) if work.sequences else x).transpose(1, 2)
 
 
-def _lengths(work: Work, q: torch.Tensor) -> Lengths:
+def _lengths(work: Work, q: Tensor) -> Lengths:
     """The lengths of a call of flash for q [B, H, n, D]."""
     return cumulative(work, len(q), q.device) if work.sequences else (None, None, len(work.q), work.keys)
 
 
-def _turned(tensors: Sequence[torch.Tensor], flip: bool) -> Sequence[torch.Tensor]:
+def _turned(tensors: Sequence[Tensor], flip: bool) -> Sequence[Tensor]:
     """The tensors [B, H, n, ...], with their rows in reverse order if `flip`."""
     return [x.flip(2) for x in tensors] if flip else tensors
 
 
-def _expand_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _expand_heads(x: Tensor, heads: int) -> Tensor:
     """x [B, K, n, D] with each key/value head repeated for its query heads: [B, H, n, D]."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 

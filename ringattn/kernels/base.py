@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import torch
+from torch import Tensor
 
 from ..plan.work import Work
 
@@ -71,7 +72,7 @@ class Kernel(ABC):
     #: Which weights are dropped; None: none.
     dropout: Dropout | None = None
     #: Of a call with dropout: streams int64 [B, H, rows, 1] and steps int64 [B, K, keys, 1] of `weight_factors`.
-    numbers: tuple[torch.Tensor, torch.Tensor] | None = None
+    numbers: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def create(cls, choice: str | None, dtype: torch.dtype, *, deterministic: bool) -> Kernel:
@@ -99,7 +100,7 @@ class Kernel(ABC):
         return None
 
     @abstractmethod
-    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raise Unsupported if this kernel cannot compute these tensors."""
 
     def op_of(self, call: Work, head_dim: int) -> str:
@@ -128,9 +129,7 @@ class Kernel(ABC):
         return self.pack([call for work in works for call in self.split(work)])
 
     @abstractmethod
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float) -> tuple[Tensor, Tensor]:
         """(out [B, H, rows, Dv], lse [B, H, rows]) of one call, with any strides.
 
         out has the dtype of q, or fp32 (fp64 for fp64), in which partials of the same rows are merged: fp32 partials of
@@ -139,16 +138,8 @@ class Kernel(ABC):
 
     @abstractmethod
     def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        work: Work,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, work: Work, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of one call, in the shapes of q, k and v, with any strides, and in their dtype or in fp32.
 
         The runtime adds them to sums in fp32 (fp64 for fp64), which are rounded once, after the last call. Columns
@@ -160,7 +151,7 @@ class Kernel(ABC):
 
 
 @lru_cache(maxsize=32)
-def band(rows: int, keys: int, lo: int | None, hi: int | None, device: torch.device) -> torch.Tensor:
+def band(rows: int, keys: int, lo: int | None, hi: int | None, device: torch.device) -> Tensor:
     """Bool [rows, keys], True where lo <= i - j <= hi for row i and key j; None is unbounded. Shared: do not write."""
     with torch.inference_mode(False):  # the cached mask outlives the inference mode of the caller
         distance = torch.arange(rows, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
@@ -177,19 +168,19 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-def is_dense(x: object) -> TypeGuard[torch.Tensor]:
+def is_dense(x: object) -> TypeGuard[Tensor]:
     """Whether x is a tensor with strides: not sparse, not nested."""
-    return isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested
+    return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
 
 
 def kind_of(x: object) -> str:
     """What x is where it is no dense tensor, for an error."""
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, Tensor):
         return type(x).__name__
     return "a nested tensor; try padding" if x.is_nested else f"a {x.layout} tensor; try to_dense()"
 
 
-def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in this dtype; x itself, without a call of torch, where it has the dtype."""
     return x if x.dtype == dtype else x.to(dtype=dtype)  # by name: torch parses it in half the time
 

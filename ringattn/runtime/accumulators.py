@@ -7,6 +7,7 @@ from importlib import import_module
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from ..kernels.base import as_dtype, wide
 from ..kernels.pad import crop_to
@@ -20,12 +21,12 @@ from .softmax import add_, merge_, merge_sinks_
 #: Bytes of a cache line and of the widest registers of CPUs.
 LINE = 64
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 #: (out [B, H, n, Dv], lse [B, H, n]).
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
-def align_rows(x: torch.Tensor) -> torch.Tensor:
+def align_rows(x: Tensor) -> Tensor:
     """x if its rows are whole cache lines, or if it is contiguous and starts a cache line; else a copy that does.
 
     Matrix products add in another order at other addresses. With aligned rows a shard gives the same bits whether the
@@ -39,18 +40,18 @@ def align_rows(x: torch.Tensor) -> torch.Tensor:
 class RowViews:
     """Tensors [B, H, n, ...] and the views of them that kernel calls read or write. Equal views are made once."""
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
+    def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
         _, self._heads, self._rows, *_ = tensors[0].shape
-        self._views: dict[tuple[range, range], tuple[torch.Tensor, ...]] = {}
+        self._views: dict[tuple[range, range], tuple[Tensor, ...]] = {}
 
-    def of(self, batch: slice | None) -> tuple[torch.Tensor, ...]:
+    def of(self, batch: slice | None) -> tuple[Tensor, ...]:
         """The tensors, of some elements of the batch; None is all of them."""
         return self.tensors if batch is None else tuple([x[batch] for x in self.tensors])
 
     def select(
         self, heads: range, rows: range, batch: slice | None = None, repeat: int = 1, shift: int = 0
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         """The views at these heads and rows of some elements of the batch; None is all of them.
 
         With repetitions the batch dimension of a view counts them; repetitions are `shift` rows apart.
@@ -67,7 +68,7 @@ class RowViews:
 
 def select_inputs(
     work: Work, batch: slice | None, by_query: RowViews, by_key: RowViews
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """The rows that a call reads in tensors of query rows and of key rows: views, or a copy where the keys are several
     runs.
 
@@ -84,13 +85,13 @@ def select_inputs(
     return rows, tuple([_concatenate(of_tensor, work.keys) for of_tensor in zip(*runs, strict=True)])
 
 
-def _concatenate(runs: tuple[torch.Tensor, ...], keys: int) -> torch.Tensor:
+def _concatenate(runs: tuple[Tensor, ...], keys: int) -> Tensor:
     """Runs of key rows as one tensor."""
     like = runs[0]
     return torch.cat(runs, 2, out=empty((*like.shape[:2], keys, like.shape[3]), like.dtype, like.device))
 
 
-def _select(x: torch.Tensor, heads: range, rows: range, repeat: int, shift: int) -> torch.Tensor:
+def _select(x: Tensor, heads: range, rows: range, repeat: int, shift: int) -> Tensor:
     """The view of x [B, H, n, ...] at these heads and rows; see `RowViews.select`."""
     count, all_heads, all_rows, *width = x.shape
     if repeat == 1 and (len(heads), len(rows)) == (all_heads, all_rows):
@@ -106,7 +107,7 @@ def _select(x: torch.Tensor, heads: range, rows: range, repeat: int, shift: int)
 
 
 def accumulate(
-    sums: RowViews, work: Work, batch: slice | None, *parts: torch.Tensor, by_key: bool = False, is_new: bool = False
+    sums: RowViews, work: Work, batch: slice | None, *parts: Tensor, by_key: bool = False, is_new: bool = False
 ) -> None:
     """Add `parts` [B or repeat, heads, rows, D or more] to those rows of `sums` [B, H, n, D] that a call has read.
 
@@ -140,7 +141,7 @@ def _packing() -> ModuleType:
     return import_module("..kernels.packing", __package__)  # only gathered calls load it
 
 
-def _merge_gathered(call: KernelCall, first: int, total: tuple[torch.Tensor, ...], part: Pair) -> None:
+def _merge_gathered(call: KernelCall, first: int, total: tuple[Tensor, ...], part: Pair) -> None:
     """Merge the partial of a gathered call into tensors of the rows from number `first` on."""
     packing = _packing()
     if not call.first:
@@ -159,18 +160,16 @@ class OutputAccumulator:
     Without a given output, a first partial that covers all rows becomes the output without a copy.
     """
 
-    def __init__(self, q: torch.Tensor, value_dim: int, out: torch.Tensor | None) -> None:
+    def __init__(self, q: Tensor, value_dim: int, out: Tensor | None) -> None:
         self.q, self.shape, self.out = q, (*q.shape[:3], value_dim), out
-        self.lse: torch.Tensor | None = None
+        self.lse: Tensor | None = None
         #: The dtype of partials that can be the output; None where the output is narrower than partials are merged in.
         self._whole_dtype = q.dtype if q.dtype == wide(q.dtype) else None
         self._space = MergeSpace()
         #: out and lse of every open section.
         self._open: dict[Section, RowViews] = {}
 
-    def add(
-        self, section: Section, call: KernelCall, part: torch.Tensor, part_lse: torch.Tensor, batch: slice | None
-    ) -> None:
+    def add(self, section: Section, call: KernelCall, part: Tensor, part_lse: Tensor, batch: slice | None) -> None:
         """Take in the partial of a kernel call for some elements of the batch; None is all of them."""
         work = call.work
         if self.out is None and not work.gathered and part.shape == self.shape and part.dtype == self._whole_dtype:
@@ -195,7 +194,7 @@ class OutputAccumulator:
         if accumulator.dtype != self.out.dtype:
             self._rows(self.out, section.rows).copy_(accumulator)
 
-    def finish(self, empty: Sequence[range], sinks: torch.Tensor | None) -> Pair:
+    def finish(self, empty: Sequence[range], sinks: Tensor | None) -> Pair:
         """(out, lse) of all rows. Rows in `empty` see no key and get 0 and -inf. `sinks` [H] are merged last."""
         self._allocate()
         assert self.out is not None and self.lse is not None
@@ -220,7 +219,7 @@ class OutputAccumulator:
         views = self._open[section] = RowViews(out, lse)
         return views
 
-    def _rows(self, x: torch.Tensor | None, rows: range) -> torch.Tensor:
+    def _rows(self, x: Tensor | None, rows: range) -> Tensor:
         assert x is not None
         return x[:, :, rows.start : rows.stop]
 
@@ -235,7 +234,7 @@ class OutputAccumulator:
         self.lse = empty((batch, rows, heads), torch.float64, self.q.device).transpose(1, 2)
 
 
-def make_output_sums(q: torch.Tensor, value_dim: int) -> Pair:
+def make_output_sums(q: Tensor, value_dim: int) -> Pair:
     """(out, lse) of queries that have met no key: out in fp32 (fp64 for fp64 queries), lse in fp64."""
     batch, heads, rows, _ = q.shape
     out = empty((batch, rows, heads, value_dim), wide(q.dtype), q.device).transpose(1, 2)
@@ -259,9 +258,7 @@ def merge_partial(totals: RowViews, work: Work, part: Pair, batch: slice | None,
         merge_(out, lse, *part)
 
 
-def finish_sums(
-    out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, sinks: torch.Tensor | None, target: torch.Tensor | None
-) -> Pair:
+def finish_sums(out: Tensor, lse: Tensor, q: Tensor, sinks: Tensor | None, target: Tensor | None) -> Pair:
     """(out, lse) of queries that have met all keys and, last, the `sinks` [H]; out is written to `target` if given."""
     if sinks is not None:
         merge_sinks_(out, lse, sinks)
@@ -269,6 +266,6 @@ def finish_sums(
     return out, as_dtype(lse, wide(q.dtype))
 
 
-def make_sums(*like: torch.Tensor) -> Tensors:
+def make_sums(*like: Tensor) -> Tensors:
     """Sums for tensors of these shapes and strides, in fp32 (fp64 for fp64 tensors)."""
     return tuple(torch.zeros_like(x, dtype=wide(x.dtype)) for x in like)

@@ -1,12 +1,13 @@
-"""The executor: one generator that runs a rank's plan over any transport.
+"""The executor: generators that run a rank's plan over any transport.
 
-In each step the generator posts the step's messages, computes the step's visits while the messages travel, then waits
-for the messages that are due. The same code runs on a process group and, for thousands of virtual ranks, in one
-process.
+`overlapped` is the ring: in each step it posts the step's messages, computes the step's visits while the messages
+travel, then waits for the messages that are due. `in_order` is the same ring without overlap. Each pass says what is
+computed in a visit. The same code runs on a process group and, for thousands of virtual ranks, in one process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ from ..kernels.base import Kernel, as_dtype
 from ..kernels.pad import delta, delta_factor, times_unit, with_column, with_delta
 from ..plan.plan import Plan
 from ..plan.row_sets import AllRows, RowSet
-from ..transport.base import PLAN_TAGS, Program, Tags
+from ..plan.work import Work
+from ..transport.base import PLAN_TAGS, Program, Tags, Wait
 from ..transport.trace import named_range
 from .accumulators import (
     OutputAccumulator,
@@ -32,12 +34,14 @@ from .accumulators import (
 )
 from .centre import Centre, restore
 from .memory import empty
-from .rank_program import RankProgram, Visit, backward_program, batches, exchanges_heads, forward_program
-from .rank_run import PassTensors, Tensors
+from .rank_program import RankProgram, RingStep, Visit, backward_program, batches, exchanges_heads, forward_program
+from .rank_run import NumberedPost, PassTensors, Tensors
 
 if TYPE_CHECKING:
-    from .dropout import DroppingKernels
     from .head_exchange import ExchangeStep
+
+#: Computes a visit.
+Compute = Callable[[Visit], None]
 
 #: Tensors that a Ulysses forward keeps in addition to those of the ring: q, k, v, out and lse of this rank's heads.
 KEPT_BY_EXCHANGE = 5
@@ -73,6 +77,36 @@ class Forward:
 def count_kept(plan: Plan, rank: int) -> int:
     """How many tensors the forward of a rank keeps for its backward."""
     return 2 * len(plan.for_rank(rank).kept) + (KEPT_BY_EXCHANGE if exchanges_heads(plan) else 0)
+
+
+def overlapped(job: Job, program: RankProgram, run: PassTensors, name: str, compute: Compute) -> Program[None]:
+    """The ring of the pass `name`. Messages travel while visits are computed, some of them for several steps."""
+    for index, step in enumerate(program.steps, program.first):
+        label = f"{name} step {index}"
+        yield from run.perform(step.posts, label)
+        yield from _compute_visits(job, run, step, label, compute)
+        yield from run.perform(step.waits)
+
+
+def in_order(job: Job, program: RankProgram, run: PassTensors, name: str, compute: Compute) -> Program[None]:
+    """The textbook ring, to be read beside `overlapped`, whose bits it gives: in each step first all messages arrive.
+
+    What is done with a message that has arrived, such as adding its gradients to those of the visits, comes last.
+    """
+    for index, step in enumerate(program.steps, program.first):
+        label = f"{name} step {index}"
+        waits = [Wait(action.ticket) for action in step.posts if isinstance(action, NumberedPost)]
+        yield from run.perform((*step.posts, *waits), label)
+        yield from _compute_visits(job, run, step, label, compute)
+        yield from run.perform(tuple(action for action in step.waits if not isinstance(action, Wait)))
+
+
+def _compute_visits(job: Job, run: PassTensors, step: RingStep, label: str, compute: Compute) -> Program[None]:
+    for visit in step.visits:
+        with named_range(job.rank, f"{label}, block of rank {visit.part.owner}"):
+            if visit.copies:
+                yield from run.perform(visit.copies)
+            compute(visit)
 
 
 def forward(
@@ -147,61 +181,59 @@ def _exchange(run: PassTensors, exchange: ExchangeStep, tensors: Tensors, label:
 def _forward_ring(
     job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
 ) -> Program[Forward]:
-    """The forward of the ring: rows of queries as its plan deals them out."""
+    """The forward of the ring: blocks of keys and values come to the queries of this rank, or queries to its keys."""
     q, k, v = map(align_rows, (q, k, v))
-    if program.rotates == "queries":
-        return (yield from _forward_by_queries(job, program, run, q, k, v, out))
+    ring = _forward_by_queries if program.rotates == "queries" else _forward_by_keys
+    return ring(job, program, run, q, k, v, out)
+
+
+def _forward_by_keys(
+    job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
+) -> Program[Forward]:
+    """Blocks of keys and values come to the queries of this rank, whose rows are written as the plan deals them out."""
     run.give(program.own["kv"], (k, v))
-    output, count = OutputAccumulator(q, v.shape[-1], out), q.size(0)
-    centre = Centre(job.kernel, q, k, job.scale)
+    output, centre = OutputAccumulator(q, v.shape[-1], out), Centre(job.kernel, q, k, job.scale)
     own = RowViews(*centre.queries(q))
-    for index, step in enumerate(program.steps, program.first):
-        yield from run.perform(step.posts, f"forward step {index}")
-        for visit in step.visits:
-            with named_range(job.rank, f"forward step {index}, block of rank {visit.part.owner}"):
-                yield from run.perform(visit.copies)
-                keys, values = run.get(visit.block)
-                block = RowViews(centre.keys(keys, visit.part.row_set), values)
-                dropping = _dropping(job, visit, q)
-                for part in visit.parts:
-                    for call in part.calls:
-                        for batch in batches(call.work, count):
-                            inputs = select_inputs(call.work, batch, own, block)
-                            kernel = job.kernel if dropping is None else dropping.select(call.work, batch)
-                            partial = centre.attend(kernel, *inputs, call.work)
-                            output.add(part.section, call, *partial, batch)
-                            del partial  # free it before the next call allocates its own
-                    if part.last:
-                        output.close(part.section)
-        yield from run.perform(step.waits)
+
+    def compute(visit: Visit) -> None:
+        keys, values = run.get(visit.block)
+        block = RowViews(centre.keys(keys, visit.part.row_set), values)
+        kernel_of = _choose_kernels(job, visit, q)
+        for part in visit.parts:
+            for call in part.calls:
+                for batch in batches(call.work, q.size(0)):
+                    inputs = select_inputs(call.work, batch, own, block)
+                    partial = centre.attend(kernel_of(call.work, batch), *inputs, call.work)
+                    output.add(part.section, call, *partial, batch)
+                    del partial  # free it before the next call allocates its own
+            if part.last:
+                output.close(part.section)
+
+    yield from overlapped(job, program, run, "forward", compute)
     return Forward(*output.finish(program.empty, job.sinks), run.get(program.kept))
 
 
 def _forward_by_queries(
     job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
 ) -> Program[Forward]:
-    """The forward of a ring in which blocks of queries come to the keys of this rank, with their (out, lse) so far."""
+    """Blocks of queries come to the keys of this rank, with their (out, lse) so far."""
     sums = make_output_sums(q, v.shape[-1])
     run.give(program.own["query"], (q,))
     run.give(program.sums["part"], sums)
     centre = Centre(job.kernel, q, k, job.scale)
-    own, count = RowViews(centre.keys(k), v), q.size(0)
-    for index, step in enumerate(program.steps, program.first):
-        yield from run.perform(step.posts, f"forward step {index}")
-        for visit in step.visits:
-            with named_range(job.rank, f"forward step {index}, block of rank {visit.part.owner}"):
-                yield from run.perform(visit.copies)
-                (queries,), totals = run.get(visit.block), RowViews(*run.get(visit.sums))
-                block = RowViews(*centre.queries(queries, visit.part.row_set))
-                dropping = _dropping(job, visit, q)
-                for work in visit.works:
-                    for batch in batches(work, count):
-                        inputs = select_inputs(work, batch, block, own)
-                        kernel = job.kernel if dropping is None else dropping.select(work, batch)
-                        partial = centre.attend(kernel, *inputs, work)
-                        merge_partial(totals, work, partial, batch, is_new=visit.is_new)
-                        del partial  # free it before the next call allocates its own
-        yield from run.perform(step.waits)
+    own = RowViews(centre.keys(k), v)
+
+    def compute(visit: Visit) -> None:
+        (queries,), totals = run.get(visit.block), RowViews(*run.get(visit.sums))
+        block = RowViews(*centre.queries(queries, visit.part.row_set))
+        kernel_of = _choose_kernels(job, visit, q)
+        for work in visit.works:
+            for batch in batches(work, q.size(0)):
+                partial = centre.attend(kernel_of(work, batch), *select_inputs(work, batch, block, own), work)
+                merge_partial(totals, work, partial, batch, is_new=visit.is_new)
+                del partial  # free it before the next call allocates its own
+
+    yield from overlapped(job, program, run, "forward", compute)
     return Forward(*finish_sums(*sums, q, job.sinks, out), ())
 
 
@@ -218,44 +250,43 @@ def _backward_ring(
     lse and delta, come to the keys of this rank."""
     grad, q, k, v, out = map(align_rows, (grad, *inputs, result.out))
     dq, dk, dv = make_sums(q, k, v)
-    by_queries = program.rotates == "queries"
     centre = Centre(job.kernel, q, k, job.scale)
-    wider = centre.moves or (job.lse if by_queries else grad_lse is not None)
-    if by_queries:
+    if program.rotates == "queries":
         assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
         row_delta = delta(grad, out, grad_lse)
         run.give(program.own["q"], (q, grad))
         run.give(program.own["row"], (result.lse, delta_factor(grad, row_delta) if _sends_factors(job) else row_delta))
         run.give(program.sums["dq"], (dq,))
-        own = RowViews(centre.keys(k, wider=wider), with_column(v, 0.0) if job.lse else v)
+        own = RowViews(centre.keys(k, wider=centre.moves or job.lse), with_column(v, 0.0) if job.lse else v)
+        own_sums = RowViews(dk, dv)
+
+        def compute(visit: Visit) -> None:
+            rows = _query_inputs(job, centre, run.get(visit.block), run.get(visit.rows), visit.part.row_set)
+            sums = RowViews(*run.get(visit.sums)), own_sums
+            _differentiate(job, visit, RowViews(*rows), own, sums, (visit.is_new, False))
     else:
         run.give(program.own["kv"], (k, v))
         run.give(program.kept, result.kept)
         run.give(program.sums["grad"], (dk, dv))
+        wider = centre.moves or grad_lse is not None
         query = with_column(q, 0.0) if wider else q
         if grad_lse is not None and job.kernel.dropout is None:
             out, grad = with_column(out, 0.0), with_column(grad, grad_lse.to(grad.dtype))
         elif grad_lse is not None:  # dropout scales dO v^T but not dlse, which therefore becomes a part of delta
             grad, out = with_delta(grad, delta(grad, out, grad_lse), wider=True)
         own = RowViews(grad, query, out, *centre.rows(q, result.lse))
-    own_sums = RowViews(dk, dv) if by_queries else RowViews(dq)
-    for index, step in enumerate(program.steps, program.first):
-        yield from run.perform(step.posts, f"backward step {index}")
-        for visit in step.visits:
-            with named_range(job.rank, f"backward step {index}, block of rank {visit.part.owner}"):
-                yield from run.perform(visit.copies)
-                block, sums = run.get(visit.block), RowViews(*run.get(visit.sums))
-                if by_queries:
-                    rows = RowViews(*_query_inputs(job, centre, block, run.get(visit.rows), visit.part.row_set))
-                    _differentiate(job, visit, rows, own, (sums, own_sums), (visit.is_new, False))
-                    continue
-                keys, values = block
-                if grad_lse is not None:
-                    values = with_column(values, float(job.kernel.dropout is None))
-                block_views = RowViews(centre.keys(keys, visit.part.row_set, wider=wider), values)
-                _differentiate(job, visit, own, block_views, (own_sums, sums), (False, visit.is_new))
-        yield from run.perform(step.waits)
-    dq, dk, dv = (as_dtype(x, y.dtype) if job.cast_grads else x for x, y in zip((dq, dk, dv), inputs, strict=True))
+        own_sums = RowViews(dq)
+
+        def compute(visit: Visit) -> None:
+            keys, values = run.get(visit.block)
+            if grad_lse is not None:
+                values = with_column(values, float(job.kernel.dropout is None))
+            block = RowViews(centre.keys(keys, visit.part.row_set, wider=wider), values)
+            sums = own_sums, RowViews(*run.get(visit.sums))
+            _differentiate(job, visit, own, block, sums, (False, visit.is_new))
+
+    yield from overlapped(job, program, run, "backward", compute)
+    dq, dk, dv = [as_dtype(x, y.dtype) if job.cast_grads else x for x, y in zip((dq, dk, dv), inputs, strict=True)]
     return dq, dk, dv
 
 
@@ -273,25 +304,24 @@ def _differentiate(
     is arbitrary, and the visit's only call writes all of it.
     """
     total = sums[0].tensors[0]
-    count, dropping = total.size(0), _dropping(job, visit, total)
+    kernel_of = _choose_kernels(job, visit, total)
     for work in visit.works:
-        for batch in batches(work, count):
+        for batch in batches(work, total.size(0)):
             (grad, q, out, lse, *key), (k, v) = select_inputs(work, batch, by_query, by_key)
-            kernel = job.kernel if dropping is None else dropping.select(work, batch)
-            dq, *of_keys = kernel.backward(grad, q, k, v, out, lse, work, job.scale)
+            dq, *of_keys = kernel_of(work, batch).backward(grad, q, k, v, out, lse, work, job.scale)
             dq = restore(dq, *key) if key else dq
             accumulate(sums[0], work, batch, dq, is_new=is_new[0])
             accumulate(sums[1], work, batch, *of_keys, by_key=True, is_new=is_new[1])
             del dq, of_keys  # free them before the next call allocates its own
 
 
-def _dropping(job: Job, visit: Visit, like: Tensor) -> DroppingKernels | None:
-    """The kernels of a visit's calls with dropout, for the batch and the device of `like`; None without dropout."""
+def _choose_kernels(job: Job, visit: Visit, like: Tensor) -> Callable[[Work, slice | None], Kernel]:
+    """The kernel of each call of a visit, for the batch and the device of `like`."""
     if job.kernel.dropout is None:
-        return None
-    from .dropout import DroppingKernels  # few calls drop weights
+        return lambda work, batch: job.kernel
+    from .dropout import dropping_kernels  # few calls drop weights
 
-    return DroppingKernels(job.plan, job.rank, visit.part, job.kernel, like.size(0), like.device)
+    return dropping_kernels(job.plan, job.rank, visit.part, job.kernel, like.size(0), like.device)
 
 
 def _sends_factors(job: Job) -> bool:

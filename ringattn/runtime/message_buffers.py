@@ -9,6 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..plan.plan import Plan
 from ..plan.row_sets import RowCopy, RowSet
@@ -227,7 +228,7 @@ def place_parts(
     return start, places
 
 
-def message_views(data: torch.Tensor, plan: Plan, parts: Sequence[Part]) -> dict[Part, Tensors]:
+def message_views(data: Tensor, plan: Plan, parts: Sequence[Part]) -> dict[Part, Tensors]:
     """The tensors of the parts of a message, as views of its bytes `data`."""
     _, places = place_parts(plan, parts, as_sent=True)
     return {

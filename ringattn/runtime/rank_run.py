@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..plan.row_sets import RowCopy
 from ..transport.base import Message, Post, Program, Tags, Wait
@@ -19,7 +20,7 @@ from .memory import empty
 from .softmax import merge_
 
 #: The tensors of one part, such as (K, V), (dK, dV), (q, dO), (lse, delta), (dQ,) or (q, k, v).
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 #: The numbers of these tensors in a `PassTensors`.
 Numbers = tuple[int, ...]
 
@@ -32,9 +33,9 @@ class RowIndex(NamedTuple):
     """
 
     to_view: tuple[slice, ...] | None
-    to_rows: torch.Tensor | None
+    to_rows: Tensor | None
     from_view: tuple[slice, ...] | None
-    from_rows: torch.Tensor | None
+    from_rows: Tensor | None
 
     @classmethod
     def of(cls, rows: RowCopy, target: Sequence[int], source: Sequence[int], device: torch.device) -> RowIndex:
@@ -121,22 +122,20 @@ class PassTensors:
         self._tags = tags
         self._tickets: dict[int, Any] = {}
 
-    def give(self, numbers: Numbers, tensors: Sequence[torch.Tensor]) -> None:
+    def give(self, numbers: Numbers, tensors: Sequence[Tensor]) -> None:
         """Set tensors that the pass is given."""
         for number, x in zip(numbers, tensors, strict=True):
             self.tensors[number] = x
 
     def get(self, numbers: Numbers) -> Tensors:
         """The tensors of these numbers."""
-        tensors = self.tensors
-        return tuple([tensors[number] for number in numbers])
+        return tuple(map(self.tensors.__getitem__, numbers))
 
     def perform(self, actions: Actions, label: str = "") -> Program[None]:
         """Make copies, post messages, and wait for messages. `label` names the step of the messages in errors."""
         for action in actions:
             if isinstance(action, NumberedPost):
-                post = Post(self._messages(action.sends), self._messages(action.recvs), label)
-                self._tickets[action.ticket] = yield post
+                self._tickets[action.ticket] = yield self._resolve(action, label)
             elif isinstance(action, Wait):
                 yield Wait(self._tickets.pop(action.ticket))
             elif isinstance(action, Merge):
@@ -146,12 +145,14 @@ class PassTensors:
             else:
                 copy_rows(self.tensors[action.target], self.tensors[action.source], action.rows, add=action.add)
 
-    def _messages(self, numbered: tuple[tuple[int, int, int], ...]) -> tuple[Message, ...]:
+    def _resolve(self, post: NumberedPost, label: str) -> Post:
+        """The request with the messages of a `NumberedPost`."""
         of, tensors = self._tags.of, self.tensors
-        return tuple([Message(peer, of(tag), tensors[data]) for peer, tag, data in numbered])
+        messages = [Message(peer, of(tag), tensors[data]) for peer, tag, data in (*post.sends, *post.recvs)]
+        return Post(tuple(messages[: len(post.sends)]), tuple(messages[len(post.sends) :]), label)
 
 
-def copy_rows(target: torch.Tensor, source: torch.Tensor, rows: RowIndex, *, add: bool) -> None:
+def copy_rows(target: Tensor, source: Tensor, rows: RowIndex, *, add: bool) -> None:
     """Copy rows of `source` to rows of `target`, or add them to the rows of `target`."""
     to_view, to_rows, from_view, from_rows = rows
     to = target if to_view is None else target[to_view]
@@ -183,7 +184,7 @@ def _merge_rows(targets: Tensors, sources: Tensors, rows: RowIndex) -> None:
         x.index_copy_(2, to_rows, part)
 
 
-def begin_sums(out: torch.Tensor, lse: torch.Tensor) -> None:
+def begin_sums(out: Tensor, lse: Tensor) -> None:
     """Set (out, lse) to those of rows that see no key, in place."""
     out.zero_()
     lse.fill_(-torch.inf)
@@ -191,7 +192,7 @@ def begin_sums(out: torch.Tensor, lse: torch.Tensor) -> None:
 
 def _index(
     heads: range, rows: range | np.ndarray, shape: Sequence[int], device: torch.device
-) -> tuple[tuple[slice, ...] | None, torch.Tensor | None]:
+) -> tuple[tuple[slice, ...] | None, Tensor | None]:
     """(the view's index, the numbers of its rows) for heads and rows of a tensor of this shape; see `RowIndex`."""
     numbers = None if isinstance(rows, range) else torch.as_tensor(np.asarray(rows), device=device)
     run = rows if isinstance(rows, range) else range(shape[2])

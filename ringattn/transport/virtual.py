@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..errors import CommFailure
 from .base import Counters, Post, Program
@@ -36,9 +37,9 @@ K = TypeVar("K", bound=VirtualTicket)
 class _PostedMessage:
     """A message with one or both sides posted. `snapshot` holds the watched bytes of `source` at its post."""
 
-    source: torch.Tensor | None = None
-    snapshot: torch.Tensor | None = None
-    target: torch.Tensor | None = None
+    source: Tensor | None = None
+    snapshot: Tensor | None = None
+    target: Tensor | None = None
     #: Whether both sides have been posted.
     matched: bool = False
 
@@ -143,7 +144,7 @@ class Virtual:
             ticket.messages.append((f"rank {rank}, {post.label}: send to rank {peer}", posted))
         return ticket
 
-    def _match(self, key: tuple[int, int, int], data: torch.Tensor) -> _PostedMessage:
+    def _match(self, key: tuple[int, int, int], data: Tensor) -> _PostedMessage:
         """The message between sender and receiver with a tag, whose second side ends its being open."""
         assert data.numel() > 0 and data.is_contiguous()
         posted = self._open.pop(key, None)
@@ -165,7 +166,7 @@ class Virtual:
         return "; ".join(names[:NAMED]) + (" ..." if len(names) > NAMED else "")
 
 
-def _watched(data: torch.Tensor) -> torch.Tensor:
+def _watched(data: Tensor) -> Tensor:
     """The view of the bytes that are checked or poisoned. All bits set is NaN in every floating dtype."""
     if data.numel() <= SMALL:
         return data
