@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import Unsupported
 from ..plan.work import Work, join_repetitions
-from .base import STRIP_ROWS, Kernel, Strips, band, halve, is_causal
+from .base import STRIP_ROWS, Kernel, band, cut_strips, expand_heads, halve, is_causal
 from .pad import crop_to, pad_to
 
 #: A banded work of at most this many pairs is one masked call: splitting would cost more time than it saves.
@@ -22,8 +22,8 @@ TRIANGLE_ROWS, BF16_TRIANGLE_ROWS = 128, 2048
 CALL_ROWS = 1 << 14
 #: Below this number of keys the op answers out 0 and lse 0 for a row whose logits are all NaN (fp64: below half of it).
 LANES = 16
-#: Strips of bands bounded above, measured at widths of 64 to 1,024. A backward adds to dK and dV in each strip.
-FORWARD, BACKWARD = Strips(8, least=32), Strips(2, least=64)
+#: (share, least) of `cut_strips`, measured at widths of 64 to 1,024. A backward adds to dK and dV in each strip.
+FORWARD, BACKWARD = (8, 32), (2, 64)
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -91,7 +91,7 @@ class AtenCpu(Kernel):
                 yield from self.split(work.narrow((corner, rows), (shared, keys)))
         else:
             for single in work.singles():
-                for x in join_repetitions(self.strips.cut(single)):
+                for x in join_repetitions(cut_strips(single, *self.strips)):
                     yield from x.repetitions(min(CALL_ROWS // len(x.q), self.strip_keys // x.keys) // len(x.heads))
 
     def op_of(self, call: Work, head_dim: int) -> str:
@@ -104,7 +104,7 @@ class AtenCpu(Kernel):
         out, lse = _forward(*padded, 0.0, causal, attn_mask=mask, scale=scale)
         if work.keys < LANES and not lse.all():
             bad_q, bad_k = (0 * x.abs().amax(dims) for x, dims in ((padded[0], -1), (padded[1], (-2, -1))))
-            lse += bad_q + bad_k.repeat_interleave(q.shape[1] // k.shape[1], 1).unsqueeze(-1)
+            lse += bad_q + expand_heads(bad_k, q.shape[1]).unsqueeze(-1)
             out.masked_fill_(lse.isnan().unsqueeze(-1), torch.nan)
         return out if out.shape[-1] == v.shape[-1] else crop_to(out, v.shape[-1]), lse
 

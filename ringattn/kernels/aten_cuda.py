@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import LaunchLimit, Unsupported
 from ..plan.work import Work
-from .base import Kernel, OpChoice, cut
+from .base import Kernel, OpChoice, cut, expand_heads
 from .cuda_device import HALF_DTYPES, OPS, CudaDevice, efficient_mask, efficient_reads, flash_reads, flash_window
 from .packing import cumulative, pack
 from .pad import align, crop_to, pad_to
@@ -179,16 +179,15 @@ class AtenCuda(Kernel):
             )
             lse = lse.reshape(lse.shape[:3])
         else:
-            mask = efficient_mask(work)
-            assert mask is not None, "split cuts works into bands that the op has masks for"
-            k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
+            flip, mask_type, window = efficient_mask(work)
+            k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
             out, lse, *_ = _aten._efficient_attention_forward(
-                *(x.transpose(1, 2) for x in _turned((q, k, v), mask.flip)),
-                *(None, None, None, None, None, 0.0, mask.mask_type, True),
+                *(x.transpose(1, 2) for x in _turned((q, k, v), flip)),
+                *(None, None, None, None, None, 0.0, mask_type, True),
                 scale=scale,
-                window_size=mask.window,
+                window_size=window,
             )
-            out, lse = _turned((out.transpose(1, 2), lse[..., : len(work.q)]), mask.flip)
+            out, lse = _turned((out.transpose(1, 2), lse[..., : len(work.q)]), flip)
         return crop_to(out, value_dim), lse.float()
 
     def backward(
@@ -220,21 +219,20 @@ class AtenCuda(Kernel):
                 )
             else:
                 group = q.shape[1] // k.shape[1]
-                k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
-                mask = efficient_mask(work)
-                assert mask is not None, "split cuts works into bands that the op has masks for"
-                grad, q, k, v, out, lse = _turned((grad, q, k, v, out, lse), mask.flip)
+                k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+                flip, mask_type, window = efficient_mask(work)
+                grad, q, k, v, out, lse = _turned((grad, q, k, v, out, lse), flip)
                 lse = torch.nn.functional.pad(lse, (0, -rows % 32), value=torch.inf)
                 grads = _aten._efficient_attention_backward(
                     *(x.transpose(1, 2) for x in (grad, q, k, v)),
                     # The op reads out as contiguous [B, N, H, D], whatever its strides.
                     *(None, out.transpose(1, 2).contiguous(), None, None, rows, keys, lse),
-                    *(0.0, seed, seed, mask.mask_type, False),
+                    *(0.0, seed, seed, mask_type, False),
                     scale=scale,
                     num_splits_key=1 if self.deterministic else None,
-                    window_size=mask.window,
+                    window_size=window,
                 )
-                dq, dk, dv = _turned([x.transpose(1, 2) for x in grads[:3]], mask.flip)
+                dq, dk, dv = _turned([x.transpose(1, 2) for x in grads[:3]], flip)
                 dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
         return crop_to(dq, head_dim), crop_to(dk, head_dim), crop_to(dv, value_dim)
 
@@ -287,11 +285,6 @@ def _lengths(work: Work, q: Tensor) -> Lengths:
 def _turned(tensors: Sequence[Tensor], flip: bool) -> Sequence[Tensor]:
     """The tensors [B, H, n, ...], with their rows in reverse order if `flip`."""
     return [x.flip(2) for x in tensors] if flip else tensors
-
-
-def _expand_heads(x: Tensor, heads: int) -> Tensor:
-    """x [B, K, n, D] with each key/value head repeated for its query heads: [B, H, n, D]."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 @contextmanager

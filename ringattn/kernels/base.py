@@ -185,6 +185,11 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype=dtype)  # by name: torch parses it in half the time
 
 
+def expand_heads(x: Tensor, heads: int) -> Tensor:
+    """x [B, K, n, D] with each key/value head repeated for its query heads: [B, H, n, D]."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
 def positive(scale: float) -> tuple[float, float]:
     """(sign, factor) with factor > 0, such that q * sign with `factor` has the logits of q with `scale`.
 
@@ -231,23 +236,17 @@ def halve(triangle: Work, least: int) -> Iterator[Work]:
     yield triangle.narrow((half, rows), (0, half))
 
 
-@dataclass(frozen=True)
-class Strips:
-    """Cuts of bands into strips of rows: the width of the band over `share`, in multiples of `least`.
+def cut_strips(work: Work, share: int, least: int) -> Iterator[Work]:
+    """The strips of rows of a band that is bounded above, each with the keys that its rows see.
 
-    Low strips compute fewer hidden pairs, high strips make faster matrix products.
+    A strip has as many rows as the band is wide over `share`, in multiples of `least`. Low strips compute fewer hidden
+    pairs, high strips make faster matrix products.
     """
-
-    share: int
-    least: int
-
-    def cut(self, work: Work) -> Iterator[Work]:
-        """The strips of a band that is bounded above, each with the keys that its rows see."""
-        assert work.hi is not None
-        rows, width = len(work.q), work.keys if work.lo is None else work.hi - work.lo + 1
-        height = min(max(-(-width // (self.share * self.least)), 1) * self.least, STRIP_ROWS)
-        for first in range(0, rows, height):
-            yield work.narrow_rows(first, min(first + height, rows))
+    assert work.hi is not None
+    rows, width = len(work.q), work.keys if work.lo is None else work.hi - work.lo + 1
+    height = min(max(-(-width // (share * least)), 1) * least, STRIP_ROWS)
+    for first in range(0, rows, height):
+        yield work.narrow_rows(first, min(first + height, rows))
 
 
 def is_causal(work: Work) -> bool:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from ..dtypes import take_numbers
 from ..errors import InvalidInput
 
 #: Seeds are smaller: they travel as 8 bytes, and torch's integers are signed.
@@ -39,8 +39,7 @@ class Dropout:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            object.__setattr__(self, name, value.item() if isinstance(value, np.generic) else value)
+        take_numbers(self)
         if isinstance(self.p, bool) or not isinstance(self.p, int | float) or not 0 <= self.p < 1:
             raise InvalidInput(f"dropout must be a number p with 0 <= p < 1, or ringattn.Dropout(p), got {self.p!r}")
         if self.seed is None:

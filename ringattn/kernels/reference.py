@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..plan.work import Work
-from .base import Kernel, band, wide
+from .base import Kernel, band, expand_heads, wide
 from .pad import EXTRA
 
 #: Query rows per call, which bounds the memory of the scores of a long block.
@@ -37,7 +37,7 @@ class Reference(Kernel):
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
         factors = self._weight_factors(weights.dtype)
-        return (weights if factors is None else weights.mul_(factors)) @ _expand_heads(v, q.shape[1]), lse
+        return (weights if factors is None else weights.mul_(factors)) @ _wide_heads(v, q.shape[1]), lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, work: Work, scale: float
@@ -46,13 +46,13 @@ class Reference(Kernel):
         scores, slope = self._masked_scores(q, k, work, scale)
         weights = (scores - lse.unsqueeze(-1)).exp()
         delta = (grad * out).sum(-1, keepdim=True)
-        weight_grad, factors = grad @ _expand_heads(v, q.shape[1]).mT, self._weight_factors(weights.dtype)
+        weight_grad, factors = grad @ _wide_heads(v, q.shape[1]).mT, self._weight_factors(weights.dtype)
         if factors is not None:
             weight_grad *= factors
         score_grad = weights * (weight_grad - delta) * scale
         if slope is not None:
             score_grad *= slope
-        dq = score_grad @ _expand_heads(k, q.shape[1])
+        dq = score_grad @ _wide_heads(k, q.shape[1])
         weights = weights if factors is None else weights.mul_(factors)
         dk, dv = score_grad.mT @ q.to(wide(q.dtype)), weights.mT @ grad
         kv_heads = k.shape[1]
@@ -72,7 +72,7 @@ class Reference(Kernel):
 
         slope is the derivative of the capped logit by the scaled logit; None without a softcap.
         """
-        q, k, slope = q.to(wide(q.dtype)), _expand_heads(k, q.shape[1]), None
+        q, k, slope = q.to(wide(q.dtype)), _wide_heads(k, q.shape[1]), None
         if self.softcap is None:
             scores = q @ k.mT * scale
         else:
@@ -87,6 +87,6 @@ class Reference(Kernel):
         return scores, slope
 
 
-def _expand_heads(x: Tensor, heads: int) -> Tensor:
-    """x [B, K, n, D] with each key/value head repeated for its query heads, [B, H, n, D], in fp32 or fp64."""
-    return x.to(wide(x.dtype)).repeat_interleave(heads // x.shape[1], 1)
+def _wide_heads(x: Tensor, heads: int) -> Tensor:
+    """As `expand_heads`, in fp32 or fp64."""
+    return expand_heads(x.to(wide(x.dtype)), heads)
