@@ -34,8 +34,8 @@ from .accumulators import (
 )
 from .centre import Centre, restore
 from .memory import empty
-from .rank_program import RankProgram, RingStep, Visit, backward_program, batches, exchanges_heads, forward_program
-from .rank_run import NumberedPost, PassTensors, Tensors
+from .program import RankProgram, RingStep, Visit, backward_program, batches, exchanges_heads, forward_program
+from .tensors import NumberedPost, PassTensors, Tensors
 
 if TYPE_CHECKING:
     from .head_exchange import ExchangeStep

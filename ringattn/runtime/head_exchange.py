@@ -11,8 +11,8 @@ from ..layout.regular import Layout
 from ..plan.plan import Plan
 from ..plan.row_sets import RowCopy, as_range
 from ..plan.steps import Hop, Kind, Part, Step
-from .message_buffers import Buffer, Recorder, StepMessages, TensorSpec, tensor_specs
-from .rank_run import Actions, Numbers
+from .buffers import Buffer, Recorder, StepMessages, TensorSpec, tensor_specs
+from .tensors import Actions, Numbers
 
 #: Heads and rows of a tensor [B, heads, rows, D].
 Side = tuple[range, range | np.ndarray]

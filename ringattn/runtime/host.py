@@ -14,8 +14,8 @@ from ..plan.plan import Plan
 from ..plan.row_sets import ALL_ROWS, find_copies
 from ..plan.steps import Hop, Kind, Step
 from ..transport.base import Counters, Post, Program, drive
-from .message_buffers import message_views
-from .rank_run import RowIndex, copy_rows
+from .buffers import message_views
+from .tensors import RowIndex, copy_rows
 
 T = TypeVar("T")
 #: The names of the stored tensors whose rows a part of a message holds.

@@ -12,7 +12,7 @@ from oracle import make_case, solve
 
 import ringattn as ra
 from ringattn.runtime import executor
-from ringattn.runtime.rank_program import Visit
+from ringattn.runtime.program import Visit
 from ringattn.transport.base import Post, Program
 
 TOKENS, RANKS = 37, 4

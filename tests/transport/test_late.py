@@ -15,8 +15,8 @@ from posts import planned_posts
 import ringattn as ra
 from ringattn.call import autograd
 from ringattn.kernels.aten_cpu import AtenCpu
-from ringattn.runtime import rank_run
-from ringattn.runtime.message_buffers import StepMessages
+from ringattn.runtime import tensors
+from ringattn.runtime.buffers import StepMessages
 from ringattn.transport.base import Message, Post, Program
 from ringattn.transport.virtual import in_turns
 
@@ -110,10 +110,10 @@ class LateVirtual:
 
 def send_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all virtual ranks send late, and poison the memory that a pass begins with."""
-    honest = rank_run.empty
+    honest = tensors.empty
     monkeypatch.setattr(LateVirtual, "runs", [])
     monkeypatch.setattr(autograd, "Virtual", LateVirtual)
-    monkeypatch.setattr(rank_run, "empty", lambda *arguments: honest(*arguments).fill_(POISON))
+    monkeypatch.setattr(tensors, "empty", lambda *arguments: honest(*arguments).fill_(POISON))
 
 
 TOKENS, RANKS = 37, 4

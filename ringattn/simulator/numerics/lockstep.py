@@ -19,7 +19,7 @@ import torch
 from ...errors import InvalidInput
 from ...plan.plan import Plan
 from ...plan.steps import OF_KEYS, Hop, Part, Step
-from ...runtime.message_buffers import message_views
+from ...runtime.buffers import message_views
 from ...transport.base import Message, Post, Program
 from ...transport.virtual import WATCHED, in_turns
 

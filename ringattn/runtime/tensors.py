@@ -1,6 +1,6 @@
 """One execution of a pass of a rank: its tensors by number, its copies between them, and its messages.
 
-A pass is a list of copies and messages between numbered tensors, which `runtime.rank_program` has written down.
+A pass is a list of copies and messages between numbered tensors, which `runtime.program` has written down.
 """
 
 from __future__ import annotations
