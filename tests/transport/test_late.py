@@ -73,7 +73,7 @@ class LateVirtual:
 
     def run(self, programs: Sequence[Program[Any]]) -> list[Any]:
         """Run one program per rank to the end, in turns, and return their results in rank order."""
-        results = in_turns(programs, self._post, self._name_unmatched, self._land)
+        results = in_turns(programs, self._post, lambda ticket: ticket.ready, self._name_unmatched, self._land)
         assert not self._flying, f"never waited for: {sorted(self._flying.values())}"
         LateVirtual.runs.append(self._requests)
         return results
