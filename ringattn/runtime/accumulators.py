@@ -83,9 +83,9 @@ def select_inputs(
         rows = tuple([gather(x, work) for x in by_query.of(batch)])
         return rows, tuple([gather(x, work, by_key=True) for x in by_key.of(batch)])
     rows = by_query.select(work.heads, work.q, batch, work.repeat, work.q_shift)
+    if len(work.k) == 1:
+        return rows, by_key.select(work.kv, work.k[0], batch, work.repeat, work.k_shift)
     runs = [by_key.select(work.kv, run, batch, work.repeat, work.k_shift) for run in work.k]
-    if len(runs) == 1:
-        return rows, runs[0]
     return rows, tuple([_concatenate(of_tensor, work.keys) for of_tensor in zip(*runs, strict=True)])
 
 
@@ -397,4 +397,4 @@ def finish_sums(out: Tensor, lse: Tensor, q: Tensor, sinks: Tensor | None, targe
 
 def make_sums(*like: Tensor) -> Tensors:
     """Sums for tensors of these shapes and strides, in fp32 (fp64 for fp64 tensors)."""
-    return tuple(torch.zeros_like(x, dtype=wide(x.dtype)) for x in like)
+    return tuple([torch.zeros_like(x, dtype=wide(x.dtype)) for x in like])

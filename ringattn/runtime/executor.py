@@ -17,7 +17,6 @@ from torch import Tensor
 from ..kernels.base import Kernel, as_dtype
 from ..kernels.pad import delta, delta_factor, times_unit, with_column, with_delta
 from ..plan.plan import Plan
-from ..plan.row_sets import AllRows, RowSet
 from ..plan.work import Work
 from ..transport.base import PLAN_TAGS, Program, Tags, Wait
 from ..transport.trace import named_range
@@ -198,12 +197,13 @@ def _forward_by_keys(
     def compute(visit: Visit) -> None:
         keys, values = run.get(visit.block)
         block = RowViews(centre.keys(keys, visit.part.row_set), values)
-        kernel_of = _choose_kernels(job, visit, q)
+        choose = _choose_kernels(job, visit, q)
         for part in visit.parts:
             for call in part.calls:
                 for batch in batches(call.work, q.size(0)):
                     inputs = select_inputs(call.work, batch, own, block)
-                    partial = centre.attend(kernel_of(call.work, batch), *inputs, call.work)
+                    kernel = job.kernel if choose is None else choose(call.work, batch)
+                    partial = centre.attend(kernel, *inputs, call.work)
                     output.add(part.section, call, *partial, batch)
                     del partial  # free it before the next call allocates its own
             if part.last:
@@ -226,10 +226,11 @@ def _forward_by_queries(
     def compute(visit: Visit) -> None:
         (queries,), totals = run.get(visit.block), RowViews(*run.get(visit.sums))
         block = RowViews(*centre.queries(queries, visit.part.row_set))
-        kernel_of = _choose_kernels(job, visit, q)
+        choose = _choose_kernels(job, visit, q)
         for work in visit.works:
             for batch in batches(work, q.size(0)):
-                partial = centre.attend(kernel_of(work, batch), *select_inputs(work, batch, block, own), work)
+                kernel = job.kernel if choose is None else choose(work, batch)
+                partial = centre.attend(kernel, *select_inputs(work, batch, block, own), work)
                 merge_partial(totals, work, partial, batch, is_new=visit.is_new)
                 del partial  # free it before the next call allocates its own
 
@@ -253,15 +254,25 @@ def _backward_ring(
     centre = Centre(job.kernel, q, k, job.scale)
     if program.rotates == "queries":
         assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
-        row_delta = delta(grad, out, grad_lse)
+        # In place of delta queries travel with the factor of `times_unit`, unless there may be a gradient of lse, which
+        # needs delta itself, or dO is rounded on its way.
+        has_factor, row = job.plan.comm_dtype is None and not job.lse, delta(grad, out, grad_lse)
         run.give(program.own["q"], (q, grad))
-        run.give(program.own["row"], (result.lse, delta_factor(grad, row_delta) if _sends_factors(job) else row_delta))
+        run.give(program.own["row"], (result.lse, delta_factor(grad, row) if has_factor else row))
         run.give(program.sums["dq"], (dq,))
-        own = RowViews(centre.keys(k, wider=centre.moves or job.lse), with_column(v, 0.0) if job.lse else v)
+        wider = centre.moves or job.lse
+        own = RowViews(centre.keys(k, wider=wider), with_column(v, 0.0) if job.lse else v)
         own_sums = RowViews(dk, dv)
 
         def compute(visit: Visit) -> None:
-            rows = _query_inputs(job, centre, run.get(visit.block), run.get(visit.rows), visit.part.row_set)
+            (query, dout), (lse, row) = run.get(visit.block), run.get(visit.rows)
+            rows = centre.rows(query, lse, visit.part.row_set)
+            query = with_column(query, 0.0) if wider else query
+            if has_factor:
+                rows = (dout, query, times_unit(dout, row), *rows)
+            else:
+                dout, of_out = with_delta(dout, row, wider=job.lse)
+                rows = (dout, query, of_out, *rows)
             sums = RowViews(*run.get(visit.sums)), own_sums
             _differentiate(job, visit, RowViews(*rows), own, sums, (visit.is_new, False))
     else:
@@ -304,40 +315,22 @@ def _differentiate(
     is arbitrary, and the visit's only call writes all of it.
     """
     total = sums[0].tensors[0]
-    kernel_of = _choose_kernels(job, visit, total)
+    choose = _choose_kernels(job, visit, total)
     for work in visit.works:
         for batch in batches(work, total.size(0)):
             (grad, q, out, lse, *key), (k, v) = select_inputs(work, batch, by_query, by_key)
-            dq, *of_keys = kernel_of(work, batch).backward(grad, q, k, v, out, lse, work, job.scale)
+            kernel = job.kernel if choose is None else choose(work, batch)
+            dq, *of_keys = kernel.backward(grad, q, k, v, out, lse, work, job.scale)
             dq = restore(dq, *key) if key else dq
             accumulate(sums[0], work, batch, dq, is_new=is_new[0])
             accumulate(sums[1], work, batch, *of_keys, by_key=True, is_new=is_new[1])
             del dq, of_keys  # free them before the next call allocates its own
 
 
-def _choose_kernels(job: Job, visit: Visit, like: Tensor) -> Callable[[Work, slice | None], Kernel]:
-    """The kernel of each call of a visit, for the batch and the device of `like`."""
+def _choose_kernels(job: Job, visit: Visit, like: Tensor) -> Callable[[Work, slice | None], Kernel] | None:
+    """With dropout, the kernel of each call of a visit, for the batch and the device of `like`."""
     if job.kernel.dropout is None:
-        return lambda work, batch: job.kernel
+        return None
     from .dropout import dropping_kernels  # few calls drop weights
 
     return dropping_kernels(job.plan, job.rank, visit.part, job.kernel, like.size(0), like.device)
-
-
-def _sends_factors(job: Job) -> bool:
-    """Whether queries travel with the factor of `times_unit` in place of delta.
-
-    A gradient of lse needs delta itself, and so does dO that is rounded on its way.
-    """
-    return job.plan.comm_dtype is None and not job.lse
-
-
-def _query_inputs(job: Job, centre: Centre, block: Tensors, row: Tensors, of: AllRows | RowSet) -> Tensors:
-    """(dO, q, out) of query rows as a kernel takes them, and `Centre.rows`."""
-    (query, grad), (lse, row_delta) = block, row
-    rows = centre.rows(query, lse, of)
-    query = with_column(query, 0.0) if job.lse or centre.moves else query
-    if _sends_factors(job):
-        return grad, query, times_unit(grad, row_delta), *rows
-    grad, out = with_delta(grad, row_delta, wider=job.lse)
-    return grad, query, out, *rows

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..plan.row_sets import RowCopy
-from ..transport.base import Message, Post, Program, Tags, Wait
+from ..transport.base import TAGS, Message, Post, Program, Tags, Wait
 from .memory import empty
 from .softmax import merge_
 
@@ -147,8 +147,9 @@ class PassTensors:
 
     def _resolve(self, post: NumberedPost, label: str) -> Post:
         """The request with the messages of a `NumberedPost`."""
-        of, tensors = self._tags.of, self.tensors
-        messages = [Message(peer, of(tag), tensors[data]) for peer, tag, data in (*post.sends, *post.recvs)]
+        (first, step), tensors = self._tags, self.tensors
+        numbered = (*post.sends, *post.recvs)
+        messages = [Message(peer, (first + step * tag) % TAGS, tensors[data]) for peer, tag, data in numbered]
         return Post(tuple(messages[: len(post.sends)]), tuple(messages[len(post.sends) :]), label)
 
 

@@ -169,16 +169,16 @@ def test_a_write_to_a_sent_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_buffer_freed_before_the_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = StepMessages._post
+    honest = StepMessages.start
 
-    def hasty(self: StepMessages, *arguments: Any) -> Any:
-        post = honest(self, *arguments)
-        for buffer, parts in self._open[-1].sent:
-            while parts:
-                self.recorder.drop(buffer, parts.pop())
-        return post
+    def hasty(self: StepMessages, index: int) -> None:
+        honest(self, index)
+        for _, _, sent, _ in self._open:
+            for buffer, parts in sent:
+                while parts:
+                    self.recorder.drop(buffer, parts.pop())
 
     send_late(monkeypatch)
-    monkeypatch.setattr(StepMessages, "_post", hasty)
+    monkeypatch.setattr(StepMessages, "start", hasty)
     with pytest.raises(AssertionError, match="written to while in flight"):
         call(ra.Window(23, 5))  # no other test has this plan, which caches the hasty program
