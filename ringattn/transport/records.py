@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import CommFailure, Mismatch, RingAttentionError
@@ -67,9 +66,7 @@ class ErrorReport:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             try:
                 self._finish()
