@@ -1,8 +1,9 @@
 """The executor: generators that run a rank's plan over any transport.
 
 `overlapped` is the ring: in each step it posts the step's messages, computes the step's visits while the messages
-travel, then waits for the messages that are due. `in_order` is the same ring without overlap. Each pass says what is
-computed in a visit. The same code runs on a process group and, for thousands of virtual ranks, in one process.
+travel, then waits for the messages that are due. `in_order` is the same ring without overlap, to be read first; a test
+compares the two. A pass, forward or backward, says what is computed in a visit. The same code runs on a process group
+and, for thousands of virtual ranks, in one process.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ def overlapped(job: Job, program: RankProgram, run: PassTensors, name: str, comp
 
 
 def in_order(job: Job, program: RankProgram, run: PassTensors, name: str, compute: Compute) -> Program[None]:
-    """The textbook ring, to be read beside `overlapped`, whose bits it gives: in each step first all messages arrive.
+    """The textbook ring, with the bits of `overlapped`: all messages of a step arrive before its visits are computed.
 
-    What is done with a message that has arrived, such as adding its gradients to those of the visits, comes last.
+    What else becomes of them, such as adding gradients that have arrived to those of the visits, is done last.
     """
     for index, step in enumerate(program.steps, program.first):
         label = f"{name} step {index}"
@@ -118,12 +119,13 @@ def forward(
     """
     program = forward_program(job.plan, job.rank, job.kernel, q.device, keep=keep)
     run = PassTensors(program.memory, q.device, tags)
+    forward_ring = _forward_by_queries if program.rotates == "queries" else _forward_by_keys
     if program.enter is None or program.leave is None:
-        return (yield from _forward_ring(job, program, run, q, k, v, out))
+        return (yield from forward_ring(job, program, run, q, k, v, out))
     q, k, v = yield from _exchange(run, program.enter, (q, k, v), "forward step 0, exchange of q, k and v")
     if job.sinks is not None:
         job = replace(job, sinks=job.sinks.chunk(job.plan.ulysses_size)[job.rank % job.plan.ulysses_size])
-    ring = yield from _forward_ring(job, program, run, q, k, v, None)
+    ring = yield from forward_ring(job, program, run, q, k, v, None)
     label = f"forward step {program.leave.index}, exchange of the output"
     lse, all_heads = yield from _exchange(run, program.leave, (ring.lse.unsqueeze(-1), ring.out), label)
     kept = (*ring.kept, q, k, v, ring.out, ring.lse) if keep else ()
@@ -177,19 +179,11 @@ def _exchange(run: PassTensors, exchange: ExchangeStep, tensors: Tensors, label:
     return run.get(exchange.received)
 
 
-def _forward_ring(
-    job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
-) -> Program[Forward]:
-    """The forward of the ring: blocks of keys and values come to the queries of this rank, or queries to its keys."""
-    q, k, v = map(align_rows, (q, k, v))
-    ring = _forward_by_queries if program.rotates == "queries" else _forward_by_keys
-    return ring(job, program, run, q, k, v, out)
-
-
 def _forward_by_keys(
     job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
 ) -> Program[Forward]:
     """Blocks of keys and values come to the queries of this rank, whose rows are written as the plan deals them out."""
+    q, k, v = map(align_rows, (q, k, v))
     run.give(program.own["kv"], (k, v))
     output, centre = OutputAccumulator(q, v.shape[-1], out), Centre(job.kernel, q, k, job.scale)
     own = RowViews(*centre.queries(q))
@@ -217,6 +211,7 @@ def _forward_by_queries(
     job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
 ) -> Program[Forward]:
     """Blocks of queries come to the keys of this rank, with their (out, lse) so far."""
+    q, k, v = map(align_rows, (q, k, v))
     sums = make_output_sums(q, v.shape[-1])
     run.give(program.own["query"], (q,))
     run.give(program.sums["part"], sums)
