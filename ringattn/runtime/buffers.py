@@ -14,7 +14,7 @@ from ..plan.plan import Plan
 from ..plan.row_sets import RowCopy, RowSet, find_copies
 from ..plan.steps import BLOCKS, SUMS, Hop, Kind, Part, Step
 from ..transport.base import Wait
-from .tensors import ALL, Actions, Copy, Memory, Merge, NumberedPost, Numbers, RowIndex, Tensors, View
+from .tensors import ALL, Actions, How, Memory, Move, NumberedPost, Numbers, RowIndex, Tensors, View
 
 #: Shape and dtype of one tensor of a part.
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
@@ -56,7 +56,7 @@ class Recorder:
         self.plan, self.device, self.unit = plan, device, max(1, -(-largest_message // 8))
         self.tickets = count()
         #: What was written down since the last `collect`.
-        self.actions: list[Copy | Merge | NumberedPost | Wait] = []
+        self.actions: list[Move | NumberedPost | Wait] = []
         self._stores = [0]
         self._free: list[tuple[int, int]] = []  # (first byte, bytes) in store 0
         self._views: list[View | None] = []
@@ -102,25 +102,18 @@ class Recorder:
 
     def add(self, kind: Kind, targets: Numbers, sources: Numbers, rows: RowCopy | None = None) -> None:
         """Write down that the sums of a part are added to those of another part: (out, lse) are merged."""
-        if kind == "part":
-            self.actions.append(Merge(targets, sources, self._index(rows, targets[0], sources[0])))
-        else:
-            self.copy(targets, sources, rows, add=True)
+        self.copy(targets, sources, rows, how="merge" if kind == "part" else "add")
 
-    def copy(self, targets: Numbers, sources: Numbers, rows: RowCopy | None = None, *, add: bool = False) -> None:
-        """Write down a copy of the tensors of a part, or of some of their rows."""
-        for target, source in zip(targets, sources, strict=True):
-            self.actions.append(Copy(target, source, self._index(rows, target, source), add))
-
-    def _index(self, rows: RowCopy | None, target: int, source: int) -> RowIndex:
-        return ALL if rows is None else RowIndex.of(rows, self._shapes[target], self._shapes[source], self.device)
+    def copy(self, targets: Numbers, sources: Numbers, rows: RowCopy | None = None, *, how: How = "copy") -> None:
+        """Write down a copy of the tensors of a part, or of some of their rows, which all tensors of a part share."""
+        index = ALL
+        if rows is not None:
+            index = RowIndex.of(rows, self._shapes[targets[0]], self._shapes[sources[0]], self.device)
+        self.actions.append(Move(targets, sources, index, how))
 
     def zero(self, kind: Kind, targets: Numbers) -> None:
         """Write down that the sums of a part begin: with 0, and lse with -inf."""
-        if kind == "part":
-            self.actions.append(Merge(targets, (), ALL))
-        else:
-            self.actions += [Copy(target, None, ALL, False) for target in targets]
+        self.actions.append(Move(targets, (), ALL, "merge" if kind == "part" else "copy"))
 
     def collect(self) -> Actions:
         """What was written down since the last call."""

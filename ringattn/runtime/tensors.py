@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -47,21 +47,17 @@ class RowIndex(NamedTuple):
 ALL = RowIndex(None, None, None, None)
 
 
-class Copy(NamedTuple):
-    """Copy rows of tensor `source` to tensor `target`, or `add` them. A `source` of None is zeros."""
-
-    target: int
-    source: int | None
-    rows: RowIndex
-    add: bool
+#: What a `Move` does with rows.
+How = Literal["copy", "add", "merge"]
 
 
-class Merge(NamedTuple):
-    """Merge rows of the sums (out, lse) of numbers `sources` into those of `targets`. No sources: sums of no key."""
+class Move(NamedTuple):
+    """A call of `move_rows`, with the numbers of its tensors."""
 
     targets: Numbers
     sources: Numbers
     rows: RowIndex
+    how: How
 
 
 class NumberedPost(NamedTuple):
@@ -73,7 +69,7 @@ class NumberedPost(NamedTuple):
 
 
 #: What a rank does in this order beside its kernel calls.
-Actions = tuple[Copy | Merge | NumberedPost | Wait, ...]
+Actions = tuple[Move | NumberedPost | Wait, ...]
 
 
 class View(NamedTuple):
@@ -138,12 +134,8 @@ class PassTensors:
                 self._tickets[action.ticket] = yield self._resolve(action, label)
             elif isinstance(action, Wait):
                 yield Wait(self._tickets.pop(action.ticket))
-            elif isinstance(action, Merge):
-                _merge_rows(self.get(action.targets), self.get(action.sources), action.rows)
-            elif action.source is None:
-                self.tensors[action.target].zero_()
             else:
-                copy_rows(self.tensors[action.target], self.tensors[action.source], action.rows, add=action.add)
+                move_rows(self.get(action.targets), self.get(action.sources), action.rows, action.how)
 
     def _resolve(self, post: NumberedPost, label: str) -> Post:
         """The request with the messages of a `NumberedPost`."""
@@ -153,36 +145,35 @@ class PassTensors:
         return Post(tuple(messages[: len(post.sends)]), tuple(messages[len(post.sends) :]), label)
 
 
-def copy_rows(target: Tensor, source: Tensor, rows: RowIndex, *, add: bool) -> None:
-    """Copy rows of `source` to rows of `target`, or add them to the rows of `target`."""
-    to_view, to_rows, from_view, from_rows = rows
-    to = target if to_view is None else target[to_view]
-    of = source if from_view is None else source[from_view]
-    if from_rows is not None:
-        of = of.index_select(2, from_rows)
-    if to_rows is None:
-        to.add_(of) if add else to.copy_(of)
-    else:
-        of = of.to(to.dtype)
-        to.index_add_(2, to_rows, of) if add else to.index_copy_(2, to_rows, of)
+def move_rows(targets: Tensors, sources: Tensors, rows: RowIndex, how: How) -> None:
+    """Copy rows of the `sources` of a part to its `targets`, add them, or merge them, which are then (out, lse).
 
-
-def _merge_rows(targets: Tensors, sources: Tensors, rows: RowIndex) -> None:
-    """Merge rows of the (out, lse) `sources` into rows of `targets`; without sources begin with those of no key."""
+    Without sources the targets begin: with 0, and the lse of a merge with -inf.
+    """
     if not sources:
-        begin_sums(*targets)
+        if how == "merge":
+            begin_sums(*targets)
+        else:
+            for x in targets:
+                x.zero_()
         return
     to_view, to_rows, from_view, from_rows = rows
-    to = targets if to_view is None else tuple([x[to_view] for x in targets])
-    of = sources if from_view is None else tuple([x[from_view] for x in sources])
-    of = of if from_rows is None else tuple([x.index_select(2, from_rows) for x in of])
-    if to_rows is None:
+    to = targets if to_view is None else [x[to_view] for x in targets]
+    of = sources if from_view is None else [x[from_view] for x in sources]
+    of = of if from_rows is None else [x.index_select(2, from_rows) for x in of]
+    if how == "merge" and to_rows is not None:
+        merged = [x.index_select(2, to_rows) for x in to]
+        merge_(*merged, *of)
+        of = merged
+    elif how == "merge":
         merge_(*to, *of)
         return
-    merged = tuple([x.index_select(2, to_rows) for x in to])
-    merge_(*merged, *of)
-    for x, part in zip(to, merged, strict=True):
-        x.index_copy_(2, to_rows, part)
+    for x, y in zip(to, of, strict=True):
+        if to_rows is None:
+            x.add_(y) if how == "add" else x.copy_(y)
+        else:
+            y = y.to(x.dtype)
+            x.index_add_(2, to_rows, y) if how == "add" else x.index_copy_(2, to_rows, y)
 
 
 def begin_sums(out: Tensor, lse: Tensor) -> None:
