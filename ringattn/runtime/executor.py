@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,12 +32,8 @@ from .accumulators import (
     select_inputs,
 )
 from .centre import Centre, restore
-from .memory import empty
 from .program import RankProgram, RingStep, Visit, backward_program, batches, exchanges_heads, forward_program
 from .tensors import NumberedPost, PassTensors, Tensors
-
-if TYPE_CHECKING:
-    from .head_exchange import ExchangeStep
 
 #: Computes a visit.
 Compute = Callable[[Visit], None]
@@ -122,12 +117,12 @@ def forward(
     forward_ring = _forward_by_queries if program.rotates == "queries" else _forward_by_keys
     if program.enter is None or program.leave is None:
         return (yield from forward_ring(job, program, run, q, k, v, out))
-    q, k, v = yield from _exchange(run, program.enter, (q, k, v), "forward step 0, exchange of q, k and v")
+    q, k, v = yield from program.enter.perform(run, (q, k, v), "forward step 0, exchange of q, k and v")
     if job.sinks is not None:
         job = replace(job, sinks=job.sinks.chunk(job.plan.ulysses_size)[job.rank % job.plan.ulysses_size])
     ring = yield from forward_ring(job, program, run, q, k, v, None)
     label = f"forward step {program.leave.index}, exchange of the output"
-    lse, all_heads = yield from _exchange(run, program.leave, (ring.lse.unsqueeze(-1), ring.out), label)
+    lse, all_heads = yield from program.leave.perform(run, (ring.lse.unsqueeze(-1), ring.out), label)
     kept = (*ring.kept, q, k, v, ring.out, ring.lse) if keep else ()
     return Forward(all_heads if out is None else out.copy_(all_heads), lse.squeeze(-1), kept)
 
@@ -157,26 +152,18 @@ def backward(
     # The plan counts the bytes of a gradient of lse, whether there is such a gradient or not.
     column = torch.zeros_like(result.lse) if grad_lse is None else grad_lse.to(result.lse.dtype)
     label = "backward step 0, exchange of the output's gradient"
-    column, grad = yield from _exchange(run, program.enter, (column.unsqueeze(-1), grad), label)
+    column, grad = yield from program.enter.perform(run, (column.unsqueeze(-1), grad), label)
     grad_lse = None if grad_lse is None else column.squeeze(-1)
     result = Forward(out, lse, tuple(kept))
     gradients = yield from _backward_ring(job, program, run, grad, grad_lse, (q, k, v), result)
     label = f"backward step {program.leave.index}, exchange of dq, dk and dv"
-    dq, dk, dv = yield from _exchange(run, program.leave, gradients, label)
+    dq, dk, dv = yield from program.leave.perform(run, gradients, label)
     return dq, _sum_copies(dk, job.plan.kv_heads), _sum_copies(dv, job.plan.kv_heads)
 
 
 def _sum_copies(gradient: Tensor, heads: int) -> Tensor:
     """The gradient of `heads` key/value heads, from those of the copies of each head, [B, copies, n, D]."""
     return gradient if gradient.size(1) == heads else gradient.unflatten(1, (heads, -1)).sum(2)
-
-
-def _exchange(run: PassTensors, exchange: ExchangeStep, tensors: Tensors, label: str) -> Program[Tensors]:
-    """The tensors that this rank has after an exchange of tokens for heads, or back. `label` names it in errors."""
-    run.give(exchange.given, tensors)
-    run.give(exchange.received, [empty(shape, dtype, tensors[0].device) for shape, dtype in exchange.specs])
-    yield from run.perform(exchange.actions, label)
-    return run.get(exchange.received)
 
 
 def _forward_by_keys(
