@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..dtypes import ITEM_BYTES, dtype_name
+from ..dtypes import ITEM_BYTES, dtype_name, take_numbers
 from ..errors import InvalidInput, Unsupported
 from ..kernels import get_kernel
 from ..kernels.base import Kernel, is_dense, kind_of, positive
@@ -93,12 +93,9 @@ class AttentionOptions:
     check: str | None = None
 
     def __post_init__(self) -> None:
+        take_numbers(self)
         for entry in fields(self):
-            value = getattr(self, entry.name)
-            if isinstance(value, np.generic):  # np.float32 is no float, and np.bool no bool
-                value = value.item()
-                object.__setattr__(self, entry.name, value)
-            check_type(entry.name, value, cast(str, entry.type))
+            check_type(entry.name, getattr(self, entry.name), cast(str, entry.type))
         if self.dropout:
             read_dropout(self.dropout)
 

@@ -11,10 +11,9 @@ from ..call.arguments import Call
 from ..kernels.base import as_dtype, positive, wide
 from ..pattern.base import Pattern
 from ..plan.work import Work
-from ..runtime.accumulators import OutputAccumulator, Pair, RowViews, align_rows, select_inputs
+from ..runtime.accumulators import KernelCall, OutputAccumulator, Pair, RowViews, Section, align_rows, select_inputs
 from ..runtime.memory import MergeSpace, empty
-from ..runtime.merge_plan import KernelCall, Section
-from ..runtime.rank_program import batches
+from ..runtime.program import batches
 from ..runtime.softmax import merge_
 from ..transport.base import Message, Post, Program, Tags, Wait
 from .holdings import Holdings

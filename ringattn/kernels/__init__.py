@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..errors import InvalidInput, Unsupported
 from ..registry import Registry
@@ -42,9 +43,9 @@ AUTO = {"cpu": "aten_cpu", "cuda": "aten_cuda"}
 
 def get_kernel(
     name: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     deterministic: bool = False,
     softcap: float | None = None,

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from ..errors import Unsupported
 from ..plan.work import Work, join_repetitions
-from .base import STRIP_ROWS, Kernel, Strips, band, halve, is_causal
+from .base import STRIP_ROWS, Kernel, band, cut_strips, expand_heads, halve, is_causal
 from .pad import crop_to, pad_to
 
 #: A banded work of at most this many pairs is one masked call: splitting would cost more time than it saves.
@@ -21,8 +22,8 @@ TRIANGLE_ROWS, BF16_TRIANGLE_ROWS = 128, 2048
 CALL_ROWS = 1 << 14
 #: Below this number of keys the op answers out 0 and lse 0 for a row whose logits are all NaN (fp64: below half of it).
 LANES = 16
-#: Strips of bands bounded above, measured at widths of 64 to 1,024. A backward adds to dK and dV in each strip.
-FORWARD, BACKWARD = Strips(8, least=32), Strips(2, least=64)
+#: (share, least) of `cut_strips`, measured at widths of 64 to 1,024. A backward adds to dK and dV in each strip.
+FORWARD, BACKWARD = (8, 32), (2, 64)
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -62,7 +63,7 @@ class AtenCpu(Kernel):
         rows = _triangle_rows(self.dtype, backward=True)
         return self.derive(strips=BACKWARD, strip_keys=CALL_ROWS, triangle_rows=rows)
 
-    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if q.device.type != "cpu":
             raise Unsupported(f"kernel aten_cpu needs tensors on the cpu, got {q.device}; try kernel=auto")
 
@@ -90,36 +91,26 @@ class AtenCpu(Kernel):
                 yield from self.split(work.narrow((corner, rows), (shared, keys)))
         else:
             for single in work.singles():
-                for x in join_repetitions(self.strips.cut(single)):
+                for x in join_repetitions(cut_strips(single, *self.strips)):
                     yield from x.repetitions(min(CALL_ROWS // len(x.q), self.strip_keys // x.keys) // len(x.heads))
 
     def op_of(self, call: Work, head_dim: int) -> str:
         kind = "dense" if call.dense else "causal" if is_causal(call) else "masked"
         return f"{kind} flash for CPUs"
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float) -> tuple[Tensor, Tensor]:
         padded = _ready(max(q.shape[-1], v.shape[-1]), q, k, v, backward=False)
         causal, mask = _mask_of(work, padded[0].dtype)
         out, lse = _forward(*padded, 0.0, causal, attn_mask=mask, scale=scale)
         if work.keys < LANES and not lse.all():
             bad_q, bad_k = (0 * x.abs().amax(dims) for x, dims in ((padded[0], -1), (padded[1], (-2, -1))))
-            lse += bad_q + bad_k.repeat_interleave(q.shape[1] // k.shape[1], 1).unsqueeze(-1)
+            lse += bad_q + expand_heads(bad_k, q.shape[1]).unsqueeze(-1)
             out.masked_fill_(lse.isnan().unsqueeze(-1), torch.nan)
         return out if out.shape[-1] == v.shape[-1] else crop_to(out, v.shape[-1]), lse
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        work: Work,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, work: Work, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         padded = _ready(max(q.shape[-1], v.shape[-1]), grad, q, k, v, out, backward=True)
         causal, mask = _mask_of(work, padded[1].dtype)
         dq, dk, dv = _backward(*padded, lse, 0.0, causal, attn_mask=mask, scale=scale)
@@ -133,7 +124,7 @@ def _triangle_rows(dtype: torch.dtype, *, backward: bool) -> int:
     return BF16_TRIANGLE_ROWS if fast else TRIANGLE_ROWS
 
 
-def _ready(width: int, *tensors: torch.Tensor, backward: bool) -> list[torch.Tensor]:
+def _ready(width: int, *tensors: Tensor, backward: bool) -> list[Tensor]:
     """The tensors with `width` columns, in a dtype that the op computes fast.
 
     The last stride is 1: for other strides the op silently reads wrong numbers.
@@ -148,7 +139,7 @@ def _ready(width: int, *tensors: torch.Tensor, backward: bool) -> list[torch.Ten
     return ready
 
 
-def _mask_of(work: Work, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]:
+def _mask_of(work: Work, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
     """(is_causal, additive mask) of a call. The op's causal mask starts at the first row and the first key."""
     if work.dense:
         return False, None
@@ -158,7 +149,7 @@ def _mask_of(work: Work, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]
 
 
 @lru_cache(maxsize=32)
-def _mask(rows: int, keys: int, lo: int | None, hi: int | None, dtype: torch.dtype) -> torch.Tensor:
+def _mask(rows: int, keys: int, lo: int | None, hi: int | None, dtype: torch.dtype) -> Tensor:
     """The band as an additive mask [rows, keys], 0 or -inf."""
     with torch.inference_mode(False):  # the cached mask outlives the inference mode of the caller
         hidden = ~band(rows, keys, lo, hi, torch.device("cpu"))

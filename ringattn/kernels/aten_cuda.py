@@ -12,10 +12,11 @@ from functools import cached_property
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from ..errors import LaunchLimit, Unsupported
 from ..plan.work import Work
-from .base import Kernel, OpChoice, cut
+from .base import Kernel, OpChoice, cut, expand_heads
 from .cuda_device import HALF_DTYPES, OPS, CudaDevice, efficient_mask, efficient_reads, flash_reads, flash_window
 from .packing import cumulative, pack
 from .pad import align, crop_to, pad_to
@@ -23,7 +24,7 @@ from .pad import align, crop_to, pad_to
 #: Largest second or third dimension of a CUDA grid, where the ops put heads, or batch times heads.
 GRID = 65_535
 #: (cum_seq_q, cum_seq_k, max_q, max_k) of flash; None for the first two of a call that is not packed.
-Lengths = tuple[torch.Tensor | None, torch.Tensor | None, int, int]
+Lengths = tuple[Tensor | None, Tensor | None, int, int]
 
 _aten = torch.ops.aten
 
@@ -76,7 +77,7 @@ class AtenCuda(Kernel):
         half = self.dtype in HALF_DTYPES
         return "efficient" if not half or self.device.refuses("flash", self.dtype, 8) else "flash"
 
-    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if q.device.type != "cuda":
             raise Unsupported(f"kernel {self.name} needs tensors on a cuda device, got {q.device}; try kernel=auto")
         if q.dtype == torch.float64:
@@ -162,9 +163,7 @@ class AtenCuda(Kernel):
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
         return self.deterministic or (torch.are_deterministic_algorithms_enabled() and not warns)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float) -> tuple[Tensor, Tensor]:
         value_dim = v.shape[-1]
         width = self.device.padded(max(q.shape[-1], value_dim))
         q, k, v = (align(pad_to(x, width)) for x in (q, k, v))
@@ -180,29 +179,20 @@ class AtenCuda(Kernel):
             )
             lse = lse.reshape(lse.shape[:3])
         else:
-            mask = efficient_mask(work)
-            assert mask is not None, "split cuts works into bands that the op has masks for"
-            k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
+            flip, mask_type, window = efficient_mask(work)
+            k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
             out, lse, *_ = _aten._efficient_attention_forward(
-                *(x.transpose(1, 2) for x in _turned((q, k, v), mask.flip)),
-                *(None, None, None, None, None, 0.0, mask.mask_type, True),
+                *(x.transpose(1, 2) for x in _turned((q, k, v), flip)),
+                *(None, None, None, None, None, 0.0, mask_type, True),
                 scale=scale,
-                window_size=mask.window,
+                window_size=window,
             )
-            out, lse = _turned((out.transpose(1, 2), lse[..., : len(work.q)]), mask.flip)
+            out, lse = _turned((out.transpose(1, 2), lse[..., : len(work.q)]), flip)
         return crop_to(out, value_dim), lse.float()
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        work: Work,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, work: Work, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         head_dim, value_dim = q.shape[-1], v.shape[-1]
         width = self.device.padded(max(head_dim, value_dim))
         grad, q, k, v, out = (align(pad_to(x, width)) for x in (grad, q, k, v, out))
@@ -229,27 +219,26 @@ class AtenCuda(Kernel):
                 )
             else:
                 group = q.shape[1] // k.shape[1]
-                k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
-                mask = efficient_mask(work)
-                assert mask is not None, "split cuts works into bands that the op has masks for"
-                grad, q, k, v, out, lse = _turned((grad, q, k, v, out, lse), mask.flip)
+                k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+                flip, mask_type, window = efficient_mask(work)
+                grad, q, k, v, out, lse = _turned((grad, q, k, v, out, lse), flip)
                 lse = torch.nn.functional.pad(lse, (0, -rows % 32), value=torch.inf)
                 grads = _aten._efficient_attention_backward(
                     *(x.transpose(1, 2) for x in (grad, q, k, v)),
                     # The op reads out as contiguous [B, N, H, D], whatever its strides.
                     *(None, out.transpose(1, 2).contiguous(), None, None, rows, keys, lse),
-                    *(0.0, seed, seed, mask.mask_type, False),
+                    *(0.0, seed, seed, mask_type, False),
                     scale=scale,
                     num_splits_key=1 if self.deterministic else None,
-                    window_size=mask.window,
+                    window_size=window,
                 )
-                dq, dk, dv = _turned([x.transpose(1, 2) for x in grads[:3]], mask.flip)
+                dq, dk, dv = _turned([x.transpose(1, 2) for x in grads[:3]], flip)
                 dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
         return crop_to(dq, head_dim), crop_to(dk, head_dim), crop_to(dv, value_dim)
 
     def flash_forward(
-        self, *inputs: torch.Tensor, lengths: Lengths, scale: float, window: tuple[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, *inputs: Tensor, lengths: Lengths, scale: float, window: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
         """(out, lse) of flash for (q, k, v): [B, n, H, D] and [B, H, n], or with lengths [n, H, D] and [H, n]."""
         out, lse, *_ = _aten._flash_attention_forward(
             *(*inputs, *lengths, 0.0, False, False),
@@ -260,11 +249,11 @@ class AtenCuda(Kernel):
         return out, lse
 
     def flash_backward(
-        self, *tensors: torch.Tensor, lengths: Lengths, scale: float, window: tuple[int, int]
-    ) -> Sequence[torch.Tensor]:
+        self, *tensors: Tensor, lengths: Lengths, scale: float, window: tuple[int, int]
+    ) -> Sequence[Tensor]:
         """(dq, dk, dv) of flash for (dO, q, k, v, out, lse), in the layouts of `flash_forward`."""
         seed = _no_seed(tensors[0])
-        grads: Sequence[torch.Tensor] = _aten._flash_attention_backward(
+        grads: Sequence[Tensor] = _aten._flash_attention_backward(
             *(*tensors, *lengths, 0.0, False, seed, seed),
             scale=scale,
             window_size_left=window[0],
@@ -273,34 +262,29 @@ class AtenCuda(Kernel):
         return grads[:3]
 
 
-def _no_seed(x: torch.Tensor) -> torch.Tensor:
+def _no_seed(x: Tensor) -> Tensor:
     """The seed of dropout, which is off: no op reads it."""
     return x.new_empty((), dtype=torch.int64)
 
 
-def _tokens(x: torch.Tensor, work: Work) -> torch.Tensor:
+def _tokens(x: Tensor, work: Work) -> Tensor:
     """x [B, H, n, D] as flash takes it: [B, n, H, D], or [B * n, H, D] for a packed work."""
     return x.transpose(1, 2).flatten(0, 1) if work.sequences else x.transpose(1, 2)
 
 
-def _of_tokens(x: torch.Tensor, work: Work, batch: int) -> torch.Tensor:
+def _of_tokens(x: Tensor, work: Work, batch: int) -> Tensor:
     """A result of flash as [B, H, n, D]."""
     return (x.unflatten(0, (batch, -1)) if work.sequences else x).transpose(1, 2)
 
 
-def _lengths(work: Work, q: torch.Tensor) -> Lengths:
+def _lengths(work: Work, q: Tensor) -> Lengths:
     """The lengths of a call of flash for q [B, H, n, D]."""
     return cumulative(work, len(q), q.device) if work.sequences else (None, None, len(work.q), work.keys)
 
 
-def _turned(tensors: Sequence[torch.Tensor], flip: bool) -> Sequence[torch.Tensor]:
+def _turned(tensors: Sequence[Tensor], flip: bool) -> Sequence[Tensor]:
     """The tensors [B, H, n, ...], with their rows in reverse order if `flip`."""
     return [x.flip(2) for x in tensors] if flip else tensors
-
-
-def _expand_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """x [B, K, n, D] with each key/value head repeated for its query heads: [B, H, n, D]."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 @contextmanager

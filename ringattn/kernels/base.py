@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import torch
+from torch import Tensor
 
 from ..plan.work import Work
 
@@ -71,7 +72,7 @@ class Kernel(ABC):
     #: Which weights are dropped; None: none.
     dropout: Dropout | None = None
     #: Of a call with dropout: streams int64 [B, H, rows, 1] and steps int64 [B, K, keys, 1] of `weight_factors`.
-    numbers: tuple[torch.Tensor, torch.Tensor] | None = None
+    numbers: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def create(cls, choice: str | None, dtype: torch.dtype, *, deterministic: bool) -> Kernel:
@@ -99,7 +100,7 @@ class Kernel(ABC):
         return None
 
     @abstractmethod
-    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raise Unsupported if this kernel cannot compute these tensors."""
 
     def op_of(self, call: Work, head_dim: int) -> str:
@@ -128,9 +129,7 @@ class Kernel(ABC):
         return self.pack([call for work in works for call in self.split(work)])
 
     @abstractmethod
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float) -> tuple[Tensor, Tensor]:
         """(out [B, H, rows, Dv], lse [B, H, rows]) of one call, with any strides.
 
         out has the dtype of q, or fp32 (fp64 for fp64), in which partials of the same rows are merged: fp32 partials of
@@ -139,16 +138,8 @@ class Kernel(ABC):
 
     @abstractmethod
     def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        work: Work,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, work: Work, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of one call, in the shapes of q, k and v, with any strides, and in their dtype or in fp32.
 
         The runtime adds them to sums in fp32 (fp64 for fp64), which are rounded once, after the last call. Columns
@@ -160,7 +151,7 @@ class Kernel(ABC):
 
 
 @lru_cache(maxsize=32)
-def band(rows: int, keys: int, lo: int | None, hi: int | None, device: torch.device) -> torch.Tensor:
+def band(rows: int, keys: int, lo: int | None, hi: int | None, device: torch.device) -> Tensor:
     """Bool [rows, keys], True where lo <= i - j <= hi for row i and key j; None is unbounded. Shared: do not write."""
     with torch.inference_mode(False):  # the cached mask outlives the inference mode of the caller
         distance = torch.arange(rows, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
@@ -177,21 +168,26 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-def is_dense(x: object) -> TypeGuard[torch.Tensor]:
+def is_dense(x: object) -> TypeGuard[Tensor]:
     """Whether x is a tensor with strides: not sparse, not nested."""
-    return isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested
+    return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
 
 
 def kind_of(x: object) -> str:
     """What x is where it is no dense tensor, for an error."""
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, Tensor):
         return type(x).__name__
     return "a nested tensor; try padding" if x.is_nested else f"a {x.layout} tensor; try to_dense()"
 
 
-def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in this dtype; x itself, without a call of torch, where it has the dtype."""
     return x if x.dtype == dtype else x.to(dtype=dtype)  # by name: torch parses it in half the time
+
+
+def expand_heads(x: Tensor, heads: int) -> Tensor:
+    """x [B, K, n, D] with each key/value head repeated for its query heads: [B, H, n, D]."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def positive(scale: float) -> tuple[float, float]:
@@ -240,23 +236,17 @@ def halve(triangle: Work, least: int) -> Iterator[Work]:
     yield triangle.narrow((half, rows), (0, half))
 
 
-@dataclass(frozen=True)
-class Strips:
-    """Cuts of bands into strips of rows: the width of the band over `share`, in multiples of `least`.
+def cut_strips(work: Work, share: int, least: int) -> Iterator[Work]:
+    """The strips of rows of a band that is bounded above, each with the keys that its rows see.
 
-    Low strips compute fewer hidden pairs, high strips make faster matrix products.
+    A strip has as many rows as the band is wide over `share`, in multiples of `least`. Low strips compute fewer hidden
+    pairs, high strips make faster matrix products.
     """
-
-    share: int
-    least: int
-
-    def cut(self, work: Work) -> Iterator[Work]:
-        """The strips of a band that is bounded above, each with the keys that its rows see."""
-        assert work.hi is not None
-        rows, width = len(work.q), work.keys if work.lo is None else work.hi - work.lo + 1
-        height = min(max(-(-width // (self.share * self.least)), 1) * self.least, STRIP_ROWS)
-        for first in range(0, rows, height):
-            yield work.narrow_rows(first, min(first + height, rows))
+    assert work.hi is not None
+    rows, width = len(work.q), work.keys if work.lo is None else work.hi - work.lo + 1
+    height = min(max(-(-width // (share * least)), 1) * least, STRIP_ROWS)
+    for first in range(0, rows, height):
+        yield work.narrow_rows(first, min(first + height, rows))
 
 
 def is_causal(work: Work) -> bool:

@@ -140,35 +140,21 @@ def flash_reads(work: Work) -> bool:
     return _same_bound(read_left, left, keys - 1) and _same_bound(read_right, right, rows - 1)
 
 
-@dataclass(frozen=True)
-class EfficientMask:
-    """The band of a work as the memory-efficient op takes it.
+def efficient_mask(work: Work) -> tuple[bool, int, int | None]:
+    """(flip, mask type, window) by which the memory-efficient op takes a band that it reads, see `efficient_reads`.
 
-    `mask_type` 2 hides keys behind the diagonal that ends at the last row and the last key; `window` counts the keys
-    up to that diagonal that a row sees, None is all. `flip`: rows and keys are given in reverse order, which turns a
-    bound on the left into a bound on the right, the only one that the op has without the other.
+    Type 2 hides keys behind the diagonal that ends at the last row and the last key; the window counts the keys up to
+    that diagonal that a row sees, None is all. `flip`: rows and keys are given in reverse order, which turns a bound on
+    the left into a bound on the right, the only one that the op has without the other.
     """
-
-    flip: bool = False
-    mask_type: int = 0
-    window: int | None = None
-
-
-def efficient_mask(work: Work) -> EfficientMask | None:
-    """The mask of the memory-efficient op for a band; None if the op has none."""
-    shift = len(work.q) - work.keys
     if work.dense:
-        return EfficientMask()
-    if work.lo is None:
-        return EfficientMask(flip=True, mask_type=2) if work.hi == 0 else None
-    if work.lo != shift:
-        return None
-    return EfficientMask(mask_type=2, window=None if work.hi is None else work.hi - work.lo + 1)
+        return False, 0, None
+    return work.lo is None, 2, None if work.lo is None or work.hi is None else work.hi - work.lo + 1
 
 
 def efficient_reads(work: Work) -> bool:
     """Whether the memory-efficient op has a mask for the band of a work."""
-    return efficient_mask(work) is not None
+    return work.dense or (work.hi == 0 if work.lo is None else work.lo == len(work.q) - work.keys)
 
 
 def _same_bound(read: int | None, needed: int | None, nothing_hidden: int) -> bool:

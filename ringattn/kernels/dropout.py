@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
+from ..dtypes import take_numbers
 from ..errors import InvalidInput
 
 #: Seeds are smaller: they travel as 8 bytes, and torch's integers are signed.
@@ -38,8 +39,7 @@ class Dropout:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            object.__setattr__(self, name, value.item() if isinstance(value, np.generic) else value)
+        take_numbers(self)
         if isinstance(self.p, bool) or not isinstance(self.p, int | float) or not 0 <= self.p < 1:
             raise InvalidInput(f"dropout must be a number p with 0 <= p < 1, or ringattn.Dropout(p), got {self.p!r}")
         if self.seed is None:
@@ -61,7 +61,7 @@ class Dropout:
         return replace(self, seed=int(torch.randint(SEEDS - 1, (), device="cpu")) if seed is None else seed)
 
 
-def finalize(x: torch.Tensor) -> torch.Tensor:
+def finalize(x: Tensor) -> Tensor:
     """SplitMix64's function of a state, int64 that wraps; overwrites x."""
     for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x ^= shift(x, bits)
@@ -70,12 +70,12 @@ def finalize(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+def shift(x: Tensor, bits: int) -> Tensor:
     """Logical shift to the right of int64."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def row_streams(seed: int, batch: int, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def row_streams(seed: int, batch: int, heads: Tensor, positions: Tensor) -> Tensor:
     """Seeds of the streams of query rows, int64 [B, H, n, 1], for heads int64 [H] and positions int64 [1 or H, n].
 
     From the stream of `seed` on, each of batch element, head and position takes its number as the next stream's seed.
@@ -87,12 +87,12 @@ def row_streams(seed: int, batch: int, heads: torch.Tensor, positions: torch.Ten
     return streams.unsqueeze(-1)
 
 
-def key_steps(positions: torch.Tensor) -> torch.Tensor:
+def key_steps(positions: Tensor) -> Tensor:
     """What keys add to the seed of a stream, int64 [...], for positions int64 [...]."""
     return (positions + 1) * GAMMA
 
 
-def weight_factors(p: float, streams: torch.Tensor, steps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def weight_factors(p: float, streams: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
     """0 for weights that are dropped, else 1 / (1 - p), [B, H, rows, keys].
 
     streams int64 [B, H, rows, 1] of `row_streams`, steps int64 [B, K, keys, 1] of `key_steps`.

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from ..errors import Unsupported
 from .aten_cuda import AtenCuda, Lengths
@@ -54,20 +55,20 @@ class FlashAttn(AtenCuda):
         super().use(replace(device, flash=self.implementation, disabled=frozenset()), width)
 
     def flash_forward(
-        self, *inputs: torch.Tensor, lengths: Lengths, scale: float, window: tuple[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, *inputs: Tensor, lengths: Lengths, scale: float, window: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._call("forward", inputs, lengths, scale, window, return_softmax=False)
         return out, lse
 
     def flash_backward(
-        self, *tensors: torch.Tensor, lengths: Lengths, scale: float, window: tuple[int, int]
-    ) -> Sequence[torch.Tensor]:
+        self, *tensors: Tensor, lengths: Lengths, scale: float, window: tuple[int, int]
+    ) -> Sequence[Tensor]:
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors[1:4]]
         self._call("backward", (*tensors, *grads), lengths, scale, window, deterministic=self.deterministic)
         return grads
 
     def _call(
-        self, name: str, tensors: tuple[torch.Tensor, ...], lengths: Lengths, scale: float, window: Any, **options: bool
+        self, name: str, tensors: tuple[Tensor, ...], lengths: Lengths, scale: float, window: Any, **options: bool
     ) -> Any:
         """What a function of the package returns; one with cumulative lengths for a packed call."""
         packed = lengths[0] is not None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 #: Numbers of a tile, which one program computes.
 TILE = 2048
@@ -18,17 +19,17 @@ TILE = 2048
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
-def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """`runtime.softmax.merge_` of out and part [B, H, n, D], lse and part_lse [B, H, n]; any strides."""
     _launch(merge_kernel, (out, lse, part, part_lse), out)
 
 
-def add_(total: torch.Tensor, part: torch.Tensor) -> None:
+def add_(total: Tensor, part: Tensor) -> None:
     """Add `part` to `total` in place, both [B, H, n, D] with any strides; the sum has the dtype of `total`."""
     _launch(add_kernel, (total, part), total)
 
 
-def _launch(kernel: Any, tensors: tuple[torch.Tensor, ...], like: torch.Tensor) -> None:
+def _launch(kernel: Any, tensors: tuple[Tensor, ...], like: Tensor) -> None:
     """Launch a kernel on every tile of `like` [B, H, n, D]. Its arguments: the tensors, their strides and sizes."""
     batch, heads, rows, width = like.shape
     if not like.numel():

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..plan.work import Work, join_keys, join_repetitions
 from .cuda_device import window_bounds
@@ -242,7 +243,7 @@ def _sizes(work: Work) -> list[tuple[int, int]]:
     return [(len(part.q), part.keys) for part in work.sequences or (work,)]
 
 
-def cumulative(work: Work, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def cumulative(work: Work, batch: int, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     """(cum_seq_q, cum_seq_k, max_q, max_k) of a work, packed or not, for `batch` elements of the batch in a row.
 
     The first two are int32 on `device`, begin with 0, and are made once for a work; the others are ints.
@@ -276,7 +277,7 @@ def _indices(work: Work, device: torch.device, *, by_key: bool, first: int) -> A
     return _keep(work, (_indices, by_key, first, device), make)
 
 
-def gather(x: torch.Tensor, work: Work, *, by_key: bool = False, first: int = 0) -> torch.Tensor:
+def gather(x: Tensor, work: Work, *, by_key: bool = False, first: int = 0) -> Tensor:
     """The rows, or keys, of a gathered work in x [B, H, n, ...], one sequence after another; x begins at row `first`.
 
     [B, heads of a sequence, rows, ...], a copy.
@@ -285,13 +286,13 @@ def gather(x: torch.Tensor, work: Work, *, by_key: bool = False, first: int = 0)
     return x.transpose(1, 2)[:, rows, heads].transpose(1, 2)
 
 
-def scatter(x: torch.Tensor, work: Work, part: torch.Tensor, *, first: int = 0) -> None:
+def scatter(x: Tensor, work: Work, part: Tensor, *, first: int = 0) -> None:
     """Write `part`, in the order of `gather`, to the rows of a gathered work in x [B, H, n, ...]."""
     rows, heads = _indices(work, x.device, by_key=False, first=first)
     x.transpose(1, 2)[:, rows, heads] = part.transpose(1, 2).to(x.dtype)
 
 
-def scatter_add(x: torch.Tensor, work: Work, part: torch.Tensor, *, by_key: bool) -> None:
+def scatter_add(x: Tensor, work: Work, part: Tensor, *, by_key: bool) -> None:
     """Add `part`, in the order of `gather`, to the rows, or keys, of a gathered work in x [B, H, n, D].
 
     x is indexed as rows of one dimension, in which index_add_ adds keys of several sequences, too.

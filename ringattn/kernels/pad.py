@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import frexp
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import InvalidInput, Unsupported
@@ -25,24 +26,24 @@ LEAST = 1e6
 FAR = 1024.0
 
 
-def pad_to(x: torch.Tensor, width: int) -> torch.Tensor:
+def pad_to(x: Tensor, width: int) -> Tensor:
     """x with zero columns up to `width` columns; x itself if no column is missing."""
     return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
-def crop_to(x: torch.Tensor, width: int) -> torch.Tensor:
+def crop_to(x: Tensor, width: int) -> Tensor:
     """A view of the first `width` columns; x itself if x has no other columns."""
     return x if x.shape[-1] == width else x[..., :width]
 
 
-def align(x: torch.Tensor) -> torch.Tensor:
+def align(x: Tensor) -> Tensor:
     """x, or a copy of x, as CUDA kernels can read it: last stride 1, and every row begins at a multiple of 16 bytes."""
     size = x.element_size()
     aligned = x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:-1])
     return x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def with_column(x: torch.Tensor, column: torch.Tensor | float) -> torch.Tensor:
+def with_column(x: Tensor, column: Tensor | float) -> Tensor:
     """x [..., n, D] with EXTRA more columns: `column` [..., n] (or a number), then zeros.
 
     With v' = [v, 1] and dO' = [dO, dlse] a backward computes dP' = dO v^T + dlse and the same delta. That is the exact
@@ -53,7 +54,7 @@ def with_column(x: torch.Tensor, column: torch.Tensor | float) -> torch.Tensor:
     return wider
 
 
-def delta(grad: torch.Tensor, out: torch.Tensor, grad_lse: torch.Tensor | None) -> torch.Tensor:
+def delta(grad: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
     """rowsum(dO * out) - dlse, [..., n, 1] in fp32 or fp64: all that a backward needs to know about out and dlse."""
     dtype = wide(grad.dtype)
     # Contiguous, so that the order of summation does not depend on the strides.
@@ -61,7 +62,7 @@ def delta(grad: torch.Tensor, out: torch.Tensor, grad_lse: torch.Tensor | None) 
     return row_sum if grad_lse is None else row_sum - grad_lse.to(dtype).unsqueeze(-1)
 
 
-def with_delta(grad: torch.Tensor, delta: torch.Tensor, *, wider: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def with_delta(grad: Tensor, delta: Tensor, *, wider: bool) -> tuple[Tensor, Tensor]:
     """(dO', out') with rowsum(dO' * out') = delta, for kernels that take out. In each row out' is a multiple of dO'.
 
     grad [..., n, D], delta [..., n, 1]. `wider`: delta includes the gradient of lse, which no out' can represent where
@@ -75,25 +76,25 @@ def with_delta(grad: torch.Tensor, delta: torch.Tensor, *, wider: bool) -> tuple
     return grad, times_unit(grad, delta_factor(grad, delta))
 
 
-def delta_factor(grad: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+def delta_factor(grad: Tensor, delta: Tensor) -> Tensor:
     """The factor [..., n, 1] of `times_unit` for which rowsum(dO * out') = delta."""
     unit, peak = _unit(grad)
     return delta / peak / unit.square().sum(-1, keepdim=True).clamp_min_(0.5)
 
 
-def times_unit(grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def times_unit(grad: Tensor, factor: Tensor) -> Tensor:
     """out' = dO / max |dO| * factor, row by row, in the dtype of dO."""
     return as_dtype(_unit(grad)[0].mul_(factor), grad.dtype)
 
 
-def _unit(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _unit(grad: Tensor) -> tuple[Tensor, Tensor]:
     """(dO / peak, peak = max |dO|) of each row, in fp32 or fp64. Squares of dO / peak neither overflow nor vanish."""
     x = as_dtype(grad, wide(grad.dtype))
     peak = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
     return x / peak, peak
 
 
-def check_padding(mask: torch.Tensor | None, k: torch.Tensor) -> None:
+def check_padding(mask: Tensor | None, k: Tensor) -> None:
     """Raise InvalidInput unless `mask` is None, or bool [B, n] on the device of the keys k [B, K, n, D]."""
     if mask is None:
         return
@@ -126,9 +127,7 @@ def hidden_column(scale: float, dtype: torch.dtype) -> float:
     return column
 
 
-def hide_keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, column: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def hide_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, column: float) -> tuple[Tensor, Tensor, Tensor]:
     """(q', k', v'), whose attention is that of q, k, v without the keys that `mask` [B, n] flags.
 
     q' = [c, c ..., q] and k' = [-|c| or 0, the same ..., k] with EXTRA columns each and c = `column`, whose sign is

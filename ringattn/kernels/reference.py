@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from ..plan.work import Work
-from .base import Kernel, band, wide
+from .base import Kernel, band, expand_heads, wide
 from .pad import EXTRA
 
 #: Query rows per call, which bounds the memory of the scores of a long block.
@@ -23,7 +24,7 @@ class Reference(Kernel):
     name = "reference"
     features = ("softcap", "dropout")
 
-    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         pass
 
     def split(self, work: Work) -> Iterator[Work]:
@@ -31,43 +32,33 @@ class Reference(Kernel):
             for first in range(0, len(batch.q), ROWS):
                 yield batch.narrow((first, min(first + ROWS, len(batch.q))), (0, batch.keys))
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float) -> tuple[Tensor, Tensor]:
         scores, _ = self._masked_scores(q, k, work, scale)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
         factors = self._weight_factors(weights.dtype)
-        return (weights if factors is None else weights.mul_(factors)) @ _expand_heads(v, q.shape[1]), lse
+        return (weights if factors is None else weights.mul_(factors)) @ _wide_heads(v, q.shape[1]), lse
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        work: Work,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, work: Work, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         grad, out = grad.to(wide(grad.dtype)), out.to(wide(out.dtype))
         scores, slope = self._masked_scores(q, k, work, scale)
         weights = (scores - lse.unsqueeze(-1)).exp()
         delta = (grad * out).sum(-1, keepdim=True)
-        weight_grad, factors = grad @ _expand_heads(v, q.shape[1]).mT, self._weight_factors(weights.dtype)
+        weight_grad, factors = grad @ _wide_heads(v, q.shape[1]).mT, self._weight_factors(weights.dtype)
         if factors is not None:
             weight_grad *= factors
         score_grad = weights * (weight_grad - delta) * scale
         if slope is not None:
             score_grad *= slope
-        dq = score_grad @ _expand_heads(k, q.shape[1])
+        dq = score_grad @ _wide_heads(k, q.shape[1])
         weights = weights if factors is None else weights.mul_(factors)
         dk, dv = score_grad.mT @ q.to(wide(q.dtype)), weights.mT @ grad
         kv_heads = k.shape[1]
         return dq, dk.unflatten(1, (kv_heads, -1)).sum(2), dv.unflatten(1, (kv_heads, -1)).sum(2)
 
-    def _weight_factors(self, dtype: torch.dtype) -> torch.Tensor | None:
+    def _weight_factors(self, dtype: torch.dtype) -> Tensor | None:
         """By what the weights [B, H, rows, keys] of the call are multiplied; None without dropout."""
         if self.dropout is None:
             return None
@@ -76,14 +67,12 @@ class Reference(Kernel):
         assert self.numbers is not None, "a kernel with dropout is given the numbers of each call"
         return weight_factors(self.dropout.p, *self.numbers, dtype)
 
-    def _masked_scores(
-        self, q: torch.Tensor, k: torch.Tensor, work: Work, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _masked_scores(self, q: Tensor, k: Tensor, work: Work, scale: float) -> tuple[Tensor, Tensor | None]:
         """(logits, slope), each [B, H, rows, keys]; a logit is -inf where the band of the work hides the key.
 
         slope is the derivative of the capped logit by the scaled logit; None without a softcap.
         """
-        q, k, slope = q.to(wide(q.dtype)), _expand_heads(k, q.shape[1]), None
+        q, k, slope = q.to(wide(q.dtype)), _wide_heads(k, q.shape[1]), None
         if self.softcap is None:
             scores = q @ k.mT * scale
         else:
@@ -98,6 +87,6 @@ class Reference(Kernel):
         return scores, slope
 
 
-def _expand_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """x [B, K, n, D] with each key/value head repeated for its query heads, [B, H, n, D], in fp32 or fp64."""
-    return x.to(wide(x.dtype)).repeat_interleave(heads // x.shape[1], 1)
+def _wide_heads(x: Tensor, heads: int) -> Tensor:
+    """As `expand_heads`, in fp32 or fp64."""
+    return expand_heads(x.to(wide(x.dtype)), heads)

@@ -31,7 +31,7 @@ SUMS: tuple[Kind, ...] = ("grad", "dq", "part")
 EXACT: tuple[Kind, ...] = ("row", "query", "part")
 #: Parts of these kinds are rows of keys, all others rows of queries.
 OF_KEYS: tuple[Kind, ...] = ("kv", "grad")
-#: The order in which a plan lists the parts of a message; `runtime.message_buffers` places them in the message.
+#: The order in which a plan lists the parts of a message; `runtime.buffers` places them in the message.
 ORDER: dict[Kind, int] = {"grad": 0, "dq": 0, "part": 0, "row": 1, "kv": 2, "q": 2, "query": 2}
 
 

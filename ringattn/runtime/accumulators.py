@@ -1,31 +1,36 @@
-"""Rows of tensors that a kernel call reads and writes, and the output rows of a rank."""
+"""Rows of tensors that a kernel call reads and writes, and how a rank writes its output rows: planned, and done."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from ..kernels.base import as_dtype, wide
+from ..kernels.base import Kernel, as_dtype, wide
 from ..kernels.pad import crop_to
 from ..pattern.tile import shift_range
-from ..plan.work import Work
+from ..plan.plan import Plan
+from ..plan.work import Work, join_keys, join_repetitions
 from .memory import MergeSpace, empty
-from .merge_plan import KernelCall, Section
-from .rank_run import begin_sums
 from .softmax import add_, merge_, merge_sinks_
+from .tensors import begin_sums
 
+#: Query rows times heads of a section at least, where neighbours can be joined: enough to batch kernel calls.
+SECTION_ROWS = 1 << 17
 #: Bytes of a cache line and of the widest registers of CPUs.
 LINE = 64
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 #: (out [B, H, n, Dv], lse [B, H, n]).
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
-def align_rows(x: torch.Tensor) -> torch.Tensor:
+def align_rows(x: Tensor) -> Tensor:
     """x if its rows are whole cache lines, or if it is contiguous and starts a cache line; else a copy that does.
 
     Matrix products add in another order at other addresses. With aligned rows a shard gives the same bits whether the
@@ -39,18 +44,18 @@ def align_rows(x: torch.Tensor) -> torch.Tensor:
 class RowViews:
     """Tensors [B, H, n, ...] and the views of them that kernel calls read or write. Equal views are made once."""
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
+    def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
         _, self._heads, self._rows, *_ = tensors[0].shape
-        self._views: dict[tuple[range, range], tuple[torch.Tensor, ...]] = {}
+        self._views: dict[tuple[range, range], tuple[Tensor, ...]] = {}
 
-    def of(self, batch: slice | None) -> tuple[torch.Tensor, ...]:
+    def of(self, batch: slice | None) -> tuple[Tensor, ...]:
         """The tensors, of some elements of the batch; None is all of them."""
         return self.tensors if batch is None else tuple([x[batch] for x in self.tensors])
 
     def select(
         self, heads: range, rows: range, batch: slice | None = None, repeat: int = 1, shift: int = 0
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         """The views at these heads and rows of some elements of the batch; None is all of them.
 
         With repetitions the batch dimension of a view counts them; repetitions are `shift` rows apart.
@@ -67,7 +72,7 @@ class RowViews:
 
 def select_inputs(
     work: Work, batch: slice | None, by_query: RowViews, by_key: RowViews
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """The rows that a call reads in tensors of query rows and of key rows: views, or a copy where the keys are several
     runs.
 
@@ -78,19 +83,19 @@ def select_inputs(
         rows = tuple([gather(x, work) for x in by_query.of(batch)])
         return rows, tuple([gather(x, work, by_key=True) for x in by_key.of(batch)])
     rows = by_query.select(work.heads, work.q, batch, work.repeat, work.q_shift)
+    if len(work.k) == 1:
+        return rows, by_key.select(work.kv, work.k[0], batch, work.repeat, work.k_shift)
     runs = [by_key.select(work.kv, run, batch, work.repeat, work.k_shift) for run in work.k]
-    if len(runs) == 1:
-        return rows, runs[0]
     return rows, tuple([_concatenate(of_tensor, work.keys) for of_tensor in zip(*runs, strict=True)])
 
 
-def _concatenate(runs: tuple[torch.Tensor, ...], keys: int) -> torch.Tensor:
+def _concatenate(runs: tuple[Tensor, ...], keys: int) -> Tensor:
     """Runs of key rows as one tensor."""
     like = runs[0]
     return torch.cat(runs, 2, out=empty((*like.shape[:2], keys, like.shape[3]), like.dtype, like.device))
 
 
-def _select(x: torch.Tensor, heads: range, rows: range, repeat: int, shift: int) -> torch.Tensor:
+def _select(x: Tensor, heads: range, rows: range, repeat: int, shift: int) -> Tensor:
     """The view of x [B, H, n, ...] at these heads and rows; see `RowViews.select`."""
     count, all_heads, all_rows, *width = x.shape
     if repeat == 1 and (len(heads), len(rows)) == (all_heads, all_rows):
@@ -106,7 +111,7 @@ def _select(x: torch.Tensor, heads: range, rows: range, repeat: int, shift: int)
 
 
 def accumulate(
-    sums: RowViews, work: Work, batch: slice | None, *parts: torch.Tensor, by_key: bool = False, is_new: bool = False
+    sums: RowViews, work: Work, batch: slice | None, *parts: Tensor, by_key: bool = False, is_new: bool = False
 ) -> None:
     """Add `parts` [B or repeat, heads, rows, D or more] to those rows of `sums` [B, H, n, D] that a call has read.
 
@@ -140,15 +145,126 @@ def _packing() -> ModuleType:
     return import_module("..kernels.packing", __package__)  # only gathered calls load it
 
 
-def _merge_gathered(call: KernelCall, first: int, total: tuple[torch.Tensor, ...], part: Pair) -> None:
-    """Merge the partial of a gathered call into tensors of the rows from number `first` on."""
-    packing = _packing()
-    if not call.first:
-        out, lse = (packing.gather(x, call.work, first=first) for x in total)
-        merge_(out, lse, *part)
-        part = out, lse
-    for x, y in zip(total, part, strict=True):
-        packing.scatter(x, call.work, y, first=first)
+@dataclass(frozen=True)
+class KernelCall:
+    """One call of the kernel. `rows` are its query rows, counted from the start of their section.
+
+    `first`: the rows have no partial yet, so that the result is copied and not merged.
+    """
+
+    work: Work
+    rows: range
+    first: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """A run of local query rows. Every work lies wholly inside or wholly outside, so that the run can be finished
+    alone.
+
+    `single`: no row has two partials. `filled`: some rows may be merged before they have a first partial, so that the
+    section must start with out 0 and lse -inf.
+    """
+
+    rows: range
+    single: bool
+    filled: bool
+
+
+@dataclass(frozen=True)
+class VisitPart:
+    """The kernel calls of one visit in one section. `last`: no later visit has calls in this section."""
+
+    section: Section
+    calls: tuple[KernelCall, ...]
+    last: bool
+
+
+#: The parts of every visit, in the order of the visits, and the local rows that see no key.
+MergePlan = tuple[tuple[tuple[VisitPart, ...], ...], tuple[range, ...]]
+
+
+def make_merge_plan(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
+    """The merge plan of one rank with the calls that `kernel` makes. Cached by the plan."""
+    return plan.cache.answer((make_merge_plan, rank, kernel.key), lambda: _plan_merges(plan, rank, kernel))
+
+
+def _plan_merges(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
+    demand = plan.demand
+    visits = [
+        demand.works(rank, part.owner, part.row_set) for step in plan.for_rank(rank).forward for part in step.visits
+    ]
+    spans = list(_spans([work for works in visits for work in works], SECTION_ROWS // plan.heads))
+    by_visit = [_by_span(works, spans) for works in visits]
+    planned: list[list[tuple[int, tuple[KernelCall, ...]]]] = [[] for _ in visits]
+    sections: list[Section] = []
+    last_visit: dict[int, int] = {}
+    for index, span in enumerate(spans):
+        #: How many partials each query row of the span has so far, by head.
+        partials = np.zeros((plan.heads, len(span)), dtype=np.uint16)
+        mixed = False  # some call covers rows with a partial and rows without
+        for visit in range(len(visits)):
+            calls, call_mixes = _mark_calls(by_visit[visit][index], kernel, partials, span.start)
+            mixed |= call_mixes
+            if calls:
+                planned[visit].append((index, calls))
+                last_visit[index] = visit
+        sections.append(Section(span, bool(partials.max() <= 1), mixed or not partials.all()))
+    rows = plan.layout_of("q").rows(rank)
+    gaps = zip([0, *(span.stop for span in spans)], [*(span.start for span in spans), rows], strict=True)
+    visits_parts = (
+        tuple(VisitPart(sections[i], calls, last_visit[i] == visit) for i, calls in parts)
+        for visit, parts in enumerate(planned)
+    )
+    return tuple(visits_parts), tuple(range(first, stop) for first, stop in gaps if first < stop)
+
+
+def _by_span(works: tuple[Work, ...], spans: list[range]) -> list[list[Work]]:
+    """The works of one visit by the span that they lie in."""
+    starts = np.array([span.start for span in spans])
+    by_span: list[list[Work]] = [[] for _ in spans]
+    for work in works:
+        by_span[int(np.searchsorted(starts, work.q.start, "right")) - 1].append(work)
+    return by_span
+
+
+def _mark_calls(
+    works: list[Work], kernel: Kernel, partials: np.ndarray, origin: int
+) -> tuple[tuple[KernelCall, ...], bool]:
+    """The kernel calls of works, counted in `partials`, and whether a call has rows with and rows without a partial."""
+    calls, mixed = [], False
+    for call in kernel.calls_of(join_repetitions(join_keys(works))):
+        counts = [_counts(partials, part, origin) for part in (call.sequences if call.gathered else (call,))]
+        first = not any(x.any() for x in counts)
+        mixed |= not first and not all(x.all() for x in counts)
+        for x in counts:
+            x += 1
+        calls.append(KernelCall(call, shift_range(call.q, -origin), first))
+    return tuple(calls), mixed
+
+
+def _spans(works: list[Work], least: int) -> Iterator[range]:
+    """Runs of rows whose ends no work crosses. Adjacent runs are joined until they have `least` rows."""
+    span = None
+    for rows in sorted((work.rows for work in works), key=lambda rows: rows.start):
+        if span is None:
+            span = rows
+        elif rows.start > span.stop or (rows.start == span.stop and len(span) >= least):
+            yield span
+            span = rows
+        else:
+            span = range(span.start, max(span.stop, rows.stop))
+    if span is not None:
+        yield span
+
+
+def _counts(partials: np.ndarray, work: Work, origin: int) -> np.ndarray:
+    """The view [repeat, heads, rows] of `partials` [H, rows] at a work's query rows. Row 0 is local row `origin`."""
+    heads, q = work.heads, work.q
+    first = partials[heads.start : heads.stop : heads.step, q.start - origin : q.stop - origin : q.step]
+    return np.lib.stride_tricks.as_strided(
+        first, (work.repeat, *first.shape), (work.q_shift * partials.strides[1], *first.strides)
+    )
 
 
 class OutputAccumulator:
@@ -159,18 +275,16 @@ class OutputAccumulator:
     Without a given output, a first partial that covers all rows becomes the output without a copy.
     """
 
-    def __init__(self, q: torch.Tensor, value_dim: int, out: torch.Tensor | None) -> None:
+    def __init__(self, q: Tensor, value_dim: int, out: Tensor | None) -> None:
         self.q, self.shape, self.out = q, (*q.shape[:3], value_dim), out
-        self.lse: torch.Tensor | None = None
+        self.lse: Tensor | None = None
         #: The dtype of partials that can be the output; None where the output is narrower than partials are merged in.
         self._whole_dtype = q.dtype if q.dtype == wide(q.dtype) else None
         self._space = MergeSpace()
         #: out and lse of every open section.
         self._open: dict[Section, RowViews] = {}
 
-    def add(
-        self, section: Section, call: KernelCall, part: torch.Tensor, part_lse: torch.Tensor, batch: slice | None
-    ) -> None:
+    def add(self, section: Section, call: KernelCall, part: Tensor, part_lse: Tensor, batch: slice | None) -> None:
         """Take in the partial of a kernel call for some elements of the batch; None is all of them."""
         work = call.work
         if self.out is None and not work.gathered and part.shape == self.shape and part.dtype == self._whole_dtype:
@@ -178,15 +292,7 @@ class OutputAccumulator:
             self._open_section(section).tensors[1].copy_(part_lse)
             return
         views = self._open.get(section) or self._open_section(section)
-        if work.gathered:
-            _merge_gathered(call, section.rows.start, views.of(batch), (part, part_lse))
-            return
-        out, lse = views.select(work.heads, call.rows, batch, work.repeat, work.q_shift)
-        if call.first:
-            out.copy_(part)
-            lse.copy_(part_lse)
-        else:
-            merge_(out, lse, part, part_lse, space=self._space)
+        _merge_call(views, call, section.rows.start, (part, part_lse), batch, self._space)
 
     def close(self, section: Section) -> None:
         """Write the accumulator of a section, which has all its partials, to the output."""
@@ -195,13 +301,12 @@ class OutputAccumulator:
         if accumulator.dtype != self.out.dtype:
             self._rows(self.out, section.rows).copy_(accumulator)
 
-    def finish(self, empty: Sequence[range], sinks: torch.Tensor | None) -> Pair:
+    def finish(self, empty: Sequence[range], sinks: Tensor | None) -> Pair:
         """(out, lse) of all rows. Rows in `empty` see no key and get 0 and -inf. `sinks` [H] are merged last."""
         self._allocate()
         assert self.out is not None and self.lse is not None
         for rows in empty:
-            self._rows(self.out, rows).zero_()
-            self._rows(self.lse, rows).fill_(-torch.inf)
+            begin_sums(self._rows(self.out, rows), self._rows(self.lse, rows))
         if sinks is not None:
             merge_sinks_(self.out, self.lse, sinks)
         return self.out, as_dtype(self.lse, wide(self.q.dtype))
@@ -212,15 +317,13 @@ class OutputAccumulator:
         out, lse = self._rows(self.out, section.rows), self._rows(self.lse, section.rows)
         dtype = wide(self.q.dtype)
         if not section.single and out.dtype != dtype:
-            batch, heads, rows, width = out.shape
-            out = empty((batch, rows, heads, width), dtype, self.q.device).transpose(1, 2)
+            out = _empty_rows(out.shape, dtype, self.q.device)
         if section.filled:
-            out.zero_()
-            lse.fill_(-torch.inf)
+            begin_sums(out, lse)
         views = self._open[section] = RowViews(out, lse)
         return views
 
-    def _rows(self, x: torch.Tensor | None, rows: range) -> torch.Tensor:
+    def _rows(self, x: Tensor | None, rows: range) -> Tensor:
         assert x is not None
         return x[:, :, rows.start : rows.stop]
 
@@ -228,18 +331,15 @@ class OutputAccumulator:
         """Allocate the output and lse, unless they exist."""
         if self.lse is not None:
             return
-        batch, heads, rows, width = self.shape
-        # Rows before heads in memory, as in the results of the kernels, so that a merge walks memory in order.
         if self.out is None:
-            self.out = empty((batch, rows, heads, width), self.q.dtype, self.q.device).transpose(1, 2)
-        self.lse = empty((batch, rows, heads), torch.float64, self.q.device).transpose(1, 2)
+            self.out = _empty_rows(self.shape, self.q.dtype, self.q.device)
+        self.lse = _empty_rows(self.shape[:3], torch.float64, self.q.device)
 
 
-def make_output_sums(q: torch.Tensor, value_dim: int) -> Pair:
+def make_output_sums(q: Tensor, value_dim: int) -> Pair:
     """(out, lse) of queries that have met no key: out in fp32 (fp64 for fp64 queries), lse in fp64."""
-    batch, heads, rows, _ = q.shape
-    out = empty((batch, rows, heads, value_dim), wide(q.dtype), q.device).transpose(1, 2)
-    lse = empty((batch, rows, heads), torch.float64, q.device).transpose(1, 2)
+    out = _empty_rows((*q.shape[:3], value_dim), wide(q.dtype), q.device)
+    lse = _empty_rows(q.shape[:3], torch.float64, q.device)
     begin_sums(out, lse)
     return out, lse
 
@@ -252,16 +352,42 @@ def merge_partial(totals: RowViews, work: Work, part: Pair, batch: slice | None,
     if is_new:
         for total, x in zip(totals.tensors, part, strict=True):
             total.copy_(x)
-    elif work.gathered:
-        _merge_gathered(KernelCall(work, work.q, False), 0, totals.of(batch), part)
     else:
-        out, lse = totals.select(work.heads, work.q, batch, work.repeat, work.q_shift)
-        merge_(out, lse, *part)
+        _merge_call(totals, KernelCall(work, work.q, False), 0, part, batch)
 
 
-def finish_sums(
-    out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, sinks: torch.Tensor | None, target: torch.Tensor | None
-) -> Pair:
+def _merge_call(
+    totals: RowViews, call: KernelCall, first: int, part: Pair, batch: slice | None, space: MergeSpace | None = None
+) -> None:
+    """Merge the partial of a call into (out, lse) of the rows from number `first` on, or copy it, see `KernelCall`."""
+    work = call.work
+    if work.gathered:
+        packing, whole = _packing(), totals.of(batch)
+        if not call.first:
+            out, lse = (packing.gather(x, work, first=first) for x in whole)
+            merge_(out, lse, *part)
+            part = out, lse
+        for x, y in zip(whole, part, strict=True):
+            packing.scatter(x, work, y, first=first)
+        return
+    out, lse = totals.select(work.heads, call.rows, batch, work.repeat, work.q_shift)
+    if call.first:
+        out.copy_(part[0])
+        lse.copy_(part[1])
+    else:
+        merge_(out, lse, *part, space=space)
+
+
+def _empty_rows(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor [B, H, n, ...] with rows before heads in memory, as in the results of the kernels.
+
+    A merge then walks memory in order.
+    """
+    batch, heads, rows, *width = shape
+    return empty((batch, rows, heads, *width), dtype, device).transpose(1, 2)
+
+
+def finish_sums(out: Tensor, lse: Tensor, q: Tensor, sinks: Tensor | None, target: Tensor | None) -> Pair:
     """(out, lse) of queries that have met all keys and, last, the `sinks` [H]; out is written to `target` if given."""
     if sinks is not None:
         merge_sinks_(out, lse, sinks)
@@ -269,6 +395,6 @@ def finish_sums(
     return out, as_dtype(lse, wide(q.dtype))
 
 
-def make_sums(*like: torch.Tensor) -> Tensors:
+def make_sums(*like: Tensor) -> Tensors:
     """Sums for tensors of these shapes and strides, in fp32 (fp64 for fp64 tensors)."""
-    return tuple(torch.zeros_like(x, dtype=wide(x.dtype)) for x in like)
+    return tuple([torch.zeros_like(x, dtype=wide(x.dtype)) for x in like])

@@ -6,7 +6,7 @@ from math import inf
 
 from torch import Tensor, float32, where
 
-from ..kernels.base import Kernel
+from ..kernels.base import Kernel, expand_heads
 from ..kernels.pad import EXTRA, crop_to, delta, with_column
 from ..plan.row_sets import ALL_ROWS, AllRows, RowSet
 from ..plan.work import Work
@@ -32,7 +32,7 @@ class Centre:
             self.key = self.key.clone()
             self.key[..., :EXTRA] = 0.0  # these columns hide keys
         #: The key of each query head, [B, H, 1, D].
-        self.of_queries = self.key.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        self.of_queries = expand_heads(self.key, q.shape[1])
         fits = q.shape[-1] + EXTRA <= (kernel.max_head_dim or inf)
         takes = q.dtype == float32 and kernel.softcap is None and 0 not in (len(q), q.shape[2], k.shape[2])
         self.moves = fits and takes

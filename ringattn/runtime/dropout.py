@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..kernels.base import Kernel
 from ..kernels.dropout import key_steps, row_streams
@@ -14,31 +17,31 @@ from ..plan.work import Work
 from .accumulators import RowViews, select_inputs
 
 
-class DroppingKernels:
-    """The kernels of one visit of `rank` to `part`, for a batch of `batch` elements."""
+def dropping_kernels(
+    plan: Plan, rank: int, part: Part, kernel: Kernel, batch: int, device: torch.device
+) -> Callable[[Work, slice | None], Kernel]:
+    """The kernel of each call of the visit of `rank` to `part`, for some of the `batch` elements; None is all."""
+    ring_plan, owner = plan.ring_plan(rank)
+    by_queries = part.kind in ("q", "query")
+    local = Part("kv" if by_queries else "q", owner)
+    queries, keys = (part, local) if by_queries else (local, part)
+    first = rank % plan.ulysses_size * ring_plan.heads
+    (heads, rows), (kv_heads, columns) = (_places(ring_plan, x, device) for x in (queries, keys))
+    assert kernel.dropout is not None and kernel.dropout.seed is not None
+    streams = RowViews(row_streams(kernel.dropout.seed, batch, heads + first, rows))
+    steps = RowViews(key_steps(columns).expand(batch, len(kv_heads), -1).unsqueeze(-1))
 
-    def __init__(self, plan: Plan, rank: int, part: Part, kernel: Kernel, batch: int, device: torch.device) -> None:
-        ring_plan, owner = plan.ring_plan(rank)
-        by_queries = part.kind in ("q", "query")
-        local = Part("kv" if by_queries else "q", owner)
-        queries, keys = (part, local) if by_queries else (local, part)
-        first = rank % plan.ulysses_size * ring_plan.heads
-        (heads, rows), (kv_heads, columns) = (_places(ring_plan, x, device) for x in (queries, keys))
-        assert kernel.dropout is not None and kernel.dropout.seed is not None
-        self.kernel = kernel
-        self._streams = RowViews(row_streams(kernel.dropout.seed, batch, heads + first, rows))
-        self._steps = RowViews(key_steps(columns).expand(batch, len(kv_heads), -1).unsqueeze(-1))
+    def choose(work: Work, elements: slice | None) -> Kernel:
+        of_rows, of_keys = select_inputs(work, elements, streams, steps)
+        return kernel.derive(numbers=(*of_rows, *of_keys))
 
-    def select(self, work: Work, batch: slice | None) -> Kernel:
-        """The kernel for one call, for some elements of the batch; None is all of them."""
-        streams, steps = select_inputs(work, batch, self._streams, self._steps)
-        return self.kernel.derive(numbers=(*streams, *steps))
+    return choose
 
 
-def _places(plan: Plan, part: Part, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(plan: Plan, part: Part, device: torch.device) -> tuple[Tensor, Tensor]:
     """(heads [H], positions [1 or H, rows]) of a part of a block, int64. Cached by the plan."""
 
-    def compute() -> tuple[torch.Tensor, torch.Tensor]:
+    def compute() -> tuple[Tensor, Tensor]:
         positions, rows = plan.layout_of(part.kind).positions(part.owner), part.row_set
         heads = np.arange(plan.part_heads(part.kind))
         if isinstance(rows, RowSet):

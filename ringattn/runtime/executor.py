@@ -1,14 +1,15 @@
-"""The executor: one generator that runs a rank's plan over any transport.
+"""The executor: generators that run a rank's plan over any transport.
 
-In each step the generator posts the step's messages, computes the step's visits while the messages travel, then waits
-for the messages that are due. The same code runs on a process group and, for thousands of virtual ranks, in one
-process.
+`overlapped` is the ring: in each step it posts the step's messages, computes the step's visits while the messages
+travel, then waits for the messages that are due. `in_order` is the same ring without overlap, to be read first; a test
+compares the two. A pass, forward or backward, says what is computed in a visit. The same code runs on a process group
+and, for thousands of virtual ranks, in one process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from torch import Tensor
 from ..kernels.base import Kernel, as_dtype
 from ..kernels.pad import delta, delta_factor, times_unit, with_column, with_delta
 from ..plan.plan import Plan
-from ..plan.row_sets import AllRows, RowSet
-from ..transport.base import PLAN_TAGS, Program, Tags
+from ..plan.work import Work
+from ..transport.base import PLAN_TAGS, Program, Tags, Wait
 from ..transport.trace import named_range
 from .accumulators import (
     OutputAccumulator,
@@ -31,13 +32,11 @@ from .accumulators import (
     select_inputs,
 )
 from .centre import Centre, restore
-from .memory import empty
-from .rank_program import RankProgram, Visit, backward_program, batches, exchanges_heads, forward_program
-from .rank_run import PassTensors, Tensors
+from .program import RankProgram, RingStep, Visit, backward_program, batches, exchanges_heads, forward_program
+from .tensors import NumberedPost, PassTensors, Tensors
 
-if TYPE_CHECKING:
-    from .dropout import DroppingKernels
-    from .head_exchange import ExchangeStep
+#: Computes a visit.
+Compute = Callable[[Visit], None]
 
 #: Tensors that a Ulysses forward keeps in addition to those of the ring: q, k, v, out and lse of this rank's heads.
 KEPT_BY_EXCHANGE = 5
@@ -75,6 +74,36 @@ def count_kept(plan: Plan, rank: int) -> int:
     return 2 * len(plan.for_rank(rank).kept) + (KEPT_BY_EXCHANGE if exchanges_heads(plan) else 0)
 
 
+def overlapped(job: Job, program: RankProgram, run: PassTensors, name: str, compute: Compute) -> Program[None]:
+    """The ring of the pass `name`. Messages travel while visits are computed, some of them for several steps."""
+    for index, step in enumerate(program.steps, program.first):
+        label = f"{name} step {index}"
+        yield from run.perform(step.posts, label)
+        yield from _compute_visits(job, run, step, label, compute)
+        yield from run.perform(step.waits)
+
+
+def in_order(job: Job, program: RankProgram, run: PassTensors, name: str, compute: Compute) -> Program[None]:
+    """The textbook ring, with the bits of `overlapped`: all messages of a step arrive before its visits are computed.
+
+    What else becomes of them, such as adding gradients that have arrived to those of the visits, is done last.
+    """
+    for index, step in enumerate(program.steps, program.first):
+        label = f"{name} step {index}"
+        waits = [Wait(action.ticket) for action in step.posts if isinstance(action, NumberedPost)]
+        yield from run.perform((*step.posts, *waits), label)
+        yield from _compute_visits(job, run, step, label, compute)
+        yield from run.perform(tuple(action for action in step.waits if not isinstance(action, Wait)))
+
+
+def _compute_visits(job: Job, run: PassTensors, step: RingStep, label: str, compute: Compute) -> Program[None]:
+    for visit in step.visits:
+        with named_range(job.rank, f"{label}, block of rank {visit.part.owner}"):
+            if visit.copies:
+                yield from run.perform(visit.copies)
+            compute(visit)
+
+
 def forward(
     job: Job, q: Tensor, k: Tensor, v: Tensor, *, keep: bool, out: Tensor | None = None, tags: Tags = PLAN_TAGS
 ) -> Program[Forward]:
@@ -85,14 +114,15 @@ def forward(
     """
     program = forward_program(job.plan, job.rank, job.kernel, q.device, keep=keep)
     run = PassTensors(program.memory, q.device, tags)
+    forward_ring = _forward_by_queries if program.rotates == "queries" else _forward_by_keys
     if program.enter is None or program.leave is None:
-        return (yield from _forward_ring(job, program, run, q, k, v, out))
-    q, k, v = yield from _exchange(run, program.enter, (q, k, v), "forward step 0, exchange of q, k and v")
+        return (yield from forward_ring(job, program, run, q, k, v, out))
+    q, k, v = yield from program.enter.perform(run, (q, k, v), "forward step 0, exchange of q, k and v")
     if job.sinks is not None:
         job = replace(job, sinks=job.sinks.chunk(job.plan.ulysses_size)[job.rank % job.plan.ulysses_size])
-    ring = yield from _forward_ring(job, program, run, q, k, v, None)
+    ring = yield from forward_ring(job, program, run, q, k, v, None)
     label = f"forward step {program.leave.index}, exchange of the output"
-    lse, all_heads = yield from _exchange(run, program.leave, (ring.lse.unsqueeze(-1), ring.out), label)
+    lse, all_heads = yield from program.leave.perform(run, (ring.lse.unsqueeze(-1), ring.out), label)
     kept = (*ring.kept, q, k, v, ring.out, ring.lse) if keep else ()
     return Forward(all_heads if out is None else out.copy_(all_heads), lse.squeeze(-1), kept)
 
@@ -122,12 +152,12 @@ def backward(
     # The plan counts the bytes of a gradient of lse, whether there is such a gradient or not.
     column = torch.zeros_like(result.lse) if grad_lse is None else grad_lse.to(result.lse.dtype)
     label = "backward step 0, exchange of the output's gradient"
-    column, grad = yield from _exchange(run, program.enter, (column.unsqueeze(-1), grad), label)
+    column, grad = yield from program.enter.perform(run, (column.unsqueeze(-1), grad), label)
     grad_lse = None if grad_lse is None else column.squeeze(-1)
     result = Forward(out, lse, tuple(kept))
     gradients = yield from _backward_ring(job, program, run, grad, grad_lse, (q, k, v), result)
     label = f"backward step {program.leave.index}, exchange of dq, dk and dv"
-    dq, dk, dv = yield from _exchange(run, program.leave, gradients, label)
+    dq, dk, dv = yield from program.leave.perform(run, gradients, label)
     return dq, _sum_copies(dk, job.plan.kv_heads), _sum_copies(dv, job.plan.kv_heads)
 
 
@@ -136,72 +166,57 @@ def _sum_copies(gradient: Tensor, heads: int) -> Tensor:
     return gradient if gradient.size(1) == heads else gradient.unflatten(1, (heads, -1)).sum(2)
 
 
-def _exchange(run: PassTensors, exchange: ExchangeStep, tensors: Tensors, label: str) -> Program[Tensors]:
-    """The tensors that this rank has after an exchange of tokens for heads, or back. `label` names it in errors."""
-    run.give(exchange.given, tensors)
-    run.give(exchange.received, [empty(shape, dtype, tensors[0].device) for shape, dtype in exchange.specs])
-    yield from run.perform(exchange.actions, label)
-    return run.get(exchange.received)
-
-
-def _forward_ring(
+def _forward_by_keys(
     job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
 ) -> Program[Forward]:
-    """The forward of the ring: rows of queries as its plan deals them out."""
+    """Blocks of keys and values come to the queries of this rank, whose rows are written as the plan deals them out."""
     q, k, v = map(align_rows, (q, k, v))
-    if program.rotates == "queries":
-        return (yield from _forward_by_queries(job, program, run, q, k, v, out))
     run.give(program.own["kv"], (k, v))
-    output, count = OutputAccumulator(q, v.shape[-1], out), q.size(0)
-    centre = Centre(job.kernel, q, k, job.scale)
+    output, centre = OutputAccumulator(q, v.shape[-1], out), Centre(job.kernel, q, k, job.scale)
     own = RowViews(*centre.queries(q))
-    for index, step in enumerate(program.steps, program.first):
-        yield from run.perform(step.posts, f"forward step {index}")
-        for visit in step.visits:
-            with named_range(job.rank, f"forward step {index}, block of rank {visit.part.owner}"):
-                yield from run.perform(visit.copies)
-                keys, values = run.get(visit.block)
-                block = RowViews(centre.keys(keys, visit.part.row_set), values)
-                dropping = _dropping(job, visit, q)
-                for part in visit.parts:
-                    for call in part.calls:
-                        for batch in batches(call.work, count):
-                            inputs = select_inputs(call.work, batch, own, block)
-                            kernel = job.kernel if dropping is None else dropping.select(call.work, batch)
-                            partial = centre.attend(kernel, *inputs, call.work)
-                            output.add(part.section, call, *partial, batch)
-                            del partial  # free it before the next call allocates its own
-                    if part.last:
-                        output.close(part.section)
-        yield from run.perform(step.waits)
+
+    def compute(visit: Visit) -> None:
+        keys, values = run.get(visit.block)
+        block = RowViews(centre.keys(keys, visit.part.row_set), values)
+        choose = _choose_kernels(job, visit, q)
+        for part in visit.parts:
+            for call in part.calls:
+                for batch in batches(call.work, q.size(0)):
+                    inputs = select_inputs(call.work, batch, own, block)
+                    kernel = job.kernel if choose is None else choose(call.work, batch)
+                    partial = centre.attend(kernel, *inputs, call.work)
+                    output.add(part.section, call, *partial, batch)
+                    del partial  # free it before the next call allocates its own
+            if part.last:
+                output.close(part.section)
+
+    yield from overlapped(job, program, run, "forward", compute)
     return Forward(*output.finish(program.empty, job.sinks), run.get(program.kept))
 
 
 def _forward_by_queries(
     job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
 ) -> Program[Forward]:
-    """The forward of a ring in which blocks of queries come to the keys of this rank, with their (out, lse) so far."""
+    """Blocks of queries come to the keys of this rank, with their (out, lse) so far."""
+    q, k, v = map(align_rows, (q, k, v))
     sums = make_output_sums(q, v.shape[-1])
     run.give(program.own["query"], (q,))
     run.give(program.sums["part"], sums)
     centre = Centre(job.kernel, q, k, job.scale)
-    own, count = RowViews(centre.keys(k), v), q.size(0)
-    for index, step in enumerate(program.steps, program.first):
-        yield from run.perform(step.posts, f"forward step {index}")
-        for visit in step.visits:
-            with named_range(job.rank, f"forward step {index}, block of rank {visit.part.owner}"):
-                yield from run.perform(visit.copies)
-                (queries,), totals = run.get(visit.block), RowViews(*run.get(visit.sums))
-                block = RowViews(*centre.queries(queries, visit.part.row_set))
-                dropping = _dropping(job, visit, q)
-                for work in visit.works:
-                    for batch in batches(work, count):
-                        inputs = select_inputs(work, batch, block, own)
-                        kernel = job.kernel if dropping is None else dropping.select(work, batch)
-                        partial = centre.attend(kernel, *inputs, work)
-                        merge_partial(totals, work, partial, batch, is_new=visit.is_new)
-                        del partial  # free it before the next call allocates its own
-        yield from run.perform(step.waits)
+    own = RowViews(centre.keys(k), v)
+
+    def compute(visit: Visit) -> None:
+        (queries,), totals = run.get(visit.block), RowViews(*run.get(visit.sums))
+        block = RowViews(*centre.queries(queries, visit.part.row_set))
+        choose = _choose_kernels(job, visit, q)
+        for work in visit.works:
+            for batch in batches(work, q.size(0)):
+                kernel = job.kernel if choose is None else choose(work, batch)
+                partial = centre.attend(kernel, *select_inputs(work, batch, block, own), work)
+                merge_partial(totals, work, partial, batch, is_new=visit.is_new)
+                del partial  # free it before the next call allocates its own
+
+    yield from overlapped(job, program, run, "forward", compute)
     return Forward(*finish_sums(*sums, q, job.sinks, out), ())
 
 
@@ -218,44 +233,53 @@ def _backward_ring(
     lse and delta, come to the keys of this rank."""
     grad, q, k, v, out = map(align_rows, (grad, *inputs, result.out))
     dq, dk, dv = make_sums(q, k, v)
-    by_queries = program.rotates == "queries"
     centre = Centre(job.kernel, q, k, job.scale)
-    wider = centre.moves or (job.lse if by_queries else grad_lse is not None)
-    if by_queries:
+    if program.rotates == "queries":
         assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
-        row_delta = delta(grad, out, grad_lse)
+        # In place of delta queries travel with the factor of `times_unit`, unless there may be a gradient of lse, which
+        # needs delta itself, or dO is rounded on its way.
+        has_factor, row = job.plan.comm_dtype is None and not job.lse, delta(grad, out, grad_lse)
         run.give(program.own["q"], (q, grad))
-        run.give(program.own["row"], (result.lse, delta_factor(grad, row_delta) if _sends_factors(job) else row_delta))
+        run.give(program.own["row"], (result.lse, delta_factor(grad, row) if has_factor else row))
         run.give(program.sums["dq"], (dq,))
+        wider = centre.moves or job.lse
         own = RowViews(centre.keys(k, wider=wider), with_column(v, 0.0) if job.lse else v)
+        own_sums = RowViews(dk, dv)
+
+        def compute(visit: Visit) -> None:
+            (query, dout), (lse, row) = run.get(visit.block), run.get(visit.rows)
+            rows = centre.rows(query, lse, visit.part.row_set)
+            query = with_column(query, 0.0) if wider else query
+            if has_factor:
+                rows = (dout, query, times_unit(dout, row), *rows)
+            else:
+                dout, of_out = with_delta(dout, row, wider=job.lse)
+                rows = (dout, query, of_out, *rows)
+            sums = RowViews(*run.get(visit.sums)), own_sums
+            _differentiate(job, visit, RowViews(*rows), own, sums, (visit.is_new, False))
     else:
         run.give(program.own["kv"], (k, v))
         run.give(program.kept, result.kept)
         run.give(program.sums["grad"], (dk, dv))
+        wider = centre.moves or grad_lse is not None
         query = with_column(q, 0.0) if wider else q
         if grad_lse is not None and job.kernel.dropout is None:
             out, grad = with_column(out, 0.0), with_column(grad, grad_lse.to(grad.dtype))
         elif grad_lse is not None:  # dropout scales dO v^T but not dlse, which therefore becomes a part of delta
             grad, out = with_delta(grad, delta(grad, out, grad_lse), wider=True)
         own = RowViews(grad, query, out, *centre.rows(q, result.lse))
-    own_sums = RowViews(dk, dv) if by_queries else RowViews(dq)
-    for index, step in enumerate(program.steps, program.first):
-        yield from run.perform(step.posts, f"backward step {index}")
-        for visit in step.visits:
-            with named_range(job.rank, f"backward step {index}, block of rank {visit.part.owner}"):
-                yield from run.perform(visit.copies)
-                block, sums = run.get(visit.block), RowViews(*run.get(visit.sums))
-                if by_queries:
-                    rows = RowViews(*_query_inputs(job, centre, block, run.get(visit.rows), visit.part.row_set))
-                    _differentiate(job, visit, rows, own, (sums, own_sums), (visit.is_new, False))
-                    continue
-                keys, values = block
-                if grad_lse is not None:
-                    values = with_column(values, float(job.kernel.dropout is None))
-                block_views = RowViews(centre.keys(keys, visit.part.row_set, wider=wider), values)
-                _differentiate(job, visit, own, block_views, (own_sums, sums), (False, visit.is_new))
-        yield from run.perform(step.waits)
-    dq, dk, dv = (as_dtype(x, y.dtype) if job.cast_grads else x for x, y in zip((dq, dk, dv), inputs, strict=True))
+        own_sums = RowViews(dq)
+
+        def compute(visit: Visit) -> None:
+            keys, values = run.get(visit.block)
+            if grad_lse is not None:
+                values = with_column(values, float(job.kernel.dropout is None))
+            block = RowViews(centre.keys(keys, visit.part.row_set, wider=wider), values)
+            sums = own_sums, RowViews(*run.get(visit.sums))
+            _differentiate(job, visit, own, block, sums, (False, visit.is_new))
+
+    yield from overlapped(job, program, run, "backward", compute)
+    dq, dk, dv = [as_dtype(x, y.dtype) if job.cast_grads else x for x, y in zip((dq, dk, dv), inputs, strict=True)]
     return dq, dk, dv
 
 
@@ -273,11 +297,11 @@ def _differentiate(
     is arbitrary, and the visit's only call writes all of it.
     """
     total = sums[0].tensors[0]
-    count, dropping = total.size(0), _dropping(job, visit, total)
+    choose = _choose_kernels(job, visit, total)
     for work in visit.works:
-        for batch in batches(work, count):
+        for batch in batches(work, total.size(0)):
             (grad, q, out, lse, *key), (k, v) = select_inputs(work, batch, by_query, by_key)
-            kernel = job.kernel if dropping is None else dropping.select(work, batch)
+            kernel = job.kernel if choose is None else choose(work, batch)
             dq, *of_keys = kernel.backward(grad, q, k, v, out, lse, work, job.scale)
             dq = restore(dq, *key) if key else dq
             accumulate(sums[0], work, batch, dq, is_new=is_new[0])
@@ -285,29 +309,10 @@ def _differentiate(
             del dq, of_keys  # free them before the next call allocates its own
 
 
-def _dropping(job: Job, visit: Visit, like: Tensor) -> DroppingKernels | None:
-    """The kernels of a visit's calls with dropout, for the batch and the device of `like`; None without dropout."""
+def _choose_kernels(job: Job, visit: Visit, like: Tensor) -> Callable[[Work, slice | None], Kernel] | None:
+    """With dropout, the kernel of each call of a visit, for the batch and the device of `like`."""
     if job.kernel.dropout is None:
         return None
-    from .dropout import DroppingKernels  # few calls drop weights
+    from .dropout import dropping_kernels  # few calls drop weights
 
-    return DroppingKernels(job.plan, job.rank, visit.part, job.kernel, like.size(0), like.device)
-
-
-def _sends_factors(job: Job) -> bool:
-    """Whether queries travel with the factor of `times_unit` in place of delta.
-
-    A gradient of lse needs delta itself, and so does dO that is rounded on its way.
-    """
-    return job.plan.comm_dtype is None and not job.lse
-
-
-def _query_inputs(job: Job, centre: Centre, block: Tensors, row: Tensors, of: AllRows | RowSet) -> Tensors:
-    """(dO, q, out) of query rows as a kernel takes them, and `Centre.rows`."""
-    (query, grad), (lse, row_delta) = block, row
-    rows = centre.rows(query, lse, of)
-    query = with_column(query, 0.0) if job.lse or centre.moves else query
-    if _sends_factors(job):
-        return grad, query, times_unit(grad, row_delta), *rows
-    grad, out = with_delta(grad, row_delta, wider=job.lse)
-    return grad, query, out, *rows
+    return dropping_kernels(job.plan, job.rank, visit.part, job.kernel, like.size(0), like.device)

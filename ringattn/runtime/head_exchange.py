@@ -11,8 +11,10 @@ from ..layout.regular import Layout
 from ..plan.plan import Plan
 from ..plan.row_sets import RowCopy, as_range
 from ..plan.steps import Hop, Kind, Part, Step
-from .message_buffers import Buffer, Recorder, StepMessages, TensorSpec, tensor_specs
-from .rank_run import Actions, Numbers
+from ..transport.base import Program
+from .buffers import Buffer, Recorder, StepMessages, TensorSpec, tensor_specs
+from .memory import empty
+from .tensors import Actions, Numbers, PassTensors, Tensors
 
 #: Heads and rows of a tensor [B, heads, rows, D].
 Side = tuple[range, range | np.ndarray]
@@ -27,6 +29,13 @@ class ExchangeStep:
     received: Numbers
     specs: tuple[TensorSpec, ...]
     actions: Actions
+
+    def perform(self, run: PassTensors, tensors: Tensors, label: str) -> Program[Tensors]:
+        """The tensors that this rank has afterwards. `label` names the exchange in errors."""
+        run.give(self.given, tensors)
+        run.give(self.received, [empty(shape, dtype, tensors[0].device) for shape, dtype in self.specs])
+        yield from run.perform(self.actions, label)
+        return run.get(self.received)
 
 
 class HeadExchange(StepMessages):

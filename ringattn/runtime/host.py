@@ -14,8 +14,8 @@ from ..plan.plan import Plan
 from ..plan.row_sets import ALL_ROWS, find_copies
 from ..plan.steps import Hop, Kind, Step
 from ..transport.base import Counters, Post, Program, drive
-from .message_buffers import message_views
-from .rank_run import RowIndex, copy_rows
+from .buffers import message_views
+from .tensors import RowIndex, move_rows
 
 T = TypeVar("T")
 #: The names of the stored tensors whose rows a part of a message holds.
@@ -102,7 +102,8 @@ class Host:
                 stored = self.storage.rows(name, rows)
                 to, of = (stored, x) if add else (x, stored)
                 for shared in copies:
-                    copy_rows(to, of, RowIndex.of(shared, to.shape, of.shape, to.device), add=add)
+                    rows_of = RowIndex.of(shared, to.shape, of.shape, to.device)
+                    move_rows((to,), (of,), rows_of, "add" if add else "copy")
 
 
 class _Direction:

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from ..errors import InvalidInput, OutOfMemory, raised_below
 
 T = TypeVar("T")
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.empty`. Raises OutOfMemory on CPUs; on other devices use it within `typed_errors`."""
     try:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -43,9 +44,9 @@ class MergeSpace:
 
     def __init__(self) -> None:
         self._fits: object = None
-        self._tensors: tuple[torch.Tensor, ...] = ()
+        self._tensors: tuple[Tensor, ...] = ()
 
-    def fit(self, lse: torch.Tensor, part_lse: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def fit(self, lse: Tensor, part_lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """(two tensors like part_lse in the dtype of lse, a third one in `dtype`, and that one as a column)."""
         shape = lse.shape, lse.stride(), part_lse.stride()
         if shape != self._fits:  # bits depend on strides: some ops compute other last bits where memory is contiguous

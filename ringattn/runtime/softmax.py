@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..kernels import fused_kernels
 from ..kernels.base import as_dtype, wide
@@ -10,15 +11,13 @@ from ..kernels.pad import HIDDEN, delta
 from .memory import MergeSpace
 
 
-def add_(total: torch.Tensor, part: torch.Tensor) -> None:
+def add_(total: Tensor, part: Tensor) -> None:
     """Add `part` to `total` in place; both are [B, H, n, D] with any strides, and part may have a narrower dtype."""
     fused = fused_kernels(total.device)
     fused.add_(total, part) if fused else total.add_(part)
 
 
-def merge_(
-    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, *, space: MergeSpace | None = None
-) -> None:
+def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, *, space: MergeSpace | None = None) -> None:
     """Merge the partial (part, part_lse) into (out, lse), in place.
 
     out [B, H, n, D] and lse [B, H, n] are fp32 or fp64 with any strides. lse may be wider than out; part may have a
@@ -39,9 +38,7 @@ def merge_(
     torch.logaddexp(lse, part_lse, out=lse)
 
 
-def merge(
-    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of two partials, as new tensors that are differentiable in all four; shapes as in `merge_`.
 
     Rows that are empty in both partials stay 0 and -inf, and their gradients are finite.
@@ -52,7 +49,7 @@ def merge(
     return torch.lerp(out, part, gate), torch.logaddexp(lse, part_lse).masked_fill(empty, -torch.inf)
 
 
-def merge_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Merge one more key per head into (out, lse), in place, of logit `sinks` [H] and value 0; shapes as in `merge_`.
 
     out may be narrower than fp32. The backward of a ring with this (out, lse) has the gradients of q, k and v.
@@ -63,9 +60,7 @@ def merge_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> N
     torch.logaddexp(lse, sink, out=lse)
 
 
-def sinks_gradient(
-    sinks: torch.Tensor, grad: torch.Tensor, grad_lse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
-) -> torch.Tensor:
+def sinks_gradient(sinks: Tensor, grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
     """d loss / d sinks [H], given d loss / d out and, or None, d loss / d lse, of the (out, lse) of `merge_sinks_`."""
     weight = (_logits(sinks, lse) - lse.clamp_min(torch.finfo(lse.dtype).min)).exp_()
     parts = weight * delta(grad, out, grad_lse).squeeze(-1)
@@ -73,6 +68,6 @@ def sinks_gradient(
     return -parts.contiguous().sum((0, 2)).to(sinks.dtype)
 
 
-def _logits(sinks: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def _logits(sinks: Tensor, lse: Tensor) -> Tensor:
     """The sinks [H, 1] in the dtype of lse, finite from above: inf - inf would be NaN."""
     return sinks.to(lse.dtype).clamp_max(HIDDEN).unsqueeze(-1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ..registry import Registry
 
@@ -10,15 +11,10 @@ if TYPE_CHECKING:
     from .base import Transport
 
 
-class OpenTransport(Protocol):
-    """Opens a transport for this process's rank. Every wait of the transport is bounded by `timeout` seconds."""
-
-    def __call__(self, *, timeout: float) -> Transport: ...
-
-
 #: Transports by the name that `transport=NAME` takes on the command line. An installed package adds a transport by an
-#: entry point of the group "ringattn.transports": a subclass or a function that fits `OpenTransport`.
-TRANSPORTS: Registry[OpenTransport] = Registry(
+#: entry point of the group "ringattn.transports": what opens the transport of this process's rank when it is called
+#: with `timeout=`, the seconds that bound every wait.
+TRANSPORTS: Registry[Callable[..., Transport]] = Registry(
     "transports",
     {"gloo": "transport.torchdist:TorchDist", "nccl": "transport.torchdist:TorchDist", "mpi": "transport.mpi:Mpi"},
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..errors import InvalidInput
 from .trace import get_trace, named_range
@@ -17,7 +18,7 @@ class Message(NamedTuple):
 
     peer: int
     tag: int
-    data: torch.Tensor
+    data: Tensor
 
 
 class Post(NamedTuple):

@@ -149,17 +149,12 @@ def run_local(
                 if process.pid is not None:
                     process.kill()
                     process.join()
-        return [pickle.loads(_result(scratch, rank).read_bytes()) for rank in range(ranks)]
+        return [pickle.loads(_file(scratch, rank, "pickle").read_bytes()) for rank in range(ranks)]
 
 
-def _log(scratch: Path, rank: int) -> Path:
-    """The file of the standard error of a rank."""
-    return scratch / f"rank_{rank:04d}.log"
-
-
-def _result(scratch: Path, rank: int) -> Path:
-    """The file that a rank writes its result to."""
-    return scratch / f"rank_{rank:04d}.pickle"
+def _file(scratch: Path, rank: int, ending: str) -> Path:
+    """The file of a rank's standard error ("log"), or of its result ("pickle")."""
+    return scratch / f"rank_{rank:04d}.{ending}"
 
 
 @contextmanager
@@ -187,19 +182,15 @@ def _uninterrupted() -> Iterator[None]:
 @contextmanager
 def terminable() -> Iterator[None]:
     """SIGTERM raises SystemExit in the block, so that the block cleans up, unless SIGTERM has another handler."""
-
-    def end(number: int, frame: Any) -> None:
-        raise SystemExit(TERMINATED)
-
     is_main = threading.current_thread() is threading.main_thread()
-    is_unhandled = is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if is_unhandled:
-        signal.signal(signal.SIGTERM, end)
+    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(TERMINATED))
     try:
         yield
     finally:
-        if is_unhandled:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def drop_output() -> None:
@@ -227,35 +218,34 @@ _progress: TextIO | None = None
 
 def _wait(processes: Sequence[BaseProcess], scratch: Path, timeout: float) -> None:
     """Return when all ranks have given their results. Raises LaunchFailure if a rank fails or the time is over."""
-    running, failed = dict(enumerate(processes)), list[int]()
+    running, failed = (
+        dict(enumerate(processes)),
+        dict[int, int](),
+    )  # the exit codes of failed ranks, the first one first
     deadline = time.monotonic() + timeout
     while running and (seconds := deadline - time.monotonic()) > 0:
         connection.wait([process.sentinel for process in running.values()], min(seconds, 3600.0))
         for rank in [rank for rank, process in running.items() if process.exitcode is not None]:
-            if running.pop(rank).exitcode or not _result(scratch, rank).exists():
-                failed.append(rank)
+            if (code := running.pop(rank).exitcode) or not _file(scratch, rank, "pickle").exists():
+                failed[rank] = code or 0
                 deadline = min(deadline, time.monotonic() + GRACE)
+    tails = {rank: _tail(_file(scratch, rank, "log")) for rank in failed or [*running][:4]}
     if failed:
         # The rank to blame: first a killed rank, then a rank that does not itself complain of a lost peer.
-        codes = {rank: processes[rank].exitcode or 0 for rank in failed}
-        first = min(failed, key=lambda rank: (codes[rank] >= 0, "CommFailure" in tail(_log(scratch, rank))))
-        code = codes.pop(first)
+        first = min(failed, key=lambda rank: (failed[rank] >= 0, "CommFailure" in tails[rank]))
+        code = failed.pop(first)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
         how = how if code else "ended before it gave a result"
-        also = f" (then also failed: {', '.join(map(str, codes))})" if codes else ""
-        raise LaunchFailure(f"rank {first} of {len(processes)} {how}{also}{tail(_log(scratch, first))}", code)
+        also = f" (then also failed: {', '.join(map(str, failed))})" if failed else ""
+        raise LaunchFailure(f"rank {first} of {len(processes)} {how}{also}{tails[first]}", code)
     if running:
-        parts = [f"rank {rank} still ran{tail(_log(scratch, rank))}" for rank in [*running][:4]]
-        raise LaunchFailure(
-            f"the ranks did not end within {timeout:g} s (a longer timeout= allows more): " + "\n".join(parts)
-        )
+        parts = "\n".join(f"rank {rank} still ran{text}" for rank, text in tails.items())
+        raise LaunchFailure(f"the ranks did not end within {timeout:g} s (a longer timeout= allows more): {parts}")
 
 
-def tail(log: Path) -> str:
+def _tail(log: Path) -> str:
     """The last lines of a log as an error repeats them; empty if the log has no lines."""
-    if not log.exists():
-        return ""
-    lines = log.read_text(errors="replace").strip().splitlines()[-TAIL:]
+    lines = log.read_text(errors="replace").strip().splitlines()[-TAIL:] if log.exists() else []
     return "; its last output:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""
 
 
@@ -269,7 +259,7 @@ def _run_rank(scratch: Path, group: dict[str, Any], rank: int, work: bytes) -> N
     if rank == 0 and group["show"]:
         global _progress
         _progress = os.fdopen(os.dup(2), "w", buffering=1)
-    with _log(scratch, rank).open("wb") as log:
+    with _file(scratch, rank, "log").open("wb") as log:
         os.dup2(log.fileno(), 2)
         if rank or not group["show"]:
             os.dup2(log.fileno(), 1)
@@ -289,7 +279,7 @@ def _run_rank(scratch: Path, group: dict[str, Any], rank: int, work: bytes) -> N
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=group["world"], timeout=timeout)
         fn, args = pickle.loads(work)
-        _result(scratch, rank).write_bytes(pickle.dumps(fn(rank, *args)))
+        _file(scratch, rank, "pickle").write_bytes(pickle.dumps(fn(rank, *args)))
     except SystemExit as end:  # after a message of its own
         code = end.code or 0
     finally:

@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -230,9 +229,7 @@ class AbortOnError:
     def __enter__(self) -> AbortOnError:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             return
         world, is_ours = load().COMM_WORLD, isinstance(error, RingAttentionError)

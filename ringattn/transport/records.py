@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import CommFailure, Mismatch, RingAttentionError
 from ..text import plural
+
+if TYPE_CHECKING:
+    from .base import Transport
 
 MAGIC, VERSION = b"ra", 1
 #: Kinds of frames: a value, or the text of an exception.
@@ -30,16 +32,6 @@ QUOTED = 1500
 RECORDS = "records of all ranks"
 #: Bytes of a digest: ranks compare digests of what they are about to do and of what they have done.
 MARK = 8
-
-
-class Gatherer(Protocol):
-    """The part of a transport that an exchange uses."""
-
-    def gather(self, record: bytes, stage: str) -> list[bytes]:
-        """Every rank's record, in rank order. Collective. `stage` names the exchange in errors."""
-
-    def fail(self, text: str) -> None:
-        """Tell all ranks, where the transport can, that this rank has left a call by an exception."""
 
 
 def digest(data: bytes) -> bytes:
@@ -64,7 +56,7 @@ class ErrorReport:
     """
 
     def __init__(
-        self, transport: Gatherer, stage: str, *, deferred: bool = False, common: tuple[type[Exception], ...] = ()
+        self, transport: Transport, stage: str, *, deferred: bool = False, common: tuple[type[Exception], ...] = ()
     ) -> None:
         self.transport, self.stage, self.deferred, self.common = transport, stage, deferred, common
 
@@ -74,9 +66,7 @@ class ErrorReport:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             try:
                 self._finish()
@@ -110,7 +100,7 @@ class Exchange(ErrorReport):
     record.
     """
 
-    def __init__(self, transport: Gatherer, stage: str, limit: int | None = None, *, once: bool = False) -> None:
+    def __init__(self, transport: Transport, stage: str, limit: int | None = None, *, once: bool = False) -> None:
         super().__init__(transport, stage)
         self.once = once
         self.limit, self.mine = limit, b""

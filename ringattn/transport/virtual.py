@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from ..errors import CommFailure
 from .base import Counters, Post, Program
@@ -20,65 +21,38 @@ SMALL, PAGE, WATCHED = 1 << 16, 1 << 16, 64
 NAMED = 8
 
 
-class VirtualTicket(Protocol):
-    """What a program of this process waits for."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether the program can go on."""
-
-
 T = TypeVar("T")
-K = TypeVar("K", bound=VirtualTicket)
+#: What a program waits for.
+K = TypeVar("K")
 
 
 @dataclass
 class _PostedMessage:
     """A message with one or both sides posted. `snapshot` holds the watched bytes of `source` at its post."""
 
-    source: torch.Tensor | None = None
-    snapshot: torch.Tensor | None = None
-    target: torch.Tensor | None = None
+    source: Tensor | None = None
+    snapshot: Tensor | None = None
+    target: Tensor | None = None
     #: Whether both sides have been posted.
     matched: bool = False
 
-    def deliver(self, name: str) -> None:
-        """Copy the message to its receiver, unless that is done. `name` names the message in errors."""
-        if self.target is None:
-            return
-        assert self.source is not None and self.snapshot is not None
-        assert torch.equal(_watched(self.source), self.snapshot), f"{name}: written to while in flight"
-        assert self.source.numel() == self.target.numel(), f"{name}: sender and receiver disagree on the size"
-        self.target.copy_(self.source)
-        self.source, self.target = None, None
 
-
-@dataclass
-class _RankTicket:
-    """The messages of one request, by their names in errors."""
-
-    messages: list[tuple[str, _PostedMessage]] = field(default_factory=list)
-
-    @property
-    def ready(self) -> bool:
-        """Whether both sides of every message are posted."""
-        for _, message in self.messages:  # noqa: SIM110  # no call of Python for each message
-            if not message.matched:
-                return False
-        return True
+#: The messages of one request, with their names in errors.
+Named = list[tuple[str, _PostedMessage]]
 
 
 def in_turns(
     programs: Sequence[Program[T]],
     post: Callable[[int, Post], K],
+    is_ready: Callable[[K], bool],
     stuck: Callable[[Mapping[int, K]], str],
     resume: Callable[[K], None] = lambda ticket: None,
 ) -> list[T]:
     """Run the programs of one process to the end, in turns, and return their results in order.
 
-    `post(index, request)` starts the messages of program number `index` and returns a ticket. `resume(ticket)` is
-    called right before the program that waits for a ready ticket goes on. Raises CommFailure if no program can go on,
-    with the text that `stuck` makes of the tickets that are waited for.
+    `post(index, request)` starts the messages of program number `index` and returns a ticket. A program that waits for
+    a ticket goes on once `is_ready(ticket)`, and right after `resume(ticket)`. Raises CommFailure if no program can go
+    on, with the text that `stuck` makes of the tickets that are waited for.
     """
     results: dict[int, T] = {}
     waiting: dict[int, K] = {}
@@ -97,7 +71,7 @@ def in_turns(
                 results[index] = stop.value
                 continue
             waiting[index] = request.ticket
-        runnable = [index for index, ticket in waiting.items() if ticket.ready]
+        runnable = [index for index, ticket in waiting.items() if is_ready(ticket)]
     if waiting:
         raise CommFailure(
             f"the virtual ranks wait for each other forever, which is an error of the plan; please report it: "
@@ -122,28 +96,28 @@ class Virtual:
     def run(self, programs: Sequence[Program[T]]) -> list[T]:
         """Run one program per rank to the end, in turns, and return their results in rank order."""
         assert len(programs) == self.size
-        results = in_turns(programs, self._post, self._name_unmatched, self._deliver)
+        results = in_turns(programs, self._post, _is_ready, self._name_unmatched, _deliver)
         assert not self._open, f"messages that nobody received: {sorted(self._open)}"
         return results
 
-    def _post(self, rank: int, post: Post) -> _RankTicket:
+    def _post(self, rank: int, post: Post) -> Named:
         """Match every message of a request with its other side, where that is posted."""
         self.counters[rank].add(post)
-        ticket = _RankTicket()
+        ticket: Named = []
         for peer, tag, data in post.recvs:
             posted = self._match((peer, rank, tag), data)
             assert posted.target is None, f"rank {rank}, {post.label}: two receives share peer and tag"
             _watched(data).fill_(255)
             posted.target = data
-            ticket.messages.append((f"rank {rank}, {post.label}: receive from rank {peer}", posted))
+            ticket.append((f"rank {rank}, {post.label}: receive from rank {peer}", posted))
         for peer, tag, data in post.sends:
             posted = self._match((rank, peer, tag), data)
             assert posted.source is None, f"rank {rank}, {post.label}: two sends share peer and tag"
             posted.source, posted.snapshot = data, _watched(data).clone()
-            ticket.messages.append((f"rank {rank}, {post.label}: send to rank {peer}", posted))
+            ticket.append((f"rank {rank}, {post.label}: send to rank {peer}", posted))
         return ticket
 
-    def _match(self, key: tuple[int, int, int], data: torch.Tensor) -> _PostedMessage:
+    def _match(self, key: tuple[int, int, int], data: Tensor) -> _PostedMessage:
         """The message between sender and receiver with a tag, whose second side ends its being open."""
         assert data.numel() > 0 and data.is_contiguous()
         posted = self._open.pop(key, None)
@@ -153,19 +127,37 @@ class Virtual:
             posted.matched = True
         return posted
 
-    def _deliver(self, ticket: _RankTicket) -> None:
-        """Deliver the messages of one rank right before it resumes, so that the rank reads them from the cache."""
-        for name, message in ticket.messages:
-            message.deliver(name)
-
-    def _name_unmatched(self, waiting: Mapping[int, _RankTicket]) -> str:
+    def _name_unmatched(self, waiting: Mapping[int, Named]) -> str:
         """The names of the messages whose other side is not posted."""
-        messages = [named for ticket in waiting.values() for named in ticket.messages]
-        names = [name for name, message in messages if not message.matched]
+        names = [name for ticket in waiting.values() for name, message in ticket if not message.matched]
         return "; ".join(names[:NAMED]) + (" ..." if len(names) > NAMED else "")
 
 
-def _watched(data: torch.Tensor) -> torch.Tensor:
+def _is_ready(ticket: Named) -> bool:
+    """Whether both sides of every message are posted."""
+    for _, message in ticket:  # noqa: SIM110  # no call of Python for each message
+        if not message.matched:
+            return False
+    return True
+
+
+def _deliver(ticket: Named) -> None:
+    """Deliver the messages of one rank right before it resumes, so that the rank reads them from the cache.
+
+    A message of which the other side was delivered first is not copied again.
+    """
+    for name, message in ticket:
+        if message.target is None:
+            continue
+        assert message.source is not None and message.snapshot is not None
+        assert torch.equal(_watched(message.source), message.snapshot), f"{name}: written to while in flight"
+        sizes = message.source.numel(), message.target.numel()
+        assert sizes[0] == sizes[1], f"{name}: sender and receiver disagree on the size"
+        message.target.copy_(message.source)
+        message.source, message.target = None, None
+
+
+def _watched(data: Tensor) -> Tensor:
     """The view of the bytes that are checked or poisoned. All bits set is NaN in every floating dtype."""
     if data.numel() <= SMALL:
         return data

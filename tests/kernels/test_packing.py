@@ -20,7 +20,7 @@ from ringattn.kernels.base import band
 from ringattn.kernels.cuda_device import flash_reads, flash_window
 from ringattn.kernels.packing import ALONE_ROWS, _gather, _repeats_keys, cumulative, gather, pack, scatter, scatter_add
 from ringattn.plan.work import Work
-from ringattn.runtime.rank_program import batches
+from ringattn.runtime.program import batches
 
 CPU = torch.device("cpu")
 #: Odd lengths, empty documents, single tokens, and documents over the borders of shards.

@@ -19,7 +19,7 @@ from ringattn.kernels.pad import EXTRA, delta, with_delta
 from ringattn.plan.row_sets import RowSet, to_numbers, to_ranges
 from ringattn.plan.steps import Part
 from ringattn.plan.work import Work, restrict_queries
-from ringattn.runtime.message_buffers import message_views, place_parts
+from ringattn.runtime.buffers import message_views, place_parts
 
 
 @given(st.sets(st.integers(0, 40)), st.integers(1, 3), st.integers(1, 9), st.integers(0, 9), st.integers(0, 4))

@@ -16,7 +16,7 @@ from ringattn import Causal, Full, OutOfMemory, Window
 from ringattn.call.autograd import AllRanks
 from ringattn.kernels.aten_cpu import AtenCpu
 from ringattn.runtime.memory import typed_errors
-from ringattn.runtime.rank_program import backward_program, forward_program
+from ringattn.runtime.program import backward_program, forward_program
 from ringattn.simulator.timing.costs import memory
 
 

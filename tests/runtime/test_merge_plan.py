@@ -16,12 +16,12 @@ from ringattn.kernels.aten_cpu import AtenCpu
 from ringattn.kernels.reference import Reference
 from ringattn.pattern.tile import shift_range
 from ringattn.plan.work import Work, join_keys, join_repetitions
-from ringattn.runtime import merge_plan
+from ringattn.runtime import accumulators
 
 
 @pytest.fixture
 def small_sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge_plan, "SECTION_ROWS", 8)
+    monkeypatch.setattr(accumulators, "SECTION_ROWS", 8)
 
 
 def rows_of(call: Work) -> list[np.ndarray]:
@@ -43,20 +43,21 @@ def test_a_merge_plan_copies_first_and_merges_after(
         pattern, tokens=tokens, ranks=ranks, layout=layout, schedule="ring", heads=heads, kv_heads=kv_heads
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merge_plan, "SECTION_ROWS", least)
+        patch.setattr(accumulators, "SECTION_ROWS", least)
         plan.cache.clear()
         for rank in range(ranks):
             for kernel in (AtenCpu(), Reference()):
-                check(merge_plan.make_merge_plan(plan, rank, kernel), plan, rank)
+                check(accumulators.make_merge_plan(plan, rank, kernel), plan, rank)
     plan.cache.clear()
 
 
-def check(found: merge_plan.MergePlan, plan: ra.Plan, rank: int) -> None:
+def check(found: accumulators.MergePlan, plan: ra.Plan, rank: int) -> None:
     size = plan.layout.rows(rank)
     partials = np.zeros((plan.heads, size), dtype=int)
     closed: set[range] = set()
     sections = set()
-    for visit in found.visits:
+    visits, empty = found
+    for visit in visits:
         for part in visit:
             section = part.section
             sections.add(section)
@@ -73,13 +74,13 @@ def check(found: merge_plan.MergePlan, plan: ra.Plan, rank: int) -> None:
             if part.last:
                 closed.add(section.rows)
     assert {section.rows for section in sections} == closed
-    covered = sorted([*(s.rows for s in sections), *found.empty], key=lambda r: r.start)
+    covered = sorted([*(s.rows for s in sections), *empty], key=lambda r: r.start)
     assert [row for rows in covered for row in rows] == list(range(size))
     for section in sections:
         counts = partials[:, section.rows.start : section.rows.stop]
         assert section.single == (counts.max() <= 1)
         assert section.filled or (counts > 0).all()
-    for rows in found.empty:
+    for rows in empty:
         assert not partials[:, rows.start : rows.stop].any()
 
 
@@ -102,10 +103,10 @@ def test_sections_change_no_number(pattern: Pattern, dtype: torch.dtype, monkeyp
         plan = make_plan(pattern, tokens=128, ranks=ranks, heads=4, kv_heads=2, head_dim=16, batch=2, dtype=dtype)
         plan.cache.clear()
         many = ra.virtual_attention(q, k, v, pattern, ranks=ranks)
-        sections = {p.section for visit in merge_plan.make_merge_plan(plan, 0, AtenCpu()).visits for p in visit}
+        sections = {p.section for visit in accumulators.make_merge_plan(plan, 0, AtenCpu())[0] for p in visit}
         assert len(sections) > 1 or ranks > 1
         with monkeypatch.context() as patch:
-            patch.setattr(merge_plan, "SECTION_ROWS", 1 << 30)
+            patch.setattr(accumulators, "SECTION_ROWS", 1 << 30)
             plan.cache.clear()
             one = ra.virtual_attention(q, k, v, pattern, ranks=ranks)
             assert error(many, one.double()) <= (1e-14 if dtype == torch.float64 else 1e-2)

@@ -21,7 +21,7 @@ from ringattn import Causal, Full, Pattern, Sinks, Window, make_plan
 from ringattn.kernels import get_kernel
 from ringattn.kernels.reference import Reference
 from ringattn.runtime.executor import Job, backward, forward
-from ringattn.runtime.rank_program import forward_program
+from ringattn.runtime.program import forward_program
 from ringattn.transport.base import Message, Post, Wait
 from ringattn.transport.virtual import Virtual
 

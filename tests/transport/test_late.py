@@ -15,8 +15,8 @@ from posts import planned_posts
 import ringattn as ra
 from ringattn.call import autograd
 from ringattn.kernels.aten_cpu import AtenCpu
-from ringattn.runtime import rank_run
-from ringattn.runtime.message_buffers import StepMessages
+from ringattn.runtime import tensors
+from ringattn.runtime.buffers import StepMessages
 from ringattn.transport.base import Message, Post, Program
 from ringattn.transport.virtual import in_turns
 
@@ -73,7 +73,7 @@ class LateVirtual:
 
     def run(self, programs: Sequence[Program[Any]]) -> list[Any]:
         """Run one program per rank to the end, in turns, and return their results in rank order."""
-        results = in_turns(programs, self._post, self._name_unmatched, self._land)
+        results = in_turns(programs, self._post, lambda ticket: ticket.ready, self._name_unmatched, self._land)
         assert not self._flying, f"never waited for: {sorted(self._flying.values())}"
         LateVirtual.runs.append(self._requests)
         return results
@@ -110,10 +110,10 @@ class LateVirtual:
 
 def send_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all virtual ranks send late, and poison the memory that a pass begins with."""
-    honest = rank_run.empty
+    honest = tensors.empty
     monkeypatch.setattr(LateVirtual, "runs", [])
     monkeypatch.setattr(autograd, "Virtual", LateVirtual)
-    monkeypatch.setattr(rank_run, "empty", lambda *arguments: honest(*arguments).fill_(POISON))
+    monkeypatch.setattr(tensors, "empty", lambda *arguments: honest(*arguments).fill_(POISON))
 
 
 TOKENS, RANKS = 37, 4
@@ -169,16 +169,16 @@ def test_a_write_to_a_sent_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_buffer_freed_before_the_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = StepMessages._post
+    honest = StepMessages.start
 
-    def hasty(self: StepMessages, *arguments: Any) -> Any:
-        post = honest(self, *arguments)
-        for buffer, parts in self._open[-1].sent:
-            while parts:
-                self.recorder.drop(buffer, parts.pop())
-        return post
+    def hasty(self: StepMessages, index: int) -> None:
+        honest(self, index)
+        for _, _, sent, _ in self._open:
+            for buffer, parts in sent:
+                while parts:
+                    self.recorder.drop(buffer, parts.pop())
 
     send_late(monkeypatch)
-    monkeypatch.setattr(StepMessages, "_post", hasty)
+    monkeypatch.setattr(StepMessages, "start", hasty)
     with pytest.raises(AssertionError, match="written to while in flight"):
         call(ra.Window(23, 5))  # no other test has this plan, which caches the hasty program

@@ -13,7 +13,7 @@ from ...kernels.base import Kernel, wide
 from ...machine.kernel_times import BACKWARD, WHOLE_KEYS
 from ...plan.work import Work
 from ...runtime.accumulators import RowViews, accumulate, select_inputs
-from ...runtime.rank_program import batches
+from ...runtime.program import batches
 from ...runtime.softmax import merge_
 from ...simulator.timing.kernel_seconds import lower_to_tiles
 from .fits import Sample

@@ -19,7 +19,7 @@ import torch
 from ...errors import InvalidInput
 from ...plan.plan import Plan
 from ...plan.steps import OF_KEYS, Hop, Part, Step
-from ...runtime.message_buffers import message_views
+from ...runtime.buffers import message_views
 from ...transport.base import Message, Post, Program
 from ...transport.virtual import WATCHED, in_turns
 
@@ -172,7 +172,7 @@ class Lockstep:
 
     def run(self, programs: Sequence[Program[T]]) -> list[T]:
         """The results of the cohorts' programs, in order, which run to the end in turns."""
-        results = in_turns(programs, self._post, self._stuck)
+        results = in_turns(programs, self._post, lambda ticket: ticket.ready, self._stuck)
         assert not self._open, "messages that nobody sent"
         assert all(send.done for send in self._sent.values()), "messages that nobody received"
         return results

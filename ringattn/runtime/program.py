@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,9 @@ from ..kernels.base import Kernel
 from ..plan.plan import Plan
 from ..plan.steps import Kind, Part
 from ..plan.work import Work
-from .merge_plan import VisitPart, make_merge_plan
-from .message_buffers import Recorder, tensor_specs
-from .rank_run import Actions, Memory, Numbers
-from .rank_state import SUM_OF, RankState
+from .accumulators import VisitPart, make_merge_plan
+from .buffers import SUM_OF, RankState, Recorder, tensor_specs
+from .tensors import Actions, Memory, Numbers
 
 if TYPE_CHECKING:
     from .head_exchange import ExchangeStep
@@ -121,9 +120,13 @@ def _resolve(
     steps = rank_plan.backward if backward else rank_plan.forward
     rotates = ring_plan.rotates if backward else ring_plan.forward_rotates
     kept = rank_plan.kept if keep and rotates == "keys" else ()
-    merges = None if backward or rotates == "queries" else make_merge_plan(ring_plan, owner, kernel)
-    planned = _list_works(ring_plan, owner, kernel, backward) if merges is None else merges.visits
-    works: Iterator[Any] = iter(planned)
+    is_output = not backward and rotates == "keys"  # the visits write the output of this rank
+    planned: tuple[Sequence[Any], tuple[range, ...]] = (
+        make_merge_plan(ring_plan, owner, kernel)
+        if is_output
+        else (_list_works(ring_plan, owner, kernel, backward), ())
+    )
+    works, empty = iter(planned[0]), planned[1]
     exchanged: tuple[Kind, Kind] = ("dout", "dqkv") if backward else ("qkv", "out")
     with torch.inference_mode(False):  # index tensors outlive the inference mode of the caller
         recorder = Recorder(plan, _largest_message(plan, rank), device)
@@ -142,7 +145,7 @@ def _resolve(
             posts, visits = recorder.collect(), []
             for block in steps[index].visits:
                 mine = next(works)
-                if merges is not None:
+                if is_output:
                     numbers = state.block(block)
                     visits.append(Visit(recorder.collect(), block, numbers, parts=mine))
                 elif mine or rotates == "keys":
@@ -158,7 +161,7 @@ def _resolve(
         tuple(number for part in kept for number in state.blocks[part]),
         rotates,
         ring_steps.start,
-        () if merges is None else merges.empty,
+        empty,
         enter,
         leave,
     )

@@ -1,6 +1,6 @@
 """One execution of a pass of a rank: its tensors by number, its copies between them, and its messages.
 
-A pass is a list of copies and messages between numbered tensors, which `runtime.rank_program` has written down.
+A pass is a list of copies and messages between numbered tensors, which `runtime.program` has written down.
 """
 
 from __future__ import annotations
@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..plan.row_sets import RowCopy
-from ..transport.base import Message, Post, Program, Tags, Wait
+from ..transport.base import TAGS, Message, Post, Program, Tags, Wait
 from .memory import empty
 from .softmax import merge_
 
 #: The tensors of one part, such as (K, V), (dK, dV), (q, dO), (lse, delta), (dQ,) or (q, k, v).
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 #: The numbers of these tensors in a `PassTensors`.
 Numbers = tuple[int, ...]
 
@@ -32,9 +33,9 @@ class RowIndex(NamedTuple):
     """
 
     to_view: tuple[slice, ...] | None
-    to_rows: torch.Tensor | None
+    to_rows: Tensor | None
     from_view: tuple[slice, ...] | None
-    from_rows: torch.Tensor | None
+    from_rows: Tensor | None
 
     @classmethod
     def of(cls, rows: RowCopy, target: Sequence[int], source: Sequence[int], device: torch.device) -> RowIndex:
@@ -46,21 +47,17 @@ class RowIndex(NamedTuple):
 ALL = RowIndex(None, None, None, None)
 
 
-class Copy(NamedTuple):
-    """Copy rows of tensor `source` to tensor `target`, or `add` them. A `source` of None is zeros."""
-
-    target: int
-    source: int | None
-    rows: RowIndex
-    add: bool
+#: What a `Move` does with rows.
+How = Literal["copy", "add", "merge"]
 
 
-class Merge(NamedTuple):
-    """Merge rows of the sums (out, lse) of numbers `sources` into those of `targets`. No sources: sums of no key."""
+class Move(NamedTuple):
+    """A call of `move_rows`, with the numbers of its tensors."""
 
     targets: Numbers
     sources: Numbers
     rows: RowIndex
+    how: How
 
 
 class NumberedPost(NamedTuple):
@@ -72,7 +69,7 @@ class NumberedPost(NamedTuple):
 
 
 #: What a rank does in this order beside its kernel calls.
-Actions = tuple[Copy | Merge | NumberedPost | Wait, ...]
+Actions = tuple[Move | NumberedPost | Wait, ...]
 
 
 class View(NamedTuple):
@@ -121,69 +118,65 @@ class PassTensors:
         self._tags = tags
         self._tickets: dict[int, Any] = {}
 
-    def give(self, numbers: Numbers, tensors: Sequence[torch.Tensor]) -> None:
+    def give(self, numbers: Numbers, tensors: Sequence[Tensor]) -> None:
         """Set tensors that the pass is given."""
         for number, x in zip(numbers, tensors, strict=True):
             self.tensors[number] = x
 
     def get(self, numbers: Numbers) -> Tensors:
         """The tensors of these numbers."""
-        tensors = self.tensors
-        return tuple([tensors[number] for number in numbers])
+        return tuple(map(self.tensors.__getitem__, numbers))
 
     def perform(self, actions: Actions, label: str = "") -> Program[None]:
         """Make copies, post messages, and wait for messages. `label` names the step of the messages in errors."""
         for action in actions:
             if isinstance(action, NumberedPost):
-                post = Post(self._messages(action.sends), self._messages(action.recvs), label)
-                self._tickets[action.ticket] = yield post
+                self._tickets[action.ticket] = yield self._resolve(action, label)
             elif isinstance(action, Wait):
                 yield Wait(self._tickets.pop(action.ticket))
-            elif isinstance(action, Merge):
-                _merge_rows(self.get(action.targets), self.get(action.sources), action.rows)
-            elif action.source is None:
-                self.tensors[action.target].zero_()
             else:
-                copy_rows(self.tensors[action.target], self.tensors[action.source], action.rows, add=action.add)
+                move_rows(self.get(action.targets), self.get(action.sources), action.rows, action.how)
 
-    def _messages(self, numbered: tuple[tuple[int, int, int], ...]) -> tuple[Message, ...]:
-        of, tensors = self._tags.of, self.tensors
-        return tuple([Message(peer, of(tag), tensors[data]) for peer, tag, data in numbered])
-
-
-def copy_rows(target: torch.Tensor, source: torch.Tensor, rows: RowIndex, *, add: bool) -> None:
-    """Copy rows of `source` to rows of `target`, or add them to the rows of `target`."""
-    to_view, to_rows, from_view, from_rows = rows
-    to = target if to_view is None else target[to_view]
-    of = source if from_view is None else source[from_view]
-    if from_rows is not None:
-        of = of.index_select(2, from_rows)
-    if to_rows is None:
-        to.add_(of) if add else to.copy_(of)
-    else:
-        of = of.to(to.dtype)
-        to.index_add_(2, to_rows, of) if add else to.index_copy_(2, to_rows, of)
+    def _resolve(self, post: NumberedPost, label: str) -> Post:
+        """The request with the messages of a `NumberedPost`."""
+        (first, step), tensors = self._tags, self.tensors
+        numbered = (*post.sends, *post.recvs)
+        messages = [Message(peer, (first + step * tag) % TAGS, tensors[data]) for peer, tag, data in numbered]
+        return Post(tuple(messages[: len(post.sends)]), tuple(messages[len(post.sends) :]), label)
 
 
-def _merge_rows(targets: Tensors, sources: Tensors, rows: RowIndex) -> None:
-    """Merge rows of the (out, lse) `sources` into rows of `targets`; without sources begin with those of no key."""
+def move_rows(targets: Tensors, sources: Tensors, rows: RowIndex, how: How) -> None:
+    """Copy rows of the `sources` of a part to its `targets`, add them, or merge them, which are then (out, lse).
+
+    Without sources the targets begin: with 0, and the lse of a merge with -inf.
+    """
     if not sources:
-        begin_sums(*targets)
+        if how == "merge":
+            begin_sums(*targets)
+        else:
+            for x in targets:
+                x.zero_()
         return
     to_view, to_rows, from_view, from_rows = rows
-    to = targets if to_view is None else tuple([x[to_view] for x in targets])
-    of = sources if from_view is None else tuple([x[from_view] for x in sources])
-    of = of if from_rows is None else tuple([x.index_select(2, from_rows) for x in of])
-    if to_rows is None:
+    to = targets if to_view is None else [x[to_view] for x in targets]
+    of = sources if from_view is None else [x[from_view] for x in sources]
+    of = of if from_rows is None else [x.index_select(2, from_rows) for x in of]
+    if how == "merge" and to_rows is not None:
+        merged = [x.index_select(2, to_rows) for x in to]
+        merge_(*merged, *of)
+        of = merged
+    elif how == "merge":
         merge_(*to, *of)
         return
-    merged = tuple([x.index_select(2, to_rows) for x in to])
-    merge_(*merged, *of)
-    for x, part in zip(to, merged, strict=True):
-        x.index_copy_(2, to_rows, part)
+    for x, y in zip(to, of, strict=True):
+        if to_rows is None:
+            x.add_(y) if how == "add" else x.copy_(y)
+        else:
+            y = y.to(x.dtype)
+            x.index_add_(2, to_rows, y) if how == "add" else x.index_copy_(2, to_rows, y)
 
 
-def begin_sums(out: torch.Tensor, lse: torch.Tensor) -> None:
+def begin_sums(out: Tensor, lse: Tensor) -> None:
     """Set (out, lse) to those of rows that see no key, in place."""
     out.zero_()
     lse.fill_(-torch.inf)
@@ -191,7 +184,7 @@ def begin_sums(out: torch.Tensor, lse: torch.Tensor) -> None:
 
 def _index(
     heads: range, rows: range | np.ndarray, shape: Sequence[int], device: torch.device
-) -> tuple[tuple[slice, ...] | None, torch.Tensor | None]:
+) -> tuple[tuple[slice, ...] | None, Tensor | None]:
     """(the view's index, the numbers of its rows) for heads and rows of a tensor of this shape; see `RowIndex`."""
     numbers = None if isinstance(rows, range) else torch.as_tensor(np.asarray(rows), device=device)
     run = rows if isinstance(rows, range) else range(shape[2])

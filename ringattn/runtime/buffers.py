@@ -1,0 +1,434 @@
+"""What a rank holds while it runs, written down before it runs: blocks, sums and messages, and their buffers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import count
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..plan.plan import Plan
+from ..plan.row_sets import RowCopy, RowSet, find_copies
+from ..plan.steps import BLOCKS, SUMS, Hop, Kind, Part, Step
+from ..transport.base import Wait
+from .tensors import ALL, Actions, How, Memory, Move, NumberedPost, Numbers, RowIndex, Tensors, View
+
+#: Shape and dtype of one tensor of a part.
+TensorSpec = tuple[tuple[int, ...], torch.dtype]
+#: By the kind of a block of queries, the kind of what is summed for its rows.
+SUM_OF: dict[Kind, Kind] = {"q": "dq", "query": "part"}
+#: Bytes of the widest loads and stores of GPUs.
+ALIGNED = 16
+#: Message buffers begin at multiples of this many bytes.
+PAGE = 512
+
+
+class Buffer:
+    """One message in a store: the number of its bytes, and of the tensors of each part. See `place_parts`."""
+
+    def __init__(self, recorder: Recorder, store: int, first: int, size: int, parts: Sequence[Part], *, as_sent: bool):
+        self.store, self.first, self.size, self.parts = store, first, size, tuple(parts)
+        #: Parts that are still needed. A buffer without a live part is free.
+        self.live = set(parts)
+        used, places = place_parts(recorder.plan, parts, as_sent=as_sent)
+        self.data = recorder.number(View.at(store, first, (used,), torch.uint8))
+        self._views = {
+            part: tuple(recorder.number(View.at(store, first + start, *spec)) for start, spec in places[part])
+            for part in parts
+        }
+
+    def view(self, part: Part) -> Numbers:
+        """The contiguous tensors of a part, [B, heads, rows, width] each."""
+        return self._views[part]
+
+
+class Recorder:
+    """Writes down what a pass does, gives tensors their numbers, and hands out message buffers for reuse.
+
+    Sizes of buffers are multiples of an eighth of the largest message (`largest_message`, bytes), so that messages of
+    nearly equal sizes share buffers.
+    """
+
+    def __init__(self, plan: Plan, largest_message: int, device: torch.device) -> None:
+        self.plan, self.device, self.unit = plan, device, max(1, -(-largest_message // 8))
+        self.tickets = count()
+        #: What was written down since the last `collect`.
+        self.actions: list[Move | NumberedPost | Wait] = []
+        self._stores = [0]
+        self._free: list[tuple[int, int]] = []  # (first byte, bytes) in store 0
+        self._views: list[View | None] = []
+        self._shapes: list[tuple[int, ...]] = []
+        self._numbers: dict[View, int] = {}
+
+    def given(self, *shapes: Sequence[int]) -> Numbers:
+        """Numbers of tensors of these shapes, which a `PassTensors` is given."""
+        first = len(self._views)
+        self._views += [None] * len(shapes)
+        self._shapes += map(tuple, shapes)
+        return tuple(range(first, first + len(shapes)))
+
+    def number(self, view: View) -> int:
+        """The number of a tensor in a buffer."""
+        if view not in self._numbers:
+            self._numbers[view] = len(self._views)
+            self._views.append(view)
+            self._shapes.append(view.shape)
+        return self._numbers[view]
+
+    def take(self, parts: Sequence[Part], *, as_sent: bool = False, kept: bool = False) -> Buffer:
+        """A buffer for these parts, with arbitrary contents: a reused one, or of its own for what outlives the pass."""
+        size = sum(self.plan.part_bytes(part, as_sent=as_sent) for part in parts)
+        if kept:
+            self._stores.append(size)
+            return Buffer(self, len(self._stores) - 1, 0, size, parts, as_sent=as_sent)
+        size = -(-size // self.unit) * self.unit
+        fitting = [free for free in self._free if free[1] >= size]
+        if fitting:
+            first, size = min(fitting, key=lambda free: free[1])
+            self._free.remove((first, size))
+        else:
+            first = self._stores[0]
+            self._stores[0] += size + -size % PAGE
+        return Buffer(self, 0, first, size, parts, as_sent=as_sent)
+
+    def drop(self, buffer: Buffer, part: Part) -> None:
+        """Mark one part of a buffer as not needed any more; the buffer is free when no live part is left."""
+        buffer.live.discard(part)
+        if not buffer.live and not buffer.store:
+            self._free.append((buffer.first, buffer.size))
+
+    def add(self, kind: Kind, targets: Numbers, sources: Numbers, rows: RowCopy | None = None) -> None:
+        """Write down that the sums of a part are added to those of another part: (out, lse) are merged."""
+        self.copy(targets, sources, rows, how="merge" if kind == "part" else "add")
+
+    def copy(self, targets: Numbers, sources: Numbers, rows: RowCopy | None = None, *, how: How = "copy") -> None:
+        """Write down a copy of the tensors of a part, or of some of their rows, which all tensors of a part share."""
+        index = ALL
+        if rows is not None:
+            index = RowIndex.of(rows, self._shapes[targets[0]], self._shapes[sources[0]], self.device)
+        self.actions.append(Move(targets, sources, index, how))
+
+    def zero(self, kind: Kind, targets: Numbers) -> None:
+        """Write down that the sums of a part begin: with 0, and lse with -inf."""
+        self.actions.append(Move(targets, (), ALL, "merge" if kind == "part" else "copy"))
+
+    def collect(self) -> Actions:
+        """What was written down since the last call."""
+        actions, self.actions = tuple(self.actions), []
+        return actions
+
+    @property
+    def memory(self) -> Memory:
+        """What the pass needs, when all of it is written down."""
+        grouped: dict[tuple[int, torch.dtype], list[tuple[int, View]]] = {}
+        for number, view in enumerate(self._views):
+            if view is not None:
+                grouped.setdefault((view.store, view.dtype), []).append((number, view))
+        return Memory(tuple(self._stores), len(self._views), tuple((*key, tuple(x)) for key, x in grouped.items()))
+
+
+class StepMessages(ABC):
+    """Writes down the messages of a rank's steps: each is posted in a step, and waited for when it is due.
+
+    A subclass says what is sent (`pack`), where messages arrive (`make_room`) and what becomes of them (`unpack`).
+    """
+
+    def __init__(self, recorder: Recorder, steps: Sequence[Step]) -> None:
+        self.recorder, self.steps = recorder, steps
+        #: Buffers that are being sent and must not change.
+        self.sending: list[Buffer] = []
+        #: Messages in flight: until the end of which step, how to wait for them, buffers that are sent, each with those
+        #: of its parts that are copies and can be dropped afterwards, and buffers that are received.
+        self._open: list[tuple[int, Wait, list[tuple[Buffer, list[Part]]], list[tuple[Hop, Buffer]]]] = []
+
+    def start(self, index: int) -> None:
+        """Write down the messages that step `index` posts."""
+        for until, sends, recvs in self.steps[index].posts:
+            sent: list[tuple[Buffer, list[Part]]] = []
+            for hop in sends:  # before the receives: packing can free buffers for them
+                sent.append(self.pack(hop))
+                self.sending.append(sent[-1][0])
+            received = [(hop, self.make_room(hop)) for hop in recvs]
+            ticket = next(self.recorder.tickets)
+            numbered_sends = tuple((hop.peer, hop.tag, x.data) for hop, (x, _) in zip(sends, sent, strict=True))
+            numbered_recvs = tuple((hop.peer, hop.tag, x.data) for hop, x in received)
+            self.recorder.actions.append(NumberedPost(numbered_sends, numbered_recvs, ticket))
+            self._open.append((until, Wait(ticket), sent, received))
+
+    def wait(self, index: int) -> None:
+        """Write down the waits for messages that are due at the end of step `index`."""
+        due = [messages for messages in self._open if messages[0] <= index]
+        self._open = [messages for messages in self._open if messages[0] > index]
+        for _, wait, sent, received in due:
+            self.recorder.actions.append(wait)
+            for buffer, copies in sent:
+                self.sending.remove(buffer)
+                for part in copies:
+                    self.recorder.drop(buffer, part)
+            for hop, buffer in received:
+                self.unpack(hop, buffer)
+
+    @abstractmethod
+    def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
+        """The buffer that holds the message to send, and those of its parts that are needed for the send only."""
+
+    def make_room(self, hop: Hop) -> Buffer:
+        """The buffer that a message is received in."""
+        return self.recorder.take(hop.parts, as_sent=True)
+
+    @abstractmethod
+    def unpack(self, hop: Hop, buffer: Buffer) -> None:
+        """Take in a message that has arrived."""
+
+
+class RankState(StepMessages):
+    """Parts of blocks and of gradient sums, from step to step of the ring in one forward or backward.
+
+    `rank` is the rank in `plan`, the plan of the ring. `own` are the kinds of this rank's own blocks that travel, and
+    `sums` the kinds of the sums of its own rows.
+    `kept` are the parts that a forward keeps, or that a backward is `given` from its forward.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        plan: Plan,
+        rank: int,
+        steps: Sequence[Step],
+        own: Sequence[Kind],
+        kept: tuple[Part, ...],
+        *,
+        sums: Sequence[Kind],
+        given: bool,
+    ) -> None:
+        super().__init__(recorder, steps)
+        self.rank, self.plan, self.kept = rank, plan, kept
+        self.own = {Part(kind, rank): self._given(Part(kind, rank)) for kind in own}
+        self.blocks = {**self.own, **({part: self._given(part) for part in kept} if given else {})}
+        #: The buffer that a part of a block, or of a sum, lives in.
+        self.home: dict[Part, Buffer] = {}
+        #: The sums of the gradients of this rank's own rows, by part.
+        self.own_sums = {Part(kind, rank): self._given(Part(kind, rank)) for kind in sums}
+        #: By owner, the parts of other ranks' gradients that this rank sums. Arriving gradients of the same rows are
+        #: added to these parts. Gradients of keys leave as one of these parts; gradients of queries may leave split.
+        self.summed: dict[int, list[Part]] = {}
+        for part in (part for step in self.steps for hop in step.sends for part in hop.parts):
+            if part.kind == "grad":
+                self.summed.setdefault(part.owner, []).append(part)
+        for part in (part for step in self.steps for hop in step.recvs for part in hop.parts):
+            if part.kind in SUM_OF:
+                self.summed.setdefault(part.owner, []).append(Part(SUM_OF[part.kind], part.owner, part.row_set))
+        self.last_use = _last_uses(self.steps)
+
+    def finish(self, index: int) -> Actions:
+        """What ends step `index`. What no later step needs is free afterwards."""
+        self.wait(index)
+        for part in self.kept:
+            if self._is_done(part, index):
+                self.block(part)
+        for part in [part for part in {**self.blocks, **self.home} if self._is_done(part, index)]:
+            self._forget(part)
+        return self.recorder.collect()
+
+    def block(self, part: Part) -> Numbers:
+        """The tensors of a part of a block: as it arrived, or assembled from the parts that hold its rows."""
+        if part not in self.blocks:
+            buffer = self.recorder.take((part,), kept=part in self.kept)
+            self._copy_part(part, buffer.view(part))
+            self.blocks[part], self.home[part] = buffer.view(part), buffer
+        return self.blocks[part]
+
+    def is_new(self, part: Part) -> bool:
+        """Whether nothing has been summed for a part of another rank's gradients."""
+        return part.owner != self.rank and part not in self.home
+
+    def sums(self, part: Part, *, zero: bool = True) -> Numbers:
+        """The gradients summed so far for a part, in fp32 (fp64 for fp64 inputs); zeros at first.
+
+        With zero=False new sums are arbitrary: the caller writes all of them.
+        """
+        if part.owner == self.rank:
+            return self.own_sums[Part(part.kind, self.rank)]
+        if part not in self.home:
+            self.home[part] = self.recorder.take((part,))
+            if zero:
+                self.recorder.zero(part.kind, self.home[part].view(part))
+        return self.home[part].view(part)
+
+    def make_room(self, hop: Hop) -> Buffer:
+        """The buffer that a message is received in."""
+        # A kept part stays in the buffer that it arrives in, unless it must first be cast to a wider dtype.
+        outlives = self.plan.comm_dtype is None and any(part in self.kept for part in hop.parts)
+        return self.recorder.take(hop.parts, as_sent=True, kept=outlives)
+
+    def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
+        """The buffer that holds exactly the message's parts, or a packed one, and the parts that are copies in it."""
+        buffer = self.home.get(hop.parts[0])
+        if (
+            buffer is not None
+            and buffer.parts == hop.parts
+            and buffer.live == set(hop.parts)
+            and self.plan.comm_dtype is None
+        ):
+            return buffer, []
+        buffer = self.recorder.take(hop.parts, as_sent=True)
+        return buffer, [part for part in hop.parts if not self._pack_part(part, buffer)]
+
+    def unpack(self, hop: Hop, buffer: Buffer) -> None:
+        """Take in the parts of a message that has arrived: blocks as they are, gradients added to the sums here."""
+        for part in buffer.parts:
+            self._take_in(part, buffer)
+
+    def _given(self, part: Part) -> Numbers:
+        """Numbers of the tensors of a part that the run is given."""
+        return self.recorder.given(*(shape for shape, _ in tensor_specs(self.plan, part, as_sent=False)))
+
+    def _pack_part(self, part: Part, buffer: Buffer) -> bool:
+        """Pack the part; True if the buffer is now its only copy."""
+        self._copy_part(part, buffer.view(part))
+        previous = self.home.get(part)
+        # A buffer that is being sent must not change until it has arrived.
+        if previous is None or part in self.kept or previous in self.sending or self.plan.comm_dtype is not None:
+            return False
+        self.recorder.drop(previous, part)
+        self.home[part] = buffer
+        if part.kind in BLOCKS:
+            self.blocks[part] = buffer.view(part)
+        return True
+
+    def _copy_part(self, part: Part, views: Numbers) -> None:
+        """Copy the rows of a part to `views`, from those parts of its block, or of its sum, that are here."""
+        is_block = part.kind in BLOCKS
+        present = self.blocks if is_block else self.summed[part.owner]
+        sources = [part] if part in present else [x for x in present if (x.kind, x.owner) == (part.kind, part.owner)]
+        for source in sources:
+            tensors = self.blocks[source] if is_block else self.sums(source)
+            for rows in self._shared_rows(part, source):
+                self.recorder.copy(views, tensors, rows)
+
+    def _shared_rows(self, target: Part, source: Part) -> tuple[RowCopy, ...]:
+        """The rows that a part shares with another part of its block."""
+        heads, rows = self.plan.part_heads(target.kind), self.plan.layout_of(target.kind).rows(target.owner)
+        return find_copies(target.row_set, source.row_set, heads, rows)
+
+    def _take_in(self, part: Part, buffer: Buffer) -> None:
+        """Take in one part that has arrived in `buffer`."""
+        if self.plan.comm_dtype is not None:
+            buffer = self._cast(part, buffer)
+        views = buffer.view(part)
+        if part.kind in BLOCKS:
+            self.blocks[part], self.home[part] = views, buffer
+            return
+        previous = self.home.get(part)
+        if part in self.summed.get(part.owner, ()):
+            # The sum travels on in the buffer that arrived; what this rank's own visit has summed is added there.
+            if previous is not None:
+                self.recorder.add(part.kind, views, previous.view(part))
+                self.recorder.drop(previous, part)
+            self.home[part] = buffer
+            return
+        sums = [Part(part.kind, part.owner)] if part.owner == self.rank else self.summed[part.owner]
+        for summed in sums:
+            for rows in self._shared_rows(summed, part):
+                self.recorder.add(part.kind, self.sums(summed), views, rows)
+        self.recorder.drop(buffer, part)
+
+    def _cast(self, part: Part, message: Buffer) -> Buffer:
+        """A buffer with a part of a message in the dtype that kernels compute with."""
+        buffer = self.recorder.take((part,), kept=part in self.kept)
+        self.recorder.copy(buffer.view(part), message.view(part))
+        self.recorder.drop(message, part)
+        return buffer
+
+    def _is_done(self, part: Part, index: int) -> bool:
+        """Whether no step after `index` uses a part of another rank's block. All parts of a block are used together."""
+        return part not in self.own and self.last_use.get(_use(part), -1) <= index
+
+    def _forget(self, part: Part) -> None:
+        if part.kind in BLOCKS:
+            if part in self.kept:
+                return
+            del self.blocks[part]
+        buffer = self.home.pop(part, None)
+        if buffer is not None:
+            self.recorder.drop(buffer, part)
+
+
+def _last_uses(steps: Sequence[Step]) -> dict[tuple[bool, int], int]:
+    """The last step that uses any part of each block and of each sum. A part is in use while it is in flight."""
+    last: dict[tuple[bool, int], int] = {}
+    for index, step in enumerate(steps):
+        sent = [(part, hop.until) for hop in step.sends for part in hop.parts if part.kind in (*BLOCKS, *SUMS)]
+        for part, until in (*sent, *((part, index) for part in step.visits)):
+            last[_use(part)] = max(last.get(_use(part), 0), until)
+    return last
+
+
+def _use(part: Part) -> tuple[bool, int]:
+    """Equal for parts that are used, and freed, together: all parts of an owner's block, or of the sum for it."""
+    return part.kind in SUMS, part.owner
+
+
+def place_parts(
+    plan: Plan, parts: Sequence[Part], *, as_sent: bool
+) -> tuple[int, dict[Part, list[tuple[int, TensorSpec]]]]:
+    """(bytes of a message, first byte and spec of each tensor of each part), aligned without a byte of padding.
+
+    Parts whose sizes are multiples of ALIGNED bytes come first. Each of these parts then begins at a multiple of
+    ALIGNED bytes, as GPU kernels require of blocks that they read in place. The other parts follow in descending order
+    of their item sizes, so that each part begins at a multiple of its item size. `as_sent`: the parts have the dtypes
+    of a message, else the dtypes that kernels compute with.
+    """
+    sizes = [plan.part_bytes(part, as_sent=as_sent) for part in parts]
+    specs = [tensor_specs(plan, part, as_sent=as_sent) for part in parts]
+    places: dict[Part, list[tuple[int, TensorSpec]]] = {}
+    start = 0
+    for i in sorted(range(len(parts)), key=lambda i: (sizes[i] % ALIGNED != 0, -specs[i][0][1].itemsize)):
+        places[parts[i]] = []
+        for spec in specs[i]:
+            places[parts[i]].append((start, spec))
+            start += prod(spec[0]) * spec[1].itemsize
+    return start, places
+
+
+def message_views(data: Tensor, plan: Plan, parts: Sequence[Part]) -> dict[Part, Tensors]:
+    """The tensors of the parts of a message, as views of its bytes `data`."""
+    _, places = place_parts(plan, parts, as_sent=True)
+    return {
+        part: tuple(
+            data[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for start, (shape, dtype) in places[part]
+        )
+        for part in parts
+    }
+
+
+def tensor_specs(plan: Plan, part: Part, *, as_sent: bool) -> list[TensorSpec]:
+    """Shapes and dtypes of the tensors of a part; see `Plan.part_bytes` for `as_sent`.
+
+    Shapes are [B, heads, rows, width], and [B, heads, rows] for lse of visited queries.
+    """
+    if part.kind in (*BLOCKS, *SUMS):
+        dtype: torch.dtype = getattr(torch, plan.part_dtype(part.kind, as_sent=as_sent))
+        ring_plan, _ = plan.ring_plan(0)
+        heads, rows = ring_plan.part_heads(part.kind), ring_plan.layout_of(part.kind).rows(part.owner)
+        if isinstance(part.row_set, RowSet):
+            heads, rows = len(part.row_set.heads), part.row_set.count
+        if part.kind == "row":  # lse as kernels take it, and one number per row beside it
+            return [((plan.batch, heads, rows), dtype), ((plan.batch, heads, rows, 1), dtype)]
+        if part.kind == "part":
+            return [((plan.batch, heads, rows, ring_plan.value_dim), dtype), ((plan.batch, heads, rows), dtype)]
+        return [((plan.batch, heads, rows, width), dtype) for width in ring_plan.part_widths(part.kind)]
+    # The exchange of a Ulysses group: rows of one member for the heads of one member, in full precision.
+    counts = plan.exchange_rows(part.kind, part.owner)
+    heads, kv_heads = plan.member_heads(plan.ulysses_size)
+    own: torch.dtype = getattr(torch, plan.dtype)
+    if part.kind in ("qkv", "dqkv"):
+        sizes = ((heads, plan.head_dim), (kv_heads, plan.head_dim), (kv_heads, plan.value_dim))
+        return [((plan.batch, count, n, width), own) for n, (count, width) in zip(counts, sizes, strict=True)]
+    accumulated = torch.float64 if own == torch.float64 else torch.float32
+    # lse or its gradient comes first: the wider dtype is then aligned.
+    return [((plan.batch, heads, counts[0], 1), accumulated), ((plan.batch, heads, counts[0], plan.value_dim), own)]
