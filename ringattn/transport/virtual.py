@@ -34,7 +34,10 @@ K = TypeVar("K", bound=VirtualTicket)
 
 @dataclass
 class _PostedMessage:
-    """A message with one or both sides posted. `snapshot` holds the watched bytes of `source` at its post."""
+    """A message with one or both sides posted.
+
+    `snapshot` holds the watched bytes of `source` at its post, in host memory alone: comparing would wait for a device.
+    """
 
     source: torch.Tensor | None = None
     snapshot: torch.Tensor | None = None
@@ -46,8 +49,9 @@ class _PostedMessage:
         """Copy the message to its receiver, unless that is done. `name` names the message in errors."""
         if self.target is None:
             return
-        assert self.source is not None and self.snapshot is not None
-        assert torch.equal(_watched(self.source), self.snapshot), f"{name}: written to while in flight"
+        assert self.source is not None
+        if self.snapshot is not None:
+            assert torch.equal(_watched(self.source), self.snapshot), f"{name}: written to while in flight"
         assert self.source.numel() == self.target.numel(), f"{name}: sender and receiver disagree on the size"
         self.target.copy_(self.source)
         self.source, self.target = None, None
@@ -139,7 +143,7 @@ class Virtual:
         for peer, tag, data in post.sends:
             posted = self._match((rank, peer, tag), data)
             assert posted.source is None, f"rank {rank}, {post.label}: two sends share peer and tag"
-            posted.source, posted.snapshot = data, _watched(data).clone()
+            posted.source, posted.snapshot = data, _watched(data).clone() if data.is_cpu else None
             ticket.messages.append((f"rank {rank}, {post.label}: send to rank {peer}", posted))
         return ticket
 
