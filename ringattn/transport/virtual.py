@@ -28,7 +28,10 @@ K = TypeVar("K")
 
 @dataclass
 class _PostedMessage:
-    """A message with one or both sides posted. `snapshot` holds the watched bytes of `source` at its post."""
+    """A message with one or both sides posted.
+
+    `snapshot` holds the watched bytes of `source` at its post, in host memory alone: comparing would wait for a device.
+    """
 
     source: Tensor | None = None
     snapshot: Tensor | None = None
@@ -113,7 +116,7 @@ class Virtual:
         for peer, tag, data in post.sends:
             posted = self._match((rank, peer, tag), data)
             assert posted.source is None, f"rank {rank}, {post.label}: two sends share peer and tag"
-            posted.source, posted.snapshot = data, _watched(data).clone()
+            posted.source, posted.snapshot = data, _watched(data).clone() if data.is_cpu else None
             ticket.append((f"rank {rank}, {post.label}: send to rank {peer}", posted))
         return ticket
 
@@ -149,8 +152,9 @@ def _deliver(ticket: Named) -> None:
     for name, message in ticket:
         if message.target is None:
             continue
-        assert message.source is not None and message.snapshot is not None
-        assert torch.equal(_watched(message.source), message.snapshot), f"{name}: written to while in flight"
+        assert message.source is not None
+        if message.snapshot is not None:
+            assert torch.equal(_watched(message.source), message.snapshot), f"{name}: written to while in flight"
         sizes = message.source.numel(), message.target.numel()
         assert sizes[0] == sizes[1], f"{name}: sender and receiver disagree on the size"
         message.target.copy_(message.source)

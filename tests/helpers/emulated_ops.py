@@ -316,7 +316,9 @@ class EmulatedOps:
         # [kernel_backward] o_strideM() is head_dim_value * num_heads: the strides of a contiguous out are taken for
         # granted.
         out = out.as_strided(out.shape, (rows * heads * width, heads * width, width, 1))
-        hidden = efficient_mask(rows, k.shape[1], mask_type, window_size)
+        # torch 2.11 on an H200: the backward counts a window from the first row and key, whatever the mask type.
+        hidden = efficient_mask(rows, k.shape[1], mask_type, None)
+        hidden += 0 if window_size is None else hide(distances(rows, k.shape[1]) < window_size)
         grads = differentiate(*(x.transpose(1, 2) for x in (grad, q, k, v, out)), lse[..., :rows], hidden, scale)
         return [x.to(q.dtype).transpose(1, 2) for x in grads]
 
