@@ -11,7 +11,6 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ringattn.cli.config.groups import OutputGroup
-from ringattn.cli.config.schema import ReportConfig
 from ringattn.errors import CommFailure, InvalidInput, LaunchFailure, OutOfMemory
 from ringattn.lab.bench import SUITES, get_cases, records
 from ringattn.lab.bench import runner as bench_runner
@@ -21,6 +20,7 @@ from ringattn.lab.bench.suites import ring
 from ringattn.lab.pages.journal import write_line
 from ringattn.lab.verbs import report as report_command
 from ringattn.lab.verbs.report import make_command
+from ringattn.lab.verbs.settings import ReportConfig
 from ringattn.transport.launcher import run_local
 
 
