@@ -31,7 +31,7 @@ from .config.overrides import (
     parse_arguments,
     prepare,
     quote,
-    store_schema,
+    store_schemas,
 )
 from .config.schema import SCHEMAS
 from .signals import ending_at_once, ending_tidily
@@ -196,7 +196,7 @@ def _run_hydra(verb: str, prepared: list[str], program: str | None = None) -> No
     """Compose the configuration of a verb with Hydra, and run the verb. Raises InvalidInput for wrong overrides."""
     hydra = import_module("hydra")
     omegaconf = import_module("omegaconf")
-    store_schema(verb)
+    store_schemas(verb)
     omegaconf.OmegaConf.register_new_resolver("run_id", _run_id, replace=True, use_cache=True)
     sys.argv = [program or f"ringattn {verb}", *prepared]
     task = _Task(verb)

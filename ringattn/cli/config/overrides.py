@@ -215,7 +215,7 @@ def check_jobs(verb: str, arguments: Sequence[str]) -> None:
 def compose(verb: str, overrides: Sequence[str]) -> DictConfig:
     """The configuration of a verb as Hydra composes it, not resolved; within a job, from the folders of the job."""
     hydra = import_module("hydra")
-    store_schema(verb)
+    store_schemas(verb)
     if import_module("hydra.core.global_hydra").GlobalHydra.instance().is_initialized():
         composed: DictConfig = hydra.compose(verb, list(overrides))
         return composed
@@ -224,10 +224,11 @@ def compose(verb: str, overrides: Sequence[str]) -> DictConfig:
 
 
 @cache
-def store_schema(verb: str) -> None:
-    """Tell Hydra the schema of a verb, and presets of machines."""
+def store_schemas(*verbs: str) -> None:
+    """Tell Hydra the schemas of these verbs, or of all where none is named, and the presets of machines."""
     store = import_module("hydra.core.config_store").ConfigStore.instance()
-    store.store(name=f"{verb}_schema", node=SCHEMAS[verb])
+    for verb in verbs or SCHEMAS:
+        store.store(name=f"{verb}_schema", node=SCHEMAS[verb])
     for name in PRESETS:
         store.store(group="machine", name=name, node={"spec": name})
 

@@ -17,7 +17,7 @@ from ...text import did_you_mean
 from ..advise.advice import Advice, advise, describe_counts, explain, record, tabulate
 from ..advise.search import Offer, Question
 from ..models.config import load_model
-from ..pages.pages import check_matplotlib
+from ..pages.figures import check_matplotlib
 from .settings import AdviseConfig
 
 

@@ -15,8 +15,9 @@ from ...simulator.reporting.console import announcing, get_console, print_grid, 
 from ...text import plural
 from ..bench import get_cases, get_suite
 from ..bench.records import read_results
-from ..bench.report import BenchReport, compare, narrow, write_index, write_report
+from ..bench.report import BenchReport, compare, narrow, write_index
 from ..bench.runner import BenchOptions, run_suite
+from ..pages.pages import write_report
 from .settings import ReportConfig
 
 
@@ -60,7 +61,8 @@ def _show_results(path: Path) -> None:
     for text in (report.conclusion, *report.warnings):
         if text:
             print_paragraph(text)
-    written = ", ".join(map(str, [*write_report(path, report), *write_index(path.parent)]))
+    pages = write_report(path.parent, path.stem, "ringattn.lab.bench", "bench.j2", report, report.plots)
+    written = ", ".join(map(str, [*pages, *write_index(path.parent)]))
     get_console().print(f"written {path}, {written}", soft_wrap=True)
     failed = [case["case"] for case in record["cases"] if "failed" in case and not case["may_fail"]]
     if failed:
