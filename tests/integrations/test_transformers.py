@@ -218,7 +218,7 @@ def test_the_page_of_classes_and_the_code_refuse_the_same_classes() -> None:
     if f"transformers {transformers.__version__} tiny" not in page:
         pytest.skip("the page is that of another version of transformers")
     refused = re.findall(r"^\| (\w+) \| (has .*) \|$", page.split("## Refused")[1].split("## ")[0], re.MULTILINE)
-    by_reason = {re.sub(r"model[.\w]*", "", words): (name, words) for name, words in refused}
+    by_reason = {re.sub(r"model[.\w]*", "", words): (name, words) for name, words in reversed(refused)}
     assert len(by_reason) > 12
     for name, words in by_reason.values():
         model = sweep.make_empty(name, sweep.classes()[name])
