@@ -42,7 +42,7 @@ class RankConfig(Protocol):
 C = TypeVar("C", bound=RankConfig)
 #: What a rank may return for the process that prints.
 Report = dict[str, Any] | None
-#: What a rank does. New processes import it by name: it is a function of a module.
+#: What a rank does. New processes import it by name: it is a function of a module, or a partial of one.
 Worker = Callable[[C, Transport], Report]
 
 
@@ -100,11 +100,10 @@ def rank_device(config: RankConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def start_ranks(config: C, work: Worker[C], verb: str, prepare: Callable[[C], None] = lambda config: None) -> Report:
+def start_ranks(config: C, work: Worker[C], verb: str) -> Report:
     """Run `work(config, transport)` on every rank: in this process under a launcher, else in new processes.
 
-    `prepare` is called once, in this process, before new processes start. Returns the report of this process's rank,
-    or of rank 0 of new processes.
+    Returns the report of this process's rank, or of rank 0 of new processes.
     """
     launch = detect()
     if config.transport.spec in REGISTERED_TRANSPORTS.installed:
@@ -122,7 +121,6 @@ def start_ranks(config: C, work: Worker[C], verb: str, prepare: Callable[[C], No
             "transport=nccl"
         )
     else:
-        prepare(config)
         return _run_locally(config, work)
 
 

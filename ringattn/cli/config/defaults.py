@@ -14,6 +14,7 @@ from ...files import decode, read_text
 T = TypeVar("T")
 
 
+@cache
 def conf_dir() -> Path:
     """The folder of ringattn's config files: inside the package in a wheel, beside the package in a checkout."""
     package = Path(__file__).resolve().parents[2]

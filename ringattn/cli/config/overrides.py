@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 from ...errors import InvalidInput
 from ...files import STDOUT
 from ...machine.presets import PRESETS
-from ...text import did_you_mean
+from ...text import did_you_mean, split_commas
 from .defaults import conf_dir, read_defaults
 from .groups import PARAMETER_GROUPS
 from .schema import SCHEMAS, parse_size
@@ -137,18 +137,6 @@ def _types(schema: Any, key: str) -> tuple[Any, ...]:
     for name in key.split("."):
         schema = get_type_hints(schema).get(name) if dataclasses.is_dataclass(schema) else None
     return get_args(schema) if isinstance(schema, UnionType) else (schema,)
-
-
-def split_commas(text: str) -> list[str]:
-    """The parts of a text between commas outside brackets and quotes."""
-    parts, depth = [""], 0
-    for word in re.findall(r"'[^']*'?|\"[^\"]*\"?|.", text, re.DOTALL):  # a quoted text, or a letter
-        depth += (word in "([{") - (word in ")]}")
-        if word == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += word
-    return [part.strip() for part in parts]
 
 
 def quote(value: str) -> str:
