@@ -198,6 +198,18 @@ def _load_yaml(text: str) -> object:
     PyYAML recurses into nested values, and who reads its result copies the value of every alias, so that ten lines
     could fill the memory: the structure is checked before anything is built.
     """
+    yaml: Any = import_module("yaml")
+    loader = _yaml_loader()
+    try:
+        _check_yaml(yaml, yaml.parse(text, Loader=loader))
+        return yaml.load(text, Loader=loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+@cache
+def _yaml_loader() -> Any:
+    """PyYAML's safe loader, which also refuses keys that are there twice, and reads 1e9 as a number."""
     yaml: Any = import_module("yaml")  # PyYAML has no type annotations
     parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -212,11 +224,7 @@ def _load_yaml(text: str) -> object:
     # YAML 1.1 wants a point and a sign in 1.0e+9
     number = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, [*"-+0123456789"])
-    try:
-        _check_yaml(yaml, yaml.parse(text, Loader=parser))
-        return yaml.load(text, Loader=Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+    return Loader
 
 
 def _check_yaml(yaml: Any, events: Iterable[Any]) -> None:

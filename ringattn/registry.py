@@ -40,6 +40,14 @@ class Registry(Mapping[str, T], Generic[T]):
             points[point.name] = point
         return points
 
+    def check_installed(self) -> None:
+        """Raise InvalidInput where no package has an entry point of this kind; for kinds of which ringattn has some."""
+        if not self.installed:
+            raise InvalidInput(
+                f"the installed ringattn declares no {self.kind}: it was installed before its source had them; install "
+                "it again, with scripts/setup or pip install -e ."
+            )
+
     def __getitem__(self, name: str) -> T:
         """The object of this name. Raises KeyError for an unknown name, InvalidInput if its package is broken."""
         if name in self.builtin:

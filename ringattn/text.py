@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 #: Units of long durations: name, seconds per unit, and from how many units on the unit is used.
 _LONG_UNITS = (("min", 60.0, 2), ("h", 3600.0, 2), ("days", 86400.0, 2), ("years", 31557600.0, 1))
-#: What was called otherwise before, by its old name.
-RENAMED = {"wire_dtype": "comm_dtype", "tier": "solver", "alpha": "latency", "beta": "bandwidth"}
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
@@ -70,6 +69,18 @@ def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
+def split_commas(text: str) -> list[str]:
+    """The parts of a text between commas outside brackets and quotes."""
+    parts, depth = [""], 0
+    for word in re.findall(r"'[^']*'?|\"[^\"]*\"?|.", text, re.DOTALL):  # a quoted text, or a letter
+        depth += (word in "([{") - (word in ")]}")
+        if word == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += word
+    return [part.strip() for part in parts]
+
+
 def plural(count: int, noun: str) -> str:
     """A count with its noun: "1 rank", "8,192 ranks", "2 passes"."""
     ending = "es" if noun.endswith("s") else "s"
@@ -77,13 +88,9 @@ def plural(count: int, noun: str) -> str:
 
 
 def did_you_mean(name: object, options: Iterable[str]) -> str:
-    """The hint "did you mean 'x'? " for the option most similar to a wrong name, or for the name that replaced it.
-
-    Empty if there is no such option.
-    """
+    """The hint "did you mean 'x'? " for the option most similar to a wrong name; empty if there is none."""
     options = list(options)
     of_kind = [option for option in options if option.endswith(f":{name}")]  # "aten_cuda:flash" of "flash"
-    renamed = [option for option in options if option == RENAMED.get(str(name))]
     begun = [option for option in options if len(str(name)) > 2 and option.startswith(str(name))]  # "h100"
-    matches = renamed or of_kind or difflib.get_close_matches(str(name), options, n=1) or begun
+    matches = of_kind or difflib.get_close_matches(str(name), options, n=1) or begun
     return f"did you mean {matches[0]!r}? " if matches and matches[0] != name else ""

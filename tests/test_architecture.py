@@ -39,8 +39,8 @@ NO_TORCH = [
 
 
 def imports(name: str, *, functions: bool = True) -> set[str]:
-    """Modules of this package that a module imports, those under TYPE_CHECKING too; `functions`: within functions
-    too."""
+    """Modules of this package that a module imports: those under TYPE_CHECKING too, by import_module(".name",
+    __package__) too, and with `functions` within functions too."""
     path = FILES[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     found = set()
@@ -52,7 +52,19 @@ def imports(name: str, *, functions: bool = True) -> set[str]:
             for alias in node.names:
                 full = f"{module}.{alias.name}" if module else alias.name
                 found.add(full if full in FILES else module)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "import_module":
+            match = re.fullmatch(r"(\.+)(.*)", named_by(node.args[0]))
+            if match is not None:
+                base = [part for part in package if part][: len(package) - len(match[1]) + 1]
+                found.add(".".join([*base, match[2]]))
     return found - {name, ""}  # the package itself: its version
+
+
+def named_by(node: ast.expr) -> str:
+    """The text of a literal, with * for what an f-string puts in."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "*" for part in node.values)
+    return str(node.value) if isinstance(node, ast.Constant) else "*"
 
 
 def top_level(tree: ast.Module) -> list[ast.stmt]:
@@ -75,6 +87,17 @@ def test_imports_go_one_way() -> None:
         ]
     assert not against
     assert AUTO[1] not in imports("call.planner", functions=False)
+
+
+def test_nothing_imports_the_laboratory() -> None:
+    """By no string either, such as import_module(".lab.study") or "lab.bench:SUITES": its parts are entry points."""
+    for name, path in FILES.items():
+        if name.split(".")[0] != "lab":
+            strings = [
+                node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant | ast.JoinedStr)
+            ]
+            found = [text for text in map(named_by, strings) if re.fullmatch(r"[\w.*]*(?<!\w)lab(?!\w)[\w.:*]*", text)]
+            assert not found and not [other for other in imports(name) if other.split(".")[0] == "lab"], name
 
 
 def test_only_the_command_line_knows_hydra() -> None:

@@ -17,9 +17,9 @@ from command_line import Inside
 from measured import measured_machine
 
 import ringattn as ra
-from ringattn.cli.config.folders import load_config
+from ringattn.cli.config.defaults import conf_dir, load_config
 from ringattn.cli.config.groups import InputGroup
-from ringattn.cli.config.schema import RunConfig, conf_dir
+from ringattn.cli.config.schema import RunConfig
 from ringattn.cli.inputs import open_source
 from ringattn.errors import InvalidInput, RingAttentionError
 from ringattn.lab.bench.records import FORMAT, read_results

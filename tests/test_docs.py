@@ -23,10 +23,9 @@ from browser import BROWSER, OVERLAPS, WIDTHS, probe, probe_all
 from command_line import Inside, ringattn
 from safetensors.torch import save_file
 
-from ringattn.cli.config.groups import AdviseOutputGroup
 from ringattn.cli.config.overrides import prepare
-from ringattn.cli.config.schema import AdviseConfig
 from ringattn.lab.verbs import advise
+from ringattn.lab.verbs.settings import AdviseConfig, AdviseOutputGroup
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

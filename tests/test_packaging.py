@@ -75,7 +75,7 @@ def test_an_installed_wheel_runs_from_another_folder(wheel: Path, tmp_path: Path
     assert done.returncode == 0, done.stderr
     assert "(Causal() & Window(left=7, right=0)) over 64 tokens" in done.stdout
     where = subprocess.run(
-        [sys.executable, "-c", "from ringattn.cli.config import schema as c; print(c.__file__, c.conf_dir())"],
+        [sys.executable, "-c", "from ringattn.cli.config import defaults as c; print(c.__file__, c.conf_dir())"],
         capture_output=True, text=True, cwd=cwd, env=env, timeout=60, check=True,
     ).stdout.split()  # fmt: skip
     assert all(path.startswith(str(site)) for path in where)

@@ -346,3 +346,11 @@ def test_text_can_spell_every_pattern_of_the_package() -> None:
         for kind in vars(importlib.import_module(f"ringattn.pattern.{module.name}")).values():
             if isinstance(kind, type) and issubclass(kind, Pattern) and not inspect.isabstract(kind):
                 assert kind.__name__ in unnamed or kind in PATTERNS.values()
+
+
+@pytest.mark.parametrize("words", [["advise"], ["simulate", "-m", "ranks=2,4"], ["simulate", "mode=published"]])
+def test_an_installation_that_is_older_than_the_source_is_named(words: list[str], tmp_path: Path) -> None:
+    code = "import sys; from ringattn.registry import Registry; Registry.installed = {}; "
+    code += f"sys.argv += {words}; from ringattn.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "was installed before its source had them; install it again" in done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringattn.simulator.reporting.console import format_quantity
-from ringattn.text import did_you_mean, duration, durations, rate, size
+from ringattn.text import did_you_mean, duration, durations, rate, size, split_commas
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_numbers_of_a_machine() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "hint"),
     [
-        ("wire_dtype", ["dtype", "comm_dtype"], "did you mean 'comm_dtype'? "),
-        ("wire_dtype", ["heads"], ""),
+        ("com_dtype", ["dtype", "comm_dtype"], "did you mean 'comm_dtype'? "),
+        ("com_dtype", ["heads"], ""),
         ("flash", ["aten_cpu", "aten_cuda:flash"], "did you mean 'aten_cuda:flash'? "),
         ("recent", ["Recent()", "Causal()"], "did you mean 'Recent()'? "),
         ("ring", ["ring"], ""),
@@ -95,3 +95,7 @@ def test_numbers_of_a_machine() -> None:
 )
 def test_hints(name: str, options: list[str], hint: str) -> None:
     assert did_you_mean(name, options) == hint
+
+
+def test_commas_within_brackets_and_quotes_do_not_split() -> None:
+    assert split_commas("a,(b,c),'d,e',{f: 1, g: 2}") == ["a", "(b,c)", "'d,e'", "{f: 1, g: 2}"]

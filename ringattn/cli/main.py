@@ -11,7 +11,6 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import fields
 from importlib import import_module
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
@@ -21,6 +20,7 @@ from ..files import STDOUT
 from ..registry import Registry
 from ..text import did_you_mean
 from ..transport.launcher import UNREAD, detect, drop_output, refuse_windows, show_note
+from .config.defaults import conf_dir, read_defaults
 from .config.folders import heading, user_folders, verb_help
 from .config.overrides import (
     JSON_KEYS,
@@ -33,7 +33,7 @@ from .config.overrides import (
     quote,
     store_schemas,
 )
-from .config.schema import SCHEMAS, conf_dir
+from .config.schema import SCHEMAS
 from .signals import ending_at_once, ending_tidily
 
 #: What runs a verb, called with its configuration; the laboratory and other packages add verbs by entry points.
@@ -131,7 +131,7 @@ def _complete(words: list[str], request: str) -> None:
         with redirect_stdout(io.StringIO()) as answer:
             _run_hydra(verb, ["-sc", request], program="ringattn")
         # Hydra offers all config groups, also those that the verb does not have.
-        keys = {"hydra", *(field.name for field in fields(SCHEMAS[verb]))}
+        keys = {"hydra", *read_defaults(verb)}
         offered = [word for word in answer.getvalue().split() if re.split(r"[.=/]", word)[0] in keys]
         print(("\n" if request == "query=fish" else " ").join(offered))  # noqa: T201
 
@@ -143,6 +143,7 @@ def _full_name(verb: str) -> str:
 def _run_verb(verb: str, given: Namespace) -> None:
     """Print the help of a verb, or run the verb as this process's rank of the job."""
     if verb not in NAMES:
+        SCHEMAS.check_installed()
         hint = did_you_mean(verb, NAMES)
         raise InvalidInput(f"unknown verb {verb!r}; {hint}expected one of {', '.join(NAMES)}")
     folders = user_folders(given.config_dir, given.words[1:])
@@ -195,7 +196,7 @@ def _run_hydra(verb: str, prepared: list[str], program: str | None = None) -> No
     """Compose the configuration of a verb with Hydra, and run the verb. Raises InvalidInput for wrong overrides."""
     hydra = import_module("hydra")
     omegaconf = import_module("omegaconf")
-    store_schemas()
+    store_schemas(verb)
     omegaconf.OmegaConf.register_new_resolver("run_id", _run_id, replace=True, use_cache=True)
     sys.argv = [program or f"ringattn {verb}", *prepared]
     task = _Task(verb)

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,7 @@ from ..transport.base import Transport
 from ..transport.launcher import UNREAD, Launch, detect, drop_output, init_process_group, run_local, show_note
 from ..transport.mpi import INSTALL, AbortOnError, Mpi, load
 from ..transport.torchdist import TorchDist
-from .config.groups import check_choice, check_least
-from .config.schema import CalibrateConfig, RunConfig
+from .config.groups import TransportGroup, check_choice, check_least, default_of
 
 #: Transports whose ranks a launcher may have started.
 LAUNCHED = ("gloo", "nccl", "mpi")
@@ -31,12 +30,19 @@ MAX_TIMEOUT = 31_536_000
 MAX_VIRTUAL = 1 << 14
 
 
-#: The settings of a verb that runs on ranks.
-RankConfig = RunConfig | CalibrateConfig
-C = TypeVar("C", RunConfig, CalibrateConfig)
+class RankConfig(Protocol):
+    """The settings of a verb that runs on ranks."""
+
+    transport: TransportGroup
+    ranks: int
+    threads: int | None
+    timeout: float
+
+
+C = TypeVar("C", bound=RankConfig)
 #: What a rank may return for the process that prints.
 Report = dict[str, Any] | None
-#: What a rank does. New processes import it by name: it is a function of a module.
+#: What a rank does. New processes import it by name: it is a function of a module, or a partial of one.
 Worker = Callable[[C, Transport], Report]
 
 
@@ -49,7 +55,8 @@ def check_ranks(config: RankConfig, alone: str) -> None:
     check_choice("transport", transport, (*LAUNCHED, alone, *REGISTERED_TRANSPORTS.installed))
     check_least(config, ranks=1)
     launch = detect()
-    if launch.kind != "none" and transport in LAUNCHED and config.ranks not in (type(config)().ranks, launch.world):
+    fitting = (default_of(config, "ranks"), launch.world)
+    if launch.kind != "none" and transport in LAUNCHED and config.ranks not in fitting:
         raise InvalidInput(
             f"ranks={config.ranks}: {launch.kind} started {launch.world}, and as many take part; leave ranks out, give "
             f"ranks={launch.world}, or have {launch.kind} start another number"
@@ -93,11 +100,10 @@ def rank_device(config: RankConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def start_ranks(config: C, work: Worker[C], verb: str, prepare: Callable[[C], None] = lambda config: None) -> Report:
+def start_ranks(config: C, work: Worker[C], verb: str) -> Report:
     """Run `work(config, transport)` on every rank: in this process under a launcher, else in new processes.
 
-    `prepare` is called once, in this process, before new processes start. Returns the report of this process's rank,
-    or of rank 0 of new processes.
+    Returns the report of this process's rank, or of rank 0 of new processes.
     """
     launch = detect()
     if config.transport.spec in REGISTERED_TRANSPORTS.installed:
@@ -115,7 +121,6 @@ def start_ranks(config: C, work: Worker[C], verb: str, prepare: Callable[[C], No
             "transport=nccl"
         )
     else:
-        prepare(config)
         return _run_locally(config, work)
 
 

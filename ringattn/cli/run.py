@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from ..call.functional import ring_attention
 from ..errors import InvalidInput
 from ..files import STDOUT
+from ..plan.plan import Plan
 from ..transport.base import Message, Post, Transport
 from ..transport.launcher import detect
 from ..transport.records import Exchange
@@ -38,10 +40,12 @@ def main(config: RunConfig) -> dict[str, Any] | None:
     if launcher != "none" and (config.stream is not None or is_virtual):
         setting = "transport=virtual" if config.stream is None else f"stream={config.stream}"
         raise InvalidInput(f"{setting} is one process, not {launcher}'s; start ringattn run without {launcher}")
-    if launcher == "none" and config.transport.spec == "gloo" and config.stream is None:
-        _count_cores(config)
     if config.stream is None and not is_virtual:
-        return start_ranks(config, _worker, "run", _check_before_start)
+        plan = None
+        if launcher == "none" and config.transport.spec == "gloo":
+            _count_cores(config)
+            plan = _plan_for_ranks(config)
+        return start_ranks(config, partial(_worker, plan=plan), "run")
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     if config.mode == "decode":
         return DecodeRun(config, None).run()
@@ -71,26 +75,27 @@ def _check_paths(config: RunConfig) -> None:
             raise InvalidInput(f"output.report={report} is {other}, which would be lost; give another path")
 
 
-def _check_before_start(config: RunConfig) -> None:
-    """Raise errors here, once, before any rank starts."""
+def _plan_for_ranks(config: RunConfig) -> Plan | None:
+    """The plan of the ranks that this process starts; None with mode=decode. Raises errors once, before any starts."""
     if config.mode == "decode":
         DecodeRun(config, None).open()
-        return
+        return None
     plan = plan_run(config, open_source(config), config.ranks)
     check_memory(plan, plan.tokens)
     check_outputs(config)
+    return plan
 
 
-def _worker(config: RunConfig, transport: Transport) -> dict[str, Any] | None:
-    """What a rank does."""
-    return (DecodeRun if config.mode == "decode" else RankRun)(config, transport).run()
+def _worker(config: RunConfig, transport: Transport, plan: Plan | None) -> dict[str, Any] | None:
+    """What a rank does; it plans itself where a launcher started it, and `plan` is None."""
+    return DecodeRun(config, transport).run() if config.mode == "decode" else RankRun(config, transport, plan).run()
 
 
 class RankRun(Run):
     """This process is one rank of a transport, which carries all that the ranks exchange, measurements too."""
 
-    def __init__(self, config: RunConfig, transport: Transport) -> None:
-        super().__init__(config)
+    def __init__(self, config: RunConfig, transport: Transport, plan: Plan | None) -> None:
+        super().__init__(config, plan)
         self.rank, self.ranks = transport.rank, transport.size
         self.transport = transport
         self.device = rank_device(config)

@@ -103,8 +103,8 @@ class Run:
     #: Called with the units of work that are done, their number and their noun.
     tell: Listener
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config, self.ranks = config, config.ranks
+    def __init__(self, config: RunConfig, plan: Plan | None = None) -> None:
+        self.config, self.ranks, self.made_plan = config, config.ranks, plan
         self.device = torch.device("cpu")
         self.cotangent: torch.Tensor | None = None
 
@@ -122,7 +122,7 @@ class Run:
     def open(self) -> None:
         """Open the input, plan, and load the rows of this process into `inputs`. Raises InvalidInput."""
         source = open_source(self.config)
-        self.plan = plan_run(self.config, source, self.ranks)
+        self.plan = self.made_plan or plan_run(self.config, source, self.ranks)
         self.check_plan()
         if self.rank == 0:
             check_outputs(self.config)

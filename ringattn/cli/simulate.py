@@ -52,8 +52,11 @@ def main(config: SimulateConfig) -> dict[str, Any] | None:
 
     Returns the numbers of mode=numerics, whose jobs are not points of one study.
     """
+    is_study = config.mode == "timing" and bool(config.study.axes or config.study.together)
+    if is_study or config.model.spec is not None or config.mode not in ("timing", *MODES.builtin):
+        MODES.check_installed()
     check_choice("mode", config.mode, ("timing", *(name for name in MODES if name not in ("model", "study"))))
-    if config.mode == "timing" and (config.study.axes or config.study.together):  # its points are checked
+    if is_study:  # its points are checked
         return MODES["study"](config)
     config.check()
     if config.model.spec is not None or config.mode != "timing":

@@ -21,7 +21,7 @@ from ..simulator.reporting.console import Number, describe_plan, get_console, pr
 from ..text import plural, size
 from ..transport.launcher import refuse_windows
 from .config.build import plan_from_config
-from .config.groups import NumericsGroup, check_choice, check_least
+from .config.groups import NumericsGroup, check_choice, check_least, default_of
 from .config.schema import SimulateConfig, parse_size
 from .ranks import check_threads
 
@@ -97,7 +97,7 @@ def _sample_rows(plan: Plan, config: SimulateConfig) -> list[int]:
     if count < 1:
         raise InvalidInput(f"numerics.rows={options.rows}: at least one row is needed, or a list of positions")
     rows = chosen_rows(plan, count, options.spread, config.seed)
-    if len(rows) < count and options.rows != NumericsGroup().rows:
+    if len(rows) < count and options.rows != default_of(options, "rows"):
         where = f" on at most {plural(options.spread, 'rank')}" if options.spread is not None else ""
         raise InvalidInput(
             f"numerics.rows={options.rows}: a sequence of {plural(plan.q_tokens, 'token')} has "

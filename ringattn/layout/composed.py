@@ -11,6 +11,7 @@ from ..cache import Cache, cached
 from ..errors import InvalidInput
 from ..pattern.base import check_integer
 from ..pattern.tile import clip, index_ranges, merge_runs, shift_range
+from ..text import split_commas
 from . import Layout
 
 #: Bytes of the spans that one layout caches.
@@ -142,7 +143,7 @@ def read_composed(name: str, tokens: int | None, make: Callable[[str, int | None
     `tokens` None: as many as the name says. Raises InvalidInput for a text that names no layout.
     """
     match = re.fullmatch(r"\s*(shifted|joined|kept)\s*\((.*)\)\s*", name, re.DOTALL)
-    arguments = _split(match[2]) if match else []
+    arguments = split_commas(match[2]) if match else []
     layout: Layout | None = None
 
     def counted(text: str) -> Layout:
@@ -168,15 +169,3 @@ def read_composed(name: str, tokens: int | None, make: Callable[[str, int | None
     if tokens not in (None, layout.tokens):
         raise InvalidInput(f"layout {name!r} has {layout.tokens:,} tokens, and {tokens:,} are asked for")
     return layout
-
-
-def _split(text: str) -> list[str]:
-    """The arguments in a text, between the commas that stand in no brackets."""
-    depth, parts = 0, [""]
-    for letter in text:
-        depth += (letter in "([") - (letter in ")]")
-        if letter == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts

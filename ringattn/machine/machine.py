@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -74,7 +75,7 @@ class MachineNumber:
         otherwise = self.default or (f"without it the model leaves out {self.effect}" if self.effect else "")
         return f"{self.meaning}{unit}{otherwise and '; '}{otherwise}"
 
-    @property
+    @cached_property
     def kind(self) -> Any:
         """The type of the number with its bounds, as msgspec reads it."""
         bounded: Any = self.python_type

@@ -123,7 +123,7 @@ FILE = ("run", "input=file", "output.path=y.safetensors")
         (("run", "--ranks", "4"), "--ranks: unknown option; write ranks=4; values"),
         (("simulate", "--tokens=4k"), "write tokens=4k; values"),
         (("plan", "ranks=1.5"), "ranks=1.5: not a whole number; write 4096, 64k"),
-        (("run", "wire_dtype=bfloat16"), "Key 'wire_dtype' not in 'RunConfig'; did you mean 'comm_dtype'?"),
+        (("run", "com_dtype=bfloat16"), "Key 'com_dtype' not in 'RunConfig'; did you mean 'comm_dtype'?"),
         (("run", "input.pth=x"), "Key 'pth' not in 'InputGroup'; did you mean 'path'?"),
         (("run", "pattern=casual"), "'pattern/casual'; did you mean 'causal'? expected one of causal, dilated"),
         (("run", "experiment=validate"), "mode=validate: expected one of attention, decode"),

@@ -7,7 +7,7 @@ import pytest
 import ringattn as ra
 from ringattn.cli import ranks
 from ringattn.cli.config.groups import MachineGroup
-from ringattn.cli.config.overrides import as_study, check_parameters, compose, parse_arguments, prepare, split_commas
+from ringattn.cli.config.overrides import as_study, check_parameters, compose, parse_arguments, prepare
 from ringattn.cli.config.schema import RunConfig
 from ringattn.errors import InvalidInput
 from ringattn.transport.launcher import Launch
@@ -128,7 +128,6 @@ def test_one_rank_or_one_head_makes_no_ulysses_group() -> None:
 
 
 def test_comma_lists_become_axes() -> None:
-    assert split_commas("a,(b,c),'d,e',{f: 1, g: 2}") == ["a", "(b,c)", "'d,e'", "{f: 1, g: 2}"]
     assert as_study(["ranks=1,2", "heads=4", "pattern=Window(1, 2),Full()"]) == [
         "heads=4", "+study.axes={ranks: ['1', '2'], pattern: ['Window(1, 2)', 'Full()']}"
     ]  # fmt: skip

@@ -6,15 +6,14 @@ import re
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 from ...errors import InvalidInput
-from ...files import decode, read_text
+from ...files import read_text
 from ...machine.machine import MACHINE_NUMBERS
 from ...machine.presets import PRESETS
+from .defaults import conf_dir, default_options, load_config
 from .groups import PARAMETER_GROUPS
 from .overrides import JSON_KEYS, WRITTEN
-from .schema import conf_dir
 
 #: Options of every verb; --json is an option of the verbs in `JSON_KEYS` only, and --compare of report only.
 OPTIONS = {
@@ -54,13 +53,6 @@ def _check_file(path: Path, folder: Path) -> None:
         )
 
 
-def load_config(path: Path) -> dict[str, Any]:
-    """The settings of a config file as plain data, interpolations and ??? as they are written. Raises InvalidInput."""
-    content = decode(read_text(path, "config"), object, str(path), yaml=True)
-    # Hydra refuses another value than a mapping where the file is used.
-    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
-
-
 def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path]) -> str:
     """The help text of a verb: examples and its keys with defaults as its YAML has them, groups, options.
 
@@ -69,8 +61,8 @@ def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path]) -> str:
     """
     path = conf_dir() / f"{verb}.yaml"
     head, _, keys = path.read_text(encoding="utf-8").partition("\n\n")
-    defaults = {k: v for entry in load_config(path)["defaults"] if isinstance(entry, dict) for k, v in entry.items()}
-    groups = {name: _group_lines(name, str(x or "null"), [conf_dir(), *folders]) for name, x in defaults.items()}
+    options = default_options(verb)
+    groups = {name: _group_lines(name, str(x or "null"), [conf_dir(), *folders]) for name, x in options.items()}
     for topic in topics:
         if topic not in groups:
             raise InvalidInput(f"{topic}: ringattn {verb} --help takes the name of a group: {', '.join(groups)}")
@@ -83,8 +75,8 @@ def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path]) -> str:
         lines += [f"  {line}" for told in groups.values() for line in told[1:3]]
     if verb == "report":
         lines += ["", f"suites: {', '.join(sorted(entry_points(group='ringattn.bench_suites').names))}"]
-    options = {"--json": verb in JSON_KEYS, "--compare OLD NEW": verb == "report"}
-    lines += ["", "options", *(f"  {name:<22}{text}" for name, text in OPTIONS.items() if options.get(name, True))]
+    flags = {"--json": verb in JSON_KEYS, "--compare OLD NEW": verb == "report"}
+    lines += ["", "options", *(f"  {name:<22}{text}" for name, text in OPTIONS.items() if flags.get(name, True))]
     return "\n".join(lines)
 
 

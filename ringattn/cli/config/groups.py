@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,11 +14,17 @@ from ...machine.file import read_machine
 from ...machine.machine import MACHINE_NUMBERS, Machine
 from ...machine.presets import get_machine
 from ...text import did_you_mean
+from .defaults import settings_of
 
 #: A whole number as people write it: 4096, 1e9 or 64k. `schema.parse_size` reads it.
 Size = int | float | str
 #: Groups whose options are a text with parameters.
 PARAMETER_GROUPS = ("pattern", "layout", "schedule")
+
+
+def default_of(settings: object, name: str) -> Any:
+    """The default of a setting."""
+    return getattr(type(settings)(), name)
 
 
 def refuse(config: object, keys: str, reason: str) -> None:
@@ -190,7 +196,7 @@ class InputGroup:
     seed: int = 0
 
 
-@dataclass
+@settings_of("simulate", "numerics")
 class NumericsGroup:
     """What `simulate mode=numerics` executes.
 
@@ -202,67 +208,60 @@ class NumericsGroup:
     The faults "lost" and "scaled" harm the gradients that return to the rank of the first sampled row.
     """
 
-    way: str = "sample"
+    way: str
     #: A size, or a list of sizes: OmegaConf has no union of the two.
-    rows: Any = 16
-    spread: int | None = None
-    first: int = 0
-    count: int | None = None
-    together: int = 128
-    period: int | None = 4099
-    fault: str | None = None
-    fault_rank: int | None = None
-    fault_owner: int | None = None
-    threads: int = 1
+    rows: Any
+    spread: int | None
+    first: int
+    count: int | None
+    together: int
+    period: int | None
+    fault: str | None
+    fault_rank: int | None
+    fault_owner: int | None
+    threads: int
 
 
 @dataclass
 class OutputGroup:
-    """The file or folder that a command writes; None: nothing, or the default of the verb."""
+    """The file or folder that a command writes; None: nothing."""
 
-    path: str | None = None
-
-
-@dataclass
-class AdviseOutputGroup(OutputGroup):
-    """The JSON file that `ringattn advise` writes to `path`, and the HTML page that it writes to `page`."""
-
-    page: str | None = None
+    path: str | None
 
 
-@dataclass
+@settings_of("run", "output")
 class RunOutputGroup(OutputGroup):
     """The tensors that `ringattn run` writes to `path`, and the printed numbers that it writes to `report` as JSON."""
 
-    report: str | None = None
+    report: str | None
 
 
-@dataclass
+@settings_of("simulate", "study.execute")
 class ExecuteGroup:
     """What the numerics simulator executes of each plan of a study, in fp64.
 
     `budget` is in seconds at assumed rates, so that every machine executes the same plans; None: nothing is executed.
     """
 
-    budget: float | None = None
-    rows: int = 16
-    heads: int = 1
-    head_dim: int = 16
-    seed: int = 0
+    budget: float | None
+    rows: int
+    heads: int
+    head_dim: int
+    seed: int
 
 
-@dataclass
+@settings_of("simulate", "study")
 class StudyGroup:
     """The points of a study: every combination of the values of `axes` with every entry of `together`.
 
     Keys are keys of `simulate`, or label.NAME, which becomes a column of the tables. `extrapolate` is a Size or None.
     """
 
-    name: str = "sweep"
-    axes: dict[str, list[Any]] = field(default_factory=dict)
-    together: list[Any] = field(default_factory=list)
-    plots: list[str] = field(default_factory=lambda: ["stack", "efficiency", "memory"])
-    x: str | None = None
-    y: str | None = None
-    execute: ExecuteGroup = field(default_factory=ExecuteGroup)
-    extrapolate: Any = None
+    name: str
+    axes: dict[str, list[Any]]
+    together: list[Any]
+    plots: list[str]
+    x: str | None
+    y: str | None
+    execute: ExecuteGroup
+    extrapolate: Any

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 from ...errors import InvalidInput
 from ...files import STDOUT
 from ...machine.presets import PRESETS
-from ...text import did_you_mean
+from ...text import did_you_mean, split_commas
+from .defaults import conf_dir, read_defaults
 from .groups import PARAMETER_GROUPS
-from .schema import SCHEMAS, conf_dir, parse_size
+from .schema import SCHEMAS, parse_size
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -73,7 +74,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         value = value or next((word for word in arguments[place : place + 1] if word[0] != "-"), "...")
         hint = did_you_mean(flag, flags)
         key = flag.lstrip("-").replace("-", "_")
-        if any(key in (field.name for field in dataclasses.fields(schema)) for schema in SCHEMAS.values()):
+        if any(key in read_defaults(verb) for verb in found.words[:1] if verb in SCHEMAS):
             hint = f"write {key}={value}; "
         raise InvalidInput(f"{others[0]}: unknown option; {hint}values of keys are written key=value, without dashes")
     values = {action.option_strings[0]: getattr(found, action.dest) for action in of_hydra._group_actions}
@@ -136,18 +137,6 @@ def _types(schema: Any, key: str) -> tuple[Any, ...]:
     for name in key.split("."):
         schema = get_type_hints(schema).get(name) if dataclasses.is_dataclass(schema) else None
     return get_args(schema) if isinstance(schema, UnionType) else (schema,)
-
-
-def split_commas(text: str) -> list[str]:
-    """The parts of a text between commas outside brackets and quotes."""
-    parts, depth = [""], 0
-    for word in re.findall(r"'[^']*'?|\"[^\"]*\"?|.", text, re.DOTALL):  # a quoted text, or a letter
-        depth += (word in "([{") - (word in ")]}")
-        if word == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += word
-    return [part.strip() for part in parts]
 
 
 def quote(value: str) -> str:
@@ -214,7 +203,7 @@ def check_jobs(verb: str, arguments: Sequence[str]) -> None:
 def compose(verb: str, overrides: Sequence[str]) -> DictConfig:
     """The configuration of a verb as Hydra composes it, not resolved; within a job, from the folders of the job."""
     hydra = import_module("hydra")
-    store_schemas()
+    store_schemas(verb)
     if import_module("hydra.core.global_hydra").GlobalHydra.instance().is_initialized():
         composed: DictConfig = hydra.compose(verb, list(overrides))
         return composed
@@ -223,11 +212,11 @@ def compose(verb: str, overrides: Sequence[str]) -> DictConfig:
 
 
 @cache
-def store_schemas() -> None:
-    """Tell Hydra the schema of each verb, and presets of machines."""
+def store_schemas(*verbs: str) -> None:
+    """Tell Hydra the schemas of these verbs, or of all where none is named, and the presets of machines."""
     store = import_module("hydra.core.config_store").ConfigStore.instance()
-    for name, schema in SCHEMAS.items():
-        store.store(name=f"{name}_schema", node=schema)
+    for verb in verbs or SCHEMAS:
+        store.store(name=f"{verb}_schema", node=SCHEMAS[verb])
     for name in PRESETS:
         store.store(group="machine", name=name, node={"spec": name})
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from ...errors import InvalidInput
 from ...machine.machine import MACHINE_NUMBERS
+from ...registry import Registry
 from ...text import shorten
+from .defaults import settings_of
 from .groups import (
-    AdviseOutputGroup,
     ConfigGroup,
     InputGroup,
     LayoutGroup,
@@ -31,19 +30,10 @@ from .groups import (
     refuse,
 )
 
-#: What a calibration measures: rows and keys of tiles, keys per row of bands, bytes of messages.
-ROWS, WIDTHS, MESSAGES = (64, 256, 1024, 4096), (64, 256, 1024), (256, "4k", "64k", "1M", "4M", "16M")
 #: The largest size: the largest integer of 64 bits.
 MAX_SIZE = (1 << 63) - 1
 #: Factors of the suffixes of a size.
 _SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-
-def conf_dir() -> Path:
-    """The folder of ringattn's config groups: inside the package in a wheel, beside the package in a checkout."""
-    package = Path(__file__).resolve().parents[2]
-    beside = package.parent / "conf"
-    return beside if (beside / "run.yaml").is_file() else package / "conf"
 
 
 def parse_size(value: Size, name: str = "size") -> int:
@@ -70,24 +60,24 @@ def parse_size(value: Size, name: str = "size") -> int:
 
 @dataclass
 class ProblemSizes:
-    """The settings that `run`, `plan` and `simulate` share, with the defaults of `plan`."""
+    """The settings that `run`, `plan` and `simulate` share; each has defaults of its own."""
 
-    pattern: PatternGroup = field(default_factory=partial(PatternGroup, "Causal()"))
-    layout: LayoutGroup = field(default_factory=partial(LayoutGroup, "contiguous"))
-    schedule: ScheduleGroup = field(default_factory=partial(ScheduleGroup, "auto"))
-    machine: MachineGroup = field(default_factory=partial(MachineGroup, "auto"))
-    output: OutputGroup = field(default_factory=OutputGroup)
+    pattern: PatternGroup
+    layout: LayoutGroup
+    schedule: ScheduleGroup
+    machine: MachineGroup
+    output: OutputGroup
     #: Only Hydra reads it: an experiment sets other keys.
-    experiment: Any = None
-    ranks: int = 8
-    tokens: Size = "1M"
-    heads: int = 1
-    kv_heads: int | None = None
-    head_dim: int = 64
-    batch: int = 1
-    dtype: str = "float32"
-    comm_dtype: str | None = None
-    rotate: str = "auto"
+    experiment: Any
+    ranks: int
+    tokens: Size
+    heads: int
+    kv_heads: int | None
+    head_dim: int
+    batch: int
+    dtype: str
+    comm_dtype: str | None
+    rotate: str
 
     def size(self) -> int:
         """The tokens of the sequence. Raises InvalidInput."""
@@ -98,34 +88,30 @@ class ProblemSizes:
         return {}
 
 
-@dataclass
+@settings_of("run")
 class RunConfig(ProblemSizes):
     """The settings of `ringattn run`; conf/run.yaml explains each."""
 
-    output: RunOutputGroup = field(default_factory=RunOutputGroup)
-    transport: TransportGroup = field(default_factory=partial(TransportGroup, "gloo"))
-    kernel: ConfigGroup = field(default_factory=partial(ConfigGroup, "auto"))
-    input: InputGroup = field(default_factory=InputGroup)
-    ranks: int = 2
-    tokens: Size = "8k"
-    heads: int = 8
-    mode: str = "attention"
-    context: Size = "8k"
-    new: Size = 16
-    merge: str = "auto"
-    windows: str = "shard"
-    dtype: str = "auto"
-    stream: str | None = None
-    chunk: Size | None = None
-    device: str | None = None
-    scale: float | None = None
-    backward: bool = False
-    deterministic: bool = False
-    repeat: int = 3
-    sample: int = 8
-    threads: int | None = None
-    timeout: float = 120.0
-    trace: str | None = None
+    output: RunOutputGroup
+    transport: TransportGroup
+    kernel: ConfigGroup
+    input: InputGroup
+    mode: str
+    context: Size
+    new: Size
+    merge: str
+    windows: str
+    stream: str | None
+    chunk: Size | None
+    device: str | None
+    scale: float | None
+    backward: bool
+    deterministic: bool
+    repeat: int
+    sample: int
+    threads: int | None
+    timeout: float
+    trace: str | None
 
     def __post_init__(self) -> None:
         if self.dtype == "auto":  # the fast ops of CUDA compute 16 bits; the dtype of a file is its own
@@ -156,8 +142,8 @@ class RunConfig(ProblemSizes):
 class TwoSides(ProblemSizes):
     """The settings that `plan` and `simulate` share, whose queries may be other positions than the keys."""
 
-    q_tokens: Size | None = None
-    q_first: Size | None = None
+    q_tokens: Size | None
+    q_first: Size | None
 
     @property
     def is_square(self) -> bool:
@@ -184,11 +170,11 @@ class TwoSides(ProblemSizes):
         return {"q_layout": f"shifted({self.layout.spec}, {first})", "q_tokens": count}
 
 
-@dataclass
+@settings_of("plan")
 class PlanConfig(TwoSides):
     """The settings of `ringattn plan`; conf/plan.yaml explains each."""
 
-    ascii: bool = False
+    ascii: bool
 
     def check(self) -> None:
         """Raise InvalidInput for a machine that nothing is chosen by."""
@@ -196,7 +182,7 @@ class PlanConfig(TwoSides):
             refuse(self, "machine", "for a named layout and schedule; try schedule=auto, or ringattn simulate")
 
 
-@dataclass
+@settings_of("simulate", "validate")
 class ValidateGroup:
     """The settings of `simulate mode=validate`.
 
@@ -205,54 +191,52 @@ class ValidateGroup:
     passes; None: sizes between the calibrated rows.
     """
 
-    ranks: list[int] = field(default_factory=lambda: [2, 4])
-    held_out: list[Size] | None = None
-    rows: list[Size] = field(default_factory=lambda: list(ROWS[:-1]))
-    widths: list[Size] = field(default_factory=lambda: list(WIDTHS[:-1]))
-    messages: list[Size] = field(default_factory=lambda: list(MESSAGES))
-    repeat: int = 5
-    seconds: float = 100.0
-    threads: int | None = None
-    timeout: float = 600.0
+    ranks: list[int]
+    held_out: list[Size] | None
+    rows: list[Size]
+    widths: list[Size]
+    messages: list[Size]
+    repeat: int
+    seconds: float
+    threads: int | None
+    timeout: float
 
 
-@dataclass
+@settings_of("simulate")
 class SimulateConfig(TwoSides):
     """The settings of `ringattn simulate`; conf/simulate.yaml explains each.
 
     `slow`, `slow_links` and `stalls` are mappings or lists, which `timing.simulate` checks.
     """
 
-    schedule: ScheduleGroup = field(default_factory=partial(ScheduleGroup, "ring"))
-    mode: str = "timing"
-    dtype: str = "auto"
-    backward: bool = False
-    slow: Any = None
-    slow_links: Any = None
-    stalls: Any = None
-    passes: int | None = None
-    solver: str = "auto"
-    seed: int = 0
-    shard: Size | None = None
-    trace: str | None = None
-    model: ModelGroup = field(default_factory=ModelGroup)
-    phase: str = "training"
-    chunk: Size | None = None
-    merge: str = "auto"
-    windows: str = "shard"
-    cp: int = 1
-    dp: int = 1
-    tp: int = 1
-    ep: int = 1
-    pp: int = 1
-    micro_batches: int | None = None
-    interleaved: int = 1
-    checkpointing: str = "full"
-    sharding: str = "weights"
-    fp8: bool = False
-    validate: ValidateGroup = field(default_factory=ValidateGroup)
-    numerics: NumericsGroup = field(default_factory=NumericsGroup)
-    study: StudyGroup = field(default_factory=StudyGroup)
+    mode: str
+    backward: bool
+    slow: Any
+    slow_links: Any
+    stalls: Any
+    passes: int | None
+    solver: str
+    seed: int
+    shard: Size | None
+    trace: str | None
+    model: ModelGroup
+    phase: str
+    chunk: Size | None
+    merge: str
+    windows: str
+    cp: int
+    dp: int
+    tp: int
+    ep: int
+    pp: int
+    micro_batches: int | None
+    interleaved: int
+    checkpointing: str
+    sharding: str
+    fp8: bool
+    validate: ValidateGroup
+    numerics: NumericsGroup
+    study: StudyGroup
 
     def __post_init__(self) -> None:
         if self.dtype == "auto":
@@ -340,85 +324,14 @@ class SimulateConfig(TwoSides):
         return tokens
 
 
-@dataclass
-class AdviseConfig:
-    """The settings of `ringattn advise`; conf/advise.yaml explains each. `prices` are numbers by machine."""
-
-    model: ModelGroup = field(default_factory=lambda: ModelGroup("llama3_8b"))
-    machine: MachineGroup = field(default_factory=lambda: MachineGroup("h100_nvlink_ib"))
-    output: AdviseOutputGroup = field(default_factory=AdviseOutputGroup)
-    tokens: Size = "1M"
-    gpus: int = 8
-    prices: Any = None
-    batch: int | None = None
-    by: str = "time"
-    dtype: str = "bfloat16"
-
-
-@dataclass
-class ReportConfig:
-    """The settings of `ringattn report` and `bench`; conf/report.yaml explains each."""
-
-    suite: str = "standard"
-    cases: list[str] | None = None
-    repeat: int = 5
-    output: OutputGroup = field(default_factory=OutputGroup)
-    memory: Size | None = None
-    results: str | None = None
-    compare: list[str] | None = None
-    noise: float = 0.1
-
-    def check(self) -> None:
-        """Raise InvalidInput for settings of a measurement beside stored results."""
-        if self.compare is not None:
-            refuse(self, "results", "beside compare=, which reads two results")
-        if self.compare is not None or self.results is not None:
-            refuse(self, "suite cases repeat memory", "beside stored results, which say what was measured")
-
-
-@dataclass
+@settings_of("doctor")
 class DoctorConfig:
     """The setting of `ringattn doctor`; conf/doctor.yaml explains it."""
 
-    capability: str | None = None
+    capability: str | None
 
 
-@dataclass
-class CalibrateConfig:
-    """The settings of `ringattn calibrate`; conf/calibrate.yaml explains each."""
-
-    transport: TransportGroup = field(default_factory=partial(TransportGroup, "gloo"))
-    kernel: ConfigGroup = field(default_factory=partial(ConfigGroup, "auto"))
-    machine: MachineGroup = field(default_factory=partial(MachineGroup, "auto"))
-    output: OutputGroup = field(default_factory=OutputGroup)
-    ranks: int = 2
-    device: str = "cpu"
-    heads: int = 8
-    head_dim: int = 64
-    dtype: str = "float32"
-    rows: list[Size] = field(default_factory=lambda: list(ROWS))
-    widths: list[Size] = field(default_factory=lambda: list(WIDTHS))
-    messages: list[Size] = field(default_factory=lambda: list(MESSAGES))
-    repeat: int = 5
-    seconds: float = 0.0
-    threads: int | None = None
-    timeout: float = 600.0
-
-    def check(self) -> None:
-        """Raise InvalidInput for a setting that has no effect, or that the calibration measures."""
-        by = ("every",) if self.transport.spec == "none" else ("every", "ranks")
-        measured = [f"machine.{name}" for name, number in MACHINE_NUMBERS.items() if number.measured_by in by]
-        refuse(self, " ".join([*measured, "machine.extrapolate"]), "here: a calibration measures it")
-        if self.transport.spec == "none":
-            refuse(self, "ranks messages timeout", "with transport=none, which is one process alone")
-
-
-SCHEMAS: dict[str, type] = {
-    "run": RunConfig,
-    "plan": PlanConfig,
-    "simulate": SimulateConfig,
-    "advise": AdviseConfig,
-    "report": ReportConfig,
-    "calibrate": CalibrateConfig,
-    "doctor": DoctorConfig,
-}
+#: The dataclass of the settings of each verb, by name.
+SCHEMAS: Registry[type] = Registry(
+    "schemas", {verb: f"cli.config.schema:{verb.capitalize()}Config" for verb in ("run", "plan", "simulate", "doctor")}
+)

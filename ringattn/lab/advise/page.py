@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
-from ..pages.pages import COLOURS, MARKERS, drawing, render_page, to_svg
+from ..pages.figures import COLOURS, draw_lines, draw_stacks, drawing, to_svg
+from ..pages.pages import Plot, render_page
 from .advice import BANDWIDTHS, Advice, describe_counts, describe_numbers, explain, span, tabulate
 
 
@@ -27,7 +27,7 @@ def render(advice: Advice) -> str:
     ]  # fmt: skip
     values = {
         "advice": advice,
-        "plots": [(title, _draw(draw, data), caption) for title, draw, data, caption in plots if data is not None],
+        "plots": [(_draw(title, draw, data), caption) for title, draw, data, caption in plots if data is not None],
         "best": dict(zip(("header", "rows"), tabulate(advice.best), strict=True)),
         "pareto": dict(zip(("header", "rows"), tabulate(advice.pareto), strict=True)),
         "reasons": [f"{one.name}: {one.step.plan}; {one.choices}; {explain(one)}" for one in advice.best],
@@ -37,25 +37,16 @@ def render(advice: Advice) -> str:
     return render_page(__package__ or "", "advise.j2", "html", values)
 
 
-def _draw(draw: Callable[[Any, Any], None], data: object) -> Markup:
+def _draw(title: str, draw: Callable[[Any, Any], None], data: object) -> Plot:
     with drawing(3.4) as figure:
         draw(figure, data)
-        if figure.axes[0].get_legend_handles_labels()[0]:
-            figure.legend(loc="outside lower center", fontsize=7, framealpha=0.0, ncols=2)
-        return to_svg(figure, draw.__name__)
+        return Plot(title, to_svg(figure, draw.__name__))
 
 
-def _lines(
-    figure: Any, series: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str, *, joined: bool = True
-) -> Any:
+def _lines(figure: Any, series: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str, **more: bool) -> Any:
     """Axes with points for each name, joined or not, over logarithmic x."""
-    axes = figure.subplots()
-    for i, (name, points) in enumerate(series.items()):
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "alpha": 0.8}
-        line = "-" if joined else ""
-        axes.plot(*zip(*sorted(points), strict=True), label=name, markersize=4, linestyle=line, **style)
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel=x, ylabel=y)
+    ordered = {name: sorted(points) for name, points in series.items()}
+    axes = draw_lines(figure, ordered, x, y, log=True, **more)
     axes.xaxis.set_major_formatter(lambda value, place: f"{value:g}")
     axes.grid(alpha=0.25)
     return axes
@@ -89,12 +80,10 @@ def _frontier(figure: Any, advice: Advice) -> None:
 def _stack(figure: Any, bars: Sequence[Mapping[str, float]], label: str) -> Any:
     """Axes with a bar for each candidate of the table, of named parts."""
     axes = figure.subplots()
-    places, left = np.arange(len(bars)), np.zeros(len(bars))
-    for i, name in enumerate(dict.fromkeys(name for bar in bars for name, part in bar.items() if part)):
-        parts = np.array([bar.get(name, 0.0) for bar in bars])
-        hatch = "//" * (i // len(COLOURS))
-        axes.barh(places, parts, left=left, label=name, color=COLOURS[i % len(COLOURS)], hatch=hatch)
-        left += parts
+    draw_stacks(
+        axes, bars, list(dict.fromkeys(name for bar in bars for name, part in bar.items() if part)), across=True
+    )
+    places = range(len(bars))
     axes.set_yticks(places, [f"{place + 1}." for place in places])
     axes.invert_yaxis()
     axes.set(xlabel=label)

@@ -13,6 +13,7 @@ SUITES: Registry[BenchSuite] = Registry("bench_suites", {})
 
 def get_suite(name: str) -> BenchSuite:
     """The suite of this name. Raises InvalidInput."""
+    SUITES.check_installed()
     if name not in SUITES:
         raise InvalidInput(
             f"suite={name}: unknown; {did_you_mean(name, SUITES)}expected one of {', '.join(SUITES)}, or "

@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ...text import duration, size
-from ..pages.pages import COLOURS, draw_lines, drawing, to_svg
+from ..pages.figures import COLOURS, draw_lines, drawing, to_svg
 from .case import BenchSuite, CaseRecord, Values
 
 #: Endings of the names of cases that the title of a plot says.
@@ -170,5 +170,4 @@ def _draw_bars(
         axes.xaxis.set_minor_formatter(lambda value, place: "")
         axes.set_xlabel(f"{title}, {'log scale' if log else 'from 0'}")
         axes.grid(alpha=0.25, axis="x")
-        figure.legend(loc="outside lower center", fontsize=7, framealpha=0.0, ncols=2)
         return title, to_svg(figure, title)

@@ -13,12 +13,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from markupsafe import Markup
-
 from ...errors import InvalidInput
 from ...files import write_text
 from ...text import duration, plural, shorten, size
-from ..pages.pages import Cell, ReportTable, render_page
+from ..pages.pages import Cell, Plot, ReportTable
 from . import SUITES, figures
 from .case import BenchSuite, CaseRecord, iqr
 from .records import read_results
@@ -107,9 +105,10 @@ class BenchReport:
         return list(dict.fromkeys([*(note for case in cases for note in case["notes"]), *patterns]))
 
     @cached_property
-    def figures(self) -> list[tuple[str, Markup]]:
-        """(title, <svg> element) of each plot; empty without matplotlib."""
-        return figures.draw(self.record["cases"], self.suite)
+    def plots(self) -> list[Plot]:
+        """The plots; none without matplotlib."""
+        drawn = figures.draw(self.record["cases"], self.suite)
+        return [Plot(title, svg, f"{self.stem}_{number}.svg") for number, (title, svg) in enumerate(drawn, 1)]
 
 
 def _judge(cases: list[CaseRecord]) -> str:
@@ -121,11 +120,6 @@ def _judge(cases: list[CaseRecord]) -> str:
     worst, name = min(ratios, key=lambda pair: pair[0]["median"] / pair[0]["target"])
     least = f"{worst['ratio']} of {name} is {worst['median']:.2f}, target {worst['target']:.3g}"
     return f"{met} of {plural(len(ratios), 'ratio')} reached the target; the least, {least}."
-
-
-def render(report: BenchReport, kind: str) -> str:
-    """The report as "markdown" or "html"."""
-    return render_page(__package__ or "", "bench.j2", kind, {"report": report})
 
 
 def narrow(table: ReportTable) -> ReportTable:
@@ -292,18 +286,6 @@ def _yes_or_no(met: bool | None) -> str:
     return "" if met is None else "yes" if met else "NO"
 
 
-def write_report(path: Path, report: BenchReport) -> list[Path]:
-    """Write the report of the results at `path` beside them, as Markdown with plots and as a page; both paths."""
-    written = [path.with_suffix(".md"), path.with_suffix(".html")]
-    for target, kind in zip(written, ("markdown", "html"), strict=True):
-        write_text(target, render(report, kind))
-    for number, (_, svg) in enumerate(report.figures, 1):
-        # On a page of somebody else the plot has paper of its own.
-        text = svg.replace("currentColor", "#222").replace("<svg ", '<svg style="background: #fff" ', 1)
-        write_text(path.with_name(f"{report.stem}_{number}.svg"), text)
-    return written
-
-
 def write_index(folder: Path) -> list[Path]:
     """README.md of a folder of results and studies: of each the newest run by machine, its conclusion and its report.
 
@@ -325,12 +307,11 @@ def write_index(folder: Path) -> list[Path]:
         said = " ".join([report.conclusion or "", *report.warnings]).strip()
         row = date, f"| {suite} | {hardware} | {date[:10]} | {said} | {page} |"
         newest[suite, hardware] = max(row, newest.get((suite, hardware), row))
-    for path in sorted(folder.glob("*/summary.json")):
+    for path in sorted(folder.glob("*/summary.json")):  # a study's
         study, stem = json.loads(path.read_text(encoding="utf-8")), path.parent.name
-        if "headline" not in study:  # of another version, or no study
-            continue
-        name, date = study["study"], study["date"] or ""
-        row = date, f"| {name} | any | {date} | {study['headline']} | [{stem}]({stem}/report.md) |"
+        name, date, counts = study["study"], study["date"] or "", study["counts"]
+        said = f"{plural(counts['ok'], 'point')} with numbers, {counts['refused']} refused"
+        row = date, f"| {name} | any | {date} | {said} | [{stem}]({stem}/report.md) |"
         newest[name, ""] = max(row, newest.get((name, ""), row))
     rows = ["| suite | machine | date | conclusion | report |", "|---|---|---|---|---|"]
     write_text(target, INDEX + "\n".join([*rows, *(row for _, row in newest.values())]) + "\n")

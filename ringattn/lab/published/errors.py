@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from math import sqrt
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
+from ...files import write_text
 from ...machine.bands import SIZES, ErrorBand, size_class
-from ..pages.pages import COLOURS, check_matplotlib, save_figure
+from ..pages.figures import COLOURS, drawing, on_paper, to_svg
 from .predictions import CAUSES, PredictedRow
 
 #: A cause beside the kernel that takes less than this part of a prediction is no cause of its error.
@@ -136,26 +135,20 @@ def _unavoidable(group: Sequence[PredictedRow]) -> list[float]:
 
 
 def draw_scatter(predictions: Sequence[PredictedRow], folder: Path) -> None:
-    """Write scatter.svg and scatter.png: each row by its measured and its modelled time, a panel for each prediction.
-
-    Raises Unsupported where matplotlib is missing.
-    """
-    check_matplotlib("leave output.path out")
-    figures: Any = import_module("matplotlib.figure")
-    figure = figures.Figure(figsize=(9, 4.5), layout="constrained")
-    families = list(dict.fromkeys(one.row.family for one in predictions))
-    panels = figure.subplots(1, 2, sharex=True, sharey=True)
-    titles = ("presets made without the family", "null model: half of the peak")
-    for panel, title, null in zip(panels, titles, (False, True), strict=True):
-        for family, colour in zip(families, COLOURS, strict=False):
-            points = [
-                (one.row.seconds, one.null if null else one.unseen.seconds)
-                for one in predictions
-                if one.row.family == family
-            ]
-            panel.plot(*zip(*points, strict=True), ".", color=colour, label=family, alpha=0.7)
-        ends = min(one.row.seconds for one in predictions), max(one.row.seconds for one in predictions)
-        panel.plot(ends, ends, color="black", linewidth=0.8)
-        panel.set(xscale="log", yscale="log", xlabel="measured [s]", ylabel="modelled [s]", title=title)
-    panels[0].legend(fontsize=7)
-    save_figure(figure, folder, "scatter")
+    """Write scatter.svg: each row by its measured and its modelled time, a panel for each kind of prediction."""
+    with drawing(4.5, width=9.0) as figure:
+        families = list(dict.fromkeys(one.row.family for one in predictions))
+        panels = figure.subplots(1, 2, sharex=True, sharey=True)
+        titles = ("presets made without the family", "null model: half of the peak")
+        for panel, title, null in zip(panels, titles, (False, True), strict=True):
+            for family, colour in zip(families, COLOURS, strict=False):
+                points = [
+                    (one.row.seconds, one.null if null else one.unseen.seconds)
+                    for one in predictions
+                    if one.row.family == family
+                ]
+                panel.plot(*zip(*points, strict=True), ".", color=colour, label=family, alpha=0.7)
+            ends = min(one.row.seconds for one in predictions), max(one.row.seconds for one in predictions)
+            panel.plot(ends, ends, color="black", linewidth=0.8)
+            panel.set(xscale="log", yscale="log", xlabel="measured [s]", ylabel="modelled [s]", title=title)
+        write_text(folder / "scatter.svg", on_paper(to_svg(figure, "scatter")))

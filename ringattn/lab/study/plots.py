@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...cli.config.groups import check_choice
 from ...errors import InvalidInput
-from ..pages.pages import COLOURS, draw_lines, save_figure
+from ..pages.figures import COLOURS, draw_lines, draw_stacks, drawing, to_svg
+from ..pages.pages import Plot
 from .tables import DIRECTIONS, WAITS, Row, Table, efficiency, is_number, show_number, total
 
 #: Panels side by side; on a phone, a page shows them 160 pixels wide. Most numbers below the bars of a panel.
@@ -50,15 +50,11 @@ def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | 
     return x, y or (others[0] if others else None)
 
 
-def describe(name: str, x: str, y: str | None) -> str:
-    """What the plot `name` shows, for those who do not see it."""
-    return f"{name}: {PLOTS[name][1]}, by {x}" + (f" and {y}" if name == "crossover" else "")
-
-
-def draw(folder: Path, name: str, table: Table, x: str, y: str | None) -> list[Path]:
-    """Draw the plot `name` of the table; returns its files, none where no row has numbers."""
-    figure = import_module("matplotlib.figure").Figure(figsize=(7.2, 4.2), layout="constrained")
-    return save_figure(figure, folder, name) if PLOTS[name][0](figure, table, x, y) else []
+def draw(name: str, table: Table, x: str, y: str | None) -> list[Plot]:
+    """The plot `name` of the table; none where no row has numbers."""
+    title = f"{name}: {PLOTS[name][1]}, by {x}" + (f" and {y}" if name == "crossover" else "")
+    with drawing(4.2, width=7.2) as figure:
+        return [Plot(title, to_svg(figure, name), f"{name}.svg")] if PLOTS[name][0](figure, table, x, y) else []
 
 
 def _draw_efficiency(figure: Any, table: Table, x: str, y: str | None) -> bool:
@@ -125,12 +121,9 @@ def _draw_bars(
         axes.remove()
     drawn: dict[str, Any] = {}
     for axes, (label, rows) in zip(panels, series, strict=False):
-        bottom = np.zeros(len(rows))
-        for (name, height), colour in zip(heights.items(), COLOURS * 2, strict=False):
-            values = np.array([height(row) for row in rows])
-            if values.any():
-                drawn[name] = axes.bar(range(len(rows)), values, bottom=bottom, color=colour)
-                bottom += values
+        drawn |= draw_stacks(
+            axes, [{name: height(row) for name, height in heights.items()} for row in rows], [*heights]
+        )
         ticks = range(0, len(rows), -(-len(rows) // MOST_TICKS))
         axes.set_xticks(ticks, [show_number(x, rows[i][x]) for i in ticks], rotation=60, ha="right", fontsize=6)
         axes.set_xlabel(x)

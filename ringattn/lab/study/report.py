@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ...cli.config.groups import StudyGroup
@@ -17,10 +16,9 @@ from ...errors import RingAttentionError
 from ...machine.machine import MACHINE_NUMBERS, Machine
 from ...machine.presets import CURRENCY, MACHINES
 from ...text import duration, rate, size
-from ..pages.pages import Cell, ReportTable
-from .headline import write_headline
+from ..pages.pages import Cell, Plot, ReportTable
 from .space import Point
-from .tables import DIRECTIONS, WAITS, Row, Table, list_passes, total
+from .tables import DIRECTIONS, WAITS, Row, Table, efficiency, list_passes, total
 
 #: Most rows and columns of a table in a report; sweep.csv has all rows, and wider tables become several.
 MOST_ROWS, MOST_COLUMNS = 200, 6
@@ -104,13 +102,12 @@ def describe_machines(points: Sequence[Point], machines: Mapping[int, Machine]) 
 class StudyReport:
     """All that the templates say of a study.
 
-    `provenance` has the version, the source hash and the commit of the code, `plots` are SVG files beside
-    the report, with what they show.
+    `provenance` has the version, the source hash and the commit of the code.
     """
 
     options: StudyGroup
     table: Table
-    plots: Mapping[Path, str]
+    plots: Sequence[Plot]
     not_modelled: Sequence[str]
     command: str
     provenance: Mapping[str, Any]
@@ -119,9 +116,21 @@ class StudyReport:
     remark: str
 
     @property
-    def headline(self) -> str:
-        """The answer of the study, in one sentence."""
-        return write_headline(self.table, self.options)
+    def extremes(self) -> ReportTable:
+        """The least and the most of the time, the part of it that computes, and the memory, with their points."""
+        measures: dict[str, tuple[Callable[[Row], float], Callable[[float], str]]] = {
+            "time of all passes": (lambda row: total(row, "time"), duration),
+            "computing time / time": (efficiency, "{:.1%}".format),
+            "memory of a rank": (lambda row: max(row[f"{one} memory"] for one in list_passes(row)), size),
+        }
+        if "model" in self.table.rows[0]:  # whose parts of the time are not told apart so
+            del measures["computing time / time"]
+        rows, lines = [row for row in self.table.rows if total(row, "time")], []
+        for name, (measure, show) in measures.items() if len(rows) > 1 else ():
+            ends = (min(rows, key=measure), max(rows, key=measure))
+            cells = [cell for row in ends for cell in (f"{show(measure(row))} [modelled]", self._label(row))]
+            lines.append([name, *cells])
+        return ReportTable(["", "least", "at point", "most", "at point"], lines)
 
     @property
     def refusals(self) -> list[str]:

@@ -25,8 +25,9 @@ from ...plan.plan import Plan
 from ...simulator.progress import Listener
 from ...simulator.reporting.console import print_plain, show_progress
 from ...text import duration, plural, size
+from ..pages.figures import check_matplotlib
 from ..pages.journal import Journal, git, source
-from ..pages.pages import check_matplotlib, render_page
+from ..pages.pages import write_report
 from . import evaluation, plots
 from .report import StudyReport, describe_machines, extrapolate, machines_of, name_points
 from .space import Point, digest, group_by_plan, list_points
@@ -215,12 +216,8 @@ def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
 def _write_files(study: Study, head: dict[str, Any], table: Table, records: Records) -> None:
     options, folder = study.config.study, study.folder
     not_modelled = sorted({note for record in records.values() for note in record.get("not modelled", ())})
-    drawn: dict[Path, str] = {}
-    if options.plots:
-        x, y = plots.choose_axes(table, options.x, options.y)
-        for name in options.plots:
-            title = plots.describe(name, x, y)
-            drawn |= {path: title for path in plots.draw(folder, name, table, x, y) if path.suffix == ".svg"}
+    x, y = plots.choose_axes(table, options.x, options.y) if options.plots else ("", None)
+    drawn = [plot for name in options.plots for plot in plots.draw(name, table, x, y)]
     machines = machines_of(study.points)
     extrapolations, remark = [], ""
     if options.extrapolate is not None:
@@ -235,15 +232,14 @@ def _write_files(study: Study, head: dict[str, Any], table: Table, records: Reco
     provenance = {**head, "commit": git("log", "-1", "--format=%h"), "date": git("log", "-1", "--format=%cs")}
     command = " ".join(["ringattn simulate", *map(quote, study.overrides)])
     report = StudyReport(options, table, drawn, not_modelled, command, provenance, lines, extrapolations, remark)
-    more = {"headline": report.headline, "extrapolated": extrapolations, "machines": lines}
+    more = {"extrapolated": extrapolations, "machines": lines}
     for name, text in {
         "config.yaml": import_module("omegaconf").OmegaConf.to_yaml(asdict(study.config)),
         "sweep.csv": to_csv(table),
         "summary.json": to_json(table, provenance, not_modelled, more),
-        "report.md": render_page(__package__ or "", "report.j2", "markdown", {"report": report}),
-        "report.html": render_page(__package__ or "", "report.j2", "html", {"report": report}),
     }.items():
         write_text(folder / name, text)
+    write_report(folder, "report", __package__ or "", "report.j2", report, report.plots)
 
 
 def check_study(options: StudyGroup, points: Sequence[Point]) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ...cli.config.groups import refuse_stdout
-from ...cli.config.schema import AdviseConfig, parse_size
+from ...cli.config.groups import default_of, refuse_stdout
+from ...cli.config.schema import parse_size
 from ...errors import InvalidInput
 from ...files import STDOUT, check_json, check_writable, write_json, write_text
 from ...machine.presets import MACHINES, get_machine
@@ -17,7 +17,8 @@ from ...text import did_you_mean
 from ..advise.advice import Advice, advise, describe_counts, explain, record, tabulate
 from ..advise.search import Offer, Question
 from ..models.config import load_model
-from ..pages.pages import check_matplotlib
+from ..pages.figures import check_matplotlib
+from .settings import AdviseConfig
 
 
 def main(config: AdviseConfig) -> None:
@@ -57,7 +58,7 @@ def make_offers(config: AdviseConfig) -> list[Offer]:
         raise InvalidInput(
             f"prices={config.prices}: expected prices an hour by machine, such as 'prices={{h100: 2.5, a100: 1.2}}'"
         )
-    if config.machine != AdviseConfig().machine:
+    if config.machine != default_of(config, "machine"):
         raise InvalidInput("machine= has no meaning beside prices=, which names the machines; leave one of them out")
     return [_make_offer(str(name), price) for name, price in config.prices.items()]
 

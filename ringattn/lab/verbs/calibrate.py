@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ...cli.config.groups import check_choice, check_least
-from ...cli.config.schema import CalibrateConfig, parse_size
+from ...cli.config.schema import parse_size
 from ...cli.ranks import check_ranks, rank_device, start_ranks
 from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
@@ -23,6 +23,7 @@ from ...transport.launcher import detect
 from ..bench.runner import describe_host
 from ..calibrate.measure import Calibration, CalibrationSizes, calibrate
 from ..calibrate.measuring_ranks import MeasuringRanks, Settings
+from .settings import CalibrateConfig
 
 
 def main(config: CalibrateConfig) -> None:

@@ -8,15 +8,17 @@ from pathlib import Path
 
 from ...cli.config.groups import check_least
 from ...cli.config.overrides import quote
-from ...cli.config.schema import ReportConfig, parse_size
+from ...cli.config.schema import parse_size
 from ...errors import BenchFailure, InvalidInput
-from ...files import OUTPUTS, make_folder
+from ...files import make_folder
 from ...simulator.reporting.console import announcing, get_console, print_grid, print_paragraph
 from ...text import plural
 from ..bench import get_cases, get_suite
 from ..bench.records import read_results
-from ..bench.report import BenchReport, compare, narrow, write_index, write_report
+from ..bench.report import BenchReport, compare, narrow, write_index
 from ..bench.runner import BenchOptions, run_suite
+from ..pages.pages import write_report
+from .settings import ReportConfig
 
 
 def main(config: ReportConfig) -> None:
@@ -33,7 +35,9 @@ def main(config: ReportConfig) -> None:
 def _measure(config: ReportConfig) -> None:
     """Measure `suite`, or its named `cases`, in `repeat` alternating rounds."""
     check_least(config, repeat=1)
-    folder = Path(f"{OUTPUTS}/bench" if config.output.path is None else config.output.path)
+    if config.output.path is None:
+        raise InvalidInput("output.path=null: the results need a folder; leave it out for outputs/bench")
+    folder = Path(config.output.path)
     memory = None if config.memory is None else parse_size(config.memory, "memory")
     get_cases(config.suite, config.cases)  # raises its errors before minutes are spent on measuring
     suite = get_suite(config.suite)
@@ -57,7 +61,8 @@ def _show_results(path: Path) -> None:
     for text in (report.conclusion, *report.warnings):
         if text:
             print_paragraph(text)
-    written = ", ".join(map(str, [*write_report(path, report), *write_index(path.parent)]))
+    pages = write_report(path.parent, path.stem, "ringattn.lab.bench", "bench.j2", report, report.plots)
+    written = ", ".join(map(str, [*pages, *write_index(path.parent)]))
     get_console().print(f"written {path}, {written}", soft_wrap=True)
     failed = [case["case"] for case in record["cases"] if "failed" in case and not case["may_fail"]]
     if failed:

@@ -14,7 +14,7 @@ from ...files import make_folder, write_json, writing
 from ...machine.bands import BANDS, SIZES, ErrorBand, describe_band
 from ...machine.presets import PRESETS
 from ...simulator.reporting.console import get_console, print_grid, print_paragraph, show_progress
-from ..pages.pages import check_matplotlib
+from ..pages.figures import check_matplotlib
 from ..published.errors import (
     ErrorStatistics,
     GroupErrors,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from msgspec import Struct
 
 from ...cli.config.groups import ConfigGroup, OutputGroup, TransportGroup, check_least, refuse_stdout
-from ...cli.config.schema import CalibrateConfig, SimulateConfig, parse_size
+from ...cli.config.schema import SimulateConfig, parse_size
 from ...cli.ranks import check_ranks, check_threads
 from ...errors import InvalidInput
 from ...files import Count, Positive, as_kind, check_json, write_json
@@ -42,6 +42,7 @@ from ..calibrate.passes import (
     validation_cases,
 )
 from . import calibrate
+from .settings import CalibrateConfig
 
 
 def main(config: SimulateConfig) -> None:

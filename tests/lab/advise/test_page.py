@@ -10,9 +10,9 @@ import pytest
 from browser import BROWSER, probe
 
 from ringattn import InvalidInput
-from ringattn.cli.config.groups import AdviseOutputGroup, MachineGroup
-from ringattn.cli.config.schema import AdviseConfig
+from ringattn.cli.config.groups import MachineGroup
 from ringattn.lab.verbs.advise import main, make_offers
+from ringattn.lab.verbs.settings import AdviseConfig, AdviseOutputGroup
 
 PRICES = {"h100": 2.5, "a100_nvlink_ib": 0.2}
 PROBE = """

@@ -11,16 +11,17 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ringattn.cli.config.groups import OutputGroup
-from ringattn.cli.config.schema import ReportConfig
 from ringattn.errors import CommFailure, InvalidInput, LaunchFailure, OutOfMemory
 from ringattn.lab.bench import SUITES, get_cases, records
 from ringattn.lab.bench import runner as bench_runner
 from ringattn.lab.bench.case import TOLERANCES, BenchCase, BenchColumn, Ratio, iqr
-from ringattn.lab.bench.report import BenchReport, render
+from ringattn.lab.bench.report import BenchReport
 from ringattn.lab.bench.suites import ring
 from ringattn.lab.pages.journal import write_line
+from ringattn.lab.pages.pages import write_report
 from ringattn.lab.verbs import report as report_command
 from ringattn.lab.verbs.report import make_command
+from ringattn.lab.verbs.settings import ReportConfig
 from ringattn.transport.launcher import run_local
 
 
@@ -87,7 +88,8 @@ def test_both_forms_of_a_report_have_the_tables(suite: str, tmp_path: Path) -> N
     lines = [header, {"key": "x", **bench_runner.summarise_case(case(1.5), RAW), "source": "another"}]
     path.write_bytes(b"".join(map(write_line, lines)))
     report = BenchReport(records.read_results(path), "ringattn report ring")
-    text, page = render(report, "markdown"), render(report, "html")
+    written = write_report(path.parent, path.stem, "ringattn.lab.bench", "bench.j2", report, report.plots)
+    text, page = (one.read_text() for one in written)
     assert "| x | single / ring | 2.000 |" in text and "| >= 1.5 | yes |" in text and "1.0e-07" in text
     assert "<td>single / ring</td>" in page and 'data-v="2.0"' in page
     for form in (text, page):

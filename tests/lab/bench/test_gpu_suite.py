@@ -13,13 +13,13 @@ from emulated_device import DEVICE, emulate_device
 from torch.nn.attention import varlen
 
 from ringattn.cli.config.groups import OutputGroup
-from ringattn.cli.config.schema import ReportConfig
 from ringattn.errors import BenchFailure, InvalidInput, LaunchFailure, Unsupported
 from ringattn.lab.bench import get_cases, runner
 from ringattn.lab.bench.records import read_results
 from ringattn.lab.bench.suites import gpu
 from ringattn.lab.calibrate import measuring_ranks
 from ringattn.lab.verbs.report import main
+from ringattn.lab.verbs.settings import ReportConfig
 from ringattn.machine.file import read_machine
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="scripts/gpu runs the suite itself")

@@ -12,9 +12,10 @@ from browser import BROWSER, OVERLAPS, WIDTHS, probe, probe_all
 
 from ringattn.lab.bench import runner
 from ringattn.lab.bench.records import FORMAT, read_results
-from ringattn.lab.bench.report import BenchReport, render, write_index
+from ringattn.lab.bench.report import BenchReport, write_index
 from ringattn.lab.bench.systems import make_system_case
 from ringattn.lab.pages.journal import write_line
+from ringattn.lab.pages.pages import render_page
 from ringattn.lab.verbs.report import make_command
 
 #: What a reader does, and what the page is then; the answer stands in the title.
@@ -54,9 +55,8 @@ def make_results(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return render(
-        BenchReport(read_results(make_results(tmp_path_factory.mktemp("results"))), "ringattn report"), "html"
-    )
+    report = BenchReport(read_results(make_results(tmp_path_factory.mktemp("results"))), "ringattn report")
+    return render_page("ringattn.lab.bench", "bench.j2", "html", {"report": report})
 
 
 def test_the_page_needs_nothing_else(page: str) -> None:
@@ -76,12 +76,13 @@ def test_stored_results_have_their_page(path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = BenchReport(read_results(path), make_command(read_results(path)), path.stem)
     text = path.with_suffix(".md").read_text()
-    assert text == render(report, "markdown"), f"make it again: ringattn report results={path}"
+    again = render_page("ringattn.lab.bench", "bench.j2", "markdown", {"report": report})
+    assert text == again, f"make it again: ringattn report results={path}"
     plots = re.findall(r"!\[(.+)\]\((.+)\)", text)
-    assert report.conclusion is not None and len(plots) == len(report.figures) > 0
-    for (title, name), (drawn, svg) in zip(plots, report.figures, strict=True):
+    assert report.conclusion is not None and len(plots) == len(report.plots) > 0
+    for (title, name), (drawn, svg, file) in zip(plots, report.plots, strict=True):
         stored = path.with_name(name).read_text()
-        assert title == drawn and 2000 < len(stored) < 60_000
+        assert (title, name) == (drawn, file) and 2000 < len(stored) < 60_000
         assert re.findall("<text[^>]*>([^<]*)", stored) == re.findall("<text[^>]*>([^<]*)", svg)
     assert text.index(report.conclusion) < text.index("![") < text.index("\n|")
     if "\n## every column" in text:

@@ -13,9 +13,10 @@ from command_line import Inside, ringattn
 
 import ringattn as ra
 from ringattn.cli.config.groups import ConfigGroup, MachineGroup, OutputGroup, TransportGroup
-from ringattn.cli.config.schema import CalibrateConfig, SimulateConfig, ValidateGroup
+from ringattn.cli.config.schema import SimulateConfig, ValidateGroup
 from ringattn.errors import InvalidInput
 from ringattn.lab.verbs.calibrate import main as calibrate
+from ringattn.lab.verbs.settings import CalibrateConfig
 from ringattn.lab.verbs.simulate_validate import main as validate
 from ringattn.machine.file import read_machine
 

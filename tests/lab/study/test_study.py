@@ -12,9 +12,10 @@ from studies import config, read, study
 
 import ringattn as ra
 from ringattn import InvalidInput
+from ringattn.cli.config.defaults import conf_dir
 from ringattn.cli.config.groups import ExecuteGroup, ModelGroup, StudyGroup
 from ringattn.cli.config.overrides import compose
-from ringattn.cli.config.schema import MachineGroup, SimulateConfig, conf_dir
+from ringattn.cli.config.schema import MachineGroup, SimulateConfig
 from ringattn.lab.models.config import load_model
 from ringattn.lab.models.inference import decode
 from ringattn.lab.models.parallel import Parallel

@@ -133,7 +133,7 @@ def test_a_killed_study_ends_with_the_same_bytes(tmp_path: Path) -> None:
     subprocess.run(command, cwd=killed, env=env, check=True, capture_output=True, timeout=100)
     assert files(killed / "out") == files(quiet / "out")
     assert len({json.loads(line).get("key") for line in journal.read_text().splitlines()}) == 13
-    assert {"stack.svg", "stack.png", "report.html", "sweep.csv", "summary.json"} <= files(quiet / "out").keys()
+    assert {"stack.svg", "report.html", "sweep.csv", "summary.json"} <= files(quiet / "out").keys()
 
 
 def test_a_study_that_is_interrupted_says_how_to_go_on(

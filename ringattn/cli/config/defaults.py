@@ -1,0 +1,74 @@
+"""Defaults of the command line: conf/VERB.yaml states each, and the dataclasses of settings read theirs from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeVar, dataclass_transform, get_type_hints
+
+from ...files import decode, read_text
+
+T = TypeVar("T")
+
+
+@cache
+def conf_dir() -> Path:
+    """The folder of ringattn's config files: inside the package in a wheel, beside the package in a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    beside = package.parent / "conf"
+    return beside if (beside / "run.yaml").is_file() else package / "conf"
+
+
+def load_config(path: Path) -> dict[str, Any]:
+    """The settings of a config file as plain data, interpolations and ??? as they are written. Raises InvalidInput."""
+    content = decode(read_text(path, "config"), object, str(path), yaml=True)
+    # Hydra refuses another value than a mapping where the file is used.
+    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
+
+
+def default_options(verb: str) -> dict[str, str | None]:
+    """The config groups of a verb, each with the option that it has by default; None: no option."""
+    entries = load_config(conf_dir() / f"{verb}.yaml")["defaults"]
+    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
+
+
+@cache
+def read_defaults(verb: str) -> dict[str, Any]:
+    """The settings of a verb with the values that conf/VERB.yaml gives them, and those of its default options."""
+    found = {}
+    for group, option in default_options(verb).items():
+        path = conf_dir() / group / f"{option}.yaml"
+        # An option without a file is a preset of a machine.
+        found[group] = load_config(path) if path.is_file() else None if option is None else {"spec": option}
+    settings = load_config(conf_dir() / f"{verb}.yaml")
+    return {**found, **{key: value for key, value in settings.items() if key != "defaults"}}
+
+
+@dataclass_transform()
+def settings_of(verb: str, section: str = "") -> Callable[[type[T]], type[T]]:
+    """A decorator in place of `dataclass`: every field has the default of its key in conf/VERB.yaml, or in a section
+    of that file such as "study.execute"."""
+
+    def decorate(schema: type[T]) -> type[T]:
+        defaults = read_defaults(verb)
+        for part in section.split(".") if section else ():
+            defaults = defaults[part]
+        for name, kind in get_type_hints(schema).items():
+            value = defaults[name]
+            schema.__annotations__[name] = kind  # also of base classes: each verb has defaults of its own
+            made_anew = is_dataclass(kind) or isinstance(value, list | dict)
+            setattr(schema, name, field(default_factory=partial(_make, kind, value)) if made_anew else value)
+        return dataclass(schema)
+
+    return decorate
+
+
+def _make(kind: Any, value: Any) -> Any:
+    """A new value of a key that has this type."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        kinds = get_type_hints(kind)
+        return kind(**{name: _make(kinds[name], each) for name, each in (value or {}).items()})
+    return deepcopy(value)

@@ -1,0 +1,99 @@
+"""Figures of pages as SVG, which need matplotlib; the same bytes in every run."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module, util
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from ...errors import Unsupported
+
+COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd")
+#: Markers and dashes of lines: with COLOURS they tell 320 lines apart.
+MARKERS, DASHES = "osD^vP*X", ("-", "--", ":", "-.")
+#: The colour that stands for the colour of the page's text.
+TEXT = "#010203"
+_SETTINGS = {
+    "svg.hashsalt": "ringattn",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9.0,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), TEXT),
+}
+
+
+def check_matplotlib(instead: str) -> None:
+    """Raise Unsupported where matplotlib is missing; `instead` says how to do without plots."""
+    if not util.find_spec("matplotlib"):
+        raise Unsupported(f"plots need matplotlib: pip install 'ringattn[plot]', or {instead}")
+
+
+@contextmanager
+def drawing(height: float = 3.2, width: float = 4.8) -> Iterator[Any]:
+    """A figure of matplotlib, by default as wide as a phone; draw it, and read its `to_svg`, within the block."""
+    with import_module("matplotlib").rc_context(_SETTINGS):
+        yield import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+
+
+def to_svg(figure: Any, name: str) -> Markup:
+    """The <svg> element of a figure in the colours of the page, dark or light, with a legend where the first axes have
+    labels. The name is put before its ids, as several plots share a page."""
+    first = figure.axes[0]
+    if first.get_legend_handles_labels()[0] and not figure.legends and first.get_legend() is None:
+        figure.legend(loc="outside lower center", fontsize=7, framealpha=0.0, ncols=2)
+    written = io.StringIO()
+    figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = written.getvalue().replace(TEXT, "currentColor").replace("#000000", "currentColor")
+    prefix = re.sub(r"\W+", "-", name)
+    return Markup(re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{prefix}-", text[text.index("<svg") :]))
+
+
+def on_paper(svg: Markup) -> str:
+    """The text of an SVG file, which is read on white paper wherever somebody shows it."""
+    return svg.replace("currentColor", "#222").replace("<svg ", '<svg style="background: #fff" ', 1)
+
+
+def draw_lines(
+    figure: Any,
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    xlabel: str,
+    ylabel: str,
+    *,
+    log: bool,
+    joined: bool = True,
+) -> Any:
+    """Lines of points (x, y) by name, or the points alone, over x on a logarithmic axis where `log`; the axes."""
+    axes = figure.subplots()
+    for i, (name, points) in enumerate(series.items()):
+        style = {"color": COLOURS[i % 10], "marker": MARKERS[i // 10 % 8]}
+        style["linestyle"] = DASHES[i // 80 % 4] if joined else ""
+        axes.plot(*zip(*points, strict=True), label=name or None, markersize=3, **style)
+    if log:
+        axes.set_xscale("log", base=2)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    return axes
+
+
+def draw_stacks(
+    axes: Any, bars: Sequence[Mapping[str, float]], names: Sequence[str], *, across: bool = False
+) -> dict[str, Any]:
+    """A bar for each mapping, of the parts `names`, upwards or from left to right; the bars of each part that is there.
+
+    A part has the same colour on all axes that are drawn with the same names.
+    """
+    drawn: dict[str, Any] = {}
+    ends = np.zeros(len(bars))
+    for i, name in enumerate(names):
+        parts = np.array([bar.get(name, 0.0) for bar in bars])
+        if parts.any():
+            style = {"label": name, "color": COLOURS[i % 10], "hatch": "//" * (i // 10)}
+            draw, begin = (axes.barh, {"left": ends}) if across else (axes.bar, {"bottom": ends})
+            drawn[name] = draw(range(len(bars)), parts, **begin, **style)
+            ends = ends + parts
+    return drawn

@@ -1,0 +1,82 @@
+"""The settings of the laboratory's verbs, whose defaults are in conf/; without torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...cli.config.defaults import settings_of
+from ...cli.config.groups import ConfigGroup, MachineGroup, ModelGroup, OutputGroup, Size, TransportGroup, refuse
+from ...machine.machine import MACHINE_NUMBERS
+
+
+@settings_of("advise", "output")
+class AdviseOutputGroup(OutputGroup):
+    """The JSON file that `ringattn advise` writes to `path`, and the HTML page that it writes to `page`."""
+
+    page: str | None
+
+
+@settings_of("advise")
+class AdviseConfig:
+    """The settings of `ringattn advise`; conf/advise.yaml explains each. `prices` are numbers by machine."""
+
+    model: ModelGroup
+    machine: MachineGroup
+    output: AdviseOutputGroup
+    tokens: Size
+    gpus: int
+    prices: Any
+    batch: int | None
+    by: str
+    dtype: str
+
+
+@settings_of("report")
+class ReportConfig:
+    """The settings of `ringattn report` and `bench`; conf/report.yaml explains each."""
+
+    suite: str
+    cases: list[str] | None
+    repeat: int
+    output: OutputGroup
+    memory: Size | None
+    results: str | None
+    compare: list[str] | None
+    noise: float
+
+    def check(self) -> None:
+        """Raise InvalidInput for settings of a measurement beside stored results."""
+        if self.compare is not None:
+            refuse(self, "results", "beside compare=, which reads two results")
+        if self.compare is not None or self.results is not None:
+            refuse(self, "suite cases repeat memory", "beside stored results, which say what was measured")
+
+
+@settings_of("calibrate")
+class CalibrateConfig:
+    """The settings of `ringattn calibrate`; conf/calibrate.yaml explains each."""
+
+    transport: TransportGroup
+    kernel: ConfigGroup
+    machine: MachineGroup
+    output: OutputGroup
+    ranks: int
+    device: str
+    heads: int
+    head_dim: int
+    dtype: str
+    rows: list[Size]
+    widths: list[Size]
+    messages: list[Size]
+    repeat: int
+    seconds: float
+    threads: int | None
+    timeout: float
+
+    def check(self) -> None:
+        """Raise InvalidInput for a setting that has no effect, or that the calibration measures."""
+        by = ("every",) if self.transport.spec == "none" else ("every", "ranks")
+        measured = [f"machine.{name}" for name, number in MACHINE_NUMBERS.items() if number.measured_by in by]
+        refuse(self, " ".join([*measured, "machine.extrapolate"]), "here: a calibration measures it")
+        if self.transport.spec == "none":
+            refuse(self, "ranks messages timeout", "with transport=none, which is one process alone")
