@@ -14,7 +14,7 @@ from ...plan.plan import Plan
 from ...text import did_you_mean
 from .costs import SECONDS_PER_HOUR, failures, memory
 from .forecast import host_seconds
-from .kernel_seconds import sample_ranks
+from .kernel_seconds import timed_ranks
 from .problem import TimingProblem, make_timing_problem
 from .rates import FEW_RANKS, Factors, Faults, Rates, own_bytes, parse_factors
 from .solvers import SOLVERS
@@ -129,7 +129,7 @@ def _host_seconds(problem: TimingProblem) -> float:
     if problem.ring is not None:
         calls = problem.ring.calls
     else:
-        ranks = range(plan.ranks) if plan.ranks <= FEW_RANKS else sample_ranks(plan.ranks)
+        ranks = range(plan.ranks) if plan.ranks <= FEW_RANKS else timed_ranks(plan.ranks)
         met = [[{part.owner for part in step.visits} for step in rank_steps(problem.rates, rank)] for rank in ranks]
         calls = max(sum(1 if problem.rates.one_gather else max(len(owners), 1) for owners in each) for each in met)
     return host_seconds(machine, calls)
