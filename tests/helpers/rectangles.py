@@ -78,10 +78,10 @@ class Rectangle:
 
 def name_layout(rng: random.Random, tokens: int, ranks: int, first: int = 0, *, nested: bool = True) -> str:
     """The name of a random layout of `tokens` positions from `first` on."""
-    kinds = ["contiguous", "zigzag", "striped", "striped(3)"]
+    kinds = ["contiguous", "zigzag", "striped", "striped(3)", "striped(4)"]
     cuts = [0, *sorted(rng.randint(0, tokens) for _ in range(ranks - 1)), tokens]
     kinds.append(f"rows({', '.join(str(b - a) for a, b in pairwise(cuts))})")
-    name = rng.choice([*kinds, "joined"] if nested else kinds)
+    name = rng.choice([*kinds, "joined", "joined"] if nested else kinds)
     if name == "joined":
         cut = rng.randint(0, tokens)
         one = name_layout(rng, cut, ranks, nested=False)
