@@ -144,32 +144,6 @@ states = available()
 assert states["counting"] == "ok" and states["chosen:fast"] == states["chosen"] == "no such device"
 assert "the package outside offers kernels 'broken', which cannot be imported" in states["broken"]
 """
-SOLVER = '''
-from ringattn.simulator.timing.solvers.base import RingSolver, RingTimes
-from ringattn.simulator.timing.solvers.stencil import solve_stencil
-
-
-class Twice(RingSolver):
-    """The stencil's times, for rings of two ranks."""
-
-    name = "twice"
-    needs = "two ranks"
-
-    def solve_ring(self, problem):
-        ring = problem.ring
-        return solve_stencil(ring) if ring.ranks == 2 else None
-'''
-USE_SOLVER = """
-import pytest, ringattn as ra
-two, four = (ra.make_plan(ra.Full(), tokens=64, ranks=ranks, schedule="ring") for ranks in (2, 4))
-found = ra.simulate(two, "cpu", solver="twice")
-assert found.solver == "twice" and found.seconds == ra.simulate(two, "cpu", solver="stencil").seconds
-assert ra.simulate(two, "cpu").solver != "twice"
-with pytest.raises(ra.RingAttentionError, match="solver=twice needs two ranks, which this plan"):
-    ra.simulate(four, "cpu", solver="twice")
-with pytest.raises(ra.RingAttentionError, match="did you mean 'twice'"):
-    ra.simulate(two, "cpu", solver="twic")
-"""
 
 
 def offered(folder: Path, points: str, parts: str = PARTS) -> str:
@@ -197,9 +171,8 @@ def run_code(code: str, folder: Path, site: str) -> subprocess.CompletedProcess[
             PARTS,
             USE_KERNEL,
         ),
-        ("[ringattn.solvers]\ntwice = outside:Twice\n", SOLVER, USE_SOLVER),
     ],
-    ids=["pattern and schedule", "kernel", "solver"],
+    ids=["pattern and schedule", "kernel"],
 )
 def test_an_installed_package_adds_parts(tmp_path: Path, points: str, parts: str, use: str) -> None:
     done = run_code(use, tmp_path, offered(tmp_path / "site", points, parts))

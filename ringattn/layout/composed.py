@@ -1,4 +1,4 @@
-"""Layouts made of layouts: of positions from a first one on, of several parts, and of some rows of another layout."""
+"""Layouts made of layouts: of positions from a first one on, and of several parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cached_property
 from ..cache import Cache, cached
 from ..errors import InvalidInput
 from ..pattern.base import check_integer
-from ..pattern.tile import clip, index_ranges, merge_runs, shift_range
+from ..pattern.tile import index_ranges, merge_runs, shift_range
 from ..text import split_commas
 from . import Layout
 
@@ -102,24 +102,6 @@ class Joined(Composed):
         return f"joined({', '.join(f'{part.name}[{part.tokens}]' for part in self.parts)})"
 
 
-@dataclass(frozen=True)
-class Kept(Composed):
-    """Those rows of a layout, its only part, whose positions lie in `runs` (ascending ranges of step 1)."""
-
-    runs: tuple[range, ...]
-
-    __hash__ = Layout.kept_hash
-
-    @property
-    def name(self) -> str:
-        runs = "".join(f", {run.start}:{run.stop}" for run in self.runs)
-        return f"kept({self.parts[0].name}[{self.parts[0].tokens}]{runs})"
-
-    def _select(self, part: Layout, ranges: Iterable[range]) -> Iterable[range]:
-        found = (clip(r, run.start, run[-1]) for r in ranges for run in self.runs)
-        return (r for r in found if r)
-
-
 def shift_layout(layout: Layout, first: int) -> Layout:
     """The layout of positions `first`, `first` + 1, .. that cuts them as `layout` cuts 0, 1, .. Raises InvalidInput."""
     return Shifted(layout.tokens, layout.ranks, (layout,), first) if first else layout
@@ -130,41 +112,25 @@ def join_layouts(layouts: Sequence[Layout]) -> Layout:
     return Joined(sum(part.tokens for part in layouts), layouts[0].ranks, tuple(layouts))
 
 
-def keep_rows(layout: Layout, runs: Iterable[range]) -> Layout:
-    """The layout without the rows whose positions lie in none of `runs`: evicted or cropped rows of a cache."""
-    runs = merge_runs(runs)
-    kept = sum(len(clip(r, run.start, run[-1])) for r in layout.domain for run in runs)
-    return Kept(kept, layout.ranks, (layout,), runs)
-
-
 def read_composed(name: str, tokens: int | None, make: Callable[[str, int | None], Layout]) -> Layout:
     """The layout of a name of this module; `make` makes the layouts of its parts by name and tokens.
 
     `tokens` None: as many as the name says. Raises InvalidInput for a text that names no layout.
     """
-    match = re.fullmatch(r"\s*(shifted|joined|kept)\s*\((.*)\)\s*", name, re.DOTALL)
-    arguments = split_commas(match[2]) if match else []
-    layout: Layout | None = None
-
-    def counted(text: str) -> Layout:
-        sized = re.fullmatch(r"(.*)\[\s*(\d+)\s*\]\s*", text, re.DOTALL)
-        if sized is None:
-            raise InvalidInput(f"layout {name!r}: {text.strip()!r} lacks its tokens; try joined(zigzag[1000], ...)")
-        return make(sized[1], int(sized[2]))
-
-    kind = match[1] if match else ""
+    match = re.fullmatch(r"\s*(shifted|joined)\s*\((.*)\)\s*", name, re.DOTALL)
+    kind, arguments = (match[1], split_commas(match[2])) if match else ("", [])
     if kind == "shifted" and len(arguments) == 2 and arguments[1].strip().isdecimal():
         layout = shift_layout(make(arguments[0], tokens), int(arguments[1]))
-    elif kind == "joined" and arguments:
-        layout = join_layouts([counted(text) for text in arguments])
-    elif kind == "kept" and arguments:
-        bounds = [re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text) for text in arguments[1:]]
-        runs = [range(int(b[1]), int(b[2])) for b in bounds if b]
-        layout = keep_rows(counted(arguments[0]), runs) if len(runs) == len(bounds) else None
-    if layout is None:
+    elif kind == "joined":
+        sized = [re.fullmatch(r"(.*)\[\s*(\d+)\s*\]\s*", text, re.DOTALL) for text in arguments]
+        if None in sized:
+            lacking = arguments[sized.index(None)].strip()
+            raise InvalidInput(f"layout {name!r}: {lacking!r} lacks its tokens; try joined(zigzag[1000], ...)")
+        layout = join_layouts([make(part[1], int(part[2])) for part in sized if part])
+    else:
         raise InvalidInput(
-            f"unknown layout {name!r}; expected shifted(zigzag, 1000), joined(zigzag[1000], shifted(zigzag, 1000)[24]) "
-            "or kept(zigzag[1000], 0:4, 900:1000), with any other layouts in place of zigzag"
+            f"unknown layout {name!r}; expected shifted(zigzag, 1000) or joined(zigzag[1000], shifted(zigzag, "
+            "1000)[24]), with any other layouts in place of zigzag"
         )
     if tokens not in (None, layout.tokens):
         raise InvalidInput(f"layout {name!r} has {layout.tokens:,} tokens, and {tokens:,} are asked for")

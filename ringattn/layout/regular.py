@@ -118,10 +118,10 @@ class Striped(Layout):
     def _select(self, first: int, width: int) -> tuple[range, ...]:
         """The positions p with first <= p % (ranks * block) < first + width, as the fewest ranges.
 
-        These are `width` ranges with a step, or one range of step 1 per round, as always for pages.
+        These are `width` ranges with a step, or one range of step 1 per round.
         """
         period = self.ranks * self.block
-        if width <= self._rounds and not isinstance(self, Pages):
+        if width <= self._rounds:
             return nonempty(*(range(first + i, self.tokens, period) for i in range(width)))
         starts = range(first, self.tokens, period)
         return nonempty(*(range(start, min(start + width, self.tokens)) for start in starts))
@@ -131,20 +131,6 @@ class Striped(Layout):
 
     def grouped(self, size: int) -> Layout:
         return replace(self, ranks=self.ranks // size, block=self.block * size)
-
-
-@dataclass(frozen=True)
-class Pages(Striped):
-    """The rows of `Striped`, page after page: page p of `block` tokens is on rank p % ranks, after its earlier pages.
-
-    So the rows of a cache stay where they are while the cache grows.
-    """
-
-    block: int = 64
-
-    @property
-    def name(self) -> str:
-        return f"pages({self.block})"
 
 
 @dataclass(frozen=True)
@@ -182,13 +168,8 @@ class Rows(Layout):
 ROWS = "rows"
 _COUNTS = r"\brows\s*\(\s*(\d+(?:\s*,\s*\d+)*)\s*\)"
 #: How the names of layouts made of layouts begin.
-COMPOSED = "shifted", "joined", "kept"
-_FORMULAS: dict[str, Callable[..., Layout]] = {
-    "contiguous": Contiguous,
-    "zigzag": Zigzag,
-    "striped": Striped,
-    "pages": Pages,
-}
+COMPOSED = "shifted", "joined"
+_FORMULAS: dict[str, Callable[..., Layout]] = {"contiguous": Contiguous, "zigzag": Zigzag, "striped": Striped}
 _balanced = Cache(BALANCED_BYTES)
 
 
@@ -202,12 +183,12 @@ def _read_name(name: str) -> tuple[str, int | None]:
         )
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*(?:(block|chunk)\s*=\s*)?(\d+|auto)\s*\))?\s*", name)
     kind, keyword, size = match.groups() if match is not None else (name, None, None)
-    expected_keyword = {"striped": "block", "pages": "block", "balanced": "chunk"}.get(kind)
+    expected_keyword = {"striped": "block", "balanced": "chunk"}.get(kind)
     valid_kind = match is not None and (kind in _FORMULAS or kind == "balanced")
     size_allowed = size is None or (expected_keyword and keyword in (None, expected_keyword))
     if not valid_kind or not size_allowed or (size == "auto" and kind != "balanced"):
         hint = did_you_mean(kind, [*_FORMULAS, "balanced", "auto"])
-        expected = "contiguous, zigzag, striped, striped(block), pages(block), rows(11, 9), balanced or balanced(chunk)"
+        expected = "contiguous, zigzag, striped, striped(block), rows(11, 9), balanced or balanced(chunk)"
         raise InvalidInput(f"unknown layout {name!r}; {hint}expected {expected}")
     return kind, None if size in (None, "auto") else int(size)
 
@@ -303,10 +284,8 @@ def make_layout(
 
     "rows(11, 9)" gives the first 11 positions to rank 0 and the next 9 to rank 1.
 
-    Layouts of other positions than 0 .. tokens-1 are made of these: "shifted(zigzag, 1000)" begins at position 1000,
-    "joined(zigzag[1000], shifted(zigzag, 1000)[24])" has the rows of both parts, of 1000 and 24 tokens, and
-    "kept(zigzag[1000], 0:4, 900:1000)" has the rows of zigzag at the positions 0 .. 3 and 900 .. 999. "pages(64)" deals
-    pages of 64 tokens to the ranks in turn, whose rows stay where they are while the sequence grows.
+    Layouts of other positions than 0 .. tokens-1 are made of these. "shifted(zigzag, 1000)" begins at position 1000;
+    "joined(zigzag[1000], shifted(zigzag, 1000)[24])" has the rows of both parts, of 1000 and 24 tokens.
 
     Raises InvalidInput for an unknown name, for tokens < 0 or ranks < 1, for "balanced" without a pattern, for weights
     that do not fit, for "auto" (which only `make_plan` and `make_plans` resolve), and for a Layout of other sizes.

@@ -25,6 +25,7 @@ from .work import (
     lower,
     restrict_keys,
     restrict_queries,
+    sees_some,
 )
 
 if TYPE_CHECKING:
@@ -32,17 +33,28 @@ if TYPE_CHECKING:
 
 #: Bytes of the answers that a demand keeps.
 ANSWERS = 1 << 27
-#: The blocks of up to ALL_BLOCKS ranks are looked at for a choice. Of more ranks, about ALL_BLOCKS**2 / ranks blocks
+#: The blocks of up to MOST_BLOCKS ranks are looked at for a choice. Of more ranks, about MOST_BLOCKS**2 / ranks blocks
 #: stand for all, at least FEWEST_BLOCKS.
-ALL_BLOCKS, FEWEST_BLOCKS = 32, 2
+MOST_BLOCKS, FEWEST_BLOCKS = 32, 2
 #: Blocks of keys of more ranges are searched with a mask of their rows.
 MOST_RANGES = 4
 
 
-def sampled(ranks: int) -> list[int]:
-    """Ranks whose blocks stand for all blocks: all of up to ALL_BLOCKS ranks, of more ranks evenly spaced ones."""
-    count = min(ranks, max(FEWEST_BLOCKS, ALL_BLOCKS**2 // ranks))
+def sampled_ranks(ranks: int, most: int, fewest: int | None = None, work: int = 0, *, ends: bool = False) -> list[int]:
+    """Evenly spaced ranks that stand for all: at most `most`, or all of fewer.
+
+    Where one rank takes work that grows with `ranks`, these are about `work` / `ranks`, and at least `fewest`. `ends`:
+    the first and the last rank are among them; else each is the middle of as many ranks.
+    """
+    count = min(ranks, most if fewest is None else max(fewest, min(most, work // ranks)))
+    if ends:
+        return [(ranks - 1) * i // max(count - 1, 1) for i in range(count)]
     return [ranks * (2 * i + 1) // (2 * count) for i in range(count)]
+
+
+def sampled_blocks(ranks: int) -> list[int]:
+    """The ranks whose blocks stand for all blocks when a direction is chosen."""
+    return sampled_ranks(ranks, MOST_BLOCKS, FEWEST_BLOCKS, MOST_BLOCKS**2)
 
 
 class BlockDemand(ABC):
@@ -85,9 +97,14 @@ class BlockDemand(ABC):
     def visits(self, rank: int, owner: int) -> bool:
         """Whether `rank` needs a row of the block of `owner`."""
 
+    @property
+    def table(self) -> np.ndarray | None:
+        """Whether each rank needs a row of each block, bool [ranks, blocks], where this follows without tiles."""
+        return None if self.row_reach is None else self.row_reach.visits
+
     @cached_property
     def sampled_reach(self) -> RowReach | None:
-        """What ranks need of all blocks, or of the `sampled` blocks, where this follows without tiles; else None."""
+        """What ranks need of all blocks, or of `sampled_blocks`, where this follows without tiles; else None."""
         return self._find_reach()
 
     @cached_property
@@ -102,7 +119,7 @@ class BlockDemand(ABC):
             return None
         from .row_reach import find_row_reach  # only plans load it
 
-        return find_row_reach(self.pattern, self.side, self.layout, sampled(self.layout.ranks), self.block_heads)
+        return find_row_reach(self.pattern, self.side, self.layout, sampled_blocks(self.layout.ranks), self.block_heads)
 
     @cached
     def needed_rows(self, ranks: tuple[range, ...], owner: int) -> RowSets:
@@ -250,7 +267,7 @@ class KeyDemand(BlockDemand):
         for q in q_rows:
             run = self.pattern.run("keys", q.start, q.stop - 1) if q.step == 1 else None
             if run is None or any(k.step != 1 for k in k_rows):
-                touches = next(find_tiles(self.pattern, (q,), k_rows, self.heads), None) is not None
+                touches = sees_some(self.pattern, q, k_rows, self.heads)
             else:
                 touches = any(run[0] < k.stop and k.start <= run[1] for k in k_rows)
             if touches:

@@ -16,7 +16,7 @@ from ..pattern import Pattern, parse_pattern
 from .demand import ANSWERS, KeyDemand, QueryDemand
 from .row_sets import ONE_ROW, RowSet
 from .schedules import make_schedule, resolve, split_ulysses
-from .schedules.base import Schedule, representatives
+from .schedules.base import Schedule, sampled_owners
 from .steps import BLOCKS, OF_KEYS, SUMS, Kind, Part, PlanSizes, RankPlan, Step
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Rotation:
     def _count_steps(self, steps: Callable[[int], tuple[Step, ...]]) -> tuple[int, int]:
         """(bytes between nodes, all bytes) that some ranks send in their steps."""
         node, between, every = self.keys.ranks_per_node, 0, 0
-        for rank in representatives(self.keys.demand):
+        for rank in sampled_owners(self.keys.demand):
             for hop in (hop for step in steps(rank) for hop in step.sends):
                 size = sum(map(self.size, hop.parts))
                 every += size

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -168,40 +169,52 @@ class RunReach(RowReach):
         return self._runs.sum_blocks(np.minimum(first + last, self._runs.length))
 
     def needed(self, ranks: Ranks, owner: int, most: int = MOST, others: Sequence[Ranks] = ()) -> RowSets:
-        ranges, lengths = self._needed_runs(ranks, owner, others), self._lengths(owner)
+        parts, lengths, start = [], self._lengths(owner), 0
+        for length, first, last, left, right in zip(lengths.tolist(), *self._cut(ranks, owner, others), strict=True):
+            parts += [range(start + left, start + first), range(max(start + last, start + left), start + right)]
+            start += length
+        ranges = tuple(join_runs(parts))
         # Short runs may be joined to ranges of a larger step.
         if len(lengths) > most and any([len(run) < 3 for run in ranges]):
             ranges = to_ranges(to_numbers(ranges))
-        return self._row_sets(ranges, sum(lengths))
-
-    def _needed_runs(self, ranks: Ranks, owner: int, others: Sequence[Ranks]) -> Ranges:
-        """The rows of `needed` as runs."""
-        outer, inner = self._find_ends(ranks, owner), self._find_ends([run for each in others for run in each], owner)
-        parts, start = [], 0
-        for length, first, last, hole_first, hole_last in zip(self._lengths(owner), *outer, *inner, strict=True):
-            left, right = start + hole_first, start + length - hole_last
-            parts += [range(left, min(start + first, right)), range(max(start + length - last, left), right)]
-            start += length
-        return tuple(join_runs(parts))
+        return self._row_sets(ranges, start)
 
     def count(self, ranks: Ranks, owner: int, others: Sequence[Ranks] = ()) -> int:
-        return sum(map(len, self._needed_runs(ranks, owner, others)))
+        if not others and len(ranks) == 1 and len(ranks[0]) == 1:
+            return int(self._counts[owner, (ranks[0].start - owner) % self.layout.ranks])
+        first, last, left, right = self._cut(ranks, owner, others)
+        ends = np.maximum(first - left, 0) + np.maximum(right - np.maximum(last, left), 0)
+        return int(np.minimum(ends, np.maximum(right - left, 0)).sum())
 
-    def _lengths(self, owner: int) -> list[int]:
-        """The lengths of the runs of a block."""
-        borders = self._runs.borders
-        lengths: list[int] = self._runs.length[borders[owner] : borders[owner + 1], 0].tolist()
-        return lengths
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        """How many rows of each block a rank needs, by distance: int64 [blocks, ranks]."""
+        counts = self._runs.sum_blocks(np.minimum(self._ends.sum(0), self._runs.length))
+        counts[:, 0] = self._runs.sum_blocks(self._runs.length)[:, 0]  # the owner needs all rows
+        return counts
 
-    def _find_ends(self, ranks: Ranks, owner: int) -> list[list[int]]:
-        """How many of the first, and of the last rows of each run of a block some rank of `ranks` needs."""
+    def _cut(self, ranks: Ranks, owner: int, others: Sequence[Ranks]) -> tuple[np.ndarray, ...]:
+        """(first, last, left, right), int64 [runs] each: `needed` has the rows left .. first - 1 and last .. right - 1.
+
+        They count from the start of each run of the block.
+        """
+        lengths = self._lengths(owner)
+        outer, hole = self._find_ends(ranks, owner), self._find_ends([run for each in others for run in each], owner)
+        right = lengths - hole[1]
+        return np.minimum(outer[0], right), lengths - outer[1], hole[0], right
+
+    def _lengths(self, owner: int) -> np.ndarray:
+        """The lengths of the runs of a block, int64 [runs]."""
+        return self._runs.length[self._runs.borders[owner] : self._runs.borders[owner + 1], 0]
+
+    def _find_ends(self, ranks: Ranks, owner: int) -> np.ndarray:
+        """How many of the first, and of the last rows of each run of a block some rank of `ranks` needs: [2, runs]."""
         ends = self._ends[:, self._runs.borders[owner] : self._runs.borders[owner + 1]]
         found = np.zeros(ends.shape[:2], dtype=np.int64)
         for run in ranks:
             start = 0 if owner in run else (run.start - owner) % self.layout.ranks  # the owner needs all rows
             found = np.maximum(found, ends[:, :, start : start + len(run)].max(2))
-        rows: list[list[int]] = found.tolist()
-        return rows
+        return found
 
 
 class StripedReach(RowReach):

@@ -136,16 +136,17 @@ def to_ranges(numbers: np.ndarray) -> Ranges:
     steps = np.diff(numbers)
     if numbers[-1] - numbers[0] == (count - 1) * steps[0] and (steps == steps[0]).all():
         return (range(int(numbers[0]), int(numbers[-1]) + 1, int(steps[0])),)
-    changes = np.flatnonzero(np.diff(steps)) + 1  # the first distance of each run
-    run_ends = [*changes.tolist(), count - 1]
-    values, distances = numbers.tolist(), steps.tolist()
-    ranges, first = [], 0
-    for last in run_ends:
-        if last > first:  # else the range before has taken the only number left of this run
-            ranges.append(range(values[first], values[last] + 1, distances[last - 1]))
-            first = last + 1
-    if first < count:
-        ranges.append(range(values[first], values[first] + 1))
+    # The last number of each run of equal distances. Two runs share a number, which the earlier one takes. A run of one
+    # distance then has one number left, which the next run takes: of such runs in a row every second one is no range.
+    ends = np.append(np.flatnonzero(np.diff(steps)) + 1, count - 1)
+    number = np.arange(len(ends))
+    longer = np.diff(ends, prepend=-1) > 1  # the first run has all its numbers
+    ends = ends[(number - np.maximum.accumulate(np.where(longer, number, 0))) % 2 == 0]
+    first = np.append(0, ends + 1)
+    starts = numbers[first[:-1]].tolist()
+    ranges = [*map(range, starts, (numbers[ends] + 1).tolist(), steps[ends - 1].tolist())]
+    if first[-1] < count:
+        ranges.append(range(int(numbers[-1]), int(numbers[-1]) + 1))
     return tuple(ranges)
 
 

@@ -220,6 +220,13 @@ def localize(tile: Tile, q_rows: range, k_rows: range, first_q: int, first_k: in
     return Tile(tile.heads, q, k, lo, hi, tile.branch)
 
 
+def sees_some(pattern: Pattern, q: range, k_shard: Sequence[range], heads: int) -> bool:
+    """Whether a query of `q` sees a key of `k_shard`."""
+    if len(k_shard) <= FEW_RANGES or q.step > 1:
+        return any(next(pattern.tiles(q, keys, range(heads)), None) is not None for keys in k_shard)
+    return next(find_tiles(pattern, (q,), k_shard, heads), None) is not None
+
+
 def find_tiles(pattern: Pattern, q_shard: Sequence[range], k_shard: Sequence[range], heads: int) -> Iterator[Tile]:
     """Tiles in local row indices. A tile with a band has equal q and k steps if the layouts of both sides are one.
 

@@ -78,18 +78,15 @@ class Rectangle:
 
 def name_layout(rng: random.Random, tokens: int, ranks: int, first: int = 0, *, nested: bool = True) -> str:
     """The name of a random layout of `tokens` positions from `first` on."""
-    kinds = ["contiguous", "zigzag", "striped", "striped(3)", "pages(4)"]
+    kinds = ["contiguous", "zigzag", "striped", "striped(3)", "striped(4)"]
     cuts = [0, *sorted(rng.randint(0, tokens) for _ in range(ranks - 1)), tokens]
     kinds.append(f"rows({', '.join(str(b - a) for a, b in pairwise(cuts))})")
-    name = rng.choice([*kinds, "joined", "kept"] if nested else kinds)
+    name = rng.choice([*kinds, "joined", "joined"] if nested else kinds)
     if name == "joined":
         cut = rng.randint(0, tokens)
         one = name_layout(rng, cut, ranks, nested=False)
         two = name_layout(rng, tokens - cut, ranks, cut, nested=False)
         name = f"joined({one}[{cut}], {two}[{tokens - cut}])"
-    elif name == "kept":
-        whole = tokens + rng.randint(0, 9)
-        name = f"kept({name_layout(rng, whole, ranks, nested=False)}[{whole}], 0:{tokens})"
     return f"shifted({name}, {first})" if first else name
 
 

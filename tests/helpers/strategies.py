@@ -27,7 +27,7 @@ from ringattn import (
 from ringattn.pattern import Tile
 
 LAYOUTS = (
-    "contiguous", "zigzag", "striped", "striped(3)", "striped(8)", "pages(3)", "rows", "balanced(1)", "balanced(3)",
+    "contiguous", "zigzag", "striped", "striped(3)", "striped(8)", "rows", "balanced(1)", "balanced(3)",
 )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..steps import Hop, Kind, Part, Step
-from .base import EXACT, Schedule, representatives
+from .base import EXACT, Schedule, sampled_owners
 
 
 class AllGatherSchedule(Schedule):
@@ -34,7 +34,7 @@ class AllGatherSchedule(Schedule):
         demand, ranks = self.demand, self.demand.layout.ranks
         sampled = min(ranks - 1, EXACT)
         sent = 0
-        for owner in representatives(demand):
+        for owner in sampled_owners(demand):
             rows = demand.block_heads * demand.layout.rows(owner)
             # Keys and queries have the same visits, so that a few of many ranks tell which of them sends less.
             others = (owner + 1 + i * (ranks - 1) // sampled for i in range(sampled))

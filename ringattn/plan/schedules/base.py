@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 from ...cache import Cache
 from ...errors import Unsupported
 from ...layout.regular import Contiguous
-from ..demand import BlockDemand
+from ..demand import BlockDemand, sampled_ranks
 from ..row_sets import NO_ROWS, RowSets, count_rows, subtract
 from ..steps import ORDER, Hop, Kind, Part, Step, make_parts
 
@@ -63,12 +63,12 @@ class Schedule(ABC):
         """(bytes between nodes, all bytes) of a backward, without making its steps; None where only the steps tell.
 
         `block` and `sums` are the bytes of one row of one head: of the block that travels, and of its gradients.
-        `queries`: blocks of queries travel. Of more than EXACT ranks, the bytes of the blocks of `representatives`.
+        `queries`: blocks of queries travel. Of more than EXACT ranks, the bytes of the blocks of `sampled_owners`.
         """
         return None
 
 
-def representatives(demand: BlockDemand) -> list[int]:
+def sampled_owners(demand: BlockDemand) -> list[int]:
     """Ranks whose blocks stand for the blocks of all ranks: all of up to EXACT ranks.
 
     Of more ranks, one period in the middle where the ranks repeat, else SAMPLED evenly spaced ranks.
@@ -83,7 +83,7 @@ def representatives(demand: BlockDemand) -> list[int]:
         size = lcm(period, rows) // rows
         if size <= SAMPLED:
             return list(range(ranks // 2, ranks // 2 + size))
-    return [ranks * (2 * i + 1) // (2 * SAMPLED) for i in range(SAMPLED)]
+    return sampled_ranks(ranks, SAMPLED)
 
 
 #: Where there are more than EXACT ranks, LATEST arrivals of a rank stand for all that it keeps.
@@ -324,7 +324,7 @@ class Route(Schedule):
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int] | None:
         """As in `Schedule`. Where keys travel, blocks skip rows that their readers have kept since the forward."""
-        owners = representatives(self.demand)
+        owners = sampled_owners(self.demand)
         kept = self.count_kept(owners) if self.keeps and not queries else 0
         sent = self.count_moved(owners) * (block + sums) - kept * block
         return sent, sent

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+
+import numpy as np
 
 from ..row_sets import RowSets
 from ..steps import RankPlan
@@ -26,13 +28,14 @@ class DirectSchedule(Route):
 
     def _edges_to(self, rank: int, near: int, far: int) -> Iterator[Edge]:
         """The edges to `rank` from the owners far .. near places before it."""
-        ranks = self.demand.layout.ranks
-        here = range(rank, rank + 1)
+        ranks, here = self.demand.layout.ranks, range(rank, rank + 1)
 
         def some_needed(near: int, far: int) -> bool:
             return any(self.demand.needs(here, owners) for owners in runs(rank - far, far - near + 1, ranks))
 
-        return (_edge((rank - d) % ranks, d, ranks) for d in search(some_needed, near, far))
+        table = self.demand.table
+        needed = None if table is None else table[rank, (rank - np.arange(far, near - 1, -1)) % ranks]
+        return (_edge((rank - d) % ranks, d, ranks) for d in _search(some_needed, needed, near, far))
 
     def first_edges(self, owner: int) -> tuple[Edge, ...]:
         return tuple(self._edges_from(owner))[::-1]
@@ -43,14 +46,15 @@ class DirectSchedule(Route):
 
     def _edges_from(self, owner: int, distances: range | None = None) -> Iterator[Edge]:
         """The edges on which the block of `owner` leaves it, the latest first; those of some distances if given."""
-        ranks = self.demand.layout.ranks
-        here = range(owner, owner + 1)
+        ranks, here = self.demand.layout.ranks, range(owner, owner + 1)
 
         def some_need(near: int, far: int) -> bool:
             return any(self.demand.needs(queriers, here) for queriers in runs(owner + near, far - near + 1, ranks))
 
         near, far = (1, ranks - 1) if distances is None else (distances[0], distances[-1])
-        return (_edge(owner, d, ranks) for d in search(some_need, near, far))
+        table = self.demand.table
+        needed = None if table is None else table[(owner + np.arange(far, near - 1, -1)) % ranks, owner]
+        return (_edge(owner, d, ranks) for d in _search(some_need, needed, near, far))
 
     def next_edges(self, edge: Edge) -> tuple[Edge, ...]:
         return ()
@@ -72,6 +76,11 @@ class DirectSchedule(Route):
             return sum(demand.count_needed(self.served(edge), owner) for edge in edges)
         others = [(owner + 1 + (ranks - 1) * i // LATEST) % ranks for i in range(LATEST)]
         return sum(demand.count_needed((range(r, r + 1),), owner) for r in others) * (ranks - 1) // LATEST
+
+
+def _search(some: Callable[[int, int], bool], needed: np.ndarray | None, near: int, far: int) -> Iterator[int]:
+    """The distances far .. near that hold something: by the table `needed` of these, else found by halving."""
+    return search(some, near, far) if needed is None else iter((far - needed.nonzero()[0]).tolist())
 
 
 def _edge(owner: int, distance: int, ranks: int) -> Edge:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..demand import BlockDemand
-from .base import EXACT, Edge, Route, representatives
+from .base import EXACT, Edge, Route, sampled_owners
 from .ring import Way, rows_along, runs
 
 
@@ -76,7 +76,7 @@ class DoubleRingSchedule(Route):
         demand = self.demand.grouped(self.ranks_per_node)
         way = Way(+1, demand.layout.ranks - 1)
         sent = 0
-        for owner in representatives(demand):
+        for owner in sampled_owners(demand):
             rows = rows_along(demand, [owner], way)
             kept = 0 if queries or not self.keeps else min(rows, demand.block_heads * demand.layout.rows(owner))
             sent += rows * (block + sums) - kept * block

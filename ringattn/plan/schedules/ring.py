@@ -11,7 +11,7 @@ import numpy as np
 
 from ...cache import cached
 from ...layout.regular import Layout
-from ..demand import BlockDemand, sampled
+from ..demand import BlockDemand, sampled_blocks
 from ..row_sets import RowSets
 from .base import Edge, Route
 
@@ -206,9 +206,9 @@ def kept_by_hop(demand: BlockDemand, way: Way) -> np.ndarray | None:
 
 @cached
 def choose_ways(demand: BlockDemand) -> tuple[Way, ...]:
-    """The direction in which the fewest rows of `sampled` blocks travel, or both directions with half the ring each."""
+    """The direction in which the fewest rows of `sampled_blocks` travel, or both directions with half the ring each."""
     ranks = demand.layout.ranks
-    blocks = sampled(ranks)
+    blocks = sampled_blocks(ranks)
     half = (Way(+1, ranks // 2), Way(-1, (ranks - 1) // 2))
     choices = [(Way(+1, ranks - 1),), (Way(-1, ranks - 1),), half]
     totals = [sum(rows_along(demand, blocks, way) for way in choice) for choice in choices]

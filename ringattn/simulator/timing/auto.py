@@ -19,12 +19,12 @@ from ...pattern import Pattern, Tile
 from ...pattern.base import ONE_HEAD, Position, Run, Side
 from ...pattern.views import HeadSlice, PatternView
 from ...plan.choice import Candidate, Choice, Prediction
-from ...plan.demand import KeyDemand
+from ...plan.demand import KeyDemand, sampled_ranks
 from ...plan.plan import Plan
 from ...plan.steps import Kind
 from ...text import duration, durations, plural
 from .costs import bound_memory
-from .forecast import SAMPLED_STEPS, count_exchanges, count_pairs, estimate, host_seconds, spread_ranks
+from .forecast import COUNTED, SAMPLED_STEPS, count_exchanges, count_pairs, estimate, host_seconds
 from .kernel_seconds import pair_seconds
 from .rates import Rates
 
@@ -305,9 +305,9 @@ class _Comparison:
 
     @cached_property
     def _mean_pairs(self) -> float:
-        """The mean number of pairs of spread ranks on the first layout with an estimate."""
+        """The mean number of pairs of sampled ranks on the first layout with an estimate."""
         demand = self._metered_demand(next(plan for plan in self.plans.values() if plan.ulysses_size == 1))
-        spaced = spread_ranks(demand.layout.ranks)
+        spaced = sampled_ranks(demand.layout.ranks, COUNTED, ends=True)
         return sum(count_pairs(demand, rank) for rank in spaced) / len(spaced)
 
     def _metered_demand(self, plan: Plan) -> KeyDemand:

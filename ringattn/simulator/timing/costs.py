@@ -11,7 +11,7 @@ from ...errors import InvalidInput
 from ...machine.machine import Machine
 from ...plan.steps import SUMS, Kind, Part
 from ...text import duration
-from .kernel_seconds import sample_ranks
+from .kernel_seconds import timed_ranks
 
 if TYPE_CHECKING:
     from ...layout.regular import Layout
@@ -116,7 +116,7 @@ def _buffer_bytes(plan: Plan, kinds: tuple[Kind, ...], backward: bool) -> int:
 def _most_received(plan: Plan, backward: bool) -> int:
     """The most bytes that a sampled rank is receiving at the same time."""
     most = 0
-    for rank in sample_ranks(plan.ranks):
+    for rank in timed_ranks(plan.ranks):
         steps = plan.for_rank(rank).backward if backward else plan.for_rank(rank).forward
         for index in range(len(steps)):
             posted = (hop for step in steps[: index + 1] for hop in step.recvs)

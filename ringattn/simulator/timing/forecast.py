@@ -17,7 +17,7 @@ from ...cache import cached
 from ...errors import Unsupported
 from ...machine.machine import Machine
 from ...plan.choice import Prediction
-from ...plan.demand import KeyDemand, QueryDemand
+from ...plan.demand import KeyDemand, QueryDemand, sampled_ranks
 from ...plan.row_sets import ONE_ROW
 from ...plan.schedules import make_schedule
 from ...plan.schedules.allgather import AllGatherSchedule
@@ -92,12 +92,6 @@ def count_pairs(demand: KeyDemand, rank: int) -> int:
     return sum(demand.pattern.count(q, positions, heads) for q in demand.layout.shard(rank))
 
 
-def spread_ranks(ranks: int) -> list[int]:
-    """COUNTED evenly spaced ranks, or all of fewer."""
-    count = min(ranks, COUNTED)
-    return [(ranks - 1) * i // max(count - 1, 1) for i in range(count)]
-
-
 @cached
 def _merged_rows(demand: KeyDemand, rank: int, owner: int) -> int:
     """The number of (query row, head) of a rank that see a key of the block of `owner`: a merge goes through them."""
@@ -168,7 +162,7 @@ class _RingEstimate:
         ranks, inner = self.plan.ranks, self.machine.ranks_per_node
         if ranks <= ALL:
             return list(range(ranks))
-        busiest = max(spread_ranks(ranks), key=lambda rank: count_pairs(self.demand, rank))
+        busiest = max(sampled_ranks(ranks, COUNTED, ends=True), key=lambda rank: count_pairs(self.demand, rank))
         # Ranks wait for each other, so that a link between nodes sets the pace of all ranks: look at its ends.
         ends_of_links = (inner - 1, ranks - inner) if 1 < inner < ranks else ()
         return sorted({0, busiest, ranks - 1, *ends_of_links})

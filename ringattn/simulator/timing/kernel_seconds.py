@@ -10,6 +10,7 @@ from ...errors import Unsupported
 from ...machine.kernel_times import BACKWARD, BEYOND, BLOCK, KernelRates, KernelTimes
 from ...machine.machine import Machine
 from ...pattern.tile import Tile
+from ...plan.demand import sampled_ranks
 from ...plan.plan import Plan
 from ...plan.work import Work
 
@@ -22,10 +23,9 @@ MOST_STRAY = 0.1
 SAMPLED_OWNERS = 8
 
 
-def sample_ranks(ranks: int, most: int = MOST_RANKS) -> list[int]:
-    """A few ranks, ascending and evenly spaced from first to last."""
-    count = min(ranks, max(FEWEST_RANKS, min(most, PLANNED_STEPS // ranks)))
-    return sorted({(ranks - 1) * i // max(count - 1, 1) for i in range(count)})
+def timed_ranks(ranks: int, most: int = MOST_RANKS) -> list[int]:
+    """The ranks whose visits stand for those of all, from first to last."""
+    return sampled_ranks(ranks, most, FEWEST_RANKS, PLANNED_STEPS, ends=True)
 
 
 def pair_seconds(
@@ -38,7 +38,7 @@ def pair_seconds(
     2 (D + Dv) FLOPs per pair in a forward.
     """
     flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0)
-    ring_ranks = tuple(sample_ranks(plan.ring_plan(0)[0].ranks, most=most))
+    ring_ranks = tuple(timed_ranks(plan.ring_plan(0)[0].ranks, most=most))
     if machine.kernel is not None:
         return plan.batch * seconds_per_pair(plan, machine.kernel, flops, backward, ring_ranks)
     if machine.kernel_rates is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,21 +14,31 @@ from ...plan.plan import Plan
 from ...text import did_you_mean
 from .costs import SECONDS_PER_HOUR, failures, memory
 from .forecast import host_seconds
-from .kernel_seconds import sample_ranks
+from .kernel_seconds import timed_ranks
 from .problem import TimingProblem, make_timing_problem
 from .rates import FEW_RANKS, Factors, Faults, Rates, own_bytes, parse_factors
-from .solvers import SOLVERS
-from .solvers.base import Solved
+from .solvers.base import Solved, solve_ring
 from .solvers.event_loop import rank_steps, simulate_events
+from .solvers.events import solve_by_events
 from .solvers.jitter import REPEATS, SampledTime, check_seed, sample_ring, sample_runs
+from .solvers.periodic import solve_periodic
 from .solvers.recurrence import Stall
-from .solvers.stencil import MOST_COUNTED, check_size
+from .solvers.stencil import MOST_COUNTED, check_size, solve_by_stencil
 from .timeline import Timeline, note_assumptions
 
 #: The most ranks of any plan, and the most bytes of all their tensors: messages are counted in 64 bits.
 MOST_OF_ANY, MOST_BYTES = 1 << 24, 1 << 58
 #: More passes than this are a mistake: even at a microsecond each they would take 30 years.
 MOST_PASSES = 10**15
+#: By name, the cheapest first: a solver, which gives None where a problem lacks what it needs, and what that is.
+SOLVERS: dict[str, tuple[Callable[[TimingProblem], Solved | None], str]] = {
+    "periodic": (
+        lambda problem: solve_ring("periodic", problem, solve_periodic),
+        "ranks that repeat with a period, and no stalls",
+    ),
+    "stencil": (solve_by_stencil, "a ring whose numbers are known of all ranks at once"),
+    "events": (solve_by_events, "a plan of a few thousand ranks"),
+}
 
 
 def simulate(
@@ -110,15 +120,12 @@ def _check_options(plan: Plan, backward: object, stalls: Sequence[Stall], passes
 
 def _solve(problem: TimingProblem, solver: str) -> Solved:
     """The result of the named solver, or with "auto" of the first solver whose needs the problem meets."""
-    needs = ""
-    for name in SOLVERS if solver == "auto" else (solver,):
-        candidate = SOLVERS[name]()
-        solved = candidate.solve(problem)
+    for solve in (solve for name, (solve, _) in SOLVERS.items() if solver in ("auto", name)):
+        solved = solve(problem)
         if solved is not None:
             return solved
-        needs = candidate.needs
     obstacle = "which this plan on this machine lacks" if problem.ring is not None else f"but {problem.not_a_ring}"
-    raise Unsupported(f"solver={solver} needs {needs}, {obstacle}; try solver=auto")
+    raise Unsupported(f"solver={solver} needs {SOLVERS[solver][1]}, {obstacle}; try solver=auto")
 
 
 def _host_seconds(problem: TimingProblem) -> float:
@@ -129,7 +136,7 @@ def _host_seconds(problem: TimingProblem) -> float:
     if problem.ring is not None:
         calls = problem.ring.calls
     else:
-        ranks = range(plan.ranks) if plan.ranks <= FEW_RANKS else sample_ranks(plan.ranks)
+        ranks = range(plan.ranks) if plan.ranks <= FEW_RANKS else timed_ranks(plan.ranks)
         met = [[{part.owner for part in step.visits} for step in rank_steps(problem.rates, rank)] for rank in ranks]
         calls = max(sum(1 if problem.rates.one_gather else max(len(owners), 1) for owners in each) for each in met)
     return host_seconds(machine, calls)

@@ -19,7 +19,7 @@ import ringattn as ra
 from ringattn import Causal, Documents, Full, InvalidInput, Machine, Pattern, Plan, Window, make_plan, predict
 from ringattn.machine.presets import MACHINES, get_machine
 from ringattn.simulator.timing.auto import EQUAL
-from ringattn.simulator.timing.kernel_seconds import sample_ranks
+from ringattn.simulator.timing.kernel_seconds import timed_ranks
 
 #: Numbers that are easy to multiply: 1 flop takes 1 s, a message 10 s, a byte 1/16 s.
 SLOW = Machine(flops=1.0, latency=10.0, bandwidth=16.0)
@@ -177,8 +177,8 @@ def test_a_choice_for_many_ranks_looks_at_few_tiles(pattern: Pattern) -> None:
 
 
 def test_sampled_ranks() -> None:
-    assert sample_ranks(1) == [0] and sample_ranks(4) == [0, 1, 2, 3] and len(sample_ranks(16)) == 8
-    assert sample_ranks(1 << 18) == [0, (1 << 17) - 1, (1 << 18) - 1]
+    assert timed_ranks(1) == [0] and timed_ranks(4) == [0, 1, 2, 3] and len(timed_ranks(16)) == 8
+    assert timed_ranks(1 << 18) == [0, (1 << 17) - 1, (1 << 18) - 1]
 
 
 def test_wrong_machines() -> None:

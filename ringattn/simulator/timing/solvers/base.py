@@ -1,13 +1,13 @@
-"""What every solver takes and returns. A new solver is one file with a subclass of Solver, and its entry in SOLVERS."""
+"""What every solver returns: the times, loads and traffic of one pass."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..problem import RingProblem, TimingProblem
+from ..problem import TimingProblem
 from .recurrence import Ring
 
 #: Two sums of the same numbers in different orders differ by at most this share.
@@ -139,41 +139,22 @@ class Solved:
     peers: float | None = None
 
 
-class Solver(ABC):
-    """An exact algorithm for one class of timing problems."""
+def solve_ring(name: str, problem: TimingProblem, solve: Callable[[Ring], RingTimes | None]) -> Solved | None:
+    """What a solver called `name` says of a plan's ring, by `solve`, which finds the times of all ranks of a ring.
 
-    #: The value of `solver=` that selects the algorithm.
-    name: str
-    #: What a problem must have; completes the sentence "solver=NAME needs ...".
-    needs: str
-
-    @abstractmethod
-    def solve(self, problem: TimingProblem) -> Solved | None:
-        """Return the solved problem, or None where the problem lacks what the solver needs.
-
-        Raises Unsupported where the problem has what the solver needs, but is too large for the solver.
-        """
-
-
-class RingSolver(Solver):
-    """A solver of the ring recurrence. Subclasses find the times; loads and traffic are summed over the phases."""
-
-    @abstractmethod
-    def solve_ring(self, problem: RingProblem) -> RingTimes | None:
-        """Return the times of all ranks of the problem, or None where the ring lacks what the solver needs."""
-
-    def solve(self, problem: TimingProblem) -> Solved | None:
-        if problem.ring is None:
-            return None
-        times = self.solve_ring(problem.ring)
-        if times is None:
-            return None
-        whole = problem.ring.ring
-        ring = whole if times.period is None else times.period
-        loads, traffic = survey(ring, whole.ranks // ring.ranks)
-        peers = loads.busiest
-        if loads.waits(times.seconds):
-            instant = self.solve_ring(replace(problem.ring, ring=whole.without_message_times()))
-            assert instant is not None, "without the times of messages, ranks are no less alike"
-            peers = instant.seconds
-        return Solved(self.name, times.seconds, times.finish, times.why, loads, traffic, problem.ring.compared, peers)
+    None where the plan has no ring, or where `solve` gives None: the ring lacks what the solver needs.
+    """
+    if problem.ring is None:
+        return None
+    whole = problem.ring.ring
+    times = solve(whole)
+    if times is None:
+        return None
+    ring = whole if times.period is None else times.period
+    loads, traffic = survey(ring, whole.ranks // ring.ranks)
+    peers = loads.busiest
+    if loads.waits(times.seconds):
+        instant = solve(whole.without_message_times())
+        assert instant is not None, "without the times of messages, ranks are no less alike"
+        peers = instant.seconds
+    return Solved(name, times.seconds, times.finish, times.why, loads, traffic, problem.ring.compared, peers)

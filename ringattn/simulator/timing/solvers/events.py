@@ -20,7 +20,7 @@ import numpy as np
 from ....layout.regular import Contiguous
 from ..problem import TimingProblem
 from ..rates import Faults, Rates
-from .base import Loads, Solved, Solver
+from .base import Loads, Solved
 from .event_loop import MOST_RANKS, list_events, rank_steps, simulate_events
 
 if TYPE_CHECKING:
@@ -34,26 +34,21 @@ CLOSE = 1e-12
 SIMULATED_WHOLE = 64
 
 
-class EventSolver(Solver):
-    """Solves any plan of a few thousand ranks, or of more ranks where the plan repeats."""
-
-    name = "events"
-    needs = "a plan of a few thousand ranks"
-
-    def solve(self, problem: TimingProblem) -> Solved:
-        rates, faults = problem.rates, problem.faults
-        if problem.ring is not None:
-            return simulate_events(rates, faults, "asked for")
-        if rates.plan.ranks <= SIMULATED_WHOLE:
-            why = "few ranks"
-        elif faults or rates.machine.jitter:
-            why = "slow ranks, stalls and jitter have no copies in a smaller plan"
-        else:
-            folded = simulate_folded(rates, problem.not_a_ring)
-            if isinstance(folded, Solved):
-                return folded
-            why = folded
-        return simulate_events(rates, faults, f"{problem.not_a_ring}; {why}")
+def solve_by_events(problem: TimingProblem) -> Solved:
+    """The solved problem of any plan of a few thousand ranks, or of more ranks where the plan repeats."""
+    rates, faults = problem.rates, problem.faults
+    if problem.ring is not None:
+        return simulate_events(rates, faults, "asked for")
+    if rates.plan.ranks <= SIMULATED_WHOLE:
+        why = "few ranks"
+    elif faults or rates.machine.jitter:
+        why = "slow ranks, stalls and jitter have no copies in a smaller plan"
+    else:
+        folded = simulate_folded(rates, problem.not_a_ring)
+        if isinstance(folded, Solved):
+            return folded
+        why = folded
+    return simulate_events(rates, faults, f"{problem.not_a_ring}; {why}")
 
 
 @dataclass(frozen=True)

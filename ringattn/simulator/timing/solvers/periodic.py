@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..problem import RingProblem
-from .base import RingSolver, RingTimes
+from .base import RingTimes
 from .delay import DelayState
 from .recurrence import NeighborMessages, Phase, Ring, Value
 
@@ -21,16 +20,6 @@ LONGEST_PERIOD = 1024
 #: Two states are the same but for a constant where their differences spread by at most this part of a step's time. Each
 #: skipped period adds at most as much.
 SPREAD = 4e-16
-
-
-class PeriodicSolver(RingSolver):
-    """Solves rings whose ranks repeat with a period, such as equal nodes."""
-
-    name = "periodic"
-    needs = "ranks that repeat with a period, and no stalls"
-
-    def solve_ring(self, problem: RingProblem) -> RingTimes | None:
-        return solve_periodic(problem.ring)
 
 
 def solve_periodic(ring: Ring) -> RingTimes | None:

@@ -18,7 +18,7 @@ from ..band.band import find_rank_breakpoints
 from ..band.counts import BandCounts
 from ..band.messages import DirectCosts
 from ..problem import RingProblem, TimingProblem
-from .base import Loads, RingSolver, RingTimes, Solved, Traffic
+from .base import Loads, RingTimes, Solved, Traffic, solve_ring
 from .delay import DEPTH, CoefficientChanges, DelayState
 from .recurrence import NO_DIRECT, Ring
 
@@ -31,31 +31,27 @@ MANY = 4096
 NEAR = np.arange(-2, 3)
 
 
-class StencilSolver(RingSolver):
-    """Solves every ring in O(ranks x steps). Bands are counted only where they change."""
+def solve_by_stencil(problem: TimingProblem) -> Solved | None:
+    """The solved ring of a plan in O(ranks x steps), None without a ring. Bands are counted only where they change.
 
-    name = "stencil"
-    needs = "a ring whose numbers are known of all ranks at once"
-
-    def solve(self, problem: TimingProblem) -> Solved | None:
-        ring = problem.ring
-        if ring is None or ring.counts is None:
-            return super().solve(problem)
-        check_size(ring, MOST)
-        steps = IncrementalSteps(ring.counts)
-        state, instant = DelayState(steps.ring), DelayState(steps.ring)
-        for changes in steps:
-            state.advance_changes(changes)
-            instant.advance_changes(changes.instant())
-        finish = state.finish()
-        seconds = float(finish.max())
-        loads, traffic = _sum_resources(ring.counts, steps)
-        peers = float(instant.finish().max()) if loads.waits(seconds) else loads.busiest
-        return Solved(self.name, seconds, finish, "every rank at every step", loads, traffic, ring.compared, peers)
-
-    def solve_ring(self, problem: RingProblem) -> RingTimes:
-        check_size(problem, MOST)
-        return solve_stencil(problem.ring)
+    Raises Unsupported for rings that are too large.
+    """
+    ring = problem.ring
+    if ring is None:
+        return None
+    check_size(ring, MOST)
+    if ring.counts is None:
+        return solve_ring("stencil", problem, solve_stencil)
+    steps = IncrementalSteps(ring.counts)
+    state, instant = DelayState(steps.ring), DelayState(steps.ring)
+    for changes in steps:
+        state.advance_changes(changes)
+        instant.advance_changes(changes.instant())
+    finish = state.finish()
+    seconds = float(finish.max())
+    loads, traffic = _sum_resources(ring.counts, steps)
+    peers = float(instant.finish().max()) if loads.waits(seconds) else loads.busiest
+    return Solved("stencil", seconds, finish, "every rank at every step", loads, traffic, ring.compared, peers)
 
 
 def solve_stencil(ring: Ring) -> RingTimes:
