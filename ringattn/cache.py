@@ -51,16 +51,28 @@ class Cache:
 
     def answer(self, key: Hashable, make: Callable[[], T]) -> T:
         """The cached value of `key`; if there is none, the result of `make()`, which is then cached."""
+        cached = self.get(key, _ABSENT)
+        if cached is not _ABSENT:
+            return cast(T, cached)
+        value = make()  # outside the lock: two threads may both compute the value, and either result is correct
+        self.put(key, value)
+        return value
+
+    def get(self, key: Hashable, default: Any = None) -> Any:
+        """The cached value of `key`, or `default`."""
         with self._lock:
             cached = self._values.get(key, _ABSENT)
-            if cached is not _ABSENT:
-                self._values.move_to_end(key)
-                if self._grows:
-                    self._used.add(key)
-                return cached
-        value = make()  # outside the lock: two threads may both compute the value, and either result is correct
-        self._put(key, value)
-        return value
+            if cached is _ABSENT:
+                return default
+            self._values.move_to_end(key)
+            if self._grows:
+                self._used.add(key)
+            return cached
+
+    def values(self) -> list[Any]:
+        """All cached values."""
+        with self._lock:
+            return [*self._values.values()]
 
     def clear(self) -> None:
         """Drop all entries."""
@@ -70,7 +82,8 @@ class Cache:
             self._used.clear()
             self.bytes = 0
 
-    def _put(self, key: Hashable, value: object) -> None:
+    def put(self, key: Hashable, value: object) -> None:
+        """Keep a value, and drop the least recently used entries beyond the limit."""
         size = self._size(value) + ENTRY
         with self._lock:
             if self._grows:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..call.arguments import Call, autocast_off, cast_inputs, check_option_names, read_call
+from ..call.arguments import autocast_off, cast_inputs, check_option_names
+from ..call.compile import CompiledCall, compile_call
 from ..call.functional import get_transport, ring_attention, virtual_attention
 from ..call.handshake import LIMIT
 from ..errors import InvalidInput, Unsupported
@@ -148,7 +149,7 @@ class KVCache:
         self._stores = [[LayerStore(self.page) for _ in self.patterns] for _ in self._ranks]
         self._holdings: dict[Pattern, Holdings] = {}
         #: By layer the latest call, and what it was made of: most steps make the same one.
-        self._calls: dict[int, tuple[object, Call]] = {}
+        self._calls: dict[int, tuple[object, CompiledCall]] = {}
         #: The query heads; 0 before the first tokens.
         self._heads = 0
 
@@ -354,7 +355,7 @@ class KVCache:
         return self._end((out, lse) if return_lse else out)
 
     def _step(
-        self, event: NewTokens, rank: int, layer: int, q: Tensor, k: Tensor, v: Tensor, call: Call
+        self, event: NewTokens, rank: int, layer: int, q: Tensor, k: Tensor, v: Tensor, call: CompiledCall
     ) -> Program[tuple[Tensor, Tensor]]:
         """A rank's part of a step."""
         pattern, size = self.patterns[layer], self.transport.size
@@ -398,7 +399,7 @@ class KVCache:
 
     def _read(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Call]:
+    ) -> tuple[Tensor, Tensor, Tensor, CompiledCall]:
         """The tensors and the call that they make. Raises InvalidInput where they are not those of this cache."""
         if not 0 <= layer < len(self.patterns):
             raise InvalidInput(f"layer {layer} of a cache of {plural(len(self.patterns), 'layer')}")
@@ -410,7 +411,7 @@ class KVCache:
         key, call = self._calls.get(layer, (None, None))
         asked = *kinds, repr(options), torch.is_grad_enabled()
         if call is None or key != asked:
-            call = read_call(q, k, v, self.patterns[layer], "contiguous", options, sinks=sinks)
+            call = compile_call(q, k, v, self.patterns[layer], "contiguous", options, sinks=sinks)
             if call.requires_grad:
                 raise Unsupported("a cache has no gradients; call it under torch.no_grad()")
             if not isinstance(self.transport, Virtual):
@@ -438,7 +439,7 @@ class KVCache:
             k, v = (as_dtype(as_dtype(x, self.dtype), q.dtype) for x in (k, v))
         return q, k, v, call
 
-    def _begin(self, kind: str, call: Call, note: str) -> NewTokens:
+    def _begin(self, kind: str, call: CompiledCall, note: str) -> NewTokens:
         """Begin a chunk or a step, once all ranks have the same one before them. Collective."""
         size, first = self.transport.size, self.length
         layout, padding = self._chunk if kind == "prefill" and self._chunk is not None else (None, None)
@@ -489,7 +490,7 @@ class KVCache:
                 holdings.settle()
         return result
 
-    def _agree(self, kind: str, tokens: int, padding: Tensor | None, call: Call, note: str) -> int:
+    def _agree(self, kind: str, tokens: int, padding: Tensor | None, call: CompiledCall, note: str) -> int:
         """The number of an event. Raises Mismatch on every rank where their caches or their tokens differ."""
         if isinstance(self.transport, Virtual):
             return self._count << TAG_BITS

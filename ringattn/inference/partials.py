@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..call.arguments import Call
+from ..call.compile import CompiledCall
 from ..kernels.base import as_dtype, positive, wide
 from ..pattern.base import Pattern
 from ..plan.work import Work
@@ -25,7 +25,7 @@ RowGroups = Sequence[tuple[Pattern, Sequence[int] | None]]
 
 
 def attend(
-    q: Tensor, places: range, store: LayerStore, holdings: Holdings, rank: int, groups: RowGroups, call: Call
+    q: Tensor, places: range, store: LayerStore, holdings: Holdings, rank: int, groups: RowGroups, call: CompiledCall
 ) -> Pair:
     """(out [B, H, T, Dv], lse [B, H, T]) in fp32 (fp64 for fp64) of queries at `places` over the rows of one rank."""
     q, kernel, (_, scale) = align_rows(q), call.kernel, positive(call.scale)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 from ringattn import Causal, Full, OutOfMemory, Window
-from ringattn.call.autograd import AllRanks
+from ringattn.call.autograd import Runner
 from ringattn.kernels.aten_cpu import AtenCpu
 from ringattn.runtime.memory import typed_errors
 from ringattn.runtime.rank_program import backward_program, forward_program
@@ -100,7 +100,7 @@ def test_checkpoints_have_equal_gradients(ranks: int, monkeypatch: pytest.Monkey
     x = torch.randn(2, 16, 50, generator=source, dtype=torch.float64, requires_grad=True)
     cotangent = torch.randn(2, 16, 50, generator=source, dtype=torch.float64)
     function = partial(layer, ranks=ranks)
-    forwards = note_passes(monkeypatch, AllRanks, "forward")
+    forwards = note_passes(monkeypatch, Runner, "forward")
     plain = torch.autograd.grad(function(weight, x), (weight, x), cotangent)
     assert len(forwards) == 1
     full = torch.autograd.grad(checkpoint(function, weight, x, use_reentrant=False), (weight, x), cotangent)
