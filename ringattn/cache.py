@@ -49,25 +49,22 @@ class Cache:
     def __len__(self) -> int:
         return len(self._values)
 
-    def answer(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The cached value of `key`; if there is none, the result of `make()`, which is then cached."""
-        cached = self.get(key, _ABSENT)
-        if cached is not _ABSENT:
-            return cast(T, cached)
-        value = make()  # outside the lock: two threads may both compute the value, and either result is correct
-        self.put(key, value)
-        return value
+    def answer(self, key: Hashable, make: Callable[[], T], *, keep: Callable[[T], bool] | None = None) -> T:
+        """The cached value of `key`; if there is none, the result of `make()`, which is then cached.
 
-    def get(self, key: Hashable, default: Any = None) -> Any:
-        """The cached value of `key`, or `default`."""
+        `keep`: whether a result is cached; None: every result is.
+        """
         with self._lock:
             cached = self._values.get(key, _ABSENT)
-            if cached is _ABSENT:
-                return default
-            self._values.move_to_end(key)
-            if self._grows:
-                self._used.add(key)
-            return cached
+            if cached is not _ABSENT:
+                self._values.move_to_end(key)
+                if self._grows:
+                    self._used.add(key)
+                return cast(T, cached)
+        value = make()  # outside the lock: two threads may both compute the value, and either result is correct
+        if keep is None or keep(value):
+            self._put(key, value)
+        return value
 
     def values(self) -> list[Any]:
         """All cached values."""
@@ -82,8 +79,7 @@ class Cache:
             self._used.clear()
             self.bytes = 0
 
-    def put(self, key: Hashable, value: object) -> None:
-        """Keep a value, and drop the least recently used entries beyond the limit."""
+    def _put(self, key: Hashable, value: object) -> None:
         size = self._size(value) + ENTRY
         with self._lock:
             if self._grows:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..dtypes import ITEM_BYTES, dtype_name
 from ..errors import InvalidInput
 from ..kernels.base import is_dense, kind_of
+from ..runtime.memory import out_of_memory
 from ..text import did_you_mean, plural
 
 if TYPE_CHECKING:
@@ -205,8 +206,11 @@ def cast_inputs(*tensors: Any) -> tuple[Any, ...]:
 
     Arguments that are not floating-point tensors are returned unchanged; later checks report them.
     """
-    kinds = {x.device.type for x in tensors if isinstance(x, Tensor)}
-    return tuple(map(_cast, tensors)) if any(map(_enabled, kinds)) else tensors
+    kind = ""
+    for x in tensors:
+        if isinstance(x, Tensor) and x.device.type != kind and _enabled(kind := x.device.type):
+            return tuple(map(_cast, tensors))
+    return tensors
 
 
 def _cast(x: Any) -> Any:
@@ -216,13 +220,20 @@ def _cast(x: Any) -> Any:
 
 
 @contextmanager
-def autocast_off(device: torch.device) -> Iterator[None]:
-    """A context without autocast on `device`, the CPU and CUDA: attention may be streamed between the CPU and CUDA."""
+def computing(device: torch.device) -> Iterator[None]:
+    """A context in which attention is computed on `device`: without autocast, and with OutOfMemory for torch's error.
+
+    Autocast is off on the CPU and CUDA, too, as attention may be streamed between them. torch's allocator for CUDA has
+    given back its idle memory, and tried once more, before it raises.
+    """
     with ExitStack() as stack:
         for kind in {"cpu", "cuda", device.type}:
-            if _enabled(kind):
+            if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(device, error) from error
 
 
 def _enabled(kind: str) -> bool:

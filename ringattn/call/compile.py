@@ -171,16 +171,11 @@ def compile_call(
         *(*options, *options.values(), *map(type, options.values())),
     )
     try:
-        known = _calls.get(key)
+        hash(key)
     except TypeError:  # an argument without a hash, such as a list, which is told
         return make()
-    if known is not None:
-        return known
-    call = make()
     # A kernel may have activated the flash implementation that it needs; a warning is for every call.
-    if switches == _read_switches() and not looks_swapped(q):
-        _calls.put(key, call)
-    return call
+    return _calls.answer(key, make, keep=lambda call: switches == _read_switches() and not looks_swapped(q))
 
 
 def _read_switches() -> tuple[object, ...]:

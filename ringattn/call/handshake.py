@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from contextvars import ContextVar
+from functools import partial
 
 from ..cache import cached
 from ..errors import Mismatch
@@ -50,13 +52,13 @@ def agree(transport: Transport, call: CompiledCall, stage: str = "call") -> tupl
         exchange.mine = _make_record(call, place.get())
         if kernel.dropout is not None and stage == "call":
             exchange.mine += (kernel.dropout.seeded().seed or 0).to_bytes(NUMBER, "little")
-    key = agree, transport.size, *exchange.records
-    plan = None if drops else call.cache.get(key)
-    if plan is None:
-        plan, alike = _plan_together(transport, call, stage, exchange.records)
-        if alike and not drops:
-            call.cache.put(key, plan)
-    kernel = _share_seed(kernel, exchange.records) if drops else kernel
+    records = tuple(exchange.records)
+    plan = call.cache.answer(
+        (agree, transport.size, records),
+        partial(_plan_together, transport, call, stage, records),
+        keep=lambda plan: not drops and _are_alike(records),
+    )
+    kernel = _share_seed(kernel, records) if drops else kernel
     return plan, kernel, transport.events << TAG_BITS
 
 
@@ -69,13 +71,18 @@ def _make_record(call: CompiledCall, index: int) -> bytes:
     return digest(_spell(call)) + b"".join(x.to_bytes(NUMBER, "little") for x in numbers)
 
 
-def _plan_together(transport: Transport, call: CompiledCall, stage: str, records: list[bytes]) -> tuple[Plan, bool]:
-    """(the plan that follows from the records of all ranks, whether their digests are equal)."""
+def _are_alike(records: Sequence[bytes]) -> bool:
+    """Whether the digests in the records of all ranks are equal."""
+    return len({raw[:MARK] for raw in records}) == 1
+
+
+def _plan_together(transport: Transport, call: CompiledCall, stage: str, records: Sequence[bytes]) -> Plan:
+    """The plan that follows from the records of all ranks."""
     for rank, raw in enumerate(records):
         if len(raw) not in range(FIXED, LONGEST + 1, NUMBER):
             raise undecoded(rank, raw)
     _compare_places(_read_numbers(records, MARK + NUMBER))
-    alike = len({raw[:MARK] for raw in records}) == 1
+    alike = _are_alike(records)
     if not alike:
         with Exchange(transport, "arguments", LIMIT) as arguments:
             arguments.mine = _spell(call)
@@ -97,13 +104,13 @@ def _plan_together(transport: Transport, call: CompiledCall, stage: str, records
     if alike:
         # What cannot be planned is an error of the arguments, which are alike: all ranks raise it.
         with ErrorReport(transport, stage, deferred=True, common=(ValueError,)):
-            return make(), True
+            return make()
     with Exchange(transport, "plan", LIMIT) as plans:
         plan = make()
         layouts = {"layout": _spell_layout(plan.layout), "q_layout": _spell_layout(plan.layout_of("q"))}
         plans.mine = json.dumps({**layouts, "plan": plan.hash}).encode()
     compare_records(plans.records)
-    return plan, False
+    return plan
 
 
 def announces(transport: Transport, call: CompiledCall) -> bool:
@@ -137,7 +144,7 @@ def _plan_alone(call: CompiledCall, rank: int, size: int) -> tuple[Plan, bytes]:
     return plan, json.dumps(record)[1:-1].encode() + b", " + _spell(call)[1:]
 
 
-def _read_numbers(records: list[bytes], first: int) -> list[int]:
+def _read_numbers(records: Sequence[bytes], first: int) -> list[int]:
     """The numbers of all ranks that begin at byte `first` of their records; -NUMBER: the last numbers."""
     return [int.from_bytes(raw[first:][:NUMBER], "little") for raw in records]
 
@@ -153,7 +160,7 @@ def _compare_tokens(counts: list[int], held: int) -> None:
     compare({rank: {name: count - 1 if count else held} for rank, count in enumerate(counts)})
 
 
-def _share_seed(kernel: Kernel, records: list[bytes]) -> Kernel:
+def _share_seed(kernel: Kernel, records: Sequence[bytes]) -> Kernel:
     """The kernel with the seed of rank 0. Raises Mismatch on every rank if the ranks were given different seeds."""
     assert kernel.dropout is not None
     seeds = _read_numbers(records, -NUMBER)

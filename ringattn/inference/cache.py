@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..call.arguments import autocast_off, cast_inputs, check_option_names
+from ..call.arguments import cast_inputs, check_option_names, computing
 from ..call.compile import CompiledCall, compile_call
 from ..call.functional import get_transport, ring_attention, virtual_attention
 from ..call.handshake import LIMIT
@@ -27,7 +27,6 @@ from ..pattern.base import check_integer
 from ..pattern.tile import clip, find_runs, shift_range
 from ..pattern.views import Marks
 from ..plan.row_sets import Ranges
-from ..runtime.memory import typed_errors
 from ..runtime.softmax import merge_sinks_
 from ..text import plural
 from ..transport.base import TAG_BITS, Program, Tags, drive
@@ -287,7 +286,7 @@ class KVCache:
             shards = [*zip(self._ranks, own, strict=True)]
             keys = [self._keys_of(event, rank, layer, *x) for rank, x in shards]
         out = self._attend(event, pattern, q, keys, sinks, options)
-        with self._report("prefill", deferred=True), autocast_off(call.device), typed_errors(call.device):
+        with self._report("prefill", deferred=True), computing(call.device):
             self._run([self._share(event, rank, layer, *x) for rank, x in shards])
         return self._end(out)
 
@@ -344,7 +343,7 @@ class KVCache:
             self._check_room(call.rows)
         event = self._event or self._begin("step", call, note)
         event.todo.remove(layer)
-        with self._report("step", deferred=True), autocast_off(call.device), typed_errors(call.device):
+        with self._report("step", deferred=True), computing(call.device):
             q, k, v = call.prepare(q, k, v, None)
             results = self._run([self._step(event, rank, layer, q, k, v, call) for rank in self._ranks])
             out, lse = results[0]

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 from ringattn import Causal, Full, OutOfMemory, Window
+from ringattn.call.arguments import computing
 from ringattn.call.autograd import Runner
 from ringattn.kernels.aten_cpu import AtenCpu
-from ringattn.runtime.memory import typed_errors
 from ringattn.runtime.rank_program import backward_program, forward_program
 from ringattn.simulator.timing.costs import memory
 
@@ -38,10 +38,10 @@ def test_message_buffers_are_those_of_the_model(ranks: int, rotate: str) -> None
 
 
 def test_lack_of_memory_is_told_with_its_cause() -> None:
-    with pytest.raises(OutOfMemory, match="still full") as caught, typed_errors(torch.device("cuda")):
+    with pytest.raises(OutOfMemory, match="still full") as caught, computing(torch.device("cuda")):
         raise torch.OutOfMemoryError("still full")
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
-    with pytest.raises(RuntimeError, match="not about memory") as other, typed_errors(torch.device("cuda")):
+    with pytest.raises(RuntimeError, match="not about memory") as other, computing(torch.device("cuda")):
         raise RuntimeError("not about memory at all")
     assert not isinstance(other.value, OutOfMemory)
 
