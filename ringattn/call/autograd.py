@@ -23,7 +23,7 @@ from ..runtime.memory import empty
 from ..runtime.softmax import sinks_gradient
 from ..transport.base import Tags, Transport, drive
 from ..transport.records import ErrorReport
-from ..transport.virtual import Virtual
+from ..transport.virtual import VirtualRanks
 from .arguments import computing
 from .compile import CompiledCall
 from .handshake import agree_backward
@@ -95,7 +95,7 @@ class Runner:
         outs: Sequence[Tensor | None] = [None] * ranks if whole_out is None else layout.shard_all(whole_out)
         each = zip(map(self.job, range(ranks)), self._shard(q, k, v), outs, strict=True)
         programs = [forward(job, *local, keep=keep, out=out) for job, local, out in each]
-        results = Virtual(ranks).run(programs)
+        results = VirtualRanks(ranks).run(programs)
         kept = tuple([x for result in results for x in result.kept])
         if ranks == 1 and layout.views is not None:
             return Forward(results[0].out, results[0].lse, kept)
@@ -118,7 +118,7 @@ class Runner:
         for rank, ((q, k, v), dout, out, lse, dlse) in enumerate(given):
             found = Forward(out, lse, tuple(islice(kept, count_kept(self.plan, rank))))
             programs.append(backward(self.job(rank), dout, dlse, q, k, v, found))
-        gradients = zip(*Virtual(self.plan.ranks).run(programs), strict=True)
+        gradients = zip(*VirtualRanks(self.plan.ranks).run(programs), strict=True)
         return tuple([x.unshard_tensor(parts) for x, parts in zip((q_layout, layout, layout), gradients, strict=True)])
 
     def _shard(self, q: Tensor, k: Tensor, v: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
