@@ -141,21 +141,14 @@ def compile_call(
     pattern: Pattern | str,
     layout: str | Layout,
     options: Mapping[str, Any],
-    *,
-    q_layout: str | Layout | None = None,
-    key_padding_mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    device: torch.device | None = None,
+    **named: Any,
 ) -> CompiledCall:
     """The call of these arguments. Raises InvalidInput or Unsupported where attention cannot be computed from them.
 
-    `device` computes; None: the device of the tensors. Calls with equal arguments, tensors that look alike and torch's
-    switches as they were are one value, unless the pattern is selected anew in every call.
+    Calls with equal arguments, tensors that look alike and torch's switches as they were are one value, unless the
+    pattern is selected anew in every call. `named` are those of `_compile`.
     """
-    make = partial(
-        _compile, q, k, v, pattern, layout, options, q_layout, key_padding_mask, sinks, return_lse, device
-    )  # fmt: skip
+    make = partial(_compile, q, k, v, pattern, layout, options, **named)
     if getattr(pattern, "transient", True) and not isinstance(pattern, str):
         return make()
     switches = _read_switches()
@@ -165,9 +158,9 @@ def compile_call(
             (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
             if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
             else x
-            for x in (q, k, v, key_padding_mask, sinks)
+            for x in (q, k, v, *named.values())
         ],
-        *(pattern, layout, q_layout, return_lse, type(return_lse), device, torch.is_grad_enabled(), switches),
+        *(pattern, layout, torch.is_grad_enabled(), switches, *named, *map(type, named.values())),
         *(*options, *options.values(), *map(type, options.values())),
     )
     try:
@@ -199,13 +192,14 @@ def _compile(
     pattern: Pattern | str,
     layout: str | Layout,
     options: Mapping[str, Any],
-    q_layout: str | Layout | None,
-    key_padding_mask: Tensor | None,
-    sinks: Tensor | None,
-    return_lse: bool,
-    device: torch.device | None,
+    *,
+    q_layout: str | Layout | None = None,
+    key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    device: torch.device | None = None,
 ) -> CompiledCall:
-    """`compile_call` of arguments that are met for the first time."""
+    """`compile_call` of arguments that are met for the first time. `device` computes; None: that of the tensors."""
     check_option_names(options, OPTION_NAMES)
     given = AttentionOptions(**options)
     check_type("return_lse", return_lse, "bool")

@@ -100,7 +100,11 @@ class Kernel(ABC):
 
     @abstractmethod
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raise Unsupported if this kernel cannot compute these tensors."""
+        """Raise Unsupported if this kernel cannot compute these tensors.
+
+        Asked once for tensors of equal shapes, strides, dtypes, devices and `requires_grad` under equal switches of
+        torch: the answer must depend on nothing else.
+        """
 
     def op_of(self, call: Work, head_dim: int) -> str:
         """The op that computes a call of `split`."""

@@ -112,11 +112,7 @@ os.register_at_fork(after_in_child=lambda: _inherited.append(dist.is_available()
 
 def _is_registered(group: dist.ProcessGroup) -> bool:
     """Whether torch.distributed knows the group, which was then made there and not destroyed."""
-    try:
-        dist.get_backend(group)
-    except ValueError:
-        return False
-    return True
+    return group in dist.distributed_c10d._world.pg_map
 
 
 class TorchDist:
