@@ -228,7 +228,7 @@ def computing(device: torch.device) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for kind in {"cpu", "cuda", device.type}:
-            if torch.is_autocast_enabled(kind):
+            if _enabled(kind) if kind not in ("cpu", "cuda") else torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         try:
             yield
