@@ -106,7 +106,8 @@ def __getattr__(name: str) -> Any:
     if name in ("nn", "train"):
         return import_module(f".{name}", __name__)
     if name in _HOMES:
-        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

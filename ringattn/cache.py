@@ -49,18 +49,27 @@ class Cache:
     def __len__(self) -> int:
         return len(self._values)
 
-    def answer(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The cached value of `key`; if there is none, the result of `make()`, which is then cached."""
+    def answer(self, key: Hashable, make: Callable[[], T], *, keep: Callable[[T], bool] | None = None) -> T:
+        """The cached value of `key`; if there is none, the result of `make()`, which is then cached.
+
+        `keep`: whether a result is cached; None: every result is.
+        """
         with self._lock:
             cached = self._values.get(key, _ABSENT)
             if cached is not _ABSENT:
                 self._values.move_to_end(key)
                 if self._grows:
                     self._used.add(key)
-                return cached
+                return cast(T, cached)
         value = make()  # outside the lock: two threads may both compute the value, and either result is correct
-        self._put(key, value)
+        if keep is None or keep(value):
+            self._put(key, value)
         return value
+
+    def values(self) -> list[Any]:
+        """All cached values."""
+        with self._lock:
+            return [*self._values.values()]
 
     def clear(self) -> None:
         """Drop all entries."""

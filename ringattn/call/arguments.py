@@ -1,13 +1,12 @@
-"""The arguments of a call of attention: options, and `Call`, which one rank checks and resolves once."""
+"""The arguments of a call of attention: its options, and what is asked of its tensors."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache
-from math import inf, isfinite
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
@@ -16,18 +15,10 @@ import torch
 from torch import Tensor
 
 from ..dtypes import ITEM_BYTES, dtype_name, take_numbers
-from ..errors import InvalidInput, Unsupported
-from ..kernels import get_kernel
-from ..kernels.base import Kernel, is_dense, kind_of, positive
-from ..kernels.pad import EXTRA, check_padding, hidden_column, hide_keys
-from ..layout.regular import Layout, layout_name
-from ..pattern import Pattern, as_pattern
-from ..plan.plan import Plan
-from ..plan.schedules import resolve
-from ..plan.steps import check_rotate
+from ..errors import InvalidInput
+from ..kernels.base import is_dense, kind_of
+from ..runtime.memory import out_of_memory
 from ..text import did_you_mean, plural
-from ..transport.base import CHECKS
-from .planner import make_plan
 
 if TYPE_CHECKING:
     from ..kernels.dropout import Dropout
@@ -142,209 +133,7 @@ def read_dropout(dropout: float | Dropout) -> Dropout | None:
     return Dropout.read(dropout)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """The arguments of a call but for its tensors, checked and each in one spelling; what runs asks for no other.
-
-    `sizes` are the keyword arguments of `make_plan` that describe the tensors as they are computed: a
-    `key_padding_mask` makes q and k wider by EXTRA columns. `q_layout` is None where the queries are the tokens of the
-    keys; `rows` are the keys of this rank, `q_rows` its queries.
-    """
-
-    pattern: Pattern
-    layout: str | Layout
-    q_layout: str | Layout | None
-    options: AttentionOptions
-    return_lse: bool
-    sinks: bool
-    key_padding_mask: bool
-    rows: int
-    q_rows: int
-    sizes: dict[str, Any]
-    device: torch.device
-    requires_grad: bool
-    kernel: Kernel
-    #: Factor of the logits.
-    scale: float
-    #: What hides padded keys, see `hide_keys`; None without a mask.
-    column: float | None
-
-    @property
-    def floor(self) -> float | None:
-        """Rows with lse below this number have seen padded keys only; None without a mask."""
-        return None if self.column is None else -EXTRA * abs(self.scale) * self.column**2 / 2
-
-    def hide(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v with the keys hidden that the mask flags."""
-        if self.column is None or mask is None:
-            return q, k, v
-        return hide_keys(q, k, v, mask, self.column if self.scale > 0 else -self.column)
-
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v with the keys hidden that the mask flags, and with the sign of the scale in q."""
-        q, k, v = self.hide(q, k, v, mask)
-        sign, _ = positive(self.scale)
-        return (q if sign == 1 else q * sign), k, v
-
-    @property
-    def chooses(self) -> bool:
-        """Whether a schedule, or what travels in the forward, is chosen by the times of a machine."""
-        by_time = self.q_layout is not None and self.options.rotate.startswith("auto")
-        return by_time or self.options.schedule == "auto"
-
-    def machine(self) -> Machine:
-        """The machine by whose times a schedule or a layout is chosen."""
-        from ..machine.presets import get_machine  # few calls choose
-
-        return get_machine(self.options.machine, self.device.type)
-
-    def plan(self, tokens: int, q_tokens: int, ranks: int, layout: str | Layout) -> Plan:
-        """The plan of the call for `tokens` keys and `q_tokens` queries in all."""
-        options = self.options
-        return make_plan(
-            self.pattern,
-            tokens=tokens,
-            ranks=ranks,
-            layout=layout,
-            q_layout=self.q_layout,
-            q_tokens=q_tokens,
-            schedule=options.schedule,
-            machine=self.machine() if layout == "auto" or self.chooses else None,
-            comm_dtype=options.comm_dtype,
-            rotate=options.rotate,
-            **self.sizes,
-        )
-
-
-def read_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
-    layout: str | Layout,
-    options: Mapping[str, Any],
-    *,
-    q_layout: str | Layout | None = None,
-    key_padding_mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    device: torch.device | None = None,
-) -> Call:
-    """The call of these arguments. Raises InvalidInput or Unsupported where attention cannot be computed from them.
-
-    `device` computes; None: the device of the tensors.
-    """
-    check_option_names(options, OPTION_NAMES)
-    given = AttentionOptions(**options)
-    check_type("return_lse", return_lse, "bool")
-    pattern = as_pattern(pattern)
-    if layout is None:
-        raise InvalidInput(
-            "layout=None: the rows of a shard do not tell how the sequence was cut; give the Layout that cut the "
-            "sequence, or its name, such as layout='zigzag'"
-        )
-    layout = layout_name(layout) if isinstance(layout, str) else layout
-    if not isinstance(q_layout, str | Layout | None):
-        raise InvalidInput(f"q_layout={q_layout!r}: expected a Layout, or its name, such as 'shifted(zigzag, 1000)'")
-    if isinstance(q_layout, str):
-        q_layout = layout_name(q_layout.replace("auto", layout if isinstance(layout, str) else layout.name))
-    _check_tensors(q, k, v, alike=q_layout is None)
-    check_sinks(sinks, q)
-    check_padding(key_padding_mask, k)
-    device = q.device if device is None else device
-    resolved = _resolve(given, q.shape[3])
-    assert resolved.scale is not None
-    requires_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    kernel, column = _get_kernel(resolved, q, k, v, device, padded=key_padding_mask is not None)
-    if pattern.varies:
-        kernel = kernel.derive(varies=True)
-    sizes: dict[str, Any] = {
-        "heads": q.shape[1],
-        "kv_heads": k.shape[1],
-        "head_dim": q.shape[3] + EXTRA * (column is not None),
-        "value_dim": v.shape[3],
-        "dtype": dtype_name(q.dtype),
-        "batch": q.shape[0],
-    }
-    if return_lse and requires_grad:
-        _check_lse(kernel, max(sizes["head_dim"], sizes["value_dim"]))
-    return Call(
-        pattern=pattern,
-        layout=layout,
-        q_layout=q_layout,
-        options=resolved,
-        return_lse=return_lse,
-        sinks=sinks is not None,
-        key_padding_mask=key_padding_mask is not None,
-        rows=k.shape[2],
-        q_rows=q.shape[2],
-        sizes=sizes,
-        device=device,
-        requires_grad=requires_grad,
-        kernel=kernel,
-        scale=resolved.scale,
-        column=column,
-    )
-
-
-def _resolve(options: AttentionOptions, head_dim: int) -> AttentionOptions:
-    """The options in one spelling for all forms of equal options. Raises InvalidInput."""
-    scale = float(head_dim**-0.5 if options.scale is None else options.scale)
-    if not isfinite(scale):
-        raise InvalidInput(f"scale must be a finite number, got {scale}; leave it out for 1 / sqrt(head_dim)")
-    if options.softcap is not None and not 0 < options.softcap < inf:
-        raise InvalidInput(f"softcap must be a finite number > 0, such as 50.0, got {options.softcap}; None: no cap")
-    check_rotate(options.rotate)
-    if options.check not in (None, *CHECKS):
-        raise InvalidInput(f"check={options.check!r}: expected one of {', '.join(CHECKS)}")
-    if options.machine is not None:
-        from ..machine.presets import get_machine  # few calls name a machine
-
-        get_machine(options.machine)
-    return replace(
-        options,
-        schedule=resolve(options.schedule),
-        scale=scale,
-        comm_dtype=None if options.comm_dtype is None else dtype_name(options.comm_dtype),
-        dropout=read_dropout(options.dropout) or 0.0,
-    )
-
-
-def _get_kernel(
-    options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor, device: torch.device, *, padded: bool
-) -> tuple[Kernel, float | None]:
-    """The kernel for these tensors on `device`, and what hides their padded keys."""
-    column = None
-    if padded:
-        assert options.scale is not None
-        column = hidden_column(options.scale, q.dtype)
-    if padded or device != q.device:  # what the kernel gets is another tensor, which is not made yet
-        wider = (EXTRA, EXTRA, 0) if padded else (0, 0, 0)
-        q, k, v = (_stand_in(x, device, more) for x, more in zip((q, k, v), wider, strict=True))
-    dropout = read_dropout(options.dropout)
-    kernel = get_kernel(
-        options.kernel, q, k, v, deterministic=options.deterministic, softcap=options.softcap, dropout=dropout
-    )
-    return kernel.derive(padded=True) if padded else kernel, column
-
-
-def _stand_in(x: Tensor, device: torch.device, more: int) -> Tensor:
-    """A tensor on `device` with the shape and dtype of x and `more` columns, which takes no memory."""
-    shape = (*x.shape[:3], x.shape[3] + more)
-    return torch.empty((), dtype=x.dtype, device=device).expand(shape).requires_grad_(x.requires_grad)
-
-
-def _check_lse(kernel: Kernel, width: int) -> None:
-    """Raise Unsupported where the kernel is too narrow for the gradient of lse of tensors of this width."""
-    most = kernel.max_head_dim
-    if most is not None and width + EXTRA > most:
-        raise Unsupported(
-            f"a head dim of {width} with return_lse, and gradients: the gradient of lse takes {EXTRA} columns, "
-            f"and kernel {kernel.name} computes {most} at most; leave return_lse out, or try kernel=reference"
-        )
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, alike: bool) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, alike: bool) -> None:
     """Raise InvalidInput where q, k and v do not fit each other. Warns if heads and tokens seem exchanged.
 
     `alike`: queries are the tokens of the keys.
@@ -375,12 +164,17 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, alike: bool) -> None:
             f"{q.shape[1]} query heads cannot share {k.shape[1]} key/value heads evenly ({shapes}); "
             f"the query heads must be a multiple of the key/value heads{_hint(q, k, v)}"
         )
-    if q.shape[1] > MANY_HEADS and q.shape[1] >= 8 * q.shape[2] > 0:
+    if looks_swapped(q):
         warnings.warn(
             f"q {tuple(q.shape)} is read as [batch, heads, tokens, head_dim], {q.shape[1]:,} heads of "
             f"{plural(q.shape[2], 'token')}{SWAPPED}",
-            stacklevel=3,
+            stacklevel=4,
         )
+
+
+def looks_swapped(q: Tensor) -> bool:
+    """Whether heads and tokens of q [B, H, n, D] seem exchanged."""
+    return q.shape[1] > MANY_HEADS and q.shape[1] >= 8 * q.shape[2] > 0
 
 
 def check_sinks(sinks: Any, q: Tensor) -> None:
@@ -409,7 +203,11 @@ def cast_inputs(*tensors: Any) -> tuple[Any, ...]:
 
     Arguments that are not floating-point tensors are returned unchanged; later checks report them.
     """
-    return tuple(map(_cast, tensors))
+    kind = ""
+    for x in tensors:
+        if isinstance(x, Tensor) and x.device.type != kind and _enabled(kind := x.device.type):
+            return tuple(map(_cast, tensors))
+    return tensors
 
 
 def _cast(x: Any) -> Any:
@@ -419,13 +217,20 @@ def _cast(x: Any) -> Any:
 
 
 @contextmanager
-def autocast_off(device: torch.device) -> Iterator[None]:
-    """A context without autocast on `device`, the CPU and CUDA: attention may be streamed between the CPU and CUDA."""
+def computing(device: torch.device) -> Iterator[None]:
+    """A context in which attention is computed on `device`: without autocast, and with OutOfMemory for torch's error.
+
+    Autocast is off on the CPU and CUDA, too, as attention may be streamed between them. torch's allocator for CUDA has
+    given back its idle memory, and tried once more, before it raises.
+    """
     with ExitStack() as stack:
         for kind in {"cpu", "cuda", device.type}:
-            if _enabled(kind):
+            if _enabled(kind) if kind not in ("cpu", "cuda") else torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(device, error) from error
 
 
 def _enabled(kind: str) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from itertools import islice
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,10 +19,14 @@ from ..kernels.base import Kernel
 from ..kernels.pad import HIDDEN
 from ..plan.plan import Plan
 from ..runtime.executor import Forward, Job, backward, count_kept, forward
-from ..runtime.memory import empty, typed_errors
+from ..runtime.memory import empty
 from ..runtime.softmax import sinks_gradient
-from ..transport.virtual import Virtual
-from .arguments import autocast_off
+from ..transport.base import Tags, Transport, drive
+from ..transport.records import ErrorReport
+from ..transport.virtual import VirtualRanks
+from .arguments import computing
+from .compile import CompiledCall
+from .handshake import agree_backward
 from .last import make_last
 
 Tensors = tuple[Tensor, ...]
@@ -29,68 +34,97 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Runner(Protocol):
-    """Runs the forward and the backward of a plan."""
+@dataclass(frozen=True)
+class Runner:
+    """Runs the forward and the backward of a call: of one rank of `transport`, or (None) of all ranks in this process.
+
+    All ranks together take and return the tensors of the whole sequence. `number` counts the calls of a transport,
+    equally on all ranks, and `deferred` calls are compared beside their messages.
+    """
+
+    call: CompiledCall
+    plan: Plan
+    kernel: Kernel
+    sinks: Tensor | None = None
+    transport: Transport | None = None
+    number: int = 0
+    deferred: bool = False
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """out, or (out, lse) for a call with `return_lse`."""
+        layout, scale = self.plan.layout, self.plan.output_scale
+        if self.plan.stacked:
+            q, k, v = map(layout.stack, (q, k, v))
+        out, lse = Attention.apply(q, k, v, self.sinks, self)
+        if self.plan.stacked:
+            out, lse = layout.unstack(out), layout.unstack(lse)
+        if scale != 1.0:
+            # The graph may still need the unscaled output.
+            out = out * scale if out.requires_grad else out.mul_(scale)
+        return (out, lse) if self.call.return_lse else out
+
+    def job(self, rank: int) -> Job:
+        """What a rank computes."""
+        return Job(self.plan, rank, self.kernel, self.call.factor, self.call.return_lse, sinks=self.sinks)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         """out and lse; with `keep` also the tensors that the backward starts from."""
+        if self.transport is None:
+            return self._forward_all(q, k, v, keep)
+        rank, tags = self.transport.rank, Tags.of_call(self.number, backward=False)
+        with ErrorReport(self.transport, "call", deferred=True):
+            return drive(forward(self.job(rank), q, k, v, keep=keep, tags=tags), self.transport, rank)
 
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
     ) -> Tensors:
-        """(dq, dk, dv), given d loss / d out and, or None, d loss / d lse."""
+        """(dq, dk, dv), given d loss / d out and, or None, d loss / d lse, once the ranks agree on the call."""
+        if self.transport is None:
+            return self._backward_all(grad, grad_lse, q, k, v, result)
+        agree_backward(self.transport, self.number, deferred=self.deferred)
+        rank, tags = self.transport.rank, Tags.of_call(self.number, backward=True)
+        with ErrorReport(self.transport, "call", deferred=True):
+            program = backward(self.job(rank), grad, grad_lse, q, k, v, result, tags=tags)
+            return drive(program, self.transport, rank)
 
-
-@dataclass(frozen=True)
-class AllRanks:
-    """Runs all ranks in this process. Takes and returns the tensors of the whole sequence."""
-
-    plan: Plan
-    kernel: Kernel
-    scale: float
-    lse: bool
-    sinks: Tensor | None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
-        layout, keys, whole_out = self.plan.layout_of("q"), self.plan.layout.shard_tensor, None
-        shard = layout.shard_tensor
-        if self.plan.ranks > 1 and all(len(layout.places(rank)) <= 1 for rank in self._ranks):
+    def _forward_all(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
+        layout, ranks, whole_out = self.plan.layout_of("q"), self.plan.ranks, None
+        if ranks > 1 and layout.views is not None:
             # A shard of one range is a view of the whole output, which the rank writes to.
             whole_out = empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), q.dtype, q.device).transpose(1, 2)
-        programs = []
-        for rank in self._ranks:
-            out = None if whole_out is None else shard(whole_out, rank)
-            local = shard(q, rank), keys(k, rank), keys(v, rank)
-            programs.append(forward(self._job(rank), *local, keep=keep, out=out))
-        results = Virtual(self.plan.ranks).run(programs)
-        kept = tuple(x for result in results for x in result.kept)
-        if self.plan.ranks == 1 and len(layout.places(0)) <= 1:
+        outs: Sequence[Tensor | None] = [None] * ranks if whole_out is None else layout.shard_all(whole_out)
+        each = zip(map(self.job, range(ranks)), self._shard(q, k, v), outs, strict=True)
+        programs = [forward(job, *local, keep=keep, out=out) for job, local, out in each]
+        results = VirtualRanks(ranks).run(programs)
+        kept = tuple([x for result in results for x in result.kept])
+        if ranks == 1 and layout.views is not None:
             return Forward(results[0].out, results[0].lse, kept)
         if whole_out is None:
             whole_out = layout.unshard_tensor([result.out for result in results])
         return Forward(whole_out, layout.unshard_tensor([result.lse for result in results], -1), kept)
 
-    def backward(
+    def _backward_all(
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
     ) -> Tensors:
-        layouts = self.plan.layout_of("q"), self.plan.layout, self.plan.layout
-        shard, keys, kept = layouts[0].shard_tensor, layouts[1].shard_tensor, iter(result.kept)
+        q_layout, layout, kept = self.plan.layout_of("q"), self.plan.layout, iter(result.kept)
+        given = zip(
+            self._shard(q, k, v),
+            *(q_layout.shard_all(x) for x in (grad, result.out)),
+            q_layout.shard_all(result.lse, -1),
+            [None] * self.plan.ranks if grad_lse is None else q_layout.shard_all(grad_lse, -1),
+            strict=True,
+        )
         programs = []
-        for rank in self._ranks:
-            local_kept = tuple(next(kept) for _ in range(count_kept(self.plan, rank)))
-            local = Forward(shard(result.out, rank), shard(result.lse, rank, -1), local_kept)
-            dlse = None if grad_lse is None else shard(grad_lse, rank, -1)
-            inputs = shard(q, rank), keys(k, rank), keys(v, rank)
-            programs.append(backward(self._job(rank), shard(grad, rank), dlse, *inputs, local))
-        results = Virtual(self.plan.ranks).run(programs)
-        return tuple(x.unshard_tensor(parts) for x, parts in zip(layouts, zip(*results, strict=True), strict=True))
+        for rank, ((q, k, v), dout, out, lse, dlse) in enumerate(given):
+            found = Forward(out, lse, tuple(islice(kept, count_kept(self.plan, rank))))
+            programs.append(backward(self.job(rank), dout, dlse, q, k, v, found))
+        gradients = zip(*VirtualRanks(self.plan.ranks).run(programs), strict=True)
+        return tuple([x.unshard_tensor(parts) for x, parts in zip((q_layout, layout, layout), gradients, strict=True)])
 
-    @property
-    def _ranks(self) -> range:
-        return range(self.plan.ranks)
-
-    def _job(self, rank: int) -> Job:
-        return Job(self.plan, rank, self.kernel, self.scale, self.lse, sinks=self.sinks)
+    def _shard(self, q: Tensor, k: Tensor, v: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+        """The shards of each rank."""
+        q_layout, layout = self.plan.layout_of("q"), self.plan.layout
+        return zip(q_layout.shard_all(q), layout.shard_all(k), layout.shard_all(v), strict=True)
 
 
 class Attention(torch.autograd.Function):
@@ -98,9 +132,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, runner: Runner, floor: float | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, runner: Runner
     ) -> tuple[Tensor, Tensor]:
-        with autocast_off(q.device), typed_errors(q.device):
+        floor = runner.call.floor
+        with computing(q.device):
             result = runner.forward(q, k, v, keep=any(ctx.needs_input_grad[:3]))
         if floor is not None:  # a row that sees only padded keys is a row that sees no key
             empty = result.lse < floor
@@ -116,7 +151,7 @@ class Attention(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: a checkpoint gives them once
         with torch.no_grad():
             found = Attention._differentiate(ctx, saved, *grads)
-        return *make_last(found, *saved[:4], *grads), None, None
+        return *make_last(found, *saved[:4], *grads), None
 
     @staticmethod
     def _differentiate(ctx: Any, saved: Tensors, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
@@ -128,7 +163,7 @@ class Attention(torch.autograd.Function):
             lse, grad = lse.masked_fill(empty, HIDDEN), grad.masked_fill(empty.unsqueeze(-1), 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
         result, needs = Forward(out, lse, tuple(kept)), ctx.needs_input_grad
-        with autocast_off(q.device), typed_errors(q.device):
+        with computing(q.device):
             # Ranks agree whether q, k or v needs a gradient, but not whether the sinks do.
             grads = ctx.runner.backward(grad, grad_lse, q, k, v, result) if any(needs[:3]) else (None,) * 3
             return *grads, sinks_gradient(sinks, grad, grad_lse, out, lse) if needs[3] else None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import nullcontext
 from threading import RLock, current_thread
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -13,14 +11,14 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import InvalidInput, RingAttentionError
-from ..kernels.base import positive
 from ..layout.regular import DEFAULT_LAYOUT, Layout
 from ..pattern import Pattern
 from ..pattern.base import check_integer
-from ..runtime.executor import Job
 from ..transport.records import ErrorReport
-from .arguments import Call, cast_inputs, read_call
-from .autograd import AllRanks, Attention, Runner, compilable
+from .arguments import cast_inputs
+from .autograd import Runner, compilable
+from .compile import compile_call
+from .handshake import agree, announce, announces
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..kernels.dropout import Dropout
-    from ..plan.plan import Plan
     from ..transport.base import Transport
     from ..transport.torchdist import TorchDist
     from .arguments import AttentionKeywords
@@ -87,10 +84,9 @@ def ring_attention(
     latest in `synchronize`. Any other exception on one rank is a Mismatch on the other ranks; after the first message,
     and with check="deferred", it ends the calls of the group. Raises CommFailure if a rank is missing.
     """
-    from .handshake import OneRank, agree, announce, announces  # virtual ranks shake no hands
-
     ring = get_transport(group, mesh, transport)
-    with _take(ring) as taken:
+    lock, taken = _take(ring)
+    try:
         with ErrorReport(ring, "call", deferred=ring.defers(options.get("check"))):
             if taken:
                 raise InvalidInput(
@@ -98,7 +94,7 @@ def ring_attention(
                     "a group for each thread by dist.new_group, in the same order on all ranks"
                 )
             q, k, v = cast_inputs(q, k, v)
-            call = read_call(
+            call = compile_call(
                 q, k, v, pattern, layout, options,
                 q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
             )  # fmt: skip
@@ -107,24 +103,22 @@ def ring_attention(
         deferred = announces(ring, call)
         with ErrorReport(ring, "call", deferred=True) if deferred else nullcontext():
             plan, kernel, number = announce(ring, call) if deferred else agree(ring, call)
-            job = Job(plan, ring.rank, kernel, positive(call.scale)[1], return_lse, sinks=sinks)
-        result = _apply(call, OneRank(job, ring, number, deferred), plan, q, k, v, sinks)
+            runner = Runner(call, plan, kernel, sinks, ring, number, deferred)
+        result = runner.run(q, k, v)
         if deferred and not call.requires_grad:  # no optimizer will wait for the comparison
             ring.synchronize()
+    finally:
+        lock.release()
     return result
 
 
-@contextmanager
-def _take(ring: Transport) -> Iterator[bool]:
-    """Hold a transport for a call; True where another thread held it before: that call is to end first."""
-    lock = _locks.setdefault(ring, RLock())
+def _take(ring: Transport) -> tuple[Any, bool]:
+    """(what holds a transport for a call, whether another thread held it before: that call has ended first)."""
+    lock = _locks.get(ring) or _locks.setdefault(ring, RLock())
     taken = not lock.acquire(blocking=False)
     if taken:
         lock.acquire()
-    try:
-        yield taken
-    finally:
-        lock.release()
+    return lock, taken
 
 
 def positions(
@@ -146,14 +140,12 @@ def positions(
     Takes the arguments of `ring_attention`, does its handshake, and raises its errors. `error` is an error that the
     caller has already found: this rank raises `error`, and all other ranks raise a Mismatch.
     """
-    from .handshake import agree
-
     ring = get_transport(group, mesh, transport)
     with ErrorReport(ring, "positions"):
         if error is not None:
             raise error
         q, k, v = cast_inputs(q, k, v)
-        call = read_call(q, k, v, pattern, layout, options, key_padding_mask=key_padding_mask)
+        call = compile_call(q, k, v, pattern, layout, options, key_padding_mask=key_padding_mask)
         ring.check(call.device)
     plan, *_ = agree(ring, call, "positions")
     return plan.layout.base.positions(ring.rank)
@@ -200,18 +192,17 @@ def virtual_attention(
         raise InvalidInput(f"ranks must be an integer >= 1, got {ranks!r}")
     q, k, v = cast_inputs(q, k, v)
     cut = DEFAULT_LAYOUT if layout == "auto" else layout
-    call = read_call(
+    call = compile_call(
         q, k, v, pattern, cut, options,
         q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
     )  # fmt: skip
     if call.options.check is not None:
         raise InvalidInput(f"check={call.options.check!r}: ranks of one process compare nothing; leave it out")
     q, k, v = call.prepare(q, k, v, key_padding_mask)
-    if layout == "auto":  # which a q_layout such as "shifted(auto, 0)" follows
-        call = replace(call, q_layout=q_layout)
-    plan = call.plan(call.rows, call.q_rows, int(ranks), layout)
-    runner = AllRanks(plan, call.kernel.seeded(), positive(call.scale)[1], return_lse, sinks)
-    return _apply(call, runner, plan, q, k, v, sinks)
+    # A q_layout such as "shifted(auto, 0)" follows the layout that is chosen.
+    chosen = ("auto", q_layout) if layout == "auto" else (layout, call.q_layout)
+    plan = call.plan(call.rows, call.q_rows, int(ranks), *chosen)
+    return Runner(call, plan, call.kernel.seeded(), sinks).run(q, k, v)
 
 
 @compilable
@@ -287,13 +278,13 @@ def attention(
             )
     q, k, v = cast_inputs(q, k, v)
     options["schedule"] = "direct"
-    call = read_call(
+    call = compile_call(
         q, k, v, pattern, "contiguous", options,
         key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse, device=where,
     )  # fmt: skip
     streamed = make_stream(call, chunk=chunk, backward=call.requires_grad)
     q, k, v = call.hide(q, k, v, key_padding_mask)
-    return _apply(call, streamed.of_call(sinks), streamed.plan, q, k, v, sinks)
+    return streamed.of_call(sinks).run(q, k, v)
 
 
 def check_arguments(
@@ -308,19 +299,7 @@ def check_arguments(
 ) -> None:
     """Raise InvalidInput or Unsupported if `virtual_attention` could not use these arguments."""
     q, k, v = cast_inputs(q, k, v)
-    read_call(q, k, v, pattern, layout, options, key_padding_mask=key_padding_mask)
-
-
-def _apply(
-    call: Call, runner: Runner, plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-) -> Tensor | tuple[Tensor, Tensor]:
-    """out, or (out, lse), of a runner of `plan`."""
-    layout, scale = plan.layout, plan.pattern.output_scale
-    out, lse = Attention.apply(layout.stack(q), layout.stack(k), layout.stack(v), sinks, runner, call.floor)
-    if scale != 1.0:
-        # The graph may still need the unscaled output.
-        out = out * scale if out.requires_grad else out.mul_(scale)
-    return (layout.unstack(out), layout.unstack(lse)) if call.return_lse else layout.unstack(out)
+    compile_call(q, k, v, pattern, layout, options, key_padding_mask=key_padding_mask)
 
 
 #: One transport per process group. An entry ends with its group.
@@ -337,10 +316,10 @@ def get_transport(
         if group is not None or mesh is not None:
             raise InvalidInput("transport= already says who the ranks are; leave out group= and mesh=")
         return transport
-    from ..transport.torchdist import TorchDist  # virtual ranks have no process group
+    from ..transport.torchdist import TorchDist, find_group  # virtual ranks have no process group
 
-    new = TorchDist(group, mesh=mesh)
-    return _transports.setdefault(new.group, new)
+    found = find_group(group, mesh).group
+    return _transports.get(found) or _transports.setdefault(found, TorchDist(found))
 
 
 __all__ = ["attention", "positions", "ring_attention", "synchronize", "virtual_attention"]

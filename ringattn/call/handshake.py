@@ -17,20 +17,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
-from torch import Tensor
-
+from ..cache import cached
 from ..errors import Mismatch
 from ..kernels.base import Kernel
 from ..layout.regular import Layout, name_rows
 from ..plan.plan import FORMAT, Plan
-from ..runtime.executor import Forward, Job, backward, forward
-from ..transport.base import TAG_BITS, Tags, Transport, drive
+from ..transport.base import TAG_BITS, Transport
 from ..transport.records import MARK, ORDER, ErrorReport, Exchange, by_rank, compare, compare_records, digest, undecoded
-from .arguments import Call
+from .compile import CompiledCall
 
 #: The most bytes of a record of arguments. Long fields are shortened to digests.
 LIMIT = 1 << 14
@@ -44,50 +42,78 @@ LONGEST = FIXED + 3 * NUMBER
 place: ContextVar[int] = ContextVar("ringattn_place", default=0)
 
 
-def agree(transport: Transport, call: Call, stage: str = "call") -> tuple[Plan, Kernel, int]:
+def agree(transport: Transport, call: CompiledCall, stage: str = "call") -> tuple[Plan, Kernel, int]:
     """The plan that all ranks of the transport run, this rank's kernel, and the number of the call. Collective.
 
     `stage` names the first exchange: ranks that make a handshake for different purposes raise Mismatch.
     """
-    kernel = call.kernel
+    kernel, drops = call.kernel, call.kernel.dropout is not None
     with Exchange(transport, stage, limit=LONGEST) as exchange:
-        record = json.dumps(_record(call)).encode()
-        numbers = [call.rows, place.get(), _count_tokens(call.layout)]
-        if call.q_layout is not None:
-            numbers += [call.q_rows, _count_tokens(call.q_layout)]
+        exchange.mine = _make_record(call, place.get())
         if kernel.dropout is not None and stage == "call":
-            numbers.append(kernel.dropout.seeded().seed or 0)
-        exchange.mine = digest(record) + b"".join(x.to_bytes(NUMBER, "little") for x in numbers)
-    for rank, raw in enumerate(exchange.records):
-        if len(raw) not in range(FIXED, LONGEST + 1, NUMBER):
-            raise undecoded(rank, raw)
-    _compare_places(_read_numbers(exchange.records, MARK + NUMBER))
-    alike = len({raw[:MARK] for raw in exchange.records}) == 1
-    if not alike:
-        with Exchange(transport, "arguments", LIMIT) as arguments:
-            arguments.mine = record
-        compare_records(arguments.records)
-    q_rows = rows = _read_numbers(exchange.records, MARK)
-    _compare_tokens(_read_numbers(exchange.records, MARK + 2 * NUMBER), sum(rows))
-    if call.q_layout is not None:
-        q_rows = _read_numbers(exchange.records, FIXED)
-        _compare_tokens(_read_numbers(exchange.records, FIXED + NUMBER), sum(q_rows))
-    call = replace(call, layout=name_rows(call.layout, rows), q_layout=name_rows(call.q_layout, q_rows))
-    plans = Exchange(transport, "plan", LIMIT)
-    # What cannot be planned is an error of the arguments, which are alike: all ranks raise it.
-    with ErrorReport(transport, stage, deferred=True, common=(ValueError,)) if alike else plans:
-        plan = call.plan(sum(rows), sum(q_rows), transport.size, call.layout)
-        _check_rows(plan.layout, dict(enumerate(rows)))
-        if call.q_layout is not None:
-            _check_rows(plan.layout_of("q"), dict(enumerate(q_rows)))
-        layouts = {"layout": _spell_layout(plan.layout), "q_layout": _spell_layout(plan.layout_of("q"))}
-        plans.mine = b"" if alike else json.dumps({**layouts, "plan": plan.hash}).encode()
-    compare_records(plans.records)
-    kernel = kernel if kernel.dropout is None else _share_seed(kernel, exchange.records)
+            exchange.mine += (kernel.dropout.seeded().seed or 0).to_bytes(NUMBER, "little")
+    records = tuple(exchange.records)
+    plan = call.cache.answer(
+        (agree, transport.size, records),
+        partial(_plan_together, transport, call, stage, records),
+        keep=lambda plan: not drops and _are_alike(records),
+    )
+    kernel = _share_seed(kernel, records) if drops else kernel
     return plan, kernel, transport.events << TAG_BITS
 
 
-def announces(transport: Transport, call: Call) -> bool:
+@cached
+def _make_record(call: CompiledCall, index: int) -> bytes:
+    """What a rank gives before the first message of call number `index` of a graph, but for a seed."""
+    numbers = [call.rows, index, _count_tokens(call.layout)]
+    if call.q_layout is not None:
+        numbers += [call.q_rows, _count_tokens(call.q_layout)]
+    return digest(_spell(call)) + b"".join(x.to_bytes(NUMBER, "little") for x in numbers)
+
+
+def _are_alike(records: Sequence[bytes]) -> bool:
+    """Whether the digests in the records of all ranks are equal."""
+    return len({raw[:MARK] for raw in records}) == 1
+
+
+def _plan_together(transport: Transport, call: CompiledCall, stage: str, records: Sequence[bytes]) -> Plan:
+    """The plan that follows from the records of all ranks."""
+    for rank, raw in enumerate(records):
+        if len(raw) not in range(FIXED, LONGEST + 1, NUMBER):
+            raise undecoded(rank, raw)
+    _compare_places(_read_numbers(records, MARK + NUMBER))
+    alike = _are_alike(records)
+    if not alike:
+        with Exchange(transport, "arguments", LIMIT) as arguments:
+            arguments.mine = _spell(call)
+        compare_records(arguments.records)
+    q_rows = rows = _read_numbers(records, MARK)
+    _compare_tokens(_read_numbers(records, MARK + 2 * NUMBER), sum(rows))
+    if call.q_layout is not None:
+        q_rows = _read_numbers(records, FIXED)
+        _compare_tokens(_read_numbers(records, FIXED + NUMBER), sum(q_rows))
+
+    def make() -> Plan:
+        layout, q_layout = name_rows(call.layout, rows), name_rows(call.q_layout, q_rows)
+        plan = call.plan(sum(rows), sum(q_rows), transport.size, layout, q_layout)
+        _check_rows(plan.layout, dict(enumerate(rows)))
+        if call.q_layout is not None:
+            _check_rows(plan.layout_of("q"), dict(enumerate(q_rows)))
+        return plan
+
+    if alike:
+        # What cannot be planned is an error of the arguments, which are alike: all ranks raise it.
+        with ErrorReport(transport, stage, deferred=True, common=(ValueError,)):
+            return make()
+    with Exchange(transport, "plan", LIMIT) as plans:
+        plan = make()
+        layouts = {"layout": _spell_layout(plan.layout), "q_layout": _spell_layout(plan.layout_of("q"))}
+        plans.mine = json.dumps({**layouts, "plan": plan.hash}).encode()
+    compare_records(plans.records)
+    return plan
+
+
+def announces(transport: Transport, call: CompiledCall) -> bool:
     """Whether the ranks compare a call beside its messages, as all that they need for it is known to each of them.
 
     A layout by name needs the rows of all ranks, and dropout without a seed the seed of rank 0.
@@ -97,21 +123,28 @@ def announces(transport: Transport, call: Call) -> bool:
     return transport.defers(call.options.check) and not by_name and not drawn
 
 
-def announce(transport: Transport, call: Call) -> tuple[Plan, Kernel, int]:
+def announce(transport: Transport, call: CompiledCall) -> tuple[Plan, Kernel, int]:
     """As `agree`, for a call that `announces`: waits for no rank. Errors of other ranks come later, and are final."""
+    plan, fields = _plan_alone(call, transport.rank, transport.size)
+    announced = b'{"stage": "call", "place": %d, %s' % (place.get(), fields)
+    return plan, call.kernel.seeded(), transport.announce(announced)
+
+
+@cached
+def _plan_alone(call: CompiledCall, rank: int, size: int) -> tuple[Plan, bytes]:
+    """(the plan of a call whose layouts are known, the end of the record of the call)."""
     layout, q_layout = call.layout, call.q_layout or call.layout
     assert isinstance(layout, Layout) and isinstance(q_layout, Layout)
-    plan = call.plan(layout.tokens, q_layout.tokens, transport.size, layout)
-    _check_rows(plan.layout, {transport.rank: call.rows})
+    plan = call.plan(layout.tokens, q_layout.tokens, size, layout, call.q_layout)
+    _check_rows(plan.layout, {rank: call.rows})
     if call.q_layout is not None:
-        _check_rows(plan.layout_of("q"), {transport.rank: call.q_rows})
+        _check_rows(plan.layout_of("q"), {rank: call.q_rows})
     seed = None if call.kernel.dropout is None else call.kernel.dropout.seed
-    tokens = {"tokens": layout.tokens, "q_tokens": q_layout.tokens}
-    record = {"stage": "call", "place": place.get(), **tokens, "seed of dropout": seed, **_record(call)}
-    return plan, call.kernel.seeded(), transport.announce(json.dumps(record).encode())
+    record = {"tokens": layout.tokens, "q_tokens": q_layout.tokens, "seed of dropout": seed}
+    return plan, json.dumps(record)[1:-1].encode() + b", " + _spell(call)[1:]
 
 
-def _read_numbers(records: list[bytes], first: int) -> list[int]:
+def _read_numbers(records: Sequence[bytes], first: int) -> list[int]:
     """The numbers of all ranks that begin at byte `first` of their records; -NUMBER: the last numbers."""
     return [int.from_bytes(raw[first:][:NUMBER], "little") for raw in records]
 
@@ -127,7 +160,7 @@ def _compare_tokens(counts: list[int], held: int) -> None:
     compare({rank: {name: count - 1 if count else held} for rank, count in enumerate(counts)})
 
 
-def _share_seed(kernel: Kernel, records: list[bytes]) -> Kernel:
+def _share_seed(kernel: Kernel, records: Sequence[bytes]) -> Kernel:
     """The kernel with the seed of rank 0. Raises Mismatch on every rank if the ranks were given different seeds."""
     assert kernel.dropout is not None
     seeds = _read_numbers(records, -NUMBER)
@@ -162,13 +195,14 @@ def agree_backward(transport: Transport, number: int, *, deferred: bool) -> None
     compare({rank: {ORDER: f"that of call {other >> TAG_BITS:,}"} for rank, other in enumerate(numbers)})
 
 
-def _record(call: Call) -> dict[str, Any]:
-    """What this rank is about to do. Options of every name are in it, each in one spelling for equal arguments."""
+@cached
+def _spell(call: CompiledCall) -> bytes:
+    """What this rank is about to do, in JSON: options of every name, each in one spelling for equal arguments."""
     pattern = repr(call.pattern)
     if call.pattern.transient:
         pattern = f"{_SELECTED} {_short_digest(pattern)}"
     machine = call.machine() if call.chooses else None
-    return {
+    record = {
         "sinks": call.sinks,
         "key_padding_mask": call.key_padding_mask,
         **call.sizes,  # before the scale, which follows from the head dim, as that does from a mask
@@ -183,6 +217,7 @@ def _record(call: Call) -> dict[str, Any]:
         "device": call.device.type,
         "requires_grad": call.requires_grad,
     }
+    return json.dumps(record).encode()
 
 
 def _spell_layout(layout: str | Layout) -> str:
@@ -223,28 +258,3 @@ def _check_rows(layout: Layout, rows: dict[int, int]) -> None:
             f"cut the sequence; shard with ringattn.make_layout({layout.name!r}, tokens=..., ranks={layout.ranks}"
             f"{more}).shard_tensor(x, rank), tokens being those of the whole sequence"
         )
-
-
-@dataclass(frozen=True)
-class OneRank:
-    """Runs one rank of a transport. `number` counts the calls of the ring, equally on all ranks."""
-
-    job: Job
-    transport: Transport
-    number: int
-    deferred: bool
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
-        tags = Tags.of_call(self.number, backward=False)
-        with ErrorReport(self.transport, "call", deferred=True):
-            return drive(forward(self.job, q, k, v, keep=keep, tags=tags), self.transport, self.job.rank)
-
-    def backward(
-        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
-    ) -> tuple[Tensor, ...]:
-        """(dq, dk, dv), once the ranks have agreed on the call whose backward they run."""
-        agree_backward(self.transport, self.number, deferred=self.deferred)
-        tags = Tags.of_call(self.number, backward=True)
-        with ErrorReport(self.transport, "call", deferred=True):
-            program = backward(self.job, grad, grad_lse, q, k, v, result, tags=tags)
-            return drive(program, self.transport, self.job.rank)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..cache import Cache, cached
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput, OutOfMemory, Unsupported
-from ..kernels.base import Kernel, positive, wide
+from ..kernels.base import wide
 from ..plan.plan import Plan
 from ..plan.schedules.direct import PullSchedule
 from ..plan.steps import Hop, RankPlan, Step
@@ -25,7 +25,8 @@ from ..runtime.host import Host, Storage
 from ..runtime.memory import empty
 from ..runtime.peak_memory import available
 from ..transport.base import Counters
-from .arguments import Call
+from .autograd import Runner
+from .compile import CompiledCall
 from .planner import PLANS, make_plan
 
 #: The share of the device's free memory that chosen chunks take. Kernels need the rest for workspaces.
@@ -74,23 +75,23 @@ class HostTensors:
         return self.tensors[name][:, :, r.start : r.stop]
 
 
-@dataclass(frozen=True)
-class HostStream:
-    """Runs the ranks of a plan on one device, from and to host storage. A runner of `autograd.Attention`.
+@dataclass(frozen=True, kw_only=True)
+class HostStream(Runner):
+    """Runs the ranks of a plan on one device, one after another, from and to host storage.
 
     `counters` count the messages so far. The copies of a rank's own q, k, v, out, lse and gradients are not counted.
     """
 
     plan: StreamedPlan
-    kernel: Kernel
-    scale: float
     device: torch.device
     counters: Counters = field(default_factory=Counters, compare=False)
-    sinks: Tensor | None = None
 
     def of_call(self, sinks: Tensor | None) -> HostStream:
         """The same stream with the sinks of a call, and with a seed where the kernel has dropout."""
         return replace(self, kernel=self.kernel.seeded(), sinks=None if sinks is None else sinks.to(self.device))
+
+    def job(self, rank: int) -> Job:
+        return replace(super().job(rank), lse=False, cast_grads=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         """out [B, H, N, Dv] and lse [B, H, N] in host memory. Nothing is kept on the device."""
@@ -119,12 +120,12 @@ class HostStream:
     def compute(self, storage: Storage) -> None:
         """Read q, k and v from storage, and write out and lse to storage."""
         host = Host(self.plan, storage, self.device, self.counters)
-        sign, _ = positive(self.scale)
+        sign = self.call.sign
         for rank, rows in self._shards():
             q, k, v = host.load("qkv", rows)
             target = storage.rows("out", rows)
             direct = target if target.device == self.device else None  # on a CPU the executor writes to storage itself
-            program = forward(self._job(rank), q if sign == 1 else q * sign, k, v, keep=False, out=direct)
+            program = forward(self.job(rank), q if sign == 1 else q * sign, k, v, keep=False, out=direct)
             result = host.run(program, self.plan.for_rank(rank).forward)
             written = {"lse": result.lse} if direct is not None else {"lse": result.lse, "out": result.out}
             host.store(rows, written)
@@ -136,7 +137,7 @@ class HostStream:
         dk and dv in storage are fp32 (fp64 for fp64 inputs).
         """
         host = Host(self.plan, storage, self.device, self.counters)
-        sign, _ = positive(self.scale)
+        sign = self.call.sign
         for _, rows in self._shards():
             for name in ("dk", "dv"):
                 storage.rows(name, rows).zero_()
@@ -145,7 +146,7 @@ class HostStream:
             q, k, v, out, total, grad, *grad_lse = host.load(names, rows)
             q = q if sign == 1 else q * sign
             result = Forward(out, total, ())
-            program = backward(self._job(rank), grad, grad_lse[0] if lse else None, q, k, v, result)
+            program = backward(self.job(rank), grad, grad_lse[0] if lse else None, q, k, v, result)
             dq, dk, dv = host.run(program, self.plan.for_rank(rank).backward)
             host.store(rows, {"dq": dq if sign == 1 else dq * sign})
             host.store(rows, {"dk": dk, "dv": dv}, add=True)
@@ -158,11 +159,8 @@ class HostStream:
             return []
         return [(rank, rows) for rank in range(layout.ranks) for rows in layout.shard(rank)]
 
-    def _job(self, rank: int) -> Job:
-        return Job(self.plan, rank, self.kernel, positive(self.scale)[1], cast_grads=False, sinks=self.sinks)
 
-
-def make_stream(call: Call, *, chunk: int | None, backward: bool) -> HostStream:
+def make_stream(call: CompiledCall, *, chunk: int | None, backward: bool) -> HostStream:
     """The stream that computes `call` on its device.
 
     `chunk` is the number of rows on the device at a time; None chooses it by the free memory, with room for the
@@ -185,7 +183,7 @@ def make_stream(call: Call, *, chunk: int | None, backward: bool) -> HostStream:
 
     key = call.pattern, tokens, rows, *sizes.items()
     plan = make() if call.pattern.transient else _streams.answer(key, make)
-    return HostStream(plan, call.kernel, call.scale, device)
+    return HostStream(call=call, plan=plan, kernel=call.kernel, device=device)
 
 
 #: The plans of recent streams.
@@ -247,9 +245,9 @@ def row_bytes(
 def chunk_rows(tokens: int, *, device: torch.device, backward: bool, **sizes: Any) -> int:
     """The rows of a chunk that fits: half of the device's free memory over `row_bytes`, in multiples of 128.
 
-    `sizes` are those of `Call.sizes`. On the CPU the memory of the results in storage does not count as free. Patterns
-    that give heads different numbers of rows need more buffers in the backward; a smaller chunk= makes room for them.
-    Raises OutOfMemory if one row does not fit.
+    `sizes` are those of `CompiledCall.sizes`. On the CPU the memory of the results in storage does not count as free.
+    Patterns that give heads different numbers of rows need more buffers in the backward; a smaller chunk= makes room
+    for them. Raises OutOfMemory if one row does not fit.
     """
     per_row, result_bytes = row_bytes(backward=backward, **sizes)
     if device.type == "cuda":

@@ -67,8 +67,33 @@ def make_plan(
     the forward on `machine` (a Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` says what was compared and why.
     Raises InvalidInput.
     """
-    pattern = as_pattern(pattern)
-    sizes = PlanSizes(heads, kv_heads, head_dim, value_dim, dtype, batch, comm_dtype, rotate)  # type: ignore[arg-type]
+    return find_plan(
+        as_pattern(pattern),
+        PlanSizes(heads, kv_heads, head_dim, value_dim, dtype, batch, comm_dtype, rotate),  # type: ignore[arg-type]
+        tokens=tokens,
+        ranks=ranks,
+        layout=layout,
+        q_layout=q_layout,
+        q_tokens=q_tokens,
+        schedule=schedule,
+        machine=machine,
+    )
+
+
+def find_plan(
+    pattern: Pattern,
+    sizes: PlanSizes,
+    *,
+    tokens: int,
+    ranks: int,
+    layout: str | Layout,
+    q_layout: str | Layout | None,
+    q_tokens: int | None,
+    schedule: str,
+    machine: Machine | str | None,
+) -> Plan:
+    """`make_plan` of a pattern and of sizes that were read."""
+    heads = sizes.heads
     choose_layout = isinstance(layout, str) and layout.strip() == "auto"
     names: tuple[str | Layout, ...] = (layout,)
     if choose_layout:
@@ -93,7 +118,7 @@ def make_plan(
     passes = sizes.rotate.split(", ")
     rotates = [sizes.rotate]
     if own and passes[0] == "auto":  # the forward's; rounded keys are asked for, where a comm_dtype is
-        forms = ("keys",) if ranks == 1 or comm_dtype is not None else ("keys", "queries")
+        forms = ("keys",) if ranks == 1 or sizes.comm_dtype is not None else ("keys", "queries")
         rotates = [f"{form}, {passes[-1]}" for form in forms]
     choosing = choose_layout or schedule == "auto" or len(rotates) > 1
     by_events = own or sizes.rotate.startswith("queries, ")

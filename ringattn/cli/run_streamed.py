@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..call.arguments import read_call
+from ..call.compile import compile_call
 from ..call.offload import HostTensors, check_chunk, get_device, make_stream
 from ..errors import InvalidInput
 from ..files import replacing
@@ -66,7 +66,7 @@ class StreamedRun(Run):
         source = open_source(config)
         q, k, v = _unallocated_inputs(source)
         options = {"schedule": "direct", "kernel": config.kernel.spec, "deterministic": config.deterministic}
-        call = read_call(
+        call = compile_call(
             q,
             k,
             v,

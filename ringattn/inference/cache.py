@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..call.arguments import Call, autocast_off, cast_inputs, check_option_names, read_call
+from ..call.arguments import cast_inputs, check_option_names, computing
+from ..call.compile import CompiledCall, compile_call
 from ..call.functional import get_transport, ring_attention, virtual_attention
 from ..call.handshake import LIMIT
 from ..errors import InvalidInput, Unsupported
-from ..kernels.base import as_dtype
+from ..kernels.base import as_dtype, wide
 from ..layout import Layout, nonempty
 from ..layout.composed import shift_layout
 from ..layout.regular import make_layout
@@ -26,15 +27,14 @@ from ..pattern.base import check_integer
 from ..pattern.tile import clip, find_runs, shift_range
 from ..pattern.views import Marks
 from ..plan.row_sets import Ranges
-from ..runtime.memory import typed_errors
 from ..runtime.softmax import merge_sinks_
 from ..text import plural
 from ..transport.base import TAG_BITS, Program, Tags, drive
 from ..transport.records import MARK, ErrorReport, Exchange, compare_records, digest
-from ..transport.virtual import Virtual
+from ..transport.virtual import VirtualRanks
 from . import MERGES, WINDOWS, merge_seconds
 from .holdings import Holdings, split
-from .partials import attend, exchange, merge_ranks
+from .partials import RowGroups, as_bytes, attend, exchange, merge_ranks
 from .places import PlacedPattern, add_tokens, crop_tokens, find_place
 from .store import SHARED_ROWS, LayerStore
 
@@ -115,17 +115,19 @@ class KVCache:
         self.layout, self.merge, self.windows, self.dtype = layout, merge, windows, dtype
         self.max_tokens = None if max_tokens is None else check_integer(max_tokens, "max_tokens", 1, "max_tokens=4096")
         #: The ranks' transport, whose counters count a step's messages and bytes.
-        self.transport: Transport | Virtual
+        self.transport: Transport | VirtualRanks
+        #: The same where the ranks are processes; None: virtual ranks, with the tensors of all of them.
+        self._ring: Transport | None = None
         if ranks is not None:
             if any(who is not None for who in (group, mesh, transport)):
                 raise InvalidInput(
                     f"ranks={ranks} are virtual; leave it out, or leave out group=, mesh= and transport="
                 )
-            self.transport = Virtual(check_integer(ranks, "ranks", 1, "ranks=4"))
+            self.transport = VirtualRanks(check_integer(ranks, "ranks", 1, "ranks=4"))
             self._ranks = range(ranks)
         else:
-            self.transport = get_transport(group, mesh, transport)
-            self._ranks = range(self.transport.rank, self.transport.rank + 1)
+            self.transport = self._ring = get_transport(group, mesh, transport)
+            self._ranks = range(self._ring.rank, self._ring.rank + 1)
         size = self.transport.size
         shift_layout(made := make_layout(layout, tokens=size, ranks=size, pattern=self.patterns[0]), size)
         if made.domain != (range(size),):
@@ -147,8 +149,6 @@ class KVCache:
         self._marks: list[Marks] = []
         self._stores = [[LayerStore(self.page) for _ in self.patterns] for _ in self._ranks]
         self._holdings: dict[Pattern, Holdings] = {}
-        #: By layer the latest call, and what it was made of: most steps make the same one.
-        self._calls: dict[int, tuple[object, Call]] = {}
         #: The query heads; 0 before the first tokens.
         self._heads = 0
 
@@ -188,7 +188,7 @@ class KVCache:
             got = f"{padding.dtype} {tuple(padding.shape)}" if isinstance(padding, Tensor) else type(padding).__name__
             raise InvalidInput(f"padding must be a tensor, bool [batch, {tokens}], got {got}")
         self._chunk = layout, padding
-        if isinstance(self.transport, Virtual):
+        if self._ring is None:
             return torch.arange(first, first + tokens, device="cpu")
         return torch.from_numpy(layout.positions(self._ranks[0])) + first
 
@@ -267,7 +267,7 @@ class KVCache:
         opens = self._event is None
         # In later layers the other ranks are in the handshake of `ring_attention`, which takes the error.
         with self._report("prefill" if opens else "call", deferred=False, check=options.get("check")):
-            if self._chunk is None and isinstance(self.transport, Virtual) and opens:
+            if self._chunk is None and self._ring is None and opens:
                 self.shard(q.shape[2])
             q, k, v, call = self._read(layer, q, k, v, sinks, options)
             if opens and self._chunk is None:
@@ -280,13 +280,13 @@ class KVCache:
         event.todo.remove(layer)
         with self._report("prefill", deferred=True):
             own: list[tuple[Tensor, ...]] = [(k, v)]
-            if isinstance(self.transport, Virtual):
+            if self._ring is None:
                 assert event.layout is not None
                 own = [tuple(event.layout.shard_tensor(x, rank) for x in (k, v)) for rank in self._ranks]
             shards = [*zip(self._ranks, own, strict=True)]
             keys = [self._keys_of(event, rank, layer, *x) for rank, x in shards]
         out = self._attend(event, pattern, q, keys, sinks, options)
-        with self._report("prefill", deferred=True), autocast_off(call.device), typed_errors(call.device):
+        with self._report("prefill", deferred=True), computing(call.device):
             self._run([self._share(event, rank, layer, *x) for rank, x in shards])
         return self._end(out)
 
@@ -313,9 +313,9 @@ class KVCache:
             assert event.layout is not None
             layouts = {"layout": self._holdings[pattern].keys, "q_layout": shift_layout(event.layout, event.new.start)}
         view, options = self._placed[pattern].view(self._marks), {**options, "sinks": sinks, **layouts}
-        if not isinstance(self.transport, Virtual):
+        if self._ring is not None:
             k, v = keys[0]
-            return ring_attention(q, k, v, view, transport=self.transport, **options)
+            return ring_attention(q, k, v, view, transport=self._ring, **options)
         k, v = (layouts["layout"].unshard_tensor(shards) for shards in zip(*keys, strict=True))
         return virtual_attention(q, k, v, view, ranks=self.transport.size, **options)
 
@@ -343,9 +343,11 @@ class KVCache:
             self._check_room(call.rows)
         event = self._event or self._begin("step", call, note)
         event.todo.remove(layer)
-        with self._report("step", deferred=True), autocast_off(call.device), typed_errors(call.device):
+        with self._report("step", deferred=True), computing(call.device):
             q, k, v = call.prepare(q, k, v, None)
-            results = self._run([self._step(event, rank, layer, q, k, v, call) for rank in self._ranks])
+            way, groups = self._choose_merge(call), self._placed[self.patterns[layer]].groups(self._marks)
+            new = self._rounded(k), self._rounded(v)
+            results = self._run([self._step(event, rank, layer, q, new, groups, way, call) for rank in self._ranks])
             out, lse = results[0]
             if sinks is not None:
                 merge_sinks_(out, lse, sinks)
@@ -353,23 +355,32 @@ class KVCache:
             out = as_dtype(out if scale == 1.0 else out * scale, q.dtype)
         return self._end((out, lse) if return_lse else out)
 
+    def _choose_merge(self, call: CompiledCall) -> str:
+        """How the ranks merge the partials of a step, see `merge_seconds`."""
+
+        def choose() -> str:
+            machine, sizes = get_machine(call.options.machine, call.device.type), call.sizes
+            numbers = sizes["batch"] * sizes["heads"] * call.q_rows * (sizes["value_dim"] + 1)
+            size = numbers * wide(getattr(torch, sizes["dtype"])).itemsize
+            return merge_seconds(machine, size, self.transport.size, merge=self.merge)[0]
+
+        return call.cache.answer((merge_seconds, self.transport.size, self.merge), choose)
+
     def _step(
-        self, event: NewTokens, rank: int, layer: int, q: Tensor, k: Tensor, v: Tensor, call: Call
-    ) -> Program[tuple[Tensor, Tensor]]:
+        self, event: NewTokens, rank: int, layer: int, q: Tensor, new: tuple[Tensor, ...], groups: RowGroups, way: str,
+        call: CompiledCall,
+    ) -> Program[tuple[Tensor, Tensor]]:  # fmt: skip
         """A rank's part of a step."""
-        pattern, size = self.patterns[layer], self.transport.size
-        holdings, store = self._holdings[pattern], self._stores[rank - self._ranks[0]][layer]
+        holdings, store = self._holdings[self.patterns[layer]], self._stores[rank - self._ranks[0]][layer]
         for shard in event.shards if holdings.copies else event.shards[rank : rank + 1]:
             for run in shard:
-                new = slice(run.start - event.new.start, run.stop - event.new.start)
-                store.append(*(self._rounded(x[:, :, new]) for x in (k, v)))
-        out, lse = attend(q, event.new, store, holdings, rank, self._placed[pattern].groups(self._marks), call)
+                first, stop = run.start - event.new.start, run.stop - event.new.start
+                store.append(*[x[:, :, first:stop] for x in new])
+        out, lse = attend(q, event.new, store, holdings, rank, groups, call)
         if not holdings.copies:
             tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
             label = f"step of layer {layer}, partials"
-            machine = get_machine(call.options.machine, call.device.type)
-            way, _ = merge_seconds(machine, lse.numel() * (v.shape[3] + 1) * lse.element_size(), size, merge=self.merge)
-            out, lse = yield from merge_ranks(rank, size, out, lse, way, tags, label)
+            out, lse = yield from merge_ranks(rank, self.transport.size, out, lse, way, tags, label)
         store.trim(holdings.kept, rank)
         return out, lse
 
@@ -386,7 +397,7 @@ class KVCache:
             ]
             tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
             label, size = f"prefill of layer {layer}, rows of its window", self.transport.size
-            yield from exchange(rank, size, lambda peer: mine, lambda peer: inbox[peer], tags.of(0), label)
+            yield from exchange(rank, [as_bytes(mine)] * size, [*map(as_bytes, inbox)], tags.of(0), label)
             for x in inbox:
                 store.append(x[..., :width], x[..., width:])
         store.trim(holdings.kept, rank)
@@ -398,47 +409,37 @@ class KVCache:
 
     def _read(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Call]:
+    ) -> tuple[Tensor, Tensor, Tensor, CompiledCall]:
         """The tensors and the call that they make. Raises InvalidInput where they are not those of this cache."""
         if not 0 <= layer < len(self.patterns):
             raise InvalidInput(f"layer {layer} of a cache of {plural(len(self.patterns), 'layer')}")
         q, k, v = cast_inputs(q, k, v)
-        kinds = [
-            None if not isinstance(x, Tensor) else (x.shape, x.dtype, x.device, x.requires_grad)
-            for x in (q, k, v, sinks)
-        ]
-        key, call = self._calls.get(layer, (None, None))
-        asked = *kinds, repr(options), torch.is_grad_enabled()
-        if call is None or key != asked:
-            call = read_call(q, k, v, self.patterns[layer], "contiguous", options, sinks=sinks)
-            if call.requires_grad:
-                raise Unsupported("a cache has no gradients; call it under torch.no_grad()")
-            if not isinstance(self.transport, Virtual):
-                self.transport.check(call.device)
-            if not self._heads:
-                self._placed = {x: PlacedPattern.of(x, q.shape[1], self.max_tokens) for x in self.patterns}
-            self._calls[layer] = asked, call
+        call = compile_call(q, k, v, self.patterns[layer], "contiguous", options, sinks=sinks)
+        if call.requires_grad:
+            raise Unsupported("a cache has no gradients; call it under torch.no_grad()")
+        if self._ring is not None:
+            self._ring.check(call.device)
+        if not self._heads:
+            self._placed = {x: PlacedPattern.of(x, q.shape[1], self.max_tokens) for x in self.patterns}
         batch, heads = len(self.lengths), self._heads
         if heads and (q.shape[0], q.shape[1]) != (batch, heads):
             has = f"a batch of {batch} and {heads} query heads"
             raise InvalidInput(
                 f"q {tuple(q.shape)}: the cache has {has}; fork(rows) takes another batch, crop(-length) any"
             )
-        for block in [block for block in self._stores[0][layer].blocks if block.count][:1]:
-            new, held = (
-                [(x.shape[1], x.shape[3], self.dtype or x.dtype, x.device.type) for x in pair]
-                for pair in ((k, v), block.tensors)
-            )
-            if new != held:
+        if held := self._stores[0][layer].like:
+            new, old = ([(*x.shape[1::2], x.dtype, x.device.type) for x in pair] for pair in ((k, v), held))
+            new = [(heads, dim, self.dtype or dtype, device) for heads, dim, dtype, device in new]
+            if new != old:
                 raise InvalidInput(
-                    f"k and v have (heads, dim, dtype, device) {new}, the cache holds {held}; KVCache(dtype=) keeps "
+                    f"k and v have (heads, dim, dtype, device) {new}, the cache holds {old}; KVCache(dtype=) keeps "
                     "all in one dtype"
                 )
         if self.dtype is not None:
             k, v = (as_dtype(as_dtype(x, self.dtype), q.dtype) for x in (k, v))
         return q, k, v, call
 
-    def _begin(self, kind: str, call: Call, note: str) -> NewTokens:
+    def _begin(self, kind: str, call: CompiledCall, note: str) -> NewTokens:
         """Begin a chunk or a step, once all ranks have the same one before them. Collective."""
         size, first = self.transport.size, self.length
         layout, padding = self._chunk if kind == "prefill" and self._chunk is not None else (None, None)
@@ -449,9 +450,10 @@ class KVCache:
         if layout is not None:
             shards = tuple(tuple(shift_range(r, first) for r in layout.shard(rank)) for rank in range(size))
         else:
-            pages = range(first // self.page, (new[-1]) // self.page + 1)
-            owned = [(p % size, clip(new, p * self.page, (p + 1) * self.page - 1)) for p in pages]
-            shards = tuple(tuple(run for rank, run in owned if rank == mine) for mine in range(size))
+            owned: list[list[range]] = [[] for _ in range(size)]
+            for p in range(first // self.page, new[-1] // self.page + 1):
+                owned[p % size].append(clip(new, p * self.page, (p + 1) * self.page - 1))
+            shards = tuple(map(tuple, owned))
         if not self._heads:
             batch, self._heads = call.sizes["batch"], call.sizes["heads"]
             self.lengths, self._marks = [0] * batch, [()] * batch
@@ -489,9 +491,10 @@ class KVCache:
                 holdings.settle()
         return result
 
-    def _agree(self, kind: str, tokens: int, padding: Tensor | None, call: Call, note: str) -> int:
+    def _agree(self, kind: str, tokens: int, padding: Tensor | None, call: CompiledCall, note: str) -> int:
         """The number of an event. Raises Mismatch on every rank where their caches or their tokens differ."""
-        if isinstance(self.transport, Virtual):
+        transport = self._ring
+        if transport is None:
             return self._count << TAG_BITS
         options = {name: getattr(call.options, name) for name in ("kernel", "scale", "softcap", "deterministic")}
         record = {
@@ -506,7 +509,6 @@ class KVCache:
             **call.sizes,
             **options,
         }
-        transport = self.transport
         if transport.defers(call.options.check):
             return transport.announce(json.dumps({"stage": kind, **record}).encode())
         mine = json.dumps(record).encode()
@@ -520,13 +522,13 @@ class KVCache:
 
     def _report(self, stage: str, *, deferred: bool, check: str | None = None) -> AbstractContextManager[Any]:
         """Tells the other ranks of an exception here."""
-        if isinstance(self.transport, Virtual):
+        if self._ring is None:
             return nullcontext()
-        return ErrorReport(self.transport, stage, deferred=deferred or self.transport.defers(check))
+        return ErrorReport(self._ring, stage, deferred=deferred or self._ring.defers(check))
 
     def _run(self, programs: list[Program[Any]]) -> list[Any]:
         """The results of the ranks of this process."""
-        if isinstance(self.transport, Virtual):
+        if isinstance(self.transport, VirtualRanks):
             return self.transport.run(programs)
         return [drive(programs[0], self.transport, self.transport.rank)]
 

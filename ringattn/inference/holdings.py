@@ -11,9 +11,11 @@ from itertools import islice
 import numpy as np
 
 from ..cache import cached
+from ..call.compile import CompiledCall
 from ..layout import Layout
 from ..layout.composed import Composed
 from ..pattern.base import Pattern
+from ..pattern.simple import Full
 from ..pattern.tile import append_run, find_runs, index_ranges, merge_runs
 from ..plan.row_sets import Ranges
 from ..plan.work import Work, find_tiles, join_dense, join_keys, lower
@@ -75,7 +77,7 @@ class Holdings:
         self.needed: Ranges | None = None
         self.kept: Kept | None = None
         self._later: list[list[list[range]]] | None = None
-        self._works: dict[object, tuple[Work, ...]] = {}
+        self._calls: dict[object, tuple[Work, ...]] = {}
 
     def begin(self, shards: Sequence[Ranges], needed: Ranges | None, floor: int, page: int, *, prompt: bool) -> None:
         """Add the places that each rank owns of new tokens, of a `prompt` or of a step.
@@ -123,19 +125,32 @@ class Holdings:
     def settle(self) -> None:
         """Forget what `keep` has dropped: the layers have attended to it for the last time."""
         self.held, self._later, self.keys, self.kept = self._later or self.held, None, None, None
-        self._works.clear()
+        self._calls.clear()
 
     def seal(self, rank: int) -> None:
         """Begin a new block."""
         self.held[rank].append([])
 
-    def works(self, rank: int, block: int, pattern: Pattern, q: range, heads: int, group: int) -> tuple[Work, ...]:
-        """What queries at places `q` see of a block of a rank: works on its local rows."""
-        key = rank, block, pattern, q, heads, group
-        if key not in self._works:
-            tiles = join_dense(find_tiles(pattern, (q,), self.held[rank][block], heads))
-            self._works[key] = tuple(join_keys(lower(tiles, group), lambda work: work.keys <= SHORT_KEYS))
-        return self._works[key]
+    def calls(self, rank: int, block: int, pattern: Pattern, q: range, call: CompiledCall) -> tuple[Work, ...]:
+        """The kernel's calls for what queries at places `q` see of a block of a rank: works on its local rows."""
+        key = rank, block, pattern, q, call
+        if key not in self._calls:
+            self._calls[key] = self._find_calls(self.held[rank][block], pattern, q, call)
+        return self._calls[key]
+
+    def _find_calls(self, held: list[range], pattern: Pattern, q: range, call: CompiledCall) -> tuple[Work, ...]:
+        heads, group = call.sizes["heads"], call.sizes["heads"] // call.sizes["kv_heads"]
+
+        def find(pattern: Pattern, q: range, held: list[range]) -> tuple[Work, ...]:
+            tiles = join_dense(find_tiles(pattern, (q,), held, heads))
+            return tuple(call.kernel.calls_of(join_keys(lower(tiles, group), lambda work: work.keys <= SHORT_KEYS)))
+
+        # A token that sees all rows sees what another one saw that had as many.
+        run = pattern.run("keys", q[0], q[0]) if len(q) == 1 and held else None
+        if run is None or run[0] > min([r[0] for r in held]) or max([r[-1] for r in held]) > run[1]:
+            return find(pattern, q, held)
+        rows = sum(map(len, held))
+        return call.cache.answer((find_tiles, rows), lambda: find(Full(), range(1), [range(rows)]))
 
 
 def find_needed(patterns: Iterable[Pattern], queries: range, keys: range, heads: int) -> Ranges:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..call.arguments import Call
-from ..kernels.base import as_dtype, positive, wide
+from ..call.compile import CompiledCall
+from ..kernels.base import as_dtype, wide
 from ..pattern.base import Pattern
 from ..plan.work import Work
 from ..runtime.accumulators import KernelCall, OutputAccumulator, Pair, RowViews, Section, align_rows, select_inputs
@@ -24,15 +24,15 @@ RowGroups = Sequence[tuple[Pattern, Sequence[int] | None]]
 
 
 def attend(
-    q: Tensor, places: range, store: LayerStore, holdings: Holdings, rank: int, groups: RowGroups, call: Call
+    q: Tensor, places: range, store: LayerStore, holdings: Holdings, rank: int, groups: RowGroups, call: CompiledCall
 ) -> Pair:
     """(out [B, H, T, Dv], lse [B, H, T]) in fp32 (fp64 for fp64) of queries at `places` over the rows of one rank."""
-    q, kernel, (_, scale) = align_rows(q), call.kernel, positive(call.scale)
-    (count, heads, rows, _), group = q.shape, q.shape[1] // call.sizes["kv_heads"]
+    q, kernel, scale = align_rows(q), call.kernel, call.factor
+    count, heads, rows, _ = q.shape
     found: list[tuple[Work, slice | None, Pair]] = []
     for index, block in enumerate(store.blocks):
         for pattern, members in groups if block.count else ():
-            works = kernel.calls_of(holdings.works(rank, index, pattern, places, heads, group))
+            works = holdings.calls(rank, index, pattern, places, call)
             for part, tensors in block.batches(members, count) if works else ():
                 query, block_rows = RowViews(q if part is None else q[part]), RowViews(*tensors)
                 for work in works:
@@ -63,11 +63,11 @@ def merge_ranks(rank: int, size: int, out: Tensor, lse: Tensor, way: str, tags: 
     flat = mine.view(-1, out.shape[3] + 1)
     number = len(flat)
     cuts = [slice(number * i // size, number * (i + 1) // size) for i in range(size)]
-    shares = [slice(0, number)] * size if way == "gather" else cuts
-    share = shares[rank]
+    share = cuts[rank] if way == "scatter" else slice(0, number)
     inbox = empty((size, share.stop - share.start, flat.shape[1]), out.dtype, out.device)
     inbox[rank].copy_(flat[share])
-    yield from exchange(rank, size, lambda peer: flat[shares[peer]], lambda peer: inbox[peer], tags.of(0), label)
+    sends = [as_bytes(flat)] * size if way == "gather" else [as_bytes(flat[cut]) for cut in cuts]
+    yield from exchange(rank, sends, [*map(as_bytes, inbox)], tags.of(0), label)
     space = MergeSpace()
     total = inbox[0]
     for part in inbox[1:]:
@@ -76,22 +76,23 @@ def merge_ranks(rank: int, size: int, out: Tensor, lse: Tensor, way: str, tags: 
     if way == "scatter":
         whole = empty(flat.shape, out.dtype, out.device)
         whole[share].copy_(total)
-        yield from exchange(rank, size, lambda peer: whole[share], lambda peer: whole[cuts[peer]], tags.of(1), label)
+        parts = [as_bytes(whole[cut]) for cut in cuts]
+        yield from exchange(rank, [parts[rank]] * size, parts, tags.of(1), label)
         total = whole
     merged = total.view(mine.shape).transpose(0, 1)
     return merged[..., :-1], merged[..., -1]
 
 
-def exchange(
-    rank: int, size: int, send: Callable[[int], Tensor], receive: Callable[[int], Tensor], tag: int, label: str
-) -> Program[None]:
-    """Send a contiguous tensor to every other rank, and receive one from each; empty ones are no messages."""
-    peers = [peer for peer in range(size) if peer != rank]
-    sends = tuple(Message(peer, tag, _bytes(send(peer))) for peer in peers if send(peer).numel())
-    receives = tuple(Message(peer, tag, _bytes(receive(peer))) for peer in peers if receive(peer).numel())
-    if sends or receives:
-        yield Wait((yield Post(sends, receives, label)))
+def exchange(rank: int, sends: Sequence[Tensor], receives: Sequence[Tensor], tag: int, label: str) -> Program[None]:
+    """Send bytes to every other rank, and receive bytes from each, by rank; empty ones are no messages."""
+    send, receive = (
+        tuple([Message(peer, tag, data) for peer, data in enumerate(side) if peer != rank and data.numel()])
+        for side in (sends, receives)
+    )
+    if send or receive:
+        yield Wait((yield Post(send, receive, label)))
 
 
-def _bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, as a message has them."""
     return x.view(torch.uint8).view(-1)

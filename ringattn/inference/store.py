@@ -105,6 +105,14 @@ class LayerStore:
             self.blocks[-1].copy(rows)
 
     @property
+    def like(self) -> tuple[Tensor, ...]:
+        """Keys and values of some block with rows; () where there is none."""
+        for block in self.blocks:
+            if block.count:
+                return block.tensors
+        return ()
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the keys and values, with the room for new ones."""
         return sum(x.numel() * x.element_size() for block in self.blocks for x in block.tensors)

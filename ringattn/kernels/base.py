@@ -101,7 +101,11 @@ class Kernel(ABC):
 
     @abstractmethod
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Raise Unsupported if this kernel cannot compute these tensors."""
+        """Raise Unsupported if this kernel cannot compute these tensors.
+
+        Asked once for tensors of equal shapes, strides, dtypes, devices and `requires_grad` under equal switches of
+        torch: the answer must depend on nothing else.
+        """
 
     def op_of(self, call: Work, head_dim: int) -> str:
         """The op that computes a call of `split`."""

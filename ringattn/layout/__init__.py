@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -88,6 +89,11 @@ class Layout(Numbered, ABC):
     #: The rows that a rank owns in a tensor of all positions in ascending order, in local order.
     places = shard
 
+    @cached_property
+    def all_places(self) -> tuple[tuple[range, ...], ...]:
+        """The `places` of every rank."""
+        return tuple(map(self.places, range(self.ranks)))
+
     @abstractmethod
     def owner(self, position: int) -> int:
         """The rank that owns `position`."""
@@ -116,14 +122,23 @@ class Layout(Numbered, ABC):
         """
         if x.shape[dim] != self.tokens:
             raise self._wrong_rows(x.shape[dim], self.tokens, "shard_tensor", dim)
-        by_rows, parts = x.transpose(0, dim), []
-        for r in self.places(rank):
-            parts.append(by_rows[r.start : r.stop : r.step].transpose(0, dim))
-        if len(parts) == 1:
-            return parts[0]
-        import torch
+        return _take_rows(x, self.places(rank), dim)
 
-        return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+    def shard_all(self, x: Tensor, dim: int = -2) -> list[Tensor]:
+        """`shard_tensor` for every rank, in rank order."""
+        if x.shape[dim] != self.tokens:
+            raise self._wrong_rows(x.shape[dim], self.tokens, "shard_tensor", dim)
+        if self.views is None:
+            return [_take_rows(x, places, dim) for places in self.all_places]
+        by_rows = x.transpose(0, dim)
+        return [by_rows[rows].transpose(0, dim) for rows in self.views]
+
+    @cached_property
+    def views(self) -> tuple[slice, ...] | None:
+        """The rows of every rank in a tensor of all positions, where each shard is one range or none; else None."""
+        if max(map(len, self.all_places)) > 1:
+            return None
+        return tuple(slice(p[0].start, p[0].stop, p[0].step) if p else slice(0, 0) for p in self.all_places)
 
     def stack(self, x: Tensor) -> Tensor:
         """The tensor x [B, H, n, ...] of a call as this layout cuts it: [1, H, B * n, ...] where rows are stacked."""
@@ -147,11 +162,12 @@ class Layout(Numbered, ABC):
         # Keep the memory order of the shards, because kernels may store tokens before heads.
         order = sorted(range(len(shape)), key=shards[0].stride, reverse=True)
         sequence = shards[0].new_empty([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
-        for rank, shard in enumerate(shards):
-            if shard.shape[dim] != self.rows(rank):
-                raise self._wrong_rows(shard.shape[dim], self.rows(rank), f"unshard_tensor, rank {rank}", dim)
-            first, by_rows = 0, sequence.transpose(0, dim)
-            for r in self.places(rank):
+        by_rows = sequence.transpose(0, dim)
+        for rank, (shard, places) in enumerate(zip(shards, self.all_places, strict=True)):
+            if shard.shape[dim] != (rows := sum(map(len, places))):
+                raise self._wrong_rows(shard.shape[dim], rows, f"unshard_tensor, rank {rank}", dim)
+            first = 0
+            for r in places:
                 by_rows[r.start : r.stop : r.step].copy_(shard.narrow(dim, first, len(r)).transpose(0, dim))
                 first += len(r)
         return sequence
@@ -174,6 +190,17 @@ class Layout(Numbered, ABC):
             f"{where}: dim {dim} has {rows:,} rows, the layout {self.name} of {self.tokens:,} tokens over "
             f"{self.ranks} ranks needs {expected:,}; try another dim=, or a layout made with these sizes"
         )
+
+
+def _take_rows(x: Tensor, places: Sequence[range], dim: int) -> Tensor:
+    """The rows of `x` at `places` along `dim`: a view for one range or none."""
+    by_rows = x.transpose(0, dim)
+    parts = [by_rows[r.start : r.stop : r.step].transpose(0, dim) for r in places]
+    if len(parts) == 1:
+        return parts[0]
+    import torch
+
+    return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
 
 
 def shift_labels(labels: Tensor, distance: int, documents: Documents | None, fill: int, dim: int = -1) -> Tensor:

@@ -109,6 +109,16 @@ class Plan(PlanSizes):
     def ranks(self) -> int:
         return self.layout.ranks
 
+    @cached_property
+    def stacked(self) -> bool:
+        """Whether the rows of the batch lie one after another in one sequence."""
+        return self.layout.stacked > 1
+
+    @cached_property
+    def output_scale(self) -> float:
+        """What the output is multiplied by, see `Pattern.output_scale`."""
+        return self.pattern.output_scale
+
     def layout_of(self, kind: Kind) -> Layout:
         """The layout by which ranks own blocks of a kind: that of the keys for "kv" and "grad", else of the queries."""
         return self.layout if self.q_layout is None or kind in OF_KEYS else self.q_layout

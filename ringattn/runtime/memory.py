@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -15,7 +14,7 @@ T = TypeVar("T")
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.empty`. Raises OutOfMemory on CPUs; on other devices use it within `typed_errors`."""
+    """`torch.empty`. Raises OutOfMemory on CPUs; on other devices torch raises its own."""
     try:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as error:
@@ -24,19 +23,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         # kernel that ran before.
         if device.type != "cpu" or not raised_below(error, (__name__,)):
             raise
-        raise _out_of_memory(device, error) from error
-
-
-@contextmanager
-def typed_errors(device: torch.device) -> Iterator[None]:
-    """A context in which torch's OutOfMemoryError becomes OutOfMemory.
-
-    torch's allocator for CUDA has then given back its idle memory and tried once more.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise _out_of_memory(device, error) from error
+        raise out_of_memory(device, error) from error
 
 
 class MergeSpace:
@@ -56,7 +43,8 @@ class MergeSpace:
         return self._tensors
 
 
-def _out_of_memory(device: torch.device, error: BaseException) -> OutOfMemory:
+def out_of_memory(device: torch.device, error: BaseException) -> OutOfMemory:
+    """The error for a lack of memory on `device`."""
     return OutOfMemory(
         f"{device} has not enough memory: {error}; try a smaller batch (auto_batch_size finds one), more ranks, or a "
         "narrower dtype"

@@ -95,6 +95,16 @@ def check_group(group: object) -> None:
     raise InvalidInput(f"group={group!r}: expected a ProcessGroup, or a DeviceMesh such as mesh['cp']")
 
 
+def find_group(group: Any = None, mesh: Any = None) -> WeakGroup:
+    """A weak reference to the given group, to that of a mesh, or to the world. Raises InvalidInput."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise InvalidInput(
+            "torch.distributed is not initialised in this process; call torch.distributed.init_process_group, "
+            "start with torchrun, or use ringattn.virtual_attention for ranks within one process"
+        )
+    return WeakGroup(dist.group.WORLD if group is None and mesh is None else group, mesh=mesh)
+
+
 #: The default groups of the ranks that this process is a fork of. A fork that used one would end all ranks on Gloo.
 _inherited: list[Any] = []
 os.register_at_fork(after_in_child=lambda: _inherited.append(dist.is_available() and dist.group.WORLD))
@@ -102,11 +112,7 @@ os.register_at_fork(after_in_child=lambda: _inherited.append(dist.is_available()
 
 def _is_registered(group: dist.ProcessGroup) -> bool:
     """Whether torch.distributed knows the group, which was then made there and not destroyed."""
-    try:
-        dist.get_backend(group)
-    except ValueError:
-        return False
-    return True
+    return group in dist.distributed_c10d._world.pg_map
 
 
 class TorchDist:
@@ -128,12 +134,7 @@ class TorchDist:
     """
 
     def __init__(self, group: Any = None, *, mesh: Any = None, timeout: float | None = None) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise InvalidInput(
-                "torch.distributed is not initialised in this process; call torch.distributed.init_process_group, "
-                "start with torchrun, or use ringattn.virtual_attention for ranks within one process"
-            )
-        self._group = WeakGroup(dist.group.WORLD if group is None and mesh is None else group, mesh=mesh)
+        self._group = find_group(group, mesh)
         group = self._group.group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         #: The backend of each type of device. `dist.get_backend` is "undefined" for groups made without a backend.
@@ -236,7 +237,7 @@ class TorchDist:
     @property
     def events(self) -> int:
         """Exchanges and deferred calls so far: as many on all ranks."""
-        channel = find_channel(self.group)
+        channel = None if self.size == 1 else find_channel(self.group)
         return 0 if channel is None else channel.comparison.count
 
     def announce(self, record: bytes) -> int:

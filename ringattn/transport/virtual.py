@@ -83,8 +83,8 @@ def in_turns(
     return [results[index] for index in range(len(programs))]
 
 
-class Virtual:
-    """`size` ranks of one process.
+class VirtualRanks:
+    """`size` ranks of one process, whose programs run in turns. No `Transport`, which carries one rank's messages.
 
     A receive buffer is poisoned from its post to its wait, and a send buffer must not change in between, so that a
     program that would race on a real fabric fails here.

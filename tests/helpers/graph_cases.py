@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ringattn as ra
+from ringattn.call.autograd import Runner
 from ringattn.call.functional import _transports
-from ringattn.call.handshake import OneRank, place
+from ringattn.call.handshake import place
 
 TOKENS, WIDTH = 29, 32
 in_graphs = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch.compile takes attention from torch 2.12 on")
@@ -54,7 +55,7 @@ def order(rank: int) -> tuple[bool, list[tuple[str, int]]]:
     (gradient,) = torch.autograd.grad(wanted.sum(), q)
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
-        passes = note_passes(patch, OneRank, "forward", "backward")
+        passes = note_passes(patch, Runner, "forward", "backward")
         compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
         out = compiled(q, pattern, dist.group.WORLD)
         (found,) = torch.autograd.grad(out.sum(), q)
@@ -62,7 +63,7 @@ def order(rank: int) -> tuple[bool, list[tuple[str, int]]]:
         assert other not in _transports
         compiled(q.detach(), pattern, other)
         assert other in _transports, "the graph of one group is not that of another"
-    heads = [(kind, runner.job.plan.heads) for kind, runner in passes]
+    heads = [(kind, runner.plan.heads) for kind, runner in passes]
     return torch.equal(out, wanted) and torch.equal(found, gradient), heads
 
 

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 import ringattn as ra
 import ringattn.inference.cache
+from ringattn.call.compile import compile_call
 from ringattn.inference.holdings import Holdings
 from ringattn.pattern.base import And
 from ringattn.pattern.tile import Tile, append_run, shift_range
@@ -261,8 +262,10 @@ def test_a_step_after_many_chunks_is_few_kernel_calls(
         return tiles(self, *sides)
 
     monkeypatch.setattr(And, "tiles", count)
+    q, k = torch.zeros(1, 32, 1, 8), torch.zeros(1, 8, 1, 8)
+    call = compile_call(q, k, k, pattern, "contiguous", {"kernel": "reference"})
     for rank in range(8):
-        assert len(holdings.works(rank, 0, ra.parse_pattern(pattern), places, 32, 4)) <= 2
+        assert len(holdings.calls(rank, 0, call.pattern, places, call)) <= 2
     assert len(asked) <= 8 * 40
 
 

@@ -68,7 +68,7 @@ def broken(*arguments: Any, **more: Any) -> Any:
 
 def raise_before(steps: Steps) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ra.call.functional, "read_call", broken)
+        patch.setattr(ra.call.functional, "compile_call", broken)
         steps.step()
 
 
@@ -271,7 +271,7 @@ def sequences(rank: int, first: int, last: int) -> tuple[int, int]:
                     continue
                 with pytest.MonkeyPatch.context() as patch:
                     if here and fault == "raise":
-                        patch.setattr(ra.call.functional, "read_call", broken)
+                        patch.setattr(ra.call.functional, "compile_call", broken)
                     if here and fault == "raise late":
                         patch.setattr(AtenCpu, "forward", broken)
                     if here and fault == "scale":

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import ringattn as ra
 from ringattn.cache import NUMBERED
 from ringattn.call import graph_op
-from ringattn.call.autograd import AllRanks, compilable
+from ringattn.call.autograd import Runner, compilable
 
 Leaves = tuple[torch.Tensor, ...]
 PATTERN = ra.Causal() & ra.Window(9)
@@ -103,7 +103,7 @@ def test_numbers_may_change_from_call_to_call() -> None:
 @in_graphs
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_the_ring_runs_once_where_a_checkpoint_selects_it(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    forwards = note_passes(monkeypatch, AllRanks, "forward")
+    forwards = note_passes(monkeypatch, Runner, "forward")
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         return ra.virtual_attention(q.sin(), k, v, PATTERN, ranks=3).cos()
@@ -122,7 +122,7 @@ def test_the_ring_runs_once_where_a_checkpoint_selects_it(backend: str | None, m
 @in_graphs
 def test_independent_calls_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward as in the program, backward the other way round, whatever torch's passes do."""
-    passes = note_passes(monkeypatch, AllRanks, "forward", "backward")
+    passes = note_passes(monkeypatch, Runner, "forward", "backward")
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         parts = [ra.virtual_attention(q * ranks, k, v, PATTERN, ranks=ranks) for ranks in (2, 1, 3)]

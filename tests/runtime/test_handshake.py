@@ -3,7 +3,6 @@ ranks."""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,8 @@ from rank_pool import told_by
 
 import ringattn as ra
 from ringattn import Causal, Full, Window
-from ringattn.call import arguments, functional
+from ringattn.call import compile as compiled
+from ringattn.call import functional
 from ringattn.call import handshake as agreement
 from ringattn.call.arguments import OPTION_NAMES
 from ringattn.transport import records
@@ -85,12 +85,12 @@ def forms(rank: int) -> list[list[str]]:
 
 #: Where an exception is put: a name of a module that a handshake looks up.
 STAGES = {
-    "options": (functional, "read_call"),
-    "arguments": (arguments, "_resolve"),
-    "preparation": (arguments.Call, "prepare"),
-    "kernel": (arguments, "get_kernel"),
-    "record": (agreement, "_record"),
-    "plan": (arguments, "make_plan"),
+    "options": (functional, "compile_call"),
+    "arguments": (compiled, "_resolve"),
+    "preparation": (compiled.CompiledCall, "prepare"),
+    "kernel": (compiled, "get_kernel"),
+    "record": (agreement, "_spell"),
+    "plan": (compiled, "find_plan"),
     "rows": (agreement, "_check_rows"),
 }
 
@@ -110,6 +110,7 @@ def exceptions(rank: int, kind: str) -> dict[str, tuple[str, str]]:
         if kind == "ours" and stage in ("plan", "rows"):  # whatever raises it there raises it on all ranks
             continue
         transport = TorchDist(dist.new_group(), timeout=PATIENCE)
+        compiled._calls.clear()
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 patch.setattr(module, name, broken)
@@ -130,7 +131,7 @@ def after_agreement(rank: int) -> list[tuple[str, str]]:
 
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(functional, "Job", broken)
+                patch.setattr(functional, "Runner", broken)
             now = told_by(lambda: ra.ring_attention(q, k, v, apart, transport=transport, layout="contiguous"))
         after = told_by(lambda: ra.ring_attention(q, k, v, Full(), transport=transport, layout="contiguous"))
         told.append((now, after))
@@ -207,10 +208,12 @@ def out_of_step(rank: int) -> list[tuple[str, str]]:
         else:
             told.append((call(Causal()), call(Causal())))
     # A body that cannot be decoded, in a frame that can.
+    compiled._calls.clear()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(agreement, "_record", lambda *arguments: ["no", "fields"])
+            patch.setattr(agreement, "_spell", lambda *arguments: b'["no", "fields"]')
         now = call(Window(5))
+    compiled._calls.clear()  # rank 1 has kept a digest of this
     told.append((now, call(Window(5))))
     return told
 
@@ -379,9 +382,9 @@ def test_every_argument_is_compared(run_ranks: Run) -> None:
 
 def test_a_record_of_long_arguments_is_short_and_tells_them_apart() -> None:
     x = torch.zeros(1, 1, 4, 8)
-    call = arguments.read_call(x, x, x, Causal(), "contiguous", {})
+    call = compiled.compile_call(x, x, x, Causal(), "contiguous", {})
     long = [replace(call, options=replace(call.options, schedule="s" * 20_000 + end)) for end in "ab"]
-    made = [json.dumps(agreement._record(one)) for one in long]
+    made = [agreement._spell(one) for one in long]
     assert made[0] != made[1] and max(map(len, made)) < agreement.LIMIT
 
 

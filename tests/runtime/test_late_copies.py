@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ringattn import Dilated, Full, Pattern, Window
-from ringattn.call.arguments import read_call
+from ringattn.call.compile import compile_call
 from ringattn.call.offload import HostStream, make_stream
 from ringattn.runtime.host import Host
 
@@ -177,7 +177,7 @@ PATTERNS: tuple[Pattern, ...] = (Full(), Window(20, 5), Dilated((16, 61), (1, 2)
 
 def make_stream_of(pattern: Pattern, case: Case) -> HostStream:
     q, k, v = case.inputs
-    call = read_call(q, k, v, pattern, "contiguous", {"schedule": "direct", "scale": 0.3})
+    call = compile_call(q, k, v, pattern, "contiguous", {"schedule": "direct", "scale": 0.3})
     return make_stream(call, chunk=13, backward=True)
 
 

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 from ringattn import Causal, Full, OutOfMemory, Window
-from ringattn.call.autograd import AllRanks
+from ringattn.call.arguments import computing
+from ringattn.call.autograd import Runner
 from ringattn.kernels.aten_cpu import AtenCpu
-from ringattn.runtime.memory import typed_errors
 from ringattn.runtime.program import backward_program, forward_program
 from ringattn.simulator.timing.costs import memory
 
@@ -38,10 +38,10 @@ def test_message_buffers_are_those_of_the_model(ranks: int, rotate: str) -> None
 
 
 def test_lack_of_memory_is_told_with_its_cause() -> None:
-    with pytest.raises(OutOfMemory, match="still full") as caught, typed_errors(torch.device("cuda")):
+    with pytest.raises(OutOfMemory, match="still full") as caught, computing(torch.device("cuda")):
         raise torch.OutOfMemoryError("still full")
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
-    with pytest.raises(RuntimeError, match="not about memory") as other, typed_errors(torch.device("cuda")):
+    with pytest.raises(RuntimeError, match="not about memory") as other, computing(torch.device("cuda")):
         raise RuntimeError("not about memory at all")
     assert not isinstance(other.value, OutOfMemory)
 
@@ -100,7 +100,7 @@ def test_checkpoints_have_equal_gradients(ranks: int, monkeypatch: pytest.Monkey
     x = torch.randn(2, 16, 50, generator=source, dtype=torch.float64, requires_grad=True)
     cotangent = torch.randn(2, 16, 50, generator=source, dtype=torch.float64)
     function = partial(layer, ranks=ranks)
-    forwards = note_passes(monkeypatch, AllRanks, "forward")
+    forwards = note_passes(monkeypatch, Runner, "forward")
     plain = torch.autograd.grad(function(weight, x), (weight, x), cotangent)
     assert len(forwards) == 1
     full = torch.autograd.grad(checkpoint(function, weight, x, use_reentrant=False), (weight, x), cotangent)

@@ -29,7 +29,7 @@ from ringattn import (
     Unsupported,
     Window,
 )
-from ringattn.call.arguments import read_call
+from ringattn.call.compile import compile_call
 from ringattn.call.offload import HostStream, HostTensors, chunk_rows, make_stream, row_bytes
 from ringattn.cli.tensor_files import create_safetensors
 from ringattn.runtime.peak_memory import available
@@ -138,7 +138,7 @@ def test_no_tokens_and_no_batch() -> None:
 
 def stream_of(pattern: Pattern, *tensors: torch.Tensor, chunk: int, backward: bool = False) -> HostStream:
     q, k, v = tensors
-    call = read_call(q, k, v, pattern, "contiguous", {"schedule": "direct"})
+    call = compile_call(q, k, v, pattern, "contiguous", {"schedule": "direct"})
     return make_stream(call, chunk=chunk, backward=backward)
 
 

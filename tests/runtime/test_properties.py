@@ -23,7 +23,7 @@ from ringattn.kernels.reference import Reference
 from ringattn.runtime.executor import Job, backward, forward
 from ringattn.runtime.program import forward_program
 from ringattn.transport.base import Message, Post, Wait
-from ringattn.transport.virtual import Virtual
+from ringattn.transport.virtual import VirtualRanks
 
 SCHEDULES = st.sampled_from(["ring", "direct", "allgather", "double_ring", "ulysses"])
 ROTATE = st.sampled_from(["auto", "keys", "queries"])
@@ -65,7 +65,7 @@ def test_bytes_counted_are_the_bytes_planned(problem: Problem, schedule: str, ro
     q, k, v = (torch.randn(2, h, tokens, d).bfloat16() for h, d in ((4, 8), (2, 8), (2, 4)))
     jobs = [Job(plan, rank, get_kernel("reference", q, k, v), 1.0) for rank in range(ranks)]
     shards = [[plan.layout.shard_tensor(x, rank) for x in (q, k, v)] for rank in range(ranks)]
-    transport = Virtual(ranks)
+    transport = VirtualRanks(ranks)
     results = transport.run([forward(job, *mine, keep=True) for job, mine in zip(jobs, shards, strict=True)])
     for rank, counters in enumerate(transport.counters):
         assert (counters.sent_bytes, counters.sent_messages) == (plan.bytes_sent(rank), plan.messages(rank))
@@ -157,7 +157,7 @@ def test_a_block_read_too_early_is_poison() -> None:
         yield Wait(ticket)
         assert (target.view(torch.float32) == 1).all()
 
-    Virtual(2).run([program(0), program(1)])
+    VirtualRanks(2).run([program(0), program(1)])
     assert seen == [True, True]
 
 
@@ -167,7 +167,7 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
         yield Wait(ticket)
 
     with pytest.raises(ra.CommFailure, match="rank 0, step 5: receive from rank 1"):
-        Virtual(2).run([program(0), program(1)])
+        VirtualRanks(2).run([program(0), program(1)])
 
 
 def test_only_two_receive_buffers_per_rank() -> None:

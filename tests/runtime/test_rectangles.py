@@ -19,7 +19,7 @@ from ringattn import Causal, Documents, Full, InvalidInput, Unsupported, Window
 from ringattn.call.functional import get_transport
 from ringattn.kernels import get_kernel
 from ringattn.runtime.executor import Job, backward, forward
-from ringattn.transport.virtual import Virtual
+from ringattn.transport.virtual import VirtualRanks
 
 
 @pytest.mark.parametrize("cross", [False, True])
@@ -80,7 +80,7 @@ def test_bytes_counted_are_the_bytes_planned(seed: int) -> None:
     layouts = plan.layout_of("q"), plan.layout, plan.layout
     shards = [[x.shard_tensor(y, job.rank) for x, y in zip(layouts, case.inputs, strict=True)] for job in jobs]
     grads = [layouts[0].shard_tensor(case.grad, job.rank) for job in jobs]
-    transport = Virtual(plan.ranks)
+    transport = VirtualRanks(plan.ranks)
     results = transport.run([forward(job, *mine, keep=True) for job, mine in zip(jobs, shards, strict=True)])
     for rank, counters in enumerate(transport.counters):
         assert (counters.sent_bytes, counters.sent_messages) == (plan.bytes_sent(rank), plan.messages(rank))

@@ -56,7 +56,7 @@ class Ticket:
 
 
 class LateVirtual:
-    """`transport.virtual.Virtual`, but what is sent is read, and what is received is written, at the wait of each side.
+    """`VirtualRanks`, but what is sent is read, and what is received is written, at the wait of each side.
 
     The messages of one wait land in random order. `runs` are the shapes of all messages of all runs: sends and
     receives by peer, tag and bytes, for each rank and request.
@@ -112,7 +112,7 @@ def send_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all virtual ranks send late, and poison the memory that a pass begins with."""
     honest = tensors.empty
     monkeypatch.setattr(LateVirtual, "runs", [])
-    monkeypatch.setattr(autograd, "Virtual", LateVirtual)
+    monkeypatch.setattr(autograd, "VirtualRanks", LateVirtual)
     monkeypatch.setattr(tensors, "empty", lambda *arguments: honest(*arguments).fill_(POISON))
 
 

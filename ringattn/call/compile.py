@@ -1,0 +1,315 @@
+"""A call of attention as one value: its arguments, checked and resolved. A warm call looks its value up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..cache import Cache, cached
+from ..dtypes import dtype_name
+from ..errors import InvalidInput, Unsupported
+from ..kernels import get_kernel
+from ..kernels.base import Kernel, positive
+from ..kernels.pad import EXTRA, check_padding, hidden_column, hide_keys
+from ..layout.regular import Layout, layout_name
+from ..pattern import Pattern, as_pattern
+from ..plan.plan import Plan
+from ..plan.schedules import resolve
+from ..plan.steps import PlanSizes, check_rotate
+from ..transport.base import CHECKS
+from .arguments import (
+    OPTION_NAMES,
+    AttentionOptions,
+    check_option_names,
+    check_sinks,
+    check_tensors,
+    check_type,
+    looks_swapped,
+    read_dropout,
+)
+from .planner import PLANS, find_plan
+
+if TYPE_CHECKING:
+    from ..machine.machine import Machine
+
+#: Bytes of what a compiled call keeps beside the plans.
+ANSWERS = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CompiledCall:
+    """The arguments of a call but for its tensors, checked and each in one spelling; what runs asks for no other.
+
+    `sizes` are those of the tensors as they are computed, keyword arguments of `PlanSizes`: a `key_padding_mask` makes
+    q and k wider by EXTRA columns. `q_layout` is None where the queries are the tokens of the keys; `rows` are the keys
+    of this rank, `q_rows` its queries.
+    """
+
+    pattern: Pattern
+    layout: str | Layout
+    q_layout: str | Layout | None
+    options: AttentionOptions
+    return_lse: bool
+    sinks: bool
+    key_padding_mask: bool
+    rows: int
+    q_rows: int
+    sizes: dict[str, Any]
+    device: torch.device
+    requires_grad: bool
+    kernel: Kernel
+    #: Factor of the logits: `sign` times `factor`, of which kernels take a factor above 0, see `positive`.
+    scale: float
+    sign: float
+    factor: float
+    #: What hides padded keys, see `hide_keys`; None without a mask.
+    column: float | None
+    #: Rows with lse below this number have seen padded keys only; None without a mask.
+    floor: float | None
+
+    @cached_property
+    def cache(self) -> Cache:
+        """What functions of the call that are marked `cached` have answered: plans, and what ranks compare."""
+        return Cache(ANSWERS, _count_bytes, grows=True)
+
+    @property
+    def kept_bytes(self) -> int:
+        """About how many bytes the call takes, with the plans that only it may keep."""
+        return (1 << 12) + sum(map(_count_bytes, self.cache.values()))
+
+    def hide(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v with the keys hidden that the mask flags."""
+        if self.column is None or mask is None:
+            return q, k, v
+        return hide_keys(q, k, v, mask, self.column if self.scale > 0 else -self.column)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v with the keys hidden that the mask flags, and with the sign of the scale in q."""
+        if mask is not None:
+            q, k, v = self.hide(q, k, v, mask)
+        return (q if self.sign == 1 else q * self.sign), k, v
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a schedule, or what travels in the forward, is chosen by the times of a machine."""
+        by_time = self.q_layout is not None and self.options.rotate.startswith("auto")
+        return by_time or self.options.schedule == "auto"
+
+    def machine(self) -> Machine:
+        """The machine by whose times a schedule or a layout is chosen."""
+        from ..machine.presets import get_machine  # few calls choose
+
+        return get_machine(self.options.machine, self.device.type)
+
+    @cached
+    def plan(self, tokens: int, q_tokens: int, ranks: int, layout: str | Layout, q_layout: str | Layout | None) -> Plan:
+        """The plan of the call for `tokens` keys and `q_tokens` queries in all, on these layouts."""
+        options = self.options
+        return find_plan(
+            self.pattern,
+            PlanSizes(**{**self.sizes, "comm_dtype": options.comm_dtype, "rotate": options.rotate}),
+            tokens=tokens,
+            ranks=ranks,
+            layout=layout,
+            q_layout=q_layout,
+            q_tokens=q_tokens,
+            schedule=options.schedule,
+            machine=self.machine() if layout == "auto" or self.chooses else None,
+        )
+
+
+def _count_bytes(answer: object) -> int:
+    """About how many bytes an answer of a compiled call takes."""
+    return int(answer.kept_bytes) if isinstance(answer, Plan) else 1 << 10
+
+
+#: The latest calls by everything that `_compile` reads.
+_calls = Cache(PLANS, lambda call: int(call.kept_bytes), grows=True)
+
+
+def compile_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | str,
+    layout: str | Layout,
+    options: Mapping[str, Any],
+    **named: Any,
+) -> CompiledCall:
+    """The call of these arguments. Raises InvalidInput or Unsupported where attention cannot be computed from them.
+
+    Calls with equal arguments, tensors that look alike and torch's switches as they were are one value, unless the
+    pattern is selected anew in every call. `named` are those of `_compile`.
+    """
+    make = partial(_compile, q, k, v, pattern, layout, options, **named)
+    if getattr(pattern, "transient", True) and not isinstance(pattern, str):
+        return make()
+    switches = _read_switches()
+    # A number that is no bool, or a bool that is no number, equals one that is; a tensor equals itself only.
+    key = (
+        *[
+            (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+            if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
+            else x
+            for x in (q, k, v, *named.values())
+        ],
+        *(pattern, layout, torch.is_grad_enabled(), switches, *named, *map(type, named.values())),
+        *(*options, *options.values(), *map(type, options.values())),
+    )
+    try:
+        hash(key)
+    except TypeError:  # an argument without a hash, such as a list, which is told
+        return make()
+    # A kernel may have activated the flash implementation that it needs; a warning is for every call.
+    return _calls.answer(key, make, keep=lambda call: switches == _read_switches() and not looks_swapped(q))
+
+
+def _read_switches() -> tuple[object, ...]:
+    """torch's switches that kernels read where they check tensors, and where they choose ops."""
+    cuda: Any = torch.backends.cuda
+    attention: Any = torch.nn.attention
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        attention.current_flash_attention_impl(),
+    )
+
+
+def _compile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | str,
+    layout: str | Layout,
+    options: Mapping[str, Any],
+    *,
+    q_layout: str | Layout | None = None,
+    key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    device: torch.device | None = None,
+) -> CompiledCall:
+    """`compile_call` of arguments that are met for the first time. `device` computes; None: that of the tensors."""
+    check_option_names(options, OPTION_NAMES)
+    given = AttentionOptions(**options)
+    check_type("return_lse", return_lse, "bool")
+    pattern = as_pattern(pattern)
+    if layout is None:
+        raise InvalidInput(
+            "layout=None: the rows of a shard do not tell how the sequence was cut; give the Layout that cut the "
+            "sequence, or its name, such as layout='zigzag'"
+        )
+    layout = layout_name(layout) if isinstance(layout, str) else layout
+    if not isinstance(q_layout, str | Layout | None):
+        raise InvalidInput(f"q_layout={q_layout!r}: expected a Layout, or its name, such as 'shifted(zigzag, 1000)'")
+    if isinstance(q_layout, str):
+        q_layout = layout_name(q_layout.replace("auto", layout if isinstance(layout, str) else layout.name))
+    check_tensors(q, k, v, alike=q_layout is None)
+    check_sinks(sinks, q)
+    check_padding(key_padding_mask, k)
+    device = q.device if device is None else device
+    resolved = _resolve(given, q.shape[3])
+    assert resolved.scale is not None
+    requires_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    kernel, column = _get_kernel(resolved, q, k, v, device, padded=key_padding_mask is not None)
+    if pattern.varies:
+        kernel = kernel.derive(varies=True)
+    sizes: dict[str, Any] = {
+        "heads": q.shape[1],
+        "kv_heads": k.shape[1],
+        "head_dim": q.shape[3] + EXTRA * (column is not None),
+        "value_dim": v.shape[3],
+        "dtype": dtype_name(q.dtype),
+        "batch": q.shape[0],
+    }
+    if return_lse and requires_grad:
+        _check_lse(kernel, max(sizes["head_dim"], sizes["value_dim"]))
+    sign, factor = positive(resolved.scale)
+    return CompiledCall(
+        pattern=pattern,
+        layout=layout,
+        q_layout=q_layout,
+        options=resolved,
+        return_lse=bool(return_lse),
+        sinks=sinks is not None,
+        key_padding_mask=key_padding_mask is not None,
+        rows=k.shape[2],
+        q_rows=q.shape[2],
+        sizes=sizes,
+        device=device,
+        requires_grad=requires_grad,
+        kernel=kernel,
+        scale=resolved.scale,
+        sign=sign,
+        factor=factor,
+        column=column,
+        floor=None if column is None else -EXTRA * abs(resolved.scale) * column**2 / 2,
+    )
+
+
+def _resolve(options: AttentionOptions, head_dim: int) -> AttentionOptions:
+    """The options in one spelling for all forms of equal options. Raises InvalidInput."""
+    scale = float(head_dim**-0.5 if options.scale is None else options.scale)
+    if not isfinite(scale):
+        raise InvalidInput(f"scale must be a finite number, got {scale}; leave it out for 1 / sqrt(head_dim)")
+    if options.softcap is not None and not 0 < options.softcap < inf:
+        raise InvalidInput(f"softcap must be a finite number > 0, such as 50.0, got {options.softcap}; None: no cap")
+    check_rotate(options.rotate)
+    if options.check not in (None, *CHECKS):
+        raise InvalidInput(f"check={options.check!r}: expected one of {', '.join(CHECKS)}")
+    if options.machine is not None:
+        from ..machine.presets import get_machine  # few calls name a machine
+
+        get_machine(options.machine)
+    resolved = copy(options)
+    vars(resolved).update(
+        schedule=resolve(options.schedule),
+        scale=scale,
+        comm_dtype=None if options.comm_dtype is None else dtype_name(options.comm_dtype),
+        dropout=read_dropout(options.dropout) or 0.0,
+    )
+    return resolved
+
+
+def _get_kernel(
+    options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor, device: torch.device, *, padded: bool
+) -> tuple[Kernel, float | None]:
+    """The kernel for these tensors on `device`, and what hides their padded keys."""
+    column = None
+    if padded:
+        assert options.scale is not None
+        column = hidden_column(options.scale, q.dtype)
+    if padded or device != q.device:  # what the kernel gets is another tensor, which is not made yet
+        wider = (EXTRA, EXTRA, 0) if padded else (0, 0, 0)
+        q, k, v = (_stand_in(x, device, more) for x, more in zip((q, k, v), wider, strict=True))
+    dropout = read_dropout(options.dropout)
+    kernel = get_kernel(
+        options.kernel, q, k, v, deterministic=options.deterministic, softcap=options.softcap, dropout=dropout
+    )
+    return kernel.derive(padded=True) if padded else kernel, column
+
+
+def _stand_in(x: Tensor, device: torch.device, more: int) -> Tensor:
+    """A tensor on `device` with the shape and dtype of x and `more` columns, which takes no memory."""
+    shape = (*x.shape[:3], x.shape[3] + more)
+    return torch.empty((), dtype=x.dtype, device=device).expand(shape).requires_grad_(x.requires_grad)
+
+
+def _check_lse(kernel: Kernel, width: int) -> None:
+    """Raise Unsupported where the kernel is too narrow for the gradient of lse of tensors of this width."""
+    most = kernel.max_head_dim
+    if most is not None and width + EXTRA > most:
+        raise Unsupported(
+            f"a head dim of {width} with return_lse, and gradients: the gradient of lse takes {EXTRA} columns, "
+            f"and kernel {kernel.name} computes {most} at most; leave return_lse out, or try kernel=reference"
+        )
