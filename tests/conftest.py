@@ -32,23 +32,11 @@ torch.set_num_threads(1)
 
 #: Files that take longest. Those come first, so that no process ends long after the other.
 SLOW_FILES = (
-    "integrations/test_transformers.py",
-    "runtime/test_deferred.py",
-    "transport/test_mpi.py",
-    "integrations/test_trainers.py",
-    "integrations/test_generation.py",
-    "test_docs.py",
-    "cli/test_cli.py",
-    "transport/test_launch.py",
-    "train/test_example.py",
-    "runtime/test_matrix.py",
-    "transport/test_launcher.py",
-    "inference/test_kv_cache.py",
-    "cli/test_ends.py",
-    "seeds/test_seeds.py",
-    "cli/test_bad_input.py",
-    "transport/test_gloo.py",
-    "test_registry.py",
+    *("integrations/test_transformers.py", "runtime/test_deferred.py", "transport/test_mpi.py"),
+    *("integrations/test_trainers.py", "integrations/test_generation.py", "test_docs.py", "cli/test_cli.py"),
+    *("transport/test_launch.py", "train/test_example.py", "runtime/test_matrix.py", "transport/test_launcher.py"),
+    *("inference/test_kv_cache.py", "cli/test_ends.py", "seeds/test_seeds.py", "cli/test_bad_input.py"),
+    *("transport/test_gloo.py", "test_registry.py"),
 )
 
 

@@ -49,10 +49,8 @@ def test_intervals_cover_what_they_promise_whatever_the_law(seed: int) -> None:
     source = random.Random(seed)
     hits = total = 0
     for _ in range(400):
-        low, high = machine(residuals=tuple((1.0, source.lognormvariate(0, 0.8)) for _ in range(60))).interval(1.0) or (
-            0,
-            0,
-        )
+        found = machine(residuals=tuple((1.0, source.lognormvariate(0, 0.8)) for _ in range(60)))
+        low, high = found.interval(1.0) or (0, 0)
         for _ in range(20):
             hits, total = hits + (low <= source.lognormvariate(0, 0.8) <= high), total + 1
     assert 0.88 <= hits / total <= 0.93
@@ -63,10 +61,8 @@ def test_a_machine_reads_back_as_it_was(tmp_path: Path) -> None:
     write_machine(path, measured_machine(), made={"cpu": "some"}, samples={"unit": "s", "shift": [1.0]})
     back = read_machine(path)
     assert replace(back, sources=()) == replace(measured_machine(), sources=())
-    assert all(
-        back.source(n) == measured_machine().source(n)
-        for n in ("flops", "watts", "ranks_per_node", "kernel", "residuals")
-    )
+    named = ("flops", "watts", "ranks_per_node", "kernel", "residuals")
+    assert all(back.source(name) == measured_machine().source(name) for name in named)
     content = yaml.safe_load(path.read_text())
     assert content["samples"]["shift"] == [1.0]
     for name, entry in content["values"].items():

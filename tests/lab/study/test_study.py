@@ -27,12 +27,8 @@ from ringattn.machine.presets import get_machine
 def test_every_row_is_a_direct_call(tmp_path: Path) -> None:
     """Numbers of the CSV are those of ra.simulate on a plan that this test makes itself; rows are in the axes'
     order."""
-    axes = {
-        "pattern": ["window", "Full()"],
-        "ranks": [2, 8],
-        "machine.bandwidth": [1e9, 5e10],
-        "layout": ["contiguous"],
-    }
+    machines = {"machine.bandwidth": [1e9, 5e10]}
+    axes = {"pattern": ["window", "Full()"], "ranks": [2, 8], **machines, "layout": ["contiguous"]}
     run(study(tmp_path / "s", axes, backward=True, heads=4, slow={1: 1.5}, tokens=512))
     rows = read(tmp_path / "s" / "sweep.csv")
     place = 0
@@ -253,13 +249,11 @@ def test_points_of_a_model_are_direct_calls(tmp_path: Path) -> None:
     model, machine = load_model("llama3_8b"), get_machine("h100_nvlink_ib")
     for row in table.rows[:2]:
         one = decode(model, machine, 8, row["batch"], Parallel(cp=2))
-        assert (
-            row["decode time"] == one.seconds and row["decode memory: keys and values"] == one.memory["keys and values"]
-        )
+        assert row["decode time"] == one.seconds
+        assert row["decode memory: keys and values"] == one.memory["keys and values"]
         assert row["decode time: mlp"] == one.parts["mlp"] and row["decode rate"] == row["batch"] / one.seconds
     assert [row["status"] for row in table.rows] == ["ok", "ok", "refused", "refused"]
     text = (tmp_path / "report.md").read_text()
-    assert (
-        "tokens=8 must be a whole number of at least cp=16" in text and "Equal for all points: model=llama3_8b" in text
-    )
+    assert "tokens=8 must be a whole number of at least cp=16" in text
+    assert "Equal for all points: model=llama3_8b" in text
     assert {path.stem for path in tmp_path.glob("*.svg")} == {"time", "stack", "memory"}
