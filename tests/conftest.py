@@ -32,23 +32,11 @@ torch.set_num_threads(1)
 
 #: Files that take longest. Those come first, so that no process ends long after the other.
 SLOW_FILES = (
-    "integrations/test_transformers.py",
-    "runtime/test_deferred.py",
-    "transport/test_mpi.py",
-    "integrations/test_trainers.py",
-    "integrations/test_generation.py",
-    "test_docs.py",
-    "cli/test_cli.py",
-    "transport/test_launch.py",
-    "train/test_example.py",
-    "runtime/test_matrix.py",
-    "transport/test_launcher.py",
-    "inference/test_kv_cache.py",
-    "cli/test_ends.py",
-    "seeds/test_seeds.py",
-    "cli/test_bad_input.py",
-    "transport/test_gloo.py",
-    "test_registry.py",
+    *("integrations/test_transformers.py", "runtime/test_deferred.py", "transport/test_mpi.py"),
+    *("integrations/test_trainers.py", "integrations/test_generation.py", "test_docs.py", "cli/test_cli.py"),
+    *("transport/test_launch.py", "train/test_example.py", "runtime/test_matrix.py", "transport/test_launcher.py"),
+    *("inference/test_kv_cache.py", "cli/test_ends.py", "seeds/test_seeds.py", "cli/test_bad_input.py"),
+    *("transport/test_gloo.py", "test_registry.py"),
 )
 
 
@@ -110,24 +98,40 @@ def new_ranks() -> Callable[..., list[Any]]:
 
 @pytest.fixture
 def inside(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """As `ringattn`, in this process, where torch has been imported already: for calls that start no ranks."""
+    """As `ringattn` of the module command_line, in this process, for calls that start no ranks; in tmp_path by default.
+
+    torch has been imported here already.
+    """
+    from command_line import ended, split
 
     from ringattn.cli.main import main
 
-    def call(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    def call(*arguments: str, cwd: Path = tmp_path, status: int | None = 0) -> subprocess.CompletedProcess[str]:
         for name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.chdir(cwd)
-        monkeypatch.setattr(sys, "argv", ["ringattn", *arguments])
-        status: Any = 0
+        monkeypatch.setattr(sys, "argv", ["ringattn", *split(arguments)])
+        code: Any = 0
         try:
             main()
         except SystemExit as end:
-            status = end.code or 0
+            code = end.code or 0
         told = capsys.readouterr()
-        return subprocess.CompletedProcess(list(arguments), status, told.out, told.err)
+        return ended(arguments, code, told.out, told.err, status)
+
+    return call
+
+
+@pytest.fixture
+def refused(inside: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..., str]:
+    """As `inside`, for calls that end with status 2 and one line, which is returned."""
+
+    def call(*arguments: str, **options: Any) -> str:
+        done = inside(*arguments, status=2, **options)
+        assert len(done.stderr.splitlines()) == 1 and not done.stdout, (done.stdout, done.stderr)
+        return done.stderr
 
     return call
 

@@ -85,27 +85,23 @@ USED: dict[str, Pattern] = {
 }
 
 
+def derived(plan: ra.Plan) -> list[object]:
+    """What a plan works out and keeps."""
+    steps = [plan.for_rank(rank) for rank in range(plan.ranks)]
+    return [steps, plan.hash, plan.bytes_sent(), plan.ring_plan(0)[0].demand.works(0, 0)]
+
+
 @pytest.mark.parametrize("schedule", ["ring", "double_ring(2)", "ulysses(2)", "auto"])
 @pytest.mark.parametrize("name", USED)
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_used_plan_is_pickled_and_copied_without_its_caches(name: str, schedule: str, duplicate: object) -> None:
     assert callable(duplicate)
     plan = ra.make_plan(USED[name], tokens=256, ranks=4, layout="zigzag", schedule=schedule, heads=2)
-    used = (
-        [plan.for_rank(rank) for rank in range(4)],
-        plan.hash,
-        plan.bytes_sent(),
-        plan.ring_plan(0)[0].demand.works(0, 0),
-    )
+    used = derived(plan)
     again = duplicate(plan)
     assert set(vars(again)) == set(plan.__dataclass_fields__)
     assert again == plan and hash(again) == hash(plan) and again.choice == plan.choice
-    assert used == (
-        [again.for_rank(rank) for rank in range(4)],
-        again.hash,
-        again.bytes_sent(),
-        again.ring_plan(0)[0].demand.works(0, 0),
-    )
+    assert used == derived(again)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

@@ -115,6 +115,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+CAPTURED: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "check": False}
+
+
 @pytest.mark.parametrize("way", ["build_editable", "build_wheel"])
 def test_another_hydra_application_has_our_groups(way: str, tmp_path: Path) -> None:
     """The sample of the page, beside an installation of each kind; a group of the application goes before ours."""
@@ -123,9 +126,8 @@ def test_another_hydra_application_has_our_groups(way: str, tmp_path: Path) -> N
     (settings,) = re.findall(r"`(defaults: \[.*?\])`", page)
     build = f"import hatchling.build as b; print(b.{way}({str(tmp_path)!r}))"
     pytest.importorskip("hatchling")
-    done = subprocess.run(
-        [sys.executable, "-c", build], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", build], cwd=ROOT, **CAPTURED)
+    assert done.returncode == 0, done.stderr
     zipfile.ZipFile(tmp_path / done.stdout.strip()).extractall(tmp_path / "site")
     (tmp_path / "app.py").write_text(sample)
     (tmp_path / "app.yaml").write_text(settings)
@@ -136,15 +138,7 @@ def test_another_hydra_application_has_our_groups(way: str, tmp_path: Path) -> N
     def run(*overrides: str) -> str:
         words = ["boot.py", str(tmp_path / "site"), "app.py", *overrides, "hydra.run.dir=."]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(
-            [sys.executable, *words],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, **CAPTURED)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -186,9 +180,8 @@ def test_commands_run(command: str, tmp_path_factory: pytest.TempPathFactory) ->
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(launch, cwd=folder, env=env, capture_output=True, text=True, check=False)
     else:
-        done = ringattn(
-            *(("run", "layout=zigzag") if program == "scripts/run" else ()), *words, cwd=folder, timeout=3600
-        )
+        verb = ("run", "layout=zigzag") if program == "scripts/run" else ()
+        done = ringattn(*verb, *words, cwd=folder, timeout=3600)
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
@@ -226,8 +219,7 @@ def test_the_change_from_one_device_to_many_in_the_readme() -> None:
 
 def figures() -> ModuleType:
     spec = importlib.util.spec_from_file_location("figures", ROOT / "docs/figures.py")
-    assert spec is not None
-    assert spec.loader is not None
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -261,8 +253,7 @@ def test_pages_open_with_what_they_answer(page: Path) -> None:
     if page.stem in ("index", "changelog", "support"):  # the README, the changelog, a table that says it
         return
     opening = page.read_text().split("\n\n")[1]
-    assert "?" in opening
-    assert opening[0] not in "|#`"
+    assert "?" in opening and opening[0] not in "|#`"
 
 
 def newest(suite: str) -> dict[str, dict[str, str]]:

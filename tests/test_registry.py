@@ -29,6 +29,8 @@ from ringattn.kernels.base import Kernel
 from ringattn.kernels.reference import Reference
 from ringattn.pattern import Pattern, make_tile
 from ringattn.plan.schedules.direct import DirectSchedule
+from ringattn.simulator.timing.solvers.base import RingSolver
+from ringattn.simulator.timing.solvers.stencil import solve_stencil
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,22 @@ class Chosen(Counting):
     @classmethod
     def missing(cls):
         return "no such device"
+
+
 def cases():
     """Two columns that do nothing, on one rank."""
     columns = tuple(BenchColumn(name, 1, lambda context: lambda: context.rank) for name in ("idle", "again"))
     return [BenchCase("nothing", 1, {}, columns, (Ratio("idle", "again"),))]
+
+
+class Twice(RingSolver):
+    """The stencil's times, for rings of two ranks."""
+
+    name = "twice"
+    needs = "two ranks"
+
+    def solve_ring(self, problem):
+        return solve_stencil(problem.ring) if problem.ring.ranks == 2 else None
 
 
 SUITE = BenchSuite(cases, lambda records: ("all is idle", True))
@@ -146,75 +160,68 @@ assert "the package outside offers kernels 'broken', which cannot be imported" i
 """
 
 
-def offered(folder: Path, points: str, parts: str = PARTS) -> str:
-    """A folder in which a package that offers these entry points is installed."""
-    folder.mkdir()
-    (folder / "outside.py").write_text(parts)
+def offered(folder: Path, points: dict[str, dict[str, str]], parts: str = PARTS) -> str:
+    """A folder in which a package is installed that offers these attributes of its module `outside`, by kind and name.
+
+    An attribute of another module is "module:attribute".
+    """
     info = folder / "outside-1.0.dist-info"
-    info.mkdir()
+    info.mkdir(parents=True)
+    (folder / "outside.py").write_text(parts)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(points)
+    lines = []
+    for kind, names in points.items():
+        lines += [
+            f"[ringattn.{kind}]",
+            *(f"{name} = {at if ':' in at else f'outside:{at}'}" for name, at in names.items()),
+        ]
+    (info / "entry_points.txt").write_text("\n".join(lines))
     return str(folder)
 
 
-def run_code(code: str, folder: Path, site: str) -> subprocess.CompletedProcess[str]:
+def run_code(code: str, folder: Path, site: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     (script := folder / "script.py").write_text(code)
-    return ringattn(cwd=folder, script=str(script), site=site)
+    return ringattn(cwd=folder, script=str(script), site=site, status=status)
 
 
 @pytest.mark.parametrize(
-    ("points", "parts", "use"),
+    ("points", "use"),
     [
-        ("[ringattn.patterns]\nRecent = outside:Recent\n[ringattn.schedules]\nstar = outside:Star\n", PARTS, USE),
-        (
-            "[ringattn.kernels]\ncounting = outside:Counting\nchosen = outside:Chosen\nbroken = outside:Missing\n",
-            PARTS,
-            USE_KERNEL,
-        ),
+        ({"patterns": {"Recent": "Recent"}, "schedules": {"star": "Star"}}, USE),
+        ({"kernels": {"counting": "Counting", "chosen": "Chosen", "broken": "Missing"}}, USE_KERNEL),
     ],
     ids=["pattern and schedule", "kernel"],
 )
-def test_an_installed_package_adds_parts(tmp_path: Path, points: str, parts: str, use: str) -> None:
-    done = run_code(use, tmp_path, offered(tmp_path / "site", points, parts))
-    assert done.returncode == 0, done.stderr
+def test_an_installed_package_adds_parts(tmp_path: Path, points: dict[str, dict[str, str]], use: str) -> None:
+    run_code(use, tmp_path, offered(tmp_path / "site", points))
 
 
 @pytest.mark.parametrize(
     ("words", "status", "shown"),
     [
-        (("plan", "schedule=star", "pattern=Recent()"), 0, "schedule        star"),
-        (("plan", "-m", "schedule=star,ring"), 0, "schedule        star"),
-        (("simulate", "-m", "schedule=star,ring", "study.plots=[]"), 0, "2 points [modelled], 0 refused"),
-        (("plan", "schedule=stra"), 2, "did you mean 'star'? expected one of allgather, auto, direct"),
-        (("run", "kernel=counting", "transport=virtual", "dtype=float64", "repeat=1"), 0, "on 4 virtual ranks"),
-        (("run", "kernel=counting", "transport=virtual"), 2, "kernel counting computes float64, got"),
+        ("plan -m schedule=star,ring pattern=Recent()", 0, "schedule        star"),
+        ("simulate -m schedule=star,ring study.plots=[]", 0, "2 points [modelled], 0 refused"),
+        ("plan schedule=stra", 2, "did you mean 'star'? expected one of allgather, auto, direct"),
+        ("run kernel=counting transport=virtual dtype=float64 repeat=1", 0, "on 4 virtual ranks"),
+        ("run kernel=counting transport=virtual", 2, "kernel counting computes float64, got"),
     ],
 )
 def test_the_command_line_takes_names_of_an_installed_package(
-    tmp_path: Path, words: tuple[str, ...], status: int, shown: str
+    tmp_path: Path, words: str, status: int, shown: str
 ) -> None:
-    parts = ("patterns", "Recent"), ("schedules", "star"), ("kernels", "counting")
-    points = "".join(f"[ringattn.{kind}]\n{name} = outside:{name.capitalize()}\n" for kind, name in parts)
-    done = ringattn(*words, "ranks=4", "tokens=40", cwd=tmp_path, site=offered(tmp_path / "site", points))
-    assert done.returncode == status and shown in done.stdout + done.stderr, (done.stdout, done.stderr)
+    points = {"patterns": {"Recent": "Recent"}, "schedules": {"star": "Star"}, "kernels": {"counting": "Counting"}}
+    site = offered(tmp_path / "site", points)
+    done = ringattn(*words.split(), "ranks=4", "tokens=40", cwd=tmp_path, site=site, status=status)
+    assert shown in done.stdout + done.stderr
 
 
 @pytest.mark.multi
 def test_an_installed_package_adds_a_bench_suite(tmp_path: Path) -> None:
     """On the command line, where each rank finds the suite in a process of its own."""
-    site = offered(tmp_path / "site", "[ringattn.bench_suites]\nidle = outside:SUITE\n")
+    site = offered(tmp_path / "site", {"bench_suites": {"idle": "SUITE"}})
     path = os.pathsep.join([site, str(Path(__file__).resolve().parents[1])])
     command = [sys.executable, "-m", "ringattn", "bench", "suite=idle", "repeat=2", "output.path=out"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, timeout=120, check=True)
     (path,) = (tmp_path / "out").glob("idle_*.jsonl")
     _, record = map(json.loads, path.read_text().splitlines())
     assert [len(column["seconds"]) for column in record["columns"].values()] == [2, 2]
@@ -224,17 +231,17 @@ def test_an_installed_package_adds_a_bench_suite(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("points", "words"),
+    ("name", "at", "words"),
     [
-        ("Causal = outside:Recent", "the package outside offers patterns 'Causal', a name that is in use"),
-        ("Recent = outside:Missing", "the package outside offers patterns 'Recent', which cannot be imported"),
-        ("Recent = nowhere:Recent", "No module named 'nowhere'"),
+        ("Causal", "Recent", "the package outside offers patterns 'Causal', a name that is in use"),
+        ("Recent", "Missing", "the package outside offers patterns 'Recent', which cannot be imported"),
+        ("Recent", "nowhere:Recent", "No module named 'nowhere'"),
     ],
 )
-def test_packages_that_cannot_be_used_are_named(tmp_path: Path, points: str, words: str) -> None:
-    code = "import ringattn as ra; ra.parse_pattern('Recent()')"
-    done = run_code(code, tmp_path, offered(tmp_path / "site", f"[ringattn.patterns]\n{points}\n"))
-    assert done.returncode != 0 and words in done.stderr.splitlines()[-1], done.stderr
+def test_packages_that_cannot_be_used_are_named(tmp_path: Path, name: str, at: str, words: str) -> None:
+    site = offered(tmp_path / "site", {"patterns": {name: at}})
+    done = run_code("import ringattn as ra; ra.parse_pattern('Recent()')", tmp_path, site, status=1)
+    assert words in done.stderr.splitlines()[-1]
 
 
 TRANSPORT = '''
@@ -297,18 +304,17 @@ class Folder:
 
 def test_an_installed_package_adds_a_transport(tmp_path: Path) -> None:
     """`ringattn run` compares its output with an oracle, and the bytes of the transport with the plan's."""
-    site = offered(tmp_path / "site", "[ringattn.transports]\nfolder = outside:Folder\n", TRANSPORT)
+    site = offered(tmp_path / "site", {"transports": {"folder": "Folder"}}, TRANSPORT)
     (tmp_path / "messages").mkdir()
-    words = ["run", "transport.spec=folder", "ranks=2", "input=random", "tokens=256", "repeat=1", "timeout=100"]
+    words = "run transport.spec=folder ranks=2 input=random tokens=256 repeat=1 timeout=100 threads=1"
     variables = {"FOLDER": str(tmp_path / "messages"), "FOLDER_SIZE": "2"}
 
-    def run(rank: int) -> subprocess.CompletedProcess[str]:
-        return ringattn(*words, "threads=1", cwd=tmp_path, site=site, FOLDER_RANK=str(rank), **variables)
+    def run(rank: int) -> str:
+        return ringattn(words, cwd=tmp_path, site=site, FOLDER_RANK=str(rank), **variables).stdout
 
     with ThreadPoolExecutor(2) as threads:
-        ends = list(threads.map(run, range(2)))
-    assert [end.returncode for end in ends] == [0, 0], ends
-    assert "2 folder ranks" in ends[0].stdout and "as planned" in ends[0].stdout, ends[0].stdout
+        printed, _ = threads.map(run, range(2))
+    assert "2 folder ranks" in printed and "as planned" in printed
     assert not list((tmp_path / "messages").iterdir()), "every message was received"
 
 

@@ -8,29 +8,12 @@ from ringattn.simulator.reporting.console import format_quantity
 from ringattn.text import did_you_mean, duration, durations, rate, size, split_commas
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 us"),
-        (1.234e-6, "1.23 us"),
-        (9.9996e-4, "1 ms"),
-        (0.0105, "10.5 ms"),
-        (1, "1 s"),
-        (99.96, "100 s"),
-        (119.4, "119 s"),
-        (1530, "25.5 min"),
-        (7300, "2.03 h"),
-        (3 * 86400, "3 days"),
-        (8 * 3600, "8 h"),
-        (3.2e7, "1.01 years"),
-        (3.66e14, "11.6 million years"),
-        (31557600 * 2500, "2,500 years"),
-        (float("inf"), "inf s"),
-        (-0.5, "-500 ms"),
-    ],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+def test_durations() -> None:
+    short = (0, 1.234e-6, 9.9996e-4, 0.0105, 1, 99.96, 119.4, 1530, 7300, 8 * 3600, 3 * 86400, -0.5)
+    texts = "0 us|1.23 us|1 ms|10.5 ms|1 s|100 s|119 s|25.5 min|2.03 h|8 h|3 days|-500 ms"
+    assert list(map(duration, short)) == texts.split("|")
+    long = (3.2e7, 31557600 * 2500, 3.66e14, float("inf"))
+    assert list(map(duration, long)) == ["1.01 years", "2,500 years", "11.6 million years", "inf s"]
 
 
 def test_times_that_are_compared() -> None:
@@ -39,47 +22,22 @@ def test_times_that_are_compared() -> None:
     assert durations((0.0375601, 0.0375602, 2.0)) == ["37.6 ms", "37.6 ms", "2 s"]
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1,023 B"),
-        (1536, "1.5 KiB"),
-        (2**20 - 1, "1.0 MiB"),
-        (524286 * 2**40, "512.0 PiB"),
-        (2**60, "1.0 EiB"),
-        (3 * 2**72, "12,288.0 EiB"),
-    ],
-)
-def test_bytes(count: int, text: str) -> None:
-    assert size(count) == text
+def test_bytes() -> None:
+    counts = (0, 1023, 1536, 2**20 - 1, 524286 * 2**40, 2**60, 3 * 2**72)
+    texts = "0 B|1,023 B|1.5 KiB|1.0 MiB|512.0 PiB|1.0 EiB|12,288.0 EiB"
+    assert list(map(size, counts)) == texts.split("|")
 
 
-@pytest.mark.parametrize(
-    ("value", "unit", "text"),
-    [
-        (123456789.4, "tokens/s", "123 M tokens/s"),
-        (999.6, "tokens/s", "1 k tokens/s"),
-        (12, "tokens/s", "12 tokens/s"),
-        (4.5e11, "B/s", "450 GB/s"),
-        (5e14, "FLOP/s", "500 TFLOP/s"),
-        (0.5, "B/s", "0.5 B/s"),
-    ],
-)
-def test_rates(value: float, unit: str, text: str) -> None:
-    assert rate(value, unit) == text
+def test_rates() -> None:
+    counts = [rate(value, "tokens/s") for value in (123456789.4, 999.6, 12)]
+    assert counts == ["123 M tokens/s", "1 k tokens/s", "12 tokens/s"]
+    assert [rate(4.5e11, "B/s"), rate(5e14, "FLOP/s"), rate(0.5, "B/s")] == ["450 GB/s", "500 TFLOP/s", "0.5 B/s"]
 
 
 def test_numbers_of_a_machine() -> None:
     found = {"mtbf": 1.8e8, "bandwidth": 4e10, "flops": 5e14, "memory": 80 * 2**30, "ranks_per_node": 1, "gamma": 0.05}
-    assert [format_quantity(name, value) for name, value in found.items()] == [
-        "5.7 years",
-        "40 GB/s",
-        "500 TFLOP/s",
-        "80.0 GiB",
-        "1 rank per node",
-        "0.05 part of a message's time",
-    ]
+    texts = "5.7 years|40 GB/s|500 TFLOP/s|80.0 GiB|1 rank per node|0.05 part of a message's time"
+    assert [format_quantity(name, value) for name, value in found.items()] == texts.split("|")
 
 
 @pytest.mark.parametrize(

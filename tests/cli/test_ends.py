@@ -50,8 +50,7 @@ def test_a_disk_that_gets_full(tmp_path: Path) -> None:
     """The output is 1 MiB, and the files that a run needs are less than a tenth of that. Every rank is told."""
     common = ("tokens=2k", "heads=8", "head_dim=16", "repeat=1", "threads=1", "input=random", "sample=0")
     with room(200_000):
-        done = started("run", "ranks=2", *common, "output.path=o.safetensors", cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
+        done = started("run", "ranks=2", *common, "output.path=o.safetensors", cwd=tmp_path, status=2)
     assert "o.safetensors: could not be written (" in done.stderr and "make room in" in done.stderr
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
@@ -63,10 +62,7 @@ def test_a_disk_that_gets_full(tmp_path: Path) -> None:
         (("plan", "ranks=2"), ""),
         (("simulate", "ranks=2"), ""),
         (("simulate", "mode=numerics", "ranks=2", "tokens=64"), ""),
-        (
-            ("run", "transport=virtual", *SMALL),
-            "Hydra's record of the job cannot be written (No such file or directory); try",
-        ),
+        (("run", "transport=virtual", *SMALL), "Hydra's record of the job cannot be written (No such file"),
         (("plan", "-m", "ranks=2,4"), "try another folder, such as hydra.sweep.dir=/tmp/ringattn"),
         (("simulate", "-m", "ranks=2,4"), "output outputs: cannot be a folder"),
     ],
@@ -74,16 +70,15 @@ def test_a_disk_that_gets_full(tmp_path: Path) -> None:
 )
 def test_folders_that_cannot_be_written(inside: Inside, arguments: tuple[str, ...], words: str) -> None:
     """What writes nothing works there, what would is told in a line. /proc takes no files, not even of root."""
-    done = inside(*arguments, cwd=Path("/proc"))
-    assert done.returncode == (2 if words else 0), done.stderr
+    done = inside(*arguments, cwd=Path("/proc"), status=2 if words else 0)
     assert words in done.stderr and len(done.stderr.splitlines()) <= 1
 
 
 def test_standard_output_on_a_full_disk(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        done = started("simulate", "ranks=2", cwd=tmp_path, stdout=full)
+        done = started("simulate", "ranks=2", cwd=tmp_path, stdout=full, status=2)
     told = "ringattn: standard output: could not be written (No space left on device); make room where it goes\n"
-    assert (done.returncode, done.stderr) == (2, told)
+    assert done.stderr == told
 
 
 @pytest.mark.multi
@@ -94,10 +89,10 @@ def test_a_reader_that_is_gone(tmp_path: Path, arguments: tuple[str, ...]) -> No
     read, write = os.pipe()
     os.close(read)
     try:
-        done = started(*arguments, cwd=tmp_path, stdout=write)
+        done = started(*arguments, cwd=tmp_path, stdout=write, status=141)
     finally:
         os.close(write)
-    assert (done.returncode, done.stderr) == (141, "")
+    assert not done.stderr
 
 
 @pytest.mark.multi

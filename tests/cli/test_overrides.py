@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import ringattn as ra
@@ -67,9 +69,8 @@ def test_options_stand_anywhere() -> None:
         (["report", "--compare", "a"], "argument --compare: expected 2 arguments"),
         (["plan", "--cfg", "nope"], "argument --cfg/-c: invalid choice: 'nope' (choose from"),
     ):
-        with pytest.raises(InvalidInput) as caught:
+        with pytest.raises(InvalidInput, match=re.escape(words)):
             parse_arguments(wrong)
-        assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +82,8 @@ def test_options_stand_anywhere() -> None:
     ],
 )
 def test_parameters_are_those_of_the_option(overrides: list[str], words: str) -> None:
-    with pytest.raises(InvalidInput) as caught:
+    with pytest.raises(InvalidInput, match=re.escape(words)):
         check_parameters(compose("plan", overrides))
-    assert words in str(caught.value)
     check_parameters(compose("plan", ["pattern=window", "pattern.left=5", "layout=balanced", "schedule=ulysses"]))
 
 
@@ -99,30 +99,25 @@ def test_a_launcher_says_how_many_ranks_there_are(number: int, monkeypatch: pyte
 
 
 def test_nodes_must_fit() -> None:
-    with pytest.raises(
-        InvalidInput, match=r"machine.ranks_per_node=3: 8 ranks do not fill nodes of 3 evenly; give a divisor of 8"
-    ):
+    with pytest.raises(InvalidInput, match=r"machine.ranks_per_node=3: 8 ranks do not fill nodes of 3 evenly"):
         MachineGroup("cpu", ranks_per_node=3).made(ranks=8)
     for inner in (1, 2, 4, 8, 16):  # ranks of one node need not be all that it has room for
         assert MachineGroup("cpu", ranks_per_node=inner).made(ranks=8).ranks_per_node == inner
     assert MachineGroup("h100_nvlink_ib").made(ranks=12).ranks_per_node == 8, "a preset's nodes are not the user's"
     for name, value in (("node_latency", 1e-6), ("node_bandwidth", 1e11), ("shared_nic", True)):
-        with pytest.raises(
-            InvalidInput, match=rf"machine\.{name}=.* every rank is a node by itself; give machine\.ranks_per_node="
-        ):
+        with pytest.raises(InvalidInput, match=rf"machine\.{name}=.* every rank is a node by itself; give machine\.ra"):
             MachineGroup("cpu", **{name: value}).made(ranks=8)
         assert getattr(MachineGroup("cpu", ranks_per_node=2, **{name: value}).made(ranks=8), name) == value
         assert MachineGroup("h100_nvlink_ib", **{name: value}).made().ranks_per_node == 8
 
 
 def test_one_rank_or_one_head_makes_no_ulysses_group() -> None:
-    for options, words in (
-        ({"ranks": 1, "heads": 4}, "do not divide 1 ranks; try ring"),
-        ({"ranks": 4, "heads": 1}, "do not divide 1 query heads; try ring"),
+    for few, heads, words in (
+        (1, 4, "do not divide 1 ranks; try ring"),
+        (4, 1, "do not divide 1 query heads; try ring"),
     ):
-        with pytest.raises(InvalidInput) as caught:
-            ra.make_plan(ra.Full(), tokens=64, schedule="ulysses(2)", **options)  # type: ignore[arg-type]
-        assert words in str(caught.value)
+        with pytest.raises(InvalidInput, match=words):
+            ra.make_plan(ra.Full(), tokens=64, schedule="ulysses(2)", ranks=few, heads=heads)
     with pytest.raises(InvalidInput, match="one rank cannot be nodes of 2; try ring"):
         ra.make_plan(ra.Full(), tokens=64, schedule="double_ring(2)", ranks=1)
 

@@ -33,12 +33,12 @@ def test_the_peak_of_the_device(inside: Callable[..., Any], monkeypatch: pytest.
     stand_in("memory_allocated", 1 << 20)
     stand_in("max_memory_allocated", 3 << 20)
     command = ["run", "transport=virtual", "tokens=16", "repeat=2", "threads=1", "output.report=report.json"]
-    told = inside(*command, cwd=tmp_path).stdout
+    told = inside(*command).stdout
     (process,) = json.loads((tmp_path / "report.json").read_text())["processes"]
     assert not calls and process["device_peak_bytes"] is None and "peak memory of the process" in told
 
     monkeypatch.setattr(run_verb, "Run", CudaRun)
-    told = inside(*command, cwd=tmp_path).stdout
+    told = inside(*command).stdout
     (process,) = json.loads((tmp_path / "report.json").read_text())["processes"]
     assert calls == [
         *("synchronize", "reset_peak_memory_stats", "memory_allocated"),

@@ -6,41 +6,63 @@ import multiprocessing
 import os
 import resource
 import runpy
+import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-#: The fixture `inside`: as `ringattn`, in the process of the test.
+#: The fixtures `inside`, as `ringattn` in the process of the test, and `refused`, the line that such a call ends with.
 Inside = Callable[..., "subprocess.CompletedProcess[str]"]
+Refused = Callable[..., str]
 #: Variables of launchers, which a command of a user does not find.
 CLEARED = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
 
 
+def split(arguments: Sequence[str]) -> list[str]:
+    """The words of a command line; one alone is split as a shell does."""
+    return shlex.split(arguments[0]) if len(arguments) == 1 else [*arguments]
+
+
+def ended(
+    arguments: Sequence[str], code: int, out: str, err: str, status: int | None
+) -> subprocess.CompletedProcess[str]:
+    """What a command line printed; fails unless it ended with `status`, if that is not None."""
+    assert status in (None, code), (code, out, err)
+    return subprocess.CompletedProcess([*arguments], code, out, err)
+
+
 def ringattn(
-    *arguments: str, cwd: Path, script: str = "", site: str = "", timeout: float = 120.0, **variables: str
+    *arguments: str,
+    cwd: Path,
+    script: str = "",
+    site: str = "",
+    timeout: float = 120.0,
+    status: int | None = 0,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """`ringattn ARGUMENTS`, or `python script ARGUMENTS`, in a fork of a process that has imported torch, see conftest.
 
     The import takes longer than most commands. `started` is for tests of what an import, a variable or a launcher does.
-    `site`: a folder of installed packages. `variables`: those of the environment.
+    `site`: a folder of installed packages. `status`: the one that is expected, None for any. `variables`: those of the
+    environment.
     """
     with tempfile.TemporaryDirectory(prefix="ringattn-") as folder:
         context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=_run, args=(script, arguments, cwd, folder, site, variables))
+        process = context.Process(target=_run, args=(script, split(arguments), cwd, folder, site, variables))
         process.start()
         process.join(timeout)
         process.kill()
         process.join()
         out, err = (Path(folder, name).read_text() for name in ("out", "err"))
     assert process.exitcode is not None
-    return subprocess.CompletedProcess(list(arguments), process.exitcode, out, err)
+    return ended(arguments, process.exitcode, out, err, status)
 
 
-def _run(script: str, arguments: tuple[str, ...], cwd: Path, folder: str, site: str, variables: dict[str, str]) -> None:
+def _run(script: str, arguments: list[str], cwd: Path, folder: str, site: str, variables: dict[str, str]) -> None:
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), number)
     for name in CLEARED:
@@ -57,12 +79,13 @@ def _run(script: str, arguments: tuple[str, ...], cwd: Path, folder: str, site: 
 
 
 def started(
-    *arguments: str, cwd: Path, launcher: tuple[str, ...] = (), stdout: Any = subprocess.PIPE
+    *arguments: str, cwd: Path, launcher: tuple[str, ...] = (), stdout: Any = subprocess.PIPE, status: int | None = 0
 ) -> subprocess.CompletedProcess[str]:
     """`ringattn ARGUMENTS` as a user starts it, or by a launcher such as torchrun."""
-    command = [sys.executable, *launcher, "-m", "ringattn", *arguments]
+    command = [sys.executable, *launcher, "-m", "ringattn", *split(arguments)]
     env, pipe = {k: v for k, v in os.environ.items() if k not in CLEARED}, subprocess.PIPE
-    return subprocess.run(command, stdout=stdout, stderr=pipe, text=True, cwd=cwd, timeout=120, env=env, check=False)
+    done = subprocess.run(command, stdout=stdout, stderr=pipe, text=True, cwd=cwd, timeout=120, env=env, check=False)
+    return ended(arguments, done.returncode, done.stdout, done.stderr, status)
 
 
 @contextmanager

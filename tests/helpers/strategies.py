@@ -7,23 +7,8 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import strategies as st
 
-from ringattn import (
-    BlockSparse,
-    Causal,
-    Dilated,
-    Documents,
-    Full,
-    Pattern,
-    Sinks,
-    Strided,
-    Window,
-    dilated_blocks,
-    global_local,
-    hierarchical,
-    local_window,
-    mix,
-    strided_blocks,
-)
+import ringattn as ra
+from ringattn import BlockSparse, Causal, Dilated, Documents, Full, Pattern, Sinks, Strided, Window, mix
 from ringattn.pattern import Tile
 
 LAYOUTS = (
@@ -90,17 +75,17 @@ def block_sparse(draw: st.DrawFn, tokens: int) -> Pattern:
         blocks = -(-tokens // block)
         return BlockSparse(block, np.random.default_rng(draw(st.integers(0, 99))).random((1, blocks, blocks)) < 0.4)
     if kind == "window":
-        return local_window(block, width)
+        return ra.local_window(block, width)
     if kind == "dilated":
-        return dilated_blocks(block, draw(st.lists(st.integers(0, 6), max_size=3)))
+        return ra.dilated_blocks(block, draw(st.lists(st.integers(0, 6), max_size=3)))
     if kind == "strided":
-        return strided_blocks(block, width + 1)
+        return ra.strided_blocks(block, width + 1)
     if kind == "global":
-        return global_local(block, globals=draw(st.integers(0, 2)), blocks=width)
+        return ra.global_local(block, globals=draw(st.integers(0, 2)), blocks=width)
     if kind == "hierarchical":
         levels = st.lists(st.tuples(st.integers(1, 5), st.integers(-1, 3)), min_size=1, max_size=3)
-        return hierarchical(block, draw(levels))
-    family = draw(st.sampled_from([local_window, dilated_blocks, strided_blocks, hierarchical]))
+        return ra.hierarchical(block, draw(levels))
+    family = draw(st.sampled_from([ra.local_window, ra.dilated_blocks, ra.strided_blocks, ra.hierarchical]))
     return family(block, density=draw(st.floats(0.05, 1.0))).bind(1, tokens)
 
 

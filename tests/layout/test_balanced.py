@@ -14,18 +14,7 @@ from hypothesis import strategies as st
 from strategies import patterns
 
 import ringattn as ra
-from ringattn import (
-    BlockSparse,
-    Causal,
-    Dilated,
-    Documents,
-    Full,
-    InvalidInput,
-    Pattern,
-    Window,
-    make_layout,
-    make_plan,
-)
+from ringattn import BlockSparse, Causal, Documents, Full, InvalidInput, Pattern, Window, make_layout, make_plan
 from ringattn.layout import MAX_RANGES
 from ringattn.layout.regular import Balanced, deal
 from ringattn.pattern.tile import ceil_div
@@ -57,7 +46,7 @@ UNEQUAL: dict[str, tuple[Pattern, float, float]] = {
     "halving documents": (Documents((2048, 1024, 512, 256, 128, 64, 32, 16, 8, 4, 2, 2)), 1.4, 1.06),
     "causal": (Causal(), 1.5, 1.06),
     "hot rows": (hot_rows(TOKENS), 1.5, 1.1),
-    "longnet": (Dilated((256, 1024, 4096), (1, 2, 4), causal=True), 1.4, 1.06),
+    "longnet": (ra.Dilated((256, 1024, 4096), (1, 2, 4), causal=True), 1.4, 1.06),
 }
 
 

@@ -2,48 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import pytest
-import torch
-from rectangles import name_layout
 
 import ringattn as ra
 from ringattn import InvalidInput
 from ringattn.layout.composed import join_layouts, shift_layout
-from ringattn.layout.regular import layout_name
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_every_position_has_one_owner(seed: int) -> None:
-    rng = random.Random(seed)
-    tokens, ranks, first = rng.randint(0, 60), rng.randint(1, 6), rng.choice([0, 7])
-    layout = ra.make_layout(name_layout(rng, tokens, ranks, first), tokens=tokens, ranks=ranks)
-    positions = [layout.positions(rank) for rank in range(ranks)]
-    assert sorted(np.concatenate(positions)) == [p for r in layout.domain for p in r] == [*range(first, first + tokens)]
-    assert all(layout.owner(int(p)) == rank for rank, mine in enumerate(positions) for p in mine)
-    for one, other in ((0, ranks), (0, 1), (ranks // 2, ranks)):
-        found, exact = layout.span(range(one, other))
-        covered, owned = {p for r in found for p in r}, {int(p) for mine in positions[one:other] for p in mine}
-        assert covered >= owned and (covered == owned or not exact)
-    x = torch.arange(tokens * 2.0).view(tokens, 2)
-    shards = [layout.shard_tensor(x, rank) for rank in range(ranks)]
-    assert all(
-        torch.equal(shard[:, 0], 2.0 * torch.from_numpy(mine - first))
-        for shard, mine in zip(shards, positions, strict=True)
-    )
-    assert torch.equal(layout.unshard_tensor(shards), x)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_name_reads_back(seed: int) -> None:
-    rng = random.Random(seed)
-    tokens, ranks = rng.randint(1, 60), rng.randint(1, 6)
-    layout = ra.make_layout(name_layout(rng, tokens, ranks, rng.choice([0, 7])), tokens=tokens, ranks=ranks)
-    again = ra.make_layout(layout.name, tokens=tokens, ranks=ranks)
-    assert (again, hash(again), again.name) == (layout, hash(layout), layout.name)
-    assert layout_name(layout.name.replace(",", " , ").replace("(", " ( ")) == layout.name
 
 
 def test_rows_of_a_cache() -> None:

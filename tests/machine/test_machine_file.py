@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import re
 import typing
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,10 +49,8 @@ def test_intervals_cover_what_they_promise_whatever_the_law(seed: int) -> None:
     source = random.Random(seed)
     hits = total = 0
     for _ in range(400):
-        low, high = machine(residuals=tuple((1.0, source.lognormvariate(0, 0.8)) for _ in range(60))).interval(1.0) or (
-            0,
-            0,
-        )
+        found = machine(residuals=tuple((1.0, source.lognormvariate(0, 0.8)) for _ in range(60)))
+        low, high = found.interval(1.0) or (0, 0)
         for _ in range(20):
             hits, total = hits + (low <= source.lognormvariate(0, 0.8) <= high), total + 1
     assert 0.88 <= hits / total <= 0.93
@@ -61,10 +61,8 @@ def test_a_machine_reads_back_as_it_was(tmp_path: Path) -> None:
     write_machine(path, measured_machine(), made={"cpu": "some"}, samples={"unit": "s", "shift": [1.0]})
     back = read_machine(path)
     assert replace(back, sources=()) == replace(measured_machine(), sources=())
-    assert all(
-        back.source(n) == measured_machine().source(n)
-        for n in ("flops", "watts", "ranks_per_node", "kernel", "residuals")
-    )
+    named = ("flops", "watts", "ranks_per_node", "kernel", "residuals")
+    assert all(back.source(name) == measured_machine().source(name) for name in named)
     content = yaml.safe_load(path.read_text())
     assert content["samples"]["shift"] == [1.0]
     for name, entry in content["values"].items():
@@ -76,31 +74,49 @@ def test_a_machine_reads_back_as_it_was(tmp_path: Path) -> None:
     assert read_machine(path).kernel == times()
 
 
-BROKEN = [
-    (lambda text: text.replace("values:", "value:"), "unknown field value; did you mean 'values'"),
-    (
-        lambda text: text.replace("unit: bytes per", "unit: bits per").replace("unit: bytes/s", "unit: bits/s"),
-        "is in 'bits/s'",
-    ),
-    (lambda text: text.replace("  latency:", "  latncy:"), "did you mean 'latency'"),
-    (lambda text: text.replace("ringattn machine 2", "ringattn machine 9"), "format: .*ringattn machine 9"),
-    (lambda text: "a: [", "is not valid YAML"),
-    (lambda text: text.replace("overhead:", "overheat:"), "kernel: Object missing required field overhead"),
-    (
+BOMB = "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+BROKEN: dict[str, tuple[Callable[[str], str], str]] = {
+    "a field": (lambda text: text.replace("values:", "value:"), "unknown field value; did you mean 'values'"),
+    "a unit": (lambda text: re.sub("unit: bytes(?=/s| per)", "unit: bits", text), "is in 'bits/s'"),
+    "a name": (lambda text: text.replace("  latency:", "  latncy:"), "did you mean 'latency'"),
+    "the format": (lambda text: text.replace("machine 2", "machine 9"), "format: .*ringattn machine 9"),
+    "no YAML": (lambda text: "a: [", "is not valid YAML"),
+    "rates": (lambda text: text.replace("overhead:", "overheat:"), "Object missing required field overhead"),
+    "ratios": (
         lambda text: text.replace("residuals:", "residuals: {source: measured, values: [abc]}\nsamples:"),
         r"residuals.values\[0\]: Expected array, got str",
     ),
-    (lambda text: text.replace("source: cited", "source: dreamt"), "values.watts.source: .*dreamt"),
-]
+    "a source": (lambda text: text.replace("source: cited", "source: dreamt"), "values.watts.source: .*dreamt"),
+    "aliases": (lambda text: "a: &a [x, x]\nb: [*a, *a]\n", "unknown field a"),
+    "bomb": (lambda text: f"a0: &a0 [x, x]\n{BOMB}", "aliases written out"),
+    "itself": (lambda text: "a: &a\n  b: *a\n", "aliases written out"),
+    "deep": (lambda text: "a: " + "[" * 5000 + "]" * 5000, "nested more than 32 deep"),
+    "deep mappings": (lambda text: "{a: " * 300 + "1" + "}" * 300, "nested more than 32 deep"),
+    "large": (lambda text: "a: " + "x" * (1 << 26), "too many for such a file"),
+    "many": (lambda text: "a: [" + "x," * 200_000 + "]", "has more than 100,000 values"),
+    "twice": (lambda text: text.replace("made:", "made:\n  a: 1\nmade:"), "a key is there twice"),
+    "a large number": (lambda text: text.replace("0.03", "1" + "0" * 400), "must be a number from 0 to"),
+    "a larger number": (lambda text: text.replace("0.03", "1" + "0" * 5000), "is not valid YAML"),
+    "a tag": (lambda text: text.replace("0.03", "!!python/name:os.system"), "is not valid YAML"),
+}
 
 
-@pytest.mark.parametrize(("change", "words"), BROKEN)
-def test_broken_files_say_what_is_wrong(tmp_path: Path, change: object, words: str) -> None:
-    path = tmp_path / "m.yaml"
+@pytest.mark.parametrize("wrong", BROKEN)
+def test_broken_files_say_what_is_wrong(tmp_path: Path, wrong: str) -> None:
+    path, (change, words) = tmp_path / "m.yaml", BROKEN[wrong]
     write_machine(path, measured_machine())
-    path.write_text(change(path.read_text()))  # type: ignore[operator]
+    path.write_text(change(path.read_text()))
     with pytest.raises(InvalidInput, match=words):
         read_machine(path)
+
+
+def test_numbers_as_people_write_them(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    write_machine(path, measured_machine())
+    path.write_text(
+        path.read_text().replace("value: 0.03", "value: 3e-2").replace("made: {}", "made: {at: 2026-01-02}")
+    )
+    assert read_machine(path).gamma == 0.03
 
 
 def test_missing_files_say_how_to_make_one(tmp_path: Path) -> None:

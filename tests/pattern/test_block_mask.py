@@ -96,15 +96,9 @@ def test_a_table_has_one_head_where_heads_are_alike() -> None:
 def test_partial_blocks_without_full_ones() -> None:
     """Masks made by hand may list every block as partial, empty ones, too."""
     mask = made(local, 64)
-    every = SimpleNamespace(
-        kv_num_blocks=torch.full((1, 1, 4), 4, dtype=torch.int32),
-        kv_indices=torch.arange(4, dtype=torch.int32).expand(1, 1, 4, 4),
-        full_kv_num_blocks=None,
-        full_kv_indices=None,
-        BLOCK_SIZE=(16, 16),
-        seq_lengths=(64, 64),
-        mask_mod=local,
-    )
+    table = {"kv_num_blocks": torch.full((1, 1, 4), 4), "kv_indices": torch.arange(4).expand(1, 1, 4, 4)}
+    full = {"full_kv_num_blocks": None, "full_kv_indices": None}
+    every = SimpleNamespace(**table, **full, BLOCK_SIZE=(16, 16), seq_lengths=(64, 64), mask_mod=local)
     assert from_block_mask(every) == from_block_mask(mask)
 
 

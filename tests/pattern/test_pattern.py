@@ -101,8 +101,7 @@ def test_written_patterns() -> None:
 def test_wrong_patterns_say_what_and_what_to_try(text: str, words: list[str]) -> None:
     with pytest.raises(InvalidInput) as caught:
         parse_pattern(text)
-    for word in words:
-        assert word in str(caught.value)
+    assert all(word in str(caught.value) for word in words)
 
 
 def test_documents_must_fill_the_sequence() -> None:

@@ -30,18 +30,15 @@ def count(tiles: list[Tile], tokens: int) -> np.ndarray:
 
 @pytest.mark.parametrize("marks", MARKS)
 @pytest.mark.parametrize(
-    "pattern",
+    "text",
     [
-        ra.Causal(),
-        ra.Causal() & ra.Window(4),
-        ra.Causal() & (ra.Sinks(2) | ra.Window(3)),
-        ra.Causal() & ra.Documents([9, 22]),
-        ra.mix(ra.Causal(), ra.Strided(3)),
+        *("Causal()", "Causal() & Window(4)", "Causal() & (Sinks(2) | Window(3))", "Causal() & Documents([9, 22])"),
+        "mix(Causal(), Strided(3))",
     ],
-    ids=repr,
 )
-def test_tiles_are_those_of_the_positions(pattern: ra.Pattern, marks: tuple[tuple[int, int | None], ...]) -> None:
-    tokens, placed = 31, Placed(pattern, (marks,))
+def test_tiles_are_those_of_the_positions(text: str, marks: tuple[tuple[int, int | None], ...]) -> None:
+    tokens, pattern = 31, ra.parse_pattern(text)
+    placed = Placed(pattern, (marks,))
     positions: dict[int, int] = {}
     for place in range(tokens):
         by = [shift for first, shift in marks if first <= place][-1]

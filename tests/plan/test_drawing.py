@@ -28,9 +28,8 @@ def test_a_picture_fits_its_width_and_says_what_is_left_out(pattern: ra.Pattern,
     assert max(map(len, lines)) <= width and all(line == line.rstrip() for line in lines)
     text, drawn = "\n".join(lines), sum(line.startswith("rank ") for line in lines)
     assert f"left out: {64 - drawn} of 64 ranks" in text and 4 <= drawn <= 16
-    steps = max(
-        len(plan.for_rank(rank).forward) for rank in choose_ranks(plan.ranks, lambda rank: plan.for_rank(rank).forward)
-    )
+    shown = choose_ranks(plan.ranks, lambda rank: plan.for_rank(rank).forward)
+    steps = max(len(plan.for_rank(rank).forward) for rank in shown)
     cells = (width - 10) // 5
     assert (f"of {steps}" in lines[-1] and " ..." in lines[0]) == (steps > cells)
     assert f"s{steps - 1}" in lines[0]  # the last step is drawn

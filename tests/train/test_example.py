@@ -21,7 +21,7 @@ def run(folder: Path, *overrides: str, launcher: tuple[str, ...] = ()) -> subpro
     """The example in a working folder, small, by Python or by a launcher."""
     script = str(ROOT / "examples/train_lm/train.py")
     if not launcher:
-        return ringattn(*SMALL, *overrides, cwd=folder, script=script)
+        return ringattn(*SMALL, *overrides, cwd=folder, script=script, status=None)
     return subprocess.run(
         [sys.executable, *launcher, script, *SMALL, *overrides],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

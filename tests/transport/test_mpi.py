@@ -121,7 +121,7 @@ def test_the_command_under_mpirun(start: Run, mpirun_path: str, inside: Run, tmp
     assert done.stdout.count("forward time") == 1 and done.stderr == ""
     assert len(list(tmp_path.glob("outputs/**/.hydra"))) == len(list(tmp_path.glob("outputs/run/*/*"))) == 1
     virtual = ("transport=virtual", "ranks=2", "threads=1", "output.path=virtual.safetensors")
-    done = inside("run", *COMMON, *virtual, cwd=tmp_path)
+    done = inside("run", *COMMON, *virtual)
     assert done.returncode == 0, done.stderr
     found, wanted = (load_file(tmp_path / f"{name}.safetensors") for name in ("mpi", "virtual"))
     assert all(torch.equal(found[key], wanted[key]) for key in ("out", "lse"))
@@ -148,7 +148,7 @@ def test_errors_of_the_command(
 
 
 def test_the_command_without_mpirun(inside: Run, tmp_path: Path) -> None:
-    done = inside("run", "transport=mpi", "ranks=4", cwd=tmp_path)
+    done = inside("run", "transport=mpi", "ranks=4", status=2)
     told = "no MPI launcher started this process; start it with mpirun -n 4 ringattn run transport=mpi"
     assert done.returncode == 2 and told in done.stderr
 

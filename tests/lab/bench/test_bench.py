@@ -98,14 +98,9 @@ def test_both_forms_of_a_report_have_the_tables(suite: str, tmp_path: Path) -> N
 
 def test_a_failure_has_a_class_and_ends_what_is_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     no_memory = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 1 byte")
-    for error, kind in (
-        (no_memory, "OutOfMemory"),
-        (MemoryError(), "OutOfMemory"),
-        (OutOfMemory("x"), "OutOfMemory"),
-        (InvalidInput("x"), "InvalidInput"),
-        (AssertionError("x"), "WrongResult"),
-        (CommFailure("x"), "CommFailure"),
-    ):
+    no_memories = [(error, "OutOfMemory") for error in (no_memory, MemoryError(), OutOfMemory("x"))]
+    others = [(kind("x"), kind.__name__) for kind in (InvalidInput, CommFailure)]
+    for error, kind in (*no_memories, *others, (AssertionError("x"), "WrongResult")):
         assert bench_runner.classify(error) == kind
     lost, cause = (bench_runner._failure(kind, "why") for kind in ("CommFailure", "OutOfMemory"))
     failed = bench_runner.summarise_case(case(1.0), [lost, cause])
@@ -200,14 +195,9 @@ def test_every_round_sees_the_whole_peak(measured: list[dict[str, dict[str, Any]
 def test_tables_show_every_case(measured: list[dict[str, dict[str, Any]]]) -> None:
     cases = [bench_runner.summarise_case(case, [rank[case.name] for rank in measured]) for case in small()]
     tables = {table.title: table for table in BenchReport({"kind": "measured", "cases": cases}, "").tables}
-    columns, ratios, formulas = (
-        tables[title]
-        for title in (
-            "every column [measured]",
-            "ratios of times, round by round [measured]",
-            "peak memory per rank [measured] and its formula [counted]",
-        )
-    )
+    titles = ("every column [measured]", "ratios of times, round by round [measured]")
+    columns, ratios = (tables[title] for title in titles)
+    formulas = tables["peak memory per rank [measured] and its formula [counted]"]
     shown = {(row[0], row[columns.header.index("column")]): row for row in columns.rows}
     row = dict(zip(columns.header, shown["causal_backward", "template_a2a"], strict=True))
     assert row["median"] and row["IQR"] and row["peak of tensors"] and row["error"] and row["threads"] == "1"

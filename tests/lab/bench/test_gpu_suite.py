@@ -49,11 +49,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             raise LaunchFailure(f"rank 0 failed:\n{error}") from error
 
     signature = inspect.signature(varlen.varlen_attn)
-    monkeypatch.setattr(
-        varlen,
-        "varlen_attn",
-        lambda *args, **options: signature.bind(*args, **options) and packed_attention(*args, **options),
-    )
+    checked = lambda *args, **options: signature.bind(*args, **options) and packed_attention(*args, **options)  # noqa: E731
+    monkeypatch.setattr(varlen, "varlen_attn", checked)
     monkeypatch.setattr(runner, "run_local", run_here)
     monkeypatch.setattr(torch, "compile", lambda call, **options: call)
     monkeypatch.setattr(measuring_ranks, "ENOUGH", 0.0)
@@ -109,9 +106,8 @@ def test_what_fails_is_said_and_the_rest_goes_on(
 ) -> None:
     real = gpu.attention
     monkeypatch.setattr(gpu, "attention", lambda *args, **options: real(*args, **options) * 1.1)
-    config = ReportConfig(
-        "gpu_quick", ["window_forward", "longest_forward", "dilated_tokens"], 1, OutputGroup("results")
-    )
+    cases = ["window_forward", "longest_forward", "dilated_tokens"]
+    config = ReportConfig("gpu_quick", cases, 1, OutputGroup("results"))
     with pytest.raises(BenchFailure, match="2 cases failed: window_forward, dilated_tokens"):
         main(config)
     (data,) = (tmp_path / "results").glob("*.jsonl")

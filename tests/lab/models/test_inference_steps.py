@@ -45,10 +45,8 @@ def test_a_prefill_in_chunks_attends_what_was_before() -> None:
     layers = [attention_of_layers(MODEL, MACHINE, end, parallel, "bfloat16", **options) for end in ends]
     seconds = sum(count * one.forward for each in layers for count, one in each)
     assert parts.parts["attention"] == pytest.approx(seconds)
-    assert (
-        parts.memory["keys and values"] == whole.memory["keys and values"]
-        and parts.parts["logits"] == whole.parts["logits"]
-    )
+    assert parts.memory["keys and values"] == whole.memory["keys and values"]
+    assert parts.parts["logits"] == whole.parts["logits"]
     assert parts.memory["activations"] < 0.3 * whole.memory["activations"]
     assert parts.plan.startswith("4 chunks, the last: ")
     assert prefill(MODEL, MACHINE, 2000, parallel, chunk=4096) == whole

@@ -14,22 +14,12 @@ from ringattn.lab.models.config import MODELS, ModelConfig, from_hugging_face, l
 
 #: Parameters as published: model cards of Meta, Mistral AI and OpenAI (arXiv 2508.10925, table 1: total and active).
 PUBLISHED = {
-    "llama3_8b": 8.03e9,
-    "llama3_70b": 70.6e9,
-    "llama3_405b": 405e9,
-    "mistral_7b": 7.24e9,
-    "gpt_oss_20b": 20.91e9,
-    "gpt_oss_120b": 116.83e9,
+    **{"llama3_8b": 8.03e9, "llama3_70b": 70.6e9, "llama3_405b": 405e9, "mistral_7b": 7.24e9},
+    **{"gpt_oss_20b": 20.91e9, "gpt_oss_120b": 116.83e9},
 }
 SMALL: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 80,
-    "vocab_size": 100,
+    **{"model_type": "llama", "hidden_size": 48, "num_hidden_layers": 3, "intermediate_size": 80, "vocab_size": 100},
+    **{"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16},
 }
 
 
@@ -104,24 +94,23 @@ def test_layers_have_the_windows_of_the_config(tmp_path: Path) -> None:
 
 def test_configs_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    cases: list[tuple[str, str]] = [
-        ("{", "not valid JSON"),
-        ("[]", "Expected object, got array"),
-        (json.dumps({"model_type": "llama"}), "missing required field hidden_size"),
-        (json.dumps({**SMALL, "model_type": "lama"}), "model_type='lama' .*did you mean 'llama'"),
-        (json.dumps({"model_type": "deepseek_v3"}), "model_type='deepseek_v3' is not modelled; expected one of llama"),
-        (json.dumps({**SMALL, "model_type": "qwen3_moe"}), "moe_intermediate_size: Expected int, got null"),
-        (json.dumps({**SMALL, "num_attention_heads": "6"}), "num_attention_heads: Expected int, got str"),
-        (json.dumps({**SMALL, "quantization_config": {"quant_method": "awq"}}), "quant_method='awq' is not modelled"),
-        (json.dumps({**SMALL, "mlp_bias": True}), "mlp_bias=True is not modelled"),
-        (json.dumps({**SMALL, "layer_types": ["conv"] * 3}), r"layer_types\[0\]: .*conv"),
-        (json.dumps({**SMALL, "layer_types": ["sliding_attention"] * 3}), "sliding_window=None"),
-        (json.dumps({**SMALL, "num_key_value_heads": 4}), "6 heads cannot share 4"),
-        (json.dumps({**SMALL, "num_key_value_heads": 0}), "num_key_value_heads: Expected int >= 1, got 0"),
-        (json.dumps({**SMALL, "head_dim": 0}), "head_dim: Expected int >= 1, got 0"),
-        (json.dumps({**SMALL, "vocab_size": 1.5}), "vocab_size: Expected int, got float"),
-        (json.dumps({**SMALL, "num_experts_per_tok": 2}), "experts_per_token=2 of 1"),
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"model_type": "lama"}, "model_type='lama' .*did you mean 'llama'"),
+        ({"model_type": "deepseek_v3"}, "model_type='deepseek_v3' is not modelled; expected one of llama"),
+        ({"model_type": "qwen3_moe"}, "moe_intermediate_size: Expected int, got null"),
+        ({"num_attention_heads": "6"}, "num_attention_heads: Expected int, got str"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq' is not modelled"),
+        ({"mlp_bias": True}, "mlp_bias=True is not modelled"),
+        ({"layer_types": ["conv"] * 3}, r"layer_types\[0\]: .*conv"),
+        ({"layer_types": ["sliding_attention"] * 3}, "sliding_window=None"),
+        ({"num_key_value_heads": 4}, "6 heads cannot share 4"),
+        *(({name: 0}, f"{name}: Expected int >= 1, got 0") for name in ("num_key_value_heads", "head_dim")),
+        ({"vocab_size": 1.5}, "vocab_size: Expected int, got float"),
+        ({"num_experts_per_tok": 2}, "experts_per_token=2 of 1"),
     ]
+    cases = [(json.dumps({**SMALL, **change}), message) for change, message in wrong]
+    cases += [("{", "not valid JSON"), ("[]", "Expected object, got array")]
+    cases += [(json.dumps({"model_type": "llama"}), "missing required field hidden_size")]
     for text, message in cases:
         path.write_text(text)
         with pytest.raises(InvalidInput, match=message):

@@ -19,18 +19,8 @@ from ringattn.lab.models.training import StepEstimate, training_step
 
 MODEL = ModelConfig("small", 2, 256, 4, 2, 64, 512, 1024)
 #: A memory of 1e12 bytes/s (twice the rate of merging), matrix products of 2e12 flop/s, nodes of 4.
-MACHINE = ra.Machine(
-    flops=1e12,
-    latency=1e-5,
-    bandwidth=1e8,
-    ranks_per_node=4,
-    node_latency=1e-6,
-    node_bandwidth=1e9,
-    merge=5e11,
-    peak=4e12,
-    matmul=2e12,
-    memory=1e9,
-)
+LINKS: dict[str, Any] = {"ranks_per_node": 4, "node_latency": 1e-6, "node_bandwidth": 1e9}
+MACHINE = ra.Machine(1e12, 1e-5, 1e8, merge=5e11, peak=4e12, matmul=2e12, memory=1e9, **LINKS)
 TOKENS = 2048
 #: Elements of the matrices of attention, of the MLP, and of the embedding.
 ATTENTION, MLP, TABLE = 256 * 64 * 12, 3 * 256 * 512, 1024 * 256
@@ -67,25 +57,15 @@ def test_the_parts_of_a_step_on_one_gpu() -> None:
     norms = TOKENS * 2 * (10 * 256 + 2 * 6 * 64 + 3 * 512) / 1e12
     parameters = 2 * (ATTENTION + MLP) + 256 + 2 * TABLE
     assert MODEL.parameters == parameters
-    assert one.parts == pytest.approx(
-        {
-            "attention forward": 2 * forward,
-            "attention backward": 2 * backward,
-            "attention again": 2 * forward,
-            "projections": 6 * projections,
-            "mlp": 6 * mlp,
-            "norms": 6 * norms,
-            "all else again": 2 * (projections + mlp - down + norms),
-            "loss": 4 * logits + 24 * TOKENS * 1024 / 1e12,
-            "gradients": 6 * parameters / 1e12,
-            "optimiser": (4 + 24 + 2) * parameters / 1e12,
-            "tp": 0.0,
-            "ep": 0.0,
-            "fsdp": 0.0,
-            "pp": 0.0,
-            "bubble": 0.0,
-        }
-    )
+    wanted = {
+        **{"attention forward": 2 * forward, "attention backward": 2 * backward, "attention again": 2 * forward},
+        **{"projections": 6 * projections, "mlp": 6 * mlp, "norms": 6 * norms},
+        "all else again": 2 * (projections + mlp - down + norms),
+        "loss": 4 * logits + 24 * TOKENS * 1024 / 1e12,
+        **{"gradients": 6 * parameters / 1e12, "optimiser": (4 + 24 + 2) * parameters / 1e12},
+        **dict.fromkeys(("tp", "ep", "fsdp", "pp", "bubble"), 0.0),
+    }
+    assert one.parts == pytest.approx(wanted)
     flops = 6 * (2 * (ATTENTION + MLP) + 256 + TABLE) * TOKENS + 2 * 12 * 64 * 4 * TOKENS * (TOKENS + 1) / 2
     assert one.flops == flops and one.mfu == pytest.approx(flops / one.seconds / 4e12)
     assert one.tokens_per_second == TOKENS / one.seconds and one.seconds_band is None
@@ -155,9 +135,7 @@ def test_software_changes_what_a_layer_costs() -> None:
     assert eight.parts["mlp"] == pytest.approx(6 * (product(1024, 256, 1, rate=4e12) + product(256, 512, 1, rate=4e12)))
     casts = TOKENS * 4 * (2 * 256 + 256 + 512) / 1e12
     assert eight.parts["norms"] - base.parts["norms"] == pytest.approx(6 * casts)
-    assert [eight.parts[name] for name in ("loss", "attention forward")] == [
-        base.parts[name] for name in ("loss", "attention forward")
-    ]
+    assert all(eight.parts[name] == base.parts[name] for name in ("loss", "attention forward"))
     eager = step(software=Software(compiled=False)).parts["norms"] - base.parts["norms"]
     assert eager == pytest.approx(6 * TOKENS * (64 * 256 + 16 * 6 * 64 + 4 * 512) / 1e12)
     whole = step(software=Software(loss_rows=None))
@@ -174,7 +152,7 @@ def test_software_changes_what_a_layer_costs() -> None:
     assert wide == 2 * step(tp=2, software=Software(loss_rows=None)).memory["logits"]
 
 
-def test_500_changes_of_a_machine_or_a_job_never_slow_down_what_should_be_quicker() -> None:
+def test_200_changes_of_a_machine_or_a_job_never_slow_down_what_should_be_quicker() -> None:
     """More bandwidth or a faster kernel, less latency, fewer tokens or sequences: never slower."""
     draw = random.Random(7)
     better = {
@@ -182,25 +160,14 @@ def test_500_changes_of_a_machine_or_a_job_never_slow_down_what_should_be_quicke
         **dict.fromkeys(("latency", "node_latency"), -1.0),
     }
     h100 = ra.get_machine("h100_nvlink_ib").changed(flops=5e14)
-    for _ in range(500):
-        software = Software(
-            fp8=draw.random() < 0.3,
-            compiled=draw.random() < 0.5,
-            exchanges=draw.choice((4, 7)),
-            hides_exchanges=draw.random() < 0.5,
-        )
+    for _ in range(200):
+        coin = [draw.random() < 0.5 for _ in range(2)]
+        software = Software(draw.random() < 0.3, coin[0], exchanges=draw.choice((4, 7)), hides_exchanges=coin[1])
         experts = draw.choice((1, 32))
         model = replace(MODEL, experts=experts, experts_per_token=min(experts, 4))
-        parallel = Parallel(
-            cp=draw.choice((1, 2)),
-            dp=draw.choice((1, 2, 8, 16)),
-            tp=draw.choice((1, 2)),
-            rows=draw.choice((1, 2)),
-            schedule="ring",
-            checkpointing=draw.choice(CHECKPOINTING),
-            shard=draw.choice(SHARDS),
-            software=software,
-        )
+        cp, dp, tp, rows = map(draw.choice, ((1, 2), (1, 2, 8, 16), (1, 2), (1, 2)))
+        options = {"checkpointing": draw.choice(CHECKPOINTING), "shard": draw.choice(SHARDS), "software": software}
+        parallel = Parallel(cp=cp, dp=dp, tp=tp, rows=rows, schedule="ring", **options)
         parallel = replace(parallel, ep=draw.choice((1, gcd(experts, parallel.group))))
         machine, tokens = draw.choice((replace(MACHINE, matmul_fp8=4e12), h100)), draw.choice((1024, 1536, 2048))
         before = training_step(model, machine, tokens, parallel).seconds
@@ -295,11 +262,8 @@ def test_more_of_anything_is_not_slower_and_more_tokens_are() -> None:
         assert step(replace(MACHINE, **{name: 2 * getattr(MACHINE, name)}), cp=2, dp=4).seconds <= base.seconds, name
     assert step(cp=2, dp=4, tokens=2 * TOKENS).seconds > base.seconds
     assert step(cp=2, dp=4, rows=2).tokens_per_second > base.tokens_per_second, "collectives are hidden better"
-    assert (
-        step(replace(MACHINE, memory=1e6)).fits is False
-        and step().fits
-        and step(replace(MACHINE, memory=None)).fits is None
-    )
+    assert step().fits
+    assert [step(replace(MACHINE, memory=memory)).fits for memory in (1e6, None)] == [False, None]
 
 
 def test_cost_energy_and_failures() -> None:

@@ -22,8 +22,7 @@ from ringattn.lab.models.training import training_step
 
 def test_a_step_on_the_command_line(inside: Inside, tmp_path: Path) -> None:
     question = ("simulate", "model=llama3_8b", "tokens=64k", "cp=4", "dp=2", "tp=2")
-    done = inside(*question, "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = inside(*question, "--json")
     record = json.loads(done.stdout)
     parallel = Parallel(cp=4, dp=2, tp=2, layout="zigzag", schedule="auto")
     step = training_step(load_model("llama3_8b"), ra.get_machine("h100_nvlink_ib"), 65536, parallel)
@@ -31,14 +30,13 @@ def test_a_step_on_the_command_line(inside: Inside, tmp_path: Path) -> None:
     assert record["cost per 1e9 tokens"] == 2.5 * step.gpu_hours
     assert record["kWh per 1e9 tokens"] == pytest.approx(0.7 * step.gpu_hours)
     assert record["seconds with failures"] > record["seconds"] > record["seconds, band"][0]
-    printed = inside(*question, cwd=tmp_path).stdout
+    printed = inside(*question).stdout
     assert all(word in printed for word in ("[counted]", "[modelled]", "(MFU)", "memory of a GPU", "with failures"))
     assert max(map(len, printed.splitlines())) <= 120
 
 
 def test_jobs_of_models_are_points_of_a_study(inside: Inside, tmp_path: Path) -> None:
-    done = inside("simulate", "-m", "model=llama3_8b,mistral_7b", "tokens=8k", "tp=2,8", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = inside("simulate", "-m", "model=llama3_8b,mistral_7b", "tokens=8k", "tp=2,8")
     header, *rows = (re.split(r" {2,}", line.strip()) for line in done.stdout.rpartition("\npoints\n")[2].splitlines())
     assert header == ["model", "tp", "time", "memory of a rank", "kind"]
     assert [row[:2] for row in rows[:4]] == [[name, tp] for name in ("llama3_8b", "mistral_7b") for tp in "28"]

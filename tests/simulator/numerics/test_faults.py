@@ -97,9 +97,8 @@ def test_wrong_gradients_are_seen(
     plan = make(pattern, tokens=512, ranks=4, layout=layout, dtype=dtype)
     report = numerics(plan, mode="all", backward=True, period=PERIOD)
     assert report.accurate == (wrong is None), (wrong, report)
-    rows = wrong is not None and (
-        " row " in wrong or "swapped" in wrong
-    )  # few rows show in the products, sampled or not
+    # Few rows show in the products, sampled or not.
+    rows = wrong is not None and (" row " in wrong or "swapped" in wrong)
     assert not rows or report.product_error > report.tolerance
     assert (report.rows, report.keys) == (4 * 16, 4 * 16)
     assert report.gradient_error is not None and report.product_error is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import ringattn as ra
@@ -15,19 +17,9 @@ from ringattn.simulator.timing.costs import bound_memory, memory
 LENGTHS = [900, 200, 4000, 1500, 92, 700, 3000, 1992, 3000, 1000]
 SIZES = {"tokens": 1 << 14, "heads": 8, "head_dim": 64, "dtype": "bfloat16"}
 #: Times of visits and of messages that are near each other, so that schedules differ.
-NODES = Machine(
-    flops=2e13,
-    latency=1e-5,
-    bandwidth=4e9,
-    ranks_per_node=4,
-    node_latency=2e-6,
-    node_bandwidth=4e10,
-    merge=5e11,
-    gamma=0.05,
-)
-ONE_CARD = Machine(
-    flops=2e13, latency=1e-5, bandwidth=8e9, ranks_per_node=4, node_latency=2e-6, node_bandwidth=4e10, shared_nic=True
-)
+NEAR: dict[str, Any] = {"ranks_per_node": 4, "node_latency": 2e-6, "node_bandwidth": 4e10}
+NODES = Machine(flops=2e13, latency=1e-5, bandwidth=4e9, merge=5e11, gamma=0.05, **NEAR)
+ONE_CARD = Machine(flops=2e13, latency=1e-5, bandwidth=8e9, shared_nic=True, **NEAR)
 FLAT = Machine(flops=2e13, latency=1e-5, bandwidth=4e9)
 
 
@@ -38,11 +30,11 @@ def chosen(pattern: Pattern, ranks: int, machine: Machine | str, **options: obje
 @pytest.mark.parametrize(
     "pattern",
     [
-        Full(), Causal(), Causal() & Window(300), Causal() & Documents(LENGTHS),
-        ra.Dilated((1024, 2048, 4096), (1, 2, 4)), ra.dilated_blocks(128, offsets=(1, 8)),
+        *(Full(), Causal(), Causal() & Window(300), Causal() & Documents(LENGTHS)),
+        *(ra.Dilated((1024, 2048, 4096), (1, 2, 4)), ra.dilated_blocks(128, offsets=(1, 8))),
     ],
     ids=["full", "causal", "window", "documents", "longnet", "blocks"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("machine", [NODES, ONE_CARD, FLAT], ids=["nodes", "one card", "flat"])
 def test_the_pick_is_near_the_best_that_is_simulated(pattern: Pattern, machine: Machine) -> None:
     assert sum(LENGTHS) == SIZES["tokens"]
@@ -70,9 +62,8 @@ def test_many_ranks_are_compared_with_the_ring(ranks: int, machine: str) -> None
     assert {"ring", "double_ring(8)"} <= set(seconds) and "ulysses(8, ring)" in {*seconds, *bounded}
     assert seconds[plan.schedule] <= 1.02 * min(seconds.values()) and seconds[plan.schedule] < seconds["ring"]
     if ranks == 256:  # as simulated step by step
-        assert seconds["ring"] == pytest.approx(0.1037, rel=0.02) and seconds["allgather"] == pytest.approx(
-            0.189, rel=0.02
-        )
+        assert seconds["ring"] == pytest.approx(0.1037, rel=0.02)
+        assert seconds["allgather"] == pytest.approx(0.189, rel=0.02)
         assert seconds["ulysses(8, ring)"] == pytest.approx(0.0748, rel=0.02)
 
 
@@ -114,16 +105,7 @@ def test_why_no_ulysses_is_compared() -> None:
         assert any(c.schedule == "ulysses" and words in c.left_out for c in plan.choice.candidates)
 
 
-NAMES = (
-    "ring",
-    "direct",
-    "allgather",
-    "double_ring(4)",
-    "ulysses(4)",
-    "ulysses(8)",
-    "ulysses(16)",
-    "ulysses(4, direct)",
-)
+NAMES = ("ring", "direct", "allgather", "double_ring(4)", *(f"ulysses({n})" for n in (4, 8, 16)), "ulysses(4, direct)")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -16,28 +16,15 @@ from event_oracle import EventOracle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn import (
-    Causal,
-    Dilated,
-    Documents,
-    Full,
-    Machine,
-    Pattern,
-    Plan,
-    Stall,
-    Strided,
-    Window,
-    make_plan,
-    predict,
-    simulate,
-)
+import ringattn as ra
+from ringattn import Causal, Full, Machine, Plan, Stall, Window, make_plan, predict, simulate
 from ringattn.machine.kernel_times import SHAPES, KernelRates, KernelTimes, TimeGrid
-from ringattn.plan.steps import Hop, Kind, PlanSizes, Step
+from ringattn.plan.steps import PlanSizes
 from ringattn.simulator.timing import simulation
-from ringattn.simulator.timing.rates import Faults, Rates
+from ringattn.simulator.timing.rates import Rates
 from ringattn.simulator.timing.solvers import event_loop
 from ringattn.simulator.timing.solvers.event_loop import share_evenly
-from ringattn.simulator.timing.solvers.recurrence import Phase, Ring
+from ringattn.simulator.timing.solvers.recurrence import Ring
 from ringattn.simulator.timing.window import window
 
 CLOSE = 1e-9
@@ -95,13 +82,13 @@ def draw_plan(pick: random.Random, even: bool) -> Plan:
         tokens -= pick.randrange(ranks)
     bands = [Full(), Full(), Causal(), Window(2 * rows, 4 * rows), Causal() & Window(6 * rows)]
     others = [
-        Documents([tokens // 2, tokens - tokens // 2]),
-        Strided(3),
-        Dilated((rows, 2 * rows), (1, 2), causal=True),
+        ra.Documents([tokens // 2, tokens - tokens // 2]),
+        ra.Strided(3),
+        ra.Dilated((rows, 2 * rows), (1, 2), causal=True),
     ]
-    pattern: Pattern = pick.choice(bands if even else bands + others)
+    pattern: ra.Pattern = pick.choice(bands if even else bands + others)
     sizes: dict[str, Any] = {}
-    if not even and pick.random() < 0.3 and not isinstance(pattern, Dilated):
+    if not even and pick.random() < 0.3 and not isinstance(pattern, ra.Dilated):
         queries, name = pick.randint(1, tokens), pick.choice(["contiguous", "zigzag", "striped"])
         sizes = {"q_layout": f"shifted({name}, {pick.randint(0, tokens - queries)})", "q_tokens": queries}
     plan = make_plan(
@@ -226,78 +213,23 @@ def test_auto_compares_the_schedules_of_a_rectangle() -> None:
     assert [c.left_out for c in hidden.choice.candidates if "less than its visits" in c.left_out]
 
 
-def mutated_share(first: np.ndarray, last: np.ndarray, gap: np.ndarray) -> np.ndarray:
-    return gap
+def mutated_bytes(**kinds: str) -> Callable[..., int]:
+    """Bytes of messages in which parts of some kinds have the size of others."""
+    return lambda plan, kind, rows, **as_sent: block_bytes(plan, kinds.get(kind, kind), rows, **as_sent)
 
 
-def mutated_cores(seconds: Sequence[float], cores: int) -> list[float]:
-    return [max(1.0, len(seconds) / cores) * each for each in seconds]
-
-
-def mutated_stalls(faults: Faults, steps: int) -> dict[tuple[int, int], float]:
-    return {(stall.rank, max(stall.step - 1, 0)): stall.seconds for stall in faults.stalls}
-
-
-def mutated_busy(ring: Ring, phase: Phase) -> Any:
-    return phase.compute + phase.merge
-
-
-def mutated_rounds(rates: Rates) -> float:
-    """One round of records too many."""
-    other = replace(rates, machine=replace(rates.machine, deferred=True))
-    waited = call(rates) - call(other)
-    return call(rates) + waited / max((rates.plan.ranks - 1).bit_length(), 1)
-
-
-def mutated_steps(rates: Rates, rank: int) -> tuple[Step, ...]:
-    """The first message from rank 0 to rank 1 is lost, and both forget it."""
-    steps = rank_steps(rates, rank)
-    lost = next((hop.tag for step in rank_steps(rates, 0) for hop in step.sends if hop.peer == 1), None)
-
-    def keep(hops: tuple[Hop, ...], peer: int) -> tuple[Hop, ...]:
-        return tuple(hop for hop in hops if rank == peer or rank > 1 or (hop.peer, hop.tag) != (peer, lost))
-
-    return tuple(replace(step, sends=keep(step.sends, 1), recvs=keep(step.recvs, 0)) for step in steps)
-
-
-def mutated_bytes(**kinds: str | None) -> Callable[..., int]:
-    """Bytes of messages in which parts of some kinds have the size of others; None: no size."""
-
-    def count(plan: Plan, kind: Kind, rows: int, **as_sent: bool) -> int:
-        other = kinds.get(kind, kind)
-        return 0 if other is None else block_bytes(plan, other, rows, **as_sent)
-
-    return count
-
-
-rank_steps, rates_of = event_loop.rank_steps, Machine.rates
-call, merge, host_seconds = Rates.call.fget, Rates.merge, simulation.host_seconds
-block_bytes, exchange_bytes = PlanSizes.block_bytes, PlanSizes.exchange_bytes
-#: What is wrong, where, and the wrong function or property.
+rates_of, block_bytes = Machine.rates, PlanSizes.block_bytes
+#: What is wrong, where, and the wrong function or property: that the comparison can fail.
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
-    "a card is not shared": (event_loop, "share_evenly", mutated_share),
-    "ended visits keep cores": (event_loop, "share_cores", mutated_cores),
-    "stalls come a step early": (event_loop, "_stalls_by_step", mutated_stalls),
-    "messages do not slow visits of rings": (Ring, "busy", mutated_busy),
-    "messages start at once": (Machine, "rates", lambda machine, near: (0.0, rates_of(machine, near)[1])),
+    "a card is not shared": (event_loop, "share_evenly", lambda first, last, gap: gap),
+    "messages do not slow visits of rings": (Ring, "busy", lambda ring, phase: phase.compute + phase.merge),
     "nodes have the links of others": (Machine, "rates", lambda machine, near: rates_of(machine, not near)),
-    "merging takes no time": (Rates, "merge", lambda rates, rows: 0.0),
-    "a backward merges as a forward": (Rates, "merge", lambda rates, rows: merge(replace(rates, backward=False), rows)),
     "the own block is merged, too": (Rates, "merges", lambda rates, own: np.ones(np.shape(own), dtype=bool)),
-    "half the interference": (Rates, "gamma", property(lambda rates: 0.5 * (rates.machine.gamma or 0.0))),
     "the host starts a pass at once": (simulation, "host_seconds", lambda machine, calls: machine.host_call or 0.0),
-    "the host starts one too many": (simulation, "host_seconds", lambda machine, n: host_seconds(machine, n + 1)),
-    "a round of records too many": (Rates, "call", property(mutated_rounds)),
     "every rank has cores of its own": (Rates, "cores", property(lambda rates: None)),
-    "a message is lost": (event_loop, "rank_steps", mutated_steps),
-    "lse and delta do not travel with queries": (PlanSizes, "block_bytes", mutated_bytes(row=None)),
     "gradients travel in the dtype of blocks": (PlanSizes, "block_bytes", mutated_bytes(grad="kv", dq="query")),
-    "every member gets all heads": (
-        PlanSizes, "exchange_bytes", lambda plan, kind, rows, size: exchange_bytes(plan, kind, rows, 1),
-    ),
-    "one collective is many messages": (Rates, "gather_factors", lambda rates, *rest: (1.0, 1.0)),
     "every rank has a link of its own": (Rates, "crowd", lambda rates, *rest: 1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("wrong", MUTATIONS)
@@ -334,20 +266,20 @@ def make_better(one: Drawn, pick: random.Random) -> tuple[str, Drawn]:
     return name, replace(one, machine=replace(machine, **{name: changes[name]}))
 
 
-def test_500_changes_for_the_better_never_slow_down_a_pass() -> None:
+def test_240_changes_for_the_better_never_slow_down_a_pass() -> None:
     """Shares of a card by order of arrival broke this.
 
     Where a mask is so many tokens wide, fewer tokens may take longer: the mask reaches more of the shorter shards, by
     more messages.
     """
     changed: Counter[str] = Counter()
-    for number, one in enumerate(draw(125)):
+    for number, one in enumerate(draw(60)):
         pick, one = random.Random(number), replace(one, faults={**one.faults, "stalls": []})
         before = one.simulate()
         for name, better in (make_better(one, pick) for _ in range(4)):
             changed[name] += 1
             assert better.simulate() <= before * (1 + CLOSE), (name, better, one)
-    assert changed.total() == 500 and len(changed) == 16, changed
+    assert changed.total() == 240 and len(changed) == 16, changed
 
 
 def test_predict_is_simulate_where_few_ranks_have_cards_of_their_own() -> None:
@@ -366,7 +298,7 @@ def test_predict_is_simulate_where_few_ranks_have_cards_of_their_own() -> None:
 
 
 def test_more_cores_never_take_longer_and_enough_cores_change_nothing() -> None:
-    for one in draw(40):
+    for one in draw(20):
         ranks = one.plan.ranks
         one = replace(one, machine=replace(one.machine, ranks_per_node=ranks))
         counts = sorted({1, 2, ranks // 2, ranks - 1, ranks, ranks + 1} - {0})
