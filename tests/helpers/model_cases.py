@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import peft
@@ -30,14 +32,8 @@ from ringattn.integrations.transformers import (
 from ringattn.train import mean_over_ranks
 
 BASE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
+    **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "max_position_embeddings": 512},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 MIXED = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -48,77 +44,86 @@ BART = {
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
 }
-#: Models of every family by name: the class of the model, that of its configuration, and settings.
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "Llama": ("LlamaForCausalLM", "LlamaConfig", {}),
-    "Mistral, window": ("MistralForCausalLM", "MistralConfig", {"sliding_window": 9}),
-    "Qwen2, window": (
-        "Qwen2ForCausalLM",
-        "Qwen2Config",
-        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
-    ),
-    "Qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {}),
-    "Gemma 2, softcap": (
-        "Gemma2ForCausalLM",
-        "Gemma2Config",
-        {"sliding_window": 9, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
-    ),
-    "Gemma 3, hybrid": ("Gemma3ForCausalLM", "Gemma3TextConfig", MIXED),
-    "GPT-OSS, sinks": (
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        {**MIXED, **EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    ),
-    "Llama 4, chunks": (
-        "Llama4ForCausalLM",
-        "Llama4TextConfig",
-        {**EXPERTS, **CHUNKS, "no_rope_layers": [1, 0], "intermediate_size_mlp": 48, "pad_token_id": 0},
-    ),
-    "Mixtral": ("MixtralForCausalLM", "MixtralConfig", EXPERTS),
-    "ModernBERT, two sides": ("ModernBertForMaskedLM", "ModernBertConfig", {"local_attention": 12, "pad_token_id": 0}),
-    "Phimoe, window of the mask": ("PhimoeForCausalLM", "PhimoeConfig", {"sliding_window": 9, **EXPERTS}),
-    "RoBERTa, positions from 2": ("RobertaForMaskedLM", "RobertaConfig", {"pad_token_id": 1}),
-    "Llama, no head": ("LlamaModel", "LlamaConfig", {}),
-    "Llama, rewards": ("LlamaForSequenceClassification", "LlamaConfig", {"num_labels": 1, "pad_token_id": 0}),
-    "BERT, classes": ("BertForSequenceClassification", "BertConfig", {}),
-    "EuroBERT, mean of classes": ("EuroBertForSequenceClassification", "EuroBertConfig", {"pad_token_id": 0}),
-    "BART": ("BartForConditionalGeneration", "BartConfig", BART),
-    "Llama, answers": ("LlamaForQuestionAnswering", "LlamaConfig", {}),
+QWEN2 = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+GEMMA2 = {"sliding_window": 9, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0}
+GPT_OSS = {**MIXED, **EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+LLAMA4 = {**EXPERTS, **CHUNKS, "no_rope_layers": [1, 0], "intermediate_size_mlp": 48, "pad_token_id": 0}
+#: Models of every family by name: the class of the model, and settings of its configuration.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", {}),
+    "Mistral, window": ("MistralForCausalLM", {"sliding_window": 9}),
+    "Qwen2, window": ("Qwen2ForCausalLM", QWEN2),
+    "Qwen3": ("Qwen3ForCausalLM", {}),
+    "Gemma 2, softcap": ("Gemma2ForCausalLM", GEMMA2),
+    "Gemma 3, hybrid": ("Gemma3ForCausalLM", MIXED),
+    "GPT-OSS, sinks": ("GptOssForCausalLM", GPT_OSS),
+    "Llama 4, chunks": ("Llama4ForCausalLM", LLAMA4),
+    "Mixtral": ("MixtralForCausalLM", EXPERTS),
+    "ModernBERT, two sides": ("ModernBertForMaskedLM", {"local_attention": 12, "pad_token_id": 0}),
+    "Phimoe, window of the mask": ("PhimoeForCausalLM", {"sliding_window": 9, **EXPERTS}),
+    "RoBERTa, positions from 2": ("RobertaForMaskedLM", {"pad_token_id": 1}),
+    "Llama, no head": ("LlamaModel", {}),
+    "Llama, rewards": ("LlamaForSequenceClassification", {"num_labels": 1, "pad_token_id": 0}),
+    "BERT, classes": ("BertForSequenceClassification", {}),
+    "EuroBERT, mean of classes": ("EuroBertForSequenceClassification", {"pad_token_id": 0}),
+    "BART": ("BartForConditionalGeneration", BART),
+    "Llama, answers": ("LlamaForQuestionAnswering", {}),
 }
-#: Models whose rope depends on the length of the batch.
-ROPE = {"rope_theta": 1e4}
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-LENGTHS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "longrope": ("Phi3ForCausalLM", "Phi3Config", {"rope_type": "longrope", **FACTORS}),
-    "dynamic": ("LlamaForCausalLM", "LlamaConfig", {"rope_type": "dynamic", "factor": 2.0}),
-}  # fmt: skip
+#: Models whose rope depends on the length of the batch.
+LENGTHS: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (
+        model,
+        {
+            **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 32),
+            **{"rope_parameters": {"rope_theta": 1e4, **rope}, "pad_token_id": 0},
+        },
+    )
+    for name, model, rope in (
+        ("longrope", "Phi3ForCausalLM", {"rope_type": "longrope", **FACTORS}),
+        ("dynamic", "LlamaForCausalLM", {"rope_type": "dynamic", "factor": 2.0}),
+    )
+}
+#: Layouts and kinds of batches that those models are given.
+CUTS = (("contiguous", "plain"), ("zigzag", "packed"), ("zigzag", "padded"))
 
 
 def make(name: str, **changes: Any) -> Any:
     """A model of random weights, the same on every rank."""
-    if name in LENGTHS:
-        model, config, rope = LENGTHS[name]
-        settings: dict[str, Any] = {
-            "rope_parameters": {**ROPE, **rope},
-            **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 32),
-            "pad_token_id": 0,
-        }
-    else:
-        model, config, settings = MODELS[name]
+    model, settings = {**MODELS, **LENGTHS}[name]
+    return make_class(model, **{**BASE, **settings, **changes})
+
+
+def make_class(name: str, **settings: Any) -> Any:
+    """A model of a class with these settings, and with random weights, the same on every rank."""
+    kind = getattr(hf, name)
     torch.manual_seed(1)
-    made = getattr(hf, model)(getattr(hf, config)(**{**BASE, **settings, **changes}))
+    made = kind(kind.config_class(**settings))
     for parameter_name, parameter in made.named_parameters():
         if parameter_name.endswith("sinks"):
             torch.nn.init.normal_(parameter)
     return made
 
 
-def agreements(rank: int, names: list[str], tokens: int) -> list[tuple[float, float]]:
+def largest(differences: Iterable[torch.Tensor]) -> float:
+    """The largest number of all."""
+    return max(float(x.detach().abs().max()) for x in differences)
+
+
+def wrong_gradients(model: Any, gradients: Sequence[torch.Tensor]) -> float:
+    """How far the sums of gradients over the ranks are from these, relative to the largest of all."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    pairs = zip(model.parameters(), gradients, strict=True)
+    return largest(parameter.grad - gradient for parameter, gradient in pairs) / largest(gradients)
+
+
+def agreements(rank: int, names: list[str], tokens: int) -> dict[str, float]:
     """How far each model on these ranks is from its eager self, with two packed documents."""
-    found = []
+    found = {}
     for name in names:
         agreement = check(parallelize(make(name), layout="zigzag"), tokens)
-        found.append((agreement.logits, agreement.gradients))
+        found |= {f"{name}, logits": agreement.logits, f"{name}, gradients": agreement.gradients}
     return found
 
 
@@ -131,14 +136,14 @@ def batches(rank: int, name: str, bound: float) -> dict[str, str]:
     return {mode: sweep.compare(model, None, layout, mode, right, ids, bound) for mode, right in expected.items()}
 
 
-def by_length(rank: int, name: str, layout: str, kind: str) -> list[float]:
+def by_length(rank: int, name: str, layout: str, kind: str) -> dict[str, float]:
     """Largest differences of logits and gradients from one eager call of the whole batch, in two calls.
 
     The first call is longer than the second one, which fits the original length on the second rank only.
     """
     eager, model = make(name, attn_implementation="eager"), parallelize(make(name), layout=layout).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    found = []
+    found = {}
     for tokens in (60, 41):
         ids = torch.randint(61, (2, tokens), generator=torch.Generator().manual_seed(2))
         weight = torch.randn(2, tokens, 61, generator=torch.Generator().manual_seed(4))
@@ -157,15 +162,12 @@ def by_length(rank: int, name: str, layout: str, kind: str) -> list[float]:
         model.zero_grad()
         (local * cut.shard_tensor(weight, rank, dim=1)).sum().backward()
         wrong = (gather_logits(local, layout=layout) - right).detach().abs() * (weight != 0)
-        found.append(float(wrong.max() / right.abs().max()))
-        largest = max(float(g.abs().max()) for g in gradients)
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            dist.all_reduce(parameter.grad)
-            found.append(float((parameter.grad - gradient).abs().max()) / largest)
+        found[f"{tokens}, logits"] = float(wrong.max() / right.abs().max())
+        found[f"{tokens}, gradients"] = wrong_gradients(model, gradients)
     return found
 
 
-def sequences(rank: int, side: str, name: str) -> list[float]:
+def sequences(rank: int, side: str, name: str) -> dict[str, float]:
     """Largest differences from each sequence alone of rewards, of a loss of them, of embeddings, and of gradients.
 
     Gradients are those of the mean over the ranks, as DDP has them. The sequences are padded on one side.
@@ -177,35 +179,31 @@ def sequences(rank: int, side: str, name: str) -> list[float]:
     mask = torch.ones_like(ids)
     (mask[0, :11] if side == "left" else mask[0, -11:]).zero_()
     alone = [row[real.bool()][None] for row, real in zip(ids, mask, strict=True)]
-    batch = shard_batch(
-        {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.tensor([0.5, -1.0])}, layout=layout
-    )
-    labels, found, parameters = batch.pop("labels"), [], list(ours.parameters())
+    given = {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.tensor([0.5, -1.0])}
+    batch = shard_batch(given, layout=layout)
+    labels, found, parameters = batch.pop("labels"), {}, list(ours.parameters())
 
-    def add(mine: torch.Tensor, right: torch.Tensor) -> None:
+    def add(name: str, mine: torch.Tensor, right: torch.Tensor) -> None:
         gradients = torch.autograd.grad(right, list(eager.parameters()), retain_graph=True, allow_unused=True)
-        for p, g in zip(torch.autograd.grad(mine, parameters, allow_unused=True), gradients, strict=True):
-            assert (p is None) == (g is None)
-            if p is not None:
-                largest = max(float(x.abs().max()) for x in gradients if x is not None)
-                found.append(float((mean_over_ranks(p) - g).abs().max()) / largest)
-        found.append(float((mine - right).detach().abs()))
+        own = torch.autograd.grad(mine, parameters, allow_unused=True)
+        assert [g is None for g in own] == [g is None for g in gradients]
+        some = [(p, g) for p, g in zip(own, gradients, strict=True) if g is not None]
+        wrong = largest(mean_over_ranks(p) - g for p, g in some) / largest(g for _, g in some)
+        found[name] = max(wrong, largest([mine - right]))
 
     rewards, right = ours(**batch).logits, torch.cat([eager(x).logits for x in alone])
-    found.append(float((rewards - right).detach().abs().max()))
-    add(*(-torch.nn.functional.logsigmoid(x[0] - x[1]).mean() for x in (rewards, right)))
-    add(ours(**batch, labels=labels).loss, ((right[:, 0] - labels) ** 2).mean())
-    items = torch.tensor(2 * dist.get_world_size())  # as the Trainer counts and divides
-    add(
-        ours(**batch, labels=labels, num_items_in_batch=items).loss * dist.get_world_size(),
-        ((right[:, 0] - labels) ** 2).mean(),
-    )
+    found["rewards"] = largest([rewards - right])
+    squares = ((right[:, 0] - labels) ** 2).mean()
+    add("pair", *(-torch.nn.functional.logsigmoid(x[0] - x[1]).mean() for x in (rewards, right)))
+    add("loss", ours(**batch, labels=labels).loss, squares)
+    ranks = dist.get_world_size()  # as the Trainer counts and divides
+    add("items", ours(**batch, labels=labels, num_items_in_batch=torch.tensor(2 * ranks)).loss * ranks, squares)
     body = parallelize(copy.deepcopy(eager.model), layout=layout)
     parameters = [*body.parameters(), *ours.score.parameters()]
     whole = [eager.model(x).last_hidden_state[0] for x in alone]
     for how, take in (("first", lambda x: x[0]), ("last", lambda x: x[-1]), ("mean", lambda x: x.mean(0))):
         mine = pool(body(**batch, use_cache=False).last_hidden_state, batch, layout=layout, how=how)
-        add(*(x.sin().sum() for x in (mine, torch.stack([take(x) for x in whole]))))
+        add(how, *(x.sin().sum() for x in (mine, torch.stack([take(x) for x in whole]))))
     return found
 
 
@@ -255,8 +253,8 @@ def told_documents(rank: int) -> dict[str, float]:
     return found
 
 
-def labelled_padding(rank: int) -> tuple[dict[str, float], str]:
-    """How far whole=True is from one process where padding has labels, and what is said to eager attention."""
+def labelled_padding(rank: int) -> dict[str, float]:
+    """How far whole=True is from one process where padding has labels; with eager attention it is refused."""
     eager, found = make("Llama").double().eval(), {}
     ours = parallelize(copy.deepcopy(eager), layout="zigzag", whole=True)
     ids = torch.randint(1, 61, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -267,9 +265,16 @@ def labelled_padding(rank: int) -> tuple[dict[str, float], str]:
             batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
             found[f"{side}, {name}"] = difference(ours(**batch).loss, ours, eager(**batch).loss, eager)
     other = parallelize(make("Llama", attn_implementation="eager"), layout="zigzag", whole=True)
-    told = told_by(lambda: other(**{**batch, "labels": ids}))
+    refused = "Unsupported: labels of rows of padding: attn_implementation='eager'"
+    says(refused, lambda: other(**{**batch, "labels": ids}))
     says("fine", lambda: other(**batch))  # padded on the right, without labels there
-    return found, told
+    return found
+
+
+def alone(eager: Any, ids: torch.Tensor, borders: list[list[int]]) -> torch.Tensor:
+    """The logits of each document by itself, of rows with their own borders."""
+    rows = [[eager(ids[i : i + 1, a:b]).logits for a, b in pairwise(row) if a < b] for i, row in enumerate(borders)]
+    return torch.cat([torch.cat(row, 1) for row in rows])
 
 
 def far_labels(rank: int) -> dict[str, float]:
@@ -282,12 +287,7 @@ def far_labels(rank: int) -> dict[str, float]:
     weights = torch.rand(ids.shape, generator=source, dtype=torch.float64)
     mask, borders = torch.ones_like(ids), [[0, 4, 9, 11], [0, 9, 11, 11]]
     mask[0, 7:9] = 0
-    right = torch.cat(
-        [
-            torch.cat([eager(ids[i : i + 1, a:b]).logits for a, b in pairwise(x) if a < b], 1)
-            for i, x in enumerate(borders)
-        ]
-    )
+    right = alone(eager, ids, borders)
     given = {"input_ids": ids, "labels": labels, "attention_mask": mask, "loss_weights": weights}
     cut = ra.make_layout("zigzag", tokens=tokens, ranks=dist.get_world_size())
     for k in (True, 2, 5, 40):
@@ -312,11 +312,11 @@ def far_labels(rank: int) -> dict[str, float]:
         truth = torch.nn.functional.cross_entropy(right.mT, expected, reduction="none") * of_labels
         found[str(k)] = difference(loss, ours, truth.sum() / of_labels.sum(), eager)
     says("Unsupported: loss_weights", lambda: ours(**shard_batch(given, layout="zigzag"), use_cache=False))
-    for change, words in (
-        ({"shift": 2.5}, "the distance of a label=2.5 must be an integer >= 1"),
-        ({"shift": -1}, "the distance of a label=-1"),
-    ):
-        says(f"InvalidInput: {words}", lambda: shard_batch(given, layout="zigzag", **change))
+    for shift in (2.5, -1):
+        says(
+            f"InvalidInput: the distance of a label={shift} must",
+            lambda: shard_batch(given, layout="zigzag", shift=shift),
+        )
     lacking = {name: x for name, x in given.items() if name != "labels"}
     says("InvalidInput: the batch has loss_weights but no labels", lambda: shard_batch(lacking, layout="zigzag"))
     moved = shard_batch({**given, "loss_weights": weights + rank}, layout="zigzag")
@@ -325,7 +325,7 @@ def far_labels(rank: int) -> dict[str, float]:
     return found
 
 
-def other_inputs(rank: int) -> list[float]:
+def other_inputs(rank: int) -> dict[str, float]:
     """Largest differences from the eager models where a batch has embeddings and positions on three axes, or types."""
     ids = torch.randint(1, 61, (2, 37), generator=torch.Generator().manual_seed(2))
     cut = ra.make_layout("zigzag", tokens=37, ranks=dist.get_world_size())
@@ -333,13 +333,13 @@ def other_inputs(rank: int) -> list[float]:
         text_config={**BASE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
     ).text_config
     torch.manual_seed(1)
-    found = []
+    found = {}
     axes = torch.stack([torch.arange(37) // n for n in (1, 2, 3)])[:, None]
     packed = torch.cat([torch.arange(37).remainder(20)[None, None], axes])  # two documents by those of the text
-    for eager, more in (
-        (hf.Qwen2VLTextModel(text), {"position_ids": axes}),
-        (hf.Qwen2VLTextModel(text), {"position_ids": packed}),
-        (hf.BertModel(hf.BertConfig(**BASE)), {"token_type_ids": (ids % 2)}),
+    for what, eager, more in (
+        ("axes", hf.Qwen2VLTextModel(text), {"position_ids": axes}),
+        ("documents", hf.Qwen2VLTextModel(text), {"position_ids": packed}),
+        ("types", hf.BertModel(hf.BertConfig(**BASE)), {"token_type_ids": (ids % 2)}),
     ):
         eager.eval().config.use_cache = False  # with a cache transformers reads no documents
         batch = {"input_ids": ids, **{name: x.expand(*x.shape[:-2], 2, -1) for name, x in more.items()}}
@@ -351,23 +351,23 @@ def other_inputs(rank: int) -> list[float]:
         mine = ours(**shard_batch({**batch, "inputs_embeds": embeds}, layout="zigzag")).last_hidden_state
         (rows,) = torch.autograd.grad(mine.sin().sum(), embeds)
         dist.all_reduce(rows)
-        found.append(float((cut.shard_tensor(right, rank, dim=1) - mine).detach().abs().max()))
-        found.append(float((rows - gradient).abs().max() / gradient.abs().max()))
         whole = parallelize(copy.deepcopy(eager), layout="zigzag", whole=True)
-        found.append(float((whole(input_ids=ids, **more).last_hidden_state - right).detach().abs().max()))
+        found[what] = largest([cut.shard_tensor(right, rank, dim=1) - mine])
+        found[f"{what}, whole"] = largest([whole(input_ids=ids, **more).last_hidden_state - right])
+        found[f"{what}, gradients"] = largest([rows - gradient]) / largest([gradient])
     return found
 
 
-def balanced_layers(rank: int, name: str) -> tuple[list[float], int]:
-    """Errors of logits and gradients of three batches, whose backwards come last, and how many layouts they had.
+def balanced_layers(rank: int, name: str) -> dict[str, float]:
+    """Errors of logits and gradients of three batches, whose backwards come last.
 
-    A layout is made for the documents of each batch and the masks of all layers.
+    A layout is made for the documents of each batch and the masks of all layers: three in all.
     """
     eager, ranks, tokens = make(name, attn_implementation="eager"), dist.get_world_size(), 60
     layout = LayerMasks.of(eager)
     model = parallelize(make(name), layout=layout).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    loss, right, found, cuts = torch.zeros(()), torch.zeros(()), [], []
+    loss, right, found, cuts = torch.zeros(()), torch.zeros(()), {}, []
     for borders in ([0, 50, tokens], [[0, 8, tokens], [0, 31, tokens]], None):
         ids = torch.randint(1, 61, (2, tokens), generator=torch.Generator().manual_seed(len(cuts)))
         weight = torch.randn(2, tokens, 61, generator=torch.Generator().manual_seed(4))
@@ -375,70 +375,47 @@ def balanced_layers(rank: int, name: str) -> tuple[list[float], int]:
         cut = layout.cut(batch["cu_seq_lens_q"], ranks)
         local = model(**batch, use_cache=False).logits
         loss = loss + (local * cut.shard_tensor(weight, rank, dim=1)).sum()
-        starts = batch["cu_seq_lens_q"].expand(2, -1).tolist()
-        alone = [
-            torch.cat([eager(ids[i : i + 1, a:b], use_cache=False).logits for a, b in pairwise(row) if a < b], 1)
-            for i, row in enumerate(starts)
-        ]
-        expected = torch.cat(alone)
+        expected = alone(eager, ids, batch["cu_seq_lens_q"].expand(2, -1).tolist())
         right = right + (expected * weight).sum()
-        wrong = (gather_logits(local, layout=cut) - expected).detach().abs().max()
-        found.append(float(wrong / expected.detach().abs().max()))
+        found[f"batch {len(cuts)}"] = largest([gather_logits(local, layout=cut) - expected]) / largest([expected])
         cuts.append(cut)
     gradients = torch.autograd.grad(right, list(eager.parameters()))
     loss.backward()
-    largest = max(float(g.abs().max()) for g in gradients)
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        dist.all_reduce(parameter.grad)
-        found.append(float((parameter.grad - gradient).abs().max()) / largest)
-    says(
-        "Unsupported: GptOssAttention is not given cu_seq_lens_q",
-        lambda: model(**{**batch, "cu_seq_lens_q": None}, use_cache=False),
-    )
+    found["gradients"] = wrong_gradients(model, gradients)
+    lacking = {**batch, "cu_seq_lens_q": None}
+    says("Unsupported: GptOssAttention is not given cu_seq_lens_q", lambda: model(**lacking, use_cache=False))
     assert torch.equal(eager.eval().generate(ids, max_new_tokens=2), model.eval().generate(ids, max_new_tokens=2))
     model = parallelize(model, layout=cuts[0])  # a Layout is for batches of its length
     batch = shard_batch({"input_ids": ids}, layout=cuts[0])
-    found.append(float((gather_logits(model(**batch).logits, layout=cuts[0]) - expected).detach().abs().max()))
-    says(
-        "InvalidInput: the layout balanced(3) was made for 60 tokens over 2 ranks",
-        lambda: shard_batch({"input_ids": ids[:, 1:]}, layout=cuts[0]),
-    )
-    return found, len(set(cuts))
+    found["a Layout"] = largest([gather_logits(model(**batch).logits, layout=cuts[0]) - expected])
+    words = "InvalidInput: the layout balanced(3) was made for 60 tokens over 2 ranks"
+    says(words, lambda: shard_batch({"input_ids": ids[:, 1:]}, layout=cuts[0]))
+    assert len(set(cuts)) == 3
+    return found
 
 
+ESM = {**BASE, "token_dropout": True, "mask_token_id": 7, "pad_token_id": 0}
 VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
 BLOOM = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}
-#: Models that are refused: the class of the model, that of its configuration, settings, and what the model has.
-REFUSED: tuple[tuple[str, str, dict[str, Any], str], ...] = (
-    ("BloomForCausalLM", "BloomConfig", BLOOM, "ALiBi"),
-    (
-        "EsmForMaskedLM",
-        "EsmConfig",
-        {**BASE, "token_dropout": True, "mask_token_id": 7, "pad_token_id": 0},
-        "embeddings scaled by the share of masked tokens (token_dropout)",
-    ),
-    ("ViTModel", "ViTConfig", VIT, "inputs other than tokens"),
-    ("BertForNextSentencePrediction", "BertConfig", BASE, "a head whose loss is not of tokens, classes or answers"),
-    ("AlbertModel", "AlbertConfig", {**BASE, "embedding_size": 8}, "a pooler of rows, not first rows"),
+#: Models that are refused: the class of the model, settings of its configuration, and what the model has.
+REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("BloomForCausalLM", BLOOM, "ALiBi"),
+    ("EsmForMaskedLM", ESM, "embeddings scaled by the share of masked tokens (token_dropout)"),
+    ("ViTModel", VIT, "inputs other than tokens"),
+    ("BertForNextSentencePrediction", BASE, "a head whose loss is not of tokens, classes or answers"),
+    ("AlbertModel", {**BASE, "embedding_size": 8}, "a pooler of rows, not first rows"),
 )
+#: Classes of models with a loss.
+LOSSES = {"causal": "LlamaForCausalLM", "masked": "BertForMaskedLM", "tokens": "LlamaForTokenClassification"}
 
 
-#: Models with a loss, by the class of the model and that of its configuration.
-LOSSES = {
-    "causal": ("LlamaForCausalLM", "LlamaConfig"),
-    "masked": ("BertForMaskedLM", "BertConfig"),
-    "tokens": ("LlamaForTokenClassification", "LlamaConfig"),
-}
-
-
-def losses(rank: int, name: str) -> tuple[float, float]:
+def losses(rank: int, name: str) -> dict[str, float]:
     """Largest differences, from transformers' own of the whole batch, of the loss and of gradients averaged over ranks.
 
     All labels but one are in the rows of the first rank, so the last rank has none. Both ways to count the labels.
     """
-    model, config = (getattr(hf, x) for x in LOSSES[name])
-    torch.manual_seed(1)
-    eager = model(config(**BASE, num_labels=61, attn_implementation="eager", pad_token_id=0)).eval()
+    settings = {"num_labels": 61, "attn_implementation": "eager", "pad_token_id": 0}
+    eager = make_class(LOSSES[name], **BASE, **settings).eval()
     ids = torch.randint(1, 61, (1, 37), generator=torch.Generator().manual_seed(2))
     labels = torch.full_like(ids, -100)
     labels[:, 2:9] = ids[:, 2:9] if name == "causal" else (ids[:, 2:9] * 7) % 61
@@ -450,16 +427,14 @@ def losses(rank: int, name: str) -> tuple[float, float]:
     loss, ranks = ours(**batch).loss, dist.get_world_size()
     loss.backward()
     counted = ours(**batch, num_items_in_batch=torch.tensor(7)).loss * ranks  # as the Trainer does
-    wrong = [float((a - b).abs()) for a in map(mean_over_ranks, (loss, counted)) for b in (right.detach(),)]
-    pairs = zip(ours.named_parameters(), eager.named_parameters(), strict=True)
-    differences = []
-    for (_, mine), (_, whole) in pairs:
-        if whole.grad is not None:
-            differences.append(float((mean_over_ranks(mine.grad) - whole.grad).abs().max()))
-    return max(wrong), max(differences)
+    pairs = [(p.grad, q.grad) for p, q in zip(ours.parameters(), eager.parameters(), strict=True) if q.grad is not None]
+    return {
+        "loss": largest(mean_over_ranks(x) - right for x in (loss, counted)),
+        "gradients": largest(mean_over_ranks(mine) - whole for mine, whole in pairs),
+    }
 
 
-def adapters(rank: int, folder: str) -> dict[str, float]:
+def adapters(rank: int) -> dict[str, float]:
     """By what is done, the largest difference of logits and gradients from PEFT's model on one process."""
     ids = torch.randint(61, (2, 37), generator=torch.Generator().manual_seed(2))
     weight = torch.randn(2, 37, 61, generator=torch.Generator().manual_seed(4))
@@ -475,11 +450,12 @@ def adapters(rank: int, folder: str) -> dict[str, float]:
 
     lora = {"init_lora_weights": False, "use_dora": True, "modules_to_save": ["lm_head"]}
     eager = wrap(make("Llama", attn_implementation="eager"), **lora)
-    eager.save_pretrained(f"{folder}/{rank}")
+    with TemporaryDirectory() as folder:
+        eager.save_pretrained(folder)
+        loaded = peft.PeftModel.from_pretrained(ring(make("Llama")), folder, is_trainable=True)
     right = eager(ids, use_cache=False).logits
     (right * weight).sum().backward()
     expected = [p.grad for p in eager.parameters() if p.grad is not None]
-    loaded = peft.PeftModel.from_pretrained(ring(make("Llama")), f"{folder}/{rank}", is_trainable=True)
     batch = shard_batch({"input_ids": ids}, layout="zigzag")
     for how, model in (
         ("wrapped, parallelized", ring(wrap(make("Llama"), **lora))),
@@ -488,17 +464,16 @@ def adapters(rank: int, folder: str) -> dict[str, float]:
     ):
         local = model(**batch, use_cache=False).logits
         (local * part).sum().backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        found[how] = float((gather_logits(local, layout="zigzag") - right).detach().abs().max())
-        for mine, whole in zip(gradients, expected, strict=True):
+        found[how] = largest([gather_logits(local, layout="zigzag") - right])
+        for mine, whole in zip([p.grad for p in model.parameters() if p.grad is not None], expected, strict=True):
             dist.all_reduce(mine)
-            found[how] = max(found[how], float((mine - whole).abs().max() / whole.abs().max()))
+            found[how] = max(found[how], largest([mine - whole]) / largest([whole]))
     check(loaded)
     with torch.no_grad():
         with loaded.disable_adapter(), eager.disable_adapter():
             plain = gather_logits(loaded(**batch).logits, layout="zigzag") - eager(ids).logits
         merged = gather_logits(loaded.merge_and_unload()(**batch).logits, layout="zigzag") - right
-    found |= {"disabled": float(plain.abs().max()), "merged": float(merged.abs().max())}
+    found |= {"disabled": largest([plain]), "merged": largest([merged])}
     says("fine", lambda: unparallelize(wrap(ring(make("Llama"))))(ids))
     text = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
     for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig, peft.PromptEncoderConfig):
@@ -522,11 +497,9 @@ def routers(rank: int, names: tuple[str, ...]) -> dict[str, float]:
     ids = torch.randint(1, 61, (1, 37), generator=torch.Generator().manual_seed(2))
     mask = (torch.arange(37) < 20).long()[None]
     batch, found, ranks = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}, {}, 2
+    more = {"num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 1, "router_aux_loss_coef": 0.5}
     for name in names:
-        torch.manual_seed(1)
-        kind = getattr(hf, name)
-        more = {"num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 1, "router_aux_loss_coef": 0.5}
-        eager = kind(kind.config_class(**{**BASE, **EXPERTS, **more}, attn_implementation="eager")).float()
+        eager = make_class(name, **{**BASE, **EXPERTS, **more}, attn_implementation="eager").float()
         right = eager(**batch, use_cache=False, output_router_logits=True)
         right.loss.backward()
         expected = [0 if p.grad is None else p.grad for p in eager.parameters()]
@@ -540,17 +513,15 @@ def routers(rank: int, names: tuple[str, ...]) -> dict[str, float]:
             (result.loss * (ranks if how == "sum" else 1)).backward()
             loss = mean_over_ranks(result.loss) * (ranks if how == "sum" else 1)
             pairs = zip(ours.parameters(), expected, strict=True)
-            wrong = [float((mean_over_ranks(p.grad) - g).abs().max()) for p, g in pairs if p.grad is not None]
-            found[f"{name}, {how}"] = max(
-                float((loss - right.loss).abs()), float((result.aux_loss - right.aux_loss).abs()), *wrong
-            )
+            wrong = [mean_over_ranks(p.grad) - g for p, g in pairs if p.grad is not None]
+            found[f"{name}, {how}"] = largest([loss - right.loss, result.aux_loss - right.aux_loss, *wrong])
             assert (result.router_logits is None) == whole
     return found
 
 
-def dropped(rank: int) -> tuple[float, float, float]:
-    """Largest differences of logits and gradients of a dropping, checkpointed model from one rank that does not
-    checkpoint, and of the latter's logits from a model that drops nothing."""
+def dropped(rank: int) -> dict[str, float]:
+    """Largest differences of logits and gradients of a model with attention dropout, checkpointed, from one rank that
+    does not checkpoint. A model that drops nothing has other logits."""
     groups = [dist.new_group([other]) for other in range(dist.get_world_size())]
     ids = torch.randint(61, (2, 37), generator=torch.Generator().manual_seed(3))
     weight = torch.randn(2, 37, 61, generator=torch.Generator().manual_seed(4))
@@ -568,9 +539,9 @@ def dropped(rank: int) -> tuple[float, float, float]:
             dist.all_reduce(parameter.grad, group=group)
         results.append((gather_logits(local, group, layout="zigzag"), [p.grad for p in model.parameters()]))
     (logits, gradients), (alone, expected), (plain, _) = results
-    largest = max(float(g.abs().max()) for g in expected)
-    wrong = max(float((a - b).abs().max()) for a, b in zip(gradients, expected, strict=True)) / largest
-    return float((logits - alone).abs().max()), wrong, float((alone - plain).abs().max())
+    wrong = largest(a - b for a, b in zip(gradients, expected, strict=True)) / largest(expected)
+    assert largest([alone - plain]) > 1e-3
+    return {"logits": largest([logits - alone]), "gradients": wrong}
 
 
 def passed_keywords() -> tuple[set[str], set[str]]:
@@ -668,10 +639,8 @@ def refusals(rank: int) -> None:
     says(f"{'InvalidInput' if rank else 'Mismatch: rank 1 cannot take part'}: {words}", lambda: llama(**moved))
     linear = make("Gemma 3, hybrid")
     linear.config.layer_types = ["full_attention", "linear_attention"]
-    says(
-        "Unsupported: Gemma3ForCausalLM has layers of type linear_attention",
-        lambda: parallelize(linear, layout="zigzag"),
-    )
+    words = "Unsupported: Gemma3ForCausalLM has layers of type linear_attention"
+    says(words, lambda: parallelize(linear, layout="zigzag"))
     chunked, mask = ring("Llama 4, chunks"), torch.ones_like(ids)
     mask[:, :3] = 0
     words, padded = "padding before tokens that attend in chunks", {"input_ids": ids, "attention_mask": mask}
@@ -686,30 +655,18 @@ def refusals(rank: int) -> None:
     words = "Unsupported: LlamaAttention gives its attention attn_bias=, block_indices= which"
     says(words, lambda: llama(**batch, attn_bias=ids, block_indices=ids, indices=None))
     mixed(batch)
-    for options, words in (
-        ({"group": 2}, "group=2: expected a ProcessGroup"),
-        ({"softcap": 3.0}, "unknown option 'softcap'"),
-    ):
+    for options, words in (({"group": 2}, "group=2: expected a"), ({"softcap": 3.0}, "unknown option 'softcap'")):
         says(f"InvalidInput: {words}", lambda: parallelize(make("Llama"), **{"layout": "zigzag", **options}))
-    for options, words in (
-        ({"schedule": "rong"}, "unknown schedule 'rong'"),
-        ({"layout": "zagzig"}, "unknown layout 'zagzig'"),
-        ({"kernel": "atencpu"}, "unknown kernel 'atencpu'"),
-        ({"machine": "cqu"}, "unknown machine 'cqu'"),
-        ({"rotate": "values"}, "rotate='values'"),
-    ):
-        wrong = parallelize(make("Llama"), **{"layout": "zigzag", **options})
-        says(f"InvalidInput: {words}", lambda: wrong(**batch))
-    says(
-        "InvalidInput: Linear is no model of transformers", lambda: parallelize(torch.nn.Linear(2, 2), layout="zigzag")
-    )  # type: ignore[arg-type]
+    for option, value in (("schedule", "rong"), ("layout", "zagzig"), ("kernel", "atencpu"), ("machine", "cqu")):
+        wrong = parallelize(make("Llama"), **{"layout": "zigzag", option: value})
+        says(f"InvalidInput: unknown {option} '{value}'", lambda: wrong(**batch))
+    says("InvalidInput: Linear is no model", lambda: parallelize(torch.nn.Linear(2, 2), layout="zigzag"))  # type: ignore[arg-type]
     text = parallelize(hf.CLIPTextModel(hf.CLIPTextConfig(**BASE)), layout="zigzag")
     says("Unsupported: CLIPTextModel makes pooler_output of rows of the whole sequence", lambda: text(**batch))
     says("Unsupported: LlamaForCausalLM returns a tuple", lambda: llama(**batch, return_dict=False))
     says("Unsupported: logits_to_keep=8 keeps rows of this rank", lambda: llama(**batch, logits_to_keep=8))
-    labelled, aligned = (
-        shard_batch({"input_ids": ids, "labels": ids}, layout="zigzag", shift=x) for x in (True, False)
-    )
+    both = {"input_ids": ids, "labels": ids}
+    labelled, aligned = (shard_batch(both, layout="zigzag", shift=x) for x in (True, False))
     words = "InvalidInput: labels not shifted to the next token, from which LlamaForCausalLM"
     says(words, lambda: llama(**aligned))
     words = "InvalidInput: labels shifted to the next token, from which RobertaForMaskedLM"
@@ -720,12 +677,10 @@ def refusals(rank: int) -> None:
     says("InvalidInput: batch_digest is missing: rope", lambda: ring("longrope")(**by_hand))
     llama.set_attn_implementation("sdpa")
     says("InvalidInput: attention 'sdpa' was set after parallelize", lambda: llama(**batch))
-    again, plain = (
-        x.generate(ids[:, :5], max_new_tokens=3, do_sample=False) for x in (unparallelize(llama), make("Llama"))
-    )
-    assert torch.equal(again, plain)
-    for kind, config, settings, words in REFUSED:
-        model = getattr(hf, kind)(getattr(hf, config)(**settings))
+    pair = unparallelize(llama), make("Llama")
+    assert torch.equal(*(x.generate(ids[:, :5], max_new_tokens=3, do_sample=False) for x in pair))
+    for kind, settings, words in REFUSED:
+        model = make_class(kind, **settings)
         says(f"Unsupported: {kind} has {words}", lambda: parallelize(model, layout="zigzag"))
 
 
@@ -739,26 +694,32 @@ class Mixing(torch.nn.Module):
         self.places = torch.nn.Embedding(512, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        n = x.shape[1]
-        return (
-            self.inner(x)
-            + {
-                "shift": lambda: torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :n],
-                "convolution": lambda: self.conv(x.transpose(1, 2))[..., :n].transpose(1, 2),
-                "running mean": lambda: x.cumsum(1) / torch.arange(1, n + 1)[:, None],
-                "top-k over tokens": lambda: (
-                    x * torch.zeros(len(x), n).scatter(1, x.norm(dim=-1).topk((n + 1) // 2)[1], 1.0)[..., None]
-                ),
-                "own positions": lambda: self.places(torch.arange(n)).to(x),
-                "own attention": lambda: torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True),
-            }[self.how]()
-        )
+        return self.inner(x) + getattr(self, self.how)(x)
+
+    def shift(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(x, (0, 0, 1, 0))[:, : x.shape[1]]
+
+    def convolution(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+    def running_mean(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+    def top_k_over_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = x.norm(dim=-1).topk((x.shape[1] + 1) // 2)[1]
+        return x * torch.zeros(x.shape[:2]).scatter(1, chosen, 1.0)[..., None]
+
+    def own_positions(self, x: torch.Tensor) -> torch.Tensor:
+        return self.places(torch.arange(x.shape[1])).to(x)
+
+    def own_attention(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
 def mixed(batch: dict[str, torch.Tensor]) -> None:
     """That models which mix rows are refused, and what `parallelize` leaves as it was."""
     words = "Unsupported: LlamaForCausalLM mixes rows outside of attention functions"
-    for how in ("shift", "convolution", "running mean", "top-k over tokens", "own positions", "own attention"):
+    for how in ("shift", "convolution", "running_mean", "top_k_over_tokens", "own_positions", "own_attention"):
         for dtype in (torch.float32, torch.bfloat16):
             model = make("Llama")
             model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp, how)

@@ -96,17 +96,9 @@ def options(folder: str, steps: int, rows: int, dp: int, accumulate: int, **chan
 
 
 def train_plain(
-    folder: str,
-    dp: int,
-    cp: int,
-    *,
-    steps: int,
-    accumulate: int = 1,
-    data: str = "rows",
-    resume: bool = False,
+    folder: str, dp: int, cp: int, steps: int, accumulate: int = 1, data: str = "rows", resume: bool = False,
     lora: bool = False,
-    **more: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """The Trainer of transformers. data: rows, stream, or dispatch; resume: from a checkpoint in the middle."""
     rows = make_rows(40)
     source = rows if data == "rows" else Stream(rows, data == "dispatch")
@@ -144,75 +136,51 @@ def count_right(found: hf.EvalPrediction) -> dict[str, float]:
     }
 
 
+def train_trl(
+    name: str, rows: list[dict[str, str]], model: Any, cp: int, settings: dict[str, Any], lora: bool = False,
+    evaluate: bool = True, **more: Any,
+) -> Any:  # fmt: skip
+    """The trainer of TRL with this name."""
+    import trl
+
+    if lora:
+        more["peft_config"] = make_lora()
+    data, kind = datasets.Dataset.from_list(rows), getattr(trl, f"{name}Trainer")
+    if evaluate:
+        more["eval_dataset"] = data.select(range(8))
+    trainer = type(f"Ring{name}Trainer", (RingMixin, kind), {})(
+        model, args=getattr(trl, f"{name}Config")(**settings), cp=cp, train_dataset=data,
+        processing_class=make_tokenizer(), **more,
+    )  # fmt: skip
+    trainer.train()
+    if evaluate:
+        trainer.evaluate()
+    return trainer
+
+
 def train_sft(
-    folder: str,
-    dp: int,
-    cp: int,
-    *,
-    steps: int,
-    accumulate: int = 1,
-    lora: bool = False,
-    experts: bool = False,
+    folder: str, dp: int, cp: int, steps: int, accumulate: int = 1, lora: bool = False, experts: bool = False,
     **changes: Any,
-) -> Any:
-    """The SFTTrainer of TRL. experts: whose loss of routers is a large part of the loss."""
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    class RingSFTTrainer(RingMixin, SFTTrainer):
-        pass
-
-    data = Dataset.from_list([{"text": make_text(i)} for i in range(60)])
-    args = SFTConfig(**options(folder, steps, 4, dp, accumulate, include_num_input_tokens_seen="all", **changes))
+) -> Any:  # fmt: skip
+    """experts: whose loss of routers is a large part of the loss."""
     model = make_model("Qwen3MoeForCausalLM", **EXPERTS) if experts else make_model()
-    trainer = RingSFTTrainer(
-        model, args=args, cp=cp, train_dataset=data, eval_dataset=data.select(range(8)),
-        processing_class=make_tokenizer(), peft_config=make_lora() if lora else None,
-    )  # fmt: skip
-    trainer.train()
-    trainer.evaluate()
-    return trainer
+    settings = options(folder, steps, 4, dp, accumulate, include_num_input_tokens_seen="all", **changes)
+    return train_trl("SFT", [{"text": make_text(i)} for i in range(60)], model, cp, settings, lora)
 
 
-def train_dpo(folder: str, dp: int, cp: int, *, steps: int, lora: bool = False, **changes: Any) -> Any:
-    """The DPOTrainer of TRL."""
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
-
-    class RingDPOTrainer(RingMixin, DPOTrainer):
-        pass
-
-    data = Dataset.from_list(
-        [{"prompt": make_text(i), "chosen": make_text(i + 100), "rejected": make_text(i + 200)} for i in range(40)]
-    )
-    args = DPOConfig(**options(folder, steps, 4, dp, 1, **changes))
-    adapters = make_lora() if lora else None
-    trainer = RingDPOTrainer(
-        make_model(), ref_model=None if lora else make_model(), args=args, cp=cp, train_dataset=data,
-        eval_dataset=data.select(range(8)), processing_class=make_tokenizer(), peft_config=adapters,
-    )  # fmt: skip
-    trainer.train()
-    trainer.evaluate()
-    return trainer
+def make_pairs(count: int) -> list[dict[str, str]]:
+    return [{"chosen": make_text(i + 100), "rejected": make_text(i + 200)} for i in range(count)]
 
 
-def train_reward(folder: str, dp: int, cp: int, *, steps: int, **changes: Any) -> Any:
-    """The RewardTrainer of TRL."""
-    from datasets import Dataset
-    from trl import RewardConfig, RewardTrainer
+def train_dpo(folder: str, dp: int, cp: int, steps: int, lora: bool = False) -> Any:
+    rows = [{"prompt": make_text(i), **pair} for i, pair in enumerate(make_pairs(40))]
+    reference = None if lora else make_model()
+    return train_trl("DPO", rows, make_model(), cp, options(folder, steps, 4, dp, 1), lora, ref_model=reference)
 
-    class RingRewardTrainer(RingMixin, RewardTrainer):
-        pass
 
-    data = Dataset.from_list([{"chosen": make_text(i + 100), "rejected": make_text(i + 200)} for i in range(40)])
-    args = RewardConfig(**options(folder, steps, 4, dp, 1, **changes))
-    trainer = RingRewardTrainer(
-        make_model("LlamaForSequenceClassification", num_labels=1), args=args, cp=cp, train_dataset=data,
-        eval_dataset=data.select(range(8)), processing_class=make_tokenizer(),
-    )  # fmt: skip
-    trainer.train()
-    trainer.evaluate()
-    return trainer
+def train_reward(folder: str, dp: int, cp: int, steps: int) -> Any:
+    model = make_model("LlamaForSequenceClassification", num_labels=1)
+    return train_trl("Reward", make_pairs(40), model, cp, options(folder, steps, 4, dp, 1))
 
 
 def reward(completions: list[str], **unused: Any) -> list[float]:
@@ -220,29 +188,18 @@ def reward(completions: list[str], **unused: Any) -> list[float]:
     return [sum(letter in "aeiou" for letter in text) / 4 + i % 2 for i, text in enumerate(completions)]
 
 
-def train_grpo(folder: str, dp: int, cp: int, *, steps: int, lora: bool = False, **changes: Any) -> Any:
-    """The GRPOTrainer of TRL, with completions of the model itself."""
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
-    class RingGRPOTrainer(RingMixin, GRPOTrainer):
-        pass
-
-    data = Dataset.from_list([{"prompt": make_text(i)} for i in range(24)])
-    given = {**options(folder, steps, 8, dp, 2), "num_generations": 2, "max_completion_length": 12, "beta": 0.1}
+def train_grpo(folder: str, dp: int, cp: int, steps: int, lora: bool = False) -> Any:
+    """With completions of the model itself."""
+    settings = {**options(folder, steps, 8, dp, 2), "num_generations": 2, "max_completion_length": 8, "beta": 0.1}
     path = f"{folder}/model"  # TRL loads the reference model anew
     make_model().save_pretrained(path)  # only rank 0 does
     if dist.is_initialized():
         dist.barrier()
-    trainer = RingGRPOTrainer(
-        path, reward, args=GRPOConfig(**{**given, **changes}), cp=cp, train_dataset=data,
-        processing_class=make_tokenizer(), peft_config=make_lora() if lora else None,
-    )  # fmt: skip
-    trainer.train()
-    return trainer
+    rows = [{"prompt": make_text(i)} for i in range(24)]
+    return train_trl("GRPO", rows, path, cp, settings, lora, evaluate=False, reward_funcs=reward)
 
 
-def train_loop(folder: str, dp: int, cp: int, *, steps: int) -> Any:
+def train_loop(folder: str, dp: int, cp: int, steps: int) -> Any:
     """A loop with accelerate."""
     accelerator = RingAccelerator(cpu=True, cp=cp, gradient_accumulation_steps=2)
     model = make_model()
@@ -336,13 +293,8 @@ def refusals(rank: int, folder: str) -> list[str]:
         said = [told_by(lambda: model(input_ids=ids, **call)) for call in calls]
         said.append(told_by(lambda: model(inputs_embeds=torch.ones(1, 8, 32))))
         said.append(told_by(lambda: model(input_ids=ids + rank)))
-    return [
-        make({}, cp=3),
-        make({"train_sampling_strategy": "batch_rebalance"}),
-        make({"torch_compile": True}),
-        own,
-        *said,
-    ]
+    wrong = ({"train_sampling_strategy": "batch_rebalance"}, {"torch_compile": True})
+    return [make({}, cp=3), *map(make, wrong), own, *said]
 
 
 def rows_of_logits(rank: int, balanced: bool) -> tuple[float, float, float]:

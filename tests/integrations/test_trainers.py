@@ -8,25 +8,21 @@ from typing import Any
 import pytest
 import trainer_cases
 
-#: Steps of a test; `steps=20` was run by hand.
-STEPS = {"steps": 3}
+#: Steps of a test, of which the second depends on the first; `steps=20` was run by hand.
+STEPS = {"steps": 2}
 PACKED = {"packing": True, "max_length": 64, **STEPS}
 FREE = {"padding_free": True, "max_length": None, "accumulate": 2, "experts": True, **STEPS}
 Cases = list[tuple[str, dict[str, Any]]]
 GROUPS: Cases = [
-    ("sft", PACKED),
-    ("sft", FREE),
-    ("dpo", STEPS),
-    ("grpo", STEPS),
-    ("reward", STEPS),
-    ("plain", {"data": "dispatch", **STEPS}),
+    *(("sft", PACKED), ("sft", FREE), ("plain", {"data": "dispatch", **STEPS})),
+    *((kind, STEPS) for kind in ("dpo", "grpo", "reward")),
 ]
 ADAPTERS: Cases = [
-    ("plain", {"lora": True, "resume": True, "steps": 4}),
+    ("plain", {"lora": True, "resume": True, **STEPS}),
     *((kind, {"lora": True, **STEPS}) for kind in ("sft", "dpo", "grpo")),
 ]
 SHARED: Cases = [
-    ("plain", {"accumulate": 2, "resume": True, "steps": 4}),
+    ("plain", {"accumulate": 2, "resume": True, **STEPS}),
     ("plain", {"data": "stream", **STEPS}),
     ("loop", STEPS),
 ]
@@ -77,7 +73,7 @@ def test_ranks_drop_units_of_their_own_and_share_the_other_random_numbers(run_ra
 
 
 #: Options of examples/hf_finetune: the groups, and the micro-batches of a step, have different numbers of labels.
-SMALL = ("--steps", "4", "--longest", "600", "--accumulate", "2")
+SMALL = ("--steps", "2", "--longest", "600", "--accumulate", "2")
 
 
 @pytest.mark.multi
@@ -86,9 +82,9 @@ def test_the_example_on_dp_x_cp_ranks_is_that_of_one_process(run_ranks, tmp_path
     whole, _, _ = trainer_cases.run_example(0, *words)
     ranks = (*words, "--dp", "2", "--cp", "2")
     for found, kind, _ in run_ranks(trainer_cases.run_example, 4, *ranks, "--fsdp", timeout=170):
-        assert len(whole) == 9 and found == pytest.approx(whole, rel=1e-5)
+        assert len(whole) == 5 and found == pytest.approx(whole, rel=1e-5)
         assert kind == "DTensor"
     for found, kind, left in run_ranks(trainer_cases.run_example, 4, *ranks, "--mean-of-means", timeout=170):
         differences = [abs(a - b) / b for a, b in zip(found, whole, strict=True)]
-        assert max(differences[:4]) > 1e-4 and max(differences[4:8]) > 1e-4  # losses, gradient norms
+        assert max(differences[:2]) > 1e-4 and max(differences[2:4]) > 1e-4  # losses, gradient norms
         assert kind == "Parameter" and left == 0  # DDP as the last holder of its group would hang at exit
