@@ -29,8 +29,6 @@ from ringattn.kernels.base import Kernel
 from ringattn.kernels.reference import Reference
 from ringattn.pattern import Pattern, make_tile
 from ringattn.plan.schedules.direct import DirectSchedule
-from ringattn.simulator.timing.solvers.base import RingSolver
-from ringattn.simulator.timing.solvers.stencil import solve_stencil
 
 
 @dataclass(frozen=True)
@@ -95,16 +93,6 @@ def cases():
     """Two columns that do nothing, on one rank."""
     columns = tuple(BenchColumn(name, 1, lambda context: lambda: context.rank) for name in ("idle", "again"))
     return [BenchCase("nothing", 1, {}, columns, (Ratio("idle", "again"),))]
-
-
-class Twice(RingSolver):
-    """The stencil's times, for rings of two ranks."""
-
-    name = "twice"
-    needs = "two ranks"
-
-    def solve_ring(self, problem):
-        return solve_stencil(problem.ring) if problem.ring.ranks == 2 else None
 
 
 SUITE = BenchSuite(cases, lambda records: ("all is idle", True))

@@ -61,7 +61,7 @@ BROKEN = """
 import ringattn.cli.run as command
 from ringattn.cli.main import main
 
-def bad_day(config, transport):
+def bad_day(config, transport, plan=None):
     raise ArithmeticError("a bad day on every rank")
 
 command._worker = bad_day
