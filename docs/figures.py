@@ -419,7 +419,7 @@ def draw_chunks() -> str:
 
     def draw(axes: Any, ink: str) -> None:
         for color, (name, sizes) in zip(RANK_COLORS, models.items(), strict=False):
-            for rotate, style in (("keys", "o-"), ("queries", "s--")):
+            for rotate, style in (("kv", "o-"), ("q", "s--")):
                 sent = [gigabytes(*sizes, chunk, rotate) for chunk in chunks]
                 axes.plot(chunks, sent, style, color=color, label=f"{name}: {rotate}", markersize=4)
         axes.set_xscale("log", base=2)

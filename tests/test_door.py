@@ -132,7 +132,7 @@ def test_options_that_a_call_cannot_use_are_refused() -> None:
     ):
         with pytest.raises(InvalidInput, match="unknown option 'schedul'; did you mean 'schedule'"):
             call(schedul="ring")
-    for option in ({"schedule": "ring"}, {"comm_dtype": "bfloat16"}, {"rotate": "keys"}, {"machine": "cpu"}):
+    for option in ({"schedule": "ring"}, {"comm_dtype": "bfloat16"}, {"rotate": "kv"}, {"machine": "cpu"}):
         with pytest.raises(InvalidInput, match=f"{next(iter(option))}='.*' says how ranks share the work, but this"):
             ra.nn.RingAttention(Full(), **option)
         with pytest.raises(TypeError, match="unexpected keyword argument"):
@@ -143,7 +143,7 @@ def test_modules_pass_on_all_options() -> None:
     q, k, v = tensors()
     given: dict[str, Any] = {
         "schedule": "direct", "kernel": "reference", "machine": "cuda", "scale": 0.3, "deterministic": True,
-        "comm_dtype": "bfloat16", "rotate": "queries", "softcap": 4.0,
+        "comm_dtype": "bfloat16", "rotate": "q", "softcap": 4.0,
         "dropout": ra.Dropout(0.1, seed=3),
     }  # fmt: skip
     assert given.keys() | {"check"} == set(options.AttentionKeywords.__annotations__)
@@ -153,7 +153,7 @@ def test_modules_pass_on_all_options() -> None:
     wanted = ra.virtual_attention(q, k, v, Causal(), ranks=3, layout="zigzag", return_lse=True, **given)
     assert all(torch.equal(a, b) for a, b in zip(module(q, k, v, return_lse=True), wanted, strict=True))
     assert not torch.equal(wanted[0], ra.virtual_attention(q, k, v, Causal(), ranks=3))
-    shown = "kernel='reference', machine='cuda', scale=0.3, deterministic=True, comm_dtype='bfloat16', rotate='queries'"
+    shown = "kernel='reference', machine='cuda', scale=0.3, deterministic=True, comm_dtype='bfloat16', rotate='q'"
     options_shown = f"schedule='direct', {shown}, softcap=4.0, dropout=Dropout(p=0.1, seed=3)"
     assert repr(module) == f"RingAttention(Causal(), ranks=3, layout='zigzag', {options_shown})"
 

@@ -60,8 +60,8 @@ class AttentionOptions:
     scale: factor of the logits; None: 1 / sqrt(head_dim).
     deterministic: repeated runs give equal bits.
     comm_dtype: dtype that messages are rounded to; None: no rounding, see `make_plan`.
-    rotate: what travels in the backward: "keys", "queries", or "auto" by bytes; with a q_layout also what travels in
-        the forward, where "auto" is by time, see `make_plan`.
+    rotate: what travels in the backward: "kv", "q", or "auto" by bytes; with a q_layout also what travels in the
+        forward, where "auto" is by time, see `make_plan`.
     softcap: a number c > 0 by which the scaled logits s become c * tanh(s / c), as in Gemma 2 (arXiv:2408.00118); None:
         the logits stay as they are. Only kernel "reference" computes a softcap, and "auto" then chooses this kernel.
     dropout: the probability p of dropping an attention weight, or `ringattn.Dropout(p, seed)`; the other weights are

@@ -176,7 +176,7 @@ def make_stream(call: CompiledCall, *, chunk: int | None, backward: bool) -> Hos
 
     def make() -> StreamedPlan:
         """The plan with one rank per chunk."""
-        options: dict[str, Any] = {"layout": "contiguous", "schedule": "direct", "rotate": "keys"}
+        options: dict[str, Any] = {"layout": "contiguous", "schedule": "direct", "rotate": "kv"}
         ranks = max(1, -(-tokens // rows))
         plan = make_plan(call.pattern, tokens=tokens, ranks=ranks, **options, **sizes)
         return StreamedPlan(**{entry.name: getattr(plan, entry.name) for entry in fields(plan)})

@@ -51,12 +51,12 @@ def make_plan(
     which keys, values and their gradients travel between ranks: by default, K/V in their own dtype and gradients in
     fp32 (fp64 for fp64 inputs); a narrower dtype rounds K/V once, and gradients in every hop.
 
-    `rotate` says what travels in the backward: "keys" (with values and the gradients of both), "queries" (with the
-    gradients of out and of q, and with lse), or "auto", whichever sends fewer bytes. With a `comm_dtype`, "auto" is
-    "keys": rounded queries would give other weights than the forward's. With a `q_layout`, `rotate` is for the forward,
-    too: "queries" go around with the (out, lse) of the keys that they have met, in fp32 (fp64 for fp64 inputs), and
-    "auto" takes for the forward what the timing model predicts to be faster on `machine`. "queries, keys" names the
-    form of each pass.
+    `rotate` says what travels in the backward: "kv" (pass-KV: keys and values with the gradients of both), "q" (pass-Q,
+    arXiv:2411.01783: queries with the gradients of out and of q, and with lse), or "auto", whichever sends fewer bytes.
+    With a `comm_dtype`, "auto" is "kv": rounded queries would give other weights than the forward's. With a `q_layout`,
+    `rotate` is for the forward, too: queries then go around with the (out, lse) of the keys that they have met, in fp32
+    (fp64 for fp64 inputs), and "auto" takes for the forward what the timing model predicts to be faster on `machine`.
+    "q, kv" names the form of each pass: first the forward's, then the backward's.
 
     Where queries are other positions than the keys, `q_layout` is the Layout that cuts the queries, or its name, with
     the number of queries in `q_tokens` (default: `tokens`); `tokens` and `layout` are those of the keys. For a chunk of
@@ -111,14 +111,14 @@ def find_plan(
     schedule = resolve(schedule, ranks, heads, sizes.kv_heads)
     if own and all(layout == of_queries for layout, of_queries in own.items()):  # `rotate` is for both passes
         own = {}
-        sizes = replace(sizes, rotate="queries, queries" if sizes.rotate == "queries" else sizes.rotate)
+        sizes = replace(sizes, rotate="q, q" if sizes.rotate == "q" else sizes.rotate)
     if not own:
         pattern.check(tokens, heads)
     bound = bind_sides(pattern, layouts[0], own[layouts[0]], heads) if own else pattern.bind(heads, tokens)
     passes = sizes.rotate.split(", ")
     rotates = [sizes.rotate]
     if own and passes[0] == "auto":  # the forward's; rounded keys are asked for, where a comm_dtype is
-        forms = ("keys",) if ranks == 1 or sizes.comm_dtype is not None else ("keys", "queries")
+        forms = ("kv",) if ranks == 1 or sizes.comm_dtype is not None else ("kv", "q")
         rotates = [f"{form}, {passes[-1]}" for form in forms]
     choosing = choose_layout or schedule == "auto" or len(rotates) > 1
     by_events = own or sizes.rotate.startswith("queries, ")

@@ -52,8 +52,8 @@ def main(config: SimulateConfig) -> dict[str, Any]:
         assert plan.choice is not None, "schedule=auto makes a choice"
         candidate = plan.choice.fastest_without_ulysses()
         plan = plan_from_config(config, layout=candidate.layout, schedule=candidate.schedule)
-    if plan.forward_rotates == "queries" and options.way == "sample" and config.rotate.startswith("auto"):
-        plan = plan_from_config(config, rotate="keys")  # sampled rows wait for keys
+    if plan.forward_rotates == "q" and options.way == "sample" and config.rotate.startswith("auto"):
+        plan = plan_from_config(config, rotate="kv")  # sampled rows wait for keys
     rows, ranks = _sample_rows(plan, config), _executed_ranks(plan, options)
     fault = _make_fault(plan, options, rows, ranks)
     with show_progress(get_console()) as tell, listening(tell):

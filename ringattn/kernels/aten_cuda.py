@@ -183,12 +183,12 @@ class AtenCuda(Kernel):
             flip, mask_type, window = efficient_mask(work)
             k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
             out, lse, *_ = _aten._efficient_attention_forward(
-                *(x.transpose(1, 2) for x in _turned((q, k, v), flip)),
+                *(x.transpose(1, 2) for x in _flipped((q, k, v), flip)),
                 *(None, None, None, None, None, 0.0, mask_type, True),
                 scale=scale,
                 window_size=window,
             )
-            out, lse = _turned((out.transpose(1, 2), lse[..., : len(work.q)]), flip)
+            out, lse = _flipped((out.transpose(1, 2), lse[..., : len(work.q)]), flip)
         return crop_to(out, value_dim), lse.float()
 
     def backward(
@@ -222,7 +222,7 @@ class AtenCuda(Kernel):
                 group = q.shape[1] // k.shape[1]
                 k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
                 flip, mask_type, window = efficient_mask(work)
-                grad, q, k, v, out, lse = _turned((grad, q, k, v, out, lse), flip)
+                grad, q, k, v, out, lse = _flipped((grad, q, k, v, out, lse), flip)
                 # The backward of torch 2.11 counts a window from the first row and key, unlike the forward: rows in
                 # front, of no weight, make the work square. Seen on an H200.
                 front = 0 if window is None else keys - rows
@@ -238,7 +238,7 @@ class AtenCuda(Kernel):
                     window_size=window,
                 )
                 dq, dk, dv = (x.transpose(1, 2) for x in grads[:3])
-                dq, dk, dv = _turned((dq[:, :, front:], dk, dv), flip)
+                dq, dk, dv = _flipped((dq[:, :, front:], dk, dv), flip)
                 dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
         return crop_to(dq, head_dim), crop_to(dk, head_dim), crop_to(dv, value_dim)
 
@@ -288,7 +288,7 @@ def _lengths(work: Work, q: Tensor) -> Lengths:
     return cumulative(work, len(q), q.device) if work.sequences else (None, None, len(work.q), work.keys)
 
 
-def _turned(tensors: Sequence[Tensor], flip: bool) -> Sequence[Tensor]:
+def _flipped(tensors: Sequence[Tensor], flip: bool) -> Sequence[Tensor]:
     """The tensors [B, H, n, ...], with their rows in reverse order if `flip`."""
     return [x.flip(2) for x in tensors] if flip else tensors
 

@@ -30,7 +30,7 @@ class Rotation:
     """The steps of ranks by a schedule without Ulysses groups, in one of the two forms of each pass.
 
     `keys` is the schedule of blocks of keys, `queries` the schedule of blocks of queries, and `size` gives the bytes of
-    a part of a message. `forward` is what travels in the forward, "keys" or "queries"; for the backward `rotate="auto"`
+    a part of a message. `forward` is what travels in the forward, "kv" or "q"; for the backward `rotate="auto"`
     takes the form that sends fewer bytes, and keys where both send as many; for a double ring, which is there to spare
     the links between nodes, it compares the bytes on these links first.
     """
@@ -39,18 +39,18 @@ class Rotation:
         self, keys: Schedule, queries: Schedule, forward: str, rotate: str, size: Callable[[Part], int]
     ) -> None:
         self.keys, self.queries, self.rotate, self.size = keys, queries, rotate, size
-        self.forward = keys.forward if forward == "keys" else queries.forward_of_queries
-        keys.keeps = forward == "keys"
+        self.forward = keys.forward if forward == "kv" else queries.forward_of_queries
+        keys.keeps = forward == "kv"
 
     @cached_property
     def chosen(self) -> str:
-        """What travels: "keys" or "queries"."""
+        """What travels: "kv" or "q"."""
         if self.rotate != "auto":
             return self.rotate
         if self.keys.demand.layout.ranks == 1:
-            return "keys"
+            return "kv"
         keys, queries = self.count_bytes()
-        return "queries" if queries < keys else "keys"
+        return "q" if queries < keys else "kv"
 
     def count_bytes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """(between nodes, all) bytes of a backward in which keys travel, and of a backward in which queries travel.
@@ -67,7 +67,7 @@ class Rotation:
 
     def steps(self, rank: int) -> RankPlan:
         """The steps of a rank."""
-        if self.chosen == "keys":
+        if self.chosen == "kv":
             backward, kept = self.keys.backward(rank), self.keys.kept_parts(rank) if self.keys.keeps else ()
         else:
             backward, kept = self.queries.backward_of_queries(rank), ()
@@ -197,23 +197,23 @@ class Plan(PlanSizes):
         keys, queries = (make_schedule(self.schedule, blocks) for blocks in (demand, query_demand))
         rotate = self.rotate.split(", ")[-1]
         # Rounded queries would give other weights than the forward's.
-        rotate = "keys" if rotate == "auto" and self.comm_dtype is not None else rotate
+        rotate = "kv" if rotate == "auto" and self.comm_dtype is not None else rotate
         return Rotation(keys, queries, self.forward_rotates, rotate, self.part_bytes)
 
     @property
     def forward_rotates(self) -> str:
-        """What travels in the forward: "queries" where they have a layout of their own and `rotate` says so."""
+        """What travels in the forward: "q" where they have a layout of their own and `rotate` says so."""
         forward, *backward = self.rotate.split(", ")
-        return "queries" if forward == "queries" and (backward or self.q_layout is not None) else "keys"
+        return "q" if forward == "q" and (backward or self.q_layout is not None) else "kv"
 
     @property
     def is_plain(self) -> bool:
         """Whether queries are the tokens of the keys, and keys travel in the forward."""
-        return self.q_layout is None and self.forward_rotates == "keys"
+        return self.q_layout is None and self.forward_rotates == "kv"
 
     @property
     def rotates(self) -> str:
-        """What travels in the backward, "keys" or "queries"; with Ulysses groups, in the ring of the first members."""
+        """What travels in the backward, "kv" or "q"; with Ulysses groups, in the ring of the first members."""
         return self._rotation.chosen if self.ulysses_size == 1 else self._ring_plans[0].rotates
 
     @cached_property
@@ -271,9 +271,9 @@ class Plan(PlanSizes):
 
     def full_ring_bytes(self, *, backward: bool = False) -> int:
         """Bytes that a ring of all ranks sends which skips no rows: every block to every other rank."""
-        kinds: tuple[Kind, ...] = ("kv",) if self.forward_rotates == "keys" else ("query", "part")
+        kinds: tuple[Kind, ...] = ("kv",) if self.forward_rotates == "kv" else ("query", "part")
         if backward:
-            kinds = ("kv", "grad") if self.rotates == "keys" else ("q", "row", "dq")
+            kinds = ("kv", "grad") if self.rotates == "kv" else ("q", "row", "dq")
         blocks = (self.block_bytes(kind, self.part_heads(kind) * self.layout_of(kind).tokens) for kind in kinds)
         return (self.ranks - 1) * sum(blocks)
 
@@ -348,8 +348,8 @@ class Plan(PlanSizes):
     def _level(self, rank: int, step: Step) -> int:
         """The share of pairs that a step computes, of all pairs of the visited blocks: see `draw_steps`."""
         plan, place = self.ring_plan(rank)
-        by_queries = plan.forward_rotates == "queries"
-        visits = {(part.owner, place) if by_queries else (place, part.owner) for part in step.visits}
+        passes_q = plan.forward_rotates == "q"
+        visits = {(part.owner, place) if passes_q else (place, part.owner) for part in step.visits}
         all_pairs = sum(plan.layout_of("q").rows(rank) * plan.layout.rows(owner) for rank, owner in visits) * plan.heads
         pairs = sum(plan.demand.pairs(rank, owner) for rank, owner in visits)
         return 0 if not pairs else 3 if pairs >= all_pairs else 2 if 2 * pairs >= all_pairs else 1

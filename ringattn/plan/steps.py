@@ -107,8 +107,9 @@ def make_parts(kind: Kind, owner: int, row_sets: RowSets) -> tuple[Part, ...]:
     return tuple([Part(kind, owner, row_set) for row_set in row_sets])
 
 
-#: What travels: in the backward or, where queries have a layout of their own, in both passes.
-ROTATE = ("auto", "keys", "queries")
+#: What travels, keys and values (pass-KV) or queries (pass-Q, arXiv:2411.01783): in the backward or, where queries have
+#: a layout of their own, in both passes.
+ROTATE = ("auto", "kv", "q")
 
 
 @dataclass(frozen=True)
@@ -197,4 +198,4 @@ def check_rotate(rotate: object) -> None:
     passes = rotate.split(", ") if isinstance(rotate, str) else []
     if len(passes) not in (1, 2) or not {*passes} <= {*ROTATE}:
         hint = did_you_mean(rotate, ROTATE) if isinstance(rotate, str) else ""
-        raise InvalidInput(f"rotate={rotate!r}: {hint}expected {', '.join(ROTATE)}, or two such as 'queries, keys'")
+        raise InvalidInput(f"rotate={rotate!r}: {hint}expected {', '.join(ROTATE)}, or two such as 'q, kv'")

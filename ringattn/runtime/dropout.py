@@ -22,9 +22,9 @@ def dropping_kernels(
 ) -> Callable[[Work, slice | None], Kernel]:
     """The kernel of each call of the visit of `rank` to `part`, for some of the `batch` elements; None is all."""
     ring_plan, owner = plan.ring_plan(rank)
-    by_queries = part.kind in ("q", "query")
-    local = Part("kv" if by_queries else "q", owner)
-    queries, keys = (part, local) if by_queries else (local, part)
+    passes_q = part.kind in ("q", "query")
+    local = Part("kv" if passes_q else "q", owner)
+    queries, keys = (part, local) if passes_q else (local, part)
     first = rank % plan.ulysses_size * ring_plan.heads
     (heads, rows), (kv_heads, columns) = (_places(ring_plan, x, device) for x in (queries, keys))
     assert kernel.dropout is not None and kernel.dropout.seed is not None

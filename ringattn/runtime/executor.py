@@ -114,7 +114,7 @@ def forward(
     """
     program = forward_program(job.plan, job.rank, job.kernel, q.device, keep=keep)
     run = PassTensors(program.memory, q.device, tags)
-    forward_ring = _forward_by_queries if program.rotates == "queries" else _forward_by_keys
+    forward_ring = _pass_q if program.rotates == "q" else _pass_kv
     if program.enter is None or program.leave is None:
         return (yield from forward_ring(job, program, run, q, k, v, out))
     q, k, v = yield from program.enter.perform(run, (q, k, v), "forward step 0, exchange of q, k and v")
@@ -166,7 +166,7 @@ def _sum_copies(gradient: Tensor, heads: int) -> Tensor:
     return gradient if gradient.size(1) == heads else gradient.unflatten(1, (heads, -1)).sum(2)
 
 
-def _forward_by_keys(
+def _pass_kv(
     job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
 ) -> Program[Forward]:
     """Blocks of keys and values come to the queries of this rank, whose rows are written as the plan deals them out."""
@@ -194,7 +194,7 @@ def _forward_by_keys(
     return Forward(*output.finish(program.empty, job.sinks), run.get(program.kept))
 
 
-def _forward_by_queries(
+def _pass_q(
     job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
 ) -> Program[Forward]:
     """Blocks of queries come to the keys of this rank, with their (out, lse) so far."""
@@ -234,7 +234,7 @@ def _backward_ring(
     grad, q, k, v, out = map(align_rows, (grad, *inputs, result.out))
     dq, dk, dv = make_sums(q, k, v)
     centre = Centre(job.kernel, q, k, job.scale)
-    if program.rotates == "queries":
+    if program.rotates == "q":
         assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
         # In place of delta queries travel with the factor of `times_unit`, unless there may be a gradient of lse, which
         # needs delta itself, or dO is rounded on its way.

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 BATCH_ROWS = 1 << 18
 #: By what rotates, and whether in a backward: the kinds of a rank's own blocks, and of the sums of its own rows.
 OWN: dict[tuple[str, bool], tuple[tuple[Kind, ...], tuple[Kind, ...]]] = {
-    ("keys", False): (("kv",), ()),
-    ("queries", False): (("query",), ("part",)),
-    ("keys", True): (("kv",), ("grad",)),
-    ("queries", True): (("q", "row"), ("dq",)),
+    ("kv", False): (("kv",), ()),
+    ("q", False): (("query",), ("part",)),
+    ("kv", True): (("kv",), ("grad",)),
+    ("q", True): (("q", "row"), ("dq",)),
 }
 
 
@@ -119,8 +119,8 @@ def _resolve(
     rank_plan = plan.for_rank(rank)
     steps = rank_plan.backward if backward else rank_plan.forward
     rotates = ring_plan.rotates if backward else ring_plan.forward_rotates
-    kept = rank_plan.kept if keep and rotates == "keys" else ()
-    is_output = not backward and rotates == "keys"  # the visits write the output of this rank
+    kept = rank_plan.kept if keep and rotates == "kv" else ()
+    is_output = not backward and rotates == "kv"  # the visits write the output of this rank
     planned: tuple[Sequence[Any], tuple[range, ...]] = (
         make_merge_plan(ring_plan, owner, kernel)
         if is_output
@@ -148,7 +148,7 @@ def _resolve(
                 if is_output:
                     numbers = state.block(block)
                     visits.append(Visit(recorder.collect(), block, numbers, parts=mine))
-                elif mine or rotates == "keys":
+                elif mine or rotates == "kv":
                     visits.append(_summing_visit(state, ring_plan, block, mine))
             written.append(RingStep(posts, tuple(visits), state.finish(index)))
         if exchanges_heads(plan):
@@ -181,7 +181,7 @@ def _list_works(plan: Plan, rank: int, kernel: Kernel, backward: bool) -> list[t
     """The calls of every visit of a pass that adds to sums."""
     kernel = kernel.for_backward() if backward else kernel
     rotates = plan.rotates if backward else plan.forward_rotates
-    demand = plan.query_demand if rotates == "queries" else plan.demand
+    demand = plan.query_demand if rotates == "q" else plan.demand
     steps = plan.for_rank(rank).backward if backward else plan.for_rank(rank).forward
     blocks = [block for step in steps for block in step.visits]
     return [tuple(kernel.calls_of(demand.joined_works(rank, block.owner, block.row_set))) for block in blocks]

@@ -60,7 +60,7 @@ CHOICES: dict[str, list[Any]] = {
     "kernel": ["auto", "reference", "aten_cuda"],
     "scale": [None, 1, 1.0, True, np.float32(1.0), -0.5, float("nan")],
     "deterministic": [False, True, 1, 0, np.bool_(True)],
-    "rotate": ["auto", "keys", "queries"],
+    "rotate": ["auto", "kv", "q"],
     "softcap": [None, 5.0],
     "machine": [None, "cpu", "cuda", "nowhere"],
     "comm_dtype": [None, "bfloat16", torch.bfloat16, "float16"],

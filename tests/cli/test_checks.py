@@ -33,7 +33,7 @@ from ringattn.simulator.reporting.console import ProgressLines, show_progress
 OTHERS: dict[str, Any] = {
     **{"pattern": PatternGroup("Full()"), "layout": LayoutGroup("contiguous"), "schedule": ScheduleGroup("ulysses(2)")},
     **{"tokens": 512, "shard": 32, "heads": 4, "kv_heads": 1, "dtype": "bfloat16", "comm_dtype": "bfloat16"},
-    **{"rotate": "keys", "slow": {1: 2.0}, "slow_links": {1: 50.0}, "stalls": [[1, 0, 0.5]], "solver": "events"},
+    **{"rotate": "kv", "slow": {1: 2.0}, "slow_links": {1: 50.0}, "stalls": [[1, 0, 0.5]], "solver": "events"},
     **{"machine.spec": "cuda", "machine.path": "m.yaml", "machine.jitter": 0.5, "machine.bandwidth": 1e4},
     **{"machine.deferred": False, "numerics.way": "all", "numerics.rows": 3, "numerics.spread": 1},
     **{"numerics.period": 37, "numerics.fault": "drop", "model.spec": "llama3_8b", "phase": "decode"},
@@ -111,7 +111,7 @@ def test_needs_are_met_where_they_say(tmp_path: Path) -> None:
     """The same settings beside what gives them a meaning change what is found."""
     failures = {"machine.mtbf": 1e6, "machine.checkpoint": 2e6, "machine.restart": 1.0, "passes": 10**8}
     for beside, key, value in (
-        ({"backward": True}, "rotate", "keys"),
+        ({"backward": True}, "rotate", "kv"),
         ({"machine.jitter": 0.3}, "seed", 5),
         (failures, "machine.restart", 4.0),
         (failures, "machine.checkpoint", 1e9),

@@ -241,11 +241,11 @@ class EventOracle:
 
     def _busy(self, rank: int, clock: int, owners: list[int]) -> float:
         plan, factor, (of_keys, of_queries) = self.plan, self.slow.get(rank, 1.0), self.layouts
-        turned = (plan.rotates if self.backward else plan.forward_rotates) == "queries"
+        passes_q = (plan.rotates if self.backward else plan.forward_rotates) == "q"
         place, first = rank // self.group, rank % self.group * self.heads
         visit = merge = 0.0
         for owner in owners:
-            queries, keys = (owner, place) if turned else (place, owner)
+            queries, keys = (owner, place) if passes_q else (place, owner)
             seen = self.mask[first : first + self.heads, self._positions(of_queries, queries)]
             seen = seen[:, :, self._positions(of_keys, keys)]
             visit += factor * self._kernel_seconds(rank, queries, keys, int(seen.sum()))

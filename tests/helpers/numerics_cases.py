@@ -23,7 +23,7 @@ PERIOD = 37
 
 
 def make(pattern: Pattern, tokens: int = 256, ranks: int = 8, **options: object) -> Plan:
-    chosen = {"schedule": "ring", "dtype": "float64", "head_dim": 8, "heads": 4, "kv_heads": 2, "rotate": "keys"}
+    chosen = {"schedule": "ring", "dtype": "float64", "head_dim": 8, "heads": 4, "kv_heads": 2, "rotate": "kv"}
     return ra.make_plan(pattern, tokens=tokens, ranks=ranks, **{**chosen, **options})  # type: ignore[arg-type]
 
 

@@ -78,7 +78,7 @@ def compare_with_virtual(
             for place, schedule in enumerate(schedules):
                 if (index + number + place) % 4:
                     continue
-                rotate = ("keys", "queries")[(index + number // 2) % 2]
+                rotate = ("kv", "q")[(index + number // 2) % 2]
                 dim = (16, 7, 20, 33)[cells % 4]  # rows that are no whole cache lines, too
                 case = make_case(TOKENS, *heads, getattr(torch, dtype), dim=dim, lse=True)
                 assert case.grad_lse is not None

@@ -112,6 +112,6 @@ def draw_rectangle(seed: int, *, cross: bool = False) -> Rectangle:
         "layout": name_layout(rng, keys, ranks),
         "q_layout": name_layout(rng, queries, ranks, first),
         "schedule": rng.choice(["ring", "direct", "allgather", *nodes, *ulysses]),
-        "rotate": rng.choice(["keys", "queries", "queries, keys", "keys, queries"]),
+        "rotate": rng.choice(["kv", "q", "q, kv", "kv, q"]),
     }
     return Rectangle(pattern, keys, queries, first, ranks, heads, options)

@@ -88,8 +88,8 @@ def test_rings_are_within_two_roundings_of_one_call(cpu: str, text: str) -> None
     limits = [error + 2 * ROUNDING for error in errors(run(one_call, inputs, torch.bfloat16), exact)]
     for options in (
         {"ranks": 1},
-        {"ranks": 4, "layout": "zigzag", "rotate": "keys"},
-        {"ranks": 4, "layout": "striped", "rotate": "queries"},
+        {"ranks": 4, "layout": "zigzag", "rotate": "kv"},
+        {"ranks": 4, "layout": "striped", "rotate": "q"},
         {"ranks": 8, "layout": "contiguous", "schedule": "direct"},
     ):
         found = errors(run(lambda *x, o=options: ra.virtual_attention(*x, text, **o), inputs, torch.bfloat16), exact)
@@ -102,7 +102,7 @@ def test_rings_are_within_two_roundings_of_one_call(cpu: str, text: str) -> None
 def test_messages_of_bf16_for_fp32_inputs(cpu: str) -> None:
     """The dtype of messages is not the dtype of visits."""
     q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
-    for rotate in ("keys", "queries"):
+    for rotate in ("kv", "q"):
         out = ra.virtual_attention(q, k, v, "Causal()", ranks=4, comm_dtype="bfloat16", rotate=rotate)
         exact = ra.virtual_attention(q, k, v, "Causal()", ranks=1)
         assert out.dtype == torch.float32 and (out - exact).norm() < 1e-2 * exact.norm()

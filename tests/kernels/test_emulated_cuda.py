@@ -57,7 +57,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "ranks": (2, 2, 3, 4),
     "layout": ("contiguous", "zigzag", "striped", "striped(4)", "balanced(5)"),
     "schedule": ("ring", "direct", "allgather", "ulysses(2)", "double_ring(2)"),
-    "rotate": ("keys", "queries", "queries, keys", "queries, queries"),
+    "rotate": ("kv", "q", "q, kv", "q, q"),
     "return_lse": (True, False),
     "cotangent": ("contiguous", "transposed", "expanded"),
     "inputs": ("contiguous", "heads last", "odd offset"),
@@ -489,7 +489,7 @@ def test_bad_numbers_on_emulated_ops(ops: EmulatedOps) -> None:
     documents = "Documents([9, 1, 14, 0, 16])"
     for text in ("Causal()", "Causal() & (Window(5) | Sinks(3))", f"Causal() & {documents}", documents):
         mask = torch.from_numpy(ra.parse_pattern(text).mask(40)[0] > 0)
-        for choice, rotate, which in itertools.product(("flash", "efficient"), ("keys", "queries"), range(4)):
+        for choice, rotate, which in itertools.product(("flash", "efficient"), ("kv", "q"), range(4)):
             q, k, v, grad = (torch.randn(1, 1, 40, 8, generator=torch.Generator().manual_seed(i)) for i in range(4))
             (q, k, v, grad)[which][0, 0, place, 3] = torch.nan
             rows = mask[:, place] if which in (1, 2) else torch.arange(40) == place

@@ -162,8 +162,8 @@ def test_rings_equal_dense_attention(ops: EmulatedOps, varlen: type, name: str, 
     truth = dense(case, torch.from_numpy(pattern.mask(40, heads=4)))
     for options in (
         {"ranks": 1},
-        {"ranks": 3, "layout": "zigzag", "rotate": "keys"},
-        {"ranks": 4, "layout": "striped", "rotate": "queries"},
+        {"ranks": 3, "layout": "zigzag", "rotate": "kv"},
+        {"ranks": 4, "layout": "striped", "rotate": "q"},
     ):
         found = solve(ra.virtual_attention, case, pattern, kernel=name, **options)
         assert max(errors(found, truth)) < 2e-5, (text, options)

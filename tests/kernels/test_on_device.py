@@ -51,7 +51,7 @@ def check(out: torch.Tensor, leaves: tuple[torch.Tensor, ...], case: Case, patte
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 def test_rings(pattern: ra.Pattern) -> None:
-    for layout, dim, rotate in (("contiguous", 64, "keys"), ("zigzag", 40, "queries"), ("striped", 128, "keys")):
+    for layout, dim, rotate in (("contiguous", 64, "kv"), ("zigzag", 40, "q"), ("striped", 128, "kv")):
         case = case_of(dim)
         leaves = case.leaves()
         out = ra.virtual_attention(*leaves, pattern, ranks=3, layout=layout, schedule="ring", rotate=rotate)

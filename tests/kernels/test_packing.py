@@ -135,7 +135,7 @@ def test_long_documents_and_other_heads_stay_alone() -> None:
     assert pack([apart, at(40, 41)]) == [apart, at(40, 41)], "never more calls"
 
 
-@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize("rotate", ["kv", "q"])
 @pytest.mark.parametrize(
     ("text", "layout"),
     [
@@ -154,7 +154,7 @@ def test_one_call_for_each_visit(ops: EmulatedOps, text: str, layout: str, rotat
     assert ops.calls.total() == 2 * backwards == 2 * visits and ops.packed >= 3
 
 
-@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize("rotate", ["kv", "q"])
 def test_gathered_calls_are_exact(ops: EmulatedOps, rotate: str) -> None:
     """A batch in several calls, grouped heads of which each has rows of its own, and the gradient of lse."""
     pattern = ra.parse_pattern("Dilated((32, 90), (1, 5), causal=True)")

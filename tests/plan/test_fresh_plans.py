@@ -27,7 +27,7 @@ def test_a_table_of_all_blocks_gives_the_steps_of_the_searches(layout: str, monk
         ranks, tokens = source.choice([2, 3, 5, 8]), source.choice([3, 31, 64, 200])
         pattern: Pattern = Causal() & pack(source, tokens)
         pattern = pattern & Window(9, 2) if index % 3 == 2 else pattern
-        rotate = ("keys", "queries", "auto")[index % 3]
+        rotate = ("kv", "q", "auto")[index % 3]
 
         def steps() -> list[object]:
             planner._plans.clear()

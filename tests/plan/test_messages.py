@@ -20,13 +20,13 @@ from ringattn.plan.steps import Part
 class Facts:
     """Who needs which rows of the blocks that rotate, from the dense mask alone."""
 
-    def __init__(self, plan: Plan, rotate: str = "keys") -> None:
+    def __init__(self, plan: Plan, rotate: str = "kv") -> None:
         self.plan, ranks = plan, range(plan.ranks)
         mask, at = plan.pattern.mask(plan.tokens, plan.heads) > 0, [plan.layout.positions(rank) for rank in ranks]
-        if rotate == "keys":
+        if rotate == "kv":
             mask = mask.reshape(plan.kv_heads, plan.heads // plan.kv_heads, plan.tokens, plan.tokens).any(1).mT
         #: Of a message, what arrives as it left, and what ranks add to.
-        self.blocks, self.sums = {"keys": (("kv",), "grad"), "queries": (("q", "row"), "dq")}[rotate]
+        self.blocks, self.sums = {"kv": (("kv",), "grad"), "q": (("q", "row"), "dq")}[rotate]
         #: [rank][owner of a block]: bool [heads of the block, rows]
         self.need = [[mask[:, at[s]][:, :, at[r]].any(2) for s in ranks] for r in ranks]
 
@@ -45,7 +45,7 @@ class Facts:
         return rows * 2 * self.plan.head_dim * 4
 
 
-def plan_of(case: tuple[Pattern, int, int, str], counts: tuple[int, int], schedule: str, rotate: str = "keys") -> Plan:
+def plan_of(case: tuple[Pattern, int, int, str], counts: tuple[int, int], schedule: str, rotate: str = "kv") -> Plan:
     pattern, tokens, ranks, layout = case
     heads, kv_heads = counts
     return make_plan(
@@ -54,7 +54,7 @@ def plan_of(case: tuple[Pattern, int, int, str], counts: tuple[int, int], schedu
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize("rotate", ["kv", "q"])
 @given(problems(), head_counts, st.data())
 def test_rows_are_held_before_they_are_used(
     rotate: str, case: tuple[Pattern, int, int, str], counts: tuple[int, int], data: st.DataObject
@@ -63,7 +63,7 @@ def test_rows_are_held_before_they_are_used(
     are not empty; every gradient comes home exactly once from every rank that it comes from."""
     plan = plan_of(case, counts, data.draw(st.sampled_from(schedules(case[2]))), rotate)
     ranks = range(plan.ranks)
-    for backward in (False, True) if rotate == "keys" else (True,):
+    for backward in (False, True) if rotate == "kv" else (True,):
         facts = Facts(plan, rotate)
         sent: dict[tuple[int, int, int], tuple[tuple[Part, ...], list[np.ndarray]]] = {}
         expected: dict[tuple[int, int, int], tuple[Part, ...]] = {}
@@ -148,8 +148,8 @@ def test_direct_sends_the_information_minimum(case: tuple[Pattern, int, int, str
 
 def test_direct_sends_each_query_row_once_to_each_rank_that_needs_it() -> None:
     for pattern in (Causal() & Window(40), Dilated((32, 64, 128), (1, 2, 4)), Documents([100, 412])):
-        plan = make_plan(pattern, tokens=512, ranks=8, layout="zigzag", schedule="direct", heads=4, rotate="queries")
-        facts = Facts(plan, "queries")
+        plan = make_plan(pattern, tokens=512, ranks=8, layout="zigzag", schedule="direct", heads=4, rotate="q")
+        facts = Facts(plan, "q")
         rows = sum(int(facts.need[r][s].sum()) for r in range(8) for s in range(8) if r != s)
         assert plan.bytes_sent(backward=True) == rows * (3 * plan.head_dim + 2) * 4
 
@@ -175,27 +175,27 @@ def test_the_ring_carries_what_somebody_further_on_needs(
     assert plan.bytes_sent() == facts.bytes(min(ways))
 
 
-@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize("rotate", ["kv", "q"])
 @given(problems(), head_counts, st.data())
 def test_works_on_a_cut_hold_the_pairs_of_its_rows(
     rotate: str, case: tuple[Pattern, int, int, str], counts: tuple[int, int], data: st.DataObject
 ) -> None:
     plan, (heads, kv_heads) = plan_of(case, counts, "ring"), counts
-    demand, layout = (plan.demand if rotate == "keys" else plan.query_demand), plan.layout
+    demand, layout = (plan.demand if rotate == "kv" else plan.query_demand), plan.layout
     rank, owner = (data.draw(st.integers(0, plan.ranks - 1)) for _ in range(2))
     first = data.draw(st.integers(0, rank))
     readers = (range(first, data.draw(st.integers(rank + 1, plan.ranks))),)
     mine, block = layout.positions(rank), layout.positions(owner)
-    queries, keys = (mine, block) if rotate == "keys" else (block, mine)
+    queries, keys = (mine, block) if rotate == "kv" else (block, mine)
     wanted = plan.pattern.mask(plan.tokens, heads)[:, queries][:, :, keys]
-    found, block_heads = np.zeros_like(wanted), kv_heads if rotate == "keys" else heads
+    found, block_heads = np.zeros_like(wanted), kv_heads if rotate == "kv" else heads
     for cut in demand.needed_rows(readers, owner):
         cut = RowSet(tuple(range(block_heads)), ((range(layout.rows(owner)),),)) if cut is ALL_ROWS else cut
         for work in demand.joined_works(rank, owner, cut):
             group = len(work.heads) // len(work.kv)
             for place, head in enumerate(work.heads):
                 kv, q, k = work.kv[place // group], np.arange(len(queries)), np.arange(len(keys))
-                if rotate == "keys":
+                if rotate == "kv":
                     kv = cut.heads[kv]
                     k = to_numbers(cut.rows_of(kv))
                 else:
@@ -313,11 +313,11 @@ def test_long_sequences_on_64_ranks() -> None:
 def test_what_is_kept_is_one_block_at_most() -> None:
     """In the causal ring all blocks end at the last rank, which keeps one and gets the others again."""
     for layout, schedule in (("contiguous", "ring"), ("zigzag", "ring"), ("zigzag", "direct")):
-        plan = make_plan(Causal(), tokens=512, ranks=8, layout=layout, schedule=schedule, rotate="keys")
+        plan = make_plan(Causal(), tokens=512, ranks=8, layout=layout, schedule=schedule, rotate="kv")
         kept = [sum(map(plan.part_bytes, plan.for_rank(rank).kept)) for rank in range(8)]
         assert 0 < max(kept) <= 64 * 128 * 4
     # A narrow window keeps all that it got: no K/V moves in the backward.
-    plan = make_plan(Causal() & Window(31), tokens=512, ranks=8, rotate="keys")
+    plan = make_plan(Causal() & Window(31), tokens=512, ranks=8, rotate="kv")
     assert plan.bytes_sent(backward=True) == plan.bytes_sent()
 
 

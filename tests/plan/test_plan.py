@@ -89,7 +89,7 @@ def test_edited_json_is_refused() -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_full_ring_bytes_do_not_depend_on_the_schedule(backward: bool) -> None:
-    sizes = dict(tokens=515, ranks=4, heads=8, kv_heads=4, head_dim=16, dtype="bfloat16", rotate="keys")
+    sizes = dict(tokens=515, ranks=4, heads=8, kv_heads=4, head_dim=16, dtype="bfloat16", rotate="kv")
     tensors = {False: 2 * 2, True: 2 * 2 + 2 * 4}[backward]  # bytes of k and v, and of their gradients in fp32
     expected = 3 * 515 * 4 * 16 * tensors
     for schedule in ("ring", "allgather", "ulysses(2, ring)", "ulysses(4, ring)"):
@@ -113,7 +113,7 @@ def test_window_reaches_one_neighbour() -> None:
 
 
 def test_dense_ring_and_its_backward() -> None:
-    plan = make_plan(Full(), tokens=512, ranks=8, head_dim=16, dtype="bfloat16", rotate="keys")
+    plan = make_plan(Full(), tokens=512, ranks=8, head_dim=16, dtype="bfloat16", rotate="kv")
     block = 64 * 32 * 2
     assert plan.bytes_sent() == 8 * 7 * block
     # From the block that the forward ended with: P-2 hops of K/V, P-1 of fp32 dK/dV, none exposed.

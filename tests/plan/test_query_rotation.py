@@ -54,22 +54,22 @@ def test_bytes_of_a_dense_backward(schedule: str) -> None:
     options = {"tokens": 512, "ranks": 8, "head_dim": 16, "value_dim": 24, "dtype": "bfloat16", "schedule": schedule}
     plan = make_plan(Full(), heads=8, **options)
     hops = 7 * 512 * 8
-    assert plan.rotates == "queries" and all(not plan.for_rank(rank).kept for rank in range(8))
+    assert plan.rotates == "q" and all(not plan.for_rank(rank).kept for rank in range(8))
     assert plan.bytes_sent(backward=True) == hops * ((16 + 24) * 2 + 16 * 4 + 2 * 4)
     assert plan.bytes_sent(backward=True) == plan.full_ring_bytes(backward=True)
-    by_keys = make_plan(Full(), heads=8, rotate="keys", **options)
+    by_keys = make_plan(Full(), heads=8, rotate="kv", **options)
     assert plan.bytes_sent(backward=True) < by_keys.bytes_sent(backward=True)
     shared = make_plan(Full(), heads=8, kv_heads=1, **options)
-    assert shared.rotates == "keys"
-    assert make_plan(Full(), heads=8, comm_dtype="bfloat16", **options).rotates == "keys"
+    assert shared.rotates == "kv"
+    assert make_plan(Full(), heads=8, comm_dtype="bfloat16", **options).rotates == "kv"
 
 
 def test_rotate_is_an_input_of_the_plan() -> None:
-    plans = [make_plan(Causal(), tokens=64, ranks=4, heads=2, rotate=rotate) for rotate in ("auto", "keys", "queries")]
+    plans = [make_plan(Causal(), tokens=64, ranks=4, heads=2, rotate=rotate) for rotate in ("auto", "kv", "q")]
     assert len({plan.hash for plan in plans}) == 3
     for plan in plans:
         assert Plan.from_json(plan.to_json()) == plan and json.loads(plan.to_json())["rotate"] == plan.rotate
-    with pytest.raises(InvalidInput, match=r"did you mean 'queries'.*expected auto, keys, queries"):
+    with pytest.raises(InvalidInput, match=r"rotate='querys': expected auto, kv, q, or two such as 'q, kv'"):
         make_plan(Causal(), tokens=64, ranks=4, rotate="querys")
     x = torch.zeros(1, 1, 8, 8)
     with pytest.raises(InvalidInput, match="rotate=3: expected str"):
@@ -79,11 +79,11 @@ def test_rotate_is_an_input_of_the_plan() -> None:
 
 
 def test_members_of_ulysses_groups_choose_for_themselves() -> None:
-    for kv_heads, rotates in ((8, "queries"), (2, "keys")):
+    for kv_heads, rotates in ((8, "q"), (2, "kv")):
         plan = make_plan(Full(), tokens=64, ranks=8, schedule="ulysses(2)", heads=8, kv_heads=kv_heads)
         assert plan.rotates == plan.ring_plan(1)[0].rotates == rotates
         kinds = {part.kind for step in plan.for_rank(1).backward for hop in step.sends for part in hop.parts}
-        assert ("dq" in kinds) == (rotates == "queries")
+        assert ("dq" in kinds) == (rotates == "q")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -114,10 +114,10 @@ def test_rounded_queries_are_exact_up_to_their_rounding() -> None:
     case = make_case(96, 2, 2, torch.float32, batch=1, dim=8)
     oracle = dense(case, torch.from_numpy(Causal().mask(96, 2)))
     q, k, v = case.leaves()
-    out = ra.virtual_attention(q, k, v, Causal(), ranks=4, comm_dtype="bfloat16", rotate="queries")
+    out = ra.virtual_attention(q, k, v, Causal(), ranks=4, comm_dtype="bfloat16", rotate="q")
     grads = torch.autograd.grad(out, (q, k, v), case.grad)
     assert 1e-6 < max(errors(Result(out, oracle.lse, grads), oracle)) < 0.02
-    plan = make_plan(Causal(), tokens=96, ranks=4, heads=2, head_dim=8, comm_dtype="bfloat16", rotate="queries")
+    plan = make_plan(Causal(), tokens=96, ranks=4, heads=2, head_dim=8, comm_dtype="bfloat16", rotate="q")
     part = Part("row", 1)
     assert plan.part_dtype(part.kind) == "float32" and plan.part_bytes(part) == 24 * 2 * 2 * 4
     assert plan.part_bytes(Part("q", 1)) == 24 * 2 * 16 * 2 and plan.part_bytes(Part("dq", 1)) == 24 * 2 * 8 * 2
@@ -132,7 +132,7 @@ def test_only_some_ranks_may_use_the_gradient_of_lse() -> None:
     oracle = dense(case, torch.from_numpy(Causal().mask(60, 2)))
     for schedule in ("ring", "direct", "allgather", "double_ring(2)"):
         q, k, v = case.leaves()
-        options = {"ranks": 4, "schedule": schedule, "rotate": "queries", "return_lse": True}
+        options = {"ranks": 4, "schedule": schedule, "rotate": "q", "return_lse": True}
         out, lse = ra.virtual_attention(q, k, v, Causal(), **options)
         grads = torch.autograd.grad((out, lse), (q, k, v), (case.grad, case.grad_lse))
         assert max(errors(Result(out, lse, grads), oracle)) <= 1e-12
@@ -146,16 +146,14 @@ def test_parts_of_a_message_are_aligned_whatever_the_sizes(ranks: int, dim: int)
     wanted = [x.requires_grad_() for x in (q, k, v)]
     truth = torch.autograd.grad(ra.attention(*wanted, Causal()).sum(), wanted)
     for schedule in ("ring", "direct"):
-        out = ra.virtual_attention(
-            *wanted, Causal(), ranks=ranks, schedule=schedule, rotate="queries", comm_dtype="bfloat16"
-        )
+        out = ra.virtual_attention(*wanted, Causal(), ranks=ranks, schedule=schedule, rotate="q", comm_dtype="bfloat16")
         for a, b in zip(torch.autograd.grad(out.sum(), wanted), truth, strict=True):
             assert (a - b).abs().max() <= 0.05 * b.abs().max()
 
 
 def test_parts_that_kernels_read_in_place_begin_at_multiples_of_16_bytes() -> None:
     plan = ra.make_plan(
-        Full(), tokens=21, ranks=3, heads=3, kv_heads=3, head_dim=8, dtype="bfloat16", schedule="ring", rotate="queries"
+        Full(), tokens=21, ranks=3, heads=3, kv_heads=3, head_dim=8, dtype="bfloat16", schedule="ring", rotate="q"
     )
     sent = {hop.parts for step in plan.for_rank(1).backward for hop in step.sends}
     assert any({"q", "row"} <= {part.kind for part in parts} for parts in sent)

@@ -46,15 +46,15 @@ def test_auto_takes_the_way_with_fewer_bytes(name: str) -> None:
                 PATTERNS[name], tokens=TOKENS, ranks=ranks, layout=layout, schedule=schedule, heads=heads,
                 kv_heads=kv_heads, head_dim=8, rotate=rotate,
             )
-            for rotate in ("auto", "keys", "queries")
+            for rotate in ("auto", "kv", "q")
         )  # fmt: skip
         inner = auto._rotation.keys.ranks_per_node
         counted = tuple((between_nodes(plan, inner), plan.bytes_sent(backward=True)) for plan in (keys, queries))
         found = auto._rotation.count_bytes()
         assert found == counted, f"{ranks} ranks, {layout}, {schedule}: {found} is not {counted}"
-        assert auto.rotates == ("queries" if counted[1] < counted[0] else "keys")
+        assert auto.rotates == ("q" if counted[1] < counted[0] else "kv")
         assert auto.bytes_sent() == keys.bytes_sent() == queries.bytes_sent()
-        chosen = keys if auto.rotates == "keys" else queries
+        chosen = keys if auto.rotates == "kv" else queries
         assert all(auto.for_rank(rank) == chosen.for_rank(rank) for rank in (0, ranks // 2))
 
 
@@ -65,7 +65,7 @@ def test_above_the_ranks_that_are_counted_the_way_is_the_same(name: str, schedul
     ranks = EXACT + EXACT // 2
     for heads, kv_heads in ((2, 2), (2, 1)) if name == "window" else ((2, 1),):
         options = {"tokens": 8 * ranks, "ranks": ranks, "schedule": schedule, "heads": heads, "kv_heads": kv_heads}
-        plans = [make_plan(PATTERNS[name], rotate=way, **options) for way in ("keys", "queries")]  # type: ignore[arg-type]
+        plans = [make_plan(PATTERNS[name], rotate=way, **options) for way in ("kv", "q")]  # type: ignore[arg-type]
         sent = [plan.bytes_sent(backward=True) for plan in plans]
         auto = make_plan(PATTERNS[name], **options)  # type: ignore[arg-type]
-        assert auto.rotates == ("queries" if sent[1] < sent[0] else "keys"), sent
+        assert auto.rotates == ("q" if sent[1] < sent[0] else "kv"), sent

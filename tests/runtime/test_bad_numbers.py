@@ -16,9 +16,9 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"ranks": 1, "kernel": "reference"},
     {"ranks": 1},
     {"ranks": 2, "schedule": "ulysses(2)"},
-    {"ranks": 4, "layout": "zigzag", "schedule": "direct", "rotate": "keys"},
-    {"ranks": 6, "schedule": "ring", "rotate": "queries"},
-    {"ranks": 6, "schedule": "ring", "rotate": "keys"},
+    {"ranks": 4, "layout": "zigzag", "schedule": "direct", "rotate": "kv"},
+    {"ranks": 6, "schedule": "ring", "rotate": "q"},
+    {"ranks": 6, "schedule": "ring", "rotate": "kv"},
     {"stream": "host", "chunk": 7, "device": "cpu"},
 )
 PATTERNS: tuple[Pattern, ...] = (Causal(), Full(), Documents([8] * 6), Window(5, 2), local_window(1, blocks=0))
@@ -48,7 +48,7 @@ def test_every_row_that_sees_a_nan_is_nan(pattern: Pattern, which: str) -> None:
             assert x[0, 1].isnan().any(-1)[wanted].all(), way
 
 
-@pytest.mark.parametrize("keys", [1, 3, 15, 16, 17, 520])
+@pytest.mark.parametrize("kv", [1, 3, 15, 16, 17, 520])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("which", ["q", "k"])
 def test_rows_whose_logits_are_all_nan(which: str, keys: int, dtype: torch.dtype) -> None:

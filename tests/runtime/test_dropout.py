@@ -113,14 +113,14 @@ PATTERNS: dict[str, Pattern] = {
 }
 #: Ranks, layout, schedule, and what rotates.
 RINGS = (
-    (1, "contiguous", "ring", "keys"),
-    (2, "zigzag", "ring", "queries"),
-    (2, "striped", "ulysses(2)", "keys"),
-    (3, "balanced(5)", "direct", "keys"),
-    (3, "striped(4)", "direct", "queries"),
-    (4, "contiguous", "double_ring(2)", "keys"),
-    (4, "zigzag", "allgather", "queries"),
-    (4, "striped(2)", "ulysses(2)", "queries"),
+    (1, "contiguous", "ring", "kv"),
+    (2, "zigzag", "ring", "q"),
+    (2, "striped", "ulysses(2)", "kv"),
+    (3, "balanced(5)", "direct", "kv"),
+    (3, "striped(4)", "direct", "q"),
+    (4, "contiguous", "double_ring(2)", "kv"),
+    (4, "zigzag", "allgather", "q"),
+    (4, "striped(2)", "ulysses(2)", "q"),
 )
 factors_of = cache(dense_factors)
 
@@ -153,7 +153,7 @@ def test_equals_a_dense_softmax_whatever_the_ranks(name: str) -> None:
         check(solve(ra.virtual_attention, make_case(), PATTERNS[name], **options), truth(name))
 
 
-@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize("rotate", ["kv", "q"])
 def test_with_padding_sinks_and_softcap(rotate: str) -> None:
     case, mask = make_case(), torch.zeros(BATCH, TOKENS, dtype=torch.bool)
     mask[0, :5], mask[1, -4:] = True, True  # the first rows of element 0 see nothing but a sink
@@ -172,7 +172,7 @@ def test_with_padding_sinks_and_softcap(rotate: str) -> None:
 def test_narrow_numbers(dtype: torch.dtype, comm_dtype: str | None, tolerance: float) -> None:
     case = make_case(dtype)
     expected = dense(case, torch.from_numpy(PATTERNS["causal"].mask(TOKENS, HEADS)), factors=factors_of(DROPOUT))
-    for rotate in ("keys", "queries"):
+    for rotate in ("kv", "q"):
         options = {"ranks": 3, "rotate": rotate, "comm_dtype": comm_dtype, "dropout": DROPOUT}
         check(solve(ra.virtual_attention, case, Causal(), **options), expected, tolerance)
 

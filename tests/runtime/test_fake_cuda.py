@@ -125,7 +125,7 @@ class Ring:
 #: change makes fewer.
 RINGS = {
     "causal": Ring(ra.Causal(), 14, 19.5),
-    "causal, queries travel": Ring(ra.Causal(), 14, 29.25, options={"rotate": "queries"}),
+    "causal, queries travel": Ring(ra.Causal(), 14, 29.25, options={"rotate": "q"}),
     "causal, gradient of lse": Ring(ra.Causal(), 14, 25.25, lse=True),
     "documents": Ring(ra.Documents((1500, 500, 96, 2000)) & ra.Causal(), 15.25, 17.75),
     "dilated": Ring(ra.Dilated((1024, 4096), (1, 4)), 28.25, 30.75),
@@ -139,7 +139,7 @@ WITH_INDICES = ("index lists", "ulysses", "documents", "dilated", "block mask")
 
 def run(ring: Ring) -> tuple[int, Recorder, Recorder]:
     """The visits of a rank, and the records of its forward and its backward."""
-    settings: dict[str, Any] = {"layout": "zigzag", "schedule": "ring", "rotate": "keys", **ring.options}
+    settings: dict[str, Any] = {"layout": "zigzag", "schedule": "ring", "rotate": "kv", **ring.options}
     plan = make_plan(
         ring.pattern, tokens=4096, ranks=RANKS, heads=HEADS, head_dim=DIM, dtype="bfloat16", batch=1, **settings
     )

@@ -42,13 +42,13 @@ def watched(job: Any, program: Any, run: Any, name: str, compute: Callable[[Visi
         flying.append(reply) if isinstance(request, Post) else flying.remove(request.ticket)
 
 
-@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize("rotate", ["kv", "q"])
 @pytest.mark.parametrize("schedule", ["ring", "direct", "double_ring(2)", "allgather", "ulysses(2, ring)"])
 def test_a_ring_in_order_has_the_bits_of_the_executor(
     schedule: str, rotate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = make_case(TOKENS, 4, 2, torch.float32, lse=True)
-    for pattern, moved in product(PATTERNS, (False, True) if rotate == "queries" else (False,)):
+    for pattern, moved in product(PATTERNS, (False, True) if rotate == "q" else (False,)):
         options = {"ranks": RANKS, "layout": "zigzag", "schedule": schedule, "rotate": rotate}
         options |= {"q_layout": "shifted(zigzag, 0)"} if moved else {}  # the forward rotates as the backward does
         found = []

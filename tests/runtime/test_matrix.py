@@ -49,7 +49,7 @@ SCHEDULES: tuple[dict[int, str], ...] = (
 
 
 #: What rotates in the backward changes from number of ranks to number of ranks, and with the pattern and heads.
-ROTATE = ("auto", "keys", "queries")
+ROTATE = ("auto", "kv", "q")
 
 
 def fitting(schedule: str, heads: tuple[int, int]) -> str:
@@ -133,7 +133,7 @@ def test_kernels_and_value_dims(name: str, kernel: str) -> None:
     for turn, value_dim in enumerate((16, 8, 20), first):
         case = make_case(TOKENS, 4, 2, torch.float64, value_dim=value_dim, lse=True)
         oracle = truth_of(case, PATTERNS[name])
-        options = {"ranks": 3, "layout": "zigzag", "kernel": kernel, "rotate": ("keys", "queries")[turn % 2]}
+        options = {"ranks": 3, "layout": "zigzag", "kernel": kernel, "rotate": ("kv", "q")[turn % 2]}
         found = solve(ra.virtual_attention, case, PATTERNS[name], **options)
         assert max(errors(found, oracle)) <= 1e-12
         same_lse(found.lse, oracle.lse, 1e-12)
@@ -157,7 +157,7 @@ def test_odd_lengths_and_scales(tokens: int, scale: float) -> None:
 )
 def test_copies_of_key_value_heads(heads: tuple[int, int], ranks: int, schedule: str) -> None:
     """Ulysses groups of more ranks than key/value heads: the gradients of all copies of a head are added."""
-    for dtype, rotate in ((torch.float64, "keys"), (torch.float64, "queries"), (torch.bfloat16, "auto")):
+    for dtype, rotate in ((torch.float64, "kv"), (torch.float64, "q"), (torch.bfloat16, "auto")):
         case, oracle, allowed = truth("hidden-rows", heads, dtype)
         options = {"ranks": ranks, "layout": "zigzag", "schedule": schedule, "rotate": rotate}
         found = errors(solve(ra.virtual_attention, case, PATTERNS["hidden-rows"], **options), oracle)

@@ -25,7 +25,7 @@ def inputs(tokens: int = 96, heads: int = 2, dtype: torch.dtype = torch.float32)
     return [torch.randn(1, heads, tokens, 16, generator=source).to(dtype).requires_grad_() for _ in range(3)]
 
 
-@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize("rotate", ["kv", "q"])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_message_buffers_are_those_of_the_model(ranks: int, rotate: str) -> None:
     """What a rank takes for messages is what the model of memory says, but for the rounding of sizes."""

@@ -41,10 +41,10 @@ def module(x: Leaves) -> torch.Tensor:
 
 CALLS: dict[str, Callable[[Leaves], torch.Tensor]] = {
     "one device": lambda x: ra.attention(*x, ra.dilated_blocks(4, offsets=(2, 5))),
-    "ring": virtual("ring", "keys", "contiguous"),
-    "ring, queries": virtual("ring", "queries", "zigzag"),
-    "direct": virtual("direct", "keys", "striped"),
-    "ulysses": virtual("ulysses(2)", "keys", "contiguous"),
+    "ring": virtual("ring", "kv", "contiguous"),
+    "ring, queries": virtual("ring", "q", "zigzag"),
+    "direct": virtual("direct", "kv", "striped"),
+    "ulysses": virtual("ulysses(2)", "kv", "contiguous"),
     "stream": lambda x: ra.attention(*x, Causal(), stream="host", chunk=7, device="cpu"),
     "module": module,
 }

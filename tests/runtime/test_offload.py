@@ -53,7 +53,7 @@ PATTERNS: tuple[Pattern, ...] = (
 def attend(case: Case, pattern: Pattern, **options) -> Result:  # type: ignore[no-untyped-def]
     """Streamed by the CPU, unless `ranks` asks for virtual ranks."""
     if "ranks" in options:
-        found = solve(ra.virtual_attention, case, pattern, schedule="direct", rotate="keys", **options)
+        found = solve(ra.virtual_attention, case, pattern, schedule="direct", rotate="kv", **options)
     else:
         found = solve(ra.attention, case, pattern, **{"stream": "host", "device": "cpu", **options})
     assert all(x.device.type == "cpu" for x in (found.out, found.lse, *found.grads))

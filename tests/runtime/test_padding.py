@@ -45,7 +45,7 @@ def run(case: Case, pattern: Pattern, mask: torch.Tensor, **options) -> Result: 
 def test_equals_the_oracle(pattern: Pattern, ranks: int, layout: str, lse: bool) -> None:
     case, mask = make_case(TOKENS, 4, 2, torch.float64, batch=4, dim=8, lse=lse), padding()
     truth = wanted(case, pattern, mask)
-    for schedule, rotate in (("ring", "keys"), ("direct", "queries"), ("allgather", "keys"), ("ring", "queries")):
+    for schedule, rotate in (("ring", "kv"), ("direct", "q"), ("allgather", "kv"), ("ring", "q")):
         found = run(case, pattern, mask, ranks=ranks, layout=layout, schedule=schedule, rotate=rotate)
         assert max(errors(found, truth)) <= 1e-12
         same_lse(found.lse, truth.lse, 1e-12)

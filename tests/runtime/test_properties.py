@@ -26,7 +26,7 @@ from ringattn.transport.base import Message, Post, Wait
 from ringattn.transport.virtual import VirtualRanks
 
 SCHEDULES = st.sampled_from(["ring", "direct", "allgather", "double_ring", "ulysses"])
-ROTATE = st.sampled_from(["auto", "keys", "queries"])
+ROTATE = st.sampled_from(["auto", "kv", "q"])
 Problem = tuple[Pattern, int, int, str]
 
 
@@ -93,7 +93,7 @@ def test_bytes_counted_are_the_bytes_planned(problem: Problem, schedule: str, ro
             Causal() & ra.local_window(4, blocks=1),
         ]
     ),
-    st.sampled_from(["keys", "queries"]),
+    st.sampled_from(["kv", "q"]),
 )
 @settings(max_examples=60)
 def test_the_future_never_changes_the_past(
@@ -118,7 +118,7 @@ def test_the_future_never_changes_the_past(
         assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize("rotate", ["kv", "q"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_repeated_runs_are_bitwise_equal(deterministic: bool, rotate: str) -> None:
     case = make_case(200, 4, 2, torch.bfloat16)
@@ -178,7 +178,7 @@ def test_only_two_receive_buffers_per_rank() -> None:
     assert len(program.memory.stores) == 1 and 2 * message <= program.memory.stores[0] < 3 * message
 
 
-@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize("rotate", ["kv", "q"])
 def test_gradients_of_lse_alone_and_of_nothing(rotate: str) -> None:
     case = make_case(40, 2, 2, torch.float64, lse=True)
     q, k, v = case.leaves()
@@ -191,7 +191,7 @@ def test_gradients_of_lse_alone_and_of_nothing(rotate: str) -> None:
     assert max(errors(Result(out, lse, found), Result(out.double(), lse, zero.grads))) <= 1e-12
 
 
-@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize("rotate", ["kv", "q"])
 @pytest.mark.parametrize("pattern", [Causal(), Window(30, 20)])
 def test_keys_that_share_a_large_part(pattern: Pattern, rotate: str) -> None:
     """Logits of 374 and more or less: gradients in fp32 are as exact as in one call of torch, on however many ranks."""
@@ -240,7 +240,7 @@ def test_double_backward_is_refused(kind: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True)), "the first derivative is right"
 
 
-@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize("rotate", ["kv", "q"])
 def test_backward_twice_over_a_kept_graph(rotate: str) -> None:
     case = make_case(40, 2, 1, torch.float64)
     q, k, v = case.leaves()
@@ -259,7 +259,7 @@ def test_any_strides_are_taken() -> None:
     assert torch.equal(ra.virtual_attention(*shifted, Causal(), ranks=3), plain)
 
 
-@given(problems(), SCHEDULES, st.sampled_from(["keys", "queries"]))
+@given(problems(), SCHEDULES, st.sampled_from(["kv", "q"]))
 @settings(max_examples=25)
 def test_what_travels_may_be_rounded(problem: Problem, schedule: str, rotate: str) -> None:
     """In bf16 fewer bytes are sent, as planned, and results differ by the rounding of what was sent, no more."""
@@ -277,7 +277,7 @@ def test_what_travels_may_be_rounded(problem: Problem, schedule: str, rotate: st
     assert sent[1] <= sent[0] and (sent[1] < sent[0] or not sent[0] or "ulysses" in schedule)
     # A gradient of nothing is what rounded gradients of out, against their exact sums, leave of numbers of this size.
     largest = max((float(x.detach().abs().max()) for x in results[0] if x.numel()), default=0.0)
-    size = largest if rotate == "queries" else 0.0
+    size = largest if rotate == "q" else 0.0
     for exact, rounded in zip(*results, strict=True):
         bound = 0.02 * max(size, float(exact.detach().abs().max())) if exact.numel() else 0.0
         assert (exact - rounded).abs().max() <= bound + 1e-6 * max(1.0, largest) if exact.numel() else True

@@ -112,7 +112,7 @@ def test_queries_may_travel_in_the_forward_of_a_square(schedule: str) -> None:
     for layout in ("zigzag", "contiguous", "striped(2)"):
         options: dict[str, Any] = {"ranks": 4, "layout": layout, "schedule": schedule}
         truth = solve(ra.virtual_attention, case, Causal() & Window(9), **options)
-        found = solve(ra.virtual_attention, case, Causal() & Window(9), rotate="queries, keys", **options)
+        found = solve(ra.virtual_attention, case, Causal() & Window(9), rotate="q, kv", **options)
         assert max(errors(found, truth)) <= 1e-12
 
 
@@ -121,7 +121,7 @@ def test_what_travels_is_never_rounded_with_queries(layout: str) -> None:
     """Queries and (out, lse) keep their dtype with a comm_dtype, so that the result is bit for bit that without one."""
     case = make_case(32, 2, 2, torch.float32)
     options: dict[str, Any] = {"ranks": 4, "layout": layout, "q_layout": "striped(4)", "schedule": "ring"}
-    both = [ra.virtual_attention(*case.inputs, Causal(), rotate="queries", comm_dtype=d, **options)
+    both = [ra.virtual_attention(*case.inputs, Causal(), rotate="q", comm_dtype=d, **options)
             for d in (None, "bfloat16")]  # fmt: skip
     assert torch.equal(*both)
 
@@ -135,7 +135,7 @@ def test_the_bytes_of_a_chunk_are_those_of_the_formulas(cache: int, chunk: int, 
     sizes: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "schedule": "ring"}
     layout, q_layout = f"joined(zigzag[{cache}], shifted(zigzag, {cache})[{chunk}])", f"shifted(zigzag, {cache})"
     sides: dict[str, Any] = {"tokens": cache + chunk, "q_tokens": chunk, "layout": layout, "q_layout": q_layout}
-    by_keys, by_queries = (ra.make_plan(Causal(), ranks=8, rotate=x, **sides, **sizes) for x in ("keys", "queries"))
+    by_keys, by_queries = (ra.make_plan(Causal(), ranks=8, rotate=x, **sides, **sizes) for x in ("kv", "q"))
     assert by_keys.bytes_sent() == pytest.approx(keys, rel=5e-4) and by_keys.messages() == 7 * 8
     assert by_queries.bytes_sent() == 7 * chunk * 32 * (128 * 2 + 129 * 4) == pytest.approx(queries, rel=5e-4)
 
@@ -152,12 +152,12 @@ def test_equal_layouts_are_a_square() -> None:
 @pytest.mark.parametrize("q_layout", ["zigzag", "striped"])
 def test_rotate_is_for_both_passes_with_a_layout_of_queries(q_layout: str) -> None:
     """Also where the layout of the queries is that of the keys; without it, for the backward alone."""
-    sizes: dict[str, Any] = {"tokens": 24, "ranks": 3, "layout": "zigzag", "rotate": "queries"}
+    sizes: dict[str, Any] = {"tokens": 24, "ranks": 3, "layout": "zigzag", "rotate": "q"}
     for schedule in ("ring", "auto"):
         plan = ra.make_plan(Causal(), q_layout=q_layout, schedule=schedule, **sizes)
-        assert (plan.forward_rotates, plan.rotates) == ("queries", "queries")
+        assert (plan.forward_rotates, plan.rotates) == ("q", "q")
         square = ra.make_plan(Causal(), schedule=schedule, **sizes)
-        assert (square.forward_rotates, square.rotates) == ("keys", "queries")
+        assert (square.forward_rotates, square.rotates) == ("kv", "q")
         machine = ra.Machine(flops=1e9, latency=0.0, bandwidth=1e9)
         assert ra.predict(plan, machine).seconds == ra.simulate(plan, machine).seconds
 
@@ -165,7 +165,7 @@ def test_rotate_is_for_both_passes_with_a_layout_of_queries(q_layout: str) -> No
 def test_a_picture_shows_the_pairs_of_travelling_queries() -> None:
     """All queries see all keys of ranks 0 and 1, half of them all of rank 2; blocks of two ways share a step."""
     sizes: dict[str, Any] = {"tokens": 32, "ranks": 4, "layout": "contiguous", "schedule": "ring"}
-    plan = ra.make_plan(Causal(), q_layout="shifted(contiguous, 16)", q_tokens=16, rotate="queries", **sizes)
+    plan = ra.make_plan(Causal(), q_layout="shifted(contiguous, 16)", q_tokens=16, rotate="q", **sizes)
     lines = [line.split()[2:] for line in plan.picture(ascii=True, width=100).splitlines()[1:5]]
     assert [sum("#" in cell for cell in line) for line in lines] == [3, 3, 1, 0]
 
@@ -295,7 +295,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(InvalidInput, match="first=2"):
         ra.attention(q, k, k, Causal(), first=2, stream="host")
     with pytest.raises(InvalidInput, match="expected auto, keys, queries, or two such as"):
-        ra.make_plan(Causal(), tokens=8, ranks=2, rotate="keys, values")
+        ra.make_plan(Causal(), tokens=8, ranks=2, rotate="kv, v")
     with pytest.raises(InvalidInput, match="q_tokens=3 are not the tokens of the keys"):
         ra.make_plan(Causal(), tokens=8, q_tokens=3, ranks=2)
     with pytest.raises(Unsupported, match="selects blocks of one sequence only"):

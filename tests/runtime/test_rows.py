@@ -23,9 +23,9 @@ CASES: dict[str, tuple[Pattern, int, dict[str, Any]]] = {
         {"layout": "striped", "schedule": "auto"},
     ),
     "union": (ROWS | (Causal() & Window(2)), 2, {"layout": "striped(3)", "schedule": "allgather"}),
-    "no order": (ROWS, 4, {"layout": "balanced", "schedule": "double_ring(2)", "rotate": "queries"}),
+    "no order": (ROWS, 4, {"layout": "balanced", "schedule": "double_ring(2)", "rotate": "q"}),
     "ulysses": (Causal() & ROWS, 4, {"layout": "zigzag", "schedule": "ulysses(2, ring)"}),
-    "mix": (ra.mix(Causal() & ROWS, Window(2)), 2, {"layout": "zigzag", "rotate": "keys"}),
+    "mix": (ra.mix(Causal() & ROWS, Window(2)), 2, {"layout": "zigzag", "rotate": "kv"}),
 }
 
 

@@ -30,8 +30,8 @@ def make(dtype: torch.dtype) -> tuple[Case, torch.Tensor]:
     ("ranks", "dtype", "cap", "sinks", "padded", "more"),
     [
         (1, torch.float64, 1.5, True, False, {}),
-        (3, torch.float64, None, True, True, {"rotate": "queries"}),
-        (4, torch.float64, 1.5, False, True, {"rotate": "keys"}),
+        (3, torch.float64, None, True, True, {"rotate": "q"}),
+        (4, torch.float64, 1.5, False, True, {"rotate": "kv"}),
         (4, torch.float64, None, True, True, {"schedule": "ulysses(2)", "scale": -0.3}),
         (3, torch.float32, 1.5, True, True, {}),
         (2, torch.bfloat16, 3.0, True, False, {}),

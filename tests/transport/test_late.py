@@ -140,7 +140,7 @@ def test_late_messages_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, forward and backward; and the executor posts what is planned."""
     for index, pattern in enumerate(PATTERNS):
         for number, (schedule, layout) in enumerate(product(SCHEDULES, LAYOUTS)):
-            rotate, comm_dtype = ("keys", "queries")[(index + number // 2) % 2], (None, "bfloat16")[index % 2]
+            rotate, comm_dtype = ("kv", "q")[(index + number // 2) % 2], (None, "bfloat16")[index % 2]
             options = {"layout": layout, "schedule": schedule, "rotate": rotate, "comm_dtype": comm_dtype}
             wanted = call(pattern, **options)
             with monkeypatch.context() as patch:

@@ -96,7 +96,7 @@ def test_messages_meet_in_order(record: Recorder) -> None:
         for place, schedule in enumerate(SCHEDULES):
             for number, layout in enumerate(LAYOUTS):
                 ranks = (4, 6, 8, 3)[(index + place + number) % (4 if schedule in ODD else 3)]
-                rotate = ("keys", "queries")[(index // 2 + place + number) % 2]
+                rotate = ("kv", "q")[(index // 2 + place + number) % 2]
                 plan = plan_of(pattern, ranks, schedule, layout, rotate)
                 for backward in (False, True):
                     found = record(plan, backward)
@@ -118,7 +118,7 @@ def test_a_step_is_one_batch_unless_some_may_take_longer() -> None:
 def test_two_posts_in_another_order_are_caught(record: Recorder) -> None:
     swapped = 0
     for ranks, schedule, backward in product((4, 6), SCHEDULES, (False, True)):
-        found = record(plan_of(ra.Full(), ranks, schedule, "contiguous", "keys"), backward)
+        found = record(plan_of(ra.Full(), ranks, schedule, "contiguous", "kv"), backward)
         for rank, batches in enumerate(found):
             for number, (first, second) in enumerate(pairwise(batches)):
                 if {op[:2] for op in first} & {op[:2] for op in second}:  # messages of other pairs may change places
@@ -131,7 +131,7 @@ def test_two_posts_in_another_order_are_caught(record: Recorder) -> None:
 
 def test_a_batch_in_two_parts_is_caught(record: Recorder) -> None:
     """Ranks that all send before they receive wait for each other."""
-    found = record(plan_of(ra.Full(), 4, "ring", "contiguous", "keys"), False)
+    found = record(plan_of(ra.Full(), 4, "ring", "contiguous", "kv"), False)
     parts = [[[op for op in b if op.sends is which] for b in batches for which in (True, False)] for batches in found]
     assert find_violation(parts) == "ranks [0, 1, 2, 3] wait for each other"
 

@@ -53,7 +53,7 @@ class Schedule(ABC):
 
     def forward_of_queries(self, rank: int) -> tuple[Step, ...]:
         """The steps of a rank's forward in which queries and their (out, lse) travel; `demand` is a `QueryDemand`."""
-        raise Unsupported(f"in the forward of {type(self).__name__} only keys travel; try rotate='keys'")
+        raise Unsupported(f"in the forward of {type(self).__name__} only keys travel; try rotate='kv'")
 
     @abstractmethod
     def kept_parts(self, rank: int) -> tuple[Part, ...]:

@@ -58,7 +58,7 @@ class Fault:
             if not 0 <= number < plan.ranks:
                 raise InvalidInput(f"the fault names rank {number}, the plan has ranks 0 .. {plan.ranks - 1}")
         if self.kind in GRADIENT_FAULTS:
-            if not backward and plan.forward_rotates == "keys":
+            if not backward and plan.forward_rotates == "kv":
                 raise InvalidInput(f"fault {self.kind!r} harms gradients, so it needs a backward; try backward=True")
             return
         if self.rank == self.owner or not plan.demand.visits(*self.sides(plan)):
@@ -67,13 +67,13 @@ class Fault:
                 "owner"
             )
         near = (self.rank, self.owner, *(self._neighbour(way, plan.ranks) for way in (+1, -1)))
-        layout = plan.layout_of("kv" if plan.forward_rotates == "keys" else "query")
+        layout = plan.layout_of("kv" if plan.forward_rotates == "kv" else "query")
         if self.kind in _REPLACED and len({layout.rows(owner) for owner in near}) > 1:
             raise InvalidInput(f"fault {self.kind!r} puts a block in place of another: shards must be equally long")
 
     def sides(self, plan: Plan) -> tuple[int, int]:
         """(rank of the queries, rank of the keys) of the visit."""
-        return (self.rank, self.owner) if plan.forward_rotates == "keys" else (self.owner, self.rank)
+        return (self.rank, self.owner) if plan.forward_rotates == "kv" else (self.owner, self.rank)
 
     def harm(self, source: RowSource, plan: Plan, rank: int, part: Part, tensors: Sequence[torch.Tensor]) -> None:
         """Change the `tensors` [heads, rows, width] of a part that has arrived at `rank`, in place."""

@@ -86,7 +86,7 @@ def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[
     """`ranks` split into groups that send no messages to each other. Raises InvalidInput where a backward, or a forward
     in which queries travel, needs others."""
     inside, todo, found = set(ranks), set(ranks), []
-    sums = "gradients" if backward else None if plan.forward_rotates == "keys" else "(out, lse) of queries"
+    sums = "gradients" if backward else None if plan.forward_rotates == "kv" else "(out, lse) of queries"
     for start in ranks:
         if start not in todo:
             continue
@@ -102,7 +102,7 @@ def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[
                     raise InvalidInput(
                         f"rank {rank} exchanges {sums} with rank {min(peers - inside)}, which is not executed; "
                         "execute all ranks, or whole segments of a dilated pattern, or leave out backward=True and "
-                        "rotate='queries'"
+                        "rotate='q'"
                     )
                 stack += sorted(peers & todo)
                 todo -= peers

@@ -57,7 +57,7 @@ def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: i
     check_plan(plan)
     found: list[list[int]] = [[]]
     for part in connected(plan, ranks, backward=backward):
-        closed = backward or plan.forward_rotates == "queries"
+        closed = backward or plan.forward_rotates == "q"
         pieces = [part] if closed else [part[i : i + together] for i in range(0, len(part), together)]
         for piece in pieces:
             if found[-1] and len(found[-1]) + len(piece) > together:

@@ -59,14 +59,14 @@ def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) 
         sizes["q, k, v, output and lse of the Ulysses group's heads"] = exchanged
     if not backward:
         if receiving is None:
-            kinds: tuple[Kind, ...] = ("kv",) if plan.forward_rotates == "keys" else ("query", "part")
+            kinds: tuple[Kind, ...] = ("kv",) if plan.forward_rotates == "kv" else ("query", "part")
             receiving = _buffer_bytes(plan, kinds, backward)
         sizes["receive buffers"] = receiving
         if item != wide and plan.ranks > 1:
             sizes["accumulator of the output"] = tokens * output * wide
         sizes["one visit's output"] = tokens * (output * item + plan.heads * wide)
         return sizes
-    keys_rotate = plan.rotates == "keys"
+    keys_rotate = plan.rotates == "kv"
     kinds = ("kv", "grad") if keys_rotate else ("q", "row", "dq")
     sizes["gradient of the output"] = tokens * output * item
     sizes["accumulators of dq, dk, dv"] = inputs * wide
@@ -103,7 +103,7 @@ def _buffer_bytes(plan: Plan, kinds: tuple[Kind, ...], backward: bool) -> int:
         return 0
     if plan.schedule not in ("ring", "direct"):
         return _most_received(plan, backward) + _block_bytes(plan, kinds)
-    if not backward and plan.forward_rotates == "keys":
+    if not backward and plan.forward_rotates == "kv":
         return 2 * _block_bytes(plan, kinds)
     blocks = _block_bytes(plan, tuple(kind for kind in kinds if kind not in SUMS))
     gradients = _block_bytes(plan, tuple(kind for kind in kinds if kind in SUMS))

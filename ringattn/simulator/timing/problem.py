@@ -69,7 +69,7 @@ def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:
     if band is None:
         return explain_unequal(plan) or "the mask is not one band over contiguous or zigzag ranks"
     # Where queries travel, a block of queries visits the keys that it sees.
-    ways = tuple(RingSchedule(plan.query_demand if rates.turned else plan.demand).ways)
+    ways = tuple(RingSchedule(plan.query_demand if rates.passes_q else plan.demand).ways)
     if rates.machine.shared_nic and rates.machine.ranks_per_node > 1 and len(ways) > 1:
         return "both directions share a node's NIC"
     if rates.machine.shared_nic and 1 < rates.machine.ranks_per_node < plan.ranks and rates.backward and not band.dense:
@@ -82,7 +82,7 @@ def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:
         return "each visit has the measured seconds of its own tiles"
     if plan.ranks > MOST_RANKS:
         return f"visits that differ are counted for at most {MOST_RANKS:,} ranks"
-    counts = BandCounts(rates, faults, band.transposed if rates.turned else band, ways)
+    counts = BandCounts(rates, faults, band.transposed if rates.passes_q else band, ways)
     words = f"{_describe_band(band)}; {counts.steps:,} steps x {plan.ranks:,} ranks were counted"
     return RingProblem(counts.make_ring(), counts.steps, words, counts)
 
@@ -96,8 +96,8 @@ def _make_dense_problem(rates: Rates, faults: Faults, band: Band, ways: tuple[Wa
     traffic, hops = BandTraffic.of(plan, rates.backward), ranks - 1
     # The rank after the last receiver is the owner: sums that go there directly make one more hop, after the last
     # visit.
-    last_row_bytes = 0 if traffic.homeward or not hops else traffic.direct_row_bytes
-    sign = (-1 if traffic.homeward else 1) * (ways[0].sign if ways else 1)
+    last_row_bytes = 0 if traffic.to_owner or not hops else traffic.direct_row_bytes
+    sign = (-1 if traffic.to_owner else 1) * (ways[0].sign if ways else 1)
     last = ranks + (last_row_bytes > 0)
     # Steps at which rows begin or cease to move, or the first visit ends whose result is not merged.
     changes = {step for moving in traffic.moving for step in (2 * moving.lag, hops + moving.lag)}
@@ -111,7 +111,7 @@ def _make_dense_problem(rates: Rates, faults: Faults, band: Band, ways: tuple[Wa
             messages = (NeighborCosts(rates, faults, [(sign, size)]).messages(sign),)
         visit = (compute, merge if rates.merges(first == 0) else 0.0) if first < ranks else (0.0, 0.0)
         phases.append(Phase(stop - first, *visit, messages))
-    phases = phases[::-1] if traffic.homeward else phases
+    phases = phases[::-1] if traffic.to_owner else phases
     ring = Ring(ranks, tuple(phases), rates.gamma, stalls=faults.stalls)
     words = f"{_describe_band(band)}, so that all visits and all blocks are equal"
     return RingProblem(ring, last, words)

@@ -133,9 +133,9 @@ class Rates:
         return getattr(self.machine, name) if value is None else value
 
     @property
-    def turned(self) -> bool:
+    def passes_q(self) -> bool:
         """Whether blocks of queries travel to the keys, instead of blocks of keys to the queries."""
-        return (self.plan.rotates if self.backward else self.plan.forward_rotates) == "queries"
+        return (self.plan.rotates if self.backward else self.plan.forward_rotates) == "q"
 
     @property
     def gamma(self) -> float:

@@ -103,10 +103,10 @@ def test_tokens_that_shards_would_set_are_refused() -> None:
 
 
 def test_a_setting_that_one_point_reads_is_taken(tmp_path: Path) -> None:
-    table = run(study(tmp_path, {"backward": [False, True]}, rotate="keys"))
+    table = run(study(tmp_path, {"backward": [False, True]}, rotate="kv"))
     assert [(row["backward"], "backward time" in row) for row in table.rows] == [(False, False), (True, True)]
-    with pytest.raises(InvalidInput, match="rotate=keys has no meaning without backward=true"):
-        list_points(config(study=StudyGroup(axes={"ranks": [2, 4]}), rotate="keys"))
+    with pytest.raises(InvalidInput, match="rotate=kv has no meaning without backward=true"):
+        list_points(config(study=StudyGroup(axes={"ranks": [2, 4]}), rotate="kv"))
 
 
 def test_axes_are_checked() -> None:

@@ -72,14 +72,14 @@ def test_sampled_rows_of_rectangles_are_exact() -> None:
     compared = 0
     for seed in range(30):
         rectangle = ringed(seed, cross=seed % 4 == 0)
-        rectangle.options["rotate"] = "keys"
+        rectangle.options["rotate"] = "kv"
         if rectangle.options["schedule"] == "allgather" or not rectangle.queries:
             continue
         report = numerics(rectangle.plan(head_dim=8, dtype="float64"), rows=4, period=None, seed=seed)
         assert report.passed and report.rows == min(4, rectangle.queries), (seed, report)
         compared += report.rows
     assert compared > 30
-    square = make(ra.Causal(), rotate="queries, keys")
+    square = make(ra.Causal(), rotate="q, kv")
     with pytest.raises(Unsupported, match="sampled rows wait for keys"):
         numerics(square, rows=3, period=PERIOD)
     assert numerics(square, mode="all", backward=True, period=PERIOD).passed
@@ -92,19 +92,19 @@ def test_sampled_rows_of_rectangles_are_exact() -> None:
 @pytest.mark.parametrize(
     ("pattern", "q_layout", "rotate"),
     [
-        (ra.Full(), "striped(3)", "keys"),
-        (ra.Full(), "contiguous", "queries, keys"),
-        (ra.Causal(), "shifted(contiguous, 32)", "queries"),
-        (ra.Window(40), "shifted(contiguous, 32)", "keys, queries"),
-        (ra.Documents([48], q_lengths=[36]), "contiguous", "queries"),
+        (ra.Full(), "striped(3)", "kv"),
+        (ra.Full(), "contiguous", "q, kv"),
+        (ra.Causal(), "shifted(contiguous, 32)", "q"),
+        (ra.Window(40), "shifted(contiguous, 32)", "kv, q"),
+        (ra.Documents([48], q_lengths=[36]), "contiguous", "q"),
     ],
     ids=repr,
 )
 def test_every_fault_is_caught_on_rectangles(pattern: ra.Pattern, q_layout: str, rotate: str) -> None:
     """48 keys and 36 queries on 6 ranks."""
     plan = make(pattern, 48, 6, heads=1, kv_heads=1, q_layout=q_layout, q_tokens=36, rotate=rotate)
-    by_queries = plan.forward_rotates == "queries"
-    assert by_queries == rotate.startswith("queries")
+    by_queries = plan.forward_rotates == "q"
+    assert by_queries == rotate.startswith("q")
     visited = [o for o in range(6) if plan.demand.visits(*((o, 4) if by_queries else (4, o)))]
     hurt, owner = 4, next(o for o in (3, 2, 1, 5) if o in visited)
     rows = plan.layout_of("q").positions(hurt).tolist()

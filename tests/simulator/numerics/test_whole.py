@@ -20,11 +20,11 @@ from ringattn.simulator.numerics.whole import Outcome, execute, make_groups, who
 
 #: Layout, schedule, and what rotates in the backward.
 RINGS = (
-    ("contiguous", "ring", "keys"),
-    ("zigzag", "ring", "queries"),
-    ("striped", "direct", "keys"),
-    ("contiguous", "double_ring(4)", "queries"),
-    ("contiguous", "allgather", "keys"),
+    ("contiguous", "ring", "kv"),
+    ("zigzag", "ring", "q"),
+    ("striped", "direct", "kv"),
+    ("contiguous", "double_ring(4)", "q"),
+    ("contiguous", "allgather", "kv"),
 )
 
 

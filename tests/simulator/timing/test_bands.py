@@ -46,7 +46,7 @@ def plans(draw: st.DrawFn, most: int = 20) -> Plan:
     )
     choices: dict[str, list[Any]] = {
         **{"layout": ["contiguous", "zigzag"], "kv_heads": [1, 2, 4], "value_dim": [4, 8]},
-        **{"dtype": ["float32", "bfloat16"], "rotate": ["keys", "queries"]},
+        **{"dtype": ["float32", "bfloat16"], "rotate": ["kv", "q"]},
     }
     options: dict[str, Any] = {name: draw(st.sampled_from(each)) for name, each in choices.items()}
     return make_plan(pattern, tokens=tokens, ranks=ranks, schedule="ring", heads=4, head_dim=8, **options)
@@ -137,7 +137,7 @@ def test_many_ranks_by_hand() -> None:
     """
     ranks, rows = 2048, 64
     plan = make_plan(
-        Causal(), tokens=ranks * rows, ranks=ranks, layout="contiguous", schedule="ring", rotate="keys", head_dim=64
+        Causal(), tokens=ranks * rows, ranks=ranks, layout="contiguous", schedule="ring", rotate="kv", head_dim=64
     )
     fast = simulate(plan, Machine(1e9, 0.0, 1e15), backward=True)
     visit = 2.5 * 4 * 64 * rows**2 / 1e9
@@ -146,7 +146,7 @@ def test_many_ranks_by_hand() -> None:
     late = simulate(plan, Machine(1e30, 1e-3, 1e30), backward=True)
     assert late.seconds == pytest.approx(1e-3 * (ranks + ranks // 2 - 1), rel=1e-9)
     zigzag = make_plan(
-        Causal(), tokens=ranks * rows, ranks=ranks, layout="zigzag", schedule="ring", rotate="queries", head_dim=64
+        Causal(), tokens=ranks * rows, ranks=ranks, layout="zigzag", schedule="ring", rotate="q", head_dim=64
     )
     even = simulate(zigzag, Machine(1e9, 0.0, 1e15), backward=True)
     assert even.solver == "stencil" and even.compute == pytest.approx(fast.compute, rel=1e-9)
@@ -161,7 +161,7 @@ def test_sums_of_bytes_are_exact() -> None:
 
 
 def test_what_is_not_modelled_is_told() -> None:
-    sizes_of = {"tokens": 64 * 8, "ranks": 64, "schedule": "ring", "layout": "contiguous", "rotate": "keys"}
+    sizes_of = {"tokens": 64 * 8, "ranks": 64, "schedule": "ring", "layout": "contiguous", "rotate": "kv"}
     plan = make_plan(Causal(), **sizes_of)  # type: ignore[arg-type]
     shared = simulate(plan, replace(EVEN, ranks_per_node=4, shared_nic=True), backward=True)
     assert shared.solver == "events" and "share a node's NIC" in shared.why

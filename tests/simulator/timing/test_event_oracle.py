@@ -95,7 +95,7 @@ def draw_plan(pick: random.Random, even: bool) -> Plan:
         pattern, tokens=tokens, ranks=ranks, layout=layout, heads=heads, kv_heads=kv_heads, head_dim=4,
         value_dim=pick.choice([4, 6]), batch=pick.choice([1, 2]), dtype=pick.choice(["float32", "bfloat16", "float64"]),
         comm_dtype=pick.choice([None, None, None, "bfloat16"]), schedule="ring" if even else pick.choice(schedules),
-        rotate=pick.choice(["keys", "queries"] if even else ["keys", "queries", "queries, keys"]), **sizes,
+        rotate=pick.choice(["kv", "q"] if even else ["kv", "q", "q, kv"]), **sizes,
     )  # fmt: skip
     return replace(plan)  # which shares no answers with plans of other tests
 
@@ -184,7 +184,7 @@ def test_smaller_nodes_and_every_host_are_looked_at() -> None:
 def test_auto_compares_both_forms_of_a_rectangle() -> None:
     """Few queries travel to many keys, and keys to many queries; a plan of a chosen form is one where it is named."""
     slow = Machine(flops=1e9, latency=1e-6, bandwidth=1e6)
-    for rows, wanted in ((16, "queries"), (1024, "keys")):
+    for rows, wanted in ((16, "q"), (1024, "kv")):
         sizes: dict[str, Any] = {"tokens": 1024, "q_tokens": rows, "ranks": 4, "heads": 2, "kv_heads": 1}
         plan = make_plan(Full(), q_layout="zigzag", machine=slow, schedule="ring", **sizes)
         choice = plan.choice
@@ -206,7 +206,7 @@ def test_auto_compares_the_schedules_of_a_rectangle() -> None:
     assert bound.choice is not None
     compared = [(c.schedule, c.rotate) for c in bound.choice.candidates if c.prediction]
     fastest = min(bound.choice.candidates[:2], key=lambda c: c.seconds)
-    assert compared[:2] == [("ring", "keys"), ("ring", "queries")] and len(compared) > 4
+    assert compared[:2] == [("ring", "kv"), ("ring", "q")] and len(compared) > 4
     assert {rotate for _, rotate in compared[2:]} == {fastest.rotate}
     hidden = make_plan(Full(), machine=Machine(flops=1e3, latency=0.0, bandwidth=1e12), **sizes)
     assert hidden.choice is not None and hidden.schedule == "ring"

@@ -55,7 +55,7 @@ def test_a_rectangle_by_hand() -> None:
     """A visit is 1 x 2 pairs x 8 flops = 16 s. A block of keys takes 12 s; a query of 4 bytes 10.25 s, and its (out,
     lse) of 16 bytes, which go home after the last visit, 11 s."""
     sizes: dict[str, Any] = {"tokens": 4, "q_tokens": 2, "ranks": 2, "head_dim": 1, "value_dim": 3, "schedule": "ring"}
-    for rotate, seconds, sent, messages in (("keys", 32.0, 32, 1), ("queries", 43.0, 20, 2)):
+    for rotate, seconds, sent, messages in (("kv", 32.0, 32, 1), ("q", 43.0, 20, 2)):
         found = predict(make_plan(Full(), q_layout="contiguous", rotate=rotate, **sizes), SLOW)
         assert (found.seconds, found.compute, found.bytes, found.messages) == (seconds, 32.0, sent, messages)
 

@@ -114,10 +114,7 @@ def count_passes(schedule: str, rotate: str = "auto") -> Iterator[tuple[str, dic
 
 def list_cases() -> list[BenchCase]:
     """A case per schedule, and for the ring one per form of its backward."""
-    return [
-        *(_case(schedule, "auto") for schedule in SCHEDULES),
-        *(_case("ring", rotate) for rotate in ("keys", "queries")),
-    ]
+    return [*(_case(schedule, "auto") for schedule in SCHEDULES), *(_case("ring", rotate) for rotate in ("kv", "q"))]
 
 
 def _case(schedule: str, rotate: str) -> BenchCase:

@@ -51,7 +51,7 @@ def list_cases() -> list[BenchCase]:
         *(_half_case(*each) for each in product(("bfloat16", "float16"), (False, True), (False, True))),
         _virtual_case("virtual_dense_8192", False, 0.93),
         _virtual_case("virtual_causal_8192", True, 0.85),
-        *(_memory_case(ranks, rotate) for rotate in (None, "keys", "queries") for ranks in (2, 4)),
+        *(_memory_case(ranks, rotate) for rotate in (None, "kv", "q") for ranks in (2, 4)),
     ]
 
 

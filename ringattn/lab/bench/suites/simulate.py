@@ -58,7 +58,7 @@ def _virtual_case(name: str, pattern: str, *, backward: bool = False) -> BenchCa
 def _plan(context: Context) -> Plan:
     settings = context.settings
     sizes = {name: settings[name] for name in ("pattern", "tokens", "heads", "head_dim", "dtype")}
-    return make_plan(**sizes, ranks=settings["virtual_ranks"], schedule="ring", rotate="keys")
+    return make_plan(**sizes, ranks=settings["virtual_ranks"], schedule="ring", rotate="kv")
 
 
 def _make_attention(context: Context) -> Run:

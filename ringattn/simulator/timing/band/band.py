@@ -198,14 +198,14 @@ class MovingRows:
 class BandTraffic:
     """What travels in a pass; rows with the same sender, receiver and step share one message.
 
-    `homeward`: hops lead toward the owner, and steps go from the farthest distance down to 0. `direct_row_bytes` are
+    `to_owner`: hops lead toward the owner, and steps go from the farthest distance down to 0. `direct_row_bytes` are
     the bytes of a row that travels directly between its owner and its last receiver, at the step after the last
-    receiver's distance; 0 where no row does. With `homeward`, direct rows are those that the last receivers have not
+    receiver's distance; 0 where no row does. With `to_owner`, direct rows are those that the last receivers have not
     kept, sent by the owner; else they are the gradient sums of all rows, sent to the owner.
     """
 
     moving: tuple[MovingRows, ...]
-    homeward: bool = False
+    to_owner: bool = False
     direct_row_bytes: int = 0
 
     @classmethod
@@ -218,7 +218,7 @@ class BandTraffic:
 
         if not backward:
             return cls((MovingRows(0, count_row_bytes("kv")),))
-        if plan.rotates == "keys":
+        if plan.rotates == "kv":
             moving = MovingRows(1, count_row_bytes("kv")), MovingRows(0, count_row_bytes("grad"))
             return cls(moving, True, count_row_bytes("kv"))
         moving = MovingRows(0, count_row_bytes("q", "row")), MovingRows(1, count_row_bytes("dq"))
@@ -242,7 +242,7 @@ def find_rank_breakpoints(band: Band, ways: Sequence[Way], traffic: BandTraffic,
         # Owners at which rows change, moved to the ranks that send the rows; then ranks at which pairs change.
         for moving in traffic.moving:
             hops = distance - moving.lag
-            turn = way.sign * (hops + traffic.homeward)[:, None]
+            turn = way.sign * (hops + traffic.to_owner)[:, None]
             points.append((find_owner_breakpoints(band, way, hops) + turn) % band.ranks)
         points.append(_join(_pair_points(band, way.sign * distance[:, None]), len(distance), band.ranks))
     return np.concatenate(points, axis=1)

@@ -60,7 +60,7 @@ class BandCounts:
     @property
     def steps(self) -> int:
         """Steps of the pass. Sums that last receivers send directly to the owners take one step after all visits."""
-        last_sums = self.traffic.direct_row_bytes > 0 and not self.traffic.homeward and self.reach > 0
+        last_sums = self.traffic.direct_row_bytes > 0 and not self.traffic.to_owner and self.reach > 0
         return self.reach + 1 + last_sums
 
     @property
@@ -94,7 +94,7 @@ class BandCounts:
 
     def distance(self, steps: np.ndarray) -> np.ndarray:
         """The distance from a rank to the owner of the block that the rank visits at each step."""
-        return self.reach - steps if self.traffic.homeward else steps
+        return self.reach - steps if self.traffic.to_owner else steps
 
     def count(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """The numbers of ranks at steps, int64 [2 + signs, ...].
@@ -170,7 +170,7 @@ class BandCounts:
 
     def _message_sign(self, way: Way) -> int:
         """The direction of messages on a way. Of two ranks each is the next rank of the other."""
-        return 1 if self.band.ranks == 2 else -way.sign if self.traffic.homeward else way.sign
+        return 1 if self.band.ranks == 2 else -way.sign if self.traffic.to_owner else way.sign
 
     @cached_property
     def _neighbor_messages(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
@@ -203,9 +203,9 @@ class BandCounts:
             merged = visiting & self.rates.merges(distance == 0)
             if self.rates.machine.merge is not None and merged.any():
                 # Travelling keys are visited by queries of the rank, travelling queries visit keys of the rank.
-                turned = self.rates.turned
-                band = self.band.transposed if turned else self.band
-                counted[1] += merged * band.rows_seeing(*((owner, ranks) if turned else (ranks, owner)))
+                passes_q = self.rates.passes_q
+                band = self.band.transposed if passes_q else self.band
+                counted[1] += merged * band.rows_seeing(*((owner, ranks) if passes_q else (ranks, owner)))
         return counted
 
     def _count_sent(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
@@ -216,7 +216,7 @@ class BandCounts:
             sent = sent_bytes[self.signs.index(self._message_sign(way))]
             for moving in self.traffic.moving:
                 hop = distance - moving.lag
-                owner = (ranks - way.sign * (hop + self.traffic.homeward)) % self.band.ranks
+                owner = (ranks - way.sign * (hop + self.traffic.to_owner)) % self.band.ranks
                 rows = self.band.rows_beyond(owner, way.sign, hop + 1, way.limit)
                 sent += rows * (hop >= moving.lag) * moving.row_bytes
         for sign, (keys, size) in self._neighbor_messages.items():

@@ -120,7 +120,7 @@ def find_owner_messages(band: Band, ways: Sequence[Way], traffic: BandTraffic, r
         owner, distance, rows = find_last_receivers(band, way)
         receiver = (owner + way.sign * distance) % band.ranks
         step, size = distance + 1, rows * traffic.direct_row_bytes
-        if traffic.homeward:
+        if traffic.to_owner:
             sent_again = ~_find_kept(receiver, distance, rows, band.rows)
             entries.append(np.stack([reach - step, owner, receiver, size])[:, sent_again])
         else:

@@ -192,7 +192,7 @@ def _busy_seconds(
     ring_plan, place = rates.plan.ring_plan(rank)
     # Visits to several parts of one owner's block count as one visit. Where queries rotate, they come from the owner.
     owners = sorted({part.owner for part in step.visits})
-    step_visits = [(owner, place) if rates.turned else (place, owner) for owner in owners]
+    step_visits = [(owner, place) if rates.passes_q else (place, owner) for owner in owners]
     slow = 1.0 if faults.slow is None else float(faults.slow[rank])
     compute = slow * rates.visits(ring_plan, step_visits)
     if noise is not None and rates.machine.jitter:
