@@ -18,7 +18,7 @@ from .. import cache
 from ..kernels.base import Kernel
 from ..kernels.pad import HIDDEN
 from ..plan.plan import Plan
-from ..runtime.executor import Forward, Job, backward, count_kept, forward
+from ..runtime.executor import ForwardResult, Job, backward, count_saved, forward
 from ..runtime.memory import empty
 from ..runtime.softmax import sinks_gradient
 from ..transport.base import Tags, Transport, drive
@@ -67,16 +67,16 @@ class Runner:
         """What a rank computes."""
         return Job(self.plan, rank, self.kernel, self.call.factor, self.call.return_lse, sinks=self.sinks)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
-        """out and lse; with `keep` also the tensors that the backward starts from."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, save: bool) -> ForwardResult:
+        """out and lse; with `save` also the tensors that the backward starts from."""
         if self.transport is None:
-            return self._forward_all(q, k, v, keep)
+            return self._forward_all(q, k, v, save)
         rank, tags = self.transport.rank, Tags.of_call(self.number, backward=False)
         with ErrorReport(self.transport, "call", deferred=True):
-            return drive(forward(self.job(rank), q, k, v, keep=keep, tags=tags), self.transport, rank)
+            return drive(forward(self.job(rank), q, k, v, save=save, tags=tags), self.transport, rank)
 
     def backward(
-        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: ForwardResult
     ) -> Tensors:
         """(dq, dk, dv), given d loss / d out and, or None, d loss / d lse, once the ranks agree on the call."""
         if self.transport is None:
@@ -87,26 +87,26 @@ class Runner:
             program = backward(self.job(rank), grad, grad_lse, q, k, v, result, tags=tags)
             return drive(program, self.transport, rank)
 
-    def _forward_all(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
+    def _forward_all(self, q: Tensor, k: Tensor, v: Tensor, save: bool) -> ForwardResult:
         layout, ranks, whole_out = self.plan.layout_of("q"), self.plan.ranks, None
         if ranks > 1 and layout.views is not None:
             # A shard of one range is a view of the whole output, which the rank writes to.
             whole_out = empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), q.dtype, q.device).transpose(1, 2)
         outs: Sequence[Tensor | None] = [None] * ranks if whole_out is None else layout.shard_all(whole_out)
         each = zip(map(self.job, range(ranks)), self._shard(q, k, v), outs, strict=True)
-        programs = [forward(job, *local, keep=keep, out=out) for job, local, out in each]
+        programs = [forward(job, *local, save=save, out=out) for job, local, out in each]
         results = VirtualRanks(ranks).run(programs)
-        kept = tuple([x for result in results for x in result.kept])
+        saved = tuple([x for result in results for x in result.saved])
         if ranks == 1 and layout.views is not None:
-            return Forward(results[0].out, results[0].lse, kept)
+            return ForwardResult(results[0].out, results[0].lse, saved)
         if whole_out is None:
             whole_out = layout.unshard_tensor([result.out for result in results])
-        return Forward(whole_out, layout.unshard_tensor([result.lse for result in results], -1), kept)
+        return ForwardResult(whole_out, layout.unshard_tensor([result.lse for result in results], -1), saved)
 
     def _backward_all(
-        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: ForwardResult
     ) -> Tensors:
-        q_layout, layout, kept = self.plan.layout_of("q"), self.plan.layout, iter(result.kept)
+        q_layout, layout, saved = self.plan.layout_of("q"), self.plan.layout, iter(result.saved)
         given = zip(
             self._shard(q, k, v),
             *(q_layout.shard_all(x) for x in (grad, result.out)),
@@ -116,7 +116,7 @@ class Runner:
         )
         programs = []
         for rank, ((q, k, v), dout, out, lse, dlse) in enumerate(given):
-            found = Forward(out, lse, tuple(islice(kept, count_kept(self.plan, rank))))
+            found = ForwardResult(out, lse, tuple(islice(saved, count_saved(self.plan, rank))))
             programs.append(backward(self.job(rank), dout, dlse, q, k, v, found))
         gradients = zip(*VirtualRanks(self.plan.ranks).run(programs), strict=True)
         return tuple([x.unshard_tensor(parts) for x, parts in zip((q_layout, layout, layout), gradients, strict=True)])
@@ -136,33 +136,33 @@ class Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         floor = runner.call.floor
         with computing(q.device):
-            result = runner.forward(q, k, v, keep=any(ctx.needs_input_grad[:3]))
+            result = runner.forward(q, k, v, save=any(ctx.needs_input_grad[:3]))
         if floor is not None:  # a row that sees only padded keys is a row that sees no key
             empty = result.lse < floor
             result.out.masked_fill_(empty.unsqueeze(-1), 0.0)
             result.lse.masked_fill_(empty, -torch.inf)
         ctx.runner, ctx.padded = runner, floor is not None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, sinks, result.out, result.lse, *result.kept)
+        ctx.save_for_backward(q, k, v, sinks, result.out, result.lse, *result.saved)
         return result.out, result.lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # once: a checkpoint gives them once
+        tensors = ctx.saved_tensors  # once: a checkpoint gives them once
         with torch.no_grad():
-            found = Attention._differentiate(ctx, saved, *grads)
-        return *make_last(found, *saved[:4], *grads), None
+            found = Attention._differentiate(ctx, tensors, *grads)
+        return *make_last(found, *tensors[:4], *grads), None
 
     @staticmethod
-    def _differentiate(ctx: Any, saved: Tensors, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, sinks, out, lse, *kept = saved
+    def _differentiate(ctx: Any, tensors: Tensors, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, sinks, out, lse, *saved = tensors
         grad = torch.zeros_like(out) if grad is None else grad
         if ctx.padded:
             # The kernels do compute these rows. A huge lse gives them the weights exp(-huge) = 0.
             empty = lse == -torch.inf
             lse, grad = lse.masked_fill(empty, HIDDEN), grad.masked_fill(empty.unsqueeze(-1), 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
-        result, needs = Forward(out, lse, tuple(kept)), ctx.needs_input_grad
+        result, needs = ForwardResult(out, lse, tuple(saved)), ctx.needs_input_grad
         with computing(q.device):
             # Ranks agree whether q, k or v needs a gradient, but not whether the sinks do.
             grads = ctx.runner.backward(grad, grad_lse, q, k, v, result) if any(needs[:3]) else (None,) * 3

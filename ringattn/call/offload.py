@@ -20,7 +20,7 @@ from ..kernels.base import wide
 from ..plan.plan import Plan
 from ..plan.schedules.direct import PullSchedule
 from ..plan.steps import Hop, RankPlan, Step
-from ..runtime.executor import Forward, Job, backward, forward
+from ..runtime.executor import ForwardResult, Job, backward, forward
 from ..runtime.host import Host, Storage
 from ..runtime.memory import empty
 from ..runtime.peak_memory import available
@@ -93,16 +93,16 @@ class HostStream(Runner):
     def job(self, rank: int) -> Job:
         return replace(super().job(rank), lse=False, cast_grads=False)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, save: bool) -> ForwardResult:
         """out [B, H, N, Dv] and lse [B, H, N] in host memory. Nothing is kept on the device."""
         batch, heads, tokens, _ = q.shape
         out = empty((batch, tokens, heads, v.shape[-1]), q.dtype, q.device).transpose(1, 2)
         lse = empty((batch, heads, tokens), wide(q.dtype), q.device)
         self.compute(HostTensors({"q": q, "k": k, "v": v, "out": out, "lse": lse}))
-        return Forward(out, lse, ())
+        return ForwardResult(out, lse, ())
 
     def backward(
-        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: ForwardResult
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv in host memory. dk and dv are summed in fp32 (fp64 for fp64 inputs) and cast at the end."""
         dq = torch.empty_like(q)
@@ -125,7 +125,7 @@ class HostStream(Runner):
             q, k, v = host.load("qkv", rows)
             target = storage.rows("out", rows)
             direct = target if target.device == self.device else None  # on a CPU the executor writes to storage itself
-            program = forward(self.job(rank), q if sign == 1 else q * sign, k, v, keep=False, out=direct)
+            program = forward(self.job(rank), q if sign == 1 else q * sign, k, v, save=False, out=direct)
             result = host.run(program, self.plan.for_rank(rank).forward)
             written = {"lse": result.lse} if direct is not None else {"lse": result.lse, "out": result.out}
             host.store(rows, written)
@@ -145,7 +145,7 @@ class HostStream(Runner):
             names = ("q", "k", "v", "out", "lse", "dout", *(("dlse",) if lse else ()))
             q, k, v, out, total, grad, *grad_lse = host.load(names, rows)
             q = q if sign == 1 else q * sign
-            result = Forward(out, total, ())
+            result = ForwardResult(out, total, ())
             program = backward(self.job(rank), grad, grad_lse[0] if lse else None, q, k, v, result)
             dq, dk, dv = host.run(program, self.plan.for_rank(rank).backward)
             host.store(rows, {"dq": dq if sign == 1 else dq * sign})

@@ -40,7 +40,7 @@ class Rotation:
     ) -> None:
         self.keys, self.queries, self.rotate, self.size = keys, queries, rotate, size
         self.forward = keys.forward if forward == "kv" else queries.forward_of_queries
-        keys.keeps = forward == "kv"
+        keys.saves = forward == "kv"
 
     @cached_property
     def chosen(self) -> str:
@@ -68,10 +68,10 @@ class Rotation:
     def steps(self, rank: int) -> RankPlan:
         """The steps of a rank."""
         if self.chosen == "kv":
-            backward, kept = self.keys.backward(rank), self.keys.kept_parts(rank) if self.keys.keeps else ()
+            backward, saved = self.keys.backward(rank), self.keys.saved_parts(rank) if self.keys.saves else ()
         else:
-            backward, kept = self.queries.backward_of_queries(rank), ()
-        return RankPlan(rank, self.forward(rank), backward, kept)
+            backward, saved = self.queries.backward_of_queries(rank), ()
+        return RankPlan(rank, self.forward(rank), backward, saved)
 
     def _count_steps(self, steps: Callable[[int], tuple[Step, ...]]) -> tuple[int, int]:
         """(bytes between nodes, all bytes) that some ranks send in their steps."""

@@ -87,12 +87,12 @@ class Step:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The steps of one rank. `kept` are the parts that the rank keeps from the forward for its backward."""
+    """The steps of one rank. `saved` are the parts that the rank saves from the forward for its backward."""
 
     rank: int
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
-    kept: tuple[Part, ...] = ()
+    saved: tuple[Part, ...] = ()
 
     @property
     def nbytes(self) -> int:

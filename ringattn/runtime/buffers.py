@@ -78,10 +78,10 @@ class Recorder:
             self._shapes.append(view.shape)
         return self._numbers[view]
 
-    def take(self, parts: Sequence[Part], *, as_sent: bool = False, kept: bool = False) -> Buffer:
+    def take(self, parts: Sequence[Part], *, as_sent: bool = False, saved: bool = False) -> Buffer:
         """A buffer for these parts, with arbitrary contents: a reused one, or of its own for what outlives the pass."""
         size = sum(self.plan.part_bytes(part, as_sent=as_sent) for part in parts)
-        if kept:
+        if saved:
             self._stores.append(size)
             return Buffer(self, len(self._stores) - 1, 0, size, parts, as_sent=as_sent)
         size = -(-size // self.unit) * self.unit
@@ -189,7 +189,7 @@ class RankState(StepMessages):
 
     `rank` is the rank in `plan`, the plan of the ring. `own` are the kinds of this rank's own blocks that travel, and
     `sums` the kinds of the sums of its own rows.
-    `kept` are the parts that a forward keeps, or that a backward is `given` from its forward.
+    `saved` are the parts that a forward saves, or that a backward is `given` from its forward.
     """
 
     def __init__(
@@ -199,15 +199,15 @@ class RankState(StepMessages):
         rank: int,
         steps: Sequence[Step],
         own: Sequence[Kind],
-        kept: tuple[Part, ...],
+        saved: tuple[Part, ...],
         *,
         sums: Sequence[Kind],
         given: bool,
     ) -> None:
         super().__init__(recorder, steps)
-        self.rank, self.plan, self.kept = rank, plan, kept
+        self.rank, self.plan, self.saved = rank, plan, saved
         self.own = {Part(kind, rank): self._given(Part(kind, rank)) for kind in own}
-        self.blocks = {**self.own, **({part: self._given(part) for part in kept} if given else {})}
+        self.blocks = {**self.own, **({part: self._given(part) for part in saved} if given else {})}
         #: The buffer that a part of a block, or of a sum, lives in.
         self.home: dict[Part, Buffer] = {}
         #: The sums of the gradients of this rank's own rows, by part.
@@ -226,7 +226,7 @@ class RankState(StepMessages):
     def finish(self, index: int) -> Actions:
         """What ends step `index`. What no later step needs is free afterwards."""
         self.wait(index)
-        for part in self.kept:
+        for part in self.saved:
             if self._is_done(part, index):
                 self.block(part)
         for part in [part for part in {**self.blocks, **self.home} if self._is_done(part, index)]:
@@ -236,7 +236,7 @@ class RankState(StepMessages):
     def block(self, part: Part) -> Numbers:
         """The tensors of a part of a block: as it arrived, or assembled from the parts that hold its rows."""
         if part not in self.blocks:
-            buffer = self.recorder.take((part,), kept=part in self.kept)
+            buffer = self.recorder.take((part,), saved=part in self.saved)
             self._copy_part(part, buffer.view(part))
             self.blocks[part], self.home[part] = buffer.view(part), buffer
         return self.blocks[part]
@@ -260,9 +260,9 @@ class RankState(StepMessages):
 
     def make_room(self, hop: Hop) -> Buffer:
         """The buffer that a message is received in."""
-        # A kept part stays in the buffer that it arrives in, unless it must first be cast to a wider dtype.
-        outlives = self.plan.comm_dtype is None and any(part in self.kept for part in hop.parts)
-        return self.recorder.take(hop.parts, as_sent=True, kept=outlives)
+        # A saved part stays in the buffer that it arrives in, unless it must first be cast to a wider dtype.
+        outlives = self.plan.comm_dtype is None and any(part in self.saved for part in hop.parts)
+        return self.recorder.take(hop.parts, as_sent=True, saved=outlives)
 
     def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
         """The buffer that holds exactly the message's parts, or a packed one, and the parts that are copies in it."""
@@ -291,7 +291,7 @@ class RankState(StepMessages):
         self._copy_part(part, buffer.view(part))
         previous = self.home.get(part)
         # A buffer that is being sent must not change until it has arrived.
-        if previous is None or part in self.kept or previous in self.sending or self.plan.comm_dtype is not None:
+        if previous is None or part in self.saved or previous in self.sending or self.plan.comm_dtype is not None:
             return False
         self.recorder.drop(previous, part)
         self.home[part] = buffer
@@ -338,7 +338,7 @@ class RankState(StepMessages):
 
     def _cast(self, part: Part, message: Buffer) -> Buffer:
         """A buffer with a part of a message in the dtype that kernels compute with."""
-        buffer = self.recorder.take((part,), kept=part in self.kept)
+        buffer = self.recorder.take((part,), saved=part in self.saved)
         self.recorder.copy(buffer.view(part), message.view(part))
         self.recorder.drop(message, part)
         return buffer
@@ -349,7 +349,7 @@ class RankState(StepMessages):
 
     def _forget(self, part: Part) -> None:
         if part.kind in BLOCKS:
-            if part in self.kept:
+            if part in self.saved:
                 return
             del self.blocks[part]
         buffer = self.home.pop(part, None)

@@ -38,8 +38,8 @@ from .tensors import NumberedPost, PassTensors, Tensors
 #: Computes a visit.
 Compute = Callable[[Visit], None]
 
-#: Tensors that a Ulysses forward keeps in addition to those of the ring: q, k, v, out and lse of this rank's heads.
-KEPT_BY_EXCHANGE = 5
+#: Tensors that a Ulysses forward saves in addition to those of the ring: q, k, v, out and lse of this rank's heads.
+SAVED_BY_EXCHANGE = 5
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,17 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Forward:
-    """Result of a forward: out [B, H, n, Dv], lse [B, H, n], and the tensors kept for the backward."""
+class ForwardResult:
+    """Result of a forward: out [B, H, n, Dv], lse [B, H, n], and the tensors saved for the backward."""
 
     out: Tensor
     lse: Tensor
-    kept: tuple[Tensor, ...]
+    saved: tuple[Tensor, ...]
 
 
-def count_kept(plan: Plan, rank: int) -> int:
-    """How many tensors the forward of a rank keeps for its backward."""
-    return 2 * len(plan.for_rank(rank).kept) + (KEPT_BY_EXCHANGE if exchanges_heads(plan) else 0)
+def count_saved(plan: Plan, rank: int) -> int:
+    """How many tensors the forward of a rank saves for its backward."""
+    return 2 * len(plan.for_rank(rank).saved) + (SAVED_BY_EXCHANGE if exchanges_heads(plan) else 0)
 
 
 def overlapped(job: Job, program: RankProgram, run: PassTensors, name: str, compute: Compute) -> Program[None]:
@@ -105,14 +105,14 @@ def _compute_visits(job: Job, run: PassTensors, step: RingStep, label: str, comp
 
 
 def forward(
-    job: Job, q: Tensor, k: Tensor, v: Tensor, *, keep: bool, out: Tensor | None = None, tags: Tags = PLAN_TAGS
-) -> Program[Forward]:
+    job: Job, q: Tensor, k: Tensor, v: Tensor, *, save: bool, out: Tensor | None = None, tags: Tags = PLAN_TAGS
+) -> Program[ForwardResult]:
     """Attention of the local queries q [B, H, n, D] to all keys; k, v [B, K, n, D | Dv] are the local block.
 
-    `keep`: keep what the backward starts from. The result is written to `out` where that is given. Messages have the
+    `save`: save what the backward starts from. The result is written to `out` where that is given. Messages have the
     tags of the plan, or those that `tags` gives them.
     """
-    program = forward_program(job.plan, job.rank, job.kernel, q.device, keep=keep)
+    program = forward_program(job.plan, job.rank, job.kernel, q.device, save=save)
     run = PassTensors(program.memory, q.device, tags)
     forward_ring = _pass_q if program.rotates == "q" else _pass_kv
     if program.enter is None or program.leave is None:
@@ -123,8 +123,8 @@ def forward(
     ring = yield from forward_ring(job, program, run, q, k, v, None)
     label = f"forward step {program.leave.index}, exchange of the output"
     lse, all_heads = yield from program.leave.perform(run, (ring.lse.unsqueeze(-1), ring.out), label)
-    kept = (*ring.kept, q, k, v, ring.out, ring.lse) if keep else ()
-    return Forward(all_heads if out is None else out.copy_(all_heads), lse.squeeze(-1), kept)
+    saved = (*ring.saved, q, k, v, ring.out, ring.lse) if save else ()
+    return ForwardResult(all_heads if out is None else out.copy_(all_heads), lse.squeeze(-1), saved)
 
 
 def backward(
@@ -134,13 +134,13 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    result: Forward,
+    result: ForwardResult,
     *,
     tags: Tags = PLAN_TAGS,
 ) -> Program[tuple[Tensor, Tensor, Tensor]]:
     """(dq, dk, dv) of the local shard, given d loss / d out and, or None, d loss / d lse.
 
-    Every visit is differentiated with the *global* out and lse of its rows, so that no partial has to be kept. Where
+    Every visit is differentiated with the *global* out and lse of its rows, so that no partial has to be saved. Where
     keys rotate, this rank sums dq, and dk and dv travel to the owner of the block. Where queries rotate, this rank sums
     dk and dv, and dq travels. All sums are in fp32 (fp64 for fp64 inputs).
     """
@@ -148,13 +148,13 @@ def backward(
     run = PassTensors(program.memory, q.device, tags)
     if program.enter is None or program.leave is None:
         return (yield from _backward_ring(job, program, run, grad, grad_lse, (q, k, v), result))
-    *kept, q, k, v, out, lse = result.kept
+    *saved, q, k, v, out, lse = result.saved
     # The plan counts the bytes of a gradient of lse, whether there is such a gradient or not.
     column = torch.zeros_like(result.lse) if grad_lse is None else grad_lse.to(result.lse.dtype)
     label = "backward step 0, exchange of the output's gradient"
     column, grad = yield from program.enter.perform(run, (column.unsqueeze(-1), grad), label)
     grad_lse = None if grad_lse is None else column.squeeze(-1)
-    result = Forward(out, lse, tuple(kept))
+    result = ForwardResult(out, lse, tuple(saved))
     gradients = yield from _backward_ring(job, program, run, grad, grad_lse, (q, k, v), result)
     label = f"backward step {program.leave.index}, exchange of dq, dk and dv"
     dq, dk, dv = yield from program.leave.perform(run, gradients, label)
@@ -168,7 +168,7 @@ def _sum_copies(gradient: Tensor, heads: int) -> Tensor:
 
 def _pass_kv(
     job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
-) -> Program[Forward]:
+) -> Program[ForwardResult]:
     """Blocks of keys and values come to the queries of this rank, whose rows are written as the plan deals them out."""
     q, k, v = map(align_rows, (q, k, v))
     run.give(program.own["kv"], (k, v))
@@ -191,12 +191,12 @@ def _pass_kv(
                 output.close(part.section)
 
     yield from overlapped(job, program, run, "forward", compute)
-    return Forward(*output.finish(program.empty, job.sinks), run.get(program.kept))
+    return ForwardResult(*output.finish(program.empty, job.sinks), run.get(program.saved))
 
 
 def _pass_q(
     job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
-) -> Program[Forward]:
+) -> Program[ForwardResult]:
     """Blocks of queries come to the keys of this rank, with their (out, lse) so far."""
     q, k, v = map(align_rows, (q, k, v))
     sums = make_output_sums(q, v.shape[-1])
@@ -217,7 +217,7 @@ def _pass_q(
                 del partial  # free it before the next call allocates its own
 
     yield from overlapped(job, program, run, "forward", compute)
-    return Forward(*finish_sums(*sums, q, job.sinks, out), ())
+    return ForwardResult(*finish_sums(*sums, q, job.sinks, out), ())
 
 
 def _backward_ring(
@@ -227,7 +227,7 @@ def _backward_ring(
     grad: Tensor,
     grad_lse: Tensor | None,
     inputs: Tensors,
-    result: Forward,
+    result: ForwardResult,
 ) -> Program[tuple[Tensor, Tensor, Tensor]]:
     """`backward` of the ring: blocks of keys and values come to the queries of this rank, or queries, with their dO,
     lse and delta, come to the keys of this rank."""
@@ -259,7 +259,7 @@ def _backward_ring(
             _differentiate(job, visit, RowViews(*rows), own, sums, (visit.is_new, False))
     else:
         run.give(program.own["kv"], (k, v))
-        run.give(program.kept, result.kept)
+        run.give(program.saved, result.saved)
         run.give(program.sums["grad"], (dk, dv))
         wider = centre.moves or grad_lse is not None
         query = with_column(q, 0.0) if wider else q

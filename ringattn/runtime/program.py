@@ -59,18 +59,18 @@ class RingStep:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One pass of one rank. Tensors that the run is given have numbers: `own` by kind, `kept`, and `sums` by kind.
+    """One pass of one rank. Tensors that the run is given have numbers: `own` by kind, `saved`, and `sums` by kind.
 
     With the schedule ulysses `enter` and `leave` exchange tokens for heads inside a group of ranks, before and after
     the ring. Without it they are None. Ring steps are numbered from `first` on. `empty` are the local rows that see no
-    key. `kept` are the tensors that the forward keeps for the backward to start from.
+    key. `saved` are the tensors that the forward saves for the backward to start from.
     """
 
     memory: Memory
     steps: tuple[RingStep, ...]
     own: dict[Kind, Numbers]
     sums: dict[Kind, Numbers]
-    kept: Numbers
+    saved: Numbers
     rotates: str
     first: int
     empty: tuple[range, ...]
@@ -78,17 +78,17 @@ class RankProgram:
     leave: ExchangeStep | None
 
 
-def forward_program(plan: Plan, rank: int, kernel: Kernel, device: torch.device, *, keep: bool) -> RankProgram:
+def forward_program(plan: Plan, rank: int, kernel: Kernel, device: torch.device, *, save: bool) -> RankProgram:
     """The forward of `rank` with the calls that `kernel` makes. Cached by the plan."""
     return plan.cache.answer(
-        (forward_program, rank, kernel.key, device, keep), lambda: _resolve(plan, rank, kernel, device, keep=keep)
+        (forward_program, rank, kernel.key, device, save), lambda: _resolve(plan, rank, kernel, device, save=save)
     )
 
 
 def backward_program(plan: Plan, rank: int, kernel: Kernel, device: torch.device) -> RankProgram:
     """The backward of `rank` with the calls that `kernel` makes. Cached by the plan."""
     key = backward_program, rank, kernel.key, device
-    return plan.cache.answer(key, lambda: _resolve(plan, rank, kernel, device, keep=True, backward=True))
+    return plan.cache.answer(key, lambda: _resolve(plan, rank, kernel, device, save=True, backward=True))
 
 
 def exchanges_heads(plan: Plan) -> bool:
@@ -112,14 +112,14 @@ def batches(work: Work, count: int) -> Sequence[slice | None]:
 
 
 def _resolve(
-    plan: Plan, rank: int, kernel: Kernel, device: torch.device, *, keep: bool, backward: bool = False
+    plan: Plan, rank: int, kernel: Kernel, device: torch.device, *, save: bool, backward: bool = False
 ) -> RankProgram:
     """The forward, or the backward, of `rank`."""
     ring_plan, owner = plan.ring_plan(rank)
     rank_plan = plan.for_rank(rank)
     steps = rank_plan.backward if backward else rank_plan.forward
     rotates = ring_plan.rotates if backward else ring_plan.forward_rotates
-    kept = rank_plan.kept if keep and rotates == "kv" else ()
+    saved = rank_plan.saved if save and rotates == "kv" else ()
     is_output = not backward and rotates == "kv"  # the visits write the output of this rank
     planned: tuple[Sequence[Any], tuple[range, ...]] = (
         make_merge_plan(ring_plan, owner, kernel)
@@ -138,7 +138,7 @@ def _resolve(
             ring_steps = range(1, len(steps) - 1)
             enter = HeadExchange(recorder, plan, rank, steps, to_heads=True).record(exchanged[0])
         own, sums = OWN[rotates, backward]
-        state = RankState(recorder, ring_plan, owner, steps, own, kept, sums=sums, given=backward)
+        state = RankState(recorder, ring_plan, owner, steps, own, saved, sums=sums, given=backward)
         written = []
         for index in ring_steps:
             state.start(index)
@@ -158,7 +158,7 @@ def _resolve(
         tuple(written),
         {part.kind: numbers for part, numbers in state.own.items()},
         {part.kind: numbers for part, numbers in state.own_sums.items()},
-        tuple(number for part in kept for number in state.blocks[part]),
+        tuple(number for part in saved for number in state.blocks[part]),
         rotates,
         ring_steps.start,
         empty,

@@ -87,8 +87,8 @@ def _run(facts, rank_plan, backward, sums, sent, expected):  # type: ignore[no-u
     gone = [np.zeros_like(facts.need[0][s]) for s in ranks]
     for blocks in held.values():
         blocks[rank][:] = True
-    assert not rank_plan.kept or facts.blocks == ("kv",)
-    for part in rank_plan.kept if backward else ():
+    assert not rank_plan.saved or facts.blocks == ("kv",)
+    for part in rank_plan.saved if backward else ():
         held["kv"][part.owner] |= facts.rows(part)
     done, waiting = [], []
     for index, step in enumerate(rank_plan.backward if backward else rank_plan.forward):
@@ -134,7 +134,7 @@ def _run(facts, rank_plan, backward, sums, sent, expected):  # type: ignore[no-u
         yield "runs"
     assert sorted(done) == [owner for owner in ranks if facts.need[rank][owner].any()]
     assert not waiting
-    for part in () if backward else rank_plan.kept:
+    for part in () if backward else rank_plan.saved:
         assert (held["kv"][part.owner] >= facts.rows(part)).all()
 
 
@@ -310,11 +310,11 @@ def test_long_sequences_on_64_ranks() -> None:
             assert plan.bytes_sent() <= most * plan.full_ring_bytes()
 
 
-def test_what_is_kept_is_one_block_at_most() -> None:
+def test_what_is_saved_is_one_block_at_most() -> None:
     """In the causal ring all blocks end at the last rank, which keeps one and gets the others again."""
     for layout, schedule in (("contiguous", "ring"), ("zigzag", "ring"), ("zigzag", "direct")):
         plan = make_plan(Causal(), tokens=512, ranks=8, layout=layout, schedule=schedule, rotate="kv")
-        kept = [sum(map(plan.part_bytes, plan.for_rank(rank).kept)) for rank in range(8)]
+        kept = [sum(map(plan.part_bytes, plan.for_rank(rank).saved)) for rank in range(8)]
         assert 0 < max(kept) <= 64 * 128 * 4
     # A narrow window keeps all that it got: no K/V moves in the backward.
     plan = make_plan(Causal() & Window(31), tokens=512, ranks=8, rotate="kv")

@@ -118,7 +118,7 @@ def test_dense_ring_and_its_backward() -> None:
     assert plan.bytes_sent() == 8 * 7 * block
     # From the block that the forward ended with: P-2 hops of K/V, P-1 of fp32 dK/dV, none exposed.
     assert plan.bytes_sent(backward=True) == 8 * (6 * block + 7 * 2 * block)
-    assert all(len(plan.for_rank(r).kept) == 1 for r in range(8))
+    assert all(len(plan.for_rank(r).saved) == 1 for r in range(8))
 
 
 def test_bad_arguments() -> None:

@@ -54,7 +54,7 @@ def test_bytes_of_a_dense_backward(schedule: str) -> None:
     options = {"tokens": 512, "ranks": 8, "head_dim": 16, "value_dim": 24, "dtype": "bfloat16", "schedule": schedule}
     plan = make_plan(Full(), heads=8, **options)
     hops = 7 * 512 * 8
-    assert plan.rotates == "q" and all(not plan.for_rank(rank).kept for rank in range(8))
+    assert plan.rotates == "q" and all(not plan.for_rank(rank).saved for rank in range(8))
     assert plan.bytes_sent(backward=True) == hops * ((16 + 24) * 2 + 16 * 4 + 2 * 4)
     assert plan.bytes_sent(backward=True) == plan.full_ring_bytes(backward=True)
     by_keys = make_plan(Full(), heads=8, rotate="kv", **options)

@@ -148,7 +148,7 @@ def run(ring: Ring) -> tuple[int, Recorder, Recorder]:
     q, k, v, grad = (torch.empty(1, HEADS, rows, DIM, dtype=BF16, device=CUDA) for _ in range(4))
     carrier = NoMessages(RANK, RANKS)
     with Recorder() as first:
-        result = drive(forward(job, q, k, v, keep=True), carrier)
+        result = drive(forward(job, q, k, v, save=True), carrier)
         grad_lse = torch.empty_like(result.lse) if ring.lse else None
     with Recorder() as second:
         grads = drive(backward(job, grad, grad_lse, q, k, v, result), carrier)

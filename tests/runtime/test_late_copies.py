@@ -182,7 +182,7 @@ def make_stream_of(pattern: Pattern, case: Case) -> HostStream:
 
 
 def results_of(stream: HostStream, case: Case) -> list[torch.Tensor]:
-    result = stream.forward(*case.inputs, keep=True)
+    result = stream.forward(*case.inputs, save=True)
     return [result.out, result.lse, *stream.backward(case.grad, case.grad_lse, *case.inputs, result)]
 
 

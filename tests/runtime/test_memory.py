@@ -31,7 +31,7 @@ def test_message_buffers_are_those_of_the_model(ranks: int, rotate: str) -> None
     """What a rank takes for messages is what the model of memory says, but for the rounding of sizes."""
     plan = ra.make_plan(Full(), tokens=256 * ranks, ranks=ranks, heads=2, head_dim=16, schedule="ring", rotate=rotate)
     kernel, device = AtenCpu(), torch.device("cpu")
-    programs = (forward_program(plan, 0, kernel, device, keep=True), backward_program(plan, 0, kernel, device))
+    programs = (forward_program(plan, 0, kernel, device, save=True), backward_program(plan, 0, kernel, device))
     taken = max(program.memory.stores[0] for program in programs)
     wanted = memory(plan, backward=True)["message buffers"]
     assert 0.95 * wanted < taken < 1.1 * wanted, (taken, wanted)

@@ -98,7 +98,7 @@ def test_sums_in_storage_are_not_rounded_to_16_bits() -> None:
     """
     case = make_case(TOKENS, HEADS, KV_HEADS, torch.float16)
     truth, stream = truth_of(case, Full()), stream_of(Full(), *case.inputs, chunk=34)
-    result = stream.forward(*case.inputs, keep=True)
+    result = stream.forward(*case.inputs, save=True)
     names = ("q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv")
     sums = [torch.full_like(x, torch.nan, dtype=torch.float32) for x in case.inputs]
     stored = dict(zip(names, (*case.inputs, case.grad, result.out, result.lse, *sums), strict=True))
@@ -157,7 +157,7 @@ def test_needed_rows_are_copied_and_no_others(pattern: Pattern, chunk: int, dtyp
         needed[:, first:stop] = False
         rows += int(needed.sum())
     pairs = rows * case.q.shape[0] * (8 + 4)
-    result = stream.forward(*case.inputs, keep=True)
+    result = stream.forward(*case.inputs, save=True)
     assert (stream.counters.received_bytes, stream.counters.sent_bytes) == (pairs * dtype.itemsize, 0)
     assert stream.plan.bytes_sent() == pairs * dtype.itemsize
     stream.counters.reset()

@@ -66,7 +66,7 @@ def test_bytes_counted_are_the_bytes_planned(problem: Problem, schedule: str, ro
     jobs = [Job(plan, rank, get_kernel("reference", q, k, v), 1.0) for rank in range(ranks)]
     shards = [[plan.layout.shard_tensor(x, rank) for x in (q, k, v)] for rank in range(ranks)]
     transport = VirtualRanks(ranks)
-    results = transport.run([forward(job, *mine, keep=True) for job, mine in zip(jobs, shards, strict=True)])
+    results = transport.run([forward(job, *mine, save=True) for job, mine in zip(jobs, shards, strict=True)])
     for rank, counters in enumerate(transport.counters):
         assert (counters.sent_bytes, counters.sent_messages) == (plan.bytes_sent(rank), plan.messages(rank))
         counters.reset()
@@ -173,7 +173,7 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
 def test_only_two_receive_buffers_per_rank() -> None:
     plan = ra.make_plan(Full(), tokens=1024, ranks=8, heads=2, head_dim=16, schedule="ring")
     kernel = get_kernel("auto", *[torch.zeros(1, 2, 128, 16)] * 3)
-    program = forward_program(plan, 3, kernel, torch.device("cpu"), keep=False)
+    program = forward_program(plan, 3, kernel, torch.device("cpu"), save=False)
     message = plan.part_bytes(plan.for_rank(3).forward[0].sends[0].parts[0])
     assert len(program.memory.stores) == 1 and 2 * message <= program.memory.stores[0] < 3 * message
 

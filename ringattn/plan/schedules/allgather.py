@@ -9,7 +9,7 @@ from .base import EXACT, Schedule, sampled_owners
 class AllGatherSchedule(Schedule):
     """Whole blocks go from every rank to every other rank at once."""
 
-    def kept_parts(self, rank: int) -> tuple[Part, ...]:
+    def saved_parts(self, rank: int) -> tuple[Part, ...]:
         """No parts: the backward gathers the keys again."""
         return ()
 

@@ -2,7 +2,7 @@
 
 A block goes from its owner along a tree of ranks. Each edge carries the rows that some rank behind it needs, so that a
 row stops at the last rank that needs it. The backward is the forward in reverse: a row starts at the rank where it
-stopped, from the rows that this rank kept, and goes home; the sums of its gradients lag one step behind, in the same
+stopped, from the rows that this rank saved, and goes home; the sums of its gradients lag one step behind, in the same
 messages.
 """
 
@@ -33,8 +33,8 @@ class Schedule(ABC):
     numbered: ClassVar[bool] = False
     #: Ranks of a node, where the schedule distinguishes nodes.
     ranks_per_node = 1
-    #: Whether ranks keep blocks of keys for the backward: not where these have not travelled in the forward.
-    keeps = True
+    #: Whether ranks save blocks of keys for the backward: not where these have not travelled in the forward.
+    saves = True
 
     def __init__(self, demand: BlockDemand) -> None:
         self.demand = demand
@@ -56,8 +56,8 @@ class Schedule(ABC):
         raise Unsupported(f"in the forward of {type(self).__name__} only keys travel; try rotate='kv'")
 
     @abstractmethod
-    def kept_parts(self, rank: int) -> tuple[Part, ...]:
-        """The parts that a rank keeps after the forward for a backward in which keys travel."""
+    def saved_parts(self, rank: int) -> tuple[Part, ...]:
+        """The parts that a rank saves after the forward for a backward in which keys travel."""
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int] | None:
         """(bytes between nodes, all bytes) of a backward, without making its steps; None where only the steps tell.
@@ -86,7 +86,7 @@ def sampled_owners(demand: BlockDemand) -> list[int]:
     return sampled_ranks(ranks, SAMPLED)
 
 
-#: Where there are more than EXACT ranks, LATEST arrivals of a rank stand for all that it keeps.
+#: Where there are more than EXACT ranks, LATEST arrivals of a rank stand for all that it saves.
 LATEST = 64
 
 
@@ -173,27 +173,27 @@ class Route(Schedule):
         earlier = takewhile(lambda sibling: sibling != edge, siblings)
         return self._subtract(edge.owner, carried, [*map(self.carried, earlier)])
 
-    def kept_rows(self, rank: int) -> dict[Edge, RowSets]:
-        """By edge, the rows that `rank` keeps for the backward: of the latest rows that stop there, one block at most.
+    def saved_rows(self, rank: int) -> dict[Edge, RowSets]:
+        """By edge, the rows that `rank` saves for the backward: of the latest rows that stop there, one block at most.
 
-        The rows that it does not keep come again from their owner.
+        The rows that it does not save come again from their owner.
         """
-        if not self.keeps:
+        if not self.saves:
             return {}
-        key = (Route.kept_rows, type(self), self.ranks_per_node, rank)
-        return self._cache.answer(key, lambda: self.find_kept_rows(rank))
+        key = (Route.saved_rows, type(self), self.ranks_per_node, rank)
+        return self._cache.answer(key, lambda: self.find_saved_rows(rank))
 
-    def is_kept(self, edge: Edge) -> bool:
-        """Whether the target of an edge keeps rows that arrive there, see `kept_rows`."""
-        return edge in self.kept_rows(edge.target)
+    def is_saved(self, edge: Edge) -> bool:
+        """Whether the target of an edge saves rows that arrive there, see `saved_rows`."""
+        return edge in self.saved_rows(edge.target)
 
-    def find_kept_rows(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
-        """The answer of `kept_rows`, from the latest `arrivals` only where these are given."""
-        return {edge: self.stopping(edge) for edge in self._size_kept(rank, arrivals)}
+    def find_saved_rows(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
+        """The answer of `saved_rows`, from the latest `arrivals` only where these are given."""
+        return {edge: self.stopping(edge) for edge in self._size_saved(rank, arrivals)}
 
-    def _size_kept(self, rank: int, arrivals: int | None) -> dict[Edge, int]:
-        """By edge, how many rows of all heads `find_kept_rows` finds."""
-        kept: dict[Edge, int] = {}
+    def _size_saved(self, rank: int, arrivals: int | None) -> dict[Edge, int]:
+        """By edge, how many rows of all heads `find_saved_rows` finds."""
+        saved: dict[Edge, int] = {}
         room_by_ring: dict[int, int] = {}
         block = self.demand.block_heads * self.demand.layout.rows(rank)
         for edge in islice(self.arrivals(rank), arrivals):
@@ -202,14 +202,14 @@ class Route(Schedule):
                 break  # else a rank to which all blocks go would look at all of them
             size = self._count_stopping(edge) if room > 0 else 0
             if size and (size <= room or room == block):  # at least one block, even where it is a row longer
-                kept[edge] = size
+                saved[edge] = size
             room_by_ring[edge.ring] = room - size
-        return kept
+        return saved
 
-    def kept_parts(self, rank: int) -> tuple[Part, ...]:
-        """The parts that `rank` keeps after the forward for a backward in which keys travel."""
-        arrivals, kept = self.edges_by_owner(rank).values(), self.kept_rows(rank)
-        return tuple(part for edge in arrivals if edge in kept for part in make_parts("kv", edge.owner, kept[edge]))
+    def saved_parts(self, rank: int) -> tuple[Part, ...]:
+        """The parts that `rank` saves after the forward for a backward in which keys travel."""
+        arrivals, saved = self.edges_by_owner(rank).values(), self.saved_rows(rank)
+        return tuple(part for edge in arrivals if edge in saved for part in make_parts("kv", edge.owner, saved[edge]))
 
     def forward(self, rank: int) -> tuple[Step, ...]:
         """The steps of a rank's forward."""
@@ -231,7 +231,7 @@ class Route(Schedule):
         arrivals = tuple(self.edges_by_owner(rank).values())
         if self.demand.visits(rank, rank):
             builder.visit(0, (Part("kv", rank),))
-        kept = self.kept_rows(rank)
+        saved = self.saved_rows(rank)
         for edge in arrivals:
             carried = self.carried(edge)
             if self.demand.visits(rank, edge.owner):
@@ -240,7 +240,7 @@ class Route(Schedule):
                 returned = make_parts("kv", edge.owner, self.returned(edge, carried))
                 builder.send(edge.step, edge.post + 1, edge.source, returned)
             builder.send(edge.step - 1, edge.post, edge.source, make_parts("grad", edge.owner, carried))
-            if edge not in kept:
+            if edge not in saved:
                 stopping = make_parts("kv", edge.owner, self.stopping(edge))
                 builder.recv(edge.step + 1, edge.step + 1, edge.owner, stopping)
         for edge in self.departures(rank):
@@ -250,7 +250,7 @@ class Route(Schedule):
                 builder.recv(edge.step, edge.post + 1, edge.target, returned)
             builder.recv(edge.step - 1, edge.post, edge.target, make_parts("grad", edge.owner, carried))
         for edge in self.last_edges(rank):
-            if not self.is_kept(edge):
+            if not self.is_saved(edge):
                 builder.send(edge.step + 1, edge.step + 1, edge.target, make_parts("kv", rank, self.stopping(edge)))
         return builder.steps()
 
@@ -323,10 +323,10 @@ class Route(Schedule):
         return self._cache.answer(key, lambda: {e.owner: e for e in [*self.arrivals(rank)][::-1]})
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int] | None:
-        """As in `Schedule`. Where keys travel, blocks skip rows that their readers have kept since the forward."""
+        """As in `Schedule`. Where keys travel, blocks skip rows that their readers have saved since the forward."""
         owners = sampled_owners(self.demand)
-        kept = self.count_kept(owners) if self.keeps and not queries else 0
-        sent = self.count_moved(owners) * (block + sums) - kept * block
+        saved = self.count_saved(owners) if self.saves and not queries else 0
+        sent = self.count_moved(owners) * (block + sums) - saved * block
         return sent, sent
 
     def count_moved(self, owners: Sequence[int]) -> int:
@@ -334,13 +334,13 @@ class Route(Schedule):
         count = self.demand.count_needed
         return sum(count(self.served(edge), owner) for owner in owners for edge in self.edges_of(owner))
 
-    def count_kept(self, ranks: Sequence[int]) -> int:
-        """The rows of all heads that `ranks` keep from the forward.
+    def count_saved(self, ranks: Sequence[int]) -> int:
+        """The rows of all heads that `ranks` save from the forward.
 
         Of more than EXACT ranks, rows of the LATEST arrivals only: a rank where nothing stops has an arrival per rank.
         """
         arrivals = None if self.demand.layout.ranks <= EXACT else LATEST
-        return sum(size for rank in ranks for size in self._size_kept(rank, arrivals).values())
+        return sum(size for rank in ranks for size in self._size_saved(rank, arrivals).values())
 
     def _count_stopping(self, edge: Edge) -> int:
         """The number of rows of all heads in `stopping`."""

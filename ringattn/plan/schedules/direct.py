@@ -88,7 +88,7 @@ def _edge(owner: int, distance: int, ranks: int) -> Edge:
 
 
 class PullSchedule(DirectSchedule):
-    """A rank fetches the rows that it needs and stores their gradients; it serves no other rank, and keeps no parts.
+    """A rank fetches the rows that it needs and stores their gradients; it serves no other rank, and saves no parts.
 
     The visits are the visits of `direct`, in the same order. `SCHEDULES` has no name for this schedule: ranks that run
     together need both ends of each message.
@@ -100,7 +100,7 @@ class PullSchedule(DirectSchedule):
     def last_edges(self, owner: int) -> Iterator[Edge]:
         return iter(())
 
-    def kept_rows(self, rank: int) -> dict[Edge, RowSets]:
+    def saved_rows(self, rank: int) -> dict[Edge, RowSets]:
         return {}
 
     def steps(self, rank: int) -> RankPlan:

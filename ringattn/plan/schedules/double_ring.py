@@ -78,8 +78,8 @@ class DoubleRingSchedule(Route):
         sent = 0
         for owner in sampled_owners(demand):
             rows = rows_along(demand, [owner], way)
-            kept = 0 if queries or not self.keeps else min(rows, demand.block_heads * demand.layout.rows(owner))
-            sent += rows * (block + sums) - kept * block
+            saved = 0 if queries or not self.saves else min(rows, demand.block_heads * demand.layout.rows(owner))
+            sent += rows * (block + sums) - saved * block
         return sent, sent
 
     def _edge(self, owner: int, t: int, j: int) -> tuple[Edge, ...]:

@@ -187,8 +187,8 @@ def _count_rows(layout: Layout) -> np.ndarray:
 
 
 @cached
-def kept_by_hop(demand: BlockDemand, way: Way) -> np.ndarray | None:
-    """Rows of one head that each rank keeps of those that stop there on a way, by hop, see `Route.kept_rows`.
+def saved_by_hop(demand: BlockDemand, way: Way) -> np.ndarray | None:
+    """Rows of one head that each rank saves of those that stop there on a way, by hop, see `Route.saved_rows`.
 
     int64 [ranks, hops], the farthest hop first; None where `row_reach` is None.
     """
@@ -224,7 +224,7 @@ def choose_ways(demand: BlockDemand) -> tuple[Way, ...]:
 class RingSchedule(Route):
     """Every block goes along each way; the edge at distance d serves the ranks from d to the limit of the way.
 
-    What moves and what ranks keep is read from tables, where there are any.
+    What moves and what ranks save is read from tables, where there are any.
     """
 
     def __init__(self, demand: BlockDemand) -> None:
@@ -289,26 +289,26 @@ class RingSchedule(Route):
     def count_moved(self, owners: Sequence[int]) -> int:
         return sum(rows_along(self.demand, owners, way) for way in self.ways)
 
-    def count_kept(self, ranks: Sequence[int]) -> int:
-        tables = self._kept_by_ring
+    def count_saved(self, ranks: Sequence[int]) -> int:
+        tables = self._saved_by_ring
         if tables is None:
-            return super().count_kept(ranks)
+            return super().count_saved(ranks)
         return sum(int(table.sum()) for table in tables) * self.demand.block_heads
 
-    def is_kept(self, edge: Edge) -> bool:
-        tables = self._kept_by_ring
-        return super().is_kept(edge) if tables is None else bool(tables[edge.ring][edge.target, -edge.step])
+    def is_saved(self, edge: Edge) -> bool:
+        tables = self._saved_by_ring
+        return super().is_saved(edge) if tables is None else bool(tables[edge.ring][edge.target, -edge.step])
 
-    def find_kept_rows(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
-        if arrivals is not None or self._kept_by_ring is None:
-            return super().find_kept_rows(rank, arrivals)
-        return {edge: self.stopping(edge) for edge in self.arrivals(rank) if self.is_kept(edge)}
+    def find_saved_rows(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
+        if arrivals is not None or self._saved_by_ring is None:
+            return super().find_saved_rows(rank, arrivals)
+        return {edge: self.stopping(edge) for edge in self.arrivals(rank) if self.is_saved(edge)}
 
     @cached_property
-    def _kept_by_ring(self) -> list[np.ndarray] | None:
-        """By ring, the answer of `kept_by_hop`; None where there is none."""
-        if not self.keeps:
+    def _saved_by_ring(self) -> list[np.ndarray] | None:
+        """By ring, the answer of `saved_by_hop`; None where there is none."""
+        if not self.saves:
             return None
-        tables = [kept_by_hop(self.demand, way) for way in self.ways]
+        tables = [saved_by_hop(self.demand, way) for way in self.ways]
         known = [table for table in tables if table is not None]
         return known if len(known) == len(tables) else None

@@ -43,7 +43,7 @@ def wrap_in_exchanges(plan: RankPlan, size: int, ranks: int, rows: Callable[[Kin
         rank,
         (*forward, exchange("out", len(forward), there=False)),
         (*backward, exchange("dqkv", len(backward), there=False)),
-        plan.kept,
+        plan.saved,
     )
 
 

@@ -71,7 +71,7 @@ def shape(plan: Plan, rank: int, *, backward: bool) -> object:
         tuple((hops(step.sends), hops(step.recvs), tuple(map(visit, step.visits))) for step in steps) for steps in lists
     )
     rows = plan.layout_of("q").rows(rank), plan.layout.rows(rank)
-    return rows, steps, tuple(map(away, mine.kept)) if backward else ()
+    return rows, steps, tuple(map(away, mine.saved)) if backward else ()
 
 
 def cohorts(plan: Plan, ranks: Iterable[int], *, backward: bool) -> list[Cohort]:

@@ -20,7 +20,7 @@ from ...kernels import get_kernel
 from ...kernels.base import Kernel
 from ...layout.regular import Layout
 from ...plan.plan import Plan
-from ...runtime.executor import Forward, Job, backward, forward
+from ...runtime.executor import ForwardResult, Job, backward, forward
 from ..progress import track
 from .faults import Fault, with_fault
 from .ledger import AuditingKernel, PairLedger, expect, expected_counts
@@ -79,7 +79,7 @@ def execute(
     jobs = [Job(c.plan, c.first, kernel(), scale) for c in group]
     harm = None if fault is None else partial(fault.harm, source, plan)
     passes = [ring := Lockstep(group, answer, tamper=harm)]
-    results: list[Forward] = ring.run([forward(j, *x, keep=grads) for j, x in zip(jobs, inputs, strict=True)])
+    results: list[ForwardResult] = ring.run([forward(j, *x, save=grads) for j, x in zip(jobs, inputs, strict=True)])
     factor = plan.pattern.output_scale
     given: Sequence[Tensors] = [()] * len(jobs)
     if grads:

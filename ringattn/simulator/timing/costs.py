@@ -40,7 +40,7 @@ def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) 
     """Bytes by category at the peak of a pass, on the rank with the most tokens.
 
     A forward holds the inputs, output and lse, receive buffers, and the output of one visit. A backward holds what the
-    forward saved, the incoming gradient, accumulators of the gradients, the block that the forward kept, message
+    forward saved, the incoming gradient, accumulators of the gradients, the block that the forward saved, message
     buffers, and the gradients of one visit. Blocks count in full, so that a plan that sends parts of blocks needs less.
     Not counted are the fp32 copies in which CPUs compute 16-bit inputs. Measured peaks of dense rings differ from the
     sum by at most a tenth (README).
@@ -73,7 +73,7 @@ def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) 
     if item != wide:
         sizes["dq, dk, dv"] = inputs * item
     if keys_rotate and plan.ranks > 1:
-        sizes["kept block"] = _block_bytes(plan, ("kv",))
+        sizes["saved block"] = _block_bytes(plan, ("kv",))
     sizes["message buffers"] = _buffer_bytes(plan, kinds, backward)
     sizes["one visit's gradients"] = inputs * wide
     return sizes

@@ -82,7 +82,7 @@ def make_passes(plan: Plan, rank: int, kernel: Kernel, carrier: Carrier) -> dict
     job = Job(plan, rank, kernel, plan.head_dim**-0.5)
 
     def run_forward() -> Any:
-        return drive(forward(job, q, k, v, keep=True, tags=Tags.of_call(0, backward=False)), carrier)
+        return drive(forward(job, q, k, v, save=True, tags=Tags.of_call(0, backward=False)), carrier)
 
     result = run_forward()
 

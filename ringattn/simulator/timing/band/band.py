@@ -201,7 +201,7 @@ class BandTraffic:
     `to_owner`: hops lead toward the owner, and steps go from the farthest distance down to 0. `direct_row_bytes` are
     the bytes of a row that travels directly between its owner and its last receiver, at the step after the last
     receiver's distance; 0 where no row does. With `to_owner`, direct rows are those that the last receivers have not
-    kept, sent by the owner; else they are the gradient sums of all rows, sent to the owner.
+    saved, sent by the owner; else they are the gradient sums of all rows, sent to the owner.
     """
 
     moving: tuple[MovingRows, ...]

@@ -121,7 +121,7 @@ def find_owner_messages(band: Band, ways: Sequence[Way], traffic: BandTraffic, r
         receiver = (owner + way.sign * distance) % band.ranks
         step, size = distance + 1, rows * traffic.direct_row_bytes
         if traffic.to_owner:
-            sent_again = ~_find_kept(receiver, distance, rows, band.rows)
+            sent_again = ~_find_saved(receiver, distance, rows, band.rows)
             entries.append(np.stack([reach - step, owner, receiver, size])[:, sent_again])
         else:
             entries.append(np.stack([step, receiver, owner, size]))
@@ -141,19 +141,19 @@ def select_neighbors(messages: DirectMessages, ranks: int, sign: int) -> DirectM
     return messages.select(signs == sign)
 
 
-def _find_kept(receiver: np.ndarray, distance: np.ndarray, rows: np.ndarray, block: int) -> np.ndarray:
-    """Which rows their last receivers keep for the backward, as `Route.kept` says: bool [entries].
+def _find_saved(receiver: np.ndarray, distance: np.ndarray, rows: np.ndarray, block: int) -> np.ndarray:
+    """Which rows their last receivers save for the backward, as `Route.saved` says: bool [entries].
 
-    A receiver keeps its latest rows, as many as a block has, and its very latest rows in any case.
+    A receiver saves its latest rows, as many as a block has, and its very latest rows in any case.
     """
     order = np.lexsort((-distance, receiver))
     rows_before = np.cumsum(rows[order]) - rows[order]
     first = np.ones(len(order), dtype=bool)
     first[1:] = receiver[order][1:] != receiver[order][:-1]
     rows_before -= rows_before[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))]
-    kept = np.zeros(len(order), dtype=bool)
-    kept[order] = (rows_before == 0) | (rows_before + rows[order] <= block)
-    return kept
+    saved = np.zeros(len(order), dtype=bool)
+    saved[order] = (rows_before == 0) | (rows_before + rows[order] <= block)
+    return saved
 
 
 #: Gives the costs of messages to neighbors, of ranks in the middle of their neighbors [n, 3] at steps [n, 1].
