@@ -158,7 +158,7 @@ COMMANDS = dict.fromkeys(
     for page in PAGES
     for command in commands_of(page)
     if re.match(r"(ringattn \S+ [^.]|scripts/(run|train))", command)
-    and not re.search(r"NAME|VERB|\.\.\.|suite=gpu|stream=disk$", command)
+    and not re.search(r"NAME|VERB|\.\.\.|suite=gpu|offload=disk$", command)
 )
 
 

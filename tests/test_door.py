@@ -104,7 +104,7 @@ def test_each_option_has_its_type(name: str) -> None:
             with pytest.raises(InvalidInput, match=f"{name}={re.escape(repr(value))}: expected "):
                 call(**{name: value})
     for given in ({"return_lse": None}, {"scale": "1"}, {"deterministic": "yes"}):
-        for attend in (ra.attention, partial(ra.attention, stream="host")):
+        for attend in (ra.attention, partial(ra.attention, offload="host")):
             with pytest.raises(InvalidInput, match=f"{next(iter(given))}=.*: expected "):
                 attend(*tensors(), Full(), **given)
 
@@ -173,7 +173,7 @@ def _calls() -> dict[str, Callable[[Any], Any]]:
     swapped = [t.transpose(1, 2) for t in (q, k, v)]
     return {
         "attention": lambda p: ra.attention(q, k, v, p),
-        "streamed": lambda p: ra.attention(q, k, v, p, stream="host", chunk=16, device="cpu"),
+        "offloaded": lambda p: ra.attention(q, k, v, p, offload="host", chunk=16, device="cpu"),
         "virtual": lambda p: ra.virtual_attention(q, k, v, p, ranks=3),
         "plan": lambda p: ra.make_plan(p, tokens=48, ranks=3).hash,
         "layout": lambda p: ra.make_layout("balanced(4)", tokens=48, ranks=3, pattern=p),
@@ -283,7 +283,7 @@ def _entries() -> dict[str, Callable[..., torch.Tensor]]:
         "attention": partial(ra.attention, pattern=PATTERN),
         "reference": partial(ra.attention, pattern=PATTERN, kernel="reference"),
         "padded": partial(ra.attention, pattern=PATTERN, key_padding_mask=padding),
-        "streamed": partial(ra.attention, pattern=PATTERN, stream="host", chunk=16, device="cpu"),
+        "offloaded": partial(ra.attention, pattern=PATTERN, offload="host", chunk=16, device="cpu"),
         "virtual": partial(ra.virtual_attention, pattern=PATTERN, ranks=3),
         "virtual reference": partial(ra.virtual_attention, pattern=PATTERN, ranks=3, kernel="reference"),
         "ulysses": partial(ra.virtual_attention, pattern=PATTERN, ranks=2, schedule="ulysses(2)"),

@@ -220,7 +220,7 @@ def _cast(x: Any) -> Any:
 def computing(device: torch.device) -> Iterator[None]:
     """A context in which attention is computed on `device`: without autocast, and with OutOfMemory for torch's error.
 
-    Autocast is off on the CPU and CUDA, too, as attention may be streamed between them. torch's allocator for CUDA has
+    Autocast is off on the CPU and CUDA, too, as offloading computes between them. torch's allocator for CUDA has
     given back its idle memory, and tried once more, before it raises.
     """
     with ExitStack() as stack:

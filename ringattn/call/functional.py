@@ -221,7 +221,7 @@ def attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     first: int | None = None,
-    stream: str | None = None,
+    offload: str | None = None,
     chunk: int | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
@@ -230,7 +230,7 @@ def attention(
     Shapes, dtypes and errors are those of `virtual_attention`. With `first`, the position of the first query, there may
     be more or fewer queries than keys: the keys have the positions from 0 on.
 
-    stream="host" computes on `device` (default: CUDA if available, else the CPU) a sequence that need not fit there.
+    offload="host" computes on `device` (default: CUDA if available, else the CPU) a sequence that need not fit there.
     q, k and v are CPU tensors, ordinary, pinned or mapped from a file; out, lse and the gradients are CPU tensors, too.
     Chunks of at most `chunk` rows are virtual ranks that run one after another; `chunk` defaults to a number chosen by
     `call.offload.chunk_rows` from the free memory of the device. At any time the device holds the queries and the
@@ -247,12 +247,12 @@ def attention(
     }
     first = None if first is None else check_integer(first, "first", 0, "first=1000")
     q_layout = None if first is None else f"shifted(contiguous, {first})"
-    if stream is None:
+    if offload is None:
         for name, value in (("chunk", chunk), ("device", device)):
             if value is not None:
                 raise InvalidInput(
-                    f"{name}={value} has a meaning only with stream='host': without a stream the device of the tensors "
-                    f"computes everything; leave out {name}=, or add stream='host'"
+                    f"{name}={value} has a meaning only with offload='host': without it, the device of the tensors "
+                    f"computes everything; leave out {name}=, or add offload='host'"
                 )
         return virtual_attention(
             q, k, v, pattern,
@@ -260,21 +260,21 @@ def attention(
             **options,
         )  # fmt: skip
     if first is not None:
-        raise InvalidInput(f"first={first}: a stream computes queries at the positions of the keys; leave out stream=")
-    if stream != "host":
+        raise InvalidInput(f"first={first}: offload= computes queries at the positions of the keys; leave out one")
+    if offload != "host":
         raise InvalidInput(
-            f"stream={stream!r}: expected 'host'. Tensors that are mapped from a file are host tensors, too; "
-            "`ringattn run stream=disk` reads and writes files"
+            f"offload={offload!r}: expected 'host'. Tensors that are mapped from a file are host tensors, too; "
+            "`ringattn run offload=disk` reads and writes files"
         )
-    from .offload import check_chunk, get_device, make_stream  # few programs stream
+    from .offload import check_chunk, get_device, make_offload  # few programs offload
 
     check_chunk(chunk)
     where = get_device(device)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, Tensor) and x.device.type != "cpu":
             raise InvalidInput(
-                f"stream='host' copies from host memory, but {name} is on {x.device}; pass {name}.cpu(), or leave out "
-                "stream="
+                f"offload='host' copies from host memory, but {name} is on {x.device}; pass {name}.cpu(), or leave out "
+                "offload="
             )
     q, k, v = cast_inputs(q, k, v)
     options["schedule"] = "direct"
@@ -282,9 +282,9 @@ def attention(
         q, k, v, pattern, "contiguous", options,
         key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse, device=where,
     )  # fmt: skip
-    streamed = make_stream(call, chunk=chunk, backward=call.requires_grad)
+    runner = make_offload(call, chunk=chunk, backward=call.requires_grad)
     q, k, v = call.hide(q, k, v, key_padding_mask)
-    return streamed.of_call(sinks).run(q, k, v)
+    return runner.of_call(sinks).run(q, k, v)
 
 
 def check_arguments(

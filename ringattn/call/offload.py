@@ -76,7 +76,7 @@ class HostTensors:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostStream(Runner):
+class OffloadRunner(Runner):
     """Runs the ranks of a plan on one device, one after another, from and to host storage.
 
     `counters` count the messages so far. The copies of a rank's own q, k, v, out, lse and gradients are not counted.
@@ -86,8 +86,8 @@ class HostStream(Runner):
     device: torch.device
     counters: Counters = field(default_factory=Counters, compare=False)
 
-    def of_call(self, sinks: Tensor | None) -> HostStream:
-        """The same stream with the sinks of a call, and with a seed where the kernel has dropout."""
+    def of_call(self, sinks: Tensor | None) -> OffloadRunner:
+        """The same runner with the sinks of a call, and with a seed where the kernel has dropout."""
         return replace(self, kernel=self.kernel.seeded(), sinks=None if sinks is None else sinks.to(self.device))
 
     def job(self, rank: int) -> Job:
@@ -160,16 +160,16 @@ class HostStream(Runner):
         return [(rank, rows) for rank in range(layout.ranks) for rows in layout.shard(rank)]
 
 
-def make_stream(call: CompiledCall, *, chunk: int | None, backward: bool) -> HostStream:
-    """The stream that computes `call` on its device.
+def make_offload(call: CompiledCall, *, chunk: int | None, backward: bool) -> OffloadRunner:
+    """The runner that computes `call` on its device.
 
     `chunk` is the number of rows on the device at a time; None chooses it by the free memory, with room for the
     backward if `backward`. Raises Unsupported or OutOfMemory.
     """
     if call.pattern.rows is not None:
         raise Unsupported(
-            "stream='host' has one pattern for all rows of the batch; stream row by row, "
-            "attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], pattern.row(i), stream='host')"
+            "offload='host' has one pattern for all rows of the batch; compute row by row, "
+            "attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], pattern.row(i), offload='host')"
         )
     sizes, tokens, device = call.sizes, call.rows, call.device
     rows = chunk_rows(tokens, device=device, backward=backward, **sizes) if chunk is None else chunk
@@ -182,12 +182,12 @@ def make_stream(call: CompiledCall, *, chunk: int | None, backward: bool) -> Hos
         return StreamedPlan(**{entry.name: getattr(plan, entry.name) for entry in fields(plan)})
 
     key = call.pattern, tokens, rows, *sizes.items()
-    plan = make() if call.pattern.transient else _streams.answer(key, make)
-    return HostStream(call=call, plan=plan, kernel=call.kernel, device=device)
+    plan = make() if call.pattern.transient else _plans.answer(key, make)
+    return OffloadRunner(call=call, plan=plan, kernel=call.kernel, device=device)
 
 
-#: The plans of recent streams.
-_streams = Cache(PLANS, lambda plan: int(plan.kept_bytes), grows=True)
+#: The plans of recent offloaded calls.
+_plans = Cache(PLANS, lambda plan: int(plan.kept_bytes), grows=True)
 
 
 def check_chunk(chunk: object) -> None:
@@ -211,7 +211,7 @@ def get_device(device: torch.device | str | None) -> torch.device:
     except (RuntimeError, TypeError):
         raise InvalidInput(f"device={device!r} is not a device; expected cpu, cuda or cuda:1") from None
     if parsed.type not in ("cpu", "cuda"):
-        raise InvalidInput(f"device={device}: attention is streamed to cpu or cuda; try device=cpu")
+        raise InvalidInput(f"device={device}: offload= computes on cpu or cuda; try device=cpu")
     if parsed.type == "cpu":
         return parsed
     if not torch.cuda.is_available() or (parsed.index or 0) >= torch.cuda.device_count():

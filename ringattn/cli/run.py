@@ -23,7 +23,7 @@ from .inputs import InputSource, open_source, read_shard
 from .ranks import check_ranks, rank_device, start_ranks
 from .run_decode import DecodeRun
 from .run_job import RankMeasurements, Run, check_memory, check_outputs, plan_run, save_output
-from .run_streamed import StreamedRun
+from .run_offloaded import OffloadedRun
 
 
 def main(config: RunConfig) -> dict[str, Any] | None:
@@ -37,10 +37,10 @@ def main(config: RunConfig) -> dict[str, Any] | None:
     _check_paths(config)
     is_virtual = config.transport.spec == "virtual"
     launcher = detect().kind
-    if launcher != "none" and (config.stream is not None or is_virtual):
-        setting = "transport=virtual" if config.stream is None else f"stream={config.stream}"
+    if launcher != "none" and (config.offload is not None or is_virtual):
+        setting = "transport=virtual" if config.offload is None else f"offload={config.offload}"
         raise InvalidInput(f"{setting} is one process, not {launcher}'s; start ringattn run without {launcher}")
-    if config.stream is None and not is_virtual:
+    if config.offload is None and not is_virtual:
         plan = None
         if launcher == "none" and config.transport.spec == "gloo":
             _count_cores(config)
@@ -49,7 +49,7 @@ def main(config: RunConfig) -> dict[str, Any] | None:
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     if config.mode == "decode":
         return DecodeRun(config, None).run()
-    return (Run if config.stream is None else StreamedRun)(config).run()
+    return (Run if config.offload is None else OffloadedRun)(config).run()
 
 
 def _count_cores(config: RunConfig) -> None:

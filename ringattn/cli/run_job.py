@@ -69,7 +69,7 @@ def check_memory(plan: Plan, rows: int) -> None:
         raise InvalidInput(
             f"q, k, v and the output of {plural(rows, 'token')} (batch {plan.batch:,}, {plan.heads:,} heads, head_dim "
             f"{plan.head_dim:,}) take {size(needed)} here, and this machine has {size(free)} free; try fewer tokens=, "
-            "ringattn simulate, or stream=disk with input=file"
+            "ringattn simulate, or offload=disk with input=file"
         )
 
 

@@ -63,7 +63,7 @@ def test_a_stream() -> None:
     for pattern in PATTERNS[1:3]:
         case = case_of(64)
         leaves = tuple(x.detach().cpu().requires_grad_() for x in case.inputs)
-        check(ra.attention(*leaves, pattern, stream="host", chunk=50, device=DEVICE), leaves, case, pattern)
+        check(ra.attention(*leaves, pattern, offload="host", chunk=50, device=DEVICE), leaves, case, pattern)
 
 
 @pytest.fixture

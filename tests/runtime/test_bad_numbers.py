@@ -19,7 +19,7 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"ranks": 4, "layout": "zigzag", "schedule": "direct", "rotate": "kv"},
     {"ranks": 6, "schedule": "ring", "rotate": "q"},
     {"ranks": 6, "schedule": "ring", "rotate": "kv"},
-    {"stream": "host", "chunk": 7, "device": "cpu"},
+    {"offload": "host", "chunk": 7, "device": "cpu"},
 )
 PATTERNS: tuple[Pattern, ...] = (Causal(), Full(), Documents([8] * 6), Window(5, 2), local_window(1, blocks=0))
 

@@ -178,7 +178,7 @@ def test_narrow_numbers(dtype: torch.dtype, comm_dtype: str | None, tolerance: f
 
 
 def test_one_device_streams_and_small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stream in ({}, {"stream": "host", "chunk": 7}):
+    for stream in ({}, {"offload": "host", "chunk": 7}):
         for name in ("documents", "blocks"):
             check(solve(ra.attention, make_case(), PATTERNS[name], dropout=DROPOUT, **stream), truth(name))
     monkeypatch.setattr(reference, "ROWS", 4)
@@ -207,7 +207,7 @@ def test_a_seed_is_drawn_for_each_call() -> None:
             Causal(),
             dropout=ra.Dropout(0.5),
             key_padding_mask=torch.zeros(BATCH, TOKENS, dtype=torch.bool),
-            stream="host",
+            offload="host",
             chunk=9,
         ),
         lambda: ra.virtual_attention(*leaves, Causal(), ranks=3, dropout=0.5),

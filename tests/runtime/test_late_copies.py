@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ringattn import Dilated, Full, Pattern, Window
 from ringattn.call.compile import compile_call
-from ringattn.call.offload import HostStream, make_stream
+from ringattn.call.offload import OffloadRunner, make_offload
 from ringattn.runtime.host import Host
 
 Tensor = torch.Tensor
@@ -175,23 +175,23 @@ TOKENS = 61
 PATTERNS: tuple[Pattern, ...] = (Full(), Window(20, 5), Dilated((16, 61), (1, 2), causal=True))
 
 
-def make_stream_of(pattern: Pattern, case: Case) -> HostStream:
+def make_offload_of(pattern: Pattern, case: Case) -> OffloadRunner:
     q, k, v = case.inputs
     call = compile_call(q, k, v, pattern, "contiguous", {"schedule": "direct", "scale": 0.3})
-    return make_stream(call, chunk=13, backward=True)
+    return make_offload(call, chunk=13, backward=True)
 
 
-def results_of(stream: HostStream, case: Case) -> list[torch.Tensor]:
+def results_of(stream: OffloadRunner, case: Case) -> list[torch.Tensor]:
     result = stream.forward(*case.inputs, save=True)
     return [result.out, result.lse, *stream.backward(case.grad, case.grad_lse, *case.inputs, result)]
 
 
 def emulate(
     monkeypatch: pytest.MonkeyPatch, pattern: Pattern, policy: str, seed: int = 0
-) -> tuple[bool, LateCopies, HostStream]:
+) -> tuple[bool, LateCopies, OffloadRunner]:
     """Whether an emulated CUDA device gives the bits of the CPU."""
     case = make_case(TOKENS, 4, 2, torch.float64, dim=8, lse=True)
-    stream = make_stream_of(pattern, case)
+    stream = make_offload_of(pattern, case)
     truth = results_of(stream, case)
     stream.counters.reset()
     with late_copies(monkeypatch, policy, seed) as emulated:

@@ -45,7 +45,7 @@ CALLS: dict[str, Callable[[Leaves], torch.Tensor]] = {
     "ring, queries": virtual("ring", "q", "zigzag"),
     "direct": virtual("direct", "kv", "striped"),
     "ulysses": virtual("ulysses(2)", "kv", "contiguous"),
-    "stream": lambda x: ra.attention(*x, Causal(), stream="host", chunk=7, device="cpu"),
+    "stream": lambda x: ra.attention(*x, Causal(), offload="host", chunk=7, device="cpu"),
     "module": module,
 }
 

@@ -30,7 +30,7 @@ from ringattn import (
     Window,
 )
 from ringattn.call.compile import compile_call
-from ringattn.call.offload import HostStream, HostTensors, chunk_rows, make_stream, row_bytes
+from ringattn.call.offload import HostTensors, OffloadRunner, chunk_rows, make_offload, row_bytes
 from ringattn.cli.tensor_files import create_safetensors
 from ringattn.runtime.peak_memory import available
 
@@ -55,7 +55,7 @@ def attend(case: Case, pattern: Pattern, **options) -> Result:  # type: ignore[n
     if "ranks" in options:
         found = solve(ra.virtual_attention, case, pattern, schedule="direct", rotate="kv", **options)
     else:
-        found = solve(ra.attention, case, pattern, **{"stream": "host", "device": "cpu", **options})
+        found = solve(ra.attention, case, pattern, **{"offload": "host", "device": "cpu", **options})
     assert all(x.device.type == "cpu" for x in (found.out, found.lse, *found.grads))
     assert [x.dtype for x in (found.out, *found.grads)] == [case.q.dtype] * 4
     return found
@@ -128,7 +128,7 @@ def test_padding(pattern: Pattern, lse: bool) -> None:
 def test_no_tokens_and_no_batch() -> None:
     for shape in ((2, 2, 0, 8), (0, 2, 5, 8)):
         x = torch.zeros(shape, requires_grad=True)
-        out, lse = ra.attention(x, x, x, Causal(), stream="host", chunk=2, device="cpu", return_lse=True)
+        out, lse = ra.attention(x, x, x, Causal(), offload="host", chunk=2, device="cpu", return_lse=True)
         assert out.shape == shape and lse.shape == shape[:3]
         assert torch.autograd.grad(out.sum(), x)[0].shape == shape
 
@@ -136,10 +136,10 @@ def test_no_tokens_and_no_batch() -> None:
 # -- bytes ----------------------------------------------------------------------------------------------------
 
 
-def stream_of(pattern: Pattern, *tensors: torch.Tensor, chunk: int, backward: bool = False) -> HostStream:
+def stream_of(pattern: Pattern, *tensors: torch.Tensor, chunk: int, backward: bool = False) -> OffloadRunner:
     q, k, v = tensors
     call = compile_call(q, k, v, pattern, "contiguous", {"schedule": "direct"})
-    return make_stream(call, chunk=chunk, backward=backward)
+    return make_offload(call, chunk=chunk, backward=backward)
 
 
 @pytest.mark.parametrize(("chunk", "dtype"), [(10, torch.bfloat16), (34, torch.float32)])
@@ -297,20 +297,20 @@ def test_rows_that_are_written_are_in_the_file(tmp_path: Path) -> None:
     ("options", "kind", "words"),
     [
         (
-            {"stream": "disk"},
+            {"offload": "disk"},
             InvalidInput,
-            "stream='disk': expected 'host'. Tensors that are mapped from a file are host tensors",
+            "offload='disk': expected 'host'. Tensors that are mapped from a file are host tensors",
         ),
-        ({"stream": "host", "chunk": 0}, InvalidInput, "chunk=0 must be an integer >= 1"),
-        ({"stream": "host", "chunk": 2.0}, InvalidInput, "chunk=2.0 must be an integer >= 1"),
-        ({"stream": "host", "device": "meta"}, InvalidInput, "device=meta: attention is streamed to cpu or cuda"),
-        ({"stream": "host", "device": "gpu"}, InvalidInput, "device='gpu' is not a device"),
-        ({"stream": "host", "device": "cuda:99"}, InvalidInput, "there is no such CUDA device"),
-        ({"stream": "host", "device": "cpu", "kernel": "aten_cuda"}, Unsupported, "needs tensors on a cuda device"),
-        ({"chunk": 4}, InvalidInput, "chunk=4 has a meaning only with stream='host'"),
-        ({"device": "cpu"}, InvalidInput, "device=cpu has a meaning only with stream='host'"),
+        ({"offload": "host", "chunk": 0}, InvalidInput, "chunk=0 must be an integer >= 1"),
+        ({"offload": "host", "chunk": 2.0}, InvalidInput, "chunk=2.0 must be an integer >= 1"),
+        ({"offload": "host", "device": "meta"}, InvalidInput, "device=meta: offload= computes on cpu or cuda"),
+        ({"offload": "host", "device": "gpu"}, InvalidInput, "device='gpu' is not a device"),
+        ({"offload": "host", "device": "cuda:99"}, InvalidInput, "there is no such CUDA device"),
+        ({"offload": "host", "device": "cpu", "kernel": "aten_cuda"}, Unsupported, "needs tensors on a cuda device"),
+        ({"chunk": 4}, InvalidInput, "chunk=4 has a meaning only with offload='host'"),
+        ({"device": "cpu"}, InvalidInput, "device=cpu has a meaning only with offload='host'"),
         (
-            {"stream": "host", "device": "cpu", "key_padding_mask": torch.zeros(1, 9)},
+            {"offload": "host", "device": "cpu", "key_padding_mask": torch.zeros(1, 9)},
             InvalidInput,
             "must be a bool tensor",
         ),
@@ -325,7 +325,7 @@ def test_errors(options: dict[str, object], kind: type[Exception], words: str) -
 
 def test_wrong_tensors() -> None:
     x = torch.zeros(1, 1, 9, 8)
-    options = {"stream": "host", "chunk": 4, "device": "cpu"}
+    options = {"offload": "host", "chunk": 4, "device": "cpu"}
     with pytest.raises(InvalidInput, match=r"k is on meta; pass k\.cpu\(\)"):
         ra.attention(x, x.to("meta"), x, Full(), **options)
     with pytest.raises(InvalidInput, match="the same batch and the same tokens"):

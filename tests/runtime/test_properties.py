@@ -219,7 +219,7 @@ def test_keys_that_share_a_large_part(pattern: Pattern, rotate: str) -> None:
             assert all(a <= 2 * b for a, b in zip(found, torchs, strict=True)), (ranks, kernel, lse, found, torchs)
 
 
-@pytest.mark.parametrize("kind", ["plain", "stream", "checkpoint", "selective", "varying"])
+@pytest.mark.parametrize("kind", ["plain", "offload", "checkpoint", "selective", "varying"])
 def test_double_backward_is_refused(kind: str) -> None:
     """Each gradient of a graph refuses a derivative by each input; a cotangent without a gradient hides none."""
     case = make_case(16, 2, 1, torch.float64)
@@ -229,7 +229,7 @@ def test_double_backward_is_refused(kind: str) -> None:
     def attend(*inputs: torch.Tensor) -> torch.Tensor:
         if kind in ("checkpoint", "selective"):
             return checkpoint(ra.attention, *inputs, Causal(), use_reentrant=False, **context)
-        return ra.attention(*inputs, Causal(), stream="host" if kind == "stream" else None)
+        return ra.attention(*inputs, Causal(), offload="host" if kind == "offload" else None)
 
     cotangent = case.grad.requires_grad_(kind == "varying")
     grads = torch.autograd.grad(attend(*leaves), leaves, cotangent, create_graph=True)

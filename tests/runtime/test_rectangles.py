@@ -293,7 +293,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(InvalidInput, match="1 q_lengths beside 2 lengths"):
         Documents([[8], [4, 4]], q_lengths=[[3], [3]])
     with pytest.raises(InvalidInput, match="first=2"):
-        ra.attention(q, k, k, Causal(), first=2, stream="host")
+        ra.attention(q, k, k, Causal(), first=2, offload="host")
     with pytest.raises(InvalidInput, match="expected auto, keys, queries, or two such as"):
         ra.make_plan(Causal(), tokens=8, ranks=2, rotate="kv, v")
     with pytest.raises(InvalidInput, match="q_tokens=3 are not the tokens of the keys"):

@@ -76,8 +76,8 @@ def test_what_a_pattern_of_rows_is_not() -> None:
     with pytest.raises(InvalidInput, match="sum to 28"):
         ra.make_plan(Documents([[29], [28]]), tokens=TOKENS, ranks=2, batch=2)
     q = torch.zeros(3, 1, TOKENS, 8)
-    with pytest.raises(Unsupported, match=r"stream row by row, .*pattern.row\(i\)"):
-        ra.attention(q, q, q, pattern, stream="host", device="cpu")
+    with pytest.raises(Unsupported, match=r"compute row by row, .*pattern.row\(i\)"):
+        ra.attention(q, q, q, pattern, offload="host", device="cpu")
 
 
 def test_one_plan_of_all_rows_reads_back_from_json() -> None:

@@ -101,7 +101,7 @@ class RunConfig(ProblemSizes):
     new: Size
     merge: str
     windows: str
-    stream: str | None
+    offload: str | None
     chunk: Size | None
     device: str | None
     scale: float | None
@@ -122,15 +122,15 @@ class RunConfig(ProblemSizes):
         """Raise InvalidInput for a setting that has no effect beside the others."""
         check_choice("mode", self.mode, ("attention", "decode"))
         if self.mode == "decode":
-            unused = "tokens stream device backward repeat schedule comm_dtype rotate trace output.path"
+            unused = "tokens offload device backward repeat schedule comm_dtype rotate trace output.path"
             refuse(self, unused, "with mode=decode, whose tokens are context= and new=")
         else:
             refuse(self, "context new merge windows", "without mode=decode")
-        if self.stream is None:
-            refuse(self, "device" if self.mode == "decode" else "chunk device", "without stream=host or stream=disk")
+        if self.offload is None:
+            refuse(self, "device" if self.mode == "decode" else "chunk device", "without offload=host or offload=disk")
         else:  # one process computes chunk after chunk, and sends nothing
             rings = "transport ranks layout schedule machine comm_dtype rotate timeout"
-            refuse(self, rings, f"with stream={self.stream}, one process without messages (chunk= sets rows)")
+            refuse(self, rings, f"with offload={self.offload}, one process without messages (chunk= sets rows)")
         if self.input.name == "file":
             sizes = "tokens heads kv_heads head_dim batch dtype input.seed"
             refuse(self, sizes, "with input=file, whose tensors have it")

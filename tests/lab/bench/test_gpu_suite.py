@@ -68,7 +68,7 @@ def test_the_suite_from_start_to_end(emulated: None, monkeypatch: pytest.MonkeyP
     real = gpu.attention
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Any, **options: Any) -> torch.Tensor:
-        if "long" in tries and "stream" not in options and q.shape[2] > 100:
+        if "long" in tries and "offload" not in options and q.shape[2] > 100:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(q, k, v, pattern, **options)
 
@@ -92,9 +92,9 @@ def test_the_suite_from_start_to_end(emulated: None, monkeypatch: pytest.MonkeyP
                 lacks = {"cuDNN": True, "flash": mask in masks[4:], "FlexAttention": direction == "backward"}
                 assert ran != lacks.get(column, False), row  # FlexAttention has no backward on a CPU
         assert rows[f"ring_causal_{direction}", "virtual ring of 8"]["TFLOP/s"]
-        capped, streamed = (row for (case, _), row in rows.items() if case == f"longest_{direction}")
+        capped, offloaded = (row for (case, _), row in rows.items() if case == f"longest_{direction}")
         assert "longest, 2 heads of 16: 96 tokens; 112 do not fit" in capped["remark"]
-        assert "128 tokens; nothing longer than 128 was tried" in streamed["remark"]
+        assert "128 tokens; nothing longer than 128 was tried" in offloaded["remark"]
     (dilated,) = (row for (case, _), row in rows.items() if case == "dilated_tokens")
     assert "all queries of 1,024 tokens, 2 heads of 16, in 4 chunks of 256" in dilated["remark"]
     machine = read_machine(tmp_path / "outputs" / "bench" / "machine_emulated.yaml")

@@ -67,7 +67,7 @@ class Sizes:
     matmul: int = 8192
     #: Least seconds between two events.
     enough: float = 0.05
-    #: Bytes of the device for the longest sequences, the first and the last length tried, and rows of a streamed chunk.
+    #: Bytes of the device for the longest sequences, first and last length tried, and rows of an offloaded chunk.
     cap: int = 8 << 30
     lengths: tuple[int, int] = (1 << 16, 1 << 24)
     chunk: int = 1 << 14
@@ -204,15 +204,15 @@ def _measure_longest(sizes: Sizes, backward: bool) -> Raw:
     most = min(sizes.lengths[1], available() // 2 // token_bytes)
     lengths = [sizes.lengths[0] * 2**i * j // 4 for i in range(10) for j in (4, 5, 6, 7)]
     rows = []
-    for stream in (False, True):
+    for offload in (False, True):
         longest, seconds, peak, end = 0, None, None, f"nothing longer than {most:,} was tried, for the host's memory"
         for tokens in (length for length in lengths if length <= most):
-            found = _try_length(sizes, tokens, stream, backward)
+            found = _try_length(sizes, tokens, offload, backward)
             if found is None:
                 end = f"{tokens:,} do not fit"
                 break
             longest, (seconds, peak) = tokens, found
-        what = f"stream='host', chunks of {sizes.chunk:,}" if stream else "tensors on the device"
+        what = f"offload='host', chunks of {sizes.chunk:,}" if offload else "tensors on the device"
         remark = (
             f"longest, {sizes.heads} heads of {sizes.head_dim}: {longest:,} tokens; {end}; time by the host's clock"
         )
@@ -220,14 +220,14 @@ def _measure_longest(sizes: Sizes, backward: bool) -> Raw:
     return _raw(rows)
 
 
-def _try_length(sizes: Sizes, tokens: int, stream: bool, backward: bool) -> tuple[float, int] | None:
+def _try_length(sizes: Sizes, tokens: int, offload: bool, backward: bool) -> tuple[float, int] | None:
     """(seconds, peak bytes on the device) of one call; None where memory does not suffice."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    options: Any = {"stream": "host", "chunk": sizes.chunk, "device": DEVICE} if stream else {}
+    options: Any = {"offload": "host", "chunk": sizes.chunk, "device": DEVICE} if offload else {}
     few = min(tokens, 4096)
     try:
-        block = torch.randn(1, sizes.heads, few, sizes.head_dim, device="cpu" if stream else DEVICE).to(DTYPE)
+        block = torch.randn(1, sizes.heads, few, sizes.head_dim, device="cpu" if offload else DEVICE).to(DTYPE)
         # Random rows again and again: to draw all of them on the host would take longer than the call.
         q, k, v = (block.roll(i, 2).repeat(1, 1, -(-tokens // few), 1)[:, :, :tokens] for i in range(3))
         for x in (q, k, v):

@@ -1,4 +1,4 @@
-"""ringattn run stream=host|disk as a user meets it: files by rows, whole or not at all."""
+"""ringattn run offload=host|disk as a user meets it: files by rows, whole or not at all."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def stored(folder: Path, dtype: torch.dtype, *, dout: bool = True, tokens: int =
     return case
 
 
-DISK = ("stream=disk", "input=file", "input.path=in.safetensors", "output.path=results/out.safetensors", "repeat=1")
+DISK = ("offload=disk", "input=file", "input.path=in.safetensors", "output.path=results/out.safetensors", "repeat=1")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_disk_round_trip(
     pattern: str, dtype: torch.dtype, tolerance: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = stored(tmp_path, dtype)
-    main(config(stream="disk", path="results/out.safetensors", backward=True, pattern=PatternGroup(pattern)))
+    main(config(offload="disk", path="results/out.safetensors", backward=True, pattern=PatternGroup(pattern)))
     printed = capsys.readouterr().out
     assert [p.name for p in (tmp_path / "results").iterdir()] == ["out.safetensors"]
     found = load_file(tmp_path / "results/out.safetensors")
@@ -71,18 +71,18 @@ def test_disk_round_trip(
     plan = ra.make_plan(seen, tokens=TOKENS, ranks=5, layout="contiguous", schedule="direct", **sizes)
     assert f"forward bytes copied        {plan.bytes_sent():,} = " in printed and "(as planned;" in printed
     assert "NOT AS PLANNED" not in printed
-    assert "streamed from in.safetensors in 5 chunks of at most 61 rows on cpu" in " ".join(printed.split())
+    assert "offloaded, from in.safetensors in 5 chunks of at most 61 rows on cpu" in " ".join(printed.split())
     shown = re.search(r"error +(\S+) of the largest output", printed)
     assert shown is not None and float(shown[1]) <= tolerance
 
 
 def test_host(tmp_path: Path) -> None:
     command = (
-        "run threads=1 stream=host chunk=128 output.path=a.safetensors 'pattern=Causal() & Window(70)' input=random "
+        "run threads=1 offload=host chunk=128 output.path=a.safetensors 'pattern=Causal() & Window(70)' input=random "
         "tokens=500 heads=4 kv_heads=2 head_dim=8 repeat=1 backward=true"
     )
     done = command_line.ringattn(command, cwd=tmp_path)
-    assert "streamed from host memory in 4 chunks of at most 125 rows on cpu" in " ".join(done.stdout.split())
+    assert "offloaded, from host memory in 4 chunks of at most 125 rows on cpu" in " ".join(done.stdout.split())
     assert "backward bytes copied" in done.stdout and "NOT AS PLANNED" not in done.stdout
     source = open_source(RunConfig(input=InputGroup("random"), tokens=500, heads=4, kv_heads=2, head_dim=8))
     q, k, v = (source.rows(name, range(500)) for name in "qkv")
@@ -141,25 +141,25 @@ def config(**options: object) -> RunConfig:
     return RunConfig(output=output, **{**base, **options})  # type: ignore[arg-type]
 
 
-WRITTEN = {"stream": "disk", "path": "results/x.safetensors"}
+WRITTEN = {"offload": "disk", "path": "results/x.safetensors"}
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"stream": "tape"}, "stream=tape: expected one of host, disk"),
-        ({"stream": "disk", "input": InputGroup("text")}, "stream=disk reads input=file input.path=..., not input=t"),
-        ({"stream": "disk"}, "name it with output.path="),
+        ({"offload": "tape"}, "offload=tape: expected one of host, disk"),
+        ({"offload": "disk", "input": InputGroup("text")}, "offload=disk reads input=file input.path=..., not input=t"),
+        ({"offload": "disk"}, "name it with output.path="),
         ({**WRITTEN, "backward": True}, "no tensor 'dout', the gradient of the output"),
         (
             {**WRITTEN, "backward": True, "input": InputGroup("file", "short.safetensors")},
             "dout must be torch.float32 (2, 4, 301, 6) as out is, but is torch.float32 (2, 4, 300, 6)",
         ),
-        ({"stream": "disk", "path": "no/x.safetensors"}, "the folder no does not exist"),
-        ({"stream": "host", "chunk": 0}, "chunk=0 must be an integer >= 1"),
-        ({"stream": "host", "chunk": "many"}, "chunk=many: not a whole number"),
-        ({"stream": "host", "device": "tpu"}, "device='tpu' is not a device"),
-        ({"stream": "host", "transport": TransportGroup("virtual")}, "transport=virtual has no meaning with stream=ho"),
+        ({"offload": "disk", "path": "no/x.safetensors"}, "the folder no does not exist"),
+        ({"offload": "host", "chunk": 0}, "chunk=0 must be an integer >= 1"),
+        ({"offload": "host", "chunk": "many"}, "chunk=many: not a whole number"),
+        ({"offload": "host", "device": "tpu"}, "device='tpu' is not a device"),
+        ({"offload": "host", "transport": TransportGroup("virtual")}, "transport=virtual has no meaning with offload"),
     ],
 )
 def test_wrong_calls(options: dict[str, object], words: str, tmp_path: Path, results: Path) -> None:
@@ -174,7 +174,7 @@ def test_wrong_calls(options: dict[str, object], words: str, tmp_path: Path, res
 def test_stream_is_not_for_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidInput, match="stream=host is one process, not torchrun's"):
-        main(config(stream="host"))
+    with pytest.raises(InvalidInput, match="offload=host is one process, not torchrun's"):
+        main(config(offload="host"))
     with pytest.raises(InvalidInput, match="transport=virtual is one process, not torchrun's"):
         main(config(chunk=None, transport=TransportGroup("virtual")))

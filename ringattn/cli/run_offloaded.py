@@ -1,4 +1,4 @@
-"""ringattn run stream=host|disk: one device computes chunk after chunk of tensors in host memory, or in a file."""
+"""ringattn run offload=host|disk: one device computes chunk after chunk of tensors in host memory, or in a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..call.compile import compile_call
-from ..call.offload import HostTensors, check_chunk, get_device, make_stream
+from ..call.offload import HostTensors, check_chunk, get_device, make_offload
 from ..errors import InvalidInput
 from ..files import replacing
 from ..kernels.base import wide
@@ -43,7 +43,7 @@ class _FileStorage:
         return x * self.output_scale if name == "dout" and self.output_scale != 1 else x
 
 
-class StreamedRun(Run):
+class OffloadedRun(Run):
     """One process with one device, which holds a chunk of the sequence at a time."""
 
     bytes_verb = "copied"
@@ -59,7 +59,7 @@ class StreamedRun(Run):
 
     def open(self) -> None:
         config = self.config
-        check_choice("stream", str(config.stream), ("host", "disk"))
+        check_choice("offload", str(config.offload), ("host", "disk"))
         chunk = None if config.chunk is None else parse_size(config.chunk, "chunk")
         check_chunk(chunk)
         self.device = get_device(config.device)
@@ -76,13 +76,13 @@ class StreamedRun(Run):
             return_lse=True,
             device=self.device,
         )
-        self.stream = make_stream(call, chunk=chunk, backward=config.backward)
-        self.plan, self.ranks = self.stream.plan, self.stream.plan.ranks
+        self.runner = make_offload(call, chunk=chunk, backward=config.backward)
+        self.plan, self.ranks = self.runner.plan, self.runner.plan.ranks
         check_outputs(config)
         results: Shapes = {"out": ((*q.shape[:3], v.shape[3]), q.dtype), "lse": (tuple(q.shape[:3]), wide(q.dtype))}
         if config.backward:
             results |= {name: (tuple(x.shape), wide(q.dtype)) for name, x in (("dq", q), ("dk", k), ("dv", v))}
-        if config.stream == "disk":
+        if config.offload == "disk":
             self._open_files(source, results)
         else:
             self._open_memory(source, results)
@@ -104,15 +104,15 @@ class StreamedRun(Run):
         config = self.config
         if not isinstance(source, FileSource):
             raise InvalidInput(
-                f"stream=disk reads input=file input.path=..., not input={config.input.name}; try stream=host"
+                f"offload=disk reads input=file input.path=..., not input={config.input.name}; try offload=host"
             )
         if config.output.path is None:
-            raise InvalidInput("stream=disk writes its results to a file as they are made; name it with output.path=")
+            raise InvalidInput("offload=disk writes its results to a file as they are made; name it with output.path=")
         if config.backward:
             if "dout" not in source.tensors:
                 raise InvalidInput(
-                    f"backward=true with stream=disk: {config.input.path} has no tensor 'dout', the gradient of the "
-                    "output; add it, or try stream=host, which makes a random one"
+                    f"backward=true with offload=disk: {config.input.path} has no tensor 'dout', the gradient of the "
+                    "output; add it, or try offload=host, which makes a random one"
                 )
             (shape, dtype), dout = results["out"], source.tensors["dout"]
             found = tuple(dout.shape)
@@ -125,12 +125,12 @@ class StreamedRun(Run):
         self.inputs = tuple(source.view(name, range(self.plan.tokens)) for name in NAMES)
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
-        self.stream.compute(self.storage)
+        self.runner.compute(self.storage)
         sequence = range(self.plan.tokens)
         return self.storage.rows("out", sequence), self.storage.rows("lse", sequence)
 
     def backward(self, out: torch.Tensor) -> object:
-        self.stream.differentiate(self.storage)
+        self.runner.differentiate(self.storage)
         return None
 
     def measure(self) -> tuple[torch.Tensor, torch.Tensor, RankMeasurements]:
@@ -142,20 +142,20 @@ class StreamedRun(Run):
         return measured
 
     def count_bytes(self, *, backward: bool) -> int:
-        counters = self.stream.counters
+        counters = self.runner.counters
         copied = counters.sent_bytes + counters.received_bytes
         counters.reset()
         return copied
 
     def write(self, path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
-        if self.config.stream == "host":  # the results of stream=disk are in their file already
+        if self.config.offload == "host":  # the results of offload=disk are in their file already
             save_output(path, out, lse)
 
     def where(self) -> str:
         rows = max(map(self.plan.layout.rows, range(self.ranks)))
-        home = "host memory" if self.config.stream == "host" else self.config.input.path
+        home = "host memory" if self.config.offload == "host" else self.config.input.path
         chunks = f"{plural(self.ranks, 'chunk')} of at most {plural(rows, 'row')}"
-        return f"streamed from {home} in {chunks} on {self.device}"
+        return f"offloaded, from {home} in {chunks} on {self.device}"
 
 
 def _unallocated_inputs(source: InputSource) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
