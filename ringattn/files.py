@@ -35,7 +35,7 @@ STDOUT = "-"
 #: Folder in the current folder for outputs without an explicit path: outputs/<verb>/...
 OUTPUTS = "outputs"
 #: In the name of a temporary file, the part between the name of its target and the random suffix.
-MARK = ".ringattn-"
+TEMPORARY = ".ringattn-"
 #: Bytes of the target's name in the name of its temporary file; file systems allow 255 bytes for the whole name.
 NAME_BYTES = 150
 
@@ -315,7 +315,7 @@ def _temporary(target: Path) -> Iterator[Path]:
     """A new empty file beside `target`, with the mode of `target`; the file is removed if it is still there."""
     # Choose the name first, so that a signal between creation and assignment leaves no file behind.
     name = target.name.encode()[:NAME_BYTES].decode(errors="ignore")
-    temporary = target.with_name(f".{name}{MARK}{secrets.token_hex(4)}")
+    temporary = target.with_name(f".{name}{TEMPORARY}{secrets.token_hex(4)}")
     try:
         try:
             temporary.touch(0o600 if target.exists() else 0o666, exist_ok=False)  # the system applies the umask

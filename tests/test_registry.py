@@ -308,7 +308,7 @@ def test_an_installed_package_adds_a_transport(tmp_path: Path) -> None:
 
 def test_text_can_spell_every_pattern_of_the_package() -> None:
     """A new file in pattern/ needs its line in PATTERNS. Operators, bases and views of plans have no name."""
-    unnamed = {"And", "Or", "Mix", "HeadSlice", "RowByRow", "Placed"}
+    unnamed = {"And", "Or", "Mix", "HeadSlice", "RowByRow", "Slotted"}
     for module in pkgutil.iter_modules(patterns.__path__):
         for kind in vars(importlib.import_module(f"ringattn.pattern.{module.name}")).values():
             if isinstance(kind, type) and issubclass(kind, Pattern) and not inspect.isabstract(kind):

@@ -11,7 +11,7 @@ the backward, so that what the forward keeps ends with the graph of the call.
 
 No effect token of torch orders the operators: in torch 2.13 operators with tokens fail in plain checkpointing. All
 ranks run the calls of a graph in the order in which the program makes them; torch's passes keep this order, and where
-one would not, the handshake finds it (`handshake.place`) and all ranks raise Mismatch before the first message.
+one would not, the handshake finds it (`handshake.call_index`) and all ranks raise Mismatch before the first message.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..cache import NUMBERED, Cache, Numbered
 from ..errors import InvalidInput, Unsupported
 from ..pattern import Pattern, parse_pattern
 from .arguments import cast_inputs
-from .handshake import place
+from .handshake import call_index
 from .last import make_last
 
 P = ParamSpec("P")
@@ -152,7 +152,7 @@ def _print_pattern(kind: type[Pattern], values: tuple[Any, ...], nested: tuple[b
 
 @_constant
 def _write(name: str, names: tuple[str, ...], /, **constants: Any) -> str:
-    """The text of a call: its function, names of tensors and numbers, other arguments, and its place in the trace."""
+    """The text of a call: its function, names of tensors and numbers, other arguments, and its index in the trace."""
     trace = torch._guards.TracingContext.try_get()
     index = 0
     if trace is not None:
@@ -206,12 +206,12 @@ def _run(tensors: list[Tensor], numbers: list[int], text: str) -> Any:
         if isinstance(value, int):
             value = _recent.answer(value, partial(_find, {"number": value}))
         arguments[argument.removeprefix(NUMBER)] = value
-    token = place.set(index)
+    token = call_index.set(index)
     try:
         with _drawing(arguments.pop(DRAWN, None)):
             return _eager(name)(**arguments)
     finally:
-        place.reset(token)
+        call_index.reset(token)
 
 
 @contextmanager

@@ -27,19 +27,29 @@ from ..kernels.base import Kernel
 from ..layout.regular import Layout, name_rows
 from ..plan.plan import FORMAT, Plan
 from ..transport.base import TAG_BITS, Transport
-from ..transport.records import MARK, ORDER, ErrorReport, Exchange, by_rank, compare, compare_records, digest, undecoded
+from ..transport.records import (
+    FINGERPRINT_BYTES,
+    ORDER,
+    ErrorReport,
+    Exchange,
+    by_rank,
+    compare,
+    compare_records,
+    digest,
+    undecoded,
+)
 from .compile import CompiledCall
 
 #: The most bytes of a record of arguments. Long fields are shortened to digests.
 LIMIT = 1 << 14
 #: Bytes of a number in a record.
 NUMBER = 8
-#: Bytes of a call's record: digest, rows, place in a compiled graph, tokens; with dropout a seed follows.
-FIXED = MARK + 3 * NUMBER
+#: Bytes of a call's record: fingerprint, rows, index in a compiled graph, tokens; with dropout a seed follows.
+FIXED = FINGERPRINT_BYTES + 3 * NUMBER
 #: Bytes of the longest record of a call: where queries have a layout of their own, their rows and tokens follow.
 LONGEST = FIXED + 3 * NUMBER
-#: The place of a call among those of its compiled graph, from 1 on; 0 outside of such graphs.
-place: ContextVar[int] = ContextVar("ringattn_place", default=0)
+#: The index of a call in its compiled graph, from 1; 0 outside of compiled graphs.
+call_index: ContextVar[int] = ContextVar("ringattn_call_index", default=0)
 
 
 def agree(transport: Transport, call: CompiledCall, stage: str = "call") -> tuple[Plan, Kernel, int]:
@@ -49,7 +59,7 @@ def agree(transport: Transport, call: CompiledCall, stage: str = "call") -> tupl
     """
     kernel, drops = call.kernel, call.kernel.dropout is not None
     with Exchange(transport, stage, limit=LONGEST) as exchange:
-        exchange.mine = _make_record(call, place.get())
+        exchange.mine = _make_record(call, call_index.get())
         if kernel.dropout is not None and stage == "call":
             exchange.mine += (kernel.dropout.seeded().seed or 0).to_bytes(NUMBER, "little")
     records = tuple(exchange.records)
@@ -73,7 +83,7 @@ def _make_record(call: CompiledCall, index: int) -> bytes:
 
 def _are_alike(records: Sequence[bytes]) -> bool:
     """Whether the digests in the records of all ranks are equal."""
-    return len({raw[:MARK] for raw in records}) == 1
+    return len({raw[:FINGERPRINT_BYTES] for raw in records}) == 1
 
 
 def _plan_together(transport: Transport, call: CompiledCall, stage: str, records: Sequence[bytes]) -> Plan:
@@ -81,14 +91,14 @@ def _plan_together(transport: Transport, call: CompiledCall, stage: str, records
     for rank, raw in enumerate(records):
         if len(raw) not in range(FIXED, LONGEST + 1, NUMBER):
             raise undecoded(rank, raw)
-    _compare_places(_read_numbers(records, MARK + NUMBER))
+    _compare_indices(_read_numbers(records, FINGERPRINT_BYTES + NUMBER))
     alike = _are_alike(records)
     if not alike:
         with Exchange(transport, "arguments", LIMIT) as arguments:
             arguments.mine = _spell(call)
         compare_records(arguments.records)
-    q_rows = rows = _read_numbers(records, MARK)
-    _compare_tokens(_read_numbers(records, MARK + 2 * NUMBER), sum(rows))
+    q_rows = rows = _read_numbers(records, FINGERPRINT_BYTES)
+    _compare_tokens(_read_numbers(records, FINGERPRINT_BYTES + 2 * NUMBER), sum(rows))
     if call.q_layout is not None:
         q_rows = _read_numbers(records, FIXED)
         _compare_tokens(_read_numbers(records, FIXED + NUMBER), sum(q_rows))
@@ -126,7 +136,7 @@ def announces(transport: Transport, call: CompiledCall) -> bool:
 def announce(transport: Transport, call: CompiledCall) -> tuple[Plan, Kernel, int]:
     """As `agree`, for a call that `announces`: waits for no rank. Errors of other ranks come later, and are final."""
     plan, fields = _plan_alone(call, transport.rank, transport.size)
-    announced = b'{"stage": "call", "place": %d, %s' % (place.get(), fields)
+    announced = b'{"stage": "call", "index": %d, %s' % (call_index.get(), fields)
     return plan, call.kernel.seeded(), transport.announce(announced)
 
 
@@ -169,10 +179,10 @@ def _share_seed(kernel: Kernel, records: Sequence[bytes]) -> Kernel:
     return kernel.seeded(seeds[0])
 
 
-def _compare_places(places: list[int]) -> None:
+def _compare_indices(indices: list[int]) -> None:
     """Raise a Mismatch on every rank if compiled graphs run calls in different orders; 0 is a call of no graph."""
-    if len({0, *places}) > 2:
-        calls = "; ".join(f"rank {rank} runs call {index}" for rank, index in enumerate(places) if index)
+    if len({0, *indices}) > 2:
+        calls = "; ".join(f"rank {rank} runs call {index}" for rank, index in enumerate(indices) if index)
         raise Mismatch(
             f"the compiled graphs of the ranks run their calls in different orders: {calls}. Compile the same function "
             "on all ranks, or keep calls that do not depend on each other in graphs of their own"

@@ -25,17 +25,17 @@ from ..machine.presets import get_machine
 from ..pattern import Pattern, as_pattern
 from ..pattern.base import check_integer
 from ..pattern.tile import clip, find_runs, shift_range
-from ..pattern.views import Marks
+from ..pattern.views import Shifts
 from ..plan.row_sets import Ranges
 from ..runtime.softmax import merge_sinks_
 from ..text import plural
 from ..transport.base import TAG_BITS, Program, Tags, drive
-from ..transport.records import MARK, ErrorReport, Exchange, compare_records, digest
+from ..transport.records import FINGERPRINT_BYTES, ErrorReport, Exchange, compare_records, digest
 from ..transport.virtual import VirtualRanks
 from . import MERGES, WINDOWS, merge_seconds
 from .holdings import Holdings, split
 from .partials import RowGroups, as_bytes, attend, exchange, merge_ranks
-from .places import PlacedPattern, add_tokens, crop_tokens, find_place
+from .slots import SlottedPattern, add_tokens, crop_tokens, find_slot
 from .store import SHARED_ROWS, LayerStore
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class NewTokens:
 
     kind: str
     new: range
-    #: The places of new tokens that each rank owns.
+    #: The slots of new tokens that each rank owns.
     shards: tuple[Ranges, ...]
     layout: Layout | None
     todo: set[int]
@@ -134,7 +134,7 @@ class KVCache:
             raise InvalidInput(f"layout={layout!r} cuts other positions than those of a chunk; try layout='zigzag'")
         spelled = f"{self.patterns}, {layout=}, {page=}, {max_tokens=}, {merge=}, {windows=}, {dtype=}"
         self._spelled = spelled if len(spelled) < 1024 else digest(spelled.encode()).hex()
-        self._placed: dict[Pattern, PlacedPattern] = {}
+        self._slotted: dict[Pattern, SlottedPattern] = {}
         self._event: NewTokens | None = None
         self._chunk: tuple[Layout, Tensor | None] | None = None
         self._count, self._history = 0, b""
@@ -146,7 +146,7 @@ class KVCache:
         self.length = 0
         #: Tokens of each row of the batch so far, without padding; empty before the first ones.
         self.lengths: list[int] = []
-        self._marks: list[Marks] = []
+        self._shifts: list[Shifts] = []
         self._stores = [[LayerStore(self.page) for _ in self.patterns] for _ in self._ranks]
         self._holdings: dict[Pattern, Holdings] = {}
         #: The query heads; 0 before the first tokens.
@@ -155,7 +155,7 @@ class KVCache:
     # What is here.
 
     def rows(self, layer: int, rank: int | None = None) -> Ranges:
-        """The places of the tokens that a rank (None: this one, or virtual rank 0) holds in a layer, in its order."""
+        """The slots of the tokens that a rank (None: this one, or virtual rank 0) holds in a layer, in its order."""
         holdings = self._holdings.get(self.patterns[layer])
         blocks = holdings.held[self._ranks[0] if rank is None else rank] if holdings else []
         return tuple(run for block in blocks for run in block)
@@ -173,9 +173,9 @@ class KVCache:
     # What is not collective.
 
     def shard(self, tokens: int, padding: Tensor | None = None) -> Tensor:
-        """Begin a chunk of `tokens` tokens of a prompt: the places of this rank's rows, int64 [n], in local order.
+        """Begin a chunk of `tokens` tokens of a prompt: the slots of this rank's rows, int64 [n], in local order.
 
-        A chunk that was begun before and not prefilled is forgotten. A place is a position in rows without padding.
+        A chunk that was begun before and not prefilled is forgotten. A slot is a position in rows without padding.
         On virtual ranks they are those of all tokens. `padding`, bool [B, tokens] and equal on all ranks, is True for
         padding, which is no token: it has no position, and no query sees it. Raises InvalidInput.
         """
@@ -193,7 +193,7 @@ class KVCache:
         return torch.from_numpy(layout.positions(self._ranks[0])) + first
 
     def crop(self, tokens: int | Sequence[int]) -> None:
-        """Keep the first `tokens` places; for `tokens` <= 0 forget the last -`tokens`; or keep a number in each row.
+        """Keep the first `tokens` slots; for `tokens` <= 0 forget the last -`tokens`; or keep a number in each row.
 
         A number for all rows counts their padding, too; numbers for each row count its tokens. A cache of no token is
         as a new one, for any batch. Raises InvalidInput where rows would come back that were let go.
@@ -208,7 +208,7 @@ class KVCache:
                 0 <= n <= m for n, m in zip(tokens, self.lengths, strict=True)
             ):
                 raise InvalidInput(f"crop({tokens}): the rows hold {self.lengths} tokens")
-            cuts = [find_place(marks, n - 1) + 1 if n else 0 for marks, n in zip(self._marks, tokens, strict=True)]
+            cuts = [find_slot(shifts, n - 1) + 1 if n else 0 for shifts, n in zip(self._shifts, tokens, strict=True)]
             length = max(cuts, default=0)
         if not 0 <= length <= self.length:
             raise InvalidInput(f"crop({tokens}): the cache holds {plural(self.length, 'token')}")
@@ -221,7 +221,7 @@ class KVCache:
         if not length:
             return self._forget()
         for row, cut in enumerate(cuts):
-            self.lengths[row], self._marks[row] = crop_tokens(self._marks[row], cut, length)
+            self.lengths[row], self._shifts[row] = crop_tokens(self._shifts[row], cut, length)
         self.length = length
         for pattern, holdings in self._holdings.items():
             kept = holdings.keep(nonempty(range(length)))
@@ -242,7 +242,7 @@ class KVCache:
         if any(pattern.rows is not None for pattern in self.patterns):
             raise Unsupported("fork: a pattern has rows of its own, which rows of another batch do not have")
         self._note("fork", rows)
-        self.lengths, self._marks = [self.lengths[i] for i in rows], [self._marks[i] for i in rows]
+        self.lengths, self._shifts = [self.lengths[i] for i in rows], [self._shifts[i] for i in rows]
         for pattern, holdings in self._holdings.items():
             for rank in range(self.transport.size):
                 seal = sum(map(len, holdings.held[rank][-1])) > SHARED_ROWS
@@ -312,7 +312,7 @@ class KVCache:
         if event.new.start:
             assert event.layout is not None
             layouts = {"layout": self._holdings[pattern].keys, "q_layout": shift_layout(event.layout, event.new.start)}
-        view, options = self._placed[pattern].view(self._marks), {**options, "sinks": sinks, **layouts}
+        view, options = self._slotted[pattern].view(self._shifts), {**options, "sinks": sinks, **layouts}
         if self._ring is not None:
             k, v = keys[0]
             return ring_attention(q, k, v, view, transport=self._ring, **options)
@@ -345,7 +345,7 @@ class KVCache:
         event.todo.remove(layer)
         with self._report("step", deferred=True), computing(call.device):
             q, k, v = call.prepare(q, k, v, None)
-            way, groups = self._choose_merge(call), self._placed[self.patterns[layer]].groups(self._marks)
+            way, groups = self._choose_merge(call), self._slotted[self.patterns[layer]].groups(self._shifts)
             new = self._rounded(k), self._rounded(v)
             results = self._run([self._step(event, rank, layer, q, new, groups, way, call) for rank in self._ranks])
             out, lse = results[0]
@@ -420,7 +420,7 @@ class KVCache:
         if self._ring is not None:
             self._ring.check(call.device)
         if not self._heads:
-            self._placed = {x: PlacedPattern.of(x, q.shape[1], self.max_tokens) for x in self.patterns}
+            self._slotted = {x: SlottedPattern.of(x, q.shape[1], self.max_tokens) for x in self.patterns}
         batch, heads = len(self.lengths), self._heads
         if heads and (q.shape[0], q.shape[1]) != (batch, heads):
             has = f"a batch of {batch} and {heads} query heads"
@@ -456,17 +456,17 @@ class KVCache:
             shards = tuple(map(tuple, owned))
         if not self._heads:
             batch, self._heads = call.sizes["batch"], call.sizes["heads"]
-            self.lengths, self._marks = [0] * batch, [()] * batch
+            self.lengths, self._shifts = [0] * batch, [()] * batch
         for row, length in enumerate(self.lengths):
             runs = (new,) if padding is None else find_runs(~padding[row].cpu().numpy(), first)
-            self.lengths[row], self._marks[row] = add_tokens(self._marks[row], length, new, runs)
+            self.lengths[row], self._shifts[row] = add_tokens(self._shifts[row], length, new, runs)
         last = None if self.max_tokens is None else self.max_tokens + new.stop - min(self.lengths, default=0)
         due, floor = kind == "prefill" or first // self.page != new.stop // self.page, max(new.stop - self.page, 0)
         for pattern in dict.fromkeys(self.patterns):
             if pattern not in self._holdings:
-                copies = self.windows == "copy" and size > 1 and self._placed[pattern].is_bounded
+                copies = self.windows == "copy" and size > 1 and self._slotted[pattern].is_bounded
                 self._holdings[pattern] = Holdings(size, copies=copies)
-            needed = self._placed[pattern].find_needed(self._marks, floor, last, new.stop) if due else None
+            needed = self._slotted[pattern].find_needed(self._shifts, floor, last, new.stop) if due else None
             self._holdings[pattern].begin(shards, needed, floor, self.page, prompt=kind == "prefill")
         self.length, self._chunk = new.stop, None
         self._event = NewTokens(kind, new, shards, layout, set(range(len(self.patterns))), number)
@@ -512,7 +512,7 @@ class KVCache:
         if transport.defers(call.options.check):
             return transport.announce(json.dumps({"stage": kind, **record}).encode())
         mine = json.dumps(record).encode()
-        with Exchange(transport, kind, MARK) as exchanged:
+        with Exchange(transport, kind, FINGERPRINT_BYTES) as exchanged:
             exchanged.mine = digest(mine)
         if len({*exchanged.records}) > 1:
             with Exchange(transport, "arguments", LIMIT) as arguments:

@@ -1,4 +1,4 @@
-"""Which places of a cache each rank holds in the layers of one pattern, and which of these new tokens see."""
+"""Which slots of a cache each rank holds in the layers of one pattern, and which of these new tokens see."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class HeldRows(Composed):
 
 
 class Holdings:
-    """The places that ranks hold in the layers of one pattern: by rank and block (`store.Block`), in local order.
+    """The slots that ranks hold in the layers of one pattern: by rank and block (`store.Block`), in local order.
 
-    Ranks add rows to their last block only. With `copies` every rank holds all places. A query before place `floor`
+    Ranks add rows to their last block only. With `copies` every rank holds all slots. A query before slot `floor`
     may miss keys that were dropped. Of the new tokens, whose layers are called one after another: `keys` says how those
-    held and those of a chunk are cut, `needed` which places later queries see, and `kept` the rows that then stay.
+    held and those of a chunk are cut, `needed` which slots later queries see, and `kept` the rows that then stay.
     """
 
     def __init__(self, ranks: int, *, copies: bool) -> None:
@@ -80,7 +80,7 @@ class Holdings:
         self._calls: dict[object, tuple[Work, ...]] = {}
 
     def begin(self, shards: Sequence[Ranges], needed: Ranges | None, floor: int, page: int, *, prompt: bool) -> None:
-        """Add the places that each rank owns of new tokens, of a `prompt` or of a step.
+        """Add the slots that each rank owns of new tokens, of a `prompt` or of a step.
 
         `needed` are those that queries from `floor` on see; None: nothing is let go now.
         """
@@ -101,7 +101,7 @@ class Holdings:
             self.floor = floor
 
     def shards(self) -> list[Ranges]:
-        """The places of each rank, of which none is another's: of copies, a rank has `part` of its rows."""
+        """The slots of each rank, of which none is another's: of copies, a rank has `part` of its rows."""
         held = [tuple(run for block in blocks for run in block) for blocks in self.held]
         if not self.copies:
             return held
@@ -115,7 +115,7 @@ class Holdings:
     def keep(self, runs: Ranges, least: int = 1) -> Kept | None:
         """The local rows inside of `runs`, all that is held after `settle`; None where fewer than `least` rows fall."""
         pairs = [[split(block, runs) for block in blocks] for blocks in self.held]
-        later = [[places for places, _ in blocks] for blocks in pairs]
+        later = [[slots for slots, _ in blocks] for blocks in pairs]
         rows, remaining = (sum(len(r) for blocks in x for block in blocks for r in block) for x in (self.held, later))
         if rows - remaining < least * (self.ranks if self.copies else 1):
             return None
@@ -132,7 +132,7 @@ class Holdings:
         self.held[rank].append([])
 
     def calls(self, rank: int, block: int, pattern: Pattern, q: range, call: CompiledCall) -> tuple[Work, ...]:
-        """The kernel's calls for what queries at places `q` see of a block of a rank: works on its local rows."""
+        """The kernel's calls for what queries at slots `q` see of a block of a rank: works on its local rows."""
         key = rank, block, pattern, q, call
         if key not in self._calls:
             self._calls[key] = self._find_calls(self.held[rank][block], pattern, q, call)
@@ -163,20 +163,20 @@ def find_needed(patterns: Iterable[Pattern], queries: range, keys: range, heads:
     return merge_runs(found)
 
 
-def take(places: Sequence[range], rows: range) -> Iterator[range]:
-    """The places of adjacent local rows."""
+def take(slots: Sequence[range], rows: range) -> Iterator[range]:
+    """The slots of adjacent local rows."""
     first = 0
-    for run in places:
+    for run in slots:
         if some := run[max(rows.start - first, 0) : max(rows.stop - first, 0)]:
             yield some
         first += len(run)
 
 
 def split(block: Sequence[range], runs: Ranges) -> tuple[list[range], Ranges]:
-    """(the places of a block inside of `runs`, their local rows)."""
+    """(the slots of a block inside of `runs`, their local rows)."""
     find = index_ranges(block) if block else None
     local = merge_runs(rows for run in runs for rows in find(run)) if find else ()
     parts: list[range] = []
-    for places in (places for rows in local for places in take(block, rows)):
-        append_run(parts, places)
+    for slots in (slots for rows in local for slots in take(block, rows)):
+        append_run(parts, slots)
     return parts, local

@@ -24,15 +24,15 @@ RowGroups = Sequence[tuple[Pattern, Sequence[int] | None]]
 
 
 def attend(
-    q: Tensor, places: range, store: LayerStore, holdings: Holdings, rank: int, groups: RowGroups, call: CompiledCall
+    q: Tensor, slots: range, store: LayerStore, holdings: Holdings, rank: int, groups: RowGroups, call: CompiledCall
 ) -> Pair:
-    """(out [B, H, T, Dv], lse [B, H, T]) in fp32 (fp64 for fp64) of queries at `places` over the rows of one rank."""
+    """(out [B, H, T, Dv], lse [B, H, T]) in fp32 (fp64 for fp64) of queries at `slots` over the rows of one rank."""
     q, kernel, scale = align_rows(q), call.kernel, call.factor
     count, heads, rows, _ = q.shape
     found: list[tuple[Work, slice | None, Pair]] = []
     for index, block in enumerate(store.blocks):
         for pattern, members in groups if block.count else ():
-            works = holdings.calls(rank, index, pattern, places, call)
+            works = holdings.calls(rank, index, pattern, slots, call)
             for part, tensors in block.batches(members, count) if works else ():
                 query, block_rows = RowViews(q if part is None else q[part]), RowViews(*tensors)
                 for work in works:

@@ -156,10 +156,10 @@ class Generation:
     note: str | None
     #: The largest position so far, on which some ropes depend.
     largest: int
-    #: Of a prompt: the places whose logits are wanted, and by rank which of these the rank has.
+    #: Of a prompt: the slots whose logits are wanted, and by rank which of these the rank has.
     wanted: np.ndarray[Any, Any]
     kept: list[np.ndarray[Any, Any]]
-    #: The local rows of these places if the model returns the logits of all rows; None if it returns only theirs.
+    #: The local rows of these slots if the model returns the logits of all rows; None if it returns only theirs.
     mine: Tensor | None
     #: The layers that have attended.
     attended: set[int] = field(default_factory=set)
@@ -189,7 +189,7 @@ class Generation:
         self.past.running = False
         if self.note is None:
             mine = result["logits"] if self.mine is None else result["logits"][:, self.mine]
-            rows = GatherRows.apply(mine, self.kept, group)  # in order of their places
+            rows = GatherRows.apply(mine, self.kept, group)  # in order of their slots
             _, order = np.unique(self.wanted, return_inverse=True)
             result["logits"] = rows[:, torch.from_numpy(order).to(rows.device)]
         return result

@@ -23,7 +23,7 @@ HIDDEN = 1e30
 #: The least magnitude of a padded key's logit. Rows with lse below half of it count as rows that see padding only.
 LEAST = 1e6
 #: A delta above this multiple of the largest |dO| of its row must come from the gradient of lse.
-FAR = 1024.0
+DOMINANT = 1024.0
 
 
 def pad_to(x: Tensor, width: int) -> Tensor:
@@ -72,7 +72,7 @@ def with_delta(grad: Tensor, delta: Tensor, *, wider: bool) -> tuple[Tensor, Ten
     if wider:
         size = delta.abs()
         peak = grad.abs().amax(-1, keepdim=True).to(delta.dtype)
-        grad = with_column(grad, size.where(size > FAR * peak, 0.0).squeeze(-1).to(grad.dtype))
+        grad = with_column(grad, size.where(size > DOMINANT * peak, 0.0).squeeze(-1).to(grad.dtype))
     return grad, times_unit(grad, delta_factor(grad, delta))
 
 

@@ -118,38 +118,38 @@ class RowByRow(PatternView):
         return total
 
 
-#: The runs of places of a batch row, each as (first place, place - position); None in place of the shift: padding.
-Marks = tuple[tuple[int, int | None], ...]
-#: Every token is at the place that equals its position.
-IN_PLACE: Marks = ((0, 0),)
+#: The runs of slots of a batch row, each as (first slot, slot - position), or (first slot, None) for padding.
+Shifts = tuple[tuple[int, int | None], ...]
+#: Every token is in the slot of its position.
+UNSHIFTED: Shifts = ((0, 0),)
 
 
 @dataclass(frozen=True)
-class Placed(PatternView):
-    """The pattern of padded or cropped batch rows, whose tokens are at other places than their positions.
+class Slotted(PatternView):
+    """The pattern of padded or cropped batch rows, whose tokens are not in the slots of their positions.
 
-    `marks` has one entry per row, or one for all rows. `pattern` is bound and takes positions, so it may be a pattern
-    of more tokens than there are places.
+    `shifts` has one entry per row, or one for all rows. `pattern` is bound and takes positions, so it may be a pattern
+    of more tokens than there are slots.
     """
 
     pattern: Pattern
-    marks: tuple[Marks, ...] = (IN_PLACE,)
+    shifts: tuple[Shifts, ...] = (UNSHIFTED,)
 
     __hash__ = Pattern.kept_hash
 
     @property
     def rows(self) -> int | None:
-        return len(self.marks) if len(self.marks) > 1 else self.pattern.rows
+        return len(self.shifts) if len(self.shifts) > 1 else self.pattern.rows
 
     def row(self, index: int) -> Pattern:
-        return Placed(self.pattern.row(index), (self.marks[index if len(self.marks) > 1 else 0],))
+        return Slotted(self.pattern.row(index), (self.shifts[index if len(self.shifts) > 1 else 0],))
 
     @cached_property
     def _runs(self) -> tuple[tuple[int, int, int], ...]:
-        """(first place, last place, place - position) of each run of tokens of a single row."""
-        (marks,) = self.marks
-        shifts = dict(marks)
-        return tuple((run.start, run.stop - 1, shifts[run.start] or 0) for run in find_tokens(marks))
+        """(first slot, last slot, slot - position) of each run of tokens of a single row."""
+        (shifts,) = self.shifts
+        by = dict(shifts)
+        return tuple((run.start, run.stop - 1, by[run.start] or 0) for run in find_tokens(shifts))
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         for first, last, by in self._runs:
@@ -162,7 +162,7 @@ class Placed(PatternView):
                     yield replace(tile, q=moved[0], k=moved[1], lo=lo, hi=hi)
 
     def run(self, side: Side, first: Position, last: Position) -> Run | None:
-        return super().run(side, first, last) if self.marks == (IN_PLACE,) else None
+        return super().run(side, first, last) if self.shifts == (UNSHIFTED,) else None
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         total = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=np.int64)
@@ -175,7 +175,7 @@ class Placed(PatternView):
         return total
 
 
-def find_tokens(marks: Marks) -> list[range]:
-    """The places of the tokens of a row; the last range is open."""
-    ends = [*(first for first, _ in marks[1:]), FAR]
-    return [range(first, end) for (first, by), end in zip(marks, ends, strict=True) if by is not None]
+def find_tokens(shifts: Shifts) -> list[range]:
+    """The slots of the tokens of a row; the last range is open."""
+    ends = [*(first for first, _ in shifts[1:]), FAR]
+    return [range(first, end) for (first, by), end in zip(shifts, ends, strict=True) if by is not None]

@@ -53,9 +53,9 @@ class Rotation:
         return "q" if queries < keys else "kv"
 
     def count_bytes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(between nodes, all) bytes of a backward in which keys travel, and of a backward in which queries travel.
+        """(between nodes, all) bytes of a pass-KV backward, and of a pass-Q backward.
 
-        Up to `schedules.base.EXACT` ranks, the bytes of all blocks; above, the bytes of the same few blocks in both
+        Up to `schedules.base.EXACT_RANKS` ranks, the bytes of all blocks; above, the bytes of the same few blocks in both
         forms, which tell the form that sends fewer.
         """
         kv, grad, q, row, dq = (self.size(Part(kind, 0, ONE_ROW)) for kind in ("kv", "grad", "q", "row", "dq"))

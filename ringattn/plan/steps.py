@@ -28,7 +28,7 @@ BLOCKS: tuple[Kind, ...] = ("kv", "q", "row", "query")
 #: Parts of these kinds are sums, to which ranks add.
 SUMS: tuple[Kind, ...] = ("grad", "dq", "part")
 #: Parts of these kinds are not rounded on their way: other queries, or another lse, would give other weights.
-EXACT: tuple[Kind, ...] = ("row", "query", "part")
+UNROUNDED: tuple[Kind, ...] = ("row", "query", "part")
 #: Parts of these kinds are rows of keys, all others rows of queries.
 OF_KEYS: tuple[Kind, ...] = ("kv", "grad")
 #: The order in which a plan lists the parts of a message; `runtime.buffers` places them in the message.
@@ -155,7 +155,7 @@ class PlanSizes(Value):
 
     def part_dtype(self, kind: Kind, *, as_sent: bool = True) -> str:
         """The dtype of a block or of its sums: in a message (`as_sent`), or where a rank computes with it."""
-        if as_sent and self.comm_dtype is not None and kind not in EXACT:
+        if as_sent and self.comm_dtype is not None and kind not in UNROUNDED:
             return self.comm_dtype
         return self.dtype if kind in ("kv", "q", "query") or self.dtype == "float64" else "float32"
 

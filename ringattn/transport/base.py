@@ -99,8 +99,8 @@ class Transport(Carrier, Protocol):
     def announce(self, record: bytes) -> int:
         """Begin a call that ranks compare beside its messages: `record` says it in JSON.
 
-        Returns the number of the call: its place among all calls, and in the last TAG_BITS bits what tells it from
-        another call at the same place.
+        Returns the number of the call: its index among all calls, and in the last TAG_BITS bits a digest that tells it
+        from another call of the same index.
         """
 
     def synchronize(self) -> None:

@@ -111,12 +111,12 @@ class Channel:
 
     # Events.
 
-    def announce(self, mark: bytes, record: bytes) -> int:
+    def announce(self, fingerprint: bytes, record: bytes) -> int:
         """Make a deferred event: its number. Raises the error of another rank, if one is known."""
         _synchronize_before_steps()
         with self._changed:
             self._raise()
-            return self.comparison.announce(Event(mark, record))
+            return self.comparison.announce(Event(fingerprint, record))
 
     def synchronize(self) -> None:
         """Return once all deferred events of this rank were alike on all ranks; else raise their error. Collective."""

@@ -2,16 +2,16 @@
 
 All that ranks do together is a row of events, numbered alike on all ranks: calls, backwards and exchanges of records.
 
-- A deferred event (`announce`) sends its mark, a digest, to the next rank, and goes on. Each rank compares the marks of
-  the rank before it with its own. Equality is transitive, so that one message per event compares all ranks.
+- A deferred event (`announce`) sends its fingerprint, a digest, to the next rank, and goes on. Each rank compares the
+  fingerprints of the rank before it with its own. Equality is transitive, so one message per event compares all ranks.
 - An exchange (`contribute`) gives every rank the records of all ranks in ceil(log2 P) rounds: in round k a rank sends
-  what it has to the rank 2^k further on (Bruck et al., IEEE TPDS 8(11), 1997). A rank takes part once the marks of all
-  earlier events have arrived from the rank before it and equal its own. An exchange that ends therefore proves that
-  all ranks were alike until then.
+  what it has to the rank 2^k further on (Bruck et al., IEEE TPDS 8(11), 1997). A rank takes part once the fingerprints
+  of all earlier events have arrived from the rank before it and equal its own. An exchange that ends therefore proves
+  that all ranks were alike until then.
 
-If a mark differs, or an exchange does not end in time, all ranks learn it from the rank that has found it, each rank
-tells all others where it stands, and every rank makes the same error of that (`records.explain`). An exception and the
-end of a process are told in the same way. Such an error is final: the ranks do not go on together.
+If a fingerprint differs, or an exchange does not end in time, the rank that found it tells all ranks, each rank tells
+all others where it stands, and every rank raises the same error (`records.explain`). An exception and the end of a
+process are told in the same way. Such an error is final: the ranks do not go on together.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from .records import explain
 
 #: Kind, number of the event (or rank that begins a report), and length of what follows.
 HEAD = struct.Struct("<BQI")
-#: Kinds of frames: a mark, a round of an exchange, the end of a rank, and four reports that every rank passes on.
-MARK, ROUND, BYE, FAILED, LOST, PARTED, STANDING = range(7)
+#: Kinds of frames: a fingerprint, a round of an exchange, the end of a rank, and four reports that every rank relays.
+FINGERPRINT, ROUND, BYE, FAILED, LOST, PARTED, STANDING = range(7)
 #: Own events that are kept to say how ranks differ.
-KEPT = 4096
+HISTORY = 4096
 #: Seconds that ranks have to say where they stand after an error was found.
 GRACE = 2.0
 
 
 class Event(NamedTuple):
-    """What a rank does: `mark` is b"" for an exchange. `record` says it in JSON."""
+    """What a rank does, with `record` as its JSON. The `fingerprint` of an exchange is b""."""
 
-    mark: bytes
+    fingerprint: bytes
     record: bytes
 
 
@@ -87,7 +87,7 @@ class Comparison:
     def announce(self, event: Event) -> int:
         """Make a deferred event; its number."""
         number = self._add(event)
-        self._send((self.rank + 1) % self.size, _frame(MARK, number, event.mark))
+        self._send((self.rank + 1) % self.size, _frame(FINGERPRINT, number, event.fingerprint))
         self._advance()
         return number
 
@@ -122,7 +122,7 @@ class Comparison:
             )
 
     def part(self, number: int, why: str) -> None:
-        """Tell all ranks that event `number` was not made alike: `why` says what is late, "" that marks differ."""
+        """Tell all ranks that event `number` differs: `why` says what is late, or is "" where fingerprints differ."""
         if self.error is None and self._parted is None:
             self._report(PARTED, self.rank, json.dumps([number, why]).encode())
             self._stand(number, why)
@@ -136,7 +136,7 @@ class Comparison:
 
     def receive(self, peer: int, kind: int, number: int, body: bytes) -> None:
         """Take a frame of a peer."""
-        if kind == MARK:
+        if kind == FINGERPRINT:
             self._before.append(body)
         elif kind == ROUND:
             round, parts = body[0], _unpack(body[1:])
@@ -192,7 +192,7 @@ class Comparison:
     def _add(self, event: Event) -> int:
         number = self.count
         self._events[number] = event
-        self._events.pop(number - KEPT, None)
+        self._events.pop(number - HISTORY, None)
         self.count += 1
         return number
 
@@ -200,9 +200,9 @@ class Comparison:
         return self._gatherings.setdefault(number, Gathering())
 
     def _advance(self) -> None:
-        """Compare the marks that are there, and go on with exchanges."""
+        """Compare the fingerprints that are there, and go on with exchanges."""
         while self._before and self._compared < self.count and self._parted is None:
-            if self._events[self._compared].mark != self._before.popleft():
+            if self._events[self._compared].fingerprint != self._before.popleft():
                 self.part(self._compared, "")
             else:
                 self._compared += 1

@@ -31,12 +31,12 @@ QUOTED = 1500
 #: The name of a record exchange in errors.
 RECORDS = "records of all ranks"
 #: Bytes of a digest: ranks compare digests of what they are about to do and of what they have done.
-MARK = 8
+FINGERPRINT_BYTES = 8
 
 
 def digest(data: bytes) -> bytes:
-    """MARK bytes that stand for `data`."""
-    return hashlib.blake2b(data, digest_size=MARK).digest()
+    """FINGERPRINT_BYTES bytes that stand for `data`."""
+    return hashlib.blake2b(data, digest_size=FINGERPRINT_BYTES).digest()
 
 
 def describe_error(error: BaseException) -> str:
@@ -218,7 +218,7 @@ def _list_ranks(ranks: list[int]) -> str:
 def explain(standings: dict[int, dict[str, Any]], number: int, why: str, size: int) -> RingAttentionError:
     """The error of ranks that have not made event `number` alike, of where each rank stood, see `comparison`.
 
-    `why` says what did not end in time; "" where the marks of two ranks differ.
+    `why` says what did not end in time; "" where the fingerprints of two ranks differ.
     """
     silent = [rank for rank in range(size) if rank not in standings]
     least = min(standing["count"] for standing in standings.values())

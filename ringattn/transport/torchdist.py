@@ -242,11 +242,11 @@ class TorchDist:
 
     def announce(self, record: bytes) -> int:
         """Begin a call that ranks compare beside its messages; the number of the call, see `Transport`."""
-        mark = digest(record)
-        place = self.channel.announce(mark, record)
+        fingerprint = digest(record)
+        number = self.channel.announce(fingerprint, record)
         # Calls that differ have other tags: a message of one never meets the other's, which may have another size.
-        own = int.from_bytes(digest(mark + place.to_bytes(8, "little")), "little") % (1 << TAG_BITS)
-        return place << TAG_BITS | own
+        own = int.from_bytes(digest(fingerprint + number.to_bytes(8, "little")), "little") % (1 << TAG_BITS)
+        return number << TAG_BITS | own
 
     def synchronize(self) -> None:
         """Return once all deferred calls of this rank were alike on all ranks; else raise their error. Collective."""

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import ringattn as ra
 from ringattn.call.autograd import Runner
 from ringattn.call.functional import _transports
-from ringattn.call.handshake import place
+from ringattn.call.handshake import call_index
 
 TOKENS, WIDTH = 29, 32
 in_graphs = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch.compile takes attention from torch 2.12 on")
@@ -35,9 +35,9 @@ def errors(rank: int) -> list[str]:
     q = torch.randn(1, 2, 8, 4)
     found = []
     for k in (q[:, :, : 8 - rank], q):
-        token = place.set(1 + rank if k is q else 0)
+        token = call_index.set(1 + rank if k is q else 0)
         found.append(told_by(lambda k=k: (call if k is q else compiled)(q, k)))
-        place.reset(token)
+        call_index.reset(token)
     return found
 
 

@@ -106,7 +106,7 @@ def test_a_window_layer_holds_a_window(windows: str) -> None:
     for new in range(1, 150):
         step(cache)
         held = [
-            [{place for run in cache.rows(layer, rank) for place in run} for rank in range(ranks)] for layer in range(3)
+            [{slot for run in cache.rows(layer, rank) for slot in run} for rank in range(ranks)] for layer in range(3)
         ]
         total = first + new
         assert set.union(*held[0]) == set(range(total)) and sum(map(len, held[0])) == total
@@ -255,7 +255,7 @@ def test_a_step_after_many_chunks_is_few_kernel_calls(
         shards = [tuple(shift_range(r, chunk * size) for r in cut.shard(rank)) for rank in range(8)]
         holdings.begin(shards, None, 0, 64, prompt=True)
         holdings.settle()
-    places, asked, tiles = range(chunks * size, chunks * size + 1), [], And.tiles
+    slots, asked, tiles = range(chunks * size, chunks * size + 1), [], And.tiles
 
     def count(self: And, *sides: range) -> Iterator[Tile]:
         asked.append(sides)
@@ -265,7 +265,7 @@ def test_a_step_after_many_chunks_is_few_kernel_calls(
     q, k = torch.zeros(1, 32, 1, 8), torch.zeros(1, 8, 1, 8)
     call = compile_call(q, k, k, pattern, "contiguous", {"kernel": "reference"})
     for rank in range(8):
-        assert len(holdings.calls(rank, 0, call.pattern, places, call)) <= 2
+        assert len(holdings.calls(rank, 0, call.pattern, slots, call)) <= 2
     assert len(asked) <= 8 * 40
 
 
@@ -279,17 +279,17 @@ def test_a_step_after_many_chunks_is_few_kernel_calls(
 )
 def test_works_are_the_pairs_of_a_mask(pattern: ra.Pattern, layout: str, cuts: set[int], ranks: int, new: int) -> None:
     bound, keys = pattern.bind(2, MOST), MOST - new
-    places: list[range] = []
+    slots: list[range] = []
     for first, last in itertools.pairwise(sorted({0, *cuts, keys})):
         for r in ra.make_layout(layout, tokens=last - first, ranks=ranks).shard(0):
-            append_run(places, shift_range(r, first))
-    found = np.zeros((2, new, sum(map(len, places))), dtype=np.int64)
-    for work in lower(join_dense(find_tiles(bound, (range(keys, MOST),), places, 2)), 1):
+            append_run(slots, shift_range(r, first))
+    found = np.zeros((2, new, sum(map(len, slots))), dtype=np.int64)
+    for work in lower(join_dense(find_tiles(bound, (range(keys, MOST),), slots, 2)), 1):
         for i, row in enumerate(work.q):
             for j, key in enumerate(key for run in work.k for key in run):
                 seen = (work.lo is None or work.lo <= i - j) and (work.hi is None or i - j <= work.hi)
                 found[np.ix_(list(work.heads), [row], [key])] += seen
-    wanted = bound.mask(MOST, 2).astype(np.int64)[:, keys:, [place for run in places for place in run]]
+    wanted = bound.mask(MOST, 2).astype(np.int64)[:, keys:, [slot for run in slots for slot in run]]
     assert (found == wanted).all()
 
 

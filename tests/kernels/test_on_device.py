@@ -58,7 +58,7 @@ def test_rings(pattern: ra.Pattern) -> None:
         check(out, leaves, case, pattern)
 
 
-def test_a_stream() -> None:
+def test_offload() -> None:
     """Tensors in host memory, chunks on the device."""
     for pattern in PATTERNS[1:3]:
         case = case_of(64)

@@ -7,7 +7,7 @@ import pytest
 
 import ringattn as ra
 from ringattn import Causal, Documents, Full, Pattern, Plan, Window, make_plan
-from ringattn.plan.schedules.base import EXACT
+from ringattn.plan.schedules.base import EXACT_RANKS
 
 TOKENS = 384
 PATTERNS: dict[str, Pattern] = {
@@ -37,7 +37,7 @@ def between_nodes(plan: Plan, inner: int) -> int:
 def test_auto_takes_the_way_with_fewer_bytes(name: str) -> None:
     cases = (
         (6, "zigzag", "ring", 4, 2), (12, "contiguous", "double_ring(4)", 2, 2), (17, "striped(16)", "direct", 2, 2),
-        (10, "zigzag", "allgather", 4, 2), (EXACT, "contiguous", "ring", 2, 1),
+        (10, "zigzag", "allgather", 4, 2), (EXACT_RANKS, "contiguous", "ring", 2, 1),
     )  # fmt: skip
     few = name in ("causal", "window", "documents", "dilated")  # the steps of 64 ranks take seconds with the others
     for ranks, layout, schedule, heads, kv_heads in cases if few else cases[:-1]:
@@ -62,7 +62,7 @@ def test_auto_takes_the_way_with_fewer_bytes(name: str) -> None:
 @pytest.mark.parametrize("schedule", ["ring", "direct"])
 def test_above_the_ranks_that_are_counted_the_way_is_the_same(name: str, schedule: str) -> None:
     """A period of ranks, or evenly spaced ones, tell the way of a plan with half as many ranks again as are counted."""
-    ranks = EXACT + EXACT // 2
+    ranks = EXACT_RANKS + EXACT_RANKS // 2
     for heads, kv_heads in ((2, 2), (2, 1)) if name == "window" else ((2, 1),):
         options = {"tokens": 8 * ranks, "ranks": ranks, "schedule": schedule, "heads": heads, "kv_heads": kv_heads}
         plans = [make_plan(PATTERNS[name], rotate=way, **options) for way in ("kv", "q")]  # type: ignore[arg-type]

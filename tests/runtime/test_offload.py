@@ -1,4 +1,4 @@
-"""Streams from host memory: the numbers, the bytes that are copied, and the memory of the device."""
+"""Offloading to host memory: the numbers, the bytes that are copied, and the memory of the device."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def test_sums_in_storage_are_not_rounded_to_16_bits() -> None:
     In fp16, which every CPU computes in fp32.
     """
     case = make_case(TOKENS, HEADS, KV_HEADS, torch.float16)
-    truth, stream = truth_of(case, Full()), stream_of(Full(), *case.inputs, chunk=34)
-    result = stream.forward(*case.inputs, save=True)
+    truth, runner = truth_of(case, Full()), runner_of(Full(), *case.inputs, chunk=34)
+    result = runner.forward(*case.inputs, save=True)
     names = ("q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv")
     sums = [torch.full_like(x, torch.nan, dtype=torch.float32) for x in case.inputs]
     stored = dict(zip(names, (*case.inputs, case.grad, result.out, result.lse, *sums), strict=True))
-    stream.differentiate(HostTensors(stored))
+    runner.differentiate(HostTensors(stored))
     assert error(stored["dv"], truth.grads[2]) <= 1e-6
     for name, x in zip(("dq", "dk"), truth.grads, strict=False):
         assert error(stored[name], x) <= 2.0**-10
@@ -136,7 +136,7 @@ def test_no_tokens_and_no_batch() -> None:
 # -- bytes ----------------------------------------------------------------------------------------------------
 
 
-def stream_of(pattern: Pattern, *tensors: torch.Tensor, chunk: int, backward: bool = False) -> OffloadRunner:
+def runner_of(pattern: Pattern, *tensors: torch.Tensor, chunk: int, backward: bool = False) -> OffloadRunner:
     q, k, v = tensors
     call = compile_call(q, k, v, pattern, "contiguous", {"schedule": "direct"})
     return make_offload(call, chunk=chunk, backward=backward)
@@ -147,8 +147,8 @@ def stream_of(pattern: Pattern, *tensors: torch.Tensor, chunk: int, backward: bo
 def test_needed_rows_are_copied_and_no_others(pattern: Pattern, chunk: int, dtype: torch.dtype) -> None:
     """Counted by the transport, by the plan, and here on the dense mask: rows of other chunks that a chunk sees."""
     case = make_case(TOKENS, HEADS, KV_HEADS, dtype, dim=8, value_dim=4)
-    stream = stream_of(pattern, *case.inputs, chunk=chunk)
-    edges = [TOKENS * i // stream.plan.ranks for i in range(stream.plan.ranks + 1)]
+    runner = runner_of(pattern, *case.inputs, chunk=chunk)
+    edges = [TOKENS * i // runner.plan.ranks for i in range(runner.plan.ranks + 1)]
     assert max(np.diff(edges)) <= chunk
     mask = pattern.mask(TOKENS, HEADS).reshape(KV_HEADS, HEADS // KV_HEADS, TOKENS, TOKENS).any(1)
     rows = 0
@@ -157,15 +157,15 @@ def test_needed_rows_are_copied_and_no_others(pattern: Pattern, chunk: int, dtyp
         needed[:, first:stop] = False
         rows += int(needed.sum())
     pairs = rows * case.q.shape[0] * (8 + 4)
-    result = stream.forward(*case.inputs, save=True)
-    assert (stream.counters.received_bytes, stream.counters.sent_bytes) == (pairs * dtype.itemsize, 0)
-    assert stream.plan.bytes_sent() == pairs * dtype.itemsize
-    stream.counters.reset()
-    stream.backward(case.grad, None, *case.inputs, result)
-    assert (stream.counters.received_bytes, stream.counters.sent_bytes) == (pairs * dtype.itemsize, pairs * 4)
-    assert stream.plan.bytes_sent(backward=True) == pairs * (dtype.itemsize + 4)
-    counted = stream.plan.messages(), stream.plan.messages(backward=True)
-    assert counted[1] == 2 * counted[0] == stream.counters.received_messages + stream.counters.sent_messages
+    result = runner.forward(*case.inputs, save=True)
+    assert (runner.counters.received_bytes, runner.counters.sent_bytes) == (pairs * dtype.itemsize, 0)
+    assert runner.plan.bytes_sent() == pairs * dtype.itemsize
+    runner.counters.reset()
+    runner.backward(case.grad, None, *case.inputs, result)
+    assert (runner.counters.received_bytes, runner.counters.sent_bytes) == (pairs * dtype.itemsize, pairs * 4)
+    assert runner.plan.bytes_sent(backward=True) == pairs * (dtype.itemsize + 4)
+    counted = runner.plan.messages(), runner.plan.messages(backward=True)
+    assert counted[1] == 2 * counted[0] == runner.counters.received_messages + runner.counters.sent_messages
 
 
 # -- memory ---------------------------------------------------------------------------------------------------
@@ -212,11 +212,11 @@ def device_peak(pattern: Pattern, tokens: int, chunk: int, dtype: torch.dtype, *
     storage = Apart(
         {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dq": dq, "dk": k.float(), "dv": v.float()}
     )
-    stream = stream_of(pattern, q, k, v, chunk=chunk)
+    runner = runner_of(pattern, q, k, v, chunk=chunk)
     peaks = []
     for _ in range(3):  # masks that kernels remember are there the second time
         with Live() as live:
-            stream.differentiate(storage) if backward else stream.compute(storage)
+            runner.differentiate(storage) if backward else runner.compute(storage)
         peaks.append(live.peak)
     # A tensor whose address was another tensor's a moment ago can escape `Live`, so that a peak can be too low.
     return max(peaks[1:])

@@ -20,7 +20,7 @@ from ...cli.comparison import print_jobs
 from ...cli.config.groups import StudyGroup, check_least, refuse_stdout
 from ...cli.config.schema import SimulateConfig, parse_size
 from ...errors import InvalidInput, NumericsFailure, RingAttentionError
-from ...files import MARK, OUTPUTS, check_writable, make_folder, write_text
+from ...files import OUTPUTS, TEMPORARY, check_writable, make_folder, write_text
 from ...plan.plan import Plan
 from ...simulator.progress import Listener
 from ...simulator.reporting.console import print_plain, show_progress
@@ -141,7 +141,7 @@ def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
     folder, head = study.folder, study.head
     with Journal(folder / JOURNAL, head) as journal:
         for path in folder.iterdir():  # what is there of an earlier run is replaced at the end
-            if MARK in path.name:  # of a run that was killed while it wrote
+            if TEMPORARY in path.name:  # of a run that was killed while it wrote
                 path.unlink()
             else:
                 check_writable(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..steps import Hop, Kind, Part, Step
-from .base import EXACT, Schedule, sampled_owners
+from .base import EXACT_RANKS, Schedule, sampled_owners
 
 
 class AllGatherSchedule(Schedule):
@@ -32,7 +32,7 @@ class AllGatherSchedule(Schedule):
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int]:
         """Bytes of the gather, and of the gradients that each visiting rank sends to the owner of a block."""
         demand, ranks = self.demand, self.demand.layout.ranks
-        sampled = min(ranks - 1, EXACT)
+        sampled = min(ranks - 1, EXACT_RANKS)
         sent = 0
         for owner in sampled_owners(demand):
             rows = demand.block_heads * demand.layout.rows(owner)

@@ -22,8 +22,8 @@ from ..demand import BlockDemand, sampled_ranks
 from ..row_sets import NO_ROWS, RowSets, count_rows, subtract
 from ..steps import ORDER, Hop, Kind, Part, Step, make_parts
 
-#: Of up to EXACT ranks the bytes of all blocks are counted, of more the bytes of SAMPLED blocks.
-EXACT, SAMPLED = 64, 16
+#: Of up to EXACT_RANKS the bytes of all blocks are counted, of more the bytes of SAMPLED blocks.
+EXACT_RANKS, SAMPLED = 64, 16
 
 
 class Schedule(ABC):
@@ -63,18 +63,18 @@ class Schedule(ABC):
         """(bytes between nodes, all bytes) of a backward, without making its steps; None where only the steps tell.
 
         `block` and `sums` are the bytes of one row of one head: of the block that travels, and of its gradients.
-        `queries`: blocks of queries travel. Of more than EXACT ranks, the bytes of the blocks of `sampled_owners`.
+        `queries`: blocks of queries travel. Of more than EXACT_RANKS, the bytes of the blocks of `sampled_owners`.
         """
         return None
 
 
 def sampled_owners(demand: BlockDemand) -> list[int]:
-    """Ranks whose blocks stand for the blocks of all ranks: all of up to EXACT ranks.
+    """Ranks whose blocks stand for the blocks of all ranks: all of up to EXACT_RANKS.
 
     Of more ranks, one period in the middle where the ranks repeat, else SAMPLED evenly spaced ranks.
     """
     layout, ranks = demand.layout, demand.layout.ranks
-    if ranks <= EXACT:
+    if ranks <= EXACT_RANKS:
         return list(range(ranks))
     repeats = demand.readers is layout and isinstance(layout, Contiguous) and layout.tokens % ranks == 0
     period = demand.pattern.period if repeats else None
@@ -86,7 +86,7 @@ def sampled_owners(demand: BlockDemand) -> list[int]:
     return sampled_ranks(ranks, SAMPLED)
 
 
-#: Where there are more than EXACT ranks, LATEST arrivals of a rank stand for all that it saves.
+#: Where there are more than EXACT_RANKS, LATEST arrivals of a rank stand for all that it saves.
 LATEST = 64
 
 
@@ -337,9 +337,9 @@ class Route(Schedule):
     def count_saved(self, ranks: Sequence[int]) -> int:
         """The rows of all heads that `ranks` save from the forward.
 
-        Of more than EXACT ranks, rows of the LATEST arrivals only: a rank where nothing stops has an arrival per rank.
+        Of more than EXACT_RANKS, rows of the LATEST arrivals only: a rank where nothing stops has an arrival per rank.
         """
-        arrivals = None if self.demand.layout.ranks <= EXACT else LATEST
+        arrivals = None if self.demand.layout.ranks <= EXACT_RANKS else LATEST
         return sum(size for rank in ranks for size in self._size_saved(rank, arrivals).values())
 
     def _count_stopping(self, edge: Edge) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..row_sets import RowSets
 from ..steps import RankPlan
-from .base import EXACT, LATEST, Edge, Route
+from .base import EXACT_RANKS, LATEST, Edge, Route
 from .ring import runs, search
 
 
@@ -68,11 +68,11 @@ class DirectSchedule(Route):
     def _count_sent(self, owner: int) -> int:
         """The number of rows of all heads that an owner sends.
 
-        Where more than LATEST of more than EXACT ranks need rows, LATEST evenly spaced ranks stand for all.
+        Where more than LATEST of more than EXACT_RANKS need rows, LATEST evenly spaced ranks stand for all.
         """
         demand, ranks = self.demand, self.demand.layout.ranks
-        edges = list(islice(self._edges_from(owner), LATEST + 1 if ranks > EXACT else None))
-        if ranks <= EXACT or len(edges) <= LATEST:
+        edges = list(islice(self._edges_from(owner), LATEST + 1 if ranks > EXACT_RANKS else None))
+        if ranks <= EXACT_RANKS or len(edges) <= LATEST:
             return sum(demand.count_needed(self.served(edge), owner) for edge in edges)
         others = [(owner + 1 + (ranks - 1) * i // LATEST) % ranks for i in range(LATEST)]
         return sum(demand.count_needed((range(r, r + 1),), owner) for r in others) * (ranks - 1) // LATEST

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..demand import BlockDemand
-from .base import EXACT, Edge, Route, sampled_owners
+from .base import EXACT_RANKS, Edge, Route, sampled_owners
 from .ring import Way, rows_along, runs
 
 
@@ -66,12 +66,12 @@ class DoubleRingSchedule(Route):
         )
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int] | None:
-        """As in `Schedule`; of more than EXACT ranks, an estimate from the rows that a ring of whole nodes carries.
+        """As in `Schedule`; of more than EXACT_RANKS, an estimate from the rows that a ring of whole nodes carries.
 
         The searches along the ring of nodes skip rows that no rank needs, while the steps of a single rank may hold the
         rows of all ranks.
         """
-        if self.demand.layout.ranks <= EXACT:
+        if self.demand.layout.ranks <= EXACT_RANKS:
             return None
         demand = self.demand.grouped(self.ranks_per_node)
         way = Way(+1, demand.layout.ranks - 1)

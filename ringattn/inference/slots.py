@@ -1,4 +1,4 @@
-"""The places that the tokens of a batch have in a cache, and what queries at places see by the pattern of a layer."""
+"""Which slots of a cache the tokens of a batch are in, and which slots a query sees by the pattern of a layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import InvalidInput
 from ..pattern import Pattern
-from ..pattern.views import IN_PLACE, Marks, Placed, find_tokens
+from ..pattern.views import UNSHIFTED, Shifts, Slotted, find_tokens
 from ..plan.row_sets import Ranges
 from .holdings import find_needed
 from .partials import RowGroups
@@ -19,8 +19,8 @@ HORIZON = 1 << 60
 
 
 @dataclass(frozen=True)
-class PlacedPattern:
-    """The pattern of some layers of a cache, which has query heads, and asks it by places; `marks` are by row."""
+class SlottedPattern:
+    """The pattern of some layers of a cache, asked about slots instead of positions; `shifts` are those of each row."""
 
     bound: Pattern
     heads: int
@@ -28,7 +28,7 @@ class PlacedPattern:
     fixed: bool
 
     @classmethod
-    def of(cls, pattern: Pattern, heads: int, max_tokens: int | None) -> PlacedPattern:
+    def of(cls, pattern: Pattern, heads: int, max_tokens: int | None) -> SlottedPattern:
         """The pattern bound to the heads, and to `max_tokens` if it is for one length only. Raises InvalidInput."""
         one, other = (pattern.bind(heads, tokens) for tokens in LENGTHS)
         try:
@@ -44,15 +44,15 @@ class PlacedPattern:
             one = pattern.bind(heads, max_tokens)
         return cls(one, heads, fixed)
 
-    def view(self, marks: Sequence[Marks]) -> Pattern:
-        """The pattern by places of the cache."""
-        if all(of_row == IN_PLACE for of_row in marks):
-            return Placed(self.bound) if self.fixed else self.bound
-        return Placed(self.bound, tuple(marks))
+    def view(self, shifts: Sequence[Shifts]) -> Pattern:
+        """The pattern over slots of the cache."""
+        if all(of_row == UNSHIFTED for of_row in shifts):
+            return Slotted(self.bound) if self.fixed else self.bound
+        return Slotted(self.bound, tuple(shifts))
 
-    def groups(self, marks: Sequence[Marks]) -> RowGroups:
-        """The patterns by places of the rows of the batch."""
-        view = self.view(marks)
+    def groups(self, shifts: Sequence[Shifts]) -> RowGroups:
+        """The patterns over slots, each with the rows of the batch that have it."""
+        view = self.view(shifts)
         if view.rows is None:
             return [(view, None)]
         groups: dict[Pattern, list[int]] = {}
@@ -60,11 +60,11 @@ class PlacedPattern:
             groups.setdefault(view.row(row), []).append(row)
         return [*groups.items()]
 
-    def find_needed(self, marks: Sequence[Marks], first: int, last: int | None, stop: int) -> Ranges:
-        """The places before `stop` that queries from `first` on see, or more of them; `last` ends the queries."""
+    def find_needed(self, shifts: Sequence[Shifts], first: int, last: int | None, stop: int) -> Ranges:
+        """The slots before `stop` that queries from `first` on see, or more of them; `last` ends the queries."""
         if last is None and not self.bound.endless:
             return (range(stop),)
-        views = [view for view, _ in self.groups(marks)]
+        views = [view for view, _ in self.groups(shifts)]
         return find_needed(views, range(first, HORIZON if last is None else last), range(stop), self.heads)
 
     @property
@@ -76,36 +76,36 @@ class PlacedPattern:
         return counts[0] == counts[1] < LENGTHS[0]
 
 
-def add_tokens(marks: Marks, length: int, new: range, runs: Ranges) -> tuple[int, Marks]:
-    """(tokens, marks) of a row of `length` tokens and the new places, of which those in `runs` are tokens."""
-    added: list[tuple[int, int | None]] = [*marks, (new.start, None)]
+def add_tokens(shifts: Shifts, length: int, new: range, runs: Ranges) -> tuple[int, Shifts]:
+    """(tokens, shifts) of a row of `length` tokens once the `new` slots are added; those in `runs` hold tokens."""
+    added: list[tuple[int, int | None]] = [*shifts, (new.start, None)]
     for run in runs:
         added += [(run.start, run.start - length), (run.stop, None)]
         length += len(run)
     return length, _shorten([*added, (new.stop, new.stop - length)])
 
 
-def crop_tokens(marks: Marks, cut: int, length: int) -> tuple[int, Marks]:
-    """(the tokens before place `cut`, their marks) of a row; the next place is `length`."""
-    count = sum(len(range(run.start, min(run.stop, cut))) for run in find_tokens(marks))
-    return count, _shorten([*(mark for mark in marks if mark[0] < cut), (cut, None), (length, length - count)])
+def crop_tokens(shifts: Shifts, cut: int, length: int) -> tuple[int, Shifts]:
+    """(tokens before slot `cut`, their shifts) of a row whose next slot is `length`."""
+    count = sum(len(range(run.start, min(run.stop, cut))) for run in find_tokens(shifts))
+    return count, _shorten([*(shift for shift in shifts if shift[0] < cut), (cut, None), (length, length - count)])
 
 
-def find_place(marks: Marks, position: int) -> int:
-    """The place of a position."""
-    for run in find_tokens(marks):
+def find_slot(shifts: Shifts, position: int) -> int:
+    """The slot of a position."""
+    for run in find_tokens(shifts):
         if position < len(run):
             return run[position]
         position -= len(run)
-    raise AssertionError("positions have places")
+    raise AssertionError("every position has a slot")
 
 
-def _shorten(marks: Sequence[tuple[int, int | None]]) -> Marks:
-    """The fewest marks: of several at one place the last one, and none that goes on as the one before."""
+def _shorten(shifts: Sequence[tuple[int, int | None]]) -> Shifts:
+    """Drop shifts overwritten at the same slot, and shifts that change nothing."""
     kept: list[tuple[int, int | None]] = []
-    for mark in marks:
-        if kept and kept[-1][0] == mark[0]:
+    for shift in shifts:
+        if kept and kept[-1][0] == shift[0]:
             kept.pop()
-        if not kept or kept[-1][1] != mark[1]:
-            kept.append(mark)
+        if not kept or kept[-1][1] != shift[1]:
+            kept.append(shift)
     return tuple(kept)

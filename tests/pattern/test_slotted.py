@@ -7,7 +7,7 @@ import pytest
 
 import ringattn as ra
 from ringattn.pattern.tile import Tile
-from ringattn.pattern.views import Placed
+from ringattn.pattern.views import Slotted
 
 #: Padding before, between and behind, and tokens that were cropped.
 MARKS = (
@@ -28,7 +28,7 @@ def count(tiles: list[Tile], tokens: int) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("marks", MARKS)
+@pytest.mark.parametrize("shifts", MARKS)
 @pytest.mark.parametrize(
     "text",
     [
@@ -36,12 +36,12 @@ def count(tiles: list[Tile], tokens: int) -> np.ndarray:
         "mix(Causal(), Strided(3))",
     ],
 )
-def test_tiles_are_those_of_the_positions(text: str, marks: tuple[tuple[int, int | None], ...]) -> None:
+def test_tiles_are_those_of_the_positions(text: str, shifts: tuple[tuple[int, int | None], ...]) -> None:
     tokens, pattern = 31, ra.parse_pattern(text)
-    placed = Placed(pattern, (marks,))
+    slotted = Slotted(pattern, (shifts,))
     positions: dict[int, int] = {}
     for place in range(tokens):
-        by = [shift for first, shift in marks if first <= place][-1]
+        by = [shift for first, shift in shifts if first <= place][-1]
         if by is not None:
             positions[place] = place - by
     mask = pattern.mask(tokens)[0].astype(int)
@@ -49,7 +49,7 @@ def test_tiles_are_those_of_the_positions(text: str, marks: tuple[tuple[int, int
     for q, i in positions.items():
         for k, j in positions.items():
             wanted[q, k] = mask[i, j]
-    assert (count([*placed.tiles(range(tokens), range(tokens))], tokens) == wanted).all()
-    assert (placed.mask(tokens)[0] == wanted).all()
-    parts = [tile for r in range(3) for tile in placed.tiles(range(r, tokens, 3), range(tokens))]
+    assert (count([*slotted.tiles(range(tokens), range(tokens))], tokens) == wanted).all()
+    assert (slotted.mask(tokens)[0] == wanted).all()
+    parts = [tile for r in range(3) for tile in slotted.tiles(range(r, tokens, 3), range(tokens))]
     assert (count(parts, tokens) == wanted).all()
