@@ -37,7 +37,7 @@ def main(config: SimulateConfig) -> dict[str, Any]:
     """
     refuse_windows("mode=numerics")
     options = config.numerics
-    check_choice("numerics.way", options.way, MODES)
+    check_choice("numerics.mode", options.mode, MODES)
     check_threads("numerics.threads", options.threads)
     if options.spread is not None:
         check_least(options, "numerics.", spread=1)
@@ -52,14 +52,14 @@ def main(config: SimulateConfig) -> dict[str, Any]:
         assert plan.choice is not None, "schedule=auto makes a choice"
         candidate = plan.choice.fastest_without_ulysses()
         plan = plan_from_config(config, layout=candidate.layout, schedule=candidate.schedule)
-    if plan.forward_rotates == "q" and options.way == "sample" and config.rotate.startswith("auto"):
+    if plan.forward_rotates == "q" and options.mode == "sample" and config.rotate.startswith("auto"):
         plan = plan_from_config(config, rotate="kv")  # sampled rows wait for keys
     rows, ranks = _sample_rows(plan, config), _executed_ranks(plan, options)
     fault = _make_fault(plan, options, rows, ranks)
     with show_progress(get_console()) as tell, listening(tell):
         report = numerics(
             plan,
-            mode=options.way,
+            mode=options.mode,
             rows=rows,
             ranks=ranks,
             backward=config.backward,
@@ -89,7 +89,7 @@ def main(config: SimulateConfig) -> dict[str, Any]:
 def _sample_rows(plan: Plan, config: SimulateConfig) -> list[int]:
     """The positions of the sampled query rows; none where whole ranks are executed. Raises InvalidInput."""
     options = config.numerics
-    if options.way != "sample":
+    if options.mode != "sample":
         return []
     if isinstance(options.rows, list):
         return [parse_size(row, "numerics.rows") for row in options.rows]

@@ -55,8 +55,8 @@ class Rotation:
     def count_bytes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """(between nodes, all) bytes of a pass-KV backward, and of a pass-Q backward.
 
-        Up to `schedules.base.EXACT_RANKS` ranks, the bytes of all blocks; above, the bytes of the same few blocks in both
-        forms, which tell the form that sends fewer.
+        Up to `schedules.base.EXACT_RANKS`, the bytes of all blocks; above, those of the same few blocks in both forms,
+        which suffice to find the form that sends fewer.
         """
         kv, grad, q, row, dq = (self.size(Part(kind, 0, ONE_ROW)) for kind in ("kv", "grad", "q", "row", "dq"))
         keys = self.keys.count_backward_bytes(kv, grad, queries=False)

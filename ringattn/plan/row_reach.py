@@ -59,7 +59,7 @@ class RowReach(ABC):
 
     @abstractmethod
     def count_carried(self, sign: int, limit: int) -> np.ndarray:
-        """Rows of one head that each block sends on each hop of a way, the farthest hop first: int64 [blocks, hops].
+        """Rows of one head that each block sends in a direction, by hop from the farthest: int64 [blocks, hops].
 
         A hop carries what its target needs, or a rank beyond.
         """

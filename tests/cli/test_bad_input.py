@@ -26,7 +26,7 @@ ROWS = 256
 NUMBERS = np.random.default_rng(0).standard_normal((1, 2, ROWS, 8)).astype(np.float32)
 VIRTUAL = ("run", "transport=virtual", "ranks=2", "tokens=64", "heads=2", "head_dim=8", "repeat=1", "threads=1")
 DECODE = ("run", "transport=virtual", "mode=decode")
-ALL_RANKS = ("simulate", "mode=numerics", "numerics.way=all")
+ALL_RANKS = ("simulate", "mode=numerics", "numerics.mode=all")
 MANY_RANKS = ("simulate", "ranks=262144", "tokens=1G")
 
 

@@ -35,7 +35,7 @@ OTHERS: dict[str, Any] = {
     **{"tokens": 512, "shard": 32, "heads": 4, "kv_heads": 1, "dtype": "bfloat16", "comm_dtype": "bfloat16"},
     **{"rotate": "kv", "slow": {1: 2.0}, "slow_links": {1: 50.0}, "stalls": [[1, 0, 0.5]], "solver": "events"},
     **{"machine.spec": "cuda", "machine.path": "m.yaml", "machine.jitter": 0.5, "machine.bandwidth": 1e4},
-    **{"machine.deferred": False, "numerics.way": "all", "numerics.rows": 3, "numerics.spread": 1},
+    **{"machine.deferred": False, "numerics.mode": "all", "numerics.rows": 3, "numerics.spread": 1},
     **{"numerics.period": 37, "numerics.fault": "drop", "model.spec": "llama3_8b", "phase": "decode"},
     **{"checkpointing": "none", "sharding": "none"},
 }
@@ -102,7 +102,7 @@ def test_every_setting_has_an_effect_or_is_refused(tmp_path: Path, mode: str) ->
     # What could not be tried may hide a setting that is honoured.
     honoured = {
         "timing": {"backward", "slow", "stalls", "machine.jitter", "passes", "solver", "machine.watts", "dtype"},
-        "numerics": {"heads", "seed", "numerics.way", "numerics.rows", "numerics.period", "layout"},
+        "numerics": {"heads", "seed", "numerics.mode", "numerics.rows", "numerics.period", "layout"},
     }
     assert not honoured[mode] & refused
 
@@ -181,7 +181,7 @@ def test_numerics_are_asked_for_what_there_is(tmp_path: Path) -> None:
         ({"numerics.rows": "1e9"}, "a sequence of 256 tokens has 256 query rows; try numerics.rows=256"),
         ({"numerics.rows": 100, "numerics.spread": 1}, "has 64 query rows on at most 1 rank; try numerics.rows=64"),
         (one, "fault 'drop' harms what comes from another rank; try ranks=2"),
-        ({**one, "numerics.way": "all", "numerics.fault": "lost", "backward": True}, "fault 'lost' harms what comes"),
+        ({**one, "numerics.mode": "all", "numerics.fault": "lost", "backward": True}, "fault 'lost' harms what comes"),
         ({"backward": True}, "sampled rows follow the forward alone"),
         ({"seed": -1}, "seed=-1: expected an integer >= 0"),
     ]

@@ -32,8 +32,10 @@ def test_a_table_of_all_blocks_gives_the_steps_of_the_searches(layout: str, monk
         def steps() -> list[object]:
             planner._plans.clear()
             plan = make_plan(pattern, tokens=tokens, ranks=ranks, layout=layout, schedule="ring", rotate=rotate)
-            ways = ring.choose_ways(plan.demand)
-            counts = [ring.row_counts(plan.demand, rank, way) for rank in range(ranks) for way in ways]
+            directions = ring.choose_directions(plan.demand)
+            counts = [
+                ring.row_counts(plan.demand, rank, direction) for rank in range(ranks) for direction in directions
+            ]
             return [plan.rotates, counts, [plan.for_rank(rank) for rank in range(ranks)]]
 
         by_table = steps()

@@ -200,7 +200,7 @@ class InputGroup:
 class NumericsGroup:
     """What `simulate mode=numerics` executes.
 
-    way="sample" executes `rows` query rows (their number, or their positions) on at most `spread` ranks. way="all"
+    mode="sample" executes `rows` query rows (their number, or their positions) on at most `spread` ranks. mode="all"
     executes whole ranks: `count` ranks (None: all) from rank `first` on, about `together` ranks at a time.
 
     `fault` harms the visit of rank `fault_rank` to the block of rank `fault_owner`. Without `fault_rank`, the fault is
@@ -208,7 +208,7 @@ class NumericsGroup:
     The faults "lost" and "scaled" harm the gradients that return to the rank of the first sampled row.
     """
 
-    way: str
+    mode: str
     #: A size, or a list of sizes: OmegaConf has no union of the two.
     rows: Any
     spread: int | None

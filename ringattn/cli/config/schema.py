@@ -295,7 +295,7 @@ class SimulateConfig(TwoSides):
         if not self.chooses:
             refuse(self, "machine", "with mode=numerics, unless layout=auto or schedule=auto choose by it")
         unread = {"sample": "numerics.first numerics.count numerics.together", "all": "numerics.rows numerics.spread"}
-        refuse(self, unread.get(self.numerics.way, ""), f"with numerics.way={self.numerics.way}")
+        refuse(self, unread.get(self.numerics.mode, ""), f"with numerics.mode={self.numerics.mode}")
         if self.numerics.fault is None:
             refuse(self, "numerics.fault_rank numerics.fault_owner", "without numerics.fault")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ..demand import BlockDemand
 from .base import EXACT_RANKS, Edge, Route, sampled_owners
-from .ring import Way, rows_along, runs
+from .ring import Direction, rows_along, runs
 
 
 class DoubleRingSchedule(Route):
@@ -74,10 +74,10 @@ class DoubleRingSchedule(Route):
         if self.demand.layout.ranks <= EXACT_RANKS:
             return None
         demand = self.demand.grouped(self.ranks_per_node)
-        way = Way(+1, demand.layout.ranks - 1)
+        direction = Direction(+1, demand.layout.ranks - 1)
         sent = 0
         for owner in sampled_owners(demand):
-            rows = rows_along(demand, [owner], way)
+            rows = rows_along(demand, [owner], direction)
             saved = 0 if queries or not self.saves else min(rows, demand.block_heads * demand.layout.rows(owner))
             sent += rows * (block + sums) - saved * block
         return sent, sent

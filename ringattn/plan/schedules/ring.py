@@ -16,7 +16,7 @@ from ..row_sets import RowSets
 from .base import Edge, Route
 
 
-class Way(NamedTuple):
+class Direction(NamedTuple):
     """A direction of travel: +1 toward higher ranks, -1 toward lower, for at most `limit` hops."""
 
     sign: int
@@ -31,10 +31,10 @@ def runs(start: int, length: int, ranks: int) -> tuple[range, ...]:
     return (range(start, start + length),) if length > 0 else ()
 
 
-def ranks_beyond(demand: BlockDemand, owner: int, way: Way, distance: int) -> tuple[range, ...]:
-    """The ranks on a way of the block of `owner`, from `distance` to the limit of the way, as runs."""
-    length = way.limit - distance + 1
-    start = owner + distance if way.sign > 0 else owner - way.limit
+def ranks_beyond(demand: BlockDemand, owner: int, direction: Direction, distance: int) -> tuple[range, ...]:
+    """The ranks that the block of `owner` passes in a direction, from `distance` to the limit, as runs."""
+    length = direction.limit - distance + 1
+    start = owner + distance if direction.sign > 0 else owner - direction.limit
     return runs(start, length, demand.layout.ranks)
 
 
@@ -53,10 +53,10 @@ def search(some: Callable[[int, int], bool], near: int, far: int) -> Iterator[in
     yield from search(some, near, middle)
 
 
-def _needed(demand: BlockDemand, way: Way, first: int, ranks: int, owner: int, owners: int) -> bool:
+def _needed(demand: BlockDemand, direction: Direction, first: int, ranks: int, owner: int, owners: int) -> bool:
     """Whether some of `ranks` ranks first, first + sign, .. needs some of `owners` blocks owner, owner - sign, .."""
     size = demand.layout.ranks
-    if way.sign > 0:
+    if direction.sign > 0:
         owner -= owners - 1
     else:
         first -= ranks - 1
@@ -64,25 +64,25 @@ def _needed(demand: BlockDemand, way: Way, first: int, ranks: int, owner: int, o
 
 
 @cached
-def count_hops(demand: BlockDemand, owner: int, way: Way) -> int:
-    """The number of hops of the block of `owner`: the distance of the farthest rank on a way that needs the block.
+def count_hops(demand: BlockDemand, owner: int, direction: Direction) -> int:
+    """The number of hops of the block of `owner`: the distance of the farthest rank that needs it, in a direction.
 
     Found by halving where no table knows.
     """
-    by_hop = _count_all_carried(demand, way)
+    by_hop = _count_all_carried(demand, direction)
     if by_hop is not None:
         return int(np.count_nonzero(by_hop[owner]))
 
     def reached(distance: int) -> bool:  # monotone: some rank at this distance or beyond needs the block
-        return _needed(demand, way, owner + way.sign * distance, way.limit - distance + 1, owner, 1)
+        return _needed(demand, direction, owner + direction.sign * distance, direction.limit - distance + 1, owner, 1)
 
     # Most blocks go all the way or not far: look there before halving.
-    if not way.limit or reached(way.limit):
-        return way.limit
+    if not direction.limit or reached(direction.limit):
+        return direction.limit
     low, high = 0, 1
-    while high < way.limit and reached(high):
+    while high < direction.limit and reached(high):
         low, high = high, 2 * high
-    high = min(high, way.limit) - 1
+    high = min(high, direction.limit) - 1
     while low < high:
         middle = (low + high + 1) // 2
         if reached(middle):
@@ -92,13 +92,13 @@ def count_hops(demand: BlockDemand, owner: int, way: Way) -> int:
     return low
 
 
-def halve_way(rank: int, ranks: int, way: Way) -> tuple[range, range]:
-    """The distances of a way, descending, split where the owners rank - sign * distance pass rank 0."""
-    before = min(rank if way.sign > 0 else ranks - 1 - rank, way.limit)
-    return range(way.limit, before, -1), range(before, 0, -1)
+def halve_direction(rank: int, ranks: int, direction: Direction) -> tuple[range, range]:
+    """The distances of a direction, descending, split where the owners rank - sign * distance pass rank 0."""
+    before = min(rank if direction.sign > 0 else ranks - 1 - rank, direction.limit)
+    return range(direction.limit, before, -1), range(before, 0, -1)
 
 
-def passing(demand: BlockDemand, rank: int, way: Way, distances: range | None = None) -> Iterator[int]:
+def passing(demand: BlockDemand, rank: int, direction: Direction, distances: range | None = None) -> Iterator[int]:
     """The distances d, descending, at which the block of rank - sign * d arrives at `rank`; of `distances` if given.
 
     A block arrives where this rank, or a rank farther on its way, needs the block. The search halves the distances, and
@@ -106,28 +106,30 @@ def passing(demand: BlockDemand, rank: int, way: Way, distances: range | None = 
     """
 
     def arrives(near: int, far: int) -> bool:
-        return _needed(demand, way, rank, way.limit - near + 1, rank - way.sign * near, far - near + 1)
+        return _needed(
+            demand, direction, rank, direction.limit - near + 1, rank - direction.sign * near, far - near + 1
+        )
 
-    by_hop = _count_all_carried(demand, way)
+    by_hop = _count_all_carried(demand, direction)
     if by_hop is not None:
-        hops = np.arange(way.limit, 0, -1) if distances is None else np.array(distances, dtype=np.int64)
-        arriving = by_hop[(rank - way.sign * hops) % demand.layout.ranks, way.limit - hops] > 0
+        hops = np.arange(direction.limit, 0, -1) if distances is None else np.array(distances, dtype=np.int64)
+        arriving = by_hop[(rank - direction.sign * hops) % demand.layout.ranks, direction.limit - hops] > 0
         return iter(hops[arriving].tolist())
     if distances is None:
-        return search(arrives, 1, way.limit)
+        return search(arrives, 1, direction.limit)
     return search(arrives, distances[-1], distances[0]) if distances else iter(())
 
 
 @cached
-def row_counts(demand: BlockDemand, owner: int, way: Way) -> tuple[tuple[int, int], ...]:
-    """(distance, rows) pairs along a way of the block of `owner`: how many rows of all heads go up to each distance.
+def row_counts(demand: BlockDemand, owner: int, direction: Direction) -> tuple[tuple[int, int], ...]:
+    """(distance, rows) pairs of the block of `owner`: how many rows of all heads travel up to each distance.
 
     The rows that are needed beyond a distance only shrink as the distance grows. So equal counts are the same rows, and
     the distances between them are not looked at.
     """
 
     def size(distance: int) -> int:
-        return demand.count_needed(ranks_beyond(demand, owner, way, distance), owner)
+        return demand.count_needed(ranks_beyond(demand, owner, direction, distance), owner)
 
     def changes(low: int, high: int, first: int, last: int) -> Iterator[tuple[int, int]]:
         """The last (distance, rows) of each count between `low` and `high`, whose counts are `first` and `last`."""
@@ -141,12 +143,12 @@ def row_counts(demand: BlockDemand, owner: int, way: Way) -> tuple[tuple[int, in
         yield from changes(low, middle, first, rows)
         yield from changes(middle, high, rows, last)
 
-    last = count_hops(demand, owner, way)
+    last = count_hops(demand, owner, direction)
     if not last:
         return ()
-    by_hop = _count_all_carried(demand, way)
+    by_hop = _count_all_carried(demand, direction)
     if by_hop is not None:
-        counts = by_hop[owner, way.limit - last :][::-1] * demand.block_heads  # by hop, from distance 1 on
+        counts = by_hop[owner, direction.limit - last :][::-1] * demand.block_heads  # by hop, from distance 1 on
         ends = np.flatnonzero(np.diff(counts, append=0)) + 1
         return tuple(zip(ends.tolist(), counts[ends - 1].tolist(), strict=True))
     end = size(last)
@@ -154,27 +156,27 @@ def row_counts(demand: BlockDemand, owner: int, way: Way) -> tuple[tuple[int, in
 
 
 @cached
-def _count_carried(demand: BlockDemand, way: Way) -> np.ndarray | None:
+def _count_carried(demand: BlockDemand, direction: Direction) -> np.ndarray | None:
     """Rows of one head that the blocks of `sampled_reach` send on each hop; None where there is no table."""
     reach = demand.sampled_reach
-    return None if reach is None else reach.count_carried(*way)
+    return None if reach is None else reach.count_carried(*direction)
 
 
-def _count_all_carried(demand: BlockDemand, way: Way) -> np.ndarray | None:
+def _count_all_carried(demand: BlockDemand, direction: Direction) -> np.ndarray | None:
     """The answer of `_count_carried` where the table lists the blocks of all ranks; else None."""
-    return _count_carried(demand, way) if way.limit and demand.row_reach is not None else None
+    return _count_carried(demand, direction) if direction.limit and demand.row_reach is not None else None
 
 
-def rows_along(demand: BlockDemand, owners: Sequence[int], way: Way) -> int:
-    """The number of rows of all heads that the blocks of `owners` send along a way, summed over their hops."""
-    reach, carried, moved = demand.sampled_reach, _count_carried(demand, way), 0
+def rows_along(demand: BlockDemand, owners: Sequence[int], direction: Direction) -> int:
+    """The number of rows of all heads that the blocks of `owners` send along a direction, summed over their hops."""
+    reach, carried, moved = demand.sampled_reach, _count_carried(demand, direction), 0
     by_owner = {} if reach is None or carried is None else dict(zip(reach.blocks, carried.sum(1).tolist(), strict=True))
     for owner in owners:
         if owner in by_owner:
             moved += by_owner[owner] * demand.block_heads
             continue
         hops = 0
-        for distance, rows in row_counts(demand, owner, way):
+        for distance, rows in row_counts(demand, owner, direction):
             moved += (distance - hops) * rows
             hops = distance
     return moved
@@ -187,31 +189,31 @@ def _count_rows(layout: Layout) -> np.ndarray:
 
 
 @cached
-def saved_by_hop(demand: BlockDemand, way: Way) -> np.ndarray | None:
-    """Rows of one head that each rank saves of those that stop there on a way, by hop, see `Route.saved_rows`.
+def saved_by_hop(demand: BlockDemand, direction: Direction) -> np.ndarray | None:
+    """Rows of one head that each rank saves of those that stop there, by hop in a direction, see `Route.saved_rows`.
 
     int64 [ranks, hops], the farthest hop first; None where `row_reach` is None.
     """
-    carried, ranks = _count_all_carried(demand, way), demand.layout.ranks
+    carried, ranks = _count_all_carried(demand, direction), demand.layout.ranks
     if carried is None:
         return None
     rows = _count_rows(demand.layout)
     stopping = np.diff(carried, axis=1, prepend=0)  # rows that arrive at a distance and go no further
-    owners = (np.arange(ranks)[:, None] - way.sign * np.arange(way.limit, 0, -1)) % ranks
-    size = stopping[owners, np.arange(way.limit)]
+    owners = (np.arange(ranks)[:, None] - direction.sign * np.arange(direction.limit, 0, -1)) % ranks
+    size = stopping[owners, np.arange(direction.limit)]
     # A rank looks at rows as long as there is room, which the rows that came before have taken.
     room = rows - np.cumsum(size, 1) + size
     return np.where((room > 0) & ((size <= room) | (room == rows)), size, 0)
 
 
 @cached
-def choose_ways(demand: BlockDemand) -> tuple[Way, ...]:
+def choose_directions(demand: BlockDemand) -> tuple[Direction, ...]:
     """The direction in which the fewest rows of `sampled_blocks` travel, or both directions with half the ring each."""
     ranks = demand.layout.ranks
     blocks = sampled_blocks(ranks)
-    half = (Way(+1, ranks // 2), Way(-1, (ranks - 1) // 2))
-    choices = [(Way(+1, ranks - 1),), (Way(-1, ranks - 1),), half]
-    totals = [sum(rows_along(demand, blocks, way) for way in choice) for choice in choices]
+    half = (Direction(+1, ranks // 2), Direction(-1, (ranks - 1) // 2))
+    choices = [(Direction(+1, ranks - 1),), (Direction(-1, ranks - 1),), half]
+    totals = [sum(rows_along(demand, blocks, direction) for direction in choice) for choice in choices]
     full = sum(map(demand.layout.rows, blocks)) * demand.block_heads * ranks
     one_way = min(totals[:2])
     # On a tie a dense pattern takes one direction, which needs only two receive buffers; a local pattern takes the
@@ -222,64 +224,64 @@ def choose_ways(demand: BlockDemand) -> tuple[Way, ...]:
 
 
 class RingSchedule(Route):
-    """Every block goes along each way; the edge at distance d serves the ranks from d to the limit of the way.
+    """Every block goes in each direction; the edge at distance d serves the ranks from d to the direction's limit.
 
     What moves and what ranks save is read from tables, where there are any.
     """
 
     def __init__(self, demand: BlockDemand) -> None:
         super().__init__(demand)
-        self.ways = [way for way in choose_ways(demand) if way.limit]
-        self.rings = len(self.ways)
+        self.directions = [direction for direction in choose_directions(demand) if direction.limit]
+        self.rings = len(self.directions)
 
     def arcs(self, rank: int) -> tuple[Iterator[Edge], ...]:
         ranks = self.demand.layout.ranks
         return tuple(
             self._edges_to(rank, ring, half)
-            for ring, way in enumerate(self.ways)
-            for half in halve_way(rank, ranks, way)
+            for ring, direction in enumerate(self.directions)
+            for half in halve_direction(rank, ranks, direction)
         )
 
     def arrivals(self, rank: int) -> Iterator[Edge]:
         return merge(*(self._edges_to(rank, ring) for ring in range(self.rings)), key=lambda edge: -edge.step)
 
     def edges_at(self, rank: int, step: int) -> tuple[Edge, ...]:
-        ranks, ways = self.demand.layout.ranks, enumerate(self.ways)
-        return tuple(self.edge((rank - w.sign * step) % ranks, ring, step) for ring, w in ways if step <= w.limit)
+        ranks, directions = self.demand.layout.ranks, enumerate(self.directions)
+        return tuple(self.edge((rank - w.sign * step) % ranks, ring, step) for ring, w in directions if step <= w.limit)
 
     def first_edges(self, owner: int) -> tuple[Edge, ...]:
         return tuple(
-            self.edge(owner, ring, 1) for ring, way in enumerate(self.ways) if count_hops(self.demand, owner, way)
+            self.edge(owner, ring, 1) for ring, one in enumerate(self.directions) if count_hops(self.demand, owner, one)
         )
 
     def next_edges(self, edge: Edge) -> tuple[Edge, ...]:
-        if edge.step == count_hops(self.demand, edge.owner, self.ways[edge.ring]):
+        if edge.step == count_hops(self.demand, edge.owner, self.directions[edge.ring]):
             return ()
         return (self.edge(edge.owner, edge.ring, edge.step + 1),)
 
     def last_edges(self, owner: int) -> Iterator[Edge]:
-        for ring, way in enumerate(self.ways):
-            for distance, _ in row_counts(self.demand, owner, way):
+        for ring, direction in enumerate(self.directions):
+            for distance, _ in row_counts(self.demand, owner, direction):
                 yield self.edge(owner, ring, distance)
 
     def served(self, edge: Edge) -> tuple[range, ...]:
-        return ranks_beyond(self.demand, edge.owner, self.ways[edge.ring], edge.step)
+        return ranks_beyond(self.demand, edge.owner, self.directions[edge.ring], edge.step)
 
     def _edges_to(self, rank: int, ring: int, distances: range | None = None) -> Iterator[Edge]:
-        way = self.ways[ring]
-        for distance in passing(self.demand, rank, way, distances):
-            yield self.edge((rank - way.sign * distance) % self.demand.layout.ranks, ring, distance)
+        direction = self.directions[ring]
+        for distance in passing(self.demand, rank, direction, distances):
+            yield self.edge((rank - direction.sign * distance) % self.demand.layout.ranks, ring, distance)
 
     def edge(self, owner: int, ring: int, distance: int) -> Edge:
-        way = self.ways[ring]
-        ranks, near = self.demand.layout.ranks, owner + way.sign * (distance - 1)
-        return Edge(owner, near % ranks, (near + way.sign) % ranks, distance - 1, distance, ring)
+        direction = self.directions[ring]
+        ranks, near = self.demand.layout.ranks, owner + direction.sign * (distance - 1)
+        return Edge(owner, near % ranks, (near + direction.sign) % ranks, distance - 1, distance, ring)
 
     def arrival(self, rank: int, owner: int) -> Edge | None:
         ranks = self.demand.layout.ranks
-        for ring, way in enumerate(self.ways):
-            distance = way.sign * (rank - owner) % ranks
-            if 0 < distance <= way.limit and distance <= count_hops(self.demand, owner, way):
+        for ring, direction in enumerate(self.directions):
+            distance = direction.sign * (rank - owner) % ranks
+            if 0 < distance <= direction.limit and distance <= count_hops(self.demand, owner, direction):
                 return self.edge(owner, ring, distance)
         return None
 
@@ -287,7 +289,7 @@ class RingSchedule(Route):
         return carried  # a ring has no sibling edges
 
     def count_moved(self, owners: Sequence[int]) -> int:
-        return sum(rows_along(self.demand, owners, way) for way in self.ways)
+        return sum(rows_along(self.demand, owners, direction) for direction in self.directions)
 
     def count_saved(self, ranks: Sequence[int]) -> int:
         tables = self._saved_by_ring
@@ -309,6 +311,6 @@ class RingSchedule(Route):
         """By ring, the answer of `saved_by_hop`; None where there is none."""
         if not self.saves:
             return None
-        tables = [saved_by_hop(self.demand, way) for way in self.ways]
+        tables = [saved_by_hop(self.demand, direction) for direction in self.directions]
         known = [table for table in tables if table is not None]
         return known if len(known) == len(tables) else None

@@ -54,7 +54,9 @@ def numerics(
     elif ranks is not None:
         raise InvalidInput("mode='sample' executes query rows; ranks= is of mode='all'")
     elif backward:
-        raise InvalidInput("sampled rows follow the forward alone; for backward=True try mode='all' (numerics.way=all)")
+        raise InvalidInput(
+            "sampled rows follow the forward alone; for backward=True try mode='all' (numerics.mode=all)"
+        )
     else:
         places = chosen_rows(plan, rows, spread, seed) if isinstance(rows, int) else list(rows)
         report = sample(plan, source, rows=places, fault=fault)

@@ -66,7 +66,7 @@ class Fault:
                 f"rank {self.rank} receives no block of rank {self.owner} that it visits: nothing to harm; try another "
                 "owner"
             )
-        near = (self.rank, self.owner, *(self._neighbour(way, plan.ranks) for way in (+1, -1)))
+        near = (self.rank, self.owner, *(self._neighbour(sign, plan.ranks) for sign in (+1, -1)))
         layout = plan.layout_of("kv" if plan.forward_rotates == "kv" else "query")
         if self.kind in _REPLACED and len({layout.rows(owner) for owner in near}) > 1:
             raise InvalidInput(f"fault {self.kind!r} puts a block in place of another: shards must be equally long")
@@ -96,10 +96,10 @@ class Fault:
         other = rank if self.kind == "owner" else other
         return (other, other) if owner == self.owner else (owner, owner)
 
-    def _neighbour(self, way: int, ranks: int) -> int:
+    def _neighbour(self, sign: int, ranks: int) -> int:
         """The owner one rank nearer to `rank` (+1) or further from it (-1), along the shorter arc."""
         nearer = 1 if (self.rank - self.owner) % ranks <= ranks // 2 else -1
-        return (self.owner + way * nearer) % ranks
+        return (self.owner + sign * nearer) % ranks
 
 
 class _FaultyDemand(KeyDemand):

@@ -1,9 +1,9 @@
-"""Ranks whose plans differ only by a shift run as one: the program of one rank on a batch of all of them.
+"""Batched ranks: ranks whose plans differ only by a shift run as one program on a batch of all of them.
 
-Such ranks form a cohort. Their queries, keys and values are stacked along the batch dimension, so that one kernel call
-serves the whole cohort, and a message is a batch of messages, one per member. The transport in this file delivers each
-member's message to its receiver in whatever cohort. Steps, buffers, merges and gradients are those of the executor, and
-thousands of ranks take as many calls as a few.
+Their queries, keys and values are stacked along the batch dimension, so that one kernel call serves them all, and a
+message is a batch of messages, one per rank. The transport in this file delivers the message of each rank to its
+receiver, in whichever batch that is. Steps, buffers, merges and gradients are those of the executor, and thousands of
+ranks take as many calls as a few.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ...transport.base import Message, Post, Program
 from ...transport.virtual import WATCHED, in_turns
 
 T = TypeVar("T")
-#: Stands for the cohort of a rank that is not executed.
+#: Stands for the batch of a rank that is not executed.
 OUTSIDE = -1
 
 
 @dataclass(frozen=True)
-class Cohort:
+class BatchedRanks:
     """Ranks of one plan shape, ascending. They run the program of the first rank."""
 
     whole: Plan
@@ -74,12 +74,12 @@ def shape(plan: Plan, rank: int, *, backward: bool) -> object:
     return rows, steps, tuple(map(away, mine.saved)) if backward else ()
 
 
-def cohorts(plan: Plan, ranks: Iterable[int], *, backward: bool) -> list[Cohort]:
-    """Cohorts: `ranks` grouped by the shape of their plans."""
+def batch_ranks(plan: Plan, ranks: Iterable[int], *, backward: bool) -> list[BatchedRanks]:
+    """`ranks` batched by the shape of their plans."""
     found: dict[object, list[int]] = {}
     for rank in ranks:
         found.setdefault(shape(plan, rank, backward=backward), []).append(rank)
-    return [Cohort(plan, tuple(members)) for members in found.values()]
+    return [BatchedRanks(plan, tuple(members)) for members in found.values()]
 
 
 def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[int]]:
@@ -113,7 +113,7 @@ def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[
 
 @dataclass
 class _BatchSend:
-    """A posted batch of messages; `left` holds the cohorts that have not received their part."""
+    """A posted batch of messages; `left` holds the batches that have not received their part."""
 
     views: list[torch.Tensor]
     left: set[int]
@@ -127,7 +127,7 @@ class _BatchSend:
 class _BatchRecv:
     """A posted batch of receives."""
 
-    cohort: int
+    batch: int
     hop: Hop
     views: list[torch.Tensor]
     done: bool = False
@@ -150,28 +150,28 @@ Answer = Callable[[Part], tuple[torch.Tensor, ...]]
 
 
 class Lockstep:
-    """Runs one program per cohort. Receive buffers hold NaN until they are filled.
+    """Runs one program per batch. Receive buffers hold NaN until they are filled.
 
     `answer` gives the messages of ranks that are not executed; it knows only blocks of K/V. Messages to such ranks
     are dropped, and counted as all others.
     """
 
     def __init__(
-        self, members: Sequence[Cohort], answer: Answer, *, backward: bool = False, tamper: Tamper | None = None
+        self, members: Sequence[BatchedRanks], answer: Answer, *, backward: bool = False, tamper: Tamper | None = None
     ) -> None:
         self.members, self.answer, self.backward, self.tamper = members, answer, backward, tamper
         self.size = members[0].whole.ranks
         self.answered = self.sent_bytes = self.sent_messages = 0
         self._home: dict[int, tuple[int, int]] = {
-            rank: (c, i) for c, cohort in enumerate(members) for i, rank in enumerate(cohort.ranks)
+            rank: (c, i) for c, batched in enumerate(members) for i, rank in enumerate(batched.ranks)
         }
-        self._hops = [self._known(cohort) for cohort in members]
+        self._hops = [self._known(batched) for batched in members]
         self._routes: dict[tuple[int, int], list[tuple[int, Any, Any]]] = {}
         self._sent: dict[tuple[int, int, int], _BatchSend] = {}
         self._open: list[_BatchRecv] = []
 
     def run(self, programs: Sequence[Program[T]]) -> list[T]:
-        """The results of the cohorts' programs, in order, which run to the end in turns."""
+        """The results of the batches' programs, in order, which run to the end in turns."""
         results = in_turns(programs, self._post, lambda ticket: ticket.ready, self._stuck)
         assert not self._open, "messages that nobody sent"
         assert all(send.done for send in self._sent.values()), "messages that nobody received"
@@ -180,45 +180,45 @@ class Lockstep:
     def _stuck(self, waiting: Mapping[int, _BatchTicket]) -> str:
         return "; ".join(f"rank {self.members[c].first}, {t.label}" for c, t in [*waiting.items()][:8])
 
-    def _known(self, cohort: Cohort) -> tuple[dict[tuple[int, int], Hop], dict[tuple[int, int], Hop]]:
-        """The sends and the receives of a cohort by peer and tag."""
-        mine = cohort.plan.for_rank(cohort.first)
+    def _known(self, batched: BatchedRanks) -> tuple[dict[tuple[int, int], Hop], dict[tuple[int, int], Hop]]:
+        """The sends and the receives of batched ranks by peer and tag."""
+        mine = batched.plan.for_rank(batched.first)
         steps: tuple[Step, ...] = mine.backward if self.backward else mine.forward
         sends = {(hop.peer, hop.tag): hop for step in steps for hop in step.sends}
         return sends, {(hop.peer, hop.tag): hop for step in steps for hop in step.recvs}
 
     def _post(self, c: int, post: Post) -> _BatchTicket:
-        ticket, cohort = _BatchTicket(post.label), self.members[c]
+        ticket, batched = _BatchTicket(post.label), self.members[c]
         for message in post.recvs:
             hop = self._hops[c][1][message.peer, message.tag]
             message.data[:WATCHED].fill_(255)
-            recv = _BatchRecv(c, hop, _views(cohort, hop, message))
+            recv = _BatchRecv(c, hop, _views(batched, hop, message))
             self._open.append(recv)
             ticket.flights.append(recv)
         for message in post.sends:
-            away = (message.peer - cohort.first) % self.size
+            away = (message.peer - batched.first) % self.size
             left = {t for t, _, _ in self._route(c, away) if t != OUTSIDE}
-            send = _BatchSend(_views(cohort, self._hops[c][0][message.peer, message.tag], message), left)
+            send = _BatchSend(_views(batched, self._hops[c][0][message.peer, message.tag], message), left)
             assert (c, away, message.tag) not in self._sent, f"{post.label}: two sends share peer and tag"
             self._sent[c, away, message.tag] = send
             ticket.flights.append(send)
             self.sent_bytes += message.data.numel()
-            self.sent_messages += len(cohort.ranks)
+            self.sent_messages += len(batched.ranks)
         for recv in [recv for recv in self._open if self._arrive(recv)]:
             self._open.remove(recv)
         return ticket
 
     def _arrive(self, recv: _BatchRecv) -> bool:
         """Whether all senders of a batch of receives have posted; if so, the batch is filled."""
-        cohort = self.members[recv.cohort]
-        away = (recv.hop.peer - cohort.first) % self.size
-        route = self._route(recv.cohort, away)
+        batched = self.members[recv.batch]
+        away = (recv.hop.peer - batched.first) % self.size
+        route = self._route(recv.batch, away)
         keys = [(s, -away % self.size, recv.hop.tag) for s, _, _ in route if s != OUTSIDE]
         if not all(key in self._sent for key in keys):
             return False
         for s, mine, theirs in route:
             if s == OUTSIDE:
-                self._answer(cohort, recv, mine)
+                self._answer(batched, recv, mine)
                 continue
             send = self._sent[s, -away % self.size, recv.hop.tag]
             assert len(send.views) == len(recv.views), "sender and receiver disagree on the message"
@@ -227,25 +227,25 @@ class Lockstep:
                     target[mine].copy_(x[theirs])
                 else:
                     target[mine] = x[theirs]
-            send.left.discard(recv.cohort)
+            send.left.discard(recv.batch)
         recv.done = True
         if self.tamper is not None:
-            for i, rank in enumerate(cohort.ranks):
-                for part, tensors in _parts(cohort, recv, i):
+            for i, rank in enumerate(batched.ranks):
+                for part, tensors in _parts(batched, recv, i):
                     self.tamper(rank, part, tensors)
         return True
 
-    def _answer(self, cohort: Cohort, recv: _BatchRecv, index: slice | np.ndarray) -> None:
+    def _answer(self, batched: BatchedRanks, recv: _BatchRecv, index: slice | np.ndarray) -> None:
         """Fill the messages that come from ranks that are not executed."""
-        for i in range(len(cohort.ranks))[index] if isinstance(index, slice) else index.tolist():
-            for part, tensors in _parts(cohort, recv, i):
+        for i in range(len(batched.ranks))[index] if isinstance(index, slice) else index.tolist():
+            for part, tensors in _parts(batched, recv, i):
                 assert part.kind == "kv", "queries and sums come from executed ranks only"
                 for x, y in zip(tensors, self.answer(part), strict=True):
                     x.copy_(y[0])
             self.answered += 1
 
     def _route(self, c: int, away: int) -> list[tuple[int, Any, Any]]:
-        """(other cohort, indices in `c`, indices there) of the ranks that are `away` ranks from the members of cohort
+        """(other batch, indices in `c`, indices there) of the ranks that are `away` ranks from the members of batch
         `c`."""
         if (c, away) not in self._routes:
             peers = [self._home.get((rank + away) % self.size, (OUTSIDE, 0)) for rank in self.members[c].ranks]
@@ -265,15 +265,15 @@ def _even(a: np.ndarray, b: np.ndarray) -> tuple[Any, Any]:
     return a, b
 
 
-def _parts(cohort: Cohort, recv: _BatchRecv, index: int) -> Iterator[tuple[Part, list[torch.Tensor]]]:
+def _parts(batched: BatchedRanks, recv: _BatchRecv, index: int) -> Iterator[tuple[Part, list[torch.Tensor]]]:
     """Yield each part of a member's message, as the member counts owners, and its tensors [heads, rows, width]."""
-    views, by = iter(recv.views), cohort.ranks[index] - cohort.first
+    views, by = iter(recv.views), batched.ranks[index] - batched.first
     for part in recv.hop.parts:
-        tensors = [next(views)[index] for _ in cohort.plan.part_widths(part.kind)]
-        yield part._replace(owner=(part.owner + by) % cohort.whole.ranks), tensors
+        tensors = [next(views)[index] for _ in batched.plan.part_widths(part.kind)]
+        yield part._replace(owner=(part.owner + by) % batched.whole.ranks), tensors
 
 
-def _views(cohort: Cohort, hop: Hop, message: Message) -> list[torch.Tensor]:
+def _views(batched: BatchedRanks, hop: Hop, message: Message) -> list[torch.Tensor]:
     """The tensors of a batch of messages, [members, heads, rows, width] each."""
-    views = message_views(message.data, cohort.plan, hop.parts)
+    views = message_views(message.data, batched.plan, hop.parts)
     return [x for part in hop.parts for x in views[part]]

@@ -12,8 +12,8 @@ from ..reporting.console import Number
 from .ledger import PairLedger
 
 #: Which parts of a real run each mode executes.
-WAYS = {
-    "sample": "sample: messages, kernel and merges of chosen rows; only way=all runs the executor and a transport",
+MODES = {
+    "sample": "sample: messages, kernel and merges of chosen rows; only mode=all runs the executor and a transport",
     "all": "all: the executor, with copies between ranks of one process as its transport",
 }
 
@@ -111,7 +111,7 @@ class NumericsReport:
         ledger += f", {self.pairs:,} of {plural(self.pairs_expected, 'pair')}, {plural(self.wrong, 'row')} wrong"
         calls, rows = plural(self.calls, "call"), plural(plan.q_tokens, "query row")
         found = [
-            Number("way", WAYS[self.mode]),
+            Number("mode", MODES[self.mode]),
             Number("executed", f"{self.ranks:,} of {plural(plan.ranks, 'rank')}, {calls} of the kernel", "counted"),
             Number("compared", f"{self.rows:,} of {rows}, {plural(plan.heads, 'head')}", "counted"),
             Number("ledger", ledger, "counted"),

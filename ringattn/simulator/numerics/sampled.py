@@ -254,7 +254,7 @@ def get_route(plan: Plan) -> Route:
     """The route of a plan's keys and values. Raises Unsupported where the schedule has no route, or queries travel."""
     if plan.forward_rotates == "q":
         raise Unsupported(
-            "sampled rows wait for keys, and queries travel here; try rotate='kv', or mode='all' (numerics.way=all)"
+            "sampled rows wait for keys, and queries travel here; try rotate='kv', or mode='all' (numerics.mode=all)"
         )
     route = make_schedule(plan.schedule, plan.demand)
     if not isinstance(route, Route):

@@ -1,4 +1,4 @@
-"""All ranks of a plan, or many, executed forward and backward in this process: cohorts in lockstep, groups in turns.
+"""All ranks of a plan, or many, executed in this process: batched ranks in lockstep, groups of ranks in turns.
 
 Ranks that send no messages to each other run in turns, as many at a time as the caller allows, so that memory grows
 with that number and not with the sequence. Without a backward, connected ranks may be split into groups too: only
@@ -24,7 +24,7 @@ from ...runtime.executor import ForwardResult, Job, backward, forward
 from ..progress import track
 from .faults import Fault, with_fault
 from .ledger import AuditingKernel, PairLedger, expect, expected_counts
-from .lockstep import Cohort, Lockstep, cohorts, connected
+from .lockstep import BatchedRanks, Lockstep, batch_ranks, connected
 from .oracle import ExactQueries, exact_keys, exact_rows
 from .result import NumericsReport
 from .sampled import TOLERANCE, check_plan
@@ -40,7 +40,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of the ranks of one cohort: out [ranks, H, n, Dv], lse [ranks, H, n], and (dq, dk, dv) or ()."""
+    """Results of the ranks of one batch: out [ranks, H, n, Dv], lse [ranks, H, n], and (dq, dk, dv) or ()."""
 
     ranks: tuple[int, ...]
     out: torch.Tensor
@@ -48,12 +48,12 @@ class Outcome:
     grads: Tensors
 
 
-#: Ranks that run together, grouped into cohorts.
-CohortGroup = tuple[Cohort, ...]
+#: Ranks that run together, grouped into batches.
+RankGroup = tuple[BatchedRanks, ...]
 
 
-def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: int = TOGETHER) -> list[CohortGroup]:
-    """Groups of about `together` ranks, each split into cohorts. Raises InvalidInput where sums would leave `ranks`."""
+def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: int = TOGETHER) -> list[RankGroup]:
+    """Groups of about `together` ranks, each split into batches. Raises InvalidInput where sums would leave `ranks`."""
     check_plan(plan)
     found: list[list[int]] = [[]]
     for part in connected(plan, ranks, backward=backward):
@@ -63,14 +63,14 @@ def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: i
             if found[-1] and len(found[-1]) + len(piece) > together:
                 found.append([])
             found[-1] += piece
-    return [tuple(cohorts(plan, sorted(group), backward=backward)) for group in found if group]
+    return [tuple(batch_ranks(plan, sorted(group), backward=backward)) for group in found if group]
 
 
 def execute(
-    group: CohortGroup, source: RowSource, kernel: Callable[[], Kernel], scale: float, *, grads: bool,
+    group: RankGroup, source: RowSource, kernel: Callable[[], Kernel], scale: float, *, grads: bool,
     fault: Fault | None = None,
 ) -> tuple[list[Outcome], list[Lockstep]]:  # fmt: skip
-    """(outcome of each cohort, the passes) of a group of ranks, forward and, with `grads`, backward from the cotangent
+    """(outcome of each batch, the passes) of a group of ranks, forward and, with `grads`, backward from the cotangent
     of the source."""
     plan, answer = group[0].whole, partial(source.block, group[0].whole)
     q_layout = plan.layout_of("q")
@@ -246,14 +246,14 @@ def whole(
     steps = (step for rank in mine for step in plan.for_rank(rank).forward)
     visits = sum(len({part.owner for part in step.visits}) for step in steps)
     report = NumericsReport(true, "all", ranks=len(mine), tolerance=tolerance, visits=visits)
-    for way in (False, True)[: 1 + grads]:
-        report.planned_bytes += sum(plan.bytes_sent(rank, backward=way) for rank in mine)
-        report.planned_messages += sum(plan.messages(rank, backward=way) for rank in mine)
+    for back in (False, True)[: 1 + grads]:
+        report.planned_bytes += sum(plan.bytes_sent(rank, backward=back) for rank in mine)
+        report.planned_messages += sum(plan.messages(rank, backward=back) for rank in mine)
     done = _Compared(report, source, scale)
     groups = make_groups(plan, mine, backward=grads, together=together)
-    report.live = max((sum(len(cohort.ranks) for cohort in group) for group in groups), default=0)
+    report.live = max((sum(len(batched.ranks) for batched in group) for group in groups), default=0)
     for group in track(groups, len(groups), "groups of ranks"):
-        members = [rank for cohort in group for rank in cohort.ranks]
+        members = [rank for batched in group for rank in batched.ranks]
         ledger = PairLedger(np.concatenate([done.q_layout.positions(rank) for rank in members]), plan.heads)
 
         def audited(ledger: PairLedger = ledger) -> Kernel:

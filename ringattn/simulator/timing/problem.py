@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...errors import InvalidInput
-from ...plan.schedules.ring import RingSchedule, Way
+from ...plan.schedules.ring import Direction, RingSchedule
 from ...text import plural
 from .band.band import Band, BandTraffic, explain_unequal, find_band
 from .band.counts import BandCounts
@@ -69,25 +69,25 @@ def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:
     if band is None:
         return explain_unequal(plan) or "the mask is not one band over contiguous or zigzag ranks"
     # Where queries travel, a block of queries visits the keys that it sees.
-    ways = tuple(RingSchedule(plan.query_demand if rates.passes_q else plan.demand).ways)
-    if rates.machine.shared_nic and rates.machine.ranks_per_node > 1 and len(ways) > 1:
+    directions = tuple(RingSchedule(plan.query_demand if rates.passes_q else plan.demand).directions)
+    if rates.machine.shared_nic and rates.machine.ranks_per_node > 1 and len(directions) > 1:
         return "both directions share a node's NIC"
     if rates.machine.shared_nic and 1 < rates.machine.ranks_per_node < plan.ranks and rates.backward and not band.dense:
         return "messages of the backward share a node's NIC"
     if rates.cores is not None:
         return "the ranks of a node share its cores"
-    if band.dense and len(ways) <= 1:
-        return _make_dense_problem(rates, faults, band, ways)
+    if band.dense and len(directions) <= 1:
+        return _make_dense_problem(rates, faults, band, directions)
     if rates.one_by_one:
         return "each visit has the measured seconds of its own tiles"
     if plan.ranks > MOST_RANKS:
         return f"visits that differ are counted for at most {MOST_RANKS:,} ranks"
-    counts = BandCounts(rates, faults, band.transposed if rates.passes_q else band, ways)
+    counts = BandCounts(rates, faults, band.transposed if rates.passes_q else band, directions)
     words = f"{_describe_band(band)}; {counts.steps:,} steps x {plan.ranks:,} ranks were counted"
     return RingProblem(counts.make_ring(), counts.steps, words, counts)
 
 
-def _make_dense_problem(rates: Rates, faults: Faults, band: Band, ways: tuple[Way, ...]) -> RingProblem:
+def _make_dense_problem(rates: Rates, faults: Faults, band: Band, directions: tuple[Direction, ...]) -> RingProblem:
     """The problem of a dense mask: all visits and all blocks are equal, and every block goes on to the last rank."""
     plan, ranks = rates.plan, rates.plan.ranks
     pairs = band.rows**2 * band.heads
@@ -97,7 +97,7 @@ def _make_dense_problem(rates: Rates, faults: Faults, band: Band, ways: tuple[Wa
     # The rank after the last receiver is the owner: sums that go there directly make one more hop, after the last
     # visit.
     last_row_bytes = 0 if traffic.to_owner or not hops else traffic.direct_row_bytes
-    sign = (-1 if traffic.to_owner else 1) * (ways[0].sign if ways else 1)
+    sign = (-1 if traffic.to_owner else 1) * (directions[0].sign if directions else 1)
     last = ranks + (last_row_bytes > 0)
     # Steps at which rows begin or cease to move, or the first visit ends whose result is not merged.
     changes = {step for moving in traffic.moving for step in (2 * moving.lag, hops + moving.lag)}

@@ -24,13 +24,13 @@ def config(**options: object) -> SimulateConfig:
 
 
 def test_the_command_reports_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    main(config(way="all", first=100, count=30, fault="swap", fault_rank=120))
+    main(config(mode="all", first=100, count=30, fault="swap", fault_rank=120))
     assert "swap at rank 120, block of 119: caught by the ledger and the numbers" in capsys.readouterr().out
     for options, words in (
-        ({"way": "all", "first": 2048}, "expected ranks among"),
-        ({"way": "al"}, "did you mean 'all'"),
-        ({"way": "all", "spread": 3}, "numerics.spread=3 has no meaning with numerics.way=all"),
-        ({"count": 3}, "numerics.count=3 has no meaning with numerics.way=sample"),
+        ({"mode": "all", "first": 2048}, "expected ranks among"),
+        ({"mode": "al"}, "did you mean 'all'"),
+        ({"mode": "all", "spread": 3}, "numerics.spread=3 has no meaning with numerics.mode=all"),
+        ({"count": 3}, "numerics.count=3 has no meaning with numerics.mode=sample"),
         ({"fault_rank": 3}, "numerics.fault_rank=3 has no meaning without numerics.fault"),
         ({"rows": [5], "fault": "drop", "fault_rank": 9}, "numerics.fault_rank=9 is not executed"),
         ({"rows": 0}, "at least one row"),
@@ -55,11 +55,11 @@ def test_the_command_line(inside: Inside, tmp_path: Path) -> None:
     sides = ("q_tokens=1k", "q_first=3k", "head_dim=8", "mode=numerics", "tokens=4k", "ranks=16", "numerics.period=37")
     for more, words in (  # a sample waits for keys, whatever is faster
         (("numerics.rows=3",), ("3 of 1,024 query rows", "1,024 query tokens, shifted(contiguous, 3072)")),
-        (("numerics.way=all", "rotate=q"), (" messages, planned are ", "256 of 1,024 query rows")),
+        (("numerics.mode=all", "rotate=q"), (" messages, planned are ", "256 of 1,024 query rows")),
     ):
         done = inside("simulate", *sides, *more)
         assert all(word in done.stdout for word in words)
-    for more in (("numerics.fault=swap",), ("numerics.fault=lost", "backward=true", "numerics.way=all")):
+    for more in (("numerics.fault=swap",), ("numerics.fault=lost", "backward=true", "numerics.mode=all")):
         done = inside("simulate", *shape, *more)
         assert "caught by the ledger and the numbers" in done.stdout
     assert sorted(p.name for p in tmp_path.iterdir()) == ["found.json"]

@@ -27,7 +27,7 @@ TARGET = 1 / 1.3
 TIMELINE_RANKS = 1 << 18
 MACHINE = Machine(flops=5e14, latency=1e-5, bandwidth=5e10)
 VIRTUAL_NOTE = (
-    "virtual ranks: all ranks executed in cohorts (`numerics.way=all`) on existing tensors, without oracles and "
+    "virtual ranks: all ranks executed in batches (`numerics.mode=all`) on existing tensors, without oracles and "
     "ledger, after planning; attention: one call on the same tensors"
 )
 TIMING_NOTE = "timing: ra.simulate of a plan of 262,144 ranks; slow: each rank has its own factor (solver stencil)"

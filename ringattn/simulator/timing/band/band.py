@@ -17,7 +17,7 @@ import numpy as np
 from ....cache import cached
 from ....layout.regular import Contiguous, Zigzag
 from ....plan.row_sets import RowSet
-from ....plan.schedules.ring import Way
+from ....plan.schedules.ring import Direction
 from ....plan.steps import Kind, Part
 from ....text import plural
 
@@ -232,25 +232,27 @@ class BandTraffic:
 # never fewer.
 
 
-def find_rank_breakpoints(band: Band, ways: Sequence[Way], traffic: BandTraffic, distance: np.ndarray) -> np.ndarray:
+def find_rank_breakpoints(
+    band: Band, directions: Sequence[Direction], traffic: BandTraffic, distance: np.ndarray
+) -> np.ndarray:
     """Ranks at which a run of equal ranks may begin, at steps that visit blocks from `distance`, int64 [steps, points].
 
     The points of a step are in no order, may repeat, and include rank 0.
     """
     points = [np.zeros((len(distance), 1), dtype=np.int64)]
-    for way in ways:
+    for direction in directions:
         # Owners at which rows change, moved to the ranks that send the rows; then ranks at which pairs change.
         for moving in traffic.moving:
             hops = distance - moving.lag
-            turn = way.sign * (hops + traffic.to_owner)[:, None]
-            points.append((find_owner_breakpoints(band, way, hops) + turn) % band.ranks)
-        points.append(_join(_pair_points(band, way.sign * distance[:, None]), len(distance), band.ranks))
+            turn = direction.sign * (hops + traffic.to_owner)[:, None]
+            points.append((find_owner_breakpoints(band, direction, hops) + turn) % band.ranks)
+        points.append(_join(_pair_points(band, direction.sign * distance[:, None]), len(distance), band.ranks))
     return np.concatenate(points, axis=1)
 
 
-def find_owner_breakpoints(band: Band, way: Way, hops: np.ndarray) -> np.ndarray:
+def find_owner_breakpoints(band: Band, direction: Direction, hops: np.ndarray) -> np.ndarray:
     """Owners at which a run may begin whose blocks send equally many rows on each hop, int64 [hops, points]."""
-    return _join(_row_points(band, way, hops[:, None]), len(hops), band.ranks)
+    return _join(_row_points(band, direction, hops[:, None]), len(hops), band.ranks)
 
 
 def _join(points: Iterable[np.ndarray], steps: int, ranks: int) -> np.ndarray:
@@ -278,8 +280,8 @@ def _pair_points(band: Band, turn: np.ndarray) -> Iterator[np.ndarray]:
                 yield (twice + 1) // 2
 
 
-def _row_points(band: Band, way: Way, hops: np.ndarray) -> Iterator[np.ndarray]:
-    """Owners at which the rows change that ranks at distances hop + 1 .. way.limit see."""
+def _row_points(band: Band, direction: Direction, hops: np.ndarray) -> Iterator[np.ndarray]:
+    """Owners at which the rows change that ranks at distances hop + 1 .. direction.limit see."""
     ranks, limits = band.ranks, _limit_distances(band)
     yield np.zeros((1, 1), dtype=np.int64)
     # The nearest or farthest query chunk is that of the first or of the last rank, or its mirror. The key chunk is that
@@ -288,5 +290,5 @@ def _row_points(band: Band, way: Way, hops: np.ndarray) -> Iterator[np.ndarray]:
         for limit in (limits, -limits):
             yield end + limit[None]
     # The query chunk is at a distance from the owner around the ring: ranks wrap around, or it meets a mirrored chunk.
-    for distance in (hops + 1, np.full((1, 1), way.limit)):
-        yield from _pair_points(band, -way.sign * distance)
+    for distance in (hops + 1, np.full((1, 1), direction.limit)):
+        yield from _pair_points(band, -direction.sign * distance)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ....plan.schedules.ring import Way
+from ....plan.schedules.ring import Direction
 from ..rates import Faults, Rates
 from ..solvers.recurrence import DirectMessages, Phase, Ring, Value
 from .band import Band, BandTraffic, find_owner_breakpoints
@@ -29,13 +29,13 @@ CACHED = 1 << 21
 class BandCounts:
     """A pass of a band that is not dense, so that pairs and rows differ from rank to rank and from step to step.
 
-    `band` and `ways` belong to the blocks that travel: where queries travel, the band is transposed.
+    `band` and `directions` belong to the blocks that travel: where queries travel, the band is transposed.
     """
 
     rates: Rates
     faults: Faults
     band: Band
-    ways: tuple[Way, ...]
+    directions: tuple[Direction, ...]
 
     @property
     def ranks(self) -> np.ndarray:
@@ -47,9 +47,10 @@ class BandCounts:
 
     @cached_property
     def _reaches(self) -> list[int]:
-        """Hops of the block that goes farthest on each way."""
+        """Hops of the block that goes farthest in each direction."""
         return self.rates.plan.cache.answer(
-            ("reach", self.band, self.ways), lambda: [self._find_reach(way) for way in self.ways]
+            ("reach", self.band, self.directions),
+            lambda: [self._find_reach(direction) for direction in self.directions],
         )
 
     @property
@@ -72,8 +73,8 @@ class BandCounts:
     def owner_messages(self) -> DirectMessages:
         """What goes directly between owners and last receivers; its seconds are not known yet."""
         return self.rates.plan.cache.answer(
-            ("owner messages", self.band, self.ways, self.traffic),
-            lambda: find_owner_messages(self.band, self.ways, self.traffic, self.reach),
+            ("owner messages", self.band, self.directions, self.traffic),
+            lambda: find_owner_messages(self.band, self.directions, self.traffic, self.reach),
         )
 
     @cached_property
@@ -85,7 +86,7 @@ class BandCounts:
     def signs(self) -> tuple[int, ...]:
         """Directions in which ranks send to a neighbor."""
         direct = [s for s in (1, -1) if len(select_neighbors(self.owner_messages, self.band.ranks, s))]
-        return tuple(dict.fromkeys([*(self._message_sign(way) for way in self.ways), *direct]))
+        return tuple(dict.fromkeys([*(self._message_sign(direction) for direction in self.directions), *direct]))
 
     @property
     def pair_seconds(self) -> float:
@@ -157,7 +158,7 @@ class BandCounts:
         cached: list[np.ndarray] | None = None
         if self.band.ranks * self.steps <= CACHED:
             cached = self.rates.plan.cache.answer(
-                ("steps", self.band, self.ways, self.traffic), lambda: list(self._count_all_steps())
+                ("steps", self.band, self.directions, self.traffic), lambda: list(self._count_all_steps())
             )
 
         def make_phases() -> Iterator[Phase]:
@@ -168,9 +169,9 @@ class BandCounts:
 
         return Ring(self.band.ranks, make_phases, self.rates.gamma, stalls=self.faults.stalls)
 
-    def _message_sign(self, way: Way) -> int:
-        """The direction of messages on a way. Of two ranks each is the next rank of the other."""
-        return 1 if self.band.ranks == 2 else -way.sign if self.traffic.to_owner else way.sign
+    def _message_sign(self, direction: Direction) -> int:
+        """The sign of the hops of messages, to the owner or from it. Of two ranks, each is the other's next."""
+        return 1 if self.band.ranks == 2 else -direction.sign if self.traffic.to_owner else direction.sign
 
     @cached_property
     def _neighbor_messages(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
@@ -195,10 +196,10 @@ class BandCounts:
         """Pairs of one head and query rows that are merged, int64 [2, ...]."""
         counted = np.zeros((2, *np.broadcast_shapes(ranks.shape, steps.shape)), dtype=np.int64)
         distance = self.distance(steps)
-        for index, way in enumerate(self.ways or (Way(+1, 0),)):
-            # At distance 0 a rank visits its own block once, whatever the ways.
-            visiting = (distance <= way.limit) & ((distance > 0) | (index == 0))
-            owner = (ranks - way.sign * distance) % self.band.ranks
+        for index, direction in enumerate(self.directions or (Direction(+1, 0),)):
+            # At distance 0 a rank visits its own block once, whatever the directions.
+            visiting = (distance <= direction.limit) & ((distance > 0) | (index == 0))
+            owner = (ranks - direction.sign * distance) % self.band.ranks
             counted[0] += self.band.pairs_of_head(ranks, owner) * visiting
             merged = visiting & self.rates.merges(distance == 0)
             if self.rates.machine.merge is not None and merged.any():
@@ -212,12 +213,12 @@ class BandCounts:
         """Bytes that ranks send to a neighbor, for each of `signs`: int64 [signs, ...]."""
         sent_bytes = np.zeros((len(self.signs), *np.broadcast_shapes(ranks.shape, steps.shape)), dtype=np.int64)
         distance = self.distance(steps)
-        for way in self.ways:
-            sent = sent_bytes[self.signs.index(self._message_sign(way))]
+        for direction in self.directions:
+            sent = sent_bytes[self.signs.index(self._message_sign(direction))]
             for moving in self.traffic.moving:
                 hop = distance - moving.lag
-                owner = (ranks - way.sign * (hop + self.traffic.to_owner)) % self.band.ranks
-                rows = self.band.rows_beyond(owner, way.sign, hop + 1, way.limit)
+                owner = (ranks - direction.sign * (hop + self.traffic.to_owner)) % self.band.ranks
+                rows = self.band.rows_beyond(owner, direction.sign, hop + 1, direction.limit)
                 sent += rows * (hop >= moving.lag) * moving.row_bytes
         for sign, (keys, size) in self._neighbor_messages.items():
             sender_keys = steps * self.band.ranks + ranks
@@ -233,17 +234,17 @@ class BandCounts:
         sizes = [*zip(self.signs, sent_bytes, strict=True)]
         return NeighborCosts(self.rates, faults, sizes, ranks, direct_seconds)
 
-    def _find_reach(self, way: Way) -> int:
+    def _find_reach(self, direction: Direction) -> int:
         """Hops of the block that goes farthest, by bisection: fewer rows are needed beyond a larger distance."""
 
         def reaches(distance: int) -> bool:
-            owners = np.unique(find_owner_breakpoints(self.band, way, np.array([distance - 1])))
-            return bool(self.band.rows_beyond(owners, way.sign, distance, way.limit).any())
+            owners = np.unique(find_owner_breakpoints(self.band, direction, np.array([distance - 1])))
+            return bool(self.band.rows_beyond(owners, direction.sign, distance, direction.limit).any())
 
         low, high = 0, 1
-        while high <= way.limit and reaches(high):
+        while high <= direction.limit and reaches(high):
             low, high = high, 2 * high
-        high = min(high, way.limit + 1)
+        high = min(high, direction.limit + 1)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if reaches(middle) else (low, middle)

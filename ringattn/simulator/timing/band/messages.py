@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ....plan.schedules.ring import Way
+from ....plan.schedules.ring import Direction
 from ..rates import Faults, Rates
 from ..solvers.recurrence import NEVER, DirectMessages, NeighborMessages, Value, shift_ranks
 from .band import Band, BandTraffic
@@ -77,16 +77,18 @@ def _simplify(value: np.ndarray) -> Value:
     return float(first) if bool((value == first).all()) else value
 
 
-def find_last_receivers(band: Band, way: Way) -> np.ndarray:
-    """(owner, distance, rows) of all rows whose last receiver on a way is at that distance, int64 [3, entries].
+def find_last_receivers(band: Band, direction: Direction) -> np.ndarray:
+    """(owner, distance, rows) of all rows whose last receiver in a direction is at that distance, int64 [3, entries].
 
     Fewer rows are needed beyond a larger distance, so that distances between two with equally many rows are skipped.
     """
     entries = [np.zeros((3, 0), dtype=np.int64)]
     for first in range(0, band.ranks, RANKS_AT_A_TIME):
         owners = np.arange(first, min(first + RANKS_AT_A_TIME, band.ranks))
-        rows_near, rows_far = (band.rows_beyond(owners, way.sign, distance, way.limit) for distance in (1, way.limit))
-        near, far = np.full_like(owners, 1), np.full_like(owners, way.limit)
+        rows_near, rows_far = (
+            band.rows_beyond(owners, direction.sign, distance, direction.limit) for distance in (1, direction.limit)
+        )
+        near, far = np.full_like(owners, 1), np.full_like(owners, direction.limit)
         # Intervals (owner, near distance, far distance, rows from the near one on, rows from the far one on); most
         # blocks go all the way.
         intervals = [
@@ -101,7 +103,7 @@ def find_last_receivers(band: Band, way: Way) -> np.ndarray:
             entries.append(np.stack([owner, low, rows_low - rows_high]))
             owner, low, high, rows_low, rows_high = unequal[:, ~adjacent]
             middle = (low + high) // 2
-            rows_middle = band.rows_beyond(owner, way.sign, middle, way.limit)
+            rows_middle = band.rows_beyond(owner, direction.sign, middle, direction.limit)
             halves = (
                 np.stack([owner, low, middle, rows_low, rows_middle]),
                 np.stack([owner, middle, high, rows_middle, rows_high]),
@@ -110,15 +112,17 @@ def find_last_receivers(band: Band, way: Way) -> np.ndarray:
     return np.concatenate(entries, axis=1)
 
 
-def find_owner_messages(band: Band, ways: Sequence[Way], traffic: BandTraffic, reach: int) -> DirectMessages:
+def find_owner_messages(
+    band: Band, directions: Sequence[Direction], traffic: BandTraffic, reach: int
+) -> DirectMessages:
     """What goes directly between owners and last receivers, where the block that goes farthest makes `reach` hops.
 
     The seconds are 0.
     """
     entries = [np.zeros((4, 0), dtype=np.int64)]
-    for way in ways if traffic.direct_row_bytes else ():
-        owner, distance, rows = find_last_receivers(band, way)
-        receiver = (owner + way.sign * distance) % band.ranks
+    for direction in directions if traffic.direct_row_bytes else ():
+        owner, distance, rows = find_last_receivers(band, direction)
+        receiver = (owner + direction.sign * distance) % band.ranks
         step, size = distance + 1, rows * traffic.direct_row_bytes
         if traffic.to_owner:
             sent_again = ~_find_saved(receiver, distance, rows, band.rows)

@@ -81,7 +81,9 @@ def find_changed_runs(counts: BandCounts, steps: np.ndarray) -> tuple[np.ndarray
     """
     ranks = counts.band.ranks
     row_keys = ranks * np.arange(len(steps))[:, None]
-    breakpoints = find_rank_breakpoints(counts.band, counts.ways, counts.traffic, counts.distance(steps)) + row_keys
+    breakpoints = (
+        find_rank_breakpoints(counts.band, counts.directions, counts.traffic, counts.distance(steps)) + row_keys
+    )
     direct_breakpoints = counts.direct_breakpoints(int(steps[0]), int(steps[-1]) + 1)
     keys = np.unique(np.concatenate([breakpoints.ravel(), direct_breakpoints]))
     keys = keys[keys < ranks * len(steps)]
