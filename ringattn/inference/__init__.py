@@ -19,8 +19,8 @@ def merge_seconds(machine: Machine, size: int, ranks: int, stride: int = 1, merg
     """
     gather, scatter = (_exchange_seconds(machine, part, ranks, stride) for part in (size, size / ranks))
     seconds = {"gather": gather, "scatter": 2 * scatter}
-    way = min(seconds, key=lambda name: seconds[name]) if merge == "auto" else merge
-    return way, seconds[way]
+    chosen = min(seconds, key=lambda name: seconds[name]) if merge == "auto" else merge
+    return chosen, seconds[chosen]
 
 
 def _exchange_seconds(machine: Machine, size: float, ranks: int, stride: int) -> float:

@@ -345,9 +345,9 @@ class KVCache:
         event.todo.remove(layer)
         with self._report("step", deferred=True), computing(call.device):
             q, k, v = call.prepare(q, k, v, None)
-            way, groups = self._choose_merge(call), self._slotted[self.patterns[layer]].groups(self._shifts)
+            merge, groups = self._choose_merge(call), self._slotted[self.patterns[layer]].groups(self._shifts)
             new = self._rounded(k), self._rounded(v)
-            results = self._run([self._step(event, rank, layer, q, new, groups, way, call) for rank in self._ranks])
+            results = self._run([self._step(event, rank, layer, q, new, groups, merge, call) for rank in self._ranks])
             out, lse = results[0]
             if sinks is not None:
                 merge_sinks_(out, lse, sinks)
@@ -367,7 +367,7 @@ class KVCache:
         return call.cache.answer((merge_seconds, self.transport.size, self.merge), choose)
 
     def _step(
-        self, event: NewTokens, rank: int, layer: int, q: Tensor, new: tuple[Tensor, ...], groups: RowGroups, way: str,
+        self, event: NewTokens, rank: int, layer: int, q: Tensor, new: tuple[Tensor, ...], groups: RowGroups, merge: str,
         call: CompiledCall,
     ) -> Program[tuple[Tensor, Tensor]]:  # fmt: skip
         """A rank's part of a step."""
@@ -380,7 +380,7 @@ class KVCache:
         if not holdings.copies:
             tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
             label = f"step of layer {layer}, partials"
-            out, lse = yield from merge_ranks(rank, self.transport.size, out, lse, way, tags, label)
+            out, lse = yield from merge_ranks(rank, self.transport.size, out, lse, merge, tags, label)
         store.trim(holdings.kept, rank)
         return out, lse
 

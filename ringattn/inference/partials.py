@@ -51,7 +51,7 @@ def attend(
     return total.finish(() if found else (range(rows),), None)
 
 
-def merge_ranks(rank: int, size: int, out: Tensor, lse: Tensor, way: str, tags: Tags, label: str) -> Program[Pair]:
+def merge_ranks(rank: int, size: int, out: Tensor, lse: Tensor, merge: str, tags: Tags, label: str) -> Program[Pair]:
     """The partials of all ranks, merged in rank order: equal bits on all ranks.
 
     "gather": every rank sends its partial to all others and merges them: size - 1 messages, one round. "scatter": each
@@ -63,17 +63,17 @@ def merge_ranks(rank: int, size: int, out: Tensor, lse: Tensor, way: str, tags: 
     flat = mine.view(-1, out.shape[3] + 1)
     number = len(flat)
     cuts = [slice(number * i // size, number * (i + 1) // size) for i in range(size)]
-    share = cuts[rank] if way == "scatter" else slice(0, number)
+    share = cuts[rank] if merge == "scatter" else slice(0, number)
     inbox = empty((size, share.stop - share.start, flat.shape[1]), out.dtype, out.device)
     inbox[rank].copy_(flat[share])
-    sends = [as_bytes(flat)] * size if way == "gather" else [as_bytes(flat[cut]) for cut in cuts]
+    sends = [as_bytes(flat)] * size if merge == "gather" else [as_bytes(flat[cut]) for cut in cuts]
     yield from exchange(rank, sends, [*map(as_bytes, inbox)], tags.of(0), label)
     space = MergeSpace()
     total = inbox[0]
     for part in inbox[1:]:
         a, b = total[None, None], part[None, None]
         merge_(a[..., :-1], a[..., -1], b[..., :-1], b[..., -1], space=space)
-    if way == "scatter":
+    if merge == "scatter":
         whole = empty(flat.shape, out.dtype, out.device)
         whole[share].copy_(total)
         parts = [as_bytes(whole[cut]) for cut in cuts]
