@@ -294,7 +294,7 @@ def test_what_is_refused() -> None:
         Documents([[8], [4, 4]], q_lengths=[[3], [3]])
     with pytest.raises(InvalidInput, match="first=2"):
         ra.attention(q, k, k, Causal(), first=2, offload="host")
-    with pytest.raises(InvalidInput, match="expected auto, keys, queries, or two such as"):
+    with pytest.raises(InvalidInput, match="expected auto, kv, q, or two such as"):
         ra.make_plan(Causal(), tokens=8, ranks=2, rotate="kv, v")
     with pytest.raises(InvalidInput, match="q_tokens=3 are not the tokens of the keys"):
         ra.make_plan(Causal(), tokens=8, q_tokens=3, ranks=2)
