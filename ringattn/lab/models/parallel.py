@@ -115,7 +115,4 @@ class Parallel:
                 f"{self.group} ranks that share them; try ep={most}"
             )
         if node > 1 and self.gpus > node and node % self.tp and self.tp % node:
-            raise InvalidInput(
-                f"tp={self.tp} splits nodes of {node} GPUs unevenly; try a "
-                f"divisor of {node}"
-            )
+            raise InvalidInput(f"tp={self.tp} splits nodes of {node} GPUs unevenly; try a divisor of {node}")
