@@ -1,1 +1,1 @@
-"""Advice on a cluster: which numbers of GPUs, which parallelism and which choices train a model fastest or cheapest."""
+"""Advice on a cluster: which number of GPUs, parallelism and options train a model fastest or cheapest."""

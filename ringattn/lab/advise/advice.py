@@ -1,4 +1,4 @@
-"""`advise`: the best ways to train a model on a cluster, with reasons, how sure they are and what would change them."""
+"""`advise`: the best ways to train a model on a cluster, the reasons, how sure they are, and what would change them."""
 
 from __future__ import annotations
 
@@ -29,42 +29,42 @@ from .search import (
     search,
 )
 
-#: What candidates are sorted by: the time, or the cost, of a token.
+#: Sort orders of candidates: time or cost per token.
 ORDERS = ("time", "cost")
-#: Factors on the bandwidth between nodes, and on the tokens, whose effect is modelled.
+#: Factors on the bandwidth between nodes, and on the tokens, that are tried for the best candidates.
 BANDWIDTHS, LENGTHS = (0.125, 0.5, 1.0, 2.0), (0.25, 4.0)
-#: The longest sequences that the frontier of tokens looks at.
+#: Limit of the search for the longest sequence that fits.
 MOST_TOKENS = 1 << 30
 #: Parts of a step that are traffic outside attention.
 TRAFFIC = ("tp", "ep", "fsdp", "pp")
-#: The least part of the time for which more memory is named.
+#: The smallest share of time saved for which the advice recommends more memory.
 WORTH = 0.03
-#: A GPU whose memory is fuller than this is said to be nearly full.
+#: From this share of used memory on, a GPU counts as nearly full.
 NEARLY_FULL = 0.9
 
 
 @dataclass(frozen=True)
 class Advice:
-    """All that was found. Of each machine and number of GPUs, `found` has the candidates."""
+    """The result of `advise`. `found` has the candidates of each (machine, number of GPUs)."""
 
     question: Question
     by: str
     found: dict[tuple[str, int], Found]
     #: The best candidates of different shapes, best first; at most SHOWN.
     best: list[TrainingCandidate]
-    #: Each of `best` at each of BANDWIDTHS; none where one node has all GPUs of the first.
+    #: Each of `best` at each of BANDWIDTHS; empty if the first one runs on a single node.
     bandwidths: list[list[TrainingCandidate]]
-    #: The best candidate at each of LENGTHS times the tokens; None: nothing fits.
+    #: The best candidate at each of LENGTHS times the tokens; None if nothing fits.
     lengths: list[TrainingCandidate | None]
 
     @cached_property
     def all(self) -> list[TrainingCandidate]:
-        """Every candidate that was the best of its shape."""
+        """The best candidate of every shape."""
         return [candidate for found in self.found.values() for candidate in found.best]
 
     @cached_property
     def pareto(self) -> list[TrainingCandidate]:
-        """Candidates than which no other is both faster and cheaper, by time."""
+        """The candidates that no other beats in both time and cost, fastest first."""
         front: list[TrainingCandidate] = []
         for candidate in sorted(self.all, key=lambda one: (one.seconds, one.cost)):
             if not front or candidate.cost < front[-1].cost * (1 - EQUAL):
@@ -73,12 +73,12 @@ class Advice:
 
     @property
     def counts(self) -> Counter[str]:
-        """What became of all candidates."""
+        """How many candidates ended in each way (simulated, too large, ...)."""
         return sum((found.counts for found in self.found.values()), Counter())
 
     @property
     def unit(self) -> str:
-        """What cost is counted in."""
+        """The unit of cost."""
         return "GPU hours" if self.best[0].offer.price is None else f"{CURRENCY} in presets"
 
     @property
@@ -96,20 +96,20 @@ class Advice:
 
     @property
     def changes(self) -> list[str]:
-        """What else would change the verdict, a sentence each."""
+        """What else would change the verdict, one sentence each."""
         return [*self._length_changes(), self._memory_change(), *self._price_changes()]
 
     def value(self, candidate: TrainingCandidate) -> float:
-        """What candidates are sorted by, of 1e9 tokens: seconds or cost."""
+        """The sort key: seconds or cost of 1e9 tokens."""
         return candidate.seconds if self.by == "time" else candidate.cost
 
     @property
     def words(self) -> tuple[str, str]:
-        """What a better candidate and the best one are called."""
+        """The comparative and the superlative for a better candidate."""
         return ("faster", "fastest") if self.by == "time" else ("cheaper", "cheapest")
 
     def _bandwidth_change(self) -> str:
-        """The end of the verdict; "" where no bandwidths were compared."""
+        """The end of the verdict; "" if no bandwidths were compared."""
         if not self.bandwidths:
             return ""
         now = self.best[0].offer.machine.bandwidth
@@ -119,11 +119,11 @@ class Advice:
                 winner, changed = self.best[values.index(min(values))], rate(now * BANDWIDTHS[place], "B/s")
                 return f"; at {changed} instead of {rate(now, 'B/s')} between nodes, {winner.name} is {self.words[0]}"
         low, high = (rate(now * factor, "B/s") for factor in (BANDWIDTHS[0], BANDWIDTHS[-1]))
-        return f"; at {low} to {high} between nodes, none of the others shown becomes {self.words[0]}"
+        return f"; at {low} to {high} between nodes, none of the other candidates shown becomes {self.words[0]}"
 
     def _length_changes(self) -> list[str]:
         best, lines = self.best[0], []
-        most = self.words[1]  # on the same GPUs it is one question
+        most = self.words[1]  # on the same GPUs, fastest is also cheapest
         for factor, other in zip(LENGTHS, self.lengths, strict=True):
             tokens = max(int(self.question.tokens * factor), 1)
             if other is None:
@@ -131,16 +131,16 @@ class Advice:
             elif (other.shape, other.choices) != (best.shape, best.choices):
                 lines.append(f"Tokens: at {tokens:,} the {most} is {other.name}, {other.choices}.")
             else:
-                lines.append(f"Tokens: at {tokens:,} it stays the {most}.")
+                lines.append(f"Tokens: at {tokens:,} this candidate stays the {most}.")
         return lines
 
     def _memory_change(self) -> str:
-        """The least memory with which something else could be faster."""
+        """The least memory that would allow a faster candidate."""
         best = self.best[0]
         too_large = self.found[best.offer.name, best.step.gpus].too_large
         faster = [one for one in too_large if one.seconds < best.seconds * (1 - WORTH)]
         if not faster:
-            return f"Memory: more of it would not help, as nothing that does not fit could take {WORTH:.0%} less time."
+            return f"Memory: more would not help; nothing that does not fit could take {WORTH:.0%} less time."
         other = min(faster, key=lambda one: one.bytes)
         return (
             f"Memory: with {size(other.bytes)} on each GPU, {other.name}, {other.choices}, could fit, and take up to "
@@ -148,7 +148,7 @@ class Advice:
         )
 
     def _price_changes(self) -> list[str]:
-        """At which price of its machine the cheapest candidate of another machine wins."""
+        """For each other machine, the price below which its cheapest candidate wins."""
         cheapest: dict[str, TrainingCandidate] = {}
         for candidate in sorted(self.all, key=lambda one: one.cost):
             cheapest.setdefault(candidate.offer.name, candidate)
@@ -165,7 +165,7 @@ class Advice:
 
     @property
     def doubts(self) -> list[str]:
-        """How sure the order is, a sentence each."""
+        """How sure the order is, one sentence each."""
         best, lines = self.best[0], []
         low, high = span(best)
         if low < high:
@@ -175,20 +175,20 @@ class Advice:
             most = STEPS.high * self.value(best)
             equal = [f"{place}. {one.name}" for place, one in enumerate(self.best, 1) if self.value(one) <= most][1:]
             if equal:
-                lines.append(f"Within this band of the first, and so equal to it: {', '.join(equal)}.")
+                lines.append(f"Within this band of the first, so not distinguishable from it: {', '.join(equal)}.")
         else:
-            lines.append("Without a preset nothing says how sure the order is.")
+            lines.append("The machine is not a preset, so nothing tells how sure the order is.")
         memory = best.offer.machine.memory
         if memory is not None and best.bytes > NEARLY_FULL * memory:
             lines.append(
                 f"The first needs {size(best.step.needed)} of {size(memory)}, and an allocator would take "
-                f"{size(best.step.reserved)}: where it does not run, take more GPUs, or keep activations on the host."
+                f"{size(best.step.reserved)}: if it runs out, take more GPUs, or keep activations on the host."
             )
         return lines
 
     @property
     def launch(self) -> str:
-        """The command by which torchtitan launches the best candidate, with its config file of the model."""
+        """The command that launches the best candidate in torchtitan, with the model's config file."""
         best, parallel, pipeline = self.best[0], self.best[0].parallel, self.best[0].pipeline
         node = min(best.offer.machine.ranks_per_node, best.step.gpus)
         parts = pipeline.stages * pipeline.interleaved
@@ -203,7 +203,7 @@ class Advice:
             "parallelism.expert_parallel_degree": parallel.ep,
             "parallelism.expert_tensor_parallel_degree": parallel.tp,
             "parallelism.fsdp_reshard_after_forward": "always" if parallel.shard == "weights" else "never",
-            # torchtitan cannot keep the output of attention alone: it computes that again, too, in less memory.
+            # torchtitan cannot save the output of attention alone; full recomputes it too, and takes less memory.
             "activation_checkpoint.mode": {"attention": "full"}.get(parallel.checkpointing, parallel.checkpointing),
             "activation_checkpoint.selective_ac_option": "op",
         }
@@ -220,7 +220,8 @@ class Advice:
 
     @property
     def not_fitting(self) -> list[str]:
-        """What does not fit, of each machine: the nearest miss with all GPUs, and numbers of GPUs that are too few."""
+        """What does not fit on each machine: the nearest miss with all GPUs, and the numbers of GPUs that are too
+        few."""
         misses = {one.name: nearest_miss(self.found[one.name, self.question.gpus], one) for one in self.question.offers}
         return [f"{name}: {words}" for name, words in misses.items() if words] + [
             f"{offer.name}: nothing fits on {', '.join(map(str, none))} GPUs"
@@ -230,30 +231,30 @@ class Advice:
 
     @property
     def refused(self) -> list[str]:
-        """Candidates that no plan or simulation takes, by reason."""
+        """Candidates that planning or simulating refuses, by reason."""
         reasons = sum((found.refused for found in self.found.values()), Counter[str]())
         return [f"{plural(count, 'candidate')}: {reason}" for reason, count in reasons.items()]
 
     @cached_property
     def frontier(self) -> dict[str, list[tuple[int, int]]]:
-        """By checkpointing: (GPUs, most tokens of one sequence that fit on them), of the best candidate's machine."""
+        """By checkpointing: (GPUs, most tokens of one sequence that fit on them), on the best candidate's machine."""
         return {name: find_frontier(self.question, self.best[0].offer, name) for name in CHECKPOINTING}
 
 
 def describe_place(candidate: TrainingCandidate) -> str:
-    """The GPUs of a candidate in words."""
+    """The GPUs of a candidate, as text."""
     return f"{plural(candidate.step.gpus, 'GPU')} of {candidate.offer.name}"
 
 
 def span(candidate: TrainingCandidate) -> tuple[float, float]:
-    """Seconds of 1e9 tokens at both ends of the band of attention; both as modelled where there is no band."""
+    """Seconds of 1e9 tokens at both ends of the band of published steps; without a band, both as modelled."""
     step, per_token = candidate.step, 1e9 / candidate.step.tokens
     low, high = step.seconds_band or (step.seconds, step.seconds)
     return per_token * low, per_token * high
 
 
 def shares(candidate: TrainingCandidate) -> dict[str, float]:
-    """Shares of a step: attention that computes, all else of attention, products and norms, traffic, and the bubble."""
+    """Shares of a step: attention's computing, the rest of attention, products and norms, traffic, and the bubble."""
     parts, seconds = candidate.step.parts, candidate.step.seconds
     attention = sum(parts[name] for name in ATTENTION_PARTS)
     traffic, bubble = sum(parts[name] for name in TRAFFIC), parts["bubble"]
@@ -268,7 +269,7 @@ def shares(candidate: TrainingCandidate) -> dict[str, float]:
 
 
 def explain(candidate: TrainingCandidate) -> str:
-    """What bounds a candidate, in words."""
+    """What bounds a candidate, as text."""
     parts = shares(candidate)
     largest = max(parts, key=lambda name: parts[name])
     others = ", ".join(f"{name} {share:.1%}" for name, share in parts.items() if name != largest and share >= 0.001)
@@ -282,7 +283,7 @@ def explain(candidate: TrainingCandidate) -> str:
 
 
 def nearest_miss(found: Found, offer: Offer) -> str:
-    """The candidate that needs the least more than there is, and what would help, in words; "" where all fit."""
+    """The candidate that exceeds the memory least, and what would help, as text; "" where all fit."""
     has = offer.machine.memory
     if has is None or not found.too_large:
         return ""
@@ -294,12 +295,12 @@ def nearest_miss(found: Found, offer: Offer) -> str:
         f"most of it {category}, {size(memory[category])}"
     )
     if lacking <= memory["activations"]:
-        words += f"; it would fit with {size(lacking)} of its activations in the memory of the host"
+        words += f"; it would fit with {size(lacking)} of its activations in host memory"
     return words
 
 
 def describe_numbers(advice: Advice) -> list[str]:
-    """Each number of the machines that steps follow from, with its source."""
+    """Each machine number that the steps depend on, with its source."""
     machines = {one.offer.name: one.offer.machine for one in advice.best}
     return [
         f"{where}: {name} {getattr(machine, name):g} {number.unit}, {machine.source(name)}"
@@ -310,13 +311,13 @@ def describe_numbers(advice: Advice) -> list[str]:
 
 
 def describe_counts(counts: Counter[str]) -> str:
-    """What became of the candidates, in words."""
+    """How many candidates ended in each way, as text."""
     parts = ", ".join(f"{count:,} {name}" for name, count in counts.items())
     return f"{plural(sum(counts.values()), 'candidate')}: {parts}"
 
 
 def find_frontier(question: Question, offer: Offer, checkpointing: str) -> list[tuple[int, int]]:
-    """(GPUs, most tokens) of one sequence on all of them, in powers of two, by counted bytes."""
+    """(GPUs, most tokens of one sequence that fit on them), in powers of two, by counted bytes."""
     points = []
     for gpus in question.counts:
         most, tokens = 0, 1 << 10
@@ -338,14 +339,14 @@ def _any_fits(question: Question, offer: Offer, gpus: int, checkpointing: str) -
 
 
 def advise(question: Question, by: str = "time", tell: Listener = lambda done, count, what: None) -> Advice:
-    """The advice on a question; `by` is one of ORDERS, and `tell` receives the progress.
+    """The advice on a question; `by` is one of ORDERS, `tell` a progress callback.
 
     Raises InvalidInput where nothing fits, and where offers are compared without prices.
     """
     if by not in ORDERS:
         raise InvalidInput(f"by={by}: {did_you_mean(by, ORDERS)}expected one of {', '.join(ORDERS)}")
     if len(question.offers) > 1 and any(offer.price is None for offer in question.offers):
-        raise InvalidInput("prices: several machines are compared by their prices; give each a price an hour")
+        raise InvalidInput("prices: comparing several machines needs a price an hour for each; give them")
     found = {}
     tasks = [(offer, gpus) for offer in question.offers for gpus in question.counts]
     for done, (offer, gpus) in enumerate(tasks):
@@ -364,7 +365,7 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
 
 
 def _choose(found: dict[tuple[str, int], Found], by: str) -> list[TrainingCandidate]:
-    """The best candidates of all, of equal ones the one with fewer bytes."""
+    """The best candidates of all; of equal ones, that with fewer bytes comes first."""
 
     def key(candidate: TrainingCandidate) -> tuple[int, int, int]:
         value = candidate.seconds if by == "time" else candidate.cost
@@ -374,16 +375,16 @@ def _choose(found: dict[tuple[str, int], Found], by: str) -> list[TrainingCandid
 
 
 def _nothing_fits(question: Question, found: dict[tuple[str, int], Found]) -> InvalidInput:
-    """Why nothing fits: the nearest miss, and on how many GPUs something would."""
+    """Why nothing fits: the nearest miss, and how many GPUs would be enough."""
     reasons = [reason for one in found.values() for reason in one.refused]
     for offer in question.offers:
         if words := nearest_miss(found[offer.name, question.gpus], offer):
             more = (factor * question.gpus for factor in (2, 4, 8, 16))
             fitting = next((n for n in more if any(_any_fits(question, offer, n, x) for x in CHECKPOINTING)), None)
-            reasons.append(f"{offer.name}: {words}{f'; on {fitting} GPUs something fits' if fitting else ''}")
+            reasons.append(f"{offer.name}: {words}{f'; {fitting} GPUs would be enough' if fitting else ''}")
     why = "; ".join(reasons[:3]) or "no cp x dp x tp x pp has this number of GPUs and this batch"
     return InvalidInput(
-        f"{question.model.name} with {question.tokens:,} tokens fits on no number of GPUs up to {question.gpus}: {why};"
+        f"{question.model.name} with {question.tokens:,} tokens does not fit on up to {question.gpus} GPUs: {why};"
         " try more GPUs, fewer tokens, or machines with more memory"
     )
 
@@ -454,7 +455,7 @@ def _record(candidate: TrainingCandidate) -> dict[str, Any]:
 
 
 def tabulate(candidates: Sequence[TrainingCandidate]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of a table of candidates."""
+    """Header and rows of the table of candidates."""
     header = ["candidate", "1e9 tokens", "step", "cost of 1e9", "MFU", "memory"]
     rows = [
         [

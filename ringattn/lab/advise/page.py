@@ -13,9 +13,9 @@ from .advice import BANDWIDTHS, Advice, describe_counts, describe_numbers, expla
 
 
 def render(advice: Advice) -> str:
-    """The page. Raises Unsupported where matplotlib is missing."""
+    """The page as HTML. Raises Unsupported where matplotlib is missing."""
     best = advice.best[0]
-    # Title, what draws it and from what, and what it shows; without data there is no plot.
+    # Title, draw function, its data, and caption; None as data leaves out the plot.
     plots: list[tuple[str, Callable[[Any, Any], None], object, str]] = [
         ("Time and cost", _pareto, advice, "Each point is the fastest of a shape; the line joins the Pareto front."),
         ("Time by part", _time, advice, "The candidates of the table, in its order."),
@@ -23,7 +23,7 @@ def render(advice: Advice) -> str:
         ("Memory of a GPU", _memory, advice,
          "The candidates of the table, in its order; the dashed lines are the GPUs' memory."),
         ("Bandwidth between nodes", _bandwidth, advice if advice.bandwidths else None,
-         "The candidates of the table with the plans that they have now."),
+         "The candidates of the table, with their plans unchanged."),
     ]  # fmt: skip
     values = {
         "advice": advice,
@@ -44,7 +44,7 @@ def _draw(title: str, draw: Callable[[Any, Any], None], data: object) -> Plot:
 
 
 def _lines(figure: Any, series: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str, **more: bool) -> Any:
-    """Axes with points for each name, joined or not, over logarithmic x."""
+    """Axes with points for each name, joined or not, over a logarithmic x axis."""
     ordered = {name: sorted(points) for name, points in series.items()}
     axes = draw_lines(figure, ordered, x, y, log=True, **more)
     axes.xaxis.set_major_formatter(lambda value, place: f"{value:g}")
@@ -60,11 +60,11 @@ def _pareto(figure: Any, advice: Advice) -> None:
     front = [(one.seconds / 3600, one.cost) for one in advice.pareto]
     ring = {"markersize": 9, "markerfacecolor": "none"}  # a front of one point has no line
     axes.plot(*zip(*front, strict=True), "o--", color=COLOURS[3], label="Pareto front", **ring)
-    # Below and to the left of a point of the front there is no other point.
+    # No other point lies below and to the left of a point of the front.
     place = {"xytext": (-6, -6), "textcoords": "offset points", "ha": "right", "va": "top", "fontsize": 7}
     for candidate in {one.step.gpus: one for one in reversed(advice.pareto)}.values():
         axes.annotate(f"{candidate.step.gpus} GPUs", (candidate.seconds / 3600, candidate.cost), **place)
-    axes.margins(0.3, 0.2)  # room for the words beside the first point
+    axes.margins(0.3, 0.2)  # room for the label of the first point
 
 
 def _frontier(figure: Any, advice: Advice) -> None:
@@ -78,7 +78,7 @@ def _frontier(figure: Any, advice: Advice) -> None:
 
 
 def _stack(figure: Any, bars: Sequence[Mapping[str, float]], label: str) -> Any:
-    """Axes with a bar for each candidate of the table, of named parts."""
+    """Axes with one bar, stacked from named parts, for each candidate of the table."""
     axes = figure.subplots()
     draw_stacks(
         axes, bars, list(dict.fromkeys(name for bar in bars for name, part in bar.items() if part)), across=True

@@ -1,4 +1,5 @@
-"""The search: every way to spread a model over GPUs, pruned by bytes and by the least time, else simulated."""
+"""The search: every way to spread a model over GPUs, pruned by bytes and lower bounds on time; the rest is
+simulated."""
 
 from __future__ import annotations
 
@@ -19,21 +20,21 @@ from ..models.parallel import CHECKPOINTING, Parallel
 from ..models.pipeline import Pipeline
 from ..models.training import ATTENTION_PARTS, Attend, StepEstimate, training_step
 
-#: Layouts that are compared; without windows only the first, as ranks of contiguous shards are not equally busy.
+#: Layouts to compare; without windows only the first, as contiguous shards load ranks unequally.
 LAYOUTS = ("zigzag", "contiguous")
-#: Up to this many context-parallel ranks every schedule is simulated; of more ranks, the one that `auto` takes.
+#: Up to this many context-parallel ranks every schedule is simulated; beyond, only the one that `auto` chooses.
 SMALL = 16
-#: Of more ranks than these the choice takes too long: they are a ring.
+#: Beyond this many ranks `auto` takes too long: the schedule is a ring.
 LARGE = 64
-#: What is compared of SHARDS: to share optimizer states alone takes as long as with gradients, and more bytes.
+#: The SHARDS to compare: sharding only optimizer states takes as long as with gradients, and more bytes.
 SHARED = ("none", "gradients", "weights")
-#: The most parts of a stage that are compared: published jobs have 1 to 20, most of them 8 or fewer.
+#: Most parts of a stage to compare: published jobs have 1 to 20, most of them 8 or fewer.
 PARTS = 8
-#: Candidates that are shown.
+#: Number of candidates shown.
 SHOWN = 5
-#: Times within this part are equal: the candidate with fewer bytes is the better one.
+#: Times that differ by less than this fraction are equal: the candidate with fewer bytes is better.
 EQUAL = 1e-3
-#: Numbers of GPUs: cp, dp, tp, pp and ep.
+#: GPUs per kind of parallelism: cp, dp, tp, pp and ep.
 Shape = tuple[int, int, int, int, int]
 
 
@@ -48,9 +49,9 @@ class Offer:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: training `model` on sequences of `tokens` tokens, on up to `gpus` GPUs of one of the offers.
+    """The question: how to train `model` on sequences of `tokens` tokens, on up to `gpus` GPUs of one of the offers.
 
-    `batch` are the sequences of a step; None: one for each stage of each data-parallel group. Raises InvalidInput.
+    `batch` is the number of sequences in a step; None: one per stage and data-parallel group. Raises InvalidInput.
     """
 
     model: ModelConfig
@@ -70,7 +71,7 @@ class Question:
 
     @property
     def counts(self) -> list[int]:
-        """Numbers of GPUs that are compared: all, and halves as long as they are whole."""
+        """Numbers of GPUs to compare: all, and halves while they are whole."""
         counts = [self.gpus]
         while counts[-1] % 2 == 0:
             counts.append(counts[-1] // 2)
@@ -85,13 +86,13 @@ class Question:
 
 @dataclass(frozen=True)
 class TrainingCandidate:
-    """A way to train, simulated."""
+    """A simulated way to train."""
 
     offer: Offer
     parallel: Parallel
     pipeline: Pipeline
     step: StepEstimate
-    #: Seconds of attention at the rate of a full GPU, without messages: less than these no schedule takes.
+    #: Seconds of attention at the rate of a full GPU, without messages: a lower bound for every schedule.
     least_attention: float
 
     @property
@@ -106,28 +107,28 @@ class TrainingCandidate:
 
     @property
     def cost(self) -> float:
-        """The price of 1e9 tokens; without a price of the offer, GPU hours."""
+        """The price of 1e9 tokens; GPU hours if the offer has no price."""
         return self.step.gpu_hours * (1.0 if self.offer.price is None else self.offer.price)
 
     @cached_property
     def bytes(self) -> int:
-        """Bytes of one GPU."""
+        """Bytes per GPU."""
         return sum(self.step.memory.values())
 
     @property
     def order(self) -> tuple[int, int]:
-        """What candidates on as many GPUs are sorted by: time per token in steps of EQUAL, then bytes."""
+        """Sort key among candidates on equally many GPUs: time per token in steps of EQUAL, then bytes."""
         return round(log(self.step.seconds / self.step.tokens) / EQUAL), self.bytes
 
     @property
     def name(self) -> str:
-        """The shape in words, as far as its numbers are not 1."""
+        """The shape as text, without the numbers that are 1."""
         numbers = zip(("cp", "dp", "tp", "pp", "ep"), self.shape, strict=True)
         return " ".join(f"{name}={number}" for name, number in numbers if number > 1) or "one GPU"
 
     @property
     def choices(self) -> str:
-        """Checkpointing, sharding and the parts of a stage in words."""
+        """Checkpointing, sharding and the parts of a stage, as text."""
         parts = f", interleaved={self.pipeline.interleaved}" if self.pipeline.interleaved > 1 else ""
         return f"checkpointing={self.parallel.checkpointing}, sharding={self.parallel.shard}{parts}"
 
@@ -136,11 +137,11 @@ class TrainingCandidate:
 class Found:
     """What a search found, and what became of every candidate."""
 
-    #: The best candidate of each shape that was simulated, best first.
+    #: The best simulated candidate of each shape, best first.
     best: list[TrainingCandidate] = field(default_factory=list)
-    #: Numbers of candidates by what became of them.
+    #: How many candidates ended in each way: simulated, slower, too large, refused.
     counts: Counter[str] = field(default_factory=Counter)
-    #: What is too large: with the least step.
+    #: Candidates that do not fit, some with only a lower bound as their step.
     too_large: list[TrainingCandidate] = field(default_factory=list)
     #: Refused candidates by reason.
     refused: Counter[str] = field(default_factory=Counter)
@@ -149,8 +150,8 @@ class Found:
 def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
     """The best `shown` candidates of different shapes on exactly `gpus` GPUs, and perhaps more; nothing better exists.
 
-    Candidates are simulated from the least possible time on, until that of the next is more than the time of the last
-    one shown.
+    Simulates candidates in the order of their least possible time, and stops when the next one's exceeds the time of
+    the last one shown.
     """
     found, best = Found(), dict[Shape, TrainingCandidate]()
     waiting: list[TrainingCandidate] = []
@@ -186,10 +187,10 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
 
 
 def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tuple[Parallel, Pipeline]]:
-    """Every cp x dp x tp x pp = `gpus` with each ep, checkpointing and sharding.
+    """Every cp x dp x tp x pp = `gpus`, with each ep, checkpointing and sharding.
 
-    tp lies in a node and divides K/V heads; a rank has a thread block of rows at least. Stages have one part, or the
-    most that divide their layers, up to PARTS.
+    tp stays within a node and divides the K/V heads; a rank has at least one thread block of rows. A stage has one
+    part, or the largest number, up to PARTS, that divides its layers.
     """
     model = question.model
     for tp, cp, pp in product(_divisors(gpus), repeat=3):
@@ -219,7 +220,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def list_plans(machine: Machine, model: ModelConfig, parallel: Parallel) -> Sequence[tuple[str, str]]:
-    """(layout, schedule) that are tried for a spread."""
+    """The (layout, schedule) pairs to try for a spread."""
     cp, tp = parallel.cp, parallel.tp
     if cp == 1:
         return (("contiguous", "ring"),)
@@ -244,10 +245,10 @@ def list_plans(machine: Machine, model: ModelConfig, parallel: Parallel) -> Sequ
 def least_attention_of_layers(
     model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str
 ) -> list[tuple[int, LayerAttention]]:
-    """(number of layers, attention of such a layer) that no schedule is faster or smaller than.
+    """(number of layers, attention of one of them): a lower bound on time and bytes for every schedule.
 
-    Attention computes the visible pairs at the rate of a full GPU, on ranks that are equally busy, and holds what every
-    schedule holds. Without messages: they only add to both.
+    Attention computes the visible pairs at the rate of a full GPU, on equally busy ranks, and holds what every schedule
+    holds. Messages would only add to both.
     """
     rows, item, rates = parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype], machine.kernel_rates
     wide, heads = max(item, 4), model.heads // parallel.tp
@@ -255,11 +256,11 @@ def least_attention_of_layers(
     inputs = output + 2 * max(model.kv_heads // parallel.tp, 1) * model.head_dim
     # The gradient of the output; accumulators and gradients of q, k and v; the gradients of one visit.
     buffers = rows * (output * item + inputs * (2 * wide + (item if item != wide else 0)))
-    # A zigzag shard has two pieces, each with a thread block that is not full.
+    # A zigzag shard has two pieces, each with a partly filled thread block.
     blocks = parallel.rows * heads * (ceil(tokens / parallel.cp) / BLOCK + 2)
 
     def seconds(pairs: float, backward: bool) -> float:
-        """Of so many pairs on a rank; 0 by measured kernel times, whose best rate is at no known size."""
+        """Seconds for `pairs` pairs on a rank; 0 with measured kernel times, whose best rate has no known size."""
         if machine.kernel is not None:
             return 0.0
         if rates is None:

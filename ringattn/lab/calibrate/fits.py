@@ -1,4 +1,4 @@
-"""Numbers of a machine, fitted to raw times. No torch and no clock: equal samples give equal numbers."""
+"""Numbers of a machine, fitted to raw times. Needs neither torch nor a clock: equal samples give equal numbers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from statistics import median, quantiles
 from ...errors import InvalidInput
 from ...machine.kernel_times import SHAPES, KernelTimes, TimeGrid
 
-#: Standard deviations of a normal distribution between its first and its third quartile.
+#: Distance between the quartiles of a normal distribution, in standard deviations.
 QUARTILES_APART = 1.349
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds of repeated calls of the attention kernel on one tile, on all ranks; `flops` useful FLOPs per call."""
+    """Seconds of repeated calls of the attention kernel on one tile, on all ranks; `flops`: useful FLOPs per call."""
 
     shape: str
     backward: bool
@@ -27,7 +27,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class LinkFit:
-    """Seconds of a message of m bytes: latency + m / bandwidth. The errors of measured medians are relative."""
+    """Seconds of a message of m bytes: latency + m / bandwidth. Errors are relative, against measured medians."""
 
     latency: float
     bandwidth: float
@@ -40,9 +40,9 @@ def fit_kernel_times(
 ) -> KernelTimes:
     """Kernel times from samples that form a grid of rows x keys for each shape and direction.
 
-    A dense sample whose number of keys is no number of rows is ragged: its rate over the rate of the grid, at most 1,
-    is the factor of ragged keys. A rate is FLOPs / (median seconds - overhead); at least a tenth of the median is left.
-    Raises InvalidInput where the grid has a gap.
+    A dense sample whose number of keys differs from every number of rows is ragged: the factor of ragged keys is its
+    rate over the rate of the grid, at most 1. A rate is FLOPs / (median seconds - overhead), where the overhead may
+    take at most nine tenths of the median. Raises InvalidInput where the grid has a gap.
     """
     grids = []
     for shape in SHAPES:
@@ -74,12 +74,12 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
     Raises InvalidInput for fewer than two sizes, and for times that do not grow with the sizes.
     """
     if len(sizes) < 2 or len(set(sizes)) < 2:
-        raise InvalidInput(f"sizes={list(sizes)}: a line through times of messages needs at least two sizes")
+        raise InvalidInput(f"sizes={list(sizes)}: fitting a line to message times needs at least two sizes")
     latency, slope = _fit_line([(1 / t**2, m, t) for m, t in zip(sizes, seconds, strict=True)])
     if slope <= 0:
         raise InvalidInput(
-            f"times of messages do not grow with their sizes ({list(sizes)} bytes: {list(seconds)} s); measure larger "
-            "sizes, or measure while the machine does nothing else"
+            f"message times do not grow with their sizes ({list(sizes)} bytes: {list(seconds)} s); measure larger "
+            "sizes, or measure while the machine is idle"
         )
     errors = [abs(latency + slope * m - t) / t for m, t in zip(sizes, seconds, strict=True)]
     return LinkFit(latency, 1 / slope, median(errors), max(errors))
@@ -98,12 +98,12 @@ def _fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, floa
 
 
 def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], Sequence[float]]]) -> float:
-    """The share of a message's time by which the message lengthens the visit that hides it, 0 to 1.
+    """The share of a message's time, 0 to 1, by which it lengthens the visit that hides it.
 
-    `samples` has, for each size, the seconds of (visits alone, messages alone, both at once until both have ended). The
-    repetitions of visits alone and of both at once are paired. A rank waits for a message that lacks a core during the
-    visit, and therefore ends after it. A size gives the median lengthening over the time that visit and message share;
-    the result is the median over sizes.
+    `samples` has, for each size, the seconds of (visits alone, messages alone, both at once until both have ended);
+    repetitions of the first and the last are paired. If a message lacks a core during the visit, it ends after the
+    visit and the rank waits. Each size gives the median lengthening over the time that visit and message share; the
+    result is the median over sizes.
     """
     shares = [
         median(b - a for a, b in zip(visit, both, strict=True)) / min(median(visit), median(message))
@@ -113,11 +113,11 @@ def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], S
 
 
 def fit_calls(passes: Sequence[tuple[float, float, float]], least: float) -> tuple[float, float]:
-    """(seconds of a call, seconds per byte) that explain best what passes of one direction take beside the model.
+    """(seconds of a call, seconds per byte) that best explain what passes of one direction take beyond the model.
 
-    `passes` has (measured seconds, bytes of a rank's tensors, measured - modelled seconds). The seconds of a call are
-    >= 0, and a byte takes `least` seconds or more: every call reads and writes its tensors. Weighted linear least
-    squares: the variance of a pass grows with its seconds, as that of a sum of independent delays.
+    `passes` has (measured seconds, bytes of a rank's tensors, measured - modelled seconds). A call takes >= 0 seconds,
+    and a byte at least `least` seconds, as every call reads and writes its tensors. Weighted linear least squares: the
+    variance of a pass grows with its seconds, as in a sum of independent delays.
     """
     points = [(1 / t, nbytes, left) for t, nbytes, left in passes]
     call, per_byte = _fit_line(points)
@@ -130,9 +130,9 @@ def fit_calls(passes: Sequence[tuple[float, float, float]], least: float) -> tup
 def fit_jitter(samples: Sequence[Sequence[float]]) -> float:
     """Standard deviation over mean of repeated times: the median over the longer half of the measurements.
 
-    The deviation is that of a normal distribution with the same quartiles: a moment in which the machine does something
-    else is not what varies from visit to visit. The shorter half is left out, as such moments last many times as long
-    as the shortest calls.
+    The deviation is that of a normal distribution with the same quartiles, so that moments in which the machine does
+    something else do not count as variation between visits. The shorter half is left out, as such moments last many
+    times as long as the shortest calls.
     """
     longest = [seconds for seconds in sorted(samples, key=median)[len(samples) // 2 :] if len(seconds) > 1]
     if not longest:

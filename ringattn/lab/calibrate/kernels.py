@@ -1,4 +1,4 @@
-"""Times of the attention kernel by shape and size of tile, and of merging, by the calls that the executor makes."""
+"""Times of the attention kernel by shape and size of tile, and of merging, with the calls that the executor makes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .measuring_ranks import MeasuringRanks, Settings, TimedBytes, count_turns
 
 #: Seconds of forward calls, and of backward calls, on all ranks.
 Overheads = tuple[tuple[float, ...], tuple[float, ...]]
-#: Most bytes of the tensors of works that take turns.
+#: Most bytes that the tensors of works taking turns may have together.
 TOGETHER = 1 << 30
-#: A ragged dense tile has so many keys fewer than rows.
+#: A ragged dense tile has this many fewer keys than rows.
 RAGGED_BY = 7
 #: Query rows and keys of the reference tile.
 REFERENCE_ROWS = 256
@@ -32,8 +32,8 @@ REFERENCE_ROWS = 256
 def list_works(rows: Sequence[int], widths: Sequence[int], heads: int) -> Iterator[Work]:
     """One work for each point of the grids: dense rows x keys, causal triangles, and bands of `widths` keys per row.
 
-    Also a ragged dense tile for each size, unless the sizes are ragged themselves. Works of one shape descend: right
-    after a work of a second, a call of 0.1 ms would take up to 4 times as long.
+    Also a ragged dense tile for each size, unless the sizes are ragged themselves. Works of one shape come largest
+    first: right after a work of 1 s, a call of 0.1 ms would take up to 4 times as long.
     """
     all_heads = range(heads)
     ragged = [(n, n - RAGGED_BY) for n in rows if not any(m % WHOLE_KEYS for m in rows)]
@@ -49,15 +49,15 @@ def list_works(rows: Sequence[int], widths: Sequence[int], heads: int) -> Iterat
 def time_works(ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], settings: Settings) -> list[Sample]:
     """A sample of each work, forward and then backward.
 
-    Works of one shape take turns. A small call that is repeated by itself takes up to half less time than in a pass,
-    where other calls and their data lie between.
+    Works of one shape take turns. Repeated alone, a small call takes up to half less time than in a pass, where other
+    calls and their data come between.
     """
     groups = [(group, backward) for backward in (False, True) for group in _group(works, settings)]
     return [sample for group, backward in groups for sample in _time_group(ranks, kernel, group, settings, backward)]
 
 
 def _group(works: Sequence[Work], settings: Settings) -> Iterator[list[Work]]:
-    """The works of each shape, in groups whose tensors fit into TOGETHER bytes; a larger work is a group by itself."""
+    """The works of each shape, in groups whose tensors fit into TOGETHER bytes; a larger work is its own group."""
     item = 4 * settings.head_dim * max(settings.torch_dtype.itemsize, 4)
     for _, of_shape in groupby(works, lambda work: next(lower_to_tiles(work))[0]):
         group: list[Work] = []
@@ -75,7 +75,7 @@ def _group(works: Sequence[Work], settings: Settings) -> Iterator[list[Work]]:
 def _time_group(
     ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], settings: Settings, backward: bool
 ) -> list[Sample]:
-    """Samples of works that take turns, which all ranks compute at the same time."""
+    """Samples of works that take turns; all ranks compute at the same time."""
     calls = [make_call(kernel, work, settings, ranks.device, backward=backward) for work in works]
     samples = []
     for work, seconds in zip(works, ranks.time_alternating(calls), strict=True):
@@ -88,7 +88,8 @@ def _time_group(
 def make_call(
     kernel: Kernel, work: Work, settings: Settings, device: torch.device, *, backward: bool
 ) -> Callable[[], None]:
-    """A function that computes a work on random inputs as the executor does: it drops the output, or adds gradients."""
+    """A function that computes a work on random inputs like the executor: drops the output, or accumulates
+    gradients."""
     heads, head_dim, dtype = len(work.heads), settings.head_dim, settings.torch_dtype
     q, grad, out = (torch.randn(1, heads, len(work.q), head_dim, device=device).to(dtype) for _ in range(3))
     k, v = (torch.randn(1, heads, work.keys, head_dim, device=device).to(dtype) for _ in range(2))
@@ -120,29 +121,29 @@ def make_call(
 
 
 def find_kernel(settings: Settings, device: torch.device) -> Kernel:
-    """The kernel of these settings on a device."""
+    """The kernel for these settings on a device."""
     probe = torch.zeros((1, settings.heads, 1, settings.head_dim), dtype=settings.torch_dtype, device=device)
     return get_kernel(settings.kernel, probe, probe, probe)
 
 
 def make_reference(kernel: Kernel, settings: Settings, device: torch.device) -> Callable[[], None]:
-    """A small forward of a dense tile: its seconds tell how fast the machine is, and it takes turns with short calls.
+    """A small dense forward that takes turns with short calls; its seconds show how fast the machine currently is.
 
-    What is repeated by itself finds its data in the caches, and its threads awake, unlike in a pass.
+    A call repeated alone finds its data in the caches and its threads awake, unlike in a pass.
     """
     return make_call(kernel, _reference_work(settings), settings, device, backward=False)
 
 
 def _reference_work(settings: Settings) -> Work:
-    """The dense tile of REFERENCE_ROWS rows and as many keys, over all heads."""
+    """The dense tile of REFERENCE_ROWS rows and equally many keys, over all heads."""
     heads, rows = range(settings.heads), range(REFERENCE_ROWS)
     return Work(heads, heads, rows, (rows,))
 
 
 def time_overheads(ranks: MeasuringRanks, kernel: Kernel, settings: Settings) -> Overheads:
-    """Seconds of forward and of backward calls on 1 row and 1 key of 1 head: the time of a call beside its work.
+    """Seconds of forward and of backward calls on 1 row and 1 key of 1 head: what a call takes besides its work.
 
-    These calls take turns with calls on the reference tile, so that they do not find their data in the caches.
+    They take turns with calls on the reference tile, so that their data is not in the caches.
     """
     smallest = Work(range(1), range(1), range(1), (range(1),))
     found = []
@@ -154,11 +155,12 @@ def time_overheads(ranks: MeasuringRanks, kernel: Kernel, settings: Settings) ->
 
 
 def time_merges(ranks: MeasuringRanks, rows: Sequence[int], settings: Settings) -> list[TimedBytes]:
-    """Bytes of an output and its lse in the wider dtype, and seconds of merging another into them on all ranks."""
+    """For each number of rows: bytes of an output and lse in the wider dtype, and seconds to merge another into
+    them."""
     times, heads, dtype = [], settings.heads, wide(settings.torch_dtype)
     for n in rows:
         size = n * heads * (settings.head_dim + 1) * dtype.itemsize
-        shapes = [(1, heads, n, settings.head_dim), (1, heads, n)] * 2  # out and lse of two results of the same rows
+        shapes = [(1, heads, n, settings.head_dim), (1, heads, n)] * 2  # (out, lse) of two partials
         turns = range(count_turns(2 * size))
         first = [torch.randn(shape, device=ranks.device, dtype=dtype) for shape in shapes]
         partials = cycle([[x.clone() for x in first] for _ in turns])

@@ -1,4 +1,4 @@
-"""A calibration on one rank: rounds in which everything is measured once, and the machine that results from them."""
+"""A calibration on one rank: rounds that measure everything once, and the machine fitted to them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of `rows` queries visiting `rows` keys, and of the block of `bytes` bytes that travels meanwhile.
+    """Seconds of `rows` queries visiting `rows` keys while a block of `bytes` bytes travels, and of each alone.
 
-    By repetition: `message` alone. By rank and repetition: `visit` alone; `both`, from posting the message until the
+    `message` alone, by repetition. By rank and repetition: `visit` alone; `both`, from posting the message until the
     visit has ended and the message has arrived.
     """
 
@@ -40,7 +40,7 @@ class Overlap:
     both: tuple[float, ...]
 
 
-#: A measurement of one round.
+#: A kind of measurement made in each round.
 D = TypeVar("D", Sample, TimedBytes, Overlap)
 
 
@@ -60,12 +60,12 @@ class CalibrationSizes:
 
 @dataclass(frozen=True)
 class Round:
-    """What one round has measured, or all rounds together. A process alone has no messages, overlaps and passes."""
+    """What one round, or all rounds together, measured. A single process has no messages, overlaps and passes."""
 
     overheads: kernels.Overheads
     works: list[Sample]
     merges: list[TimedBytes]
-    #: Messages to the next rank by the prefix of the numbers that they give: "", or "node_" within a node.
+    #: Messages to the next rank, by the prefix of the machine numbers they yield: "", or "node_" within a node.
     shifts: dict[str, list[TimedBytes]]
     overlaps: list[Overlap]
     #: The runs of each pass.
@@ -99,7 +99,7 @@ class Round:
 
     @classmethod
     def join(cls, rounds: Sequence[Round]) -> Round:
-        """The rounds as one, in which every measurement has the seconds of all rounds."""
+        """One Round that holds the seconds of all `rounds` for every measurement."""
         return cls(
             overheads=(_chain(one.overheads[0] for one in rounds), _chain(one.overheads[1] for one in rounds)),
             works=_join([one.works for one in rounds]),
@@ -130,14 +130,14 @@ def calibrate(
 ) -> Calibration:
     """Measure kernels, merging, links, overlap and passes on all ranks, in rounds.
 
-    Numbers that are not measured are those of `base`. A process alone measures kernels and merging only. `tell`
-    receives what is measured, round by round, and `between` is called with the ranks after each round. Collective.
-    Raises InvalidInput, and Unsupported where the kernel cannot compute the dtype.
+    Numbers that are not measured come from `base`. A single process measures only kernels and merging. `tell` receives
+    what is being measured, round by round; `between` is called with the ranks after each round. Collective. Raises
+    InvalidInput, and Unsupported where the kernel cannot compute the dtype.
     """
     kernel = kernels.find_kernel(settings, ranks.device)
     if ranks.device.type == "cpu":
         ranks.keep_pace(kernels.make_reference(kernel, settings, ranks.device))
-    # Two calibrated sizes, and sizes between; a process alone has no passes.
+    # Two calibrated sizes, and sizes in between; a single process has no passes.
     cases = list_cases(GRID, (*sizes.rows[:2], *sizes_between(sizes.rows)) if ranks.size > 1 else (), ranks.size)
     rounds = []
     for number in ranks.rounds(settings):
@@ -155,7 +155,7 @@ def _fit(
     cases: Sequence[PassCase],
     base: Machine,
 ) -> Calibration:
-    """The machine, with the machine file's raw data of it."""
+    """The machine, with the raw data that its file stores."""
     overhead = median(measured.overheads[0]), median(measured.overheads[1])
     kernel_times = fit_kernel_times(measured.works, overhead, settings.head_dim, settings.dtype, settings.heads)
     values: dict[str, Any] = {
@@ -164,7 +164,7 @@ def _fit(
         "merge": median(MERGE_PASSES * one.bytes / median(one.seconds) for one in measured.merges),
     }
     samples, fits = {"unit": "s", **asdict(measured)}, dict[str, Any]()
-    del samples["runs"]  # which `passes` has
+    del samples["runs"]  # `passes` has them
     samples |= {f"{prefix}shifts": times for prefix, times in samples.pop("shifts").items()}
     samples = json.loads(json.dumps(samples))  # tuples as lists, which YAML can hold
     if ranks.size > 1:
@@ -185,7 +185,7 @@ def _fit(
 
 
 def _fit_links(ranks: MeasuringRanks, measured: Round, values: dict[str, Any], fits: dict[str, Any]) -> None:
-    """Latency and bandwidth of the links, within a node apart where there are several nodes, and `gamma`."""
+    """Fit latency and bandwidth of the links, separately within a node if there are several nodes, and `gamma`."""
     values["ranks_per_node"] = ranks.ranks_per_node if ranks.nodes > 1 else 1
     for prefix, times in measured.shifts.items():
         fit = fit_link([one.bytes for one in times], [median(one.seconds) for one in times])
@@ -197,18 +197,17 @@ def _fit_links(ranks: MeasuringRanks, measured: Round, values: dict[str, Any], f
         if ranks.device.type == "cpu":
             values["cores"] = max(ranks.cores, ranks.ranks_per_node)
     values["shared_nic"] = False  # the bandwidth was measured while all ranks of a node sent to another node
-    # Without the smallest block, whose message takes longer than its visit: a ring is not meant for such blocks.
+    # Skip the smallest block: its message takes longer than its visit, and a ring is not meant for such blocks.
     values["gamma"] = fit_interference([(one.visit, one.message, one.both) for one in measured.overlaps[1:]])
 
 
 def _fit_passes(
     ranks: MeasuringRanks, settings: Settings, machine: Machine, cases: Sequence[PassCase], runs: Sequence[Runs]
 ) -> tuple[Machine, list[Pass]]:
-    """The machine with what calls take beside visits and messages, and all passes as it models them.
+    """The machine with what calls take besides visits and messages, and all passes as this machine models them.
 
-    Passes of three sizes tell what a call takes whatever its size, and what its tensors take by their bytes, in each
-    direction: at least what merging takes for as many bytes. Passes without any work would take less, as threads for
-    messages find a core then.
+    Passes of three sizes give, for each direction, the fixed time of a call and its time per byte of tensors, at least
+    that of merging a byte. Passes without any work would take less, as the threads of messages would find a free core.
     """
 
     def model(machine: Machine) -> list[Pass]:
@@ -232,7 +231,7 @@ def _fit_passes(
 def list_measured(values: dict[str, Any], nodes: int) -> list[str]:
     """The names of `values` that were measured.
 
-    On one node, nothing measures `ranks_per_node` and `shared_nic`: they are assumed. `cores` are counted.
+    On one node, `ranks_per_node` and `shared_nic` are assumed, not measured. `cores` are counted.
     """
     return [
         name
@@ -242,9 +241,9 @@ def list_measured(values: dict[str, Any], nodes: int) -> list[str]:
 
 
 def _list_links(ranks: MeasuringRanks) -> dict[str, bool]:
-    """The kinds of links by the prefix of their numbers, and whether the links lie within a node.
+    """For each prefix of machine numbers, whether those links lie within a node.
 
-    The only kind of links has no prefix; where there are nodes of several ranks, that between nodes has none.
+    A single kind of links has no prefix; with several nodes of several ranks, links between nodes have none.
     """
     if ranks.nodes == 1 or ranks.ranks_per_node == 1:
         return {"": ranks.ranks_per_node > 1}
@@ -252,7 +251,7 @@ def _list_links(ranks: MeasuringRanks) -> dict[str, bool]:
 
 
 def _join(rounds: Sequence[Sequence[D]]) -> list[D]:
-    """What was measured in each round, with the seconds of all rounds."""
+    """Each measurement with the seconds of all rounds."""
 
     def chain_fields(same: Sequence[D]) -> D:
         names = [name for name, value in vars(same[0]).items() if isinstance(value, tuple)]
@@ -269,10 +268,10 @@ def _chain(parts: Iterable[tuple[T, ...]]) -> tuple[T, ...]:
 def time_shift(
     ranks: MeasuringRanks, kernel: Kernel, sizes: Sequence[int], settings: Settings, *, within_node: bool
 ) -> list[TimedBytes]:
-    """Seconds of messages from every rank to the next rank of its node, or to the same place on the next node.
+    """Seconds of messages from every rank to the next rank of its node, or to its counterpart on the next node.
 
-    Each message follows a visit, and has other buffers than the one before: as in a pass, the threads that copy it have
-    slept, and its bytes are not in the caches. Messages of some MiB that are repeated by themselves take half as long.
+    Each message follows a visit and uses other buffers than the message before: as in a pass, the threads that copy it
+    were asleep, and its bytes are not in the caches. Repeated alone, messages of some MiB take half as long.
     """
     visit = kernels.make_reference(kernel, settings, ranks.device)
     node, place = divmod(ranks.rank, ranks.ranks_per_node)
@@ -296,7 +295,7 @@ def time_shift(
 
 
 def _of_last(ranks: MeasuringRanks, seconds: Sequence[float]) -> tuple[float, ...]:
-    """The seconds of repeated messages on the rank that came last to each: the others also waited for that rank."""
+    """The seconds on whichever rank started each message last: the others also waited for that rank."""
     return tuple(min(of_ranks) for of_ranks in zip(*ranks.gather(seconds), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a calibration: their collective operations, and timing that all of them do at the same time."""
+"""The ranks of a calibration: their collective operations, and timing that all ranks do at the same time."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from ...transport.records import Exchange
 
 T = TypeVar("T")
 
-#: Seconds of repetitions of one measurement in a round, and the most repetitions.
+#: Seconds to repeat one measurement per round, and the most repetitions.
 ENOUGH, MOST_REPETITIONS = 0.03, 20
-#: Bytes of data that are used in turn, so that each has left the caches before its next turn, as in a pass, where
-#: visits lie between merges and between messages; and the most turns, which limits their number for the smallest sizes.
+#: Total bytes of the copies of data that are used in turn, so that each has left the caches before its next turn, as in
+#: a pass, where visits lie between merges and between messages; and the most copies, a limit for the smallest sizes.
 COLD_BYTES, MOST_TURNS = 1 << 27, 64
-#: Runs of the reference call before, and after, what it belongs to.
+#: Runs of the reference call before, and after, each measured call.
 REFERENCE_RUNS = 3
 
 
 def count_turns(nbytes: int) -> int:
-    """How many copies of data of `nbytes` bytes to use in turn: COLD_BYTES in all, 2 to MOST_TURNS copies."""
+    """How many copies of `nbytes` bytes of data to use in turn: COLD_BYTES in all, 2 to MOST_TURNS copies."""
     return max(2, min(COLD_BYTES // nbytes, MOST_TURNS))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all measurements of a calibration share: `kernel` is a name or "auto".
+    """The settings that all measurements of a calibration share; `kernel` is a name or "auto".
 
-    All is measured in `repeat` rounds, so that a moment in which the machine is busy spoils only one of them; more
-    rounds follow while they end within `seconds`.
+    Everything is measured in `repeat` rounds, so that a moment in which the machine is busy spoils only one of them;
+    more rounds follow while they end within `seconds`.
     """
 
     heads: int
@@ -56,40 +56,40 @@ class Settings:
 
 @dataclass(frozen=True)
 class TimedBytes:
-    """Seconds of repeated messages, or merges, of `bytes` bytes, on all ranks or on some."""
+    """Seconds of repeated messages or merges of `bytes` bytes, on all ranks or on some."""
 
     bytes: int
     seconds: tuple[float, ...]
 
 
 class MeasuringRanks:
-    """One rank of a calibration and its way to the others; a process alone has transport None.
+    """One rank of a calibration and its transport to the others; None for a single process.
 
     All methods are collective except `time_call`, `synchronize`, `make_buffer` and those of messages.
     """
 
     def __init__(self, transport: Transport | None, device: torch.device, ranks_per_node: int | None = None) -> None:
-        """`ranks_per_node` None: all ranks are on one node."""
+        """With `ranks_per_node` None, all ranks are on one node."""
         self.transport, self.device = transport, device
         self.rank, self.size = (0, 1) if transport is None else (transport.rank, transport.size)
         self.ranks_per_node = ranks_per_node or self.size
-        #: Ranks of a node that compute at full speed at the same time.
+        #: Ranks of a node that can compute at full speed at the same time.
         self.cores = max((os.cpu_count() or 1) // torch.get_num_threads(), 1)
         self._reference: Callable[[], Any] | None = None
-        #: Seconds of the reference call while the machine runs as fast as all times are told for; None: not known.
+        #: Seconds of the reference call at the pace to which all times are corrected; None: no correction.
         self.pace: float | None = None
 
     def keep_pace(self, reference: Callable[[], Any], pace: float | None = None) -> None:
-        """Tell all later times as if the machine always ran `reference` in `pace` seconds; None: in what it takes now.
+        """Correct all later times to a pace at which `reference` takes `pace` seconds; None: the seconds it takes now.
 
-        A CPU that is shared with others, or becomes hot, runs slower for minutes: that is not a property of a pass.
+        A CPU that is shared or hot runs slower for minutes, which is not a property of a pass.
         """
         self._reference = reference
         self._time_reference()
         self.pace = median(self._time_reference() for _ in range(2 * REFERENCE_RUNS)) if pace is None else pace
 
     def rounds(self, settings: Settings) -> Iterator[int]:
-        """The numbers of the rounds: `settings.repeat`, and more while they end within `settings.seconds`."""
+        """Numbers of the rounds: `settings.repeat` rounds, and more while they end within `settings.seconds`."""
         begun = time.perf_counter()
         for number in count():
             if number >= settings.repeat:
@@ -99,9 +99,10 @@ class MeasuringRanks:
             yield number
 
     def correction(self, call: Callable[[], T]) -> tuple[T, float]:
-        """The result of a call that all ranks begin together, and the factor on seconds measured in it.
+        """The result of a call that all ranks begin together, and the factor that corrects seconds measured in it.
 
-        The factor is the pace over the seconds of the reference call right before and after; 1 without a reference.
+        The factor is the pace over the mean seconds of the reference call right before and after; 1 without a
+        reference.
         """
         if self.pace is None:
             self.barrier()
@@ -111,20 +112,20 @@ class MeasuringRanks:
         return result, 2 * self.pace / (before + self._time_reference())
 
     def _time_reference(self) -> float:
-        """Median seconds of the reference call, on as many ranks at once as there are cores."""
+        """Median seconds of the reference call, run on as many ranks of a node at once as it has cores."""
         assert self._reference is not None
-        self.barrier()  # a rank that still computes would slow the reference down
+        self.barrier()  # a rank that is still computing would slow the reference down
         busy = self.rank % self.ranks_per_node < self.cores
         seconds = [self.time_call(self._reference) for _ in range(REFERENCE_RUNS)] if busy else []
         return median(self.gather_times(seconds))
 
     @property
     def nodes(self) -> int:
-        """The nodes of the ranks."""
+        """The number of nodes."""
         return self.size // self.ranks_per_node
 
     def barrier(self) -> None:
-        """Return when all ranks have come here."""
+        """Return when all ranks have called this."""
         self.gather(None)
 
     def gather(self, value: T) -> list[T]:
@@ -136,7 +137,7 @@ class MeasuringRanks:
         return [pickle.loads(record) for record in exchange.records]
 
     def time_call(self, call: Callable[[], Any]) -> float:
-        """Seconds of one call, until the device has finished its work."""
+        """Seconds of one call, including the device's work."""
         self.synchronize()
         start = time.perf_counter()
         call()
@@ -151,7 +152,7 @@ class MeasuringRanks:
     def time_alternating(self, calls: Sequence[Callable[[], Any]]) -> tuple[list[float], ...]:
         """Seconds of each repetition of each call, after a warm-up of all; the calls alternate A B C A B C.
 
-        All ranks repeat equally often, at the same time: for ENOUGH seconds per call, but once at least.
+        All ranks repeat at the same time and equally often: for ENOUGH seconds per call, at least once.
         """
         self.barrier()
         first = max(self.gather(sum(self.time_call(call) for call in calls)))
@@ -164,7 +165,7 @@ class MeasuringRanks:
         return tuple(t for of_rank in self.gather(seconds) for t in of_rank)
 
     def start_messages(self, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor]) -> Any:
-        """Start one message to and from each peer, by the peers' ranks; returns a ticket for `finish_messages`."""
+        """Start one message to and from each peer, keyed by rank; returns a ticket for `finish_messages`."""
         assert self.transport is not None, "a process alone sends nothing"
         sent, received = (
             tuple(Message(peer, 0, data) for peer, data in messages.items()) for messages in (sends, recvs)
@@ -178,9 +179,9 @@ class MeasuringRanks:
         self.synchronize()
 
     def exchange(self, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor]) -> None:
-        """Start messages as `start_messages`, and finish them."""
+        """Send and receive as `start_messages`, and wait until all have arrived."""
         self.finish_messages(self.start_messages(sends, recvs))
 
     def make_buffer(self, size: int) -> torch.Tensor:
-        """`size` bytes of zeros on the device, whose memory is allocated and not only reserved."""
+        """`size` bytes of zeros on the device, in memory that is really allocated and not only reserved."""
         return torch.zeros(size, dtype=torch.uint8, device=self.device)

@@ -1,4 +1,4 @@
-"""Whole passes of the ring, measured on real ranks, the modelled times of the same plans, and the errors of these."""
+"""Whole passes of the ring measured on real ranks, the modelled times of the same plans, and the model's errors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ...simulator.timing.simulation import simulate
 from ...text import duration, plural
 from .measuring_ranks import MeasuringRanks, Settings
 
-#: (seconds of a run by the clock, factor that corrects them for the pace of the machine), run by run.
+#: For each run: (seconds by the clock, factor that corrects them for the pace of the machine).
 Runs = tuple[tuple[float, float], ...]
-#: (pattern, layout) of the passes whose ratios a calibration keeps: ranks equally busy, equally busy with half the
+#: (pattern, layout) of the passes whose ratios a calibration stores: ranks equally busy, equally busy with half the
 #: work, busy at different times, and with bands. The model errs differently for each, and intervals must hold for all.
 GRID = (
     ("Full()", "contiguous"),
@@ -30,11 +30,11 @@ GRID = (
     ("Causal()", "contiguous"),
     ("Causal() & Window(255)", "contiguous"),
 )
-#: Probability that an interval is to have.
+#: Target probability of an interval.
 LEVEL = 0.9
-#: (pattern, layout) of compared passes that no calibration measures.
+#: (pattern, layout) of passes for comparison only, which no calibration measures.
 HELD_OUT_GRID = (("Dilated((256, 1024), (1, 4), causal=True)", "contiguous"),)
-#: Modelled seconds from which a pass counts as long: the noise of a machine's processes is small beside them.
+#: A pass counts as long from this many modelled seconds: the noise of the machine's processes is small beside them.
 LONG_PASS = 0.02
 
 
@@ -51,7 +51,7 @@ class PassCase:
         return f"{self.pattern} {self.layout} {self.tokens} {'backward' if self.backward else 'forward'}"
 
     def plan(self, ranks: int, settings: Settings) -> Plan:
-        """The plan of the pass on so many ranks."""
+        """The plan of the pass on `ranks` ranks."""
         return make_plan(
             parse_pattern(self.pattern),
             tokens=self.tokens,
@@ -68,7 +68,7 @@ class PassCase:
 class Pass:
     """A measured case: the seconds of each run, corrected for the pace of the machine, and the modelled seconds.
 
-    `raw` are the seconds of each run as the clock told them; () where they are the same.
+    `raw` has the uncorrected seconds of each run; () where they are the same.
     """
 
     case: PassCase
@@ -101,16 +101,16 @@ def list_cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int)
 def sizes_between(rows: Sequence[int]) -> list[int]:
     """Rounded geometric means of neighbouring sizes, except of the two smallest, where a call is all overhead.
 
-    Passes of these sizes have the error of interpolating between kernel times in their ratios.
+    The ratios of passes of these sizes include the error of interpolating between kernel times.
     """
     means = [round((a * b) ** 0.5) for a, b in pairwise(rows)]
     return means[1:] or means
 
 
 def time_passes(ranks: MeasuringRanks, cases: Sequence[PassCase], settings: Settings, *, warm_up: bool) -> Runs:
-    """One run of each case, after another one of the same case with `warm_up`. Collective.
+    """One run of each case, with `warm_up` after a first run of the same case. Collective.
 
-    Each run has tensors of its own: where the allocator puts them affects a short pass strongly.
+    Each run has its own tensors: where the allocator puts them strongly affects a short pass.
     """
     return tuple(_time_pass(ranks, case, settings, warm_up) for case in cases)
 
@@ -118,7 +118,7 @@ def time_passes(ranks: MeasuringRanks, cases: Sequence[PassCase], settings: Sett
 def model_passes(
     cases: Sequence[PassCase], runs_of_cases: Sequence[Runs], ranks: int, machine: Machine, settings: Settings
 ) -> list[Pass]:
-    """The measured cases, with their modelled seconds on `machine`, which is the node they ran on."""
+    """The measured cases with their modelled seconds on `machine`, the node they ran on."""
     passes = []
     for case, runs in zip(cases, runs_of_cases, strict=True):
         raw, factors = zip(*runs, strict=True)
@@ -129,9 +129,9 @@ def model_passes(
 
 
 def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, warm_up: bool) -> tuple[float, float]:
-    """Seconds of a pass, of the slowest rank by its own clock; all ranks begin after a barrier.
+    """Seconds of a pass on the slowest rank, by its own clock, after a barrier; and the factor that corrects them.
 
-    Also the factor on these seconds that corrects them for the pace of the machine.
+    The factor corrects for the pace of the machine.
     """
     plan = case.plan(ranks.size, settings)
     shape = (1, settings.heads, plan.layout.rows(ranks.rank), settings.head_dim)
@@ -166,7 +166,7 @@ def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, warm_u
 class Errors:
     """Errors of modelled times relative to the medians of measured times, and how many runs lie in their intervals.
 
-    `bias` is the mean signed error, below 0 where the model predicts too short times; `median`, `p90` and `worst` are
+    `bias` is the mean signed error, negative where the model predicts too short times; `median`, `p90` and `worst` are
     of absolute errors. `coverage` is the share of single runs within their interval, None without residuals.
     """
 
@@ -182,8 +182,8 @@ class Errors:
 def held_out(rows: Sequence[int]) -> list[int]:
     """Rows per rank that were measured neither for kernel times nor for the passes of a calibration, ascending.
 
-    They lie at 1/4 and 3/4 of the way from one size to the next, in logarithms, and above the second size, as a call
-    below it is all overhead.
+    They lie 1/4 and 3/4 of the way between neighbouring sizes, on a logarithmic scale, and above the second size, as a
+    smaller call is all overhead.
     """
     pairs = list(pairwise(rows))
     sizes = [round(a ** (1 - x) * b**x) for a, b in (pairs[1:] or pairs) for x in (0.25, 0.75)]
@@ -191,7 +191,7 @@ def held_out(rows: Sequence[int]) -> list[int]:
 
 
 def summarise_errors(passes: Sequence[Pass], machine: Machine) -> Errors:
-    """The errors of measured passes."""
+    """The model's errors on measured passes."""
     signed = [each.modelled / median(each.seconds) - 1 for each in passes]
     absolute = sorted(map(abs, signed))
     hits = [
@@ -213,7 +213,7 @@ def summarise_errors(passes: Sequence[Pass], machine: Machine) -> Errors:
 
 
 def summarise_groups(passes: Sequence[Pass], machine: Machine, ranks: int) -> dict[str, Errors]:
-    """The errors of all passes, of the long ones, of the passes of each size, and of the held-out patterns, by name."""
+    """The errors by group name: all passes, long passes, passes of each size, and held-out patterns."""
     held = {pattern for pattern, _ in HELD_OUT_GRID}
     groups = {"all": list(passes), f"over {duration(LONG_PASS)}": [p for p in passes if p.modelled >= LONG_PASS]}
     for rows in sorted({each.case.tokens // ranks for each in passes}):
@@ -224,5 +224,5 @@ def summarise_groups(passes: Sequence[Pass], machine: Machine, ranks: int) -> di
 
 
 def validation_cases(rows: Sequence[int], ranks: int) -> list[PassCase]:
-    """The cases of a validation on so many ranks: the patterns of a calibration, and those held out."""
+    """The cases of a validation on `ranks` ranks: the patterns of a calibration, and the held-out ones."""
     return list_cases((*GRID, *HELD_OUT_GRID), rows, ranks)

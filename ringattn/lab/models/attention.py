@@ -1,4 +1,4 @@
-"""Attention of the layers of a model: the modelled passes of the plan of one layer for each distinct window."""
+"""Attention of a model's layers: the simulated plan of one layer for each distinct window."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...simulator.timing.simulation import simulate
 from .config import ModelConfig
 from .parallel import Parallel
 
-#: Categories of a pass's memory that are activations, which a model counts itself.
+#: Memory categories of a pass that are activations; the model counts these itself.
 _ACTIVATIONS = ("q, k, v", "output", "lse")
 
 
@@ -28,7 +28,7 @@ class LayerAttention:
     #: Seconds.
     forward: float
     backward: float
-    #: Bytes of one rank beside q, k, v, output and lse: message buffers, accumulators, gradients.
+    #: Bytes per rank besides q, k, v, output and lse: message buffers, accumulators, gradients.
     buffers: int
     #: Layout, schedule and solver, in words.
     plan: str
@@ -44,18 +44,18 @@ def attention_of_layers(
     backward: bool = True,
     chunk: int | None = None,
 ) -> list[tuple[int, LayerAttention]]:
-    """(number of layers, attention of such a layer) for each distinct window, all on one layout.
+    """(number of layers, attention of one of them) for each distinct window, all with one layout.
 
-    `chunk`: of a prompt that comes in chunks of so many tokens, the attention of the last chunk to all tokens. Raises
-    what plans raise.
+    With `chunk`, a prompt comes in chunks of that many tokens: this is the attention of the last chunk to all tokens.
+    Raises the errors of planning.
     """
     tp = parallel.tp
-    if parallel.cp == 1:  # one kernel call in a queue that the host fills ahead
+    if parallel.cp == 1:  # one kernel call, which the host queues ahead
         machine = replace(machine, host=None, host_call=None)
     if tp > 1:  # every tp-th rank of a node is in the group
         shared = machine.bandwidth / min(tp, machine.ranks_per_node) if machine.shared_nic else machine.bandwidth
         machine = replace(machine, ranks_per_node=max(machine.ranks_per_node // tp, 1), bandwidth=shared)
-    # A window that hides nothing is none.
+    # A window as long as the sequence hides nothing.
     windows = Counter(None if window is None or window >= tokens else window for window in model.windows)
     common = gcd(*windows.values())
     layers = _attend(
@@ -77,18 +77,18 @@ def attention_of_layers(
 
 
 def describe_layers(layers: list[tuple[int, LayerAttention]]) -> str:
-    """What was planned for each kind of layer, in words."""
+    """The plan of each kind of layer, as text."""
     return "; ".join(f"{count} layers: {one.plan}" for count, one in layers)
 
 
 def _causal(window: int | None) -> Pattern:
-    """The causal mask, or the part of it that a window leaves."""
+    """The causal mask, limited to the last `window` keys if given."""
     return Causal() if window is None else Causal() & Window(window - 1)
 
 
 @lru_cache(maxsize=4096)
 def count_pairs(window: int | None, tokens: int) -> int:
-    """(query, key) pairs of one head that such a layer sees in a sequence."""
+    """How many (query, key) pairs one head of a layer with this window computes."""
     return _causal(window).count(range(tokens), range(tokens))
 
 
@@ -96,13 +96,13 @@ def count_pairs(window: int | None, tokens: int) -> int:
 def _attend(
     windows: tuple[tuple[int | None, int], ...], chunk: int, layout: str, backward: bool, **sizes: Any
 ) -> list[LayerAttention]:
-    """Attention of a layer of each window, of which there are so many; `sizes` are those of `make_plans`.
+    """Attention of a layer for each (window, number of its layers); `sizes` are arguments of `make_plans`.
 
-    The latest are remembered, as a search asks for the same layers many times.
+    Cached, as a search asks for the same layers many times.
     """
     tokens, ranks = sizes["tokens"], sizes["ranks"]
     cut: dict[str, Any] = {"layout": layout}
-    if chunk < tokens:  # the keys of all chunks, cut chunk by chunk
+    if chunk < tokens:  # shard the keys chunk by chunk
         starts = range(0, tokens, chunk)
         chunks = [make_layout(layout, tokens=min(chunk, tokens - start), ranks=ranks) for start in starts]
         chunks = [shift_layout(one, start) for one, start in zip(chunks, starts, strict=True)]

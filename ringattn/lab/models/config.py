@@ -1,4 +1,4 @@
-"""Models: the sizes that time, memory and parameters follow from, by name or from a Hugging Face config."""
+"""Model sizes, by name or from a Hugging Face config; time, memory and parameters follow from them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ...errors import InvalidInput
 from ...files import Count, Positive, as_kind, check_fields, load
 from ...text import did_you_mean
 
-#: Numbers of published configs by the name of the model.
+#: Sizes from published configs, by model name.
 MODELS = load(Path(__file__).with_name("models.yaml"), dict[str, dict[str, Any]], "models")
-#: Layers of a model: a number of each is kept.
+#: Number of layers, bounded because each layer stores an entry.
 Layers = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a decoder-only language model. Raises InvalidInput for sizes that do not fit each other."""
+    """The sizes of a decoder-only language model. Raises InvalidInput for inconsistent sizes."""
 
     name: str
     layers: Layers
@@ -29,24 +29,24 @@ class ModelConfig:
     heads: Count
     kv_heads: Count
     head_dim: Count
-    #: Columns of the MLP, of each expert.
+    #: Columns of the MLP, or of each expert.
     mlp: Count
     vocab: Count
     experts: Count = 1
     experts_per_token: Count = 1
     #: Whether the MLP has a gate: three matrices instead of two.
     gated: bool = True
-    #: Keys that a query of each layer sees, its own among them; None: all before it. (): None for every layer.
+    #: For each layer, how many keys a query sees, its own included; None: all before it. (): None for every layer.
     windows: tuple[Count | None, ...] = ()
     sinks: bool = False
     softcap: Positive | None = None
-    #: Whether the embedding is the output matrix, too.
+    #: Whether the output matrix is the embedding.
     tied: bool = False
-    #: Parameters of a layer beside its matrices (norms, biases, sinks), without those of experts, and of one expert.
+    #: Parameters per layer besides its matrices (norms, biases, sinks), without those of experts; and per expert.
     vectors: int = 0
     expert_vectors: int = 0
-    #: Bytes of a weight as stored for inference, of the matrices of experts (of the MLP) and of attention; None: those
-    #: of the activations. Training holds weights in the dtype of the activations.
+    #: Bytes per weight as stored for inference: of the matrices of experts (of the MLP), and of attention; None: as for
+    #: the activations. Training holds weights in the dtype of the activations.
     mlp_item: float | None = None
     attention_item: float | None = None
 
@@ -59,8 +59,8 @@ class ModelConfig:
             )
         if self.experts_per_token > self.experts:
             raise InvalidInput(
-                f"model {self.name}: experts_per_token={self.experts_per_token} of {self.experts} experts; give at "
-                "most as many as there are"
+                f"model {self.name}: experts_per_token={self.experts_per_token} exceeds the {self.experts} experts; "
+                "give at most that many"
             )
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.layers)
@@ -72,7 +72,7 @@ class ModelConfig:
 
     @property
     def attention_matrices(self) -> int:
-        """Parameters of the matrices of q, k, v and the output of one layer."""
+        """Parameters of the q, k, v and output matrices of one layer."""
         return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
 
     @property
@@ -87,7 +87,7 @@ class ModelConfig:
 
     @property
     def table(self) -> int:
-        """Parameters of the embedding, and of the output matrix."""
+        """Parameters of the embedding; the output matrix has as many."""
         return self.vocab * self.hidden
 
     @property
@@ -101,7 +101,7 @@ class ModelConfig:
         return self.layers * self.layer + self.hidden + self.table * (1 if self.tied else 2)
 
     def stored_bytes(self, item: int) -> float:
-        """Bytes of all weights as stored for inference; `item` bytes of a weight that is not quantized."""
+        """Bytes of all weights as stored for inference; a weight that is not quantized takes `item` bytes."""
         mlp = self.layers * self.experts * (self.expert - self.expert_vectors)
         attention = self.layers * self.attention_matrices
         fewer = mlp * (item - (self.mlp_item or item)) + attention * (item - (self.attention_item or item))
@@ -109,7 +109,7 @@ class ModelConfig:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that compute with each token: without the embedding's rows, and without experts not chosen."""
+        """Parameters that compute for each token: excludes the embedding's rows, and experts not chosen."""
         unused = (self.experts - self.experts_per_token) * self.expert
         return self.layers * (self.layer - unused) + self.hidden + self.table
 
@@ -121,7 +121,7 @@ class Quantization(Struct):
 
 
 class HuggingFaceConfig(Struct):
-    """The keys of a Hugging Face config that sizes follow from; null stands for a key that is left out."""
+    """The keys of a Hugging Face config that determine sizes; null means that the key is left out."""
 
     model_type: str
     hidden_size: Count
@@ -146,13 +146,13 @@ class HuggingFaceConfig(Struct):
     quantization_config: Quantization | None = None
 
 
-#: What published configs leave out, by model type: the defaults of transformers.
+#: Defaults of transformers for keys that published configs leave out, by model type.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208},
     "qwen3": {"head_dim": 128},
     "qwen3_moe": {"num_experts_per_tok": 8},
 }
-#: Keys whose value changes the model in a way that is not modelled, with the values that change nothing.
+#: Keys that can change the model in ways that are not modelled, each with the values that change nothing.
 _PLAIN: dict[str, tuple[object, ...]] = {
     "hidden_act": (None, "silu", "gelu", "gelu_pytorch_tanh"),
     "mlp_bias": (None, False),
@@ -161,7 +161,7 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "mlp_only_layers": (None, []),
     "use_bidirectional_attention": (None, False),
 }
-#: By quant_method: bytes of a stored weight of the MLP's matrices and of those of attention.
+#: By quant_method: bytes per stored weight of the MLP's matrices, and of attention's.
 _STORED: dict[str | None, tuple[float | None, float | None]] = {
     None: (None, None),
     "mxfp4": (17 / 32, None),  # 32 numbers of 4 bits share a scale of 8 bits (OCP Microscaling Formats 1.0)
@@ -170,11 +170,11 @@ _STORED: dict[str | None, tuple[float | None, float | None]] = {
 
 
 def _llama_vectors(c: HuggingFaceConfig, q: int, kv: int, d: int) -> int:
-    """Two norms, and with attention_bias the biases of q, k, v and the output."""
+    """Parameters of two norms and, with attention_bias, of the biases of q, k, v and the output."""
     return 2 * c.hidden_size + (q + 2 * kv + c.hidden_size if c.attention_bias else 0)
 
 
-#: Parameters of a layer beside its matrices by model type, from the config, the columns of q and k, and the head dim.
+#: By model type: parameters of a layer besides its matrices, from the config, the columns of q and k, and head dim.
 _VECTORS: dict[str, Callable[[HuggingFaceConfig, int, int, int], int]] = {
     "llama": _llama_vectors,
     **dict.fromkeys(("mistral", "mixtral", "phi3"), lambda c, q, kv, d: 2 * c.hidden_size),
@@ -186,14 +186,14 @@ _VECTORS: dict[str, Callable[[HuggingFaceConfig, int, int, int], int]] = {
     "gemma2": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + 2 * c.hidden_size,
     "gpt_oss": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + c.num_attention_heads + c.num_local_experts,
 }
-#: Types whose models tie the embedding and the output unless their config says otherwise.
+#: Model types that tie embedding and output unless their config says otherwise.
 _TIED = ("gemma", "gemma2", "gemma3_text")
 
 
 def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
     """The model of a Hugging Face config.json. Raises InvalidInput for keys that are missing or not modelled."""
     inner = config.get("text_config")
-    if isinstance(inner, Mapping) and config.get("hidden_size") is None:  # a model of texts and images: its text part
+    if isinstance(inner, Mapping) and config.get("hidden_size") is None:  # a multimodal model: its text part
         kind = inner.get("model_type") or f"{config.get('model_type')}_text"
         quantized = config.get("quantization_config")
         config = {"quantization_config": quantized, **inner, "model_type": kind}
@@ -243,19 +243,19 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
 
 
 def _windows(config: HuggingFaceConfig, name: str) -> tuple[int | None, ...]:
-    """The window of each layer: by `layer_types`, else by the rule of the model type."""
+    """The window of each layer: from `layer_types`, else by the rule of the model type."""
     layers, window, types = config.num_hidden_layers, config.sliding_window, config.layer_types
     if types is not None:
         if len(types) != layers or (window is None and "sliding_attention" in types):
             raise InvalidInput(
-                f"model {name}: layer_types must be {layers} times full_attention or sliding_attention, the latter "
-                f"with a sliding_window; got {len(types)} layers, sliding_window={window}"
+                f"model {name}: layer_types must give full_attention or sliding_attention for each of {layers} layers, "
+                f"the latter with a sliding_window; got {len(types)} layers, sliding_window={window}"
             )
         return tuple(window if one == "sliding_attention" else None for one in types)
     qwen = config.model_type.startswith("qwen")
     if window is None or (qwen and not config.use_sliding_window):
         return (None,) * layers
-    if config.model_type in ("gpt_oss", "gemma2"):  # these alternate, and begin with a window
+    if config.model_type in ("gpt_oss", "gemma2"):  # layers alternate, starting with a window
         return tuple(None if layer % 2 else window for layer in range(layers))
     if config.model_type == "gemma3_text":  # every sixth layer sees all tokens
         every = config.sliding_window_pattern
@@ -265,7 +265,7 @@ def _windows(config: HuggingFaceConfig, name: str) -> tuple[int | None, ...]:
 
 
 def load_model(name_or_path: str) -> ModelConfig:
-    """The model of a name in `MODELS`, or of a JSON file with a Hugging Face config. Raises InvalidInput."""
+    """The model named in `MODELS`, or described by a JSON file with a Hugging Face config. Raises InvalidInput."""
     if name_or_path in MODELS:
         return from_hugging_face(MODELS[name_or_path], name_or_path)
     path = Path(name_or_path)

@@ -1,4 +1,4 @@
-"""`prefill` and `decode`: modelled time to the first token, time per token, and memory of keys and values."""
+"""`prefill` and `decode`: modelled time to first token, time per token, and memory of keys and values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .config import ModelConfig
 from .layer import RESERVED, LayerCosts, ModelEstimate, check_dtype, memory_bandwidth
 from .parallel import Parallel, check_counts
 
-#: The most chunks of a prompt.
+#: Maximum number of chunks in a prompt.
 MOST_CHUNKS = 1024
 
 
@@ -28,18 +28,18 @@ def prefill(
     *,
     chunk: int | None = None,
 ) -> ModelEstimate:
-    """The modelled prefill of `parallel.rows` prompts of `tokens` tokens in each dp group: its time to first token.
+    """Modelled prefill of `parallel.rows` prompts of `tokens` tokens per dp group; `seconds` is the time to first
+    token.
 
-    All forwards of a training step, without a loss, gathers or gradients: each rank holds its part of the weights by
-    tp. Logits are those of the last token. `chunk`: prompts come in chunks of so many tokens, one after another, each
-    of which attends all tokens so far, as in `ra.KVCache`; weights are read, and activations held, for each chunk.
-    Raises as `training_step`.
+    The forwards of a training step, without loss, gathers or gradients: tp shards the weights, and only the last token
+    has logits. With `chunk`, prompts come in chunks of that many tokens, one after another; each chunk attends all
+    tokens so far, as in `ra.KVCache`, reads the weights, and holds its own activations. Raises as `training_step`.
     """
     _check(model, machine, tokens, parallel, dtype)
     if chunk is not None and (chunk < parallel.cp or tokens > MOST_CHUNKS * chunk):
         raise InvalidInput(
-            f"chunk={chunk}: each chunk has a plan of its own, so that a prompt of {tokens:,} tokens comes in at most "
-            f"{MOST_CHUNKS:,}, each of at least cp={parallel.cp} tokens; try chunk={max(tokens // 32, parallel.cp)}"
+            f"chunk={chunk}: each chunk is planned separately, so {tokens:,} tokens come in at most "
+            f"{MOST_CHUNKS:,} chunks of at least cp={parallel.cp} tokens; try chunk={max(tokens // 32, parallel.cp)}"
         )
     if chunk is not None and chunk < tokens:
         ends = [*range(chunk, tokens, chunk), tokens]
@@ -51,11 +51,11 @@ def _check(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel
     parallel.check(model, machine, tokens)
     check_dtype(machine, dtype)
     if parallel.ep > 1:
-        raise InvalidInput(f"ep={parallel.ep}: experts in parallel are modelled in training only; leave it out")
+        raise InvalidInput(f"ep={parallel.ep}: expert parallelism is modelled for training only; leave ep out")
 
 
 def _join_chunks(chunks: list[ModelEstimate]) -> ModelEstimate:
-    """A prefill of chunks one after another: the sum of their times, the most memory, and the last one's logits."""
+    """A prefill of chunks one after another: the summed times, the largest memory, and the last chunk's logits."""
     last = chunks[-1]
     parts = {name: sum(one.parts[name] for one in chunks) for name in last.parts} | {"logits": last.parts["logits"]}
     memory = {name: max(one.memory[name] for one in chunks) for name in last.memory}
@@ -100,12 +100,12 @@ def decode(
     merge: str = "auto",
     windows: str = "shard",
 ) -> ModelEstimate:
-    """The modelled time of one token of each of `batch` sequences of a dp group, after `context` tokens.
+    """The modelled time to generate one token of each of `batch` sequences of a dp group, after `context` tokens.
 
-    Every matrix is read once, and computes with `batch` rows where that takes longer. Keys and values are read once,
-    cut by tokens over the cp ranks, as in `ra.KVCache`, and by heads over the tp ranks. Each cp rank attends its part,
-    and ranks merge outputs and lse in fp32 by the messages of `merge`, see `merge_seconds`. With windows="copy" each
-    rank holds the windows whole, and layers with a window send nothing. Raises as `training_step`.
+    Every matrix is read once; computing with `batch` rows counts where it takes longer. Keys and values are read once,
+    sharded by tokens over the cp ranks, as in `ra.KVCache`, and by heads over the tp ranks. Each cp rank attends its
+    shard, and ranks merge outputs and lse in fp32 with the messages of `merge` (see `merge_seconds`). With
+    windows="copy" each rank holds whole windows, and layers with a window send nothing. Raises as `training_step`.
     """
     _check(model, machine, context, parallel, dtype)
     check_counts(batch=batch)
@@ -133,7 +133,7 @@ def decode(
 
 
 def _memory(costs: LayerCosts, kept: int, rows: int) -> dict[str, int]:
-    """Bytes of weights, and of the keys and values of `rows` sequences: `kept` tokens of all layers together."""
+    """Bytes of weights, and of keys and values of `rows` sequences; `kept`: tokens held, summed over layers."""
     return {
         "weights": ceil(costs.model.stored_bytes(costs.item) / costs.parallel.tp),
         "keys and values": rows * kept * 2 * costs.kv_heads * costs.model.head_dim * costs.item,

@@ -1,4 +1,4 @@
-"""Seconds of products, of memory traffic and of collectives; of a layer beside attention, and of a whole model."""
+"""Seconds of matrix products, memory traffic and collectives: of a layer without attention, and of a whole model."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from ...machine.machine import Machine
 from .config import ModelConfig
 from .parallel import SHARDS, Parallel, Software
 
-#: Rows and columns of the tile of the result that one thread block of a matrix product computes.
+#: Rows and columns of the result that one thread block of a matrix product computes.
 TILE = 128
-#: The part of what is needed that an allocator holds beside it, in fragments [assumed].
+#: Memory that an allocator loses to fragments, as a fraction of the memory in use [assumed].
 FRAGMENTS = 0.08
-#: Bytes of an element that casting to 8 bits moves: read, and written in two layouts.
+#: Bytes that casting an element to 8 bits moves: one read, and two writes in two layouts.
 CAST = 4
-#: Seconds of the start of a collective within `latency`; the rest of it is of each hop (NCCL, src/graph/tuning.cc: a
+#: Seconds to start a collective, part of `latency`; the rest of `latency` is per hop (NCCL, src/graph/tuning.cc: a
 #: ring starts in 6.6 us, a hop of the Simple protocol takes 3.4 us over NVLink and 14 us over a network).
 START = 6.6e-6
-#: What a collective takes from computing meanwhile: part of the multiprocessors (16 to 24 channels of NCCL, of H100's
-#: 132), and bytes of memory for each byte of its ring (written by the neighbour, read, and written to its place).
+#: What a collective takes from concurrent computing: a share of the multiprocessors (16 to 24 channels of NCCL, of
+#: H100's 132), and memory traffic per byte of its ring (written by the neighbour, read, written to its destination).
 CHANNELS, COPIES = 20 / 132, 3
-#: The part of the memory that the driver, NCCL's buffers and fragments take [assumed].
+#: The share of memory that the driver, NCCL's buffers and fragments take [assumed].
 RESERVED = 0.05
 
 
 def check_dtype(machine: Machine, dtype: str) -> None:
-    """Raise InvalidInput where the machine's rates are not those of `dtype`."""
+    """Raise InvalidInput if the machine's rates are for another dtype than `dtype`."""
     if dtype not in ITEM_BYTES or ITEM_BYTES[dtype] != ITEM_BYTES[machine.flops_dtype or dtype]:
         raise InvalidInput(
-            f"dtype={dtype}: the rates of this machine are those of {machine.flops_dtype}; try "
+            f"dtype={dtype}: this machine's rates are for {machine.flops_dtype}; try "
             f"dtype={machine.flops_dtype}, or a machine with flops= and without flops_dtype"
         )
 
 
 def memory_bandwidth(machine: Machine) -> float:
-    """Bytes/s that kernels read and write: what the kernel rates say, else twice the rate of merging, which is a half.
+    """Bytes/s that kernels read and write: from the kernel rates, else twice the rate of merging, which reaches half.
 
     Raises InvalidInput where the machine has neither.
     """
@@ -46,19 +46,19 @@ def memory_bandwidth(machine: Machine) -> float:
         return machine.kernel_rates.memory
     if machine.merge is None:
         raise InvalidInput(
-            "machine: the time of norms and optimiser needs the rate of the memory, for which merge= (bytes/s read and "
-            "written) stands; give machine.merge=1e12, or a preset such as h100_nvlink_ib"
+            "machine: the time of norms and optimiser needs the rate of the memory or of merge; give "
+            "machine.merge=1e12 (bytes/s read and written), or a preset such as h100_nvlink_ib"
         )
     return 2 * machine.merge
 
 
 def collective_seconds(machine: Machine, size: float, ranks: int, stride: int) -> float:
-    """Seconds in which each of `ranks` ranks, `stride` apart, gathers `size` bytes of which it has its share.
+    """Seconds for each of `ranks` ranks, `stride` apart, to gather `size` bytes, of which it holds its share.
 
     A ring moves size x (ranks - 1) / ranks bytes over its slowest link (Thakur, Rabenseifner and Gropp, "Optimization
     of Collective Communication Operations in MPICH", 2005), in ranks - 1 hops. A reduce-scatter takes as long, an
-    all-reduce twice as long. Between nodes the ring uses the cards of all its ranks of a node at once, as NCCL's rings
-    do; all other rings of the node share one card where there is only one.
+    all-reduce twice as long. Between nodes a ring uses the network cards of all its ranks on a node at once, as NCCL's
+    rings do; where a node has one card, all rings of the node share it.
     """
     if ranks == 1 or not size:
         return 0.0
@@ -76,14 +76,14 @@ def collective_seconds(machine: Machine, size: float, ranks: int, stride: int) -
 
 
 def count_inside(machine: Machine, ranks: int, stride: int) -> int:
-    """Those of `ranks` ranks, `stride` apart, that lie on one node."""
+    """How many of `ranks` ranks, `stride` apart, lie on one node."""
     return max(min(ranks, machine.ranks_per_node // stride), 1)
 
 
 def all_to_all_seconds(machine: Machine, size: float, ranks: int, stride: int) -> float:
-    """Seconds in which each of `ranks` ranks, `stride` apart, sends an equal part of `size` bytes to each of them.
+    """Seconds for each of `ranks` ranks, `stride` apart, to send an equal part of `size` bytes to each of them.
 
-    Parts within a node and between nodes travel at once; between nodes each rank has its card, or a share of the one.
+    Traffic within and between nodes overlaps; between nodes each rank has its own network card, or a share of one.
     """
     node, inside = machine.ranks_per_node, count_inside(machine, ranks, stride)
     near = machine.parts_in_turn(inside, stride)
@@ -93,14 +93,14 @@ def all_to_all_seconds(machine: Machine, size: float, ranks: int, stride: int) -
 
 
 def slowdown_seconds(machine: Machine, seconds: float, size: float) -> float:
-    """Seconds by which a collective of `seconds` and `size` bytes slows down what computes meanwhile."""
+    """Seconds by which a collective of `size` bytes that takes `seconds` slows down concurrent computing."""
     return CHANNELS * seconds + COPIES * size / memory_bandwidth(machine)
 
 
 def message_seconds(machine: Machine, size: float, stride: int, ranks: int) -> float:
-    """Seconds in which each of `ranks` ranks, `stride` apart, sends `size` bytes to the next one; 0 for one rank.
+    """Seconds for each of `ranks` ranks, `stride` apart, to send `size` bytes to the next one; 0 for one rank.
 
-    Between nodes all ranks of a node send at once, over one card where there is only one.
+    Between nodes all ranks of a node send at once, over one network card where there is only one.
     """
     if ranks == 1:
         return 0.0
@@ -111,22 +111,22 @@ def message_seconds(machine: Machine, size: float, stride: int, ranks: int) -> f
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of the forward of a layer with `rows` tokens on one rank; a backward takes twice the matrix products.
+    """Costs of a layer's forward with `rows` tokens on one rank; a backward takes twice the matrix products.
 
-    Matrices are cut by tp: q, k, v and the MLP by columns, the output of attention and the MLP's last matrix by rows.
-    Norms and residuals are cut by tokens.
+    tp shards matrices: q, k, v and the MLP by columns, the output of attention and the MLP's last matrix by rows. Norms
+    and residuals are sharded by tokens.
     """
 
     model: ModelConfig
     machine: Machine
     parallel: Parallel
     rows: int
-    #: Bytes of an activation.
+    #: Bytes per element of an activation.
     item: int
 
     @cached_property
     def kv_heads(self) -> int:
-        """Key/value heads of one rank: repeated where there are fewer than ranks."""
+        """Key/value heads per rank; repeated where there are fewer heads than ranks."""
         return max(self.model.kv_heads // self.parallel.tp, 1)
 
     @cached_property
@@ -143,11 +143,12 @@ class LayerCosts:
         stored: float | None = None,
         layer: bool = True,
     ) -> float:
-        """Seconds of `count` products [rows, inner] x [inner, columns] at once; `stored`: bytes of a weight in memory.
+        """Seconds of `count` concurrent products [rows, inner] x [inner, columns]; `stored`: bytes per weight in
+        memory.
 
-        Computing, 2 rows columns inner / (rate x fill), and moving both operands and the result through memory, which
-        the first and the last tiles do not hide. `fill` = n / (n + slots / 4) for n tiles of the result, as for the
-        thread blocks of attention. Products of a layer may be in 8 bits.
+        The sum of computing, 2 rows columns inner / (rate x fill), and of moving both operands and the result through
+        memory, as the first and the last tiles do not hide that. `fill` = n / (n + slots / 4) for n tiles of the
+        result, as for the thread blocks of attention. Products of a layer may be in 8 bits.
         """
         machine, rows = self.machine, self.rows if rows is None else rows
         fp8 = layer and self.software.fp8
@@ -161,7 +162,7 @@ class LayerCosts:
 
     @property
     def software(self) -> Software:
-        """What the framework does."""
+        """How the framework runs a layer."""
         return self.parallel.software
 
     @cached_property
@@ -173,7 +174,7 @@ class LayerCosts:
         return self._matmul(columns, model.hidden, stored=stored) + out
 
     def _experts(self, columns: float, inner: float) -> float:
-        """Seconds of a product of the MLP, or of the rank's experts, of which each gets equally many tokens."""
+        """Seconds of a product of the MLP, or of the rank's experts, each with an equal share of the tokens."""
         chosen = self.rows * self.model.experts_per_token
         used = min(self.model.experts // self.parallel.ep, chosen)
         return self._matmul(columns, inner, chosen / used, used, self.model.mlp_item)
@@ -195,10 +196,10 @@ class LayerCosts:
     def norms(self) -> float:
         """Seconds of norms, residuals, rotary positions, activation, casts and routing, each read and written once.
 
-        Bytes of a token, of 2-byte activations: 2 norms (4 h each; by steps in fp32 36 h), 2 residuals (6 h each),
-        rotary positions 4 (H + K) D (by steps 20), the activation of m columns (6 m with a gate, by steps 10 m; else
-        4 m); with e experts of a token also 8 e h to send tokens there and back; with 8 bits CAST of each input of a
-        product. Models without a gate have the norm of a library, which is one kernel.
+        Bytes per token, with 2-byte activations: 2 norms (4 h each; unfused in fp32 36 h), 2 residuals (6 h each),
+        rotary positions 4 (H + K) D (unfused 20), the activation of m columns (6 m with a gate, unfused 10 m; without a
+        gate 4 m); with e experts per token also 8 e h to send tokens there and back; with 8 bits CAST for each input of
+        a product. Models without a gate use a library's norm, which is one kernel.
         """
         model, tp = self.model, self.parallel.tp
         eager = model.gated and not self.software.compiled
@@ -216,7 +217,7 @@ class LayerCosts:
     def exchanges(self) -> float:
         """Seconds of tensor parallelism: gathers and reductions of the activations, and a copy of each.
 
-        Hidden behind products they slow those down.
+        Where products hide them, they slow down the products.
         """
         tp = self.parallel.tp
         if tp == 1:
@@ -231,13 +232,13 @@ class LayerCosts:
 
     @cached_property
     def dispatch(self) -> float:
-        """Seconds in which ranks of ep send the rows of their tokens to the chosen experts, and the results back."""
+        """Seconds to send tokens to their chosen experts on other ep ranks, and the results back."""
         size = self.rows * self.model.experts_per_token * self.model.hidden * self.item
         return 2 * all_to_all_seconds(self.machine, size, self.parallel.ep, self.parallel.tp)
 
     @cached_property
     def again(self) -> float:
-        """Seconds in which a backward computes a layer's forward again, beside attention."""
+        """Seconds a backward spends on recomputing a layer's forward, without attention."""
         kind = self.parallel.checkpointing
         if kind == "none":
             return 0.0
@@ -248,17 +249,17 @@ class LayerCosts:
         return products - last + self.norms + self.exchanges
 
     def products(self, layers: int) -> dict[str, float]:
-        """Seconds of the parts of so many forwards that compute beside attention."""
+        """Seconds of each part of `layers` forwards that computes, without attention."""
         return {"projections": layers * self.projections, "mlp": layers * self.mlp, "norms": layers * self.norms}
 
     @property
     def seconds(self) -> float:
-        """Seconds of a layer's forward beside attention."""
+        """Seconds of a layer's forward without attention."""
         return self.projections + self.mlp + self.norms + self.exchanges
 
     @property
     def classes(self) -> float:
-        """Columns of the logits of which a rank computes the loss."""
+        """Columns of the logits whose loss one rank computes."""
         return self.model.vocab / (self.parallel.tp if self.software.splits_loss else 1)
 
     def logits(self, rows: float | None = None) -> float:
@@ -267,18 +268,18 @@ class LayerCosts:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of the input of a layer: all that checkpointing="full" keeps of it."""
+        """Bytes of a layer's input: all that checkpointing="full" saves of it."""
         return self.rows * self.model.hidden * self.item // self.parallel.tp
 
     @property
     def attention_bytes(self) -> int:
-        """Bytes of the output and lse of attention, which checkpointing="attention" keeps, too."""
+        """Bytes of attention's output and lse, which checkpointing="attention" saves as well."""
         return self.rows * self.heads * (self.model.head_dim * self.item + 4)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that checkpointing keeps of a layer. torchtitan's "selective op" keeps the outputs of attention, of
-        q, v, gate and the last product, and of messages between experts."""
+        """Bytes that checkpointing saves per layer. torchtitan's "selective op" saves the outputs of attention, of q,
+        v, gate and the last product, and of messages between experts."""
         model, kind = self.model, self.parallel.checkpointing
         if kind == "none":
             return self.activation_bytes
@@ -291,34 +292,34 @@ class LayerCosts:
         return kept
 
     def held(self, shard: str) -> float:
-        """Parameters of which a rank holds the state that `shard` cuts: its shard, or all of its part by tp and ep."""
+        """Parameters whose `shard` state a rank holds: its shard if sharded, else its whole part by tp and ep."""
         if SHARDS.index(self.parallel.shard) >= SHARDS.index(shard):
             return self.model.parameters / self.parallel.tp / self.parallel.group
         return self.cut(self.model.parameters, self.model.layers)
 
     def cut(self, parameters: float, layers: int = 1) -> float:
-        """The part by tp and ep of the parameters of so many layers, or of a model with them."""
+        """A rank's part by tp and ep of `parameters`, which include `layers` layers."""
         elsewhere = layers * self.model.experts * self.model.expert * (1 - 1 / self.parallel.ep)
         return (parameters - elsewhere) / self.parallel.tp
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that a rank keeps."""
+        """Bytes of the gradients that a rank holds."""
         return ceil(self.software.states[1] * self.held("gradients"))
 
     @property
     def again_bytes(self) -> int:
-        """Bytes beside those of a layer that is computed again."""
+        """Bytes that a layer takes beyond its saved ones while it is recomputed."""
         return self.activation_bytes - self.kept_bytes
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of what the backward of a layer reads where nothing is computed again.
+        """Bytes that a layer's backward reads if nothing is recomputed.
 
-        Inputs of two norms (2 h), q, k, v, output and lse of attention, and of the MLP its columns: both halves with a
-        gate. Not compiled, also the results of the norms (2 h) and of the activation (m), which a compiler computes
-        again. With experts, the e rows of a token at their input and output (2 e h). After Korthikanti et al. (2022),
-        without masks of dropout and without scores.
+        The inputs of two norms (2 h); q, k, v, output and lse of attention; the MLP's columns, both halves with a gate.
+        If not compiled, also the results of the norms (2 h) and of the activation (m), which a compiler recomputes.
+        With experts, the e rows per token at their input and output (2 e h). After Korthikanti et al. (2022), without
+        dropout masks and scores.
         """
         model, tp, more = self.model, self.parallel.tp, 0 if self.software.compiled else 1
         chosen = model.experts_per_token
@@ -337,27 +338,27 @@ class ModelEstimate:
     #: Bytes of one GPU by category.
     memory: dict[str, int]
     gpus: int
-    #: Tokens that the GPUs process in these seconds, of all sequences.
+    #: Tokens of all sequences that the GPUs process in these seconds.
     tokens: int
     machine: Machine = field(repr=False)
-    #: What was planned for attention, in words; "" in a decode.
+    #: The plan of attention, as text; "" in a decode.
     plan: str = ""
-    #: Bytes that the steps of a loss hold where memory is not scarce.
+    #: Bytes that the loss takes for copies of logits while memory is plentiful.
     copies: int = 0
 
     @property
     def needed(self) -> int:
-        """Bytes of one GPU without which nothing runs: all but what the driver, NCCL and an allocator hold."""
+        """Bytes that one GPU must have: all but what the driver, NCCL and an allocator hold."""
         return sum(count for name, count in self.memory.items() if name != "reserved")
 
     @property
     def reserved(self) -> int:
-        """Bytes that an allocator shows as reserved where memory is not scarce: with copies of logits and fragments."""
+        """Bytes that an allocator reserves while memory is plentiful, with copies of logits and fragments."""
         return int((1 + FRAGMENTS) * self.needed) + self.copies
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step without failures, to the first token of a prefill, or of a decoded token."""
+        """Seconds of a step without failures, of a prefill up to its first token, or of a decoded token."""
         return sum(self.parts.values())
 
     @property

@@ -10,15 +10,15 @@ from ...machine.machine import Machine
 from ...text import did_you_mean
 from .config import ModelConfig
 
-#: What a layer keeps for its backward: all; its input, the output of attention and those of every other product, as
-#: torchtitan's "selective op"; its input and the output of attention; its input alone.
+#: What a layer saves for its backward: everything; its input and the outputs of attention and of every second
+#: product, as torchtitan's "selective op"; its input and the output of attention; only its input.
 CHECKPOINTING = ("none", "selective", "attention", "full")
-#: What the ranks of dp x cp hold in shards instead of whole: ZeRO 0, 1, 2 and 3.
+#: What the dp x cp ranks hold in shards: ZeRO 0, 1, 2 and 3.
 SHARDS = ("none", "optimizer", "gradients", "weights")
 
 
 def check_counts(**counts: object) -> None:
-    """Raise InvalidInput where one is no whole number >= 1."""
+    """Raise InvalidInput unless each is a whole number >= 1."""
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InvalidInput(f"{name}={value!r} must be a whole number >= 1; try {name}=1")
@@ -26,48 +26,48 @@ def check_counts(**counts: object) -> None:
 
 @dataclass(frozen=True)
 class Software:
-    """What a framework does with a layer. The defaults are those of this library with torch.compile."""
+    """How a framework runs a layer. The defaults are those of this library with torch.compile."""
 
-    #: Whether the products of layers but those of attention are in 8 bits, with casts; the output matrix never is.
+    #: Whether a layer's products run in 8 bits, with casts, attention excepted; the output matrix never does.
     fp8: bool = False
-    #: Whether norms, rotary positions, gates and the loss are fused; if not, each step of them is a kernel.
+    #: Whether norms, rotary positions, gates and the loss are fused; if not, each of their steps is a kernel.
     compiled: bool = True
-    #: Whether computing a layer again leaves out its last product, which no backward reads (PyTorch from 2.1 on).
+    #: Whether recomputing a layer skips its last product, which no backward reads (PyTorch from 2.1 on).
     stops_early: bool = True
     #: Rows whose logits exist at once: `chunk` of train.linear_cross_entropy; None: all.
     loss_rows: int | None = 512
-    #: Whether a rank of tensor parallelism computes the loss of its columns of the logits; if not, of all.
+    #: Whether each tensor-parallel rank computes the loss of its own columns of the logits; if not, of all columns.
     splits_loss: bool = True
-    #: Times that a rank of tensor parallelism gathers or reduces the activations in a forward, and again in a backward:
-    #: around attention and around the MLP (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+    #: How often a tensor-parallel rank gathers or reduces the activations in a forward, and again in a backward: around
+    #: attention and around the MLP (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
     #: Models", 2022). 7 where q, k, v, gate and up gather their input one by one.
     exchanges: int = 4
-    #: Whether products hide them (asynchronous tensor parallelism).
+    #: Whether products hide these exchanges (asynchronous tensor parallelism).
     hides_exchanges: bool = False
-    #: Bytes of a parameter: weight, gradient, and state of the optimizer with the fp32 weight (Rajbhandari et al.,
-    #: "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020; there with gradients in 16 bits,
-    #: here in fp32, in which FSDP reduces them).
+    #: Bytes per parameter: weight, gradient, and optimizer state with the fp32 weight (Rajbhandari et al., "ZeRO:
+    #: Memory Optimizations Toward Training Trillion Parameter Models", 2020; gradients have 16 bits there, and here
+    #: fp32, in which FSDP reduces them).
     states: tuple[int, int, int] = (2, 4, 12)
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Numbers of GPUs by kind of parallelism, and choices. Raises InvalidInput for values out of range.
+    """How many GPUs each kind of parallelism takes, and its options. Raises InvalidInput for values out of range.
 
     Ranks are numbered tp first, then cp, then dp, so that the ranks of a tensor-parallel group are neighbours.
     """
 
-    #: Ranks that share a sequence, replicas of these, and ranks that share each matrix.
+    #: Ranks that share a sequence; replicas of these ranks; ranks that share each matrix.
     cp: int = 1
     dp: int = 1
     tp: int = 1
-    #: Neighbours of dp x cp that share the experts of a layer, each expert cut by tp.
+    #: Neighbouring ranks of dp x cp that share a layer's experts, where tp shards each expert.
     ep: int = 1
     layout: str = "zigzag"
     schedule: str = "auto"
     checkpointing: str = "full"
     shard: str = "weights"
-    #: Sequences of each dp group in a step.
+    #: Sequences per dp group in a step.
     rows: int = 1
     software: Software = Software()
 
@@ -82,7 +82,7 @@ class Parallel:
 
     @property
     def group(self) -> int:
-        """Ranks that share weights, gradients and optimizer states, as `shard` says."""
+        """Ranks that share weights, gradients and optimizer states, depending on `shard`."""
         return self.cp * self.dp
 
     @property
@@ -91,7 +91,7 @@ class Parallel:
         return self.group * self.tp
 
     def check(self, model: ModelConfig, machine: Machine, tokens: int) -> None:
-        """Raise InvalidInput where the model, the nodes or the tokens cannot be shared like this."""
+        """Raise InvalidInput where the model, the nodes or the tokens cannot be split this way."""
         node = machine.ranks_per_node
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < self.cp:
             raise InvalidInput(
@@ -104,7 +104,7 @@ class Parallel:
             )
         if self.software.fp8 and machine.matmul_fp8 is None:
             raise InvalidInput(
-                f"fp8=true: {machine.preset or 'this machine'} has no rate of products in 8 bits; leave fp8 out, or "
+                f"fp8=true: {machine.preset or 'this machine'} has no rate for 8-bit products; leave fp8 out, or "
                 "give machine.matmul_fp8="
             )
         if model.experts == 1 < self.ep:
@@ -115,7 +115,4 @@ class Parallel:
                 f"{self.group} ranks that share them; try ep={most}"
             )
         if node > 1 and self.gpus > node and node % self.tp and self.tp % node:
-            raise InvalidInput(
-                f"tp={self.tp} does not fit nodes of {node} GPUs, as its groups would lie across nodes unevenly; try a "
-                f"divisor of {node}"
-            )
+            raise InvalidInput(f"tp={self.tp} splits nodes of {node} GPUs unevenly; try a divisor of {node}")

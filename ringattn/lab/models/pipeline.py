@@ -1,4 +1,4 @@
-"""`pipelined_step`: a step of training whose layers are cut into stages, which micro-batches pass in turn."""
+"""`Pipeline`: a training step whose layers are cut into stages, which micro-batches pass in turn."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .parallel import check_counts
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages of a pipeline (1F1B), micro-batches of a step, and parts of the layers that each stage holds, interleaved.
+    """Stages of a pipeline (1F1B), micro-batches per step, and parts of the layers that each stage holds, interleaved.
 
     Raises InvalidInput for values out of range.
     """
 
     stages: int = 1
-    #: Micro-batches of the sequences of a dp group; None: one for each sequence, and one in all without stages.
+    #: Micro-batches per dp group and step; None: one per sequence, or one in all without stages.
     micro_batches: int | None = None
     interleaved: int = 1
 
@@ -27,11 +27,11 @@ class Pipeline:
         check_counts(pp=self.stages, micro_batches=micro_batches, interleaved=self.interleaved)
 
     def count(self, rows: int) -> int:
-        """Micro-batches of a step in which a dp group has `rows` sequences."""
+        """Micro-batches of a step whose dp groups have `rows` sequences each."""
         return self.micro_batches or (rows if self.stages > 1 else 1)
 
     def check(self, model: ModelConfig, rows: int) -> None:
-        """Raise InvalidInput where the layers or the `rows` sequences of a dp group cannot be cut like this."""
+        """Raise InvalidInput where the layers or the `rows` sequences of a dp group cannot be split this way."""
         if self.stages * self.interleaved > model.layers:
             raise InvalidInput(
                 f"pp={self.stages} interleaved={self.interleaved}: {model.name} has {model.layers} layers, and each "
@@ -44,14 +44,14 @@ class Pipeline:
             )
         if self.interleaved > 1 and self.count(rows) % self.stages:
             raise InvalidInput(
-                f"interleaved={self.interleaved} needs a multiple of pp={self.stages} micro-batches, and there are "
+                f"interleaved={self.interleaved} needs a multiple of pp={self.stages} micro-batches, but there are "
                 f"{self.count(rows)}; try batch={self.stages}"
             )
 
     def busiest_stage(self, model: ModelConfig, tokens: int) -> ModelConfig:
-        """The model of a stage with the most layers and keys, and with one table: the embedding, or the output.
+        """The model of the busiest stage: it has the most layers and keys, and one table, the embedding or the output.
 
-        Its weights are those of training, without a dtype of their own.
+        Its weights are stored as in training, without a dtype of their own.
         """
         layers = ceil(model.layers / self.stages)
         cuts = [model.windows[start : start + layers] for start in range(0, model.layers - layers + 1, layers)]
@@ -60,7 +60,7 @@ class Pipeline:
         return replace(model, layers=layers, windows=windows, tied=tied, mlp_item=None, attention_item=None)
 
     def kept(self, count: int) -> float:
-        """Micro-batches of `count` whose activations the first stage keeps at once, at most (Narayanan et al. 2021)."""
+        """How many of `count` micro-batches have activations on the first stage at once (Narayanan et al. 2021)."""
         stages, parts = self.stages, self.interleaved
         return min(count, stages if parts == 1 else stages + (stages - 1) / parts)
 

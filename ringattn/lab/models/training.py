@@ -28,39 +28,38 @@ from .layer import (
 from .parallel import SHARDS, Parallel
 from .pipeline import ONE_STAGE, Pipeline
 
-#: Bytes of a gradient while it is reduced: fp32, as FSDP reduces.
+#: Bytes of a gradient while it is reduced: fp32, as FSDP does.
 GRADIENT = 4
-#: Bytes of a parameter in a checkpoint: its fp32 weight and two moments.
+#: Bytes per parameter in a checkpoint: its fp32 weight and two moments.
 CHECKPOINT = 12
-#: Bytes that Adam moves per parameter: the gradient read, its fp32 state read and written, the new weight.
+#: Bytes that Adam moves per parameter: reads the gradient, reads and writes fp32 state, writes the new weight.
 ADAM_TRAFFIC = GRADIENT + 2 * 12 + 2
-#: Bytes of a parameter that each micro-batch moves beside the product that makes its gradient: the fp32 sum of
-#: gradients read, and written in 4 bytes instead of 2; with ZeRO 3 also two gathers copied from the buffer of the
-#: collective.
+#: Bytes per parameter that each micro-batch moves besides the product that makes its gradient. ADDING: reads the
+#: fp32 sum of gradients, and writes 4 bytes instead of 2; COPYING, with ZeRO 3: copies two gathers from the buffer
+#: of the collective.
 ADDING, COPYING = GRADIENT + 2, 8
-#: Bytes of a logit moved by a fused loss, and by one of single steps in fp32; bytes of it that are needed at once, and
-#: those of fp32 copies beside them.
+#: Bytes per logit: moved by a fused loss, moved by an unfused one in fp32, held at once, and held by fp32 copies.
 FUSED_LOSS, LOSS_BY_STEPS, LOGIT, LOGIT_COPIES = 24, 40, 4, 8
-#: Parts of a step that are attention, whose error band is known.
+#: Parts of a step that are attention; their error band is known.
 ATTENTION_PARTS = ("attention forward", "attention backward", "attention again")
-#: Parts of a step that are not repeated in each layer.
+#: Parts of a step that do not repeat per layer.
 BESIDE_LAYERS = ("loss", "optimiser", "fsdp")
-#: How far published steps lie from this model, in words; `simulate experiment=published` computes the numbers.
+#: How far published steps lie from this model, as text; `simulate experiment=published` computes the numbers.
 PUBLISHED_STEPS = (
     f"90 % of {STEPS.rows} published steps of training took {STEPS.low:g} to {STEPS.high:g} times as long as this "
-    "model, of which no number is fitted to them; half were within 4.1 %"
+    "model, in which no number is fitted to them; half were within 4.1 %"
 )
-#: The same of models with experts (benchmarks/published.md).
+#: The same for models with experts (benchmarks/published.md).
 EXPERTS_STEPS = "None of these models has experts: five published steps with experts took 0.8 to 2.6 times as long."
-#: Seconds and bytes of collectives.
+#: (seconds, bytes) of collectives.
 Collectives = tuple[float, float]
-#: (number of layers, attention of such a layer), of a model's layers: `attention_of_layers`, or a bound on it.
+#: (number of layers, attention of one of them) for a model's layers: `attention_of_layers`, or a bound on it.
 Attend = Callable[[ModelConfig, Machine, int, Parallel, str], list[tuple[int, LayerAttention]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepEstimate(ModelEstimate):
-    """One step of training: seconds, bytes of one GPU, and what follows. All modelled, but for the counted FLOPs."""
+    """One step of training: seconds, bytes per GPU, and derived figures. All modelled except the counted FLOPs."""
 
     #: FLOPs of the model without recomputation: 6 per active parameter and token, 12 D per visible pair and head.
     flops: float
@@ -69,30 +68,31 @@ class StepEstimate(ModelEstimate):
 
     @property
     def seconds_band(self) -> tuple[float, float] | None:
-        """Seconds between which 90 % of published steps would lie; None: the machine is no preset."""
+        """The (low, high) seconds between which 90 % of published steps would lie; None if the machine is not a
+        preset."""
         return (STEPS.low * self.seconds, STEPS.high * self.seconds) if self.machine.preset else None
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s of the model on each GPU, without recomputation."""
+        """The model's TFLOP/s per GPU, not counting recomputation."""
         return self.flops / self.seconds / self.gpus / 1e12
 
     @property
     def mfu(self) -> float | None:
-        """The part of the peak that the model's FLOPs reach; None where the machine has no peak."""
+        """The fraction of the peak that the model's FLOPs reach; None if the machine has no peak."""
         return None if self.machine.peak is None else self.tflops * 1e12 / self.machine.peak
 
     @property
     def gpu_hours(self) -> float:
-        """GPU hours of 1e9 tokens, without failures: times a price the cost, times kilowatts the energy in kWh."""
+        """GPU hours per 1e9 tokens, without failures: x price gives cost, x kilowatts gives energy in kWh."""
         return 1e9 / self.tokens_per_second / SECONDS_PER_HOUR
 
     def effective_seconds(self, mtbf_hours: float, checkpoint_seconds: float, restart_seconds: float) -> float:
         """Expected seconds of a step in a long job with failures and checkpoints.
 
-        `mtbf_hours` is of one GPU with its share of the host. Checkpoints follow each other as Young and Daly advise,
-        and an interval takes what Daly (2006), equation 13, says (`timing.costs`). Raises InvalidInput for times that
-        are not allowed, and where failures come long before a checkpoint or a restart ends.
+        `mtbf_hours` is for one GPU with its share of the host. Checkpoints are spaced as Young and Daly advise, and
+        Daly (2006), equation 13, gives the time of an interval (`timing.costs`). Raises InvalidInput for times out of
+        range, and where failures come long before a checkpoint or a restart ends.
         """
         for name, value in (("mtbf_hours", mtbf_hours), ("checkpoint_seconds", checkpoint_seconds)):
             if not value > 0:
@@ -120,10 +120,10 @@ def training_step(
 ) -> StepEstimate:
     """The modelled step of training `model` on sequences of `tokens` tokens, where `parallel` spreads each stage.
 
-    Attention is simulated by its plan, one layer for each distinct window, or told by `attend`: neither seconds nor
-    bytes of the step fall where those of attention rise. docs/models_cost.md has the formulas of all else. Weights have
-    the dtype of the activations, however they are published. Raises InvalidInput where the sizes do not fit each other,
-    and what plans and simulations raise.
+    Attention comes from simulating its plan, one layer for each distinct window, or from `attend`; more seconds or
+    bytes of attention never lower those of the step. docs/models_cost.md has the other formulas. Weights have the dtype
+    of the activations, whatever their published dtype. Raises InvalidInput where the sizes do not fit each other, and
+    the errors of planning and simulating.
     """
     parallel.check(model, machine, tokens)
     check_dtype(machine, dtype)
@@ -155,19 +155,18 @@ def training_step(
 def _pipelined(
     costs: LayerCosts, pipeline: Pipeline, one: dict[str, float], count: int, left_over: bool
 ) -> dict[str, float]:
-    """The seconds of the parts of a step of `count` micro-batches, from those of one in the busiest stage.
+    """Seconds of each part of a step of `count` micro-batches; `one` has those of one in the busiest stage.
 
     All stages take as long as the one with the most layers and keys. Where layers are left over, the stage with the
-    output matrix has one layer fewer, and its loss counts as far as it takes longer than a layer. The first
-    micro-batch fills the pipeline and the last one drains it: stages - 1 micro-batches more than there are, divided by
-    the interleaved parts (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM", 2021, section 2.2). Messages between stages add what takes longer than computing the part of a stage
-    beside them.
+    output matrix has one layer fewer, so only the time of its loss beyond one layer counts. Filling and draining the
+    pipeline costs as much as stages - 1 further micro-batches, divided by the interleaved parts (Narayanan et al.,
+    "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021, section 2.2). Messages
+    between stages add only what exceeds the computing that they overlap with.
     """
     if left_over:
         layer = sum(seconds for name, seconds in one.items() if name not in BESIDE_LAYERS) / costs.model.layers
         one["loss"] = max(one["loss"] - layer, 0.0)
-    # ZeRO 3 gathers and reduces for each micro-batch; else the gradients of all are summed first.
+    # ZeRO 3 gathers and reduces for each micro-batch; otherwise the gradients of all are summed first.
     once = ("optimiser",) if costs.parallel.shard == "weights" else ("optimiser", "fsdp")
     repeated = sum(seconds for name, seconds in one.items() if name not in once)
     sent = message_seconds(costs.machine, costs.input_bytes, costs.parallel.gpus, pipeline.stages)
@@ -183,7 +182,7 @@ def _parts(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[
     model, machine, parallel, software = costs.model, costs.machine, costs.parallel, costs.software
     memory = memory_bandwidth(machine)
     forward = sum(count * one.forward for count, one in layers)
-    # A chunked loss makes its logits twice.
+    # A chunked loss computes its logits twice.
     products = 3 if software.loss_rows is None else 4
     moved = (FUSED_LOSS if software.compiled else LOSS_BY_STEPS) * costs.rows * costs.classes
     copied = ADDING + (COPYING if parallel.shard == "weights" and parallel.group > 1 else 0)
@@ -204,11 +203,11 @@ def _parts(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[
 
 
 def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: float) -> float:
-    """Seconds that the collectives of weights and gradients add: where they are not hidden behind computing, layer by
-    layer, and where they are, by which they slow it down.
+    """Seconds that collectives of weights and gradients add: what computing does not hide, layer by layer, and what
+    hidden ones slow computing down by.
 
     ZeRO 3 gathers the weights of a layer in its forward and backward, and reduces its gradients in the backward; ZeRO 1
-    and 2 gather once, and without shards gradients are reduced and gathered (Rajbhandari et al. 2020, section 7). The
+    and 2 gather once, and without sharding gradients are reduced and gathered (Rajbhandari et al. 2020, section 7). The
     first gather and the last reduction have nothing to hide behind.
     """
     model, machine, parallel = costs.model, costs.machine, costs.parallel
@@ -216,7 +215,8 @@ def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: 
     experts = model.experts * model.expert if ep > 1 else 0
 
     def collectives(parameters: float, experts: float = 0.0) -> tuple[Collectives, Collectives]:
-        """Seconds and bytes of those of a forward, and of a backward: of parameters, and of experts apart from them."""
+        """(seconds, bytes) of a forward's collectives and of a backward's: for `parameters`, and for `experts`
+        apart."""
         shares = ((parameters / tp, group, tp), (experts / tp / ep, group // ep, tp * ep))
         gather, reduce = (
             sum(collective_seconds(machine, item * count, *ranks) for count, *ranks in shares)
@@ -254,7 +254,7 @@ def _memory(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict
         # Gradients of one micro-batch take the place of activations, layer by layer.
         "gradients": max(costs.gradient_bytes - activations, 0),
         "optimizer": ceil(optimizer * costs.held("optimizer")),
-        # What computes and the layer that is gathered meanwhile; the gradients of one before they are shared.
+        # Weights of the layer that computes and of the one gathered meanwhile; one's gradients before they are sharded.
         "gathered weights and gradients": (
             ceil((costs.item * (layer + largest) if level >= 3 else 0) + (GRADIENT * largest if level >= 2 else 0))
             if parallel.group > 1

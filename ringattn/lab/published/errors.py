@@ -1,4 +1,4 @@
-"""Errors of predictions of published measurements by family and cause, of choices, bands of presets, and a plot."""
+"""Errors of predicted published measurements, by family and cause; of choices; error bands of presets; and a plot."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ...machine.bands import SIZES, ErrorBand, size_class
 from ..pages.figures import COLOURS, drawing, on_paper, to_svg
 from .predictions import CAUSES, PredictedRow
 
-#: A cause beside the kernel that takes less than this part of a prediction is no cause of its error.
+#: A cause other than the kernel counts only if it takes at least this share of a prediction.
 LEAST_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class ErrorStatistics:
-    """Relative errors of predictions: the median and the 90th percentile of their sizes, and the mean with signs."""
+    """Relative errors of predictions: median and 90th percentile of their absolute values, and their signed mean."""
 
     rows: int
     median: float
@@ -38,24 +38,24 @@ class ErrorStatistics:
 
 @dataclass(frozen=True)
 class GroupErrors:
-    """ErrorStatistics of a group of rows: by presets made without the family of each row, by the null model, by presets
-    as they are, and the errors that no model of these inputs can avoid."""
+    """ErrorStatistics of a group of rows: of presets made without each row's family, of the null model, and of presets
+    as they are; and the least errors that any model with these inputs must make."""
 
     name: str
     unseen: ErrorStatistics
     null: ErrorStatistics
     preset: ErrorStatistics
     floor: ErrorStatistics
-    #: Parts of the time by cause, as predicted without the family.
+    #: Share of the time by cause, as predicted without the row's family.
     shares: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The time lost by who takes the predicted fastest of the published ways to compute the same: mean and median.
+    """Mean and median time lost by choosing, among published ways to compute the same, the one predicted to be fastest.
 
-    A loss is relative to the fastest published way. The null model tells no ways apart: its loss is that of the mean
-    way.
+    Losses are relative to the fastest published way. The null model cannot distinguish ways: its loss is that of the
+    average way.
     """
 
     count: int
@@ -65,7 +65,7 @@ class Choices:
 
 
 def group_errors(predictions: Sequence[PredictedRow], key: Callable[[PredictedRow], str]) -> list[GroupErrors]:
-    """The errors of each group of predictions with one key, in the order of their first rows."""
+    """The errors of each group of predictions with equal keys, ordered by first row."""
     groups: defaultdict[str, list[PredictedRow]] = defaultdict(list)
     for one in predictions:
         groups[key(one)].append(one)
@@ -73,15 +73,15 @@ def group_errors(predictions: Sequence[PredictedRow], key: Callable[[PredictedRo
 
 
 def cause_of(one: PredictedRow) -> str:
-    """What takes longest in a prediction beside the kernel; "kernel" where nothing else takes a twentieth."""
+    """The cause other than the kernel that takes longest; "kernel" if none takes at least LEAST_SHARE."""
     others = {cause: seconds for cause, seconds in one.unseen.causes.items() if cause != "kernel"}
     longest = max(others, key=lambda cause: others[cause])
     return longest if others[longest] >= LEAST_SHARE * one.unseen.seconds else "kernel"
 
 
 def judge_choices(predictions: Iterable[PredictedRow]) -> Choices:
-    """What the predictions, made without the family of each row, lose where a family has several ways to compute the
-    same on equal machines."""
+    """Time lost by choosing with predictions made without each row's family, where a family has several ways to compute
+    the same on equal machines."""
     alike: defaultdict[object, defaultdict[object, list[PredictedRow]]] = defaultdict(lambda: defaultdict(list))
     for one in predictions:
         row = one.row
@@ -90,7 +90,7 @@ def judge_choices(predictions: Iterable[PredictedRow]) -> Choices:
     losses, blind = [], []
     for ways in alike.values():
         if len(ways) > 1:
-            # Methods of one way differ in what no plan states: the fastest counts.
+            # Methods of one way differ in what no plan describes: the fastest counts.
             times = [(way[0].unseen.seconds, min(one.row.seconds for one in way)) for way in ways.values()]
             best = min(seconds for _, seconds in times)
             losses.append(min(times)[1] / best - 1)
@@ -99,7 +99,7 @@ def judge_choices(predictions: Iterable[PredictedRow]) -> Choices:
 
 
 def preset_bands(predictions: Iterable[PredictedRow]) -> dict[str, tuple[ErrorBand | None, ...]]:
-    """By preset and size class, how many times as long 90 % of the published passes took as predicted without them."""
+    """By preset and size class: measured over predicted seconds for 90 % of published passes, without their family."""
     ratios: defaultdict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in SIZES])
     for one in predictions:
         ratios[one.row.machine][size_class(one.row.shard)].append(one.row.seconds / one.unseen.seconds)
@@ -107,7 +107,7 @@ def preset_bands(predictions: Iterable[PredictedRow]) -> dict[str, tuple[ErrorBa
 
 
 def band_of(ratios: Sequence[float]) -> ErrorBand | None:
-    """The span of 90 % of ratios; None: there are none."""
+    """The band that holds 90 % of the ratios; None if there are none."""
     if not ratios:
         return None
     left_out, ordered = int(0.05 * len(ratios)), sorted(ratios)
@@ -115,7 +115,7 @@ def band_of(ratios: Sequence[float]) -> ErrorBand | None:
 
 
 def errors_of(name: str, group: Sequence[PredictedRow]) -> GroupErrors:
-    """The errors of some predictions, under a name."""
+    """The errors of a named group of predictions."""
     ways = ([one.unseen.seconds for one in group], [one.null for one in group], [one.preset.seconds for one in group])
     unseen, null, preset = (
         ErrorStatistics.of([one.error(seconds) for one, seconds in zip(group, way, strict=True)]) for way in ways
@@ -126,7 +126,7 @@ def errors_of(name: str, group: Sequence[PredictedRow]) -> GroupErrors:
 
 
 def _unavoidable(group: Sequence[PredictedRow]) -> list[float]:
-    """The least errors of one prediction for all rows of a plan on a machine: methods differ in what no plan states."""
+    """The least errors of one prediction for all rows with the same plan and machine: no plan describes the method."""
     alike: defaultdict[object, list[float]] = defaultdict(list)
     for one in group:
         row = one.row
@@ -135,7 +135,7 @@ def _unavoidable(group: Sequence[PredictedRow]) -> list[float]:
 
 
 def draw_scatter(predictions: Sequence[PredictedRow], folder: Path) -> None:
-    """Write scatter.svg: each row by its measured and its modelled time, a panel for each kind of prediction."""
+    """Write scatter.svg: measured against modelled time of each row, one panel for each kind of prediction."""
     with drawing(4.5, width=9.0) as figure:
         families = list(dict.fromkeys(one.row.family for one in predictions))
         panels = figure.subplots(1, 2, sharex=True, sharey=True)

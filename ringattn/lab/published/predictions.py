@@ -1,10 +1,10 @@
 """387 published measurements of attention on GPUs, read from the file beside this module, each predicted three times.
 
-The predictions are by the preset made without the family of the row, by the preset as it is, and by a null model of one
-line: all FLOPs at half of the peak in the data sheet.
+Three predictions: by the preset made without the row's family, by the preset as it is, and by a one-line null model,
+all FLOPs at half of the data sheet's peak.
 
-Rows of a family come from one source. What a row does not state is taken from the source's benchmark: hybrid_dcp of one
-long document is a ring, and the two methods of MagiAttention gather the keys; these names are in `method`.
+The rows of a family come from one source. What a row does not state is taken from the source's benchmark: hybrid_dcp
+with one long document is a ring, and both methods of MagiAttention gather the keys; `method` has these names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...plan.plan import Plan
 from ...simulator.progress import Listener
 from ...simulator.timing.simulation import simulate
 
-#: What each family is, and where it was published (repository, version).
+#: Where each family of rows was published (repository, version).
 SOURCES = {
     "zhuzilin": "ring-flash-attention's README, batch: github.com/zhuzilin/ring-flash-attention, 8996282",
     "zhuzilin-varlen": "ring-flash-attention's README, varlen: github.com/zhuzilin/ring-flash-attention, 8996282",
@@ -35,24 +35,24 @@ SOURCES = {
     "usp-a100-pcie": "an image in USP's README: github.com/feifeibear/long-context-attention, 56118e0",
     "kernel-h100": "TritonBench, flash_attention: github.com/pytorch/benchmark, ff65cb6",
 }
-#: Lengths of the documents of 8,192 tokens that varlen rows are the mean of; on 8 GPUs they are 8 times as long.
+#: varlen rows are means over these splits of 8,192 tokens into documents; on 8 GPUs each document is 8 times as long.
 DOCUMENTS = ((8192,), (256, 7392, 544), (4096, 4096), (3104, 3200, 1600, 160, 128))
-#: FLOPs of passes over those of a forward.
+#: FLOPs of passes relative to a forward.
 PRODUCTS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}
-#: Causes of time, each a sum of causes of a timeline.
+#: Causes of time, each a sum of a timeline's causes.
 CAUSES = {
     "kernel": ("imbalance",),
     "network": ("wait for peers", "wait for messages", "interference"),
     "merge": ("merge",),
     "overhead": ("host", "call"),
 }
-#: Steps of exchanging q, k and v one by one, beyond the one step that exchanges all three.
+#: Extra steps for exchanging q, k and v one by one instead of all three in one step.
 SEPARATE = 2
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row: what was measured on which machine, and in how many seconds per iteration."""
+    """One row: what was measured on which machine, and its seconds per iteration."""
 
     id: str
     machine: str
@@ -83,22 +83,22 @@ class Measurement:
 
     @property
     def shard(self) -> int:
-        """Tokens of a rank, of all sequences."""
+        """Tokens per rank, of all sequences."""
         return self.batch * self.tokens // self.gpus
 
     @property
     def flops(self) -> float:
-        """FLOPs of a GPU."""
+        """FLOPs per GPU."""
         pairs = fmean(plan.pairs() for plan in self.plans())
         return 4 * self.head_dim * pairs * self.batch * PRODUCTS[self.passes] / self.gpus
 
     def plans(self) -> tuple[Plan, ...]:
-        """The plans whose mean time the row gives."""
+        """The plans over which the row's time is a mean."""
         patterns: tuple[Pattern, ...] = (Causal() if self.pattern == "causal" else Full(),)
         if self.pattern == "documents":
             scale = self.tokens // sum(DOCUMENTS[0])
             patterns = tuple(Causal() & Documents([scale * length for length in lengths]) for lengths in DOCUMENTS)
-        # Rings between nodes have one rank of each node, so that a double ring is one ring.
+        # A double ring over nodes with one rank each is a plain ring.
         place = self.tokens, self.gpus, self.schedule.replace("double_ring", "ring"), self.layout
         sizes = self.batch, self.heads, self.kv_heads, self.head_dim
         return tuple(_plan(pattern, *place, *sizes) for pattern in patterns)
@@ -137,8 +137,8 @@ class Predicted:
 
 @dataclass(frozen=True)
 class PredictedRow:
-    """A row with its predictions: by the preset made without the row's family, by the preset as it is, and the seconds
-    of the null model."""
+    """A row with its predictions: by the preset made without the row's family, by the preset as it is, and by the null
+    model, in seconds."""
 
     row: Measurement
     unseen: Predicted
@@ -153,7 +153,7 @@ class PredictedRow:
 def predict_measurements(
     rows: Sequence[Measurement], tell: Listener = lambda done, count, what: None
 ) -> list[PredictedRow]:
-    """The predictions of rows. `tell` hears of progress."""
+    """The predictions for the rows; `tell` is a progress callback."""
     predictions = []
     for done, row in enumerate(rows):
         tell(done, len(rows), "measurements")
@@ -164,17 +164,17 @@ def predict_measurements(
 
 
 def _machine(row: Measurement, unseen: str) -> Machine:
-    """The machine of a row: its preset with the kernel that the source names. Libraries gather keys in one call."""
+    """The machine of a row: its preset with the source's kernel. Libraries gather keys in one call."""
     machine = PRESETS[row.machine].machine(row.machine, row.kernel, unseen=unseen).changed(one_gather=True)
-    if row.gpus == 1:  # kernels alone are timed in a queue that the host fills ahead
+    if row.gpus == 1:  # bare kernels are timed in a queue that the host fills ahead
         return machine.changed(host=None, host_call=None)
-    # USP exchanges q, k and v one after another where they are not packed: two steps more than ours for the host.
+    # USP exchanges unpacked q, k and v one after another: two more steps for the host than ours.
     more = SEPARATE if row.schedule.startswith("ulysses") and "no_packed" in row.method else 0
     return machine.changed(host_call=(machine.host_call or 0.0) + more * (machine.host or 0.0))
 
 
 def _mean_time(row: Measurement, machine: Machine) -> Predicted:
-    """The mean time of the row's plans, summed over passes."""
+    """The mean time over the row's plans, summed over passes."""
     parts = [_passes(plan, machine, row.directions) for plan in row.plans()]
     return Predicted({cause: fmean(part[cause] for part in parts) for cause in CAUSES})
 

@@ -1,4 +1,4 @@
-"""81 published steps of training, read from the file beside this module, and their errors by the model."""
+"""81 published training steps, read from the file beside this module, and the model's errors on them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .errors import ErrorStatistics, band_of
 
 #: The group of all steps.
 ALL = "all"
-#: The machine of a GPU, and what a source computes attention with where that is not the preset's first kernel.
+#: The preset of each GPU.
 MACHINES = {"a100": "a100_nvlink_ib", "h100": "h100_nvlink_ib", "h200": "h200_nvlink_ib", "b200": "b200_nvlink_ib"}
 #: FSDP with fp32 shards, from which it gathers bf16, and a loss over all logits.
 _FSDP = Software(states=(4, 4, 8), loss_rows=None)
-#: By the beginning of a source's name: its kernel of attention and its software, from its own text and code. No number
+#: By the first word of a source's name: its attention kernel and its software, from its own text and code. No number
 #: is fitted to rows.
 SOURCES: dict[str, tuple[str, Software]] = {
     "torchtitan": ("/fa2", _FSDP),
@@ -37,7 +37,7 @@ SOURCES: dict[str, tuple[str, Software]] = {
 
 @dataclass(frozen=True)
 class StepErrors:
-    """Errors of tokens/s of a group of steps, and of the bytes needed and reserved where the source tells a peak."""
+    """Errors of tokens/s over a group of steps, and of bytes needed and reserved where the source gives a peak."""
 
     group: str
     speed: ErrorStatistics
@@ -46,7 +46,7 @@ class StepErrors:
 
 
 def step_errors() -> tuple[list[StepErrors], ErrorBand]:
-    """The errors by source and precision and of all steps, and the span of 90 % of all."""
+    """Errors by source and precision and over all steps, and the band that holds 90 % of all."""
     speeds: defaultdict[str, list[float]] = defaultdict(list)
     memories: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     with (Path(__file__).parent / "steps.csv").open(newline="", encoding="utf-8") as file:
@@ -67,7 +67,7 @@ def step_errors() -> tuple[list[StepErrors], ErrorBand]:
 
 
 def _predict(row: dict[str, str]) -> tuple[float, int, int]:
-    """Tokens/s of a GPU, the bytes that it needs, and those that an allocator reserves, by the model."""
+    """Modelled tokens/s per GPU, bytes that it needs, and bytes that an allocator reserves."""
     names = "layers hidden heads kv_heads mlp vocab gpus_per_node dp cp tp pp micro_batches interleaved seq rows_per_dp"
     sizes = {name: int(row[name]) for name in names.split()}
     shape: dict[str, Any] = {name: sizes[name] for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "vocab")}
@@ -86,7 +86,7 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
         compiled=software.compiled and row["compiled"] != "no",
         hides_exchanges=software.hides_exchanges or "async" in row["run"].lower(),
     )
-    # Megatron's and torchtitan's stages of a pipeline keep their weights whole between micro-batches.
+    # Pipeline stages of Megatron and torchtitan keep their weights unsharded between micro-batches.
     whole = name == "NeMo" or sizes["pp"] > 1
     if whole:
         software = replace(software, states=Software.states)
@@ -95,7 +95,7 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
         dp=sizes["dp"],
         tp=sizes["tp"],
         rows=sizes["rows_per_dp"],
-        # Transformer Engine's ring of messages; torch gathers all keys and values at once.
+        # Transformer Engine passes messages around a ring; torch gathers all keys and values at once.
         schedule="ring" if name == "NeMo" else "allgather",
         checkpointing=row["checkpointing"],
         shard="optimizer" if whole else "weights",
@@ -106,7 +106,7 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
     machine = get_machine(("h100_500w_ib" if limited else MACHINES[row["gpu"]]) + library)
     node, links = sizes["gpus_per_node"], machine.node_bandwidth or 0.0
     ring = sizes["tp"] if sizes["tp"] > 1 else min(sizes["dp"], node)
-    if node == 4 and ring > 1:  # HGX boards of 4 join GPUs in pairs, each by a third of the links
+    if node == 4 and ring > 1:  # HGX boards of 4 join each pair of GPUs by a third of their links
         links *= (ring - 1) / 3
     machine = replace(machine, ranks_per_node=node, node_bandwidth=links)
     step = training_step(model, machine, sizes["seq"], parallel, pipeline)

@@ -125,7 +125,7 @@ def test_bands_decide_how_sure_the_order_is() -> None:
         ({"tokens": 0}, "tokens=0"),
         ({"batch": 0}, "batch=0"),
         ({"offers": ()}, "no machine to compare"),
-        ({"machine": MACHINE.changed(memory=1e5)}, "fits on no number of GPUs up to 4: "),
+        ({"machine": MACHINE.changed(memory=1e5)}, "does not fit on up to 4 GPUs: "),
         ({"offers": (Offer("a", MACHINE, 1.0), Offer("b", MACHINE, None))}, "prices: several machines"),
     ],
 )

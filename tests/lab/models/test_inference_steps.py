@@ -51,7 +51,7 @@ def test_a_prefill_in_chunks_attends_what_was_before() -> None:
     assert parts.plan.startswith("4 chunks, the last: ")
     assert prefill(MODEL, MACHINE, 2000, parallel, chunk=4096) == whole
     for chunk in (0, 1):
-        with pytest.raises(InvalidInput, match=f"chunk={chunk}: each chunk has a plan of its own"):
+        with pytest.raises(InvalidInput, match=f"chunk={chunk}: each chunk is planned separately"):
             prefill(MODEL, MACHINE, 2000, parallel, chunk=chunk)
 
 
@@ -85,7 +85,7 @@ def test_more_ranks_hold_fewer_keys_and_few_experts_are_read() -> None:
     with pytest.raises(InvalidInput, match="batch=0 must be"):
         decode(MODEL, MACHINE, 64, 0, Parallel())
     for phase in (lambda how: decode(experts, MACHINE, 64, 1, how), lambda how: prefill(experts, MACHINE, 64, how)):
-        with pytest.raises(InvalidInput, match="ep=2: experts in parallel are modelled in training only"):
+        with pytest.raises(InvalidInput, match="ep=2: expert parallelism is modelled for training only"):
             phase(Parallel(dp=2, ep=2))
 
 

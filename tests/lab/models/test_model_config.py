@@ -106,7 +106,7 @@ def test_configs_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None
         ({"num_key_value_heads": 4}, "6 heads cannot share 4"),
         *(({name: 0}, f"{name}: Expected int >= 1, got 0") for name in ("num_key_value_heads", "head_dim")),
         ({"vocab_size": 1.5}, "vocab_size: Expected int, got float"),
-        ({"num_experts_per_tok": 2}, "experts_per_token=2 of 1"),
+        ({"num_experts_per_tok": 2}, "experts_per_token=2 exceeds the 1"),
     ]
     cases = [(json.dumps({**SMALL, **change}), message) for change, message in wrong]
     cases += [("{", "not valid JSON"), ("[]", "Expected object, got array")]

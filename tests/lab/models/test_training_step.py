@@ -286,9 +286,9 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"ep": 2, "dp": 2}, "ep=2: small has no experts; leave ep out"),
         ({"tp": 3}, "tp=3 does not divide the 4 heads"),
         ({"cp": 4096}, "at least cp=4096"),
-        ({"tp": 2, "dp": 3, "machine": replace(MACHINE, ranks_per_node=3)}, "tp=2 does not fit nodes of 3"),
+        ({"tp": 2, "dp": 3, "machine": replace(MACHINE, ranks_per_node=3)}, "tp=2 splits nodes of 3"),
         ({"machine": replace(MACHINE, merge=None)}, "give machine.merge"),
-        ({"machine": "cpu"}, "dtype=bfloat16: the rates of this machine are those of float32"),
+        ({"machine": "cpu"}, "dtype=bfloat16: this machine's rates are for float32"),
     ]
     for arguments, message in cases:
         machine = ra.get_machine(arguments.pop("machine", MACHINE))
