@@ -367,8 +367,8 @@ class KVCache:
         return call.cache.answer((merge_seconds, self.transport.size, self.merge), choose)
 
     def _step(
-        self, event: NewTokens, rank: int, layer: int, q: Tensor, new: tuple[Tensor, ...], groups: RowGroups, merge: str,
-        call: CompiledCall,
+        self, event: NewTokens, rank: int, layer: int, q: Tensor, new: tuple[Tensor, ...], groups: RowGroups,
+        merge: str, call: CompiledCall,
     ) -> Program[tuple[Tensor, Tensor]]:  # fmt: skip
         """A rank's part of a step."""
         holdings, store = self._holdings[self.patterns[layer]], self._stores[rank - self._ranks[0]][layer]

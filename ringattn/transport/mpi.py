@@ -29,8 +29,8 @@ NAMED = 8
 #: Seconds between the message of a failing rank and the abort: at the abort MPICH's mpirun drops what it has not yet
 #: read.
 HEARD = 0.5
-#: Seconds that the other ranks leave rank 0, which Ctrl-C reaches too, to say so and to end the job. On a busy machine
-#: rank 0 may wake up late.
+#: Seconds that a rank leaves each lower rank to report Ctrl-C and to end the job. A busy rank may wake up late, and one
+#: that waits in MPI for an interrupted rank does not see the signal.
 PATIENCE = 10.0
 
 
@@ -235,11 +235,9 @@ class AbortOnError:
         world, is_ours = load().COMM_WORLD, isinstance(error, RingAttentionError)
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # mpirun sends a second SIGINT
-            if world.Get_rank() != 0:
-                time.sleep(PATIENCE)
-            else:
-                sys.stderr.write("ringattn: interrupted\n")
-                sys.stderr.flush()
+            time.sleep(PATIENCE * world.Get_rank())
+            sys.stderr.write("ringattn: interrupted\n")
+            sys.stderr.flush()
             time.sleep(HEARD)
             world.Abort(130)
             os._exit(130)  # Abort may return before the job has ended
