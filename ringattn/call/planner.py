@@ -121,7 +121,7 @@ def find_plan(
         forms = ("kv",) if ranks == 1 or sizes.comm_dtype is not None else ("kv", "q")
         rotates = [f"{form}, {passes[-1]}" for form in forms]
     choosing = choose_layout or schedule == "auto" or len(rotates) > 1
-    by_events = own or sizes.rotate.startswith("queries, ")
+    by_events = own or sizes.rotate.startswith("q, ")
     on_machine = None
     if choosing or machine is not None:
         from ..machine.presets import get_machine  # as above

@@ -35,7 +35,7 @@ class Candidate:
     rotate: str = ""
 
     def __str__(self) -> str:
-        return f"{self.schedule} on {self.layout}{self.rotate and f', {self.rotate} travel'}"
+        return f"{self.schedule} on {self.layout}{self.rotate and f', pass-{self.rotate.upper()}'}"
 
     @property
     def seconds(self) -> float:

@@ -213,6 +213,11 @@ def test_auto_compares_the_schedules_of_a_rectangle() -> None:
     assert [c.left_out for c in hidden.choice.candidates if "less than its visits" in c.left_out]
 
 
+def test_a_square_in_which_queries_travel_is_compared_by_every_step() -> None:
+    choice = make_plan(Causal(), tokens=512, ranks=4, heads=2, rotate="q, kv").choice
+    assert choice is not None and {c.basis for c in choice.candidates if c.prediction} == {"every step of every rank"}
+
+
 def mutated_bytes(**kinds: str) -> Callable[..., int]:
     """Bytes of messages in which parts of some kinds have the size of others."""
     return lambda plan, kind, rows, **as_sent: block_bytes(plan, kinds.get(kind, kind), rows, **as_sent)
