@@ -479,7 +479,7 @@ class KVCache:
         if event and (kind != event.kind or layer not in event.todo or tokens not in (None, len(event.new))):
             raise InvalidInput(
                 f"{kind}{'' if layer is None else f' of layer {layer}'} within a {event.kind} of "
-                f"{plural(len(event.new), 'token')}, with the layers {sorted(event.todo)} to come; call each "
+                f"{plural(len(event.new), 'token')}: the layers {sorted(event.todo)} are left; call each "
                 "once, or after an error make a new cache"
             )
 

@@ -17,7 +17,7 @@ LARGE = 16.0
 
 
 class Centre:
-    """The key that a rank subtracts from all keys in a pass: its first own key if the logits are large, else none.
+    """The key that a rank subtracts from all keys in a pass: its own first key if logits are large, else none.
 
     A kernel rounds the lse of each call: near 374, fp32 has steps of 3e-5. Each call's weight in the output would have
     another error, and would differ from the backward's, which multiplies this difference by what the keys share. After
