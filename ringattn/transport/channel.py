@@ -223,7 +223,7 @@ class Channel:
         """Connect to the server of a peer. Tries again, as the store may still have the address of an older group."""
         why = (
             "it has made no call on this group in time: its process has ended or is late, or another group= was given "
-            "there; this is found by the timeout alone, as long as a group has not made its first call"
+            "there; until the first call of a group, only the timeout shows this"
         )
         while (seconds := end - time.monotonic()) > 0:
             try:
