@@ -84,7 +84,7 @@ def create_dilated_attention(
 ) -> RingAttention:
     """A module of dilated attention on q, k, v [B, N, H, D]: `Dilated(segment_lengths, dilation_rates, mix="group")`.
 
-    `name` says where the module runs:
+    `name` decides where the module runs:
     - "standard", "improved": on one device.
     - "ring", "distributed": on the ranks of the default process group if torch.distributed is initialized; each rank
       passes its shard, `layout=` must say how the sequence was sharded, and `ring_size`, if given, must be the size of

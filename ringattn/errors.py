@@ -1,4 +1,4 @@
-"""Exceptions of ringattn. Each message says what is wrong, why, and what to try."""
+"""Exceptions of ringattn. Each message states what is wrong, why, and what to try."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from ..errors import Unsupported
 
 
 class Last(torch.autograd.Function):
-    """Returns the first `count` tensors, as a graph node of all tensors that cannot be differentiated."""
+    """Returns the first `count` tensors unchanged, as a graph node of all tensors whose backward raises Unsupported."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -163,7 +163,7 @@ class OffloadRunner(Runner):
 def make_offload(call: CompiledCall, *, chunk: int | None, backward: bool) -> OffloadRunner:
     """The runner that computes `call` on its device.
 
-    `chunk` is the number of rows on the device at a time; None: as many as fit into the free memory, with room for the
+    `chunk` is the number of rows on the device at a time; None: the most that fit into free memory, with room for the
     backward if `backward`. Raises Unsupported or OutOfMemory.
     """
     if call.pattern.rows is not None:

@@ -16,7 +16,7 @@ SHARED_ROWS = 256
 
 
 class Block:
-    """Keys [R, K, capacity, D] and values [R, K, capacity, Dv], of which the first `count` rows are in use.
+    """Keys [R, K, capacity, D] and values [R, K, capacity, Dv]; the first `count` rows are in use.
 
     `of` maps each row of the batch to one of the R rows; None: R is the batch.
     """

@@ -187,9 +187,9 @@ class StepMessages(ABC):
 class RankState(StepMessages):
     """The parts of blocks and gradient sums that a rank holds, step by step, in one forward or backward of the ring.
 
-    `rank` is the rank in `plan`, the plan of the ring. `own` are the kinds of its own blocks that travel, and `sums`
-    the kinds of the sums for its own rows. `saved` are the parts that a forward saves; with `given`, those that a
-    backward gets from its forward.
+    `rank` is the rank in `plan`, the plan of the ring. `own` are the kinds of the rank's own blocks that travel, and
+    `sums` the kinds of the sums for its own rows. `saved` are the parts that a forward saves; with `given`, those that
+    a backward gets from its forward.
     """
 
     def __init__(

@@ -120,7 +120,7 @@ class _Direction:
     def carry(self, tensors: list[Tensor], uses: Sequence[Callable[[Tensor], object]]) -> list[torch.cuda.Event]:
         """Copy each tensor: its function in `uses` fills it (`inward`), or reads it, in host memory.
 
-        Copies run after all work launched so far and beside all later work. Returns the event recorded after them.
+        Copies run after all work launched so far, in parallel with later work. Returns the event recorded after them.
         """
         if self.stream is None or not tensors:
             for use, x in zip(uses, tensors, strict=True):

@@ -66,11 +66,11 @@ class Comparison:
         self.peers = sorted({(rank + way * 2**k) % size for k in range(self.rounds) for way in (1, -1)} - {rank})
         #: The number of events of this rank, and how many of them match the previous rank's.
         self.count = self._compared = 0
-        #: The first events, this many, match on all ranks.
+        #: The number of first events that are known to match on all ranks.
         self.confirmed = 0
         #: The error that ends the group's calls, once it is known.
         self.error: RingAttentionError | None = None
-        #: Whether the error is the end of a process, in spite of which messages under way may still arrive.
+        #: Whether the error is a lost process: messages already sent may still arrive.
         self.is_loss = False
         self._events: dict[int, Event] = {}
         self._before: deque[bytes] = deque()
@@ -188,7 +188,7 @@ class Comparison:
             if peer != but:
                 self._send(peer, _frame(kind, rank, body))
 
-    # Progress, from both.
+    # What follows from both.
 
     def _add(self, event: Event) -> int:
         number = self.count
