@@ -1,7 +1,7 @@
 """Exact ring attention for any pattern, layout and number of ranks, real or virtual.
 
-Modules are imported at the first use of one of their names: plans and simulations need no torch, and attention needs no
-simulator.
+A module is imported when one of its names is first used: plans and simulations do not need torch, and attention does
+not need the simulator.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: Public names, separated by spaces, by the module that defines them.
+#: Public names by the module that defines them, separated by spaces.
 _NAMES = {
     "errors": "CommFailure InvalidInput LaunchLimit Mismatch OutOfMemory RingAttentionError Unsupported",
     "pattern": (

@@ -14,19 +14,20 @@ from weakref import WeakValueDictionary
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Bytes counted per entry in addition to the bytes of its value: the key and the dictionary slots.
+#: Bytes counted per entry in addition to its value: the key and the dictionary slots.
 ENTRY = 256
 #: `estimate_bytes` samples this many items of a longer collection, and visits at most this many objects in all.
 SAMPLED, MOST = 16, 4096
-#: Least recently used entries that are measured again with every new entry, if values grow.
+#: How many of the least recently used entries are measured again with every new entry, if values grow.
 REMEASURED = 8
 SCALARS = frozenset((bool, int, float, type(None)))
 _ABSENT: Any = object()
-#: Every pattern and layout by the number that stands for it in a graph of torch.compile. From 2 on: torch.compile takes
-#: 0 and 1 for constants.
+#: Every pattern and layout by its number in a graph of torch.compile. Numbers start at 2: torch.compile takes 0 and 1
+#: for constants.
 NUMBERED: WeakValueDictionary[int, Numbered] = WeakValueDictionary()
 _numbers = count(2)
-#: Whether torch.compile is tracing, which `call.autograd` knows: what a trace makes is no object, and gets 0.
+#: Whether torch.compile is tracing (set by `call.autograd`): a value made in a trace is not a real object, and gets
+#: number 0.
 is_tracing: Callable[[], bool] = bool
 
 
@@ -100,10 +101,10 @@ class Cache:
 
 
 def cached(compute: F) -> F:
-    """A function of an object and of hashable arguments whose answers are kept in the `cache` of the object.
+    """Decorate a function of an object and hashable arguments: its results are kept in the object's `cache`.
 
-    The function and its arguments are the key, so that the answers of two functions cannot meet. An argument that is
-    left out and the same argument given make two keys.
+    The key is the function and its arguments, so functions never share entries. A default argument left out or given
+    makes two different keys.
     """
 
     @wraps(compute)
@@ -119,7 +120,7 @@ def estimate_bytes(value: object) -> int:
     if type(value) in SCALARS:
         return 32
     total, visited = 0.0, 0
-    todo: list[tuple[Any, float]] = [(value, 1.0)]  # objects, and how many like it each object stands for
+    todo: list[tuple[Any, float]] = [(value, 1.0)]  # objects, and how many similar ones each represents
     while todo and visited < MOST:
         item, weight = todo.pop()
         visited += 1
@@ -149,7 +150,7 @@ def estimate_bytes(value: object) -> int:
 
 
 class Value:
-    """Base of frozen dataclasses that cache derived results: pickling and copying keep the fields only.
+    """Base of frozen dataclasses that cache derived results: pickling and copying keep only the fields.
 
     A cached hash would be wrong in another process, and caches are large and hold locks and functions.
     """
@@ -168,18 +169,18 @@ class Value:
         return {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
 
     def _normalize(self, **values: object) -> None:
-        """Replace fields by their normal form, so that equal values compare and print as equal.
+        """Set fields to their normal form, so that equivalent values compare equal and print the same.
 
-        Only for `__init__` and `__post_init__`: after construction nothing changes a frozen dataclass.
+        Only for `__init__` and `__post_init__`: a frozen dataclass does not change afterwards.
         """
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
 
 class Numbered(Value):
-    """Base of values that a compiled function may be given anew in each step."""
+    """Base of values that may be new objects in each call of a compiled function."""
 
-    #: The key in `NUMBERED`. No two values have one number, equal ones neither.
+    #: The key in `NUMBERED`. Every value has its own number, even if values are equal.
     number = 0
 
     def __new__(cls, *fields: Any, **named: Any) -> Self:

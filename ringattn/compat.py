@@ -1,4 +1,4 @@
-"""Factory functions of the projects that preceded ringattn, under their names; tensors are [B, N, H, D].
+"""Factory functions of the projects that preceded ringattn, under their old names; tensors are [B, N, H, D].
 
 B is the batch, N the tokens, H the heads, D the head dimension. All functions raise InvalidInput for an unknown name,
 variant, preset or option, with a hint for a misspelled name.
@@ -68,7 +68,7 @@ RING = (
     "production",
 )
 #: Names of dilated attention, True for a ring. The preceding projects had one implementation per name; here all names
-#: of a kind compute the same.
+#: of a kind compute the same thing.
 DILATED = {**dict.fromkeys(ONE_DEVICE, False), **dict.fromkeys(RING, True)}
 BLOCK_SPARSE = ("block_sparse", "block_sparse_ring", "BlockSparseRingDilatedAttention")
 VARIANTS = ("base", "multihead", "adaptive", "hierarchical")
@@ -84,7 +84,7 @@ def create_dilated_attention(
 ) -> RingAttention:
     """A module of dilated attention on q, k, v [B, N, H, D]: `Dilated(segment_lengths, dilation_rates, mix="group")`.
 
-    `name` says where the module runs:
+    `name` decides where the module runs:
     - "standard", "improved": on one device.
     - "ring", "distributed": on the ranks of the default process group if torch.distributed is initialized; each rank
       passes its shard, `layout=` must say how the sequence was sharded, and `ring_size`, if given, must be the size of
@@ -113,7 +113,7 @@ def create_multihead_dilated_attention(
     ring_size: int | None = None,
     **options: Any,
 ) -> MultiheadAttention:
-    """The multihead form of `create_dilated_attention`, on [B, N, embed_dim]; `options` of `MultiheadDilatedAttention`.
+    """`create_dilated_attention` as multihead attention on [B, N, embed_dim]; `options` of `MultiheadDilatedAttention`.
 
     "block_sparse" is `create_block_sparse_attention("multihead")` with its options.
     """
@@ -204,7 +204,7 @@ def BlockSparseAdaptive(
 ) -> AdaptiveAttention:
     """`create_block_sparse_attention("adaptive", ...)`, under the name of a class of the preceding projects.
 
-    `segment_lengths` are accepted as there and have no effect, because the scorer sees the whole sequence.
+    `segment_lengths` are accepted for compatibility and have no effect, because the scorer sees the whole sequence.
     """
     return create_block_sparse_attention(
         "adaptive", segment_lengths=segment_lengths, dilation_rates=dilation_rates, **options
@@ -219,9 +219,9 @@ def get_block_sparse_preset(name: str) -> Pattern:
 
 
 def _find_pattern(pattern: str | Pattern, density: float | None, block: int | None) -> Pattern:
-    """The pattern for `pattern`: itself, its text, a preset, or a family with `density` and `block`.
+    """The Pattern for `pattern`: a Pattern, its text, a preset, or a family with `density` and `block`.
 
-    Raises InvalidInput for an unknown name, and for density or block beside a pattern that has its own.
+    Raises InvalidInput for an unknown name, and for density or block given with a pattern that has its own.
     """
     if isinstance(pattern, str) and "(" in pattern:
         pattern = parse_pattern(pattern)
@@ -237,7 +237,7 @@ def _find_pattern(pattern: str | Pattern, density: float | None, block: int | No
 
 
 def _place(name: str, ring_size: int | None) -> dict[str, Any]:
-    """The options of `RingAttention` that say where a module of this name runs: group=, ranks= or none."""
+    """The options of `RingAttention` that decide where a module of this name runs: group=, ranks= or none."""
     if name not in (*DILATED, "auto"):
         names = [*DILATED, "auto", *BLOCK_SPARSE]
         raise InvalidInput(f"unknown attention {name!r}; {did_you_mean(name, names)}expected {', '.join(names)}")
@@ -257,10 +257,7 @@ def _place(name: str, ring_size: int | None) -> dict[str, Any]:
 
 
 def _read_density(options: dict[str, Any], density: float | None) -> float | None:
-    """`density`, or `sparsity_ratio`, taken out of `options` with a warning: its name in the preceding projects.
-
-    There, too, it was the fraction of key blocks that are kept.
-    """
+    """`density`, or its old name `sparsity_ratio` in `options`, with a warning. It is the same fraction."""
     if "sparsity_ratio" not in options:
         return density
     if density is not None:

@@ -1,4 +1,4 @@
-"""Names and item sizes of the supported dtypes, and NumPy's numbers as Python's, without importing torch."""
+"""Names and item sizes of the supported dtypes, and conversion of NumPy's numbers, without importing torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def dtype_name(dtype: object) -> str:
 
 
 def take_numbers(options: object) -> None:
-    """Replace NumPy's numbers among the fields of a frozen dataclass: np.float32 is no float, and np.bool no bool."""
+    """Convert NumPy's numbers in a frozen dataclass to Python's: np.float32 is not a float, and np.bool not a bool."""
     for name, value in vars(options).items():
         if isinstance(value, np.generic):
             object.__setattr__(options, name, value.item())

@@ -1,4 +1,4 @@
-"""Exceptions of ringattn. Each message says what is wrong, why, and what to try."""
+"""Exceptions of ringattn. Each message states what is wrong, why, and what to try."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import traceback
 class RingAttentionError(Exception):
     """Base class of every error that ringattn raises on purpose."""
 
-    #: Whether an exchange has told all ranks of it.
+    #: Whether an exchange has reported this error to all ranks.
     told = False
 
 
@@ -33,7 +33,7 @@ class Mismatch(RingAttentionError, ValueError):
 
 
 class CommFailure(RingAttentionError, RuntimeError):
-    """A message did not arrive before the timeout, or the other rank has ended."""
+    """A message did not arrive before the timeout, or its rank has ended."""
 
 
 class LaunchFailure(CommFailure):
@@ -48,7 +48,7 @@ class LaunchFailure(CommFailure):
 
 
 class BenchFailure(RingAttentionError, RuntimeError):
-    """Cases of a benchmark that failed; the record of the benchmark has the other cases."""
+    """Some cases of a benchmark failed; the benchmark's record has the other cases."""
 
 
 class NumericsFailure(RingAttentionError, RuntimeError):
@@ -56,11 +56,10 @@ class NumericsFailure(RingAttentionError, RuntimeError):
 
 
 def raised_below(error: BaseException, packages: tuple[str, ...] = ()) -> bool:
-    """True if the call inside the caller's `try` raised `error`; False if a signal handler that interrupted it did.
+    """True if the call in the caller's `try` raised `error`; False if a signal handler raised it during the call.
 
     Use it in an `except` clause. The call inside `try` may run compiled code, and Python code of `packages`. A
-    traceback frame of any other module belongs to a signal handler: its error has another cause and must propagate
-    unchanged.
+    traceback frame of any other module belongs to a signal handler, whose error must propagate unchanged.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]  # the first frame is the caller's
     modules = [str(frame.f_globals.get("__name__", "")) for frame in frames]

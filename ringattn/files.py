@@ -1,4 +1,4 @@
-"""Input files read as a schema says, and output files that are written completely or not at all."""
+"""Reads input files by a schema, and writes output files completely or not at all."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .errors import InvalidInput
 from .text import did_you_mean, shorten
 
 T = TypeVar("T")
-#: Numbers of schemas: a count of at least 1, of which a few multiplied are a float still, and numbers that are finite.
+#: Types of numbers in schemas: a count of at least 1 (a product of a few still fits a float), and finite numbers.
 Count = Annotated[int, Meta(ge=1, le=1 << 53)]
 Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 NotNegative = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
-#: The largest file that is read as a whole, and the most values and nested levels of YAML, its aliases written out.
+#: The largest input file in bytes, and the most values and nested levels of YAML with aliases expanded.
 MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1 << 26, 100_000, 32
 
-#: The path that stands for standard output.
+#: The path that means standard output.
 STDOUT = "-"
-#: Folder in the current folder for outputs without an explicit path: outputs/<verb>/...
+#: The folder, in the current folder, for outputs without an explicit path: outputs/<verb>/...
 OUTPUTS = "outputs"
-#: In the name of a temporary file, the part between the name of its target and the random suffix.
+#: The part of a temporary file's name between its target's name and the random suffix.
 TEMPORARY = ".ringattn-"
-#: Bytes of the target's name in the name of its temporary file; file systems allow 255 bytes for the whole name.
+#: The most bytes of the target's name in a temporary file's name; file systems allow 255 bytes for a name.
 NAME_BYTES = 150
 
 
@@ -59,7 +59,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path, *failures: type[Exception]) -> Iterator[Path]:
-    """`replacing` for a block that only writes: OSErrors, such as a full disk, and `failures` become InvalidInput."""
+    """`replacing`, for a block that only writes: OSErrors, such as a full disk, and `failures` become InvalidInput."""
     expected: tuple[type[Exception], ...] = (OSError, *failures)
     with replacing(path) as temporary:
         try:
@@ -106,15 +106,15 @@ def _replace_nonfinite(data: object) -> object:
 
 def check_writable(path: Path) -> None:
     """Raise InvalidInput if the file `path` cannot be written."""
-    with _temporary(_checked_target(path)):  # only creating a file shows that the file system accepts files
+    with _temporary(_checked_target(path)):  # only by creating a file can we tell that the file system accepts files
         pass
 
 
 def check_readable(path: Path, name: str) -> None:
     """Raise InvalidInput, naming the setting `name`, unless `path` is an ordinary file that this user can read.
 
-    Pipes and devices are refused without being opened: reading a pipe can block for ever, and what
-    one rank has read the other ranks cannot read again.
+    Pipes and devices are refused without being opened: reading a pipe can block forever, and data that one rank has
+    read is lost to the other ranks.
     """
     try:
         mode = path.stat().st_mode
@@ -129,12 +129,12 @@ def check_readable(path: Path, name: str) -> None:
 
 
 def load(path: Path, kind: type[T], name: str, known: Iterable[str] = ()) -> T:
-    """The content of a JSON file (.json) or of a YAML file, as `decode` reads it; `name` is the setting of the path."""
+    """The content of a JSON file (.json) or YAML file, see `decode`; `name` is the setting that gives the path."""
     return decode(read_text(path, name), kind, f"{name}={path}", yaml=path.suffix != ".json", known=known)
 
 
 def read_text(path: Path, name: str) -> str:
-    """The text of a file. Raises InvalidInput, naming the setting `name`, where it cannot be read as UTF-8."""
+    """The text of a file. Raises InvalidInput, naming the setting `name`, if it cannot be read as UTF-8."""
     check_readable(path, name)
     if path.stat().st_size > MAX_BYTES:
         raise InvalidInput(f"{name}={path}: has more than {MAX_BYTES:,} bytes, too many for such a file")
@@ -147,8 +147,8 @@ def read_text(path: Path, name: str) -> str:
 def decode(text: str, kind: type[T], source: str, *, yaml: bool = False, known: Iterable[str] = ()) -> T:
     """The value of a JSON or YAML text as `kind`, a type that msgspec knows: dataclass, Struct, TypedDict, list, ...
 
-    Raises InvalidInput with the `source` of the text, the place in it, what is expected and what stands there. For an
-    unknown key it proposes one of `known`.
+    Raises InvalidInput that names the `source` of the text, the place in it, the expected and the actual value. For an
+    unknown key, the error suggests one of `known`.
     """
     try:
         data = _load_yaml(text) if yaml else json.loads(text)
@@ -162,12 +162,12 @@ def as_kind(data: object, kind: type[T], source: str, known: Iterable[str] = ())
     """Plain data as `kind`. Raises InvalidInput as `decode` does."""
     try:
         return convert(data, kind)
-    except (ValidationError, UnicodeEncodeError) as error:  # half of a surrogate pair is no character
+    except (ValidationError, UnicodeEncodeError) as error:  # half of a surrogate pair is not a character
         raise InvalidInput(f"{source}: {_explain(error, data, known)}; correct the file") from None
 
 
 def check_fields(value: Any, source: str) -> None:
-    """Raise InvalidInput where a field of a dataclass is not what its annotation says; the message begins `source`."""
+    """Raise InvalidInput if a field of a dataclass does not match its annotation; the message begins with `source`."""
     for name, kind in _field_types(value.__class__).items():
         try:
             convert(getattr(value, name), kind)
@@ -181,7 +181,7 @@ def _field_types(kind: Any) -> dict[str, Any]:
 
 
 def _explain(error: Exception, data: Any, known: Iterable[str] = ()) -> str:
-    """The place of an error, what is expected, and the number or text that stands there."""
+    """The place of an error, the expected value, and the number or text found there."""
     problem, _, place = str(error).replace("`", "").partition(" - at ")
     path = place.removeprefix("key in ").removeprefix("$").removeprefix(".")
     for key, index in re.findall(r"([^.\[\]]+)(?!\])|\[(\d+|\.\.\.)\]", path):
@@ -193,10 +193,10 @@ def _explain(error: Exception, data: Any, known: Iterable[str] = ()) -> str:
 
 
 def _load_yaml(text: str) -> object:
-    """The numbers, texts, lists and mappings of a YAML text, in time linear in its size. Raises ValueError.
+    """Parse a YAML text into numbers, texts, lists and mappings, in time linear in its size. Raises ValueError.
 
-    PyYAML recurses into nested values, and who reads its result copies the value of every alias, so that ten lines
-    could fill the memory: the structure is checked before anything is built.
+    PyYAML recurses into nested values, and readers of its result copy the value of every alias, so ten lines could fill
+    the memory. The structure is therefore checked before anything is built.
     """
     yaml: Any = import_module("yaml")
     loader = _yaml_loader()
@@ -209,7 +209,7 @@ def _load_yaml(text: str) -> object:
 
 @cache
 def _yaml_loader() -> Any:
-    """PyYAML's safe loader, which also refuses keys that are there twice, and reads 1e9 as a number."""
+    """PyYAML's safe loader, changed to refuse duplicate keys and to read 1e9 as a number."""
     yaml: Any = import_module("yaml")  # PyYAML has no type annotations
     parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -217,11 +217,11 @@ def _yaml_loader() -> Any:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value]
             if len({*map(str, keys)}) < len(keys):
-                raise ValueError(f"line {node.start_mark.line + 1}: a key is there twice")
+                raise ValueError(f"line {node.start_mark.line + 1}: a key appears twice")
             mapping: dict[Any, Any] = super().construct_mapping(node, deep)
             return mapping
 
-    # YAML 1.1 wants a point and a sign in 1.0e+9
+    # YAML 1.1 requires a point and a sign, as in 1.0e+9
     number = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, [*"-+0123456789"])
     return Loader
@@ -229,12 +229,12 @@ def _yaml_loader() -> Any:
 
 def _check_yaml(yaml: Any, events: Iterable[Any]) -> None:
     """Raise ValueError for more than `MAX_VALUES` values, `MAX_DEPTH` levels, or a value with an explicit tag."""
-    counts: dict[str, int] = {}  # by anchor: the values that an alias stands for
+    counts: dict[str, int] = {}  # by anchor: the number of values that an alias expands to
     nested: list[tuple[str | None, int]] = []
     values = 0
     for event in events:
         if isinstance(event, yaml.AliasEvent):
-            values += counts.get(event.anchor, MAX_VALUES + 1)  # an alias within its own value never ends
+            values += counts.get(event.anchor, MAX_VALUES + 1)  # an alias within its own value expands forever
         elif isinstance(event, yaml.CollectionStartEvent):
             nested.append((event.anchor, values))
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -245,8 +245,8 @@ def _check_yaml(yaml: Any, events: Iterable[Any]) -> None:
             counts |= {} if event.anchor is None else {event.anchor: 1}
         if values > MAX_VALUES or len(nested) > MAX_DEPTH:
             raise ValueError(
-                f"it has more than {MAX_VALUES:,} values with its aliases written out, or is nested more than "
-                f"{MAX_DEPTH} deep, as no such file is"
+                f"it has more than {MAX_VALUES:,} values with aliases expanded, or is nested more than "
+                f"{MAX_DEPTH} deep, too much for such a file"
             )
         if getattr(event, "tag", None):
             raise ValueError(f"line {event.start_mark.line + 1}: the tag {event.tag} is not understood")
@@ -268,7 +268,7 @@ def make_folder(path: Path) -> None:
 
 
 def _checked_target(path: Path) -> Path:
-    """The file that writing to `path` replaces; for a link, its target. Raises InvalidInput if it is not writable."""
+    """The file that a write to `path` replaces; for a link, its target. Raises InvalidInput if it is not writable."""
     file_type = _file_type(path)  # before `resolve`, which fails on a link that points to itself
     target = path.resolve()
     if stat.S_ISDIR(file_type):
@@ -299,12 +299,12 @@ def _check_parent(path: Path) -> None:
 
 
 def _file_type(path: Path) -> int:
-    """The file type bits of `stat`, or 0 if nothing exists at `path`. Raises InvalidInput if the path is impossible."""
+    """The file type bits of `stat`; 0 if nothing exists at `path`. Raises InvalidInput for an impossible path."""
     try:
         return stat.S_IFMT(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return 0
-    # A name that is too long, a loop of links, a folder that may not be searched, or a NUL character.
+    # Impossible: a name that is too long, a loop of links, a folder that may not be searched, or a NUL character.
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidInput(f"output {path}: cannot be written ({reason}); choose another path") from None
@@ -312,7 +312,7 @@ def _file_type(path: Path) -> int:
 
 @contextmanager
 def _temporary(target: Path) -> Iterator[Path]:
-    """A new empty file beside `target`, with the mode of `target`; the file is removed if it is still there."""
+    """A new empty file beside `target`, with its mode; removed at the end if it still exists."""
     # Choose the name first, so that a signal between creation and assignment leaves no file behind.
     name = target.name.encode()[:NAME_BYTES].decode(errors="ignore")
     temporary = target.with_name(f".{name}{TEMPORARY}{secrets.token_hex(4)}")

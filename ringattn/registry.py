@@ -1,4 +1,4 @@
-"""Parts by name (patterns, schedules, kernels ...), from this package and from installed packages (entry points)."""
+"""Patterns, schedules, kernels ... by name, from this package and from installed packages (entry points)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """A read-only mapping from name to object; a module is imported when one of its names is first looked up.
+    """A read-only mapping from names to objects; looking up a name imports its module.
 
     `kind` is a plural noun such as "patterns". `builtin` maps each name of this package to "module:attribute", with the
     module relative to `ringattn`. An installed package adds a name with an entry point of the group "ringattn.<kind>",
@@ -41,7 +41,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return points
 
     def check_installed(self) -> None:
-        """Raise InvalidInput where no package has an entry point of this kind; for kinds of which ringattn has some."""
+        """Raise InvalidInput if no entry point of this kind is installed; for kinds that ringattn itself provides."""
         if not self.installed:
             raise InvalidInput(
                 f"the installed ringattn declares no {self.kind}: it was installed before its source had them; install "

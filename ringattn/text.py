@@ -1,4 +1,4 @@
-"""Text for people: counts, durations, byte sizes and rates in fitting units, and hints for misspelled names."""
+"""Text for people: counts, durations, byte sizes and rates in suitable units, and hints for misspelled names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-#: Units of long durations: name, seconds per unit, and from how many units on the unit is used.
+#: Units of long durations: name, seconds per unit, and the number of units from which the unit is used.
 _LONG_UNITS = (("min", 60.0, 2), ("h", 3600.0, 2), ("days", 86400.0, 2), ("years", 31557600.0, 1))
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
@@ -39,7 +39,7 @@ def duration(seconds: float, count: int = 3) -> str:
 
 
 def durations(seconds: Sequence[float]) -> list[str]:
-    """Times that are compared, as text; those that read alike with three digits and not with four have four."""
+    """Times as text for comparison: three digits, or four where times differ only in the fourth."""
     texts, finer = ([duration(each, count) for each in seconds] for count in (3, 4))
     apart = {text: {other for t, other in zip(texts, finer, strict=True) if t == text} for text in texts}
     return [fine if len(apart[text]) > 1 else text for text, fine in zip(texts, finer, strict=True)]
@@ -60,7 +60,7 @@ def rate(value: float, unit: str) -> str:
     while math.isfinite(scaled) and abs(scaled) >= 999.5 and power < len(_PREFIXES) - 1:
         scaled, power = scaled / 1000, power + 1
     prefix = _PREFIXES[power]
-    space = " " if prefix and unit[0].islower() else ""  # a unit that is a word, such as "tokens/s", stands apart
+    space = " " if prefix and unit[0].islower() else ""  # a space before a unit that is a word, such as "tokens/s"
     return f"{digits(scaled)} {prefix}{space}{unit}"
 
 
@@ -70,9 +70,9 @@ def shorten(text: str, limit: int) -> str:
 
 
 def split_commas(text: str) -> list[str]:
-    """The parts of a text between commas outside brackets and quotes."""
+    """Split a text at commas outside brackets and quotes."""
     parts, depth = [""], 0
-    for word in re.findall(r"'[^']*'?|\"[^\"]*\"?|.", text, re.DOTALL):  # a quoted text, or a letter
+    for word in re.findall(r"'[^']*'?|\"[^\"]*\"?|.", text, re.DOTALL):  # a quoted text, or a character
         depth += (word in "([{") - (word in ")]}")
         if word == "," and not depth:
             parts.append("")

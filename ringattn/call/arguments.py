@@ -1,4 +1,4 @@
-"""The arguments of a call of attention: its options, and what is asked of its tensors."""
+"""The arguments of an attention call: its options, and the checks of its tensors."""
 
 from __future__ import annotations
 
@@ -52,24 +52,27 @@ class AttentionOptions:
     """How attention is computed. Only `scale`, `softcap` and `dropout` change the result by more than rounding.
 
     schedule: what travels between ranks and when: "ring", "direct", "allgather", "double_ring(n)", "ulysses(n)",
-        "ulysses(n, schedule)", or "auto", the schedule with the shortest time by the timing model on `machine`.
+        "ulysses(n, schedule)", or "auto", the schedule that the timing model predicts to be fastest on `machine`.
     kernel: "reference", "aten_cpu", "aten_cuda", "aten_cuda:flash", "aten_cuda:cudnn", "aten_cuda:efficient",
-        "flash_attn", "flash_attn_3" and "flash_attn_4" of these packages, the kernel of an installed package, or "auto"
-        by the device of the tensors. A named kernel is used or refused.
-    machine: a Machine or its name, read by schedule="auto"; None: "cpu" or "cuda" by the device of the tensors.
+        "flash_attn", "flash_attn_3" and "flash_attn_4" (from the packages of these names), a kernel that an installed
+        package adds, or "auto": by the device of the tensors. If a named kernel cannot compute the call, the call
+        raises Unsupported; no other kernel replaces it.
+    machine: a Machine or its name, for schedule="auto"; None: "cpu" or "cuda", by the device of the tensors.
     scale: factor of the logits; None: 1 / sqrt(head_dim).
     deterministic: repeated runs give equal bits.
     comm_dtype: dtype that messages are rounded to; None: no rounding, see `make_plan`.
-    rotate: what travels in the backward: "kv", "q", or "auto" by bytes; with a q_layout also what travels in the
-        forward, where "auto" is by time, see `make_plan`.
-    softcap: a number c > 0 by which the scaled logits s become c * tanh(s / c), as in Gemma 2 (arXiv:2408.00118); None:
-        the logits stay as they are. Only kernel "reference" computes a softcap, and "auto" then chooses this kernel.
+    rotate: what travels in the backward: "kv", "q", or "auto" (fewer bytes); with a q_layout also what travels in the
+        forward, where "auto" is the faster one, see `make_plan`.
+    softcap: a number c > 0 that turns the scaled logits s into c * tanh(s / c), as in Gemma 2 (arXiv:2408.00118); None:
+        no cap. Only kernel "reference" computes a softcap, so "auto" then chooses this kernel.
     dropout: the probability p of dropping an attention weight, or `ringattn.Dropout(p, seed)`; the other weights are
-        divided by 1 - p, and lse is that of all keys. The weights that fall depend on seed, batch element, head,
-        query and key only. Without a seed each call takes one from torch's default CPU generator, on several ranks
-        from that of rank 0. Computed by kernel "reference" only, as softcap is. Modules drop in training mode only.
-    check: when ranks compare their calls: "now", before the first message, or "deferred", beside the messages, see
-        `ringattn.synchronize`; None: RINGATTN_CHECK, or else "deferred" where the group has NCCL, and "now".
+        divided by 1 - p, and lse still covers all keys. Which weights are dropped depends only on seed, batch element,
+        head, query and key. Without a seed each call draws one from torch's default CPU generator, on several ranks
+        from rank 0's. Only kernel "reference" computes dropout, so "auto" then chooses this kernel. Modules drop in
+        training mode only.
+    check: when ranks compare their calls: "now", before the first message, or "deferred", while messages travel, see
+        `ringattn.synchronize`; None: the environment variable RINGATTN_CHECK; if unset, "deferred" for a group with
+        NCCL, else "now".
     """
 
     schedule: str = "auto"
@@ -100,7 +103,7 @@ OPTION_NAMES = tuple(AttentionKeywords.__annotations__)
 
 
 def check_type(name: str, value: object, annotation: str) -> None:
-    """Raise InvalidInput unless the value has a type of the annotation."""
+    """Raise InvalidInput unless the value has one of the types in the annotation."""
     if not _has_type(type(value), annotation):  # type: ignore[arg-type]  # mypy takes the hash of values for that of types
         hint = f"; try {name}={name}.item()" if isinstance(value, Tensor | np.ndarray) else ""
         raise InvalidInput(f"{name}={' '.join(repr(value).split())}: expected {annotation}{hint}")
@@ -108,9 +111,9 @@ def check_type(name: str, value: object, annotation: str) -> None:
 
 @lru_cache(maxsize=256)
 def _has_type(kind: type, annotation: str) -> bool:
-    """Whether values of a type have a type of the annotation. By name: few calls load Machine and Dropout."""
+    """Whether `kind` is a type in the annotation. Compares names, as few calls load Machine and Dropout."""
     expected = {name.rpartition(".")[2] for name in annotation.split(" | ")}
-    if kind is bool:  # also an int, and no number here
+    if kind is bool:  # a subclass of int, which does not pass for a number here
         return "bool" in expected
     found = {"None" if base is NoneType else base.__name__ for base in kind.__mro__}
     return bool(expected & found) or ("float" in expected and "int" in found)
@@ -125,7 +128,7 @@ def check_option_names(given: Iterable[str], names: Iterable[str]) -> None:
 
 
 def read_dropout(dropout: float | Dropout) -> Dropout | None:
-    """The dropout of a call; None where no weight is dropped. Raises InvalidInput."""
+    """The dropout of a call; None if no weight is dropped. Raises InvalidInput."""
     if not dropout:
         return None
     from ..kernels.dropout import Dropout  # few calls drop weights
@@ -134,9 +137,9 @@ def read_dropout(dropout: float | Dropout) -> Dropout | None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, alike: bool) -> None:
-    """Raise InvalidInput where q, k and v do not fit each other. Warns if heads and tokens seem exchanged.
+    """Raise InvalidInput if q, k and v do not fit each other. Warns if heads and tokens seem swapped.
 
-    `alike`: queries are the tokens of the keys.
+    `alike`: queries and keys are the same tokens.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not is_dense(x) or x.ndim != 4:
@@ -151,7 +154,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, alike: bool) -> None:
     tokens_fit = k.shape[2] == v.shape[2] and (not alike or q.shape[2] == k.shape[2])
     if not (q.shape[0] == k.shape[0] == v.shape[0]) or not tokens_fit:
         hint = _hint(q, k, v) or (
-            "; other queries than the keys need q_layout=, or first=" if k.shape[2] == v.shape[2] else ""
+            "; queries at other positions than the keys need q_layout= or first=" if k.shape[2] == v.shape[2] else ""
         )
         raise InvalidInput(f"q, k and v must have the same batch and the same tokens, got {shapes}{hint}")
     sizes = q.shape[1], q.shape[3], v.shape[3], k.shape[1]
@@ -173,7 +176,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, alike: bool) -> None:
 
 
 def looks_swapped(q: Tensor) -> bool:
-    """Whether heads and tokens of q [B, H, n, D] seem exchanged."""
+    """Whether heads and tokens of q [B, H, n, D] seem swapped."""
     return q.shape[1] > MANY_HEADS and q.shape[1] >= 8 * q.shape[2] > 0
 
 
@@ -192,7 +195,7 @@ def check_sinks(sinks: Any, q: Tensor) -> None:
 
 
 def _hint(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Advice to transpose if the shapes would fit with heads and tokens exchanged; else no text."""
+    """Advice to transpose if the shapes would fit with heads and tokens swapped; else an empty text."""
     tokens, heads = q.shape[1], q.shape[2]
     would_fit = tokens == k.shape[1] == v.shape[1] and k.shape[2] == v.shape[2] > 0 and heads % k.shape[2] == 0
     return SWAPPED if would_fit and tokens > heads else ""
@@ -218,10 +221,10 @@ def _cast(x: Any) -> Any:
 
 @contextmanager
 def computing(device: torch.device) -> Iterator[None]:
-    """A context in which attention is computed on `device`: without autocast, and with OutOfMemory for torch's error.
+    """A context for attention on `device`: autocast is off, and torch's out-of-memory error becomes OutOfMemory.
 
-    Autocast is off on the CPU and CUDA, too, as offloading computes between them. torch's allocator for CUDA has
-    given back its idle memory, and tried once more, before it raises.
+    Autocast is off for the CPU and CUDA, too, because offloading uses both. A retry would not help: before torch's CUDA
+    allocator raises, it has released its idle memory and tried again.
     """
     with ExitStack() as stack:
         for kind in {"cpu", "cuda", device.type}:
@@ -237,5 +240,5 @@ def _enabled(kind: str) -> bool:
     """Whether autocast is on for devices of type `kind`."""
     try:
         return torch.is_autocast_enabled(kind)
-    except RuntimeError:  # a device that has no autocast, such as meta
+    except RuntimeError:  # a device without autocast, such as meta
         return False

@@ -36,10 +36,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs the forward and the backward of a call: of one rank of `transport`, or (None) of all ranks in this process.
+    """Runs the forward and the backward of a call, for one rank of `transport` or (None) for all ranks in this process.
 
-    All ranks together take and return the tensors of the whole sequence. `number` counts the calls of a transport,
-    equally on all ranks, and `deferred` calls are compared beside their messages.
+    Without a transport, tensors are those of the whole sequence. `number` is the number of the call, equal on all
+    ranks. Ranks compare `deferred` calls while messages travel.
     """
 
     call: CompiledCall
@@ -78,7 +78,7 @@ class Runner:
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: ForwardResult
     ) -> Tensors:
-        """(dq, dk, dv), given d loss / d out and, or None, d loss / d lse, once the ranks agree on the call."""
+        """(dq, dk, dv) from d loss / d out and d loss / d lse (or None). First the ranks agree on the call."""
         if self.transport is None:
             return self._backward_all(grad, grad_lse, q, k, v, result)
         agree_backward(self.transport, self.number, deferred=self.deferred)
@@ -90,7 +90,7 @@ class Runner:
     def _forward_all(self, q: Tensor, k: Tensor, v: Tensor, save: bool) -> ForwardResult:
         layout, ranks, whole_out = self.plan.layout_of("q"), self.plan.ranks, None
         if ranks > 1 and layout.views is not None:
-            # A shard of one range is a view of the whole output, which the rank writes to.
+            # Where a shard is one range, its rank writes to a view of the whole output.
             whole_out = empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), q.dtype, q.device).transpose(1, 2)
         outs: Sequence[Tensor | None] = [None] * ranks if whole_out is None else layout.shard_all(whole_out)
         each = zip(map(self.job, range(ranks)), self._shard(q, k, v), outs, strict=True)
@@ -137,7 +137,7 @@ class Attention(torch.autograd.Function):
         floor = runner.call.floor
         with computing(q.device):
             result = runner.forward(q, k, v, save=any(ctx.needs_input_grad[:3]))
-        if floor is not None:  # a row that sees only padded keys is a row that sees no key
+        if floor is not None:  # treat a row that sees only padded keys as one that sees no key
             empty = result.lse < floor
             result.out.masked_fill_(empty.unsqueeze(-1), 0.0)
             result.lse.masked_fill_(empty, -torch.inf)
@@ -148,7 +148,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors  # once: a checkpoint gives them once
+        tensors = ctx.saved_tensors  # read once: a checkpoint gives them only once
         with torch.no_grad():
             found = Attention._differentiate(ctx, tensors, *grads)
         return *make_last(found, *tensors[:4], *grads), None
@@ -158,7 +158,7 @@ class Attention(torch.autograd.Function):
         q, k, v, sinks, out, lse, *saved = tensors
         grad = torch.zeros_like(out) if grad is None else grad
         if ctx.padded:
-            # The kernels do compute these rows. A huge lse gives them the weights exp(-huge) = 0.
+            # The kernels compute these rows, too. A huge lse makes their weights exp(-huge) = 0.
             empty = lse == -torch.inf
             lse, grad = lse.masked_fill(empty, HIDDEN), grad.masked_fill(empty.unsqueeze(-1), 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
@@ -175,7 +175,7 @@ cache.is_tracing = torch.compiler.is_compiling
 
 
 def compilable(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which is one operator for torch.compile and for selective checkpointing, see `graph_op`."""
+    """Make `function` one operator for torch.compile and for selective checkpointing, see `graph_op`."""
     name = f"{function.__module__}:{function.__qualname__}"
     names = tuple(signature(function).parameters)
 
@@ -187,13 +187,13 @@ def compilable(function: Callable[P, R]) -> Callable[P, R]:
 
         return cast(R, call_in_graph(name, {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}))
 
-    if torch.__version__ < "2.12":  # which takes no modules, layouts and groups as arguments of constant functions
+    if torch.__version__ < "2.12":  # older ones take no modules, layouts or groups as arguments of constant functions
         return torch.compiler.disable(call, reason="torch.compile takes attention from torch 2.12 on")
     return call
 
 
 def is_selecting() -> bool:
-    """Whether a selective checkpoint of torch.utils.checkpoint looks at each operator that runs, to keep its result."""
+    """Whether a selective checkpoint is active, which decides for each operator whether to keep its result."""
     if not torch._C._len_torch_dispatch_stack():
         return False
     return any(isinstance(mode, SELECTING) for mode in _get_current_dispatch_mode_stack())

@@ -1,4 +1,4 @@
-"""A call of attention as one value: its arguments, checked and resolved. A warm call looks its value up."""
+"""An attention call as one value: its arguments, checked and resolved. Repeated calls find their value in a cache."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from .planner import PLANS, find_plan
 if TYPE_CHECKING:
     from ..machine.machine import Machine
 
-#: Bytes of what a compiled call keeps beside the plans.
+#: The bytes of cached answers of a compiled call, plans aside.
 ANSWERS = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CompiledCall:
-    """The arguments of a call but for its tensors, checked and each in one spelling; what runs asks for no other.
+    """The arguments of a call without its tensors, checked and normalized: all that the computation reads.
 
-    `sizes` are those of the tensors as they are computed, keyword arguments of `PlanSizes`: a `key_padding_mask` makes
-    q and k wider by EXTRA columns. `q_layout` is None where the queries are the tokens of the keys; `rows` are the keys
-    of this rank, `q_rows` its queries.
+    `sizes` are those of the tensors that kernels get, as keyword arguments of `PlanSizes`: a `key_padding_mask` makes q
+    and k wider by EXTRA columns. `q_layout` is None if queries and keys are the same tokens. `rows` is the number of
+    keys of this rank, `q_rows` that of its queries.
     """
 
     pattern: Pattern
@@ -65,45 +65,45 @@ class CompiledCall:
     device: torch.device
     requires_grad: bool
     kernel: Kernel
-    #: Factor of the logits: `sign` times `factor`, of which kernels take a factor above 0, see `positive`.
+    #: The factor of the logits, `sign` times `factor`: kernels take only a factor above 0, see `positive`.
     scale: float
     sign: float
     factor: float
-    #: What hides padded keys, see `hide_keys`; None without a mask.
+    #: The number that hides padded keys, see `hide_keys`; None without a mask.
     column: float | None
     #: Rows with lse below this number have seen padded keys only; None without a mask.
     floor: float | None
 
     @cached_property
     def cache(self) -> Cache:
-        """What functions of the call that are marked `cached` have answered: plans, and what ranks compare."""
+        """The results of the call's `cached` functions: plans, and what ranks compare."""
         return Cache(ANSWERS, _count_bytes, grows=True)
 
     @property
     def kept_bytes(self) -> int:
-        """About how many bytes the call takes, with the plans that only it may keep."""
+        """About how many bytes the call takes, including plans that nothing else may hold."""
         return (1 << 12) + sum(map(_count_bytes, self.cache.values()))
 
     def hide(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v with the keys hidden that the mask flags."""
+        """q, k and v with the keys that `mask` flags hidden."""
         if self.column is None or mask is None:
             return q, k, v
         return hide_keys(q, k, v, mask, self.column if self.scale > 0 else -self.column)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v with the keys hidden that the mask flags, and with the sign of the scale in q."""
+        """q, k and v with the keys that `mask` flags hidden, and with the sign of the scale in q."""
         if mask is not None:
             q, k, v = self.hide(q, k, v, mask)
         return (q if self.sign == 1 else q * self.sign), k, v
 
     @property
     def chooses(self) -> bool:
-        """Whether a schedule, or what travels in the forward, is chosen by the times of a machine."""
+        """Whether the schedule, or what travels in the forward, is chosen by modelled times."""
         by_time = self.q_layout is not None and self.options.rotate.startswith("auto")
         return by_time or self.options.schedule == "auto"
 
     def machine(self) -> Machine:
-        """The machine by whose times a schedule or a layout is chosen."""
+        """The machine whose modelled times choose a schedule or a layout."""
         from ..machine.presets import get_machine  # few calls choose
 
         return get_machine(self.options.machine, self.device.type)
@@ -126,11 +126,11 @@ class CompiledCall:
 
 
 def _count_bytes(answer: object) -> int:
-    """About how many bytes an answer of a compiled call takes."""
+    """About how many bytes a cached answer of a compiled call takes."""
     return int(answer.kept_bytes) if isinstance(answer, Plan) else 1 << 10
 
 
-#: The latest calls by everything that `_compile` reads.
+#: The latest calls, keyed by everything that `_compile` reads.
 _calls = Cache(PLANS, lambda call: int(call.kept_bytes), grows=True)
 
 
@@ -143,16 +143,16 @@ def compile_call(
     options: Mapping[str, Any],
     **named: Any,
 ) -> CompiledCall:
-    """The call of these arguments. Raises InvalidInput or Unsupported where attention cannot be computed from them.
+    """The `CompiledCall` of these arguments. Raises InvalidInput or Unsupported if they cannot be used.
 
-    Calls with equal arguments, tensors that look alike and torch's switches as they were are one value, unless the
-    pattern is selected anew in every call. `named` are those of `_compile`.
+    Equal arguments, tensors of equal shape, dtype and device, and equal switches of torch give the cached value, unless
+    the pattern is selected anew in every call. `named` are keyword arguments of `_compile`.
     """
     make = partial(_compile, q, k, v, pattern, layout, options, **named)
     if getattr(pattern, "transient", True) and not isinstance(pattern, str):
         return make()
     switches = _read_switches()
-    # A number that is no bool, or a bool that is no number, equals one that is; a tensor equals itself only.
+    # The types keep 1 and True apart, which are equal; a tensor equals only itself.
     key = (
         *[
             (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
@@ -165,14 +165,14 @@ def compile_call(
     )
     try:
         hash(key)
-    except TypeError:  # an argument without a hash, such as a list, which is told
+    except TypeError:  # an argument without a hash, such as a list: `_compile` reports it
         return make()
-    # A kernel may have activated the flash implementation that it needs; a warning is for every call.
+    # Not cached if a kernel has changed a switch (its flash implementation), or if every call must warn.
     return _calls.answer(key, make, keep=lambda call: switches == _read_switches() and not looks_swapped(q))
 
 
 def _read_switches() -> tuple[object, ...]:
-    """torch's switches that kernels read where they check tensors, and where they choose ops."""
+    """The torch switches that kernels read when they check tensors and choose ops."""
     cuda: Any = torch.backends.cuda
     attention: Any = torch.nn.attention
     return (
@@ -199,14 +199,14 @@ def _compile(
     return_lse: bool = False,
     device: torch.device | None = None,
 ) -> CompiledCall:
-    """`compile_call` of arguments that are met for the first time. `device` computes; None: that of the tensors."""
+    """`compile_call` without its cache. `device` is the device to compute on; None: that of the tensors."""
     check_option_names(options, OPTION_NAMES)
     given = AttentionOptions(**options)
     check_type("return_lse", return_lse, "bool")
     pattern = as_pattern(pattern)
     if layout is None:
         raise InvalidInput(
-            "layout=None: the rows of a shard do not tell how the sequence was cut; give the Layout that cut the "
+            "layout=None: the rows of a shard do not show how the sequence was cut; give the Layout that cut the "
             "sequence, or its name, such as layout='zigzag'"
         )
     layout = layout_name(layout) if isinstance(layout, str) else layout
@@ -258,7 +258,7 @@ def _compile(
 
 
 def _resolve(options: AttentionOptions, head_dim: int) -> AttentionOptions:
-    """The options in one spelling for all forms of equal options. Raises InvalidInput."""
+    """The options, normalized. Raises InvalidInput."""
     scale = float(head_dim**-0.5 if options.scale is None else options.scale)
     if not isfinite(scale):
         raise InvalidInput(f"scale must be a finite number, got {scale}; leave it out for 1 / sqrt(head_dim)")
@@ -284,12 +284,12 @@ def _resolve(options: AttentionOptions, head_dim: int) -> AttentionOptions:
 def _get_kernel(
     options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor, device: torch.device, *, padded: bool
 ) -> tuple[Kernel, float | None]:
-    """The kernel for these tensors on `device`, and what hides their padded keys."""
+    """The kernel for these tensors on `device`, and the number that hides their padded keys, see `hide_keys`."""
     column = None
     if padded:
         assert options.scale is not None
         column = hidden_column(options.scale, q.dtype)
-    if padded or device != q.device:  # what the kernel gets is another tensor, which is not made yet
+    if padded or device != q.device:  # the kernel will get other tensors, which do not exist yet
         wider = (EXTRA, EXTRA, 0) if padded else (0, 0, 0)
         q, k, v = (_stand_in(x, device, more) for x, more in zip((q, k, v), wider, strict=True))
     dropout = read_dropout(options.dropout)
@@ -300,13 +300,13 @@ def _get_kernel(
 
 
 def _stand_in(x: Tensor, device: torch.device, more: int) -> Tensor:
-    """A tensor on `device` with the shape and dtype of x and `more` columns, which takes no memory."""
+    """A tensor that takes no memory, on `device`, with the dtype and shape of x and `more` extra columns."""
     shape = (*x.shape[:3], x.shape[3] + more)
     return torch.empty((), dtype=x.dtype, device=device).expand(shape).requires_grad_(x.requires_grad)
 
 
 def _check_lse(kernel: Kernel, width: int) -> None:
-    """Raise Unsupported where the kernel is too narrow for the gradient of lse of tensors of this width."""
+    """Raise Unsupported if the kernel cannot compute the gradient of lse for tensors of this width."""
     most = kernel.max_head_dim
     if most is not None and width + EXTRA > most:
         raise Unsupported(

@@ -58,31 +58,31 @@ def ring_attention(
     pattern: a Pattern, or its text, such as "Causal() & Window(4095)".
     layout: the Layout by which the sequence was cut into shards, or its name. The rows of a shard do not show how the
         sequence was cut: a wrong layout gives a wrong result and no error, so `layout` has no default. `make_plan` can
-        choose a layout before the sequence is cut. "rows": rank r has the rows of the sequence that follow those of
-        rank r - 1, as many as its shard has.
-    q_layout: the Layout of the queries, or its name, where they are other positions than the keys: a chunk of a prompt
-        after a cache ("shifted(zigzag, 1000)": position 1000 and those after it), or the queries of cross-attention.
-        q [B, H, m, D] then has other rows than k and v, and `layout` is that of the keys. None: the keys' layout.
-    group, mesh, transport: who the ranks are, at most one of the three: a ProcessGroup (default: the world) or a
-        one-dimensional DeviceMesh, such as mesh["cp"], or a Transport.
+        choose a layout before the sequence is cut. "rows": the shards follow each other in rank order, each as long as
+        the rank's tensors.
+    q_layout: the Layout of the queries, or its name, if they are at other positions than the keys: a chunk of a prompt
+        after a cache ("shifted(zigzag, 1000)": from position 1000 on), or the queries of cross-attention. q [B, H, m,
+        D] then has rows of its own, and `layout` describes the keys. None: the keys' layout.
+    group, mesh, transport: the ranks, as at most one of a ProcessGroup (default: the world), a one-dimensional
+        DeviceMesh, such as mesh["cp"], and a Transport.
     key_padding_mask: bool [B, n] for the local shard, on all ranks or on none; True marks padding. No query attends a
-        padded key, whatever the key holds. The mask costs 8 more columns of the head dim.
-    sinks: [H], on all ranks or on none: the logit of one more key per head, which every row sees and whose value is 0,
-        as in gpt-oss. Differentiable; not the pattern `Sinks`, which lets rows see first tokens. Values are not
-        checked: -inf is a key without weight, inf takes all weight (out 0, lse 1e30), and NaN makes out NaN.
-    return_lse: also return the log-sum-exp of the scaled logits, of the sink's among them.
+        padded key, whatever the key holds. A mask makes the head dim 8 columns wider.
+    sinks: [H], on all ranks or on none: per head, the logit of an extra key with value 0 that every row sees, as in
+        gpt-oss. Differentiable. The pattern `Sinks` is something else: it lets rows see the first tokens. Values are
+        not checked: -inf gives the key no weight, inf gives it all weight (out 0, lse 1e30), NaN makes out NaN.
+    return_lse: also return the log-sum-exp of the scaled logits, including the sink's.
     options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate`, `softcap`,
         `dropout` and `check`, see `call.arguments.AttentionOptions`.
 
-    All ranks call with equal arguments and matching shapes. Ranks compare digests of their arguments, before the first
-    message or, with check="deferred", beside the messages: results are then right after `synchronize`. A rank waits for
-    the others as long as the timeout of the group, or of `transport`, allows.
+    All ranks call with equal arguments and matching shapes. Ranks compare digests of their arguments before the first
+    message or, with check="deferred", while messages travel: trust such results only after `synchronize`. A rank waits
+    for the others until the timeout of the group, or of `transport`.
 
     Returns out [B, H, n, Dv] in the dtype of q. With `return_lse` returns (out, lse), lse [B, H, n] in fp32 (fp64 for
     fp64); both are differentiable. Rows that see no key have out 0 and lse -inf.
-    Raises InvalidInput, Unsupported or Mismatch on every rank before the first message, or with check="deferred" at the
-    latest in `synchronize`. Any other exception on one rank is a Mismatch on the other ranks; after the first message,
-    and with check="deferred", it ends the calls of the group. Raises CommFailure if a rank is missing.
+    Raises InvalidInput, Unsupported or Mismatch on every rank before the first message, or with check="deferred" in
+    `synchronize` at the latest. Any other exception on one rank raises Mismatch on the other ranks; after the first
+    message, or with check="deferred", the group can then make no more calls. Raises CommFailure if a rank is missing.
     """
     ring = get_transport(group, mesh, transport)
     lock, taken = _take(ring)
@@ -113,7 +113,7 @@ def ring_attention(
 
 
 def _take(ring: Transport) -> tuple[Any, bool]:
-    """(what holds a transport for a call, whether another thread held it before: that call has ended first)."""
+    """Lock a transport for a call: (the lock, whether this waited for the call of another thread)."""
     lock = _locks.get(ring) or _locks.setdefault(ring, RLock())
     taken = not lock.acquire(blocking=False)
     if taken:
@@ -135,7 +135,7 @@ def positions(
     error: RingAttentionError | None = None,
     **options: Unpack[AttentionKeywords],
 ) -> np.ndarray:
-    """Global positions of this rank's rows in local order, int64 [n]: what rotary embeddings rotate by. Collective.
+    """Global positions of this rank's rows in local order, int64 [n]: as rotary embeddings need them. Collective.
 
     Takes the arguments of `ring_attention`, does its handshake, and raises its errors. `error` is an error that the
     caller has already found: this rank raises `error`, and all other ranks raise a Mismatch.
@@ -154,11 +154,11 @@ def positions(
 def synchronize(
     group: ProcessGroup | DeviceMesh | None = None, mesh: DeviceMesh | None = None, transport: Transport | None = None
 ) -> None:
-    """Return once all deferred calls of this rank were alike on all ranks; else raise their error. Collective.
+    """Wait until all deferred calls of this rank are known to match on all ranks, or raise their error. Collective.
 
-    With check="deferred", ranks compare their calls beside the messages. Call `synchronize` before a result is used
-    that no optimizer of torch steps by: such optimizers wait for it, and so does each call that records no gradient.
-    An error is final: the ranks of the group do not go on together.
+    With check="deferred", ranks compare their calls while messages travel. torch's optimizers synchronize before each
+    step, and a call that records no gradient synchronizes before it returns; for any other use of a result, call
+    `synchronize` first. An error is final: the group can make no more calls.
     """
     get_transport(group, mesh, transport).synchronize()
 
@@ -178,7 +178,7 @@ def virtual_attention(
     return_lse: bool = False,
     **options: Unpack[AttentionKeywords],
 ) -> Any:
-    """`ring_attention` of whole tensors, with all `ranks` computed in this process. Differentiable.
+    """`ring_attention` on whole tensors: this process computes all `ranks`. Differentiable.
 
     q [B, H, N, D], k [B, K, N, D] and v [B, K, N, Dv] hold the whole sequence in natural order, and so do the results:
     out [B, H, N, Dv], and with `return_lse` lse [B, H, N]. Plan, executor and kernels are those of real ranks, and the
@@ -225,18 +225,18 @@ def attention(
     chunk: int | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
-    """`virtual_attention` with one rank: attention of the whole sequence on one device. Differentiable.
+    """Attention over the whole sequence on one device: `virtual_attention` with one rank. Differentiable.
 
     Shapes, dtypes and errors are those of `virtual_attention`. With `first`, the position of the first query, there may
-    be more or fewer queries than keys: the keys have the positions from 0 on.
+    be more or fewer queries than keys; the keys start at position 0.
 
     offload="host" computes on `device` (default: CUDA if available, else the CPU) a sequence that need not fit there.
     q, k and v are CPU tensors, ordinary, pinned or mapped from a file; out, lse and the gradients are CPU tensors, too.
-    Chunks of at most `chunk` rows are virtual ranks that run one after another; `chunk` defaults to a number chosen by
-    `call.offload.chunk_rows` from the free memory of the device. At any time the device holds the queries and the
-    K/V rows of one chunk, and the needed K/V rows of two other chunks: one in computation, one being copied. Device
-    memory does not grow with N. dK and dV are summed in host memory in fp32 (fp64 for fp64). A `key_padding_mask` costs
-    copies of q, k and v in host memory.
+    Chunks of at most `chunk` rows are virtual ranks that run one after another; by default `call.offload.chunk_rows`
+    chooses `chunk` from the free memory of the device. At any time the device holds the queries and the K/V rows of one
+    chunk, and the needed K/V rows of two other chunks: one in use, one being copied. Device memory does not grow with
+    N. dK and dV are summed in host memory in fp32 (fp64 for fp64). A `key_padding_mask` costs copies of q, k and v in
+    host memory.
     """
     options: AttentionKeywords = {
         "kernel": kernel,
@@ -251,8 +251,8 @@ def attention(
         for name, value in (("chunk", chunk), ("device", device)):
             if value is not None:
                 raise InvalidInput(
-                    f"{name}={value} has a meaning only with offload='host': without it, the device of the tensors "
-                    f"computes everything; leave out {name}=, or add offload='host'"
+                    f"{name}={value} needs offload='host': without it, attention is computed on the device of the "
+                    f"tensors; leave out {name}=, or add offload='host'"
                 )
         return virtual_attention(
             q, k, v, pattern,
@@ -260,7 +260,7 @@ def attention(
             **options,
         )  # fmt: skip
     if first is not None:
-        raise InvalidInput(f"first={first}: offload= computes queries at the positions of the keys; leave out one")
+        raise InvalidInput(f"first={first}: with offload= the queries are at the positions of the keys; leave out one")
     if offload != "host":
         raise InvalidInput(
             f"offload={offload!r}: expected 'host'. Tensors that are mapped from a file are host tensors, too; "
@@ -304,7 +304,7 @@ def check_arguments(
 
 #: One transport per process group. An entry ends with its group.
 _transports: WeakKeyDictionary[ProcessGroup, TorchDist] = WeakKeyDictionary()
-#: What the thread in a call holds, by transport.
+#: The lock that a thread holds during a call, by transport.
 _locks: WeakKeyDictionary[Transport, Any] = WeakKeyDictionary()
 
 
@@ -314,7 +314,7 @@ def get_transport(
     """The given transport, or the transport of a process group."""
     if transport is not None:
         if group is not None or mesh is not None:
-            raise InvalidInput("transport= already says who the ranks are; leave out group= and mesh=")
+            raise InvalidInput("transport= already gives the ranks; leave out group= and mesh=")
         return transport
     from ..transport.torchdist import TorchDist, find_group  # virtual ranks have no process group
 

@@ -1,17 +1,17 @@
-"""Attention as operators of torch's graphs: for torch.compile, and for checkpoints that select what they save.
+"""Attention as operators of torch's graphs: for torch.compile, and for selective checkpoints.
 
-`ringattn::attend` runs one of our functions as it runs without a graph, with its handshake and its errors. It keeps the
-part of the autograd graph that the function makes; `ringattn::attend_backward` runs this part backward. The operators
-take tensors, numbers of patterns and layouts, and a text with all other arguments. A new pattern is a new number, for
-which torch compiles nothing. In the text a number stands for each object, whose identity torch.compile guards, so that
-the object lives wherever a graph that names it begins.
+`ringattn::attend` runs one of our functions as without a graph, with its handshake and its errors. It keeps the part of
+the autograd graph that the function makes; `ringattn::attend_backward` runs this part backward. The operators take
+tensors, the numbers of patterns and layouts, and a text with all other arguments. A new pattern is only a new number,
+so torch does not recompile. In the text, a number stands for each object. torch.compile guards the object's identity,
+so the object is alive whenever a graph that refers to it starts.
 
-What a forward keeps belongs to the memory of the operator's third result, the ticket. The graph saves the ticket for
-the backward, so that what the forward keeps ends with the graph of the call.
+The memory of the operator's third result, the ticket, owns what a forward keeps for its backward. The graph saves the
+ticket, so these tensors are freed together with the graph of the call.
 
-No effect token of torch orders the operators: in torch 2.13 operators with tokens fail in plain checkpointing. All
-ranks run the calls of a graph in the order in which the program makes them; torch's passes keep this order, and where
-one would not, the handshake finds it (`handshake.call_index`) and all ranks raise Mismatch before the first message.
+torch's effect tokens do not order the operators: in torch 2.13 operators with tokens fail in plain checkpointing. All
+ranks run the calls of a graph in program order, which torch's passes preserve; if a pass did not, the handshake would
+detect it (`handshake.call_index`), and all ranks would raise Mismatch before the first message.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from .last import make_last
 
 P = ParamSpec("P")
 R = TypeVar("R")
-#: Dispatch keys without which torch records no graph; torch excludes them while an operator runs.
+#: Dispatch keys that torch needs to record a graph; torch excludes them while an operator runs.
 _K = torch._C.DispatchKey
 RECORDING = (_K.AutogradFunctionality, _K.AutogradOther, _K.AutogradNestedTensor, _K.ADInplaceOrView)
 #: Functions that return positions, and functions that always return (out, lse or None).
 POSITIONS, PAIRS = ".positions", (".attend", ".attend_by")
-#: The name of the tensor with the number that a call draws its dropout from.
+#: The name of the tensor that holds the seed of a call's dropout.
 DRAWN = "drawn"
-#: Types of numbers; to torch.compile a number of NumPy is an array.
+#: Types of numbers; torch.compile takes a NumPy number for an array.
 SCALARS = int, float, np.generic, np.ndarray
-#: Arguments that a compiled function may change from call to call, and what the names of their tensors begin with.
+#: Arguments that may change from call to call of a compiled function, and the prefix of the names of their tensors.
 NUMBERS, NUMBER = ("scale", "scaling", "softcap", "dropout"), "number "
-#: Objects by the numbers that stand for them in texts.
+#: Objects by their numbers in texts.
 _objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _serials = count()
-#: The patterns and layouts that ran last: a checkpoint may run them again when the program has let go of them.
+#: The patterns and layouts that ran last: a checkpoint may run them again after the program has dropped them.
 _recent = Cache(1 << 24)
-#: How many calls each trace of torch.compile has met.
+#: The number of calls in each trace of torch.compile so far.
 _calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 class _Record(bytearray):
-    """The memory of a ticket, with what the forward keeps for its backward."""
+    """The memory of a ticket, with everything that the forward keeps for its backward."""
 
     leaves: list[Tensor]
     results: list[Tensor]
@@ -80,30 +80,30 @@ _records: WeakValueDictionary[int, _Record] = WeakValueDictionary()
 
 
 def _constant(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which torch.compile runs while it traces, and whose arguments it guards: objects by identity."""
+    """Let torch.compile run `function` while it traces, and guard its arguments: objects by identity."""
     return cast(Callable[P, R], torch.compiler.assume_constant_result(function))
 
 
 def call_in_graph(name: str, arguments: dict[str, Any]) -> Any:
-    """The result of the `compilable` function `name`, "module:function", by one operator."""
+    """The result of the `compilable` function `name`, "module:function", computed by one operator."""
     q, k, v = cast_inputs(arguments["q"], arguments["k"], arguments["v"])
     arguments = {**arguments, "q": q, "k": k, "v": v}
     names, tensors, numbers, constants = [], [], {}, {}
     for argument, value in arguments.items():
-        if isinstance(value, Tensor):  # "layout": the number of one, see `context_parallel`
+        if isinstance(value, Tensor):  # "layout" as the number of a layout, see `context_parallel`
             names.append(argument)
             tensors.append(value)
         elif isinstance(value, Numbered) and value.number:
             numbers[argument] = value.number
         elif argument in NUMBERS and isinstance(value, SCALARS) and not isinstance(value, bool):
-            # A number that changes between calls is no constant, which `_write` needs.
+            # A number that changes between calls is not a constant, and `_write` takes constants only.
             names.append(NUMBER + argument)
             make, value = (torch.tensor, float(value)) if isinstance(value, int | float) else (torch.as_tensor, value)
             tensors.append(make(value, dtype=torch.float64, device="cpu"))
         else:
             constants[argument] = _spell(value) if isinstance(value, Pattern) else value
     if _drops(arguments):
-        # torch.compile sees this draw, and repeats the draw where it computes the call again.
+        # torch.compile sees this draw, and repeats it when it recomputes the call.
         names.append(DRAWN)
         tensors.append(torch.randint(1 << 62, (), device="cpu"))
     text = _write(name, (*names, *numbers), **constants)
@@ -118,7 +118,7 @@ def call_in_graph(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def _drops(arguments: dict[str, Any]) -> bool:
-    """Whether the call drops attention weights: by its option, or by that of its module."""
+    """Whether the call drops attention weights, by its own option or its module's."""
     if arguments.get("dropout"):
         return True
     module = arguments.get("self")
@@ -126,7 +126,7 @@ def _drops(arguments: dict[str, Any]) -> bool:
 
 
 def _spell(pattern: Pattern) -> str:
-    """The text of a pattern that was made in the trace, where a pattern is no object."""
+    """The text of a pattern made within the trace, where it is not a real object."""
     values, nested = [], []
     for name in _field_names(type(pattern)):
         value = getattr(pattern, name)
@@ -143,7 +143,7 @@ def _field_names(kind: type[Pattern]) -> tuple[str, ...]:
 
 @_constant
 def _print_pattern(kind: type[Pattern], values: tuple[Any, ...], nested: tuple[bool, ...]) -> str:
-    """repr of the pattern with these fields, of which the nested patterns are texts."""
+    """repr of the pattern with these fields; `nested` flags the fields that are patterns, given as text."""
     pattern = object.__new__(kind)
     for name, value, is_pattern in zip(_field_names(kind), values, nested, strict=True):
         object.__setattr__(pattern, name, parse_pattern(value) if is_pattern else value)
@@ -152,7 +152,7 @@ def _print_pattern(kind: type[Pattern], values: tuple[Any, ...], nested: tuple[b
 
 @_constant
 def _write(name: str, names: tuple[str, ...], /, **constants: Any) -> str:
-    """The text of a call: its function, names of tensors and numbers, other arguments, and its index in the trace."""
+    """The text of a call: its function, tensor names, number names, other arguments, and its index in the trace."""
     trace = torch._guards.TracingContext.try_get()
     index = 0
     if trace is not None:
@@ -161,8 +161,8 @@ def _write(name: str, names: tuple[str, ...], /, **constants: Any) -> str:
 
 
 def _write_object(value: Any) -> Any:
-    """An argument that JSON does not know; objects by their numbers."""
-    if isinstance(value, FakeScriptObject):  # how a process group looks in a trace
+    """JSON for an argument that JSON does not support: an object becomes its number."""
+    if isinstance(value, FakeScriptObject):  # the form of a process group in a trace
         value = value.real_obj
     if isinstance(value, np.generic):
         return value.item()
@@ -172,7 +172,7 @@ def _write_object(value: Any) -> Any:
         return {"device": str(value)}
     if hasattr(value, "__dataclass_fields__") and not all(hasattr(value, x) for x in value.__dataclass_fields__):
         raise Unsupported(
-            f"a {type(value).__name__} made within a compiled function; make it before, and pass it to the function"
+            f"a {type(value).__name__} made within a compiled function; make it outside, and pass it to the function"
         )
     serial = next((known for known, other in _objects.items() if other is value), None)
     if serial is None:
@@ -186,14 +186,14 @@ def _write_object(value: Any) -> Any:
 
 @lru_cache(1024)
 def _read(text: str) -> tuple[str, list[str], dict[str, Any], int]:
-    """What `_write` has written, objects as dictionaries."""
+    """The arguments of `_write`, with objects still as dictionaries."""
     name, names, constants, index = json.loads(text)
     return name, names, constants, index
 
 
 @lru_cache(64)
 def _eager(name: str) -> Callable[..., Any]:
-    """The function itself, which runs without a graph."""
+    """The function itself, not its operator."""
     return unwrap(resolve_name(name))
 
 
@@ -216,7 +216,7 @@ def _run(tensors: list[Tensor], numbers: list[int], text: str) -> Any:
 
 @contextmanager
 def _drawing(seed: Tensor | None) -> Iterator[None]:
-    """A context in which torch's default generator begins with `seed`; None: in which it goes on."""
+    """A context that seeds torch's default generator with `seed`; None leaves the generator as it is."""
     if seed is None:
         yield
         return
@@ -229,7 +229,7 @@ def _drawing(seed: Tensor | None) -> Iterator[None]:
 
 
 def _find(spelled: dict[str, Any]) -> Any:
-    """The object that a text, or the number of a pattern or layout, stands for."""
+    """The object behind a text, or behind the number of a pattern or layout."""
     if "dtype" in spelled:
         return getattr(torch, spelled["dtype"])
     if "device" in spelled:
@@ -237,8 +237,8 @@ def _find(spelled: dict[str, Any]) -> Any:
     found = NUMBERED.get(spelled["number"]) if "number" in spelled else _objects.get(spelled["object"])
     if found is None:
         raise InvalidInput(
-            "a pattern, layout or group of this compiled call is gone; keep the objects that a compiled function was "
-            "given until its backward has run"
+            "a pattern, layout or group of this compiled call was freed; keep what a compiled function was given "
+            "alive until its backward has run"
         )
     return found
 
@@ -260,7 +260,7 @@ def _attend(tensors: list[Tensor], numbers: list[int], text: str, needs: list[bo
 
 
 def _identify(x: Tensor) -> tuple[object, ...]:
-    """What two tensors of the same numbers in the same memory have in common."""
+    """A key that is equal for two tensors with the same numbers in the same memory."""
     return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
@@ -276,7 +276,7 @@ def _attend_backward(
     record = _records.get(ticket.data_ptr())
     if record is None:
         raise InvalidInput(
-            "the ticket of a forward was copied, or moved to another device, so that its backward finds nothing; leave "
+            "the ticket of a forward was copied or moved to another device, and its backward finds no tensors; leave "
             "the int64 result of ringattn::attend where it is"
         )
     pairs = [(x, g) for x, g in zip(record.results, (grad, grad_lse), strict=False) if g is not None]
@@ -288,7 +288,7 @@ def _attend_backward(
                 [x for x, _ in pairs],
                 leaves,
                 [g for _, g in pairs],
-                retain_graph=True,  # it ends with the ticket
+                retain_graph=True,  # the graph is freed with the ticket
                 allow_unused=True,
                 materialize_grads=True,
             )
@@ -299,7 +299,7 @@ def _attend_backward(
 
 @contextmanager
 def _recording(record: _Record) -> Iterator[None]:
-    """A context in which torch records a graph; inputs and results of the operator are not saved twice."""
+    """A context in which torch records a graph, without saving inputs and results of the operator twice."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in RECORDING:
         excluded = excluded.remove(key)
@@ -322,7 +322,7 @@ def _recording(record: _Record) -> Iterator[None]:
 
 
 def _lay_out(x: Tensor) -> Tensor:
-    """x [B, H, n, ...] in the memory of [B, n, H, ...], as most layers take it next."""
+    """x [B, H, n, ...] with the memory order of [B, n, H, ...], as most of the following layers need it."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -337,7 +337,7 @@ def _positions(tensors: list[Tensor], numbers: list[int], text: str) -> Tensor:
     return found
 
 
-# What torch is told.
+# What torch needs to know.
 
 
 def _fake_attend(
@@ -345,7 +345,7 @@ def _fake_attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     name, names, constants, _ = _read(text)
     q, v = (tensors[names.index(x)] for x in "qv")
-    b, h, n = (*q.shape, 1, 1, 1)[:3]  # of a wrong shape, too: the call itself reports to all ranks
+    b, h, n = (*q.shape, 1, 1, 1)[:3]  # accepts a wrong shape: the call itself reports it to all ranks
     out = q.new_empty((b, n, h, *v.shape[3:])).transpose(1, 2)
     with_lse = constants.get("return_lse", name.endswith(PAIRS))
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -395,19 +395,19 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "positions": ("(Tensor[] tensors, SymInt[] numbers, str call) -> Tensor", _positions, _fake_positions),
 }
 for _name, (_schema, _run_operator, _fake) in _OPERATORS.items():
-    # A CUDA graph would replay the launches of a call without the exchanges between the ranks.
+    # A CUDA graph would replay the kernel launches of a call without the exchanges between ranks.
     _library.define(_name + _schema, tags=(torch.Tag.cudagraph_unsafe,))
     _library.impl(_name, _run_operator, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ringattn::{_name}", _fake, lib=_library)
 torch.library.register_autograd("ringattn::attend", _differentiate, setup_context=_save, lib=_library)
-#: The operators whose results a checkpoint keeps.
+#: The operators whose results `save_attention_policy` keeps.
 KEPT = (torch.ops.ringattn.attend.default, torch.ops.ringattn.positions.default)
 
 
 def save_attention_policy() -> Callable[..., CheckpointPolicy]:
     """A policy for torch.utils.checkpoint.create_selective_checkpoint_contexts: keep attention, recompute the rest.
 
-    The ring then runs once in the forward, in eager and in compiled programs.
+    The ring then runs only in the forward, in eager and in compiled programs.
     """
 
     def keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -417,12 +417,12 @@ def save_attention_policy() -> Callable[..., CheckpointPolicy]:
 
 
 def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """A `context_fn` for torch.utils.checkpoint: the recomputation takes (out, lse) of attention from the forward.
+    """A `context_fn` for torch.utils.checkpoint: the recomputation reuses attention's (out, lse) from the forward.
 
     `checkpoint(layer, x, use_reentrant=False, context_fn=ringattn.keep_attention)` recomputes the layer in the
-    backward without another pass around the ring: q, k and v are recomputed, and the output of every attention in the
-    layer is kept. This costs the memory of out, lse and the block that the ring's backward starts from. Without
-    `keep_attention` nothing is kept, and the ring runs once more.
+    backward, but without another pass around the ring: q, k and v are recomputed, and the output of every attention in
+    the layer is kept. This takes memory for out, lse and the block that the ring's backward starts from. Without
+    `keep_attention` the recomputation runs the ring again.
     """
     contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]
     contexts = create_selective_checkpoint_contexts(save_attention_policy())

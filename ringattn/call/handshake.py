@@ -1,16 +1,15 @@
-"""The handshake of a call: ranks compare what they are about to do, before its first message or beside its messages.
+"""The handshake: ranks compare what they are about to do, before a call's first message or while its messages travel.
 
-Before the first message, every rank gives in one exchange a digest of its arguments, in one spelling for all forms of
-equal arguments, and what may differ between ranks: its rows, above all. Where the digests are equal, every rank makes
-the plan by itself, which is the same on all ranks. Else a second exchange, "arguments", compares the arguments in full,
-and a third one, "plan", the plans, as a layout may be given by name on one rank and as an object on another.
+Before the first message, every rank sends in one exchange a digest of its normalized arguments, and the values that may
+differ between ranks, mainly its number of rows. If the digests are equal, every rank makes the plan by itself, and all
+make the same one. Otherwise a second exchange, "arguments", compares the arguments in full, and a third one, "plan",
+the plans: a layout may be given by name on one rank and as an object on another. For a deferred comparison
+(`announces`), a rank sends the digest and goes on, see `transport.comparison`.
 
-Beside the messages (`announces`), a rank sends the digest and goes on, see `transport.comparison`.
-
-Which exchange follows depends only on what all ranks have received in the previous exchange, so that all ranks enter
-the same exchanges. If a rank raises before an exchange, its error replaces its record and ends the handshake on all
-ranks (`transport.records`): that rank raises its own exception, the other ranks raise a Mismatch that names the rank.
-An exception after the last exchange ends the calls of all ranks (`Transport.fail`).
+The next exchange depends only on what all ranks received in the previous one, so all ranks enter the same exchanges. If
+a rank raises before an exchange, its error replaces its record and ends the handshake on all ranks
+(`transport.records`): that rank raises its own exception, the other ranks raise a Mismatch that names the rank. An
+exception after the last exchange ends the calls of all ranks (`Transport.fail`).
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from ..transport.records import (
 )
 from .compile import CompiledCall
 
-#: The most bytes of a record of arguments. Long fields are shortened to digests.
+#: The maximum bytes of a record of arguments. Long fields are shortened to digests.
 LIMIT = 1 << 14
 #: Bytes of a number in a record.
 NUMBER = 8
 #: Bytes of a call's record: fingerprint, rows, index in a compiled graph, tokens; with dropout a seed follows.
 FIXED = FINGERPRINT_BYTES + 3 * NUMBER
-#: Bytes of the longest record of a call: where queries have a layout of their own, their rows and tokens follow.
+#: Bytes of the longest record of a call: if queries have their own layout, their rows and tokens follow.
 LONGEST = FIXED + 3 * NUMBER
 #: The index of a call in its compiled graph, from 1; 0 outside of compiled graphs.
 call_index: ContextVar[int] = ContextVar("ringattn_call_index", default=0)
@@ -55,7 +54,7 @@ call_index: ContextVar[int] = ContextVar("ringattn_call_index", default=0)
 def agree(transport: Transport, call: CompiledCall, stage: str = "call") -> tuple[Plan, Kernel, int]:
     """The plan that all ranks of the transport run, this rank's kernel, and the number of the call. Collective.
 
-    `stage` names the first exchange: ranks that make a handshake for different purposes raise Mismatch.
+    `stage` names the first exchange: ranks that enter the handshake for different purposes raise Mismatch.
     """
     kernel, drops = call.kernel, call.kernel.dropout is not None
     with Exchange(transport, stage, limit=LONGEST) as exchange:
@@ -74,7 +73,7 @@ def agree(transport: Transport, call: CompiledCall, stage: str = "call") -> tupl
 
 @cached
 def _make_record(call: CompiledCall, index: int) -> bytes:
-    """What a rank gives before the first message of call number `index` of a graph, but for a seed."""
+    """This rank's record for call number `index` of a compiled graph, without a seed for dropout."""
     numbers = [call.rows, index, _count_tokens(call.layout)]
     if call.q_layout is not None:
         numbers += [call.q_rows, _count_tokens(call.q_layout)]
@@ -112,7 +111,7 @@ def _plan_together(transport: Transport, call: CompiledCall, stage: str, records
         return plan
 
     if alike:
-        # What cannot be planned is an error of the arguments, which are alike: all ranks raise it.
+        # If planning fails, the arguments are wrong, and equal on all ranks: all ranks raise the same error.
         with ErrorReport(transport, stage, deferred=True, common=(ValueError,)):
             return make()
     with Exchange(transport, "plan", LIMIT) as plans:
@@ -124,9 +123,9 @@ def _plan_together(transport: Transport, call: CompiledCall, stage: str, records
 
 
 def announces(transport: Transport, call: CompiledCall) -> bool:
-    """Whether the ranks compare a call beside its messages, as all that they need for it is known to each of them.
+    """Whether the ranks can compare a call while its messages travel: each can plan it alone.
 
-    A layout by name needs the rows of all ranks, and dropout without a seed the seed of rank 0.
+    A layout given by name needs the rows of all ranks, and dropout without a seed needs the seed of rank 0.
     """
     drawn = call.kernel.dropout is not None and call.kernel.dropout.seed is None
     by_name = isinstance(call.layout, str) or isinstance(call.q_layout, str)
@@ -134,7 +133,7 @@ def announces(transport: Transport, call: CompiledCall) -> bool:
 
 
 def announce(transport: Transport, call: CompiledCall) -> tuple[Plan, Kernel, int]:
-    """As `agree`, for a call that `announces`: waits for no rank. Errors of other ranks come later, and are final."""
+    """`agree` without waiting, for a call that `announces`. Errors of other ranks are raised later, and are final."""
     plan, fields = _plan_alone(call, transport.rank, transport.size)
     announced = b'{"stage": "call", "index": %d, %s' % (call_index.get(), fields)
     return plan, call.kernel.seeded(), transport.announce(announced)
@@ -142,7 +141,7 @@ def announce(transport: Transport, call: CompiledCall) -> tuple[Plan, Kernel, in
 
 @cached
 def _plan_alone(call: CompiledCall, rank: int, size: int) -> tuple[Plan, bytes]:
-    """(the plan of a call whose layouts are known, the end of the record of the call)."""
+    """(plan, end of the call's record) for a call whose layouts are known."""
     layout, q_layout = call.layout, call.q_layout or call.layout
     assert isinstance(layout, Layout) and isinstance(q_layout, Layout)
     plan = call.plan(layout.tokens, q_layout.tokens, size, layout, call.q_layout)
@@ -155,12 +154,12 @@ def _plan_alone(call: CompiledCall, rank: int, size: int) -> tuple[Plan, bytes]:
 
 
 def _read_numbers(records: Sequence[bytes], first: int) -> list[int]:
-    """The numbers of all ranks that begin at byte `first` of their records; -NUMBER: the last numbers."""
+    """The number at byte `first` of each rank's record; first=-NUMBER: the last number."""
     return [int.from_bytes(raw[first:][:NUMBER], "little") for raw in records]
 
 
 def _count_tokens(layout: str | Layout) -> int:
-    """The tokens of a layout, plus one; 0 for a name, which is for the tokens that the ranks hold."""
+    """The tokens of a layout, plus one; 0 for a name, which fits any number of tokens."""
     return 0 if isinstance(layout, str) else layout.tokens + 1
 
 
@@ -180,12 +179,12 @@ def _share_seed(kernel: Kernel, records: Sequence[bytes]) -> Kernel:
 
 
 def _compare_indices(indices: list[int]) -> None:
-    """Raise a Mismatch on every rank if compiled graphs run calls in different orders; 0 is a call of no graph."""
+    """Raise a Mismatch on every rank if compiled graphs run calls in different orders; 0: a call outside of graphs."""
     if len({0, *indices}) > 2:
         calls = "; ".join(f"rank {rank} runs call {index}" for rank, index in enumerate(indices) if index)
         raise Mismatch(
             f"the compiled graphs of the ranks run their calls in different orders: {calls}. Compile the same function "
-            "on all ranks, or keep calls that do not depend on each other in graphs of their own"
+            "on all ranks, or keep calls that do not depend on each other in separate graphs"
         )
 
 
@@ -207,7 +206,7 @@ def agree_backward(transport: Transport, number: int, *, deferred: bool) -> None
 
 @cached
 def _spell(call: CompiledCall) -> bytes:
-    """What this rank is about to do, in JSON: options of every name, each in one spelling for equal arguments."""
+    """This rank's arguments, normalized, as JSON: equal arguments give equal text."""
     pattern = repr(call.pattern)
     if call.pattern.transient:
         pattern = f"{_SELECTED} {_short_digest(pattern)}"
@@ -215,7 +214,7 @@ def _spell(call: CompiledCall) -> bytes:
     record = {
         "sinks": call.sinks,
         "key_padding_mask": call.key_padding_mask,
-        **call.sizes,  # before the scale, which follows from the head dim, as that does from a mask
+        **call.sizes,  # before the scale, which depends on the head dim, which depends on the mask
         **{name: _shorten(x) if isinstance(x, str) else x for name, x in vars(call.options).items()},
         "machine": machine and f"{machine.preset or 'measured or own numbers'} (digest {_short_digest(repr(machine))})",
         "dropout": _spell_dropout(call.kernel),
@@ -238,12 +237,12 @@ def _spell_layout(layout: str | Layout) -> str:
 
 
 def _spell_dropout(kernel: Kernel) -> str | None:
-    """The probability, and whether the seed is given, as text; None where no weight is dropped."""
+    """The probability, and whether the seed is given, as text; None if no weight is dropped."""
     drop = kernel.dropout
     return None if drop is None else f"{float(drop.p)} by a {'drawn' if drop.seed is None else 'given'} seed"
 
 
-#: Stands for a pattern that a scorer selects in every call.
+#: The text for a pattern that a scorer selects anew in every call.
 _SELECTED = "blocks selected anew (all ranks need the same scorer weights, k, and train or eval mode),"
 
 
@@ -263,8 +262,8 @@ def _check_rows(layout: Layout, rows: dict[int, int]) -> None:
     if rows != planned:
         more = ", pattern=..., heads=..." if layout.digest else ""
         raise Mismatch(
-            f"the shards do not fit the layout {layout.name}: the ranks hold {by_rank(rows)}; of these "
-            f"{layout.tokens:,} tokens the layout gives {by_rank(planned)}. A shard is wrong, or another layout has "
-            f"cut the sequence; shard with ringattn.make_layout({layout.name!r}, tokens=..., ranks={layout.ranks}"
-            f"{more}).shard_tensor(x, rank), tokens being those of the whole sequence"
+            f"the shards do not fit the layout {layout.name}: the ranks hold {by_rank(rows)}; for these "
+            f"{layout.tokens:,} tokens the layout gives {by_rank(planned)}. A shard is wrong, or another layout "
+            f"has cut the sequence; shard with ringattn.make_layout({layout.name!r}, tokens=..., ranks={layout.ranks}"
+            f"{more}).shard_tensor(x, rank), with the tokens of the whole sequence"
         )

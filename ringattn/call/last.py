@@ -12,7 +12,7 @@ from ..errors import Unsupported
 
 
 class Last(torch.autograd.Function):
-    """The first `count` tensors, in a node of all tensors; the derivative by any of them is an error."""
+    """Returns the first `count` tensors unchanged, as a graph node of all tensors whose backward raises Unsupported."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -21,11 +21,11 @@ class Last(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise Unsupported(
-            "attention has no second derivative: a loss depends on a gradient that create_graph=True has made; detach "
+            "attention has no second derivative: the loss depends on a gradient made with create_graph=True; detach "
             "the gradient, or compute with torch's scaled_dot_product_attention, sdpa_kernel(SDPBackend.MATH), instead"
         )
 
 
 def make_last(found: Sequence[Any], *inputs: Tensor | None) -> Sequence[Any]:
-    """Gradients of a function of `inputs`. With create_graph=True their derivative is an error; torch would take 0."""
+    """The gradients `found`. With create_graph=True, differentiating them is an error; torch would take 0."""
     return Last.apply(len(found), *found, *inputs) if torch.is_grad_enabled() else found

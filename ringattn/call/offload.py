@@ -1,7 +1,7 @@
-"""Attention over a sequence that does not fit into the device: chunks are virtual ranks that live in host storage.
+"""Attention over a sequence that does not fit on the device: chunks of it, in host storage, are virtual ranks.
 
-The ranks of an ordinary plan run one after another, with the ordinary executor. What a rank receives is copied from
-storage, and the gradients that a rank sends are added in storage. `runtime.host` makes the copies.
+The ranks of an ordinary plan run one after another, with the ordinary executor. Rows that a rank receives are copied
+from storage; gradients that a rank sends are added to storage. `runtime.host` makes the copies.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from .autograd import Runner
 from .compile import CompiledCall
 from .planner import PLANS, make_plan
 
-#: The share of the device's free memory that chosen chunks take. Kernels need the rest for workspaces.
+#: The share of the device's free memory for a chunk whose size is chosen here. Kernels need the rest for workspaces.
 SHARE = 0.5
-#: Chosen chunks are multiples of this many rows, unless they are shorter.
+#: A chosen chunk is a multiple of this many rows, unless it is shorter.
 MULTIPLE = 128
-#: Bytes of chunks' steps that a plan keeps. Few, as each chunk runs once per pass.
+#: The bytes of steps that a plan caches. Few, because each chunk runs once per pass.
 STEPS = 1 << 22
 
 
 class StreamedPlan(Plan):
-    """A plan whose ranks run alone: their messages are copies of rows from storage and of gradients to storage."""
+    """A plan whose ranks run one by one: their messages are copies of rows from storage and of gradients to storage."""
 
     @cached_property
     def cache(self) -> Cache:
@@ -67,7 +67,7 @@ def _hops(step: Step) -> tuple[Hop, ...]:
 
 @dataclass(frozen=True)
 class HostTensors:
-    """Storage of whole tensors in host memory, which may be mapped from a file."""
+    """Whole tensors in host memory, possibly mapped from a file, as a `Storage`."""
 
     tensors: dict[str, Tensor]
 
@@ -77,7 +77,7 @@ class HostTensors:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadRunner(Runner):
-    """Runs the ranks of a plan on one device, one after another, from and to host storage.
+    """Runs the ranks of a plan on one device, one after another, reading and writing host storage.
 
     `counters` count the messages so far. The copies of a rank's own q, k, v, out, lse and gradients are not counted.
     """
@@ -87,14 +87,14 @@ class OffloadRunner(Runner):
     counters: Counters = field(default_factory=Counters, compare=False)
 
     def of_call(self, sinks: Tensor | None) -> OffloadRunner:
-        """The same runner with the sinks of a call, and with a seed where the kernel has dropout."""
+        """This runner with the sinks of a call and, if the kernel has dropout, with a seed."""
         return replace(self, kernel=self.kernel.seeded(), sinks=None if sinks is None else sinks.to(self.device))
 
     def job(self, rank: int) -> Job:
         return replace(super().job(rank), lse=False, cast_grads=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, save: bool) -> ForwardResult:
-        """out [B, H, N, Dv] and lse [B, H, N] in host memory. Nothing is kept on the device."""
+        """out [B, H, N, Dv] and lse [B, H, N] in host memory. Nothing stays on the device."""
         batch, heads, tokens, _ = q.shape
         out = empty((batch, tokens, heads, v.shape[-1]), q.dtype, q.device).transpose(1, 2)
         lse = empty((batch, heads, tokens), wide(q.dtype), q.device)
@@ -113,7 +113,7 @@ class OffloadRunner(Runner):
         tensors |= {"dq": dq, "dk": dk, "dv": dv}
         self.differentiate(HostTensors(tensors), lse=grad_lse is not None)
         del tensors
-        dk = dk.to(k.dtype)  # in two statements, so that one fp32 sum is freed before the other is cast
+        dk = dk.to(k.dtype)  # two statements: the first fp32 sum is freed before the second is cast
         dv = dv.to(v.dtype)
         return dq, dk, dv
 
@@ -124,7 +124,7 @@ class OffloadRunner(Runner):
         for rank, rows in self._shards():
             q, k, v = host.load("qkv", rows)
             target = storage.rows("out", rows)
-            direct = target if target.device == self.device else None  # on a CPU the executor writes to storage itself
+            direct = target if target.device == self.device else None  # on a CPU the executor writes to storage
             program = forward(self.job(rank), q if sign == 1 else q * sign, k, v, save=False, out=direct)
             result = host.run(program, self.plan.for_rank(rank).forward)
             written = {"lse": result.lse} if direct is not None else {"lse": result.lse, "out": result.out}
@@ -153,7 +153,7 @@ class OffloadRunner(Runner):
         host.finish()
 
     def _shards(self) -> list[tuple[int, range]]:
-        """Every rank that has rows, with its rows. Empty for an empty batch."""
+        """(rank, rows) of every rank that has rows; empty for an empty batch."""
         layout = self.plan.layout
         if not self.plan.batch:
             return []
@@ -163,12 +163,12 @@ class OffloadRunner(Runner):
 def make_offload(call: CompiledCall, *, chunk: int | None, backward: bool) -> OffloadRunner:
     """The runner that computes `call` on its device.
 
-    `chunk` is the number of rows on the device at a time; None chooses it by the free memory, with room for the
+    `chunk` is the number of rows on the device at a time; None: the most that fit into free memory, with room for the
     backward if `backward`. Raises Unsupported or OutOfMemory.
     """
     if call.pattern.rows is not None:
         raise Unsupported(
-            "offload='host' has one pattern for all rows of the batch; compute row by row, "
+            "offload='host' takes one pattern for all rows of the batch; compute row by row, "
             "attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], pattern.row(i), offload='host')"
         )
     sizes, tokens, device = call.sizes, call.rows, call.device
@@ -194,13 +194,13 @@ def check_chunk(chunk: object) -> None:
     """Raise InvalidInput unless `chunk` is None or a positive number of rows."""
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise InvalidInput(
-            f"chunk={chunk!r} must be an integer >= 1, the most rows of q, k and v that the device holds at a time; "
+            f"chunk={chunk!r} must be an integer >= 1, the number of rows of q, k and v on the device at a time; "
             "leave it out to choose it by the free memory"
         )
 
 
 def get_device(device: torch.device | str | None) -> torch.device:
-    """The device that computes. The default is the current CUDA device if there is one, else the CPU.
+    """The device to compute on; None: the current CUDA device if there is one, else the CPU.
 
     Raises InvalidInput for a name that torch does not know, a device of another type, or a missing CUDA device.
     """
@@ -222,13 +222,13 @@ def get_device(device: torch.device | str | None) -> torch.device:
 def row_bytes(
     *, heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: str, batch: int, backward: bool
 ) -> tuple[int, int]:
-    """(bytes on the device per row of a chunk, bytes per row of the results in storage).
+    """(bytes on the device per row of a chunk, bytes in storage per row of the results).
 
-    With e bytes per number and w = max(e, 4) the device holds, in the forward: q, out, the chunk's own K/V block and
-    two K/V buffers in e bytes. The sums of out and one visit's output in w bytes. q and one K/V block again in w bytes,
-    for kernels that compute in fp32. lse and its partials. Backward: q, out, dO and the own K/V block in e bytes, and
-    again in w bytes for kernels that compute in fp32. dq, dk, dv and the gradients of two visits in w bytes. Four
-    buffers of K/V or dK/dV size in w bytes. lse.
+    Let e be the bytes of a number and w = max(e, 4). In the forward the device holds, in e bytes: q, out, the chunk's
+    own K/V block and two K/V buffers; in w bytes: the sums of out, one visit's output and, for kernels that compute in
+    fp32, q and one K/V block again; and lse with its partials. In the backward: in e bytes q, out, dO and the own K/V
+    block; in w bytes the same again for kernels that compute in fp32, dq, dk, dv, the gradients of two visits and four
+    buffers of K/V or dK/dV size; and lse.
     """
     item = ITEM_BYTES[dtype]
     w, pair = max(item, 4), kv_heads * (head_dim + value_dim)
@@ -243,15 +243,15 @@ def row_bytes(
 
 
 def chunk_rows(tokens: int, *, device: torch.device, backward: bool, **sizes: Any) -> int:
-    """The rows of a chunk that fits: half of the device's free memory over `row_bytes`, in multiples of 128.
+    """The rows of a chunk that fits: half of the device's free memory divided by `row_bytes`, in multiples of 128.
 
-    `sizes` are those of `CompiledCall.sizes`. On the CPU the memory of the results in storage does not count as free.
-    Patterns that give heads different numbers of rows need more buffers in the backward; a smaller chunk= makes room
-    for them. Raises OutOfMemory if one row does not fit.
+    `sizes` are those of `CompiledCall.sizes`. On the CPU, the results in storage take part of the free memory. Patterns
+    that give heads different numbers of rows need more buffers in the backward; give a smaller chunk= for these. Raises
+    OutOfMemory if one row does not fit.
     """
     per_row, result_bytes = row_bytes(backward=backward, **sizes)
     if device.type == "cuda":
-        # What the allocator has reserved and does not use is free for us, and not for the driver.
+        # The driver does not count memory that torch's allocator has reserved but not used; it is free for us.
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free, where = torch.cuda.mem_get_info(device)[0] + idle, str(device)
     else:

@@ -1,4 +1,4 @@
-"""`make_plan` and `make_plans`: the plans of their arguments, where a layout or a schedule may be "auto"."""
+"""`make_plan` and `make_plans`: they make plans, and choose a layout or schedule that is "auto"."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Bytes of the plans that `make_plan` remembers.
 PLANS = 1 << 25
-#: The latest plans by their inputs, with the answers that they keep.
+#: The latest plans, keyed by their inputs, with the results that they cache.
 _plans = Cache(PLANS, lambda plan: int(plan.kept_bytes), grows=True)
 
 
@@ -51,21 +51,21 @@ def make_plan(
     which keys, values and their gradients travel between ranks: by default, K/V in their own dtype and gradients in
     fp32 (fp64 for fp64 inputs); a narrower dtype rounds K/V once, and gradients in every hop.
 
-    `rotate` says what travels in the backward: "kv" (pass-KV: keys and values with the gradients of both), "q" (pass-Q,
-    arXiv:2411.01783: queries with the gradients of out and of q, and with lse), or "auto", whichever sends fewer bytes.
-    With a `comm_dtype`, "auto" is "kv": rounded queries would give other weights than the forward's. With a `q_layout`,
-    `rotate` is for the forward, too: queries then go around with the (out, lse) of the keys that they have met, in fp32
-    (fp64 for fp64 inputs), and "auto" takes for the forward what the timing model predicts to be faster on `machine`.
-    "q, kv" names the form of each pass: first the forward's, then the backward's.
+    `rotate` selects what travels in the backward: "kv" (pass-KV: keys and values with the gradients of both), "q"
+    (pass-Q, arXiv:2411.01783: queries with the gradients of out and of q, and with lse), or "auto", whichever sends
+    fewer bytes. With a `comm_dtype`, "auto" is "kv": rounded queries would give other weights than in the forward. With
+    a `q_layout`, `rotate` holds for the forward, too: in pass-Q, queries then travel with their (out, lse) so far, in
+    fp32 (fp64 for fp64 inputs), and "auto" takes for the forward what the timing model predicts to be faster on
+    `machine`. "q, kv" gives each pass its own: first the forward, then the backward.
 
-    Where queries are other positions than the keys, `q_layout` is the Layout that cuts the queries, or its name, with
-    the number of queries in `q_tokens` (default: `tokens`); `tokens` and `layout` are those of the keys. For a chunk of
-    24 queries after 1000 cached keys: tokens=1024, q_layout="shifted(zigzag, 1000)", q_tokens=24. "auto" in the name
-    stands for the keys' layout: "shifted(auto, 1000)".
+    If the queries are at other positions than the keys, `q_layout` is the Layout of the queries, or its name, and
+    `q_tokens` their number (default: `tokens`); `tokens` and `layout` then describe the keys. For a chunk of 24 queries
+    after 1000 cached keys: tokens=1024, q_layout="shifted(zigzag, 1000)", q_tokens=24. "auto" in the name stands for
+    the keys' layout: "shifted(auto, 1000)".
 
     layout="auto" and schedule="auto" take the layout and the schedule that the timing model predicts to be fastest in
-    the forward on `machine` (a Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` says what was compared and why.
-    Raises InvalidInput.
+    the forward on `machine` (a Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` shows what was compared, and the
+    reason for the choice. Raises InvalidInput.
     """
     return find_plan(
         as_pattern(pattern),
@@ -92,12 +92,12 @@ def find_plan(
     schedule: str,
     machine: Machine | str | None,
 ) -> Plan:
-    """`make_plan` of a pattern and of sizes that were read."""
+    """`make_plan` from a Pattern and checked `sizes`."""
     heads = sizes.heads
     choose_layout = isinstance(layout, str) and layout.strip() == "auto"
     names: tuple[str | Layout, ...] = (layout,)
     if choose_layout:
-        from ..simulator.timing.auto import list_layouts  # a plan of a named layout and schedule needs no model of time
+        from ..simulator.timing.auto import list_layouts  # plans with a named layout and schedule need no timing model
 
         names = list_layouts(ranks)
     own: dict[Layout, Layout] = {}
@@ -117,7 +117,7 @@ def find_plan(
     bound = bind_sides(pattern, layouts[0], own[layouts[0]], heads) if own else pattern.bind(heads, tokens)
     passes = sizes.rotate.split(", ")
     rotates = [sizes.rotate]
-    if own and passes[0] == "auto":  # the forward's; rounded keys are asked for, where a comm_dtype is
+    if own and passes[0] == "auto":  # the forward's; a comm_dtype asks for rounded keys
         forms = ("kv",) if ranks == 1 or sizes.comm_dtype is not None else ("kv", "q")
         rotates = [f"{form}, {passes[-1]}" for form in forms]
     choosing = choose_layout or schedule == "auto" or len(rotates) > 1
@@ -157,12 +157,12 @@ def make_plans(
     machine: Machine | str | None = None,
     **options: Any,
 ) -> tuple[Plan, ...]:
-    """The plans of a model whose layers have several masks, one plan for each of `patterns`, all on one layout.
+    """One plan for each of `patterns`, all on one layout: for a model whose layers have different masks.
 
-    `weights` are the numbers of layers of each pattern (default: 1); a pattern of weight 0 has no say in the layout.
-    "balanced" is made for all patterns together, see `make_layout`. layout="auto" takes the layout on which the
-    forwards of all layers take the least predicted time, each pattern with the schedule that is fastest for it.
-    `options` are those of `make_plan`. Raises InvalidInput.
+    `weights` are the numbers of layers with each pattern (default: 1); a pattern of weight 0 does not influence the
+    layout. "balanced" is made for all patterns together, see `make_layout`. layout="auto" takes the layout with the
+    shortest predicted forward of all layers, each pattern with the schedule that is fastest for it. `options` are those
+    of `make_plan`. Raises InvalidInput.
     """
     masks, names, plans = read_masks(patterns, weights), [layout], []
     options |= {"tokens": tokens, "ranks": ranks, "heads": heads, "machine": machine}
@@ -181,17 +181,17 @@ def make_plans(
 def _make_sides(
     layout: str | Layout, q_layout: str | Layout | None, tokens: int, q_tokens: int, ranks: int
 ) -> tuple[Layout, Layout]:
-    """The layouts of the keys and of queries that are other positions. Raises InvalidInput."""
+    """The layouts of the keys and of queries at other positions. Raises InvalidInput."""
     if q_layout is None:
         raise InvalidInput(
-            f"q_tokens={q_tokens} are not the tokens of the keys: say which positions the queries are, by "
+            f"q_tokens={q_tokens}: give the positions of queries that are not the keys' tokens, by "
             f"q_layout='contiguous' (from 0 on) or q_layout='shifted(contiguous, first)'"
         )
     if isinstance(q_layout, str):
         q_layout = q_layout.replace("auto", layout if isinstance(layout, str) else layout.name)
     for name, given in (("layout", layout), ("q_layout", q_layout)):
         if isinstance(given, str) and "balanced" in given:
-            raise InvalidInput(f"{name}={given!r} weighs queries that are the keys; beside q_layout= try zigzag")
+            raise InvalidInput(f"{name}={given!r} needs the queries at the keys' positions; with q_layout= try zigzag")
     keys = make_layout(layout, tokens=tokens, ranks=ranks)
     return keys, make_layout(
         q_layout, tokens=q_layout.tokens if isinstance(q_layout, Layout) else q_tokens, ranks=ranks

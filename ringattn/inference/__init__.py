@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..machine.machine import Machine
 
-#: How a step merges the partial results of the ranks, and where the keys of layers with a window lie, see `KVCache`.
+#: How a step merges the ranks' partial results, and how ranks hold the keys of layers with a window, see `KVCache`.
 MERGES, WINDOWS = ("auto", "gather", "scatter"), ("shard", "copy")
 
 
 def merge_seconds(machine: Machine, size: int, ranks: int, stride: int = 1, merge: str = "auto") -> tuple[str, float]:
-    """How `ranks` ranks, `stride` apart, merge their outputs and lse of `size` bytes each, and the modelled seconds.
+    """The way ("gather" or "scatter") in which ranks merge `size` bytes of out and lse each, and its modelled seconds.
 
-    gather: every rank sends all of it to every other one, in one round. scatter: every rank merges its share of the
-    heads, and sends that to every other one: a part of `ranks` of the bytes, in two rounds. auto: the faster one.
+    The `ranks` ranks are `stride` apart. gather: every rank sends everything to every other rank, in one round.
+    scatter: every rank merges its share of the heads and sends the result to every other rank: 1 / `ranks` of the bytes
+    in each of two rounds. auto: the faster one.
     """
     gather, scatter = (_exchange_seconds(machine, part, ranks, stride) for part in (size, size / ranks))
     seconds = {"gather": gather, "scatter": 2 * scatter}
@@ -26,8 +27,8 @@ def merge_seconds(machine: Machine, size: int, ranks: int, stride: int = 1, merg
 def _exchange_seconds(machine: Machine, size: float, ranks: int, stride: int) -> float:
     """Seconds in which each of `ranks` ranks, `stride` apart, sends `size` bytes to every other one, all at once.
 
-    Messages within a node and between nodes travel at the same time. Between nodes all ranks of a node share one card
-    where there is only one.
+    Messages within a node and between nodes travel at the same time. If a node has only one network card, its ranks
+    share the card for messages between nodes.
     """
     node = machine.ranks_per_node
     inside = max(min(ranks, node // stride), 1)

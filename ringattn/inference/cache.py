@@ -1,4 +1,4 @@
-"""`KVCache`: keys and values of a generation, sharded over ranks, and attention of new tokens to them."""
+"""`KVCache`: keys and values for generation, sharded over ranks, and attention of new tokens to them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ STEP_OPTIONS = ("kernel", "scale", "softcap", "deterministic", "machine", "check
 
 @dataclass(frozen=True)
 class NewTokens:
-    """New tokens that the layers are given one after another, in a chunk of a prompt or in a step."""
+    """New tokens, of a prompt chunk or of a step, that pass through the layers one after another."""
 
     kind: str
     new: range
@@ -66,22 +66,22 @@ class NewTokens:
 class KVCache:
     """Keys and values of `layers` layers, each row on one rank, and attention of new tokens to them.
 
-    patterns: the pattern of all layers, or one for each, as a Pattern or its text. A pattern is asked by positions.
-        One that is for a single length, such as Documents or a family with density=, needs `max_tokens` of that length.
-    group, mesh, transport: who the ranks are, as in `ring_attention`; or `ranks`, a number of virtual ranks of this
-        process. Tensors are then those of all ranks, in natural order.
-    layout: how a chunk of a prompt is cut over the ranks, by name. Rows stay on the ranks that computed them.
-    page: tokens of a page. New tokens of a step go to pages in turn, token's page p to rank p % P, and memory grows and
-        is freed by pages. `crop` can go back a page where rows were let go that no later query sees.
-    max_tokens: the most tokens of a row.
-    merge: how a step merges the ranks' partials: "gather" in one round of P - 1 messages of a rank, "scatter" in two
-        with 2 / P of the bytes, or "auto", whichever takes less time with the links of `machine`.
-    windows: "shard", or "copy": in layers that see a bounded number of keys every rank holds all of them, and a step
-        sends no message.
-    dtype: the dtype that keys and values are rounded to, and kept in; None: as they are given.
+    patterns: one pattern for all layers, or one for each, as a Pattern or its text, over positions. A pattern for one
+        length only, such as Documents or a family with density=, needs that length as `max_tokens`.
+    group, mesh, transport: the ranks, as in `ring_attention`; or give `ranks`, a number of virtual ranks in this
+        process: tensors then hold the rows of all ranks, in natural order.
+    layout: the name of the layout that shards each prompt chunk. Rows stay on the ranks that computed them.
+    page: tokens per page. New tokens of a step fill one page after another, page p is on rank p % P, and memory grows
+        and is freed by pages. Where rows that no later query sees were dropped, `crop` can still go back by one page.
+    max_tokens: the maximum number of tokens of a row.
+    merge: how a step merges the ranks' partials: "gather" in one round of P - 1 messages per rank, "scatter" in two
+        with 2 / P of the bytes, or "auto", the faster one on the links of `machine`.
+    windows: "shard", or "copy": in layers whose queries see a bounded number of keys, every rank holds all of these
+        keys, and a step sends no message.
+    dtype: the dtype that keys and values are rounded to and stored in; None: their own.
 
-    Only `prefill` and `step` are collective. Every layer is called once for each chunk and each step; the first of
-    these calls compares the ranks. Results have no gradient. Raises InvalidInput.
+    Only `prefill` and `step` are collective. Call every layer once for each chunk and each step; in the first of these
+    calls the ranks compare their caches. Results have no gradient. Raises InvalidInput.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class KVCache:
         self.patterns = tuple(map(as_pattern, of_layers))
         self.layout, self.merge, self.windows, self.dtype = layout, merge, windows, dtype
         self.max_tokens = None if max_tokens is None else check_integer(max_tokens, "max_tokens", 1, "max_tokens=4096")
-        #: The ranks' transport, whose counters count a step's messages and bytes.
+        #: The transport of the ranks; its counters count the messages and bytes of steps.
         self.transport: Transport | VirtualRanks
-        #: The same where the ranks are processes; None: virtual ranks, with the tensors of all of them.
+        #: The same if the ranks are processes; None: virtual ranks, and tensors hold the rows of all ranks.
         self._ring: Transport | None = None
         if ranks is not None:
             if any(who is not None for who in (group, mesh, transport)):
@@ -131,7 +131,7 @@ class KVCache:
         size = self.transport.size
         shift_layout(made := make_layout(layout, tokens=size, ranks=size, pattern=self.patterns[0]), size)
         if made.domain != (range(size),):
-            raise InvalidInput(f"layout={layout!r} cuts other positions than those of a chunk; try layout='zigzag'")
+            raise InvalidInput(f"layout={layout!r} does not cut the positions of a chunk; try layout='zigzag'")
         spelled = f"{self.patterns}, {layout=}, {page=}, {max_tokens=}, {merge=}, {windows=}, {dtype=}"
         self._spelled = spelled if len(spelled) < 1024 else digest(spelled.encode()).hex()
         self._slotted: dict[Pattern, SlottedPattern] = {}
@@ -141,8 +141,8 @@ class KVCache:
         self._forget()
 
     def _forget(self) -> None:
-        """Hold nothing, as a new cache."""
-        #: Tokens so far, with the padding.
+        """Become empty, like a new cache."""
+        #: Tokens so far, including padding.
         self.length = 0
         #: Tokens of each row of the batch so far, without padding; empty before the first ones.
         self.lengths: list[int] = []
@@ -152,7 +152,7 @@ class KVCache:
         #: The query heads; 0 before the first tokens.
         self._heads = 0
 
-    # What is here.
+    # What the cache holds.
 
     def rows(self, layer: int, rank: int | None = None) -> Ranges:
         """The slots of the tokens that a rank (None: this one, or virtual rank 0) holds in a layer, in its order."""
@@ -162,22 +162,22 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values of this process, with the room for the rest of a page."""
+        """Bytes of the keys and values in this process, including the unused rest of pages."""
         return sum(store.nbytes for stores in self._stores for store in stores)
 
     @property
     def least(self) -> int:
-        """The fewest tokens, with the padding, that `crop` can go back to beside none: what they see is here."""
+        """The fewest tokens, including padding, that `crop` can keep, unless it empties the cache."""
         return max((holdings.floor for holdings in self._holdings.values()), default=0)
 
     # What is not collective.
 
     def shard(self, tokens: int, padding: Tensor | None = None) -> Tensor:
-        """Begin a chunk of `tokens` tokens of a prompt: the slots of this rank's rows, int64 [n], in local order.
+        """Begin a prompt chunk of `tokens` tokens. Returns the slots of this rank's rows, int64 [n], in local order.
 
-        A chunk that was begun before and not prefilled is forgotten. A slot is a position in rows without padding.
-        On virtual ranks they are those of all tokens. `padding`, bool [B, tokens] and equal on all ranks, is True for
-        padding, which is no token: it has no position, and no query sees it. Raises InvalidInput.
+        Discards a chunk that was begun and not prefilled. In rows without padding, a slot is a position. With virtual
+        ranks, the slots are those of all tokens. `padding`, bool [B, tokens] and equal on all ranks, is True for
+        padding, which has no position, and which no query sees. Raises InvalidInput.
         """
         self._check_event("shard")
         size, first = self.transport.size, self.length
@@ -193,10 +193,10 @@ class KVCache:
         return torch.from_numpy(layout.positions(self._ranks[0])) + first
 
     def crop(self, tokens: int | Sequence[int]) -> None:
-        """Keep the first `tokens` slots; for `tokens` <= 0 forget the last -`tokens`; or keep a number in each row.
+        """Keep the first `tokens` slots, or if `tokens` <= 0 drop the last -`tokens`; or keep a number in each row.
 
-        A number for all rows counts their padding, too; numbers for each row count its tokens. A cache of no token is
-        as a new one, for any batch. Raises InvalidInput where rows would come back that were let go.
+        One number for all rows includes padding; numbers for each row count only tokens. Without tokens the cache is
+        like new, and takes any batch. Raises InvalidInput if this needs rows that were dropped.
         """
         self._check_event("crop")
         if isinstance(tokens, int | np.integer):
@@ -214,8 +214,8 @@ class KVCache:
             raise InvalidInput(f"crop({tokens}): the cache holds {plural(self.length, 'token')}")
         if any(0 < cut < self.least for cut in cuts):
             raise InvalidInput(
-                f"crop({tokens}): of the tokens that the next one sees some were let go; at least {self.least} must "
-                f"stay, or give a page of more than {self.page} tokens"
+                f"crop({tokens}): tokens that the next one sees were dropped; keep at least {self.least}, or make the "
+                f"cache with page= above {self.page}"
             )
         self._note("crop", tokens)
         if not length:
@@ -231,16 +231,16 @@ class KVCache:
             holdings.settle()
 
     def fork(self, rows: Sequence[int] | Tensor) -> None:
-        """Let row i of the batch go on from what row rows[i] is now: beams, which share the rows they have in common.
+        """Let row i of the batch continue the present row rows[i], as in beam search. Rows share memory where they can.
 
-        Raises InvalidInput for a row that is not there.
+        Raises InvalidInput for a row outside the batch.
         """
         self._check_event("fork")
         rows = _whole_numbers("fork", rows)
         if not rows or not all(0 <= row < len(self.lengths) for row in rows):
             raise InvalidInput(f"fork({rows}): the batch has {plural(len(self.lengths), 'row')}")
         if any(pattern.rows is not None for pattern in self.patterns):
-            raise Unsupported("fork: a pattern has rows of its own, which rows of another batch do not have")
+            raise Unsupported("fork: a pattern differs between rows of the batch, which fork would reorder")
         self._note("fork", rows)
         self.lengths, self._shifts = [self.lengths[i] for i in rows], [self._shifts[i] for i in rows]
         for pattern, holdings in self._holdings.items():
@@ -258,20 +258,20 @@ class KVCache:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None,
         **options: Unpack[AttentionKeywords],
     ) -> Tensor:  # fmt: skip
-        """Attention of a chunk of a prompt: out [B, H, n, Dv] of the local rows. Collective.
+        """Attention of a prompt chunk: out [B, H, n, Dv] of the local rows. Collective.
 
-        q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv] are the rows that `shard` has given this rank, after rotary
-        embeddings. `sinks` and `options` are those of `ring_attention`, and so are the errors. A rank whose cache, or
-        whose chunk, differs is a Mismatch on every rank.
+        q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv] are the rows that `shard` gave this rank, after rotary
+        embeddings. `sinks`, `options` and errors are those of `ring_attention`. If the cache or the chunk of a rank
+        differs, every rank raises Mismatch.
         """
         opens = self._event is None
-        # In later layers the other ranks are in the handshake of `ring_attention`, which takes the error.
+        # In later layers the other ranks are in the handshake of `ring_attention`, which receives the error.
         with self._report("prefill" if opens else "call", deferred=False, check=options.get("check")):
             if self._chunk is None and self._ring is None and opens:
                 self.shard(q.shape[2])
             q, k, v, call = self._read(layer, q, k, v, sinks, options)
             if opens and self._chunk is None:
-                raise InvalidInput("prefill: call shard(tokens) first, which says how the chunk is cut over the ranks")
+                raise InvalidInput("prefill: call shard(tokens) first, which cuts the chunk into shards")
             padding = self._chunk[1] if opens and self._chunk else None
             if padding is not None and len(padding) != q.shape[0]:
                 raise InvalidInput(f"padding has {plural(len(padding), 'row')}, and q a batch of {q.shape[0]}")
@@ -291,7 +291,7 @@ class KVCache:
         return self._end(out)
 
     def _keys_of(self, event: NewTokens, rank: int, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """A rank's rows that the queries of a chunk attend: those held, then those of the chunk, which are stored."""
+        """The rows of a rank that a chunk's queries attend: those held, then those of the chunk. Stores the latter."""
         holdings, store = self._holdings[self.patterns[layer]], self._stores[rank - self._ranks[0]][layer]
         if holdings.copies:
             held = store.whole()
@@ -307,7 +307,7 @@ class KVCache:
         self, event: NewTokens, pattern: Pattern, q: Tensor, keys: list[tuple[Tensor, ...]], sinks: Tensor | None,
         options: Any,
     ) -> Any:  # fmt: skip
-        """Attention of the queries of a chunk to `keys`, those of the ranks of this process."""
+        """Attention of a chunk's queries to `keys`, which has an entry for each rank of this process."""
         layouts: dict[str, Any] = {"layout": event.layout}
         if event.new.start:
             assert event.layout is not None
@@ -323,22 +323,22 @@ class KVCache:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, return_lse: bool = False,
         note: str = "", **options: Unpack[AttentionKeywords],
     ) -> Any:  # fmt: skip
-        """Attention of T >= 1 new tokens, which all ranks hold: out [B, H, T, Dv], of equal bits on all ranks.
+        """Attention of T >= 1 new tokens, which all ranks hold: out [B, H, T, Dv], bit-identical on all ranks.
 
         q [B, H, T, D], k [B, K, T, D] and v [B, K, T, Dv] are equal on all ranks, after rotary embeddings. `sinks` [H]
         are those of `ring_attention`, and `options` some of its: kernel, scale, softcap, deterministic, machine and
-        check. With `return_lse` returns (out, lse [B, H, T]). `note` is text that must be equal on all ranks, such as a
-        digest of the tokens; the first layer's is compared.
+        check. With `return_lse` returns (out, lse [B, H, T]). `note` is a text that must be equal on all ranks, such as
+        a digest of the tokens; ranks compare that of the first layer.
 
-        Collective. A rank whose cache, or whose step, differs is a Mismatch on every rank; a rank that is gone is a
-        CommFailure. Raises InvalidInput and Unsupported.
+        Collective. If the cache or the step of a rank differs, every rank raises Mismatch. Raises CommFailure if a rank
+        is gone, InvalidInput and Unsupported.
         """
         opens = self._event is None
         with self._report("step", deferred=not opens, check=options.get("check")):
             check_option_names(options, STEP_OPTIONS)
             q, k, v, call = self._read(layer, q, k, v, sinks, options)
             if not call.rows:
-                raise InvalidInput(f"step: q {tuple(q.shape)} has no new token; give one or more")
+                raise InvalidInput(f"step: q {tuple(q.shape)} has no new token; give at least one")
             self._check_event("step", layer, call.rows)
             self._check_room(call.rows)
         event = self._event or self._begin("step", call, note)
@@ -385,7 +385,7 @@ class KVCache:
         return out, lse
 
     def _share(self, event: NewTokens, rank: int, layer: int, k: Tensor, v: Tensor) -> Program[None]:
-        """End a chunk: in a layer of copies all ranks get the rows that later queries see."""
+        """End a chunk: in a layer with copies, all ranks get the rows that later queries see."""
         holdings, store = self._holdings[self.patterns[layer]], self._stores[rank - self._ranks[0]][layer]
         if holdings.copies and holdings.needed is not None:
             width, local = k.shape[3], [split(shard, holdings.needed)[1] for shard in event.shards]
@@ -410,7 +410,7 @@ class KVCache:
     def _read(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Any
     ) -> tuple[Tensor, Tensor, Tensor, CompiledCall]:
-        """The tensors and the call that they make. Raises InvalidInput where they are not those of this cache."""
+        """The tensors and their `CompiledCall`. Raises InvalidInput if they do not fit this cache."""
         if not 0 <= layer < len(self.patterns):
             raise InvalidInput(f"layer {layer} of a cache of {plural(len(self.patterns), 'layer')}")
         q, k, v = cast_inputs(q, k, v)
@@ -425,14 +425,15 @@ class KVCache:
         if heads and (q.shape[0], q.shape[1]) != (batch, heads):
             has = f"a batch of {batch} and {heads} query heads"
             raise InvalidInput(
-                f"q {tuple(q.shape)}: the cache has {has}; fork(rows) takes another batch, crop(-length) any"
+                f"q {tuple(q.shape)}: the cache has {has}; change the batch by fork(rows), or empty "
+                "the cache by crop(-length)"
             )
         if held := self._stores[0][layer].like:
             new, old = ([(*x.shape[1::2], x.dtype, x.device.type) for x in pair] for pair in ((k, v), held))
             new = [(heads, dim, self.dtype or dtype, device) for heads, dim, dtype, device in new]
             if new != old:
                 raise InvalidInput(
-                    f"k and v have (heads, dim, dtype, device) {new}, the cache holds {old}; KVCache(dtype=) keeps "
+                    f"k and v have (heads, dim, dtype, device) {new}, the cache holds {old}; KVCache(dtype=...) stores "
                     "all in one dtype"
                 )
         if self.dtype is not None:
@@ -440,7 +441,7 @@ class KVCache:
         return q, k, v, call
 
     def _begin(self, kind: str, call: CompiledCall, note: str) -> NewTokens:
-        """Begin a chunk or a step, once all ranks have the same one before them. Collective."""
+        """Begin a chunk or a step, after all ranks have agreed on it. Collective."""
         size, first = self.transport.size, self.length
         layout, padding = self._chunk if kind == "prefill" and self._chunk is not None else (None, None)
         tokens = call.rows if layout is None else layout.tokens
@@ -473,17 +474,17 @@ class KVCache:
         return self._event
 
     def _check_event(self, kind: str, layer: int | None = None, tokens: int | None = None) -> None:
-        """Raise InvalidInput for a call that is none of the chunk or the step that has begun."""
+        """Raise InvalidInput for a call that does not belong to the chunk or step that has begun."""
         event = self._event
         if event and (kind != event.kind or layer not in event.todo or tokens not in (None, len(event.new))):
             raise InvalidInput(
                 f"{kind}{'' if layer is None else f' of layer {layer}'} within a {event.kind} of "
-                f"{plural(len(event.new), 'token')}, in which the layers {sorted(event.todo)} are left; call each "
+                f"{plural(len(event.new), 'token')}: the layers {sorted(event.todo)} are left; call each "
                 "once, or after an error make a new cache"
             )
 
     def _end(self, result: Any) -> Any:
-        """The result of a layer; after the last one, the event has ended."""
+        """Return the result of a layer; the last layer ends the chunk or step."""
         assert self._event is not None
         if not self._event.todo:
             self._event = None
@@ -492,7 +493,7 @@ class KVCache:
         return result
 
     def _agree(self, kind: str, tokens: int, padding: Tensor | None, call: CompiledCall, note: str) -> int:
-        """The number of an event. Raises Mismatch on every rank where their caches or their tokens differ."""
+        """The number of the event. Raises Mismatch on every rank if caches or tokens differ."""
         transport = self._ring
         if transport is None:
             return self._count << TAG_BITS
@@ -521,7 +522,7 @@ class KVCache:
         return transport.events << TAG_BITS
 
     def _report(self, stage: str, *, deferred: bool, check: str | None = None) -> AbstractContextManager[Any]:
-        """Tells the other ranks of an exception here."""
+        """A context that reports an exception to the other ranks."""
         if self._ring is None:
             return nullcontext()
         return ErrorReport(self._ring, stage, deferred=deferred or self._ring.defers(check))
@@ -543,7 +544,7 @@ class KVCache:
             )
 
     def _note(self, *change: object) -> None:
-        """Remember a change that is not collective, for the next record, and forget a chunk that was begun."""
+        """Note a change that is not collective for the next record, and discard a chunk that was begun."""
         self._chunk = None
         self._history = digest(self._history + repr(change).encode())
 

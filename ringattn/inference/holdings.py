@@ -1,4 +1,4 @@
-"""Which slots of a cache each rank holds in the layers of one pattern, and which of these new tokens see."""
+"""Which slots of a cache each rank holds in the layers of one pattern, and which of them new tokens see."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ..pattern.tile import append_run, find_runs, index_ranges, merge_runs
 from ..plan.row_sets import Ranges
 from ..plan.work import Work, find_tiles, join_dense, join_keys, lower
 
-#: Works of a step with at most so many keys are one kernel call, on keys that are copied together.
+#: A step copies up to this many keys together and attends to them in one kernel call.
 SHORT_KEYS = 256
-#: A pattern that answers in more pieces which keys later queries see keeps all keys.
+#: If the keys that later queries see are more runs than this, all keys are kept.
 MOST_PIECES = 4096
-#: By rank and block the local rows to keep.
+#: The local rows to keep, by rank and block.
 Kept = list[list[Ranges]]
 
 
 @dataclass(frozen=True)
 class HeldRows(Composed):
-    """The rows of a cache and of a new chunk: each rank has those at its `shards`, in this order."""
+    """A layout of a cache and a new chunk: each rank has the rows at its `shards`, in this order."""
 
     shards: tuple[Ranges, ...]
 
@@ -65,9 +65,9 @@ class HeldRows(Composed):
 class Holdings:
     """The slots that ranks hold in the layers of one pattern: by rank and block (`store.Block`), in local order.
 
-    Ranks add rows to their last block only. With `copies` every rank holds all slots. A query before slot `floor`
-    may miss keys that were dropped. Of the new tokens, whose layers are called one after another: `keys` says how those
-    held and those of a chunk are cut, `needed` which slots later queries see, and `kept` the rows that then stay.
+    Ranks add rows to their last block only. With `copies` every rank holds all slots. A query before slot `floor` may
+    miss keys that were dropped. While layers take new tokens one after another: `keys` is the layout of the held slots
+    and the chunk, `needed` the slots that later queries see, and `kept` the rows to keep afterwards.
     """
 
     def __init__(self, ranks: int, *, copies: bool) -> None:
@@ -80,9 +80,9 @@ class Holdings:
         self._calls: dict[object, tuple[Work, ...]] = {}
 
     def begin(self, shards: Sequence[Ranges], needed: Ranges | None, floor: int, page: int, *, prompt: bool) -> None:
-        """Add the slots that each rank owns of new tokens, of a `prompt` or of a step.
+        """Add the slots of new tokens, of a `prompt` or of a step, by the rank that owns them.
 
-        `needed` are those that queries from `floor` on see; None: nothing is let go now.
+        `needed` are the slots that queries from `floor` on see; None: nothing is dropped now.
         """
         count = sum(len(run) for shard in shards for run in shard)
         if prompt:
@@ -101,7 +101,7 @@ class Holdings:
             self.floor = floor
 
     def shards(self) -> list[Ranges]:
-        """The slots of each rank, of which none is another's: of copies, a rank has `part` of its rows."""
+        """The slots of each rank, without overlap: with copies, each rank counts only its `part` of the rows."""
         held = [tuple(run for block in blocks for run in block) for blocks in self.held]
         if not self.copies:
             return held
@@ -109,11 +109,11 @@ class Holdings:
         return [tuple(take(held[rank], self.part(rank, rows))) for rank in range(self.ranks)]
 
     def part(self, rank: int, rows: int) -> range:
-        """Which of `rows` rows, that all ranks hold, are those of a rank."""
+        """The share of a rank in `rows` rows that all ranks hold."""
         return range(rows * rank // self.ranks, rows * (rank + 1) // self.ranks)
 
     def keep(self, runs: Ranges, least: int = 1) -> Kept | None:
-        """The local rows inside of `runs`, all that is held after `settle`; None where fewer than `least` rows fall."""
+        """The local rows inside `runs`, which remain after `settle`; None if fewer than `least` rows would go."""
         pairs = [[split(block, runs) for block in blocks] for blocks in self.held]
         later = [[slots for slots, _ in blocks] for blocks in pairs]
         rows, remaining = (sum(len(r) for blocks in x for block in blocks for r in block) for x in (self.held, later))
@@ -123,7 +123,7 @@ class Holdings:
         return [[local for _, local in blocks] for blocks in pairs]
 
     def settle(self) -> None:
-        """Forget what `keep` has dropped: the layers have attended to it for the last time."""
+        """Drop the rows that `keep` left out, after all layers have attended to them for the last time."""
         self.held, self._later, self.keys, self.kept = self._later or self.held, None, None, None
         self._calls.clear()
 
@@ -132,7 +132,7 @@ class Holdings:
         self.held[rank].append([])
 
     def calls(self, rank: int, block: int, pattern: Pattern, q: range, call: CompiledCall) -> tuple[Work, ...]:
-        """The kernel's calls for what queries at slots `q` see of a block of a rank: works on its local rows."""
+        """The kernel calls of queries at slots `q` to one block of a rank, as works on the block's local rows."""
         key = rank, block, pattern, q, call
         if key not in self._calls:
             self._calls[key] = self._find_calls(self.held[rank][block], pattern, q, call)
@@ -145,7 +145,7 @@ class Holdings:
             tiles = join_dense(find_tiles(pattern, (q,), held, heads))
             return tuple(call.kernel.calls_of(join_keys(lower(tiles, group), lambda work: work.keys <= SHORT_KEYS)))
 
-        # A token that sees all rows sees what another one saw that had as many.
+        # A token that sees all rows needs the same calls as an earlier one that saw all of as many rows.
         run = pattern.run("keys", q[0], q[0]) if len(q) == 1 and held else None
         if run is None or run[0] > min([r[0] for r in held]) or max([r[-1] for r in held]) > run[1]:
             return find(pattern, q, held)
@@ -154,7 +154,7 @@ class Holdings:
 
 
 def find_needed(patterns: Iterable[Pattern], queries: range, keys: range, heads: int) -> Ranges:
-    """The keys that queries see in some head and row of a batch, in runs, or more keys than these."""
+    """Runs with all keys that queries see in any head and row of a batch, and possibly more keys."""
     found: list[range] = []
     for pattern in patterns:
         pairs = islice(pattern.paired("keys", queries, keys, range(heads)), MOST_PIECES + 1)
@@ -173,7 +173,7 @@ def take(slots: Sequence[range], rows: range) -> Iterator[range]:
 
 
 def split(block: Sequence[range], runs: Ranges) -> tuple[list[range], Ranges]:
-    """(the slots of a block inside of `runs`, their local rows)."""
+    """(the slots of a block inside `runs`, their local rows)."""
     find = index_ranges(block) if block else None
     local = merge_runs(rows for run in runs for rows in find(run)) if find else ()
     parts: list[range] = []

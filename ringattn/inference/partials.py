@@ -19,7 +19,7 @@ from ..transport.base import Message, Post, Program, Tags, Wait
 from .holdings import Holdings
 from .store import LayerStore
 
-#: (pattern, the rows of the batch that it is for; None: all).
+#: Pairs of a pattern and the rows of the batch that have it (None: all).
 RowGroups = Sequence[tuple[Pattern, Sequence[int] | None]]
 
 
@@ -55,7 +55,8 @@ def merge_ranks(rank: int, size: int, out: Tensor, lse: Tensor, merge: str, tags
     """The partials of all ranks, merged in rank order: equal bits on all ranks.
 
     "gather": every rank sends its partial to all others and merges them: size - 1 messages, one round. "scatter": each
-    rank merges its share of the (head, row) pairs and sends it to all others: twice the messages, 2 / size the bytes.
+    rank merges its share of the (head, row) pairs and sends it to all others: twice the messages, 2 / size of the
+    bytes.
     """
     if size == 1:
         return out, lse
@@ -84,7 +85,7 @@ def merge_ranks(rank: int, size: int, out: Tensor, lse: Tensor, merge: str, tags
 
 
 def exchange(rank: int, sends: Sequence[Tensor], receives: Sequence[Tensor], tag: int, label: str) -> Program[None]:
-    """Send bytes to every other rank, and receive bytes from each, by rank; empty ones are no messages."""
+    """Send `sends[r]` to each other rank r and receive `receives[r]` from it; an empty tensor is not a message."""
     send, receive = (
         tuple([Message(peer, tag, data) for peer, data in enumerate(side) if peer != rank and data.numel()])
         for side in (sends, receives)
@@ -94,5 +95,5 @@ def exchange(rank: int, sends: Sequence[Tensor], receives: Sequence[Tensor], tag
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, as a message has them."""
+    """The bytes of a contiguous tensor, as the data of a message."""
     return x.view(torch.uint8).view(-1)

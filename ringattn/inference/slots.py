@@ -1,4 +1,4 @@
-"""Which slots of a cache the tokens of a batch are in, and which slots a query sees by the pattern of a layer."""
+"""Which slots of a cache hold the tokens of a batch, and which slots a query sees by a layer's pattern."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..plan.row_sets import Ranges
 from .holdings import find_needed
 from .partials import RowGroups
 
-#: Lengths at which a pattern is asked whether it is for one length only, and whether it sees a bounded run of keys.
+#: Two lengths that show whether a pattern is for one length only, and whether its queries see a bounded run of keys.
 LENGTHS = 1 << 20, 1 << 21
-#: How far ahead of the last token queries are looked for that see a key.
+#: How far after the last token to look for queries that see a key.
 HORIZON = 1 << 60
 
 
 @dataclass(frozen=True)
 class SlottedPattern:
-    """The pattern of some layers of a cache, asked about slots instead of positions; `shifts` are those of each row."""
+    """The pattern of some layers of a cache, over slots instead of positions; `shifts` has an entry for each row."""
 
     bound: Pattern
     heads: int
@@ -29,7 +29,7 @@ class SlottedPattern:
 
     @classmethod
     def of(cls, pattern: Pattern, heads: int, max_tokens: int | None) -> SlottedPattern:
-        """The pattern bound to the heads, and to `max_tokens` if it is for one length only. Raises InvalidInput."""
+        """Bind a pattern to the heads, and to `max_tokens` if it is for one length only. Raises InvalidInput."""
         one, other = (pattern.bind(heads, tokens) for tokens in LENGTHS)
         try:
             for tokens in LENGTHS:
@@ -39,7 +39,7 @@ class SlottedPattern:
             fixed = True
         if fixed:
             if max_tokens is None:
-                raise InvalidInput(f"{pattern!r} is for one length only; give max_tokens=, the tokens that it is for")
+                raise InvalidInput(f"{pattern!r} is for one length only; give max_tokens=, set to that length")
             pattern.check(max_tokens, heads)
             one = pattern.bind(heads, max_tokens)
         return cls(one, heads, fixed)
@@ -61,7 +61,7 @@ class SlottedPattern:
         return [*groups.items()]
 
     def find_needed(self, shifts: Sequence[Shifts], first: int, last: int | None, stop: int) -> Ranges:
-        """The slots before `stop` that queries from `first` on see, or more of them; `last` ends the queries."""
+        """The slots before `stop` that queries from `first` to `last` (None: no end) see, and possibly more."""
         if last is None and not self.bound.endless:
             return (range(stop),)
         views = [view for view, _ in self.groups(shifts)]
@@ -69,7 +69,7 @@ class SlottedPattern:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether no query sees more keys, however many there are."""
+        """Whether the number of keys that a query sees stays bounded as the sequence grows."""
         if self.fixed or not self.bound.endless:
             return False
         counts = [sum(map(len, find_needed([self.bound], range(n, HORIZON), range(n), self.heads))) for n in LENGTHS]
@@ -77,7 +77,7 @@ class SlottedPattern:
 
 
 def add_tokens(shifts: Shifts, length: int, new: range, runs: Ranges) -> tuple[int, Shifts]:
-    """(tokens, shifts) of a row of `length` tokens once the `new` slots are added; those in `runs` hold tokens."""
+    """(tokens, shifts) of a row of `length` tokens after the `new` slots are added; slots in `runs` hold tokens."""
     added: list[tuple[int, int | None]] = [*shifts, (new.start, None)]
     for run in runs:
         added += [(run.start, run.start - length), (run.stop, None)]

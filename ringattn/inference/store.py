@@ -1,4 +1,4 @@
-"""The keys and values of one layer on one rank, in blocks whose rows several rows of a batch may share."""
+"""The keys and values of one layer on one rank, in blocks that rows of a batch can share."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..plan.row_sets import Ranges
 from ..runtime.memory import empty
 from .holdings import Kept
 
-#: A block of more rows than this is shared by the beams of a fork; a shorter one is copied.
+#: A fork shares blocks of more rows than this between beams, and copies shorter blocks.
 SHARED_ROWS = 256
 
 
 class Block:
-    """Keys [R, K, capacity, D] and values [R, K, capacity, Dv], of which the first `count` rows are in use.
+    """Keys [R, K, capacity, D] and values [R, K, capacity, Dv]; the first `count` rows are in use.
 
-    `of` says which of the R rows is that of each row of the batch; None: R is the batch.
+    `of` maps each row of the batch to one of the R rows; None: R is the batch.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Block:
         self.count = count
 
     def keep(self, local: Ranges, page: int) -> None:
-        """Keep these rows only."""
+        """Keep only these rows."""
         count = sum(map(len, local))
         if local not in ((), (range(count),)):
             self._move(local, self.tensors, -(-count // page) * page)
@@ -45,7 +45,7 @@ class Block:
         self.count = count
 
     def _move(self, local: Ranges, like: tuple[Tensor, ...], capacity: int) -> None:
-        """Move rows to new memory, of the shapes of `like`."""
+        """Move rows to new memory with the shapes of `like`."""
         moved = [empty((*x.shape[:2], capacity, x.shape[3]), x.dtype, x.device) for x in like]
         first = 0
         for run in local:
@@ -55,7 +55,7 @@ class Block:
         self.tensors = tuple(moved)
 
     def share(self, rows: Sequence[int]) -> None:
-        """Let row i of the batch be what row rows[i] was. Rows that no row of the batch is any more are freed."""
+        """Let row i of the batch be the present row rows[i]. Frees rows that are no longer used."""
         of = list(rows) if self.of is None else [self.of[row] for row in rows]
         used = sorted({*of})
         if self.tensors and len(used) < self.tensors[0].shape[0]:
@@ -65,11 +65,11 @@ class Block:
         self.of = None if of == [*range(held)] or not held else of
 
     def copy(self, rows: Sequence[int]) -> None:
-        """As `share`, with a copy for each row of the batch."""
+        """Like `share`, but each row of the batch gets its own copy."""
         self.tensors = tuple(x[list(rows)] for x in self.tensors)
 
     def batches(self, rows: Sequence[int] | None, count: int) -> Iterator[tuple[slice | None, tuple[Tensor, ...]]]:
-        """(rows of the batch, their keys and values), one after another where they are not all; None: all."""
+        """(rows of the batch, their keys and values): one pair for the whole batch (None), or one for each row."""
         if rows is None and self.of is None:
             yield None, self.tensors
             return
@@ -79,7 +79,7 @@ class Block:
 
 
 class LayerStore:
-    """The blocks of one layer on one rank. Rows are added to the last one."""
+    """The blocks of one layer on one rank. New rows go to the last block."""
 
     def __init__(self, page: int) -> None:
         self.page = page
@@ -91,12 +91,12 @@ class LayerStore:
             self.blocks[-1].append((k, v), self.page)
 
     def trim(self, kept: Kept | None, rank: int) -> None:
-        """Keep only those rows that `Holdings.keep` says of a rank."""
+        """Keep only the rows that `Holdings.keep` lists for a rank."""
         for block, rows in zip(self.blocks, kept[rank], strict=True) if kept else ():
             block.keep(rows, self.page)
 
     def fork(self, rows: Sequence[int], *, seal: bool) -> None:
-        """Let row i of the batch go on from row rows[i]. With `seal` all blocks are shared, and a new one begins."""
+        """Let row i of the batch continue row rows[i]. With `seal`, share all blocks and begin a new one."""
         for block in self.blocks if seal else self.blocks[:-1]:
             block.share(rows)
         if seal:
@@ -106,7 +106,7 @@ class LayerStore:
 
     @property
     def like(self) -> tuple[Tensor, ...]:
-        """Keys and values of some block with rows; () where there is none."""
+        """Keys and values of some block that has rows; () if there is none."""
         for block in self.blocks:
             if block.count:
                 return block.tensors
@@ -114,11 +114,11 @@ class LayerStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values, with the room for new ones."""
+        """Bytes of the keys and values, including room for new rows."""
         return sum(x.numel() * x.element_size() for block in self.blocks for x in block.tensors)
 
     def whole(self) -> tuple[Tensor, ...]:
-        """k [B, K, n, D] and v [B, K, n, Dv] of all rows: views of one block, else a copy; () where there is no row."""
+        """k [B, K, n, D] and v [B, K, n, Dv] of all rows: views of one block, else a copy; () if there are no rows."""
         parts = [
             tuple((x if block.of is None else x[block.of])[:, :, : block.count] for x in block.tensors)
             for block in self.blocks

@@ -1,4 +1,4 @@
-"""Rows of tensors that a kernel call reads and writes, and how a rank writes its output rows: planned, and done."""
+"""The rows that a kernel call reads and writes, and how a rank merges its output rows: the plan and its execution."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .memory import MergeSpace, empty
 from .softmax import add_, merge_, merge_sinks_
 from .tensors import begin_sums
 
-#: Query rows times heads of a section at least, where neighbours can be joined: enough to batch kernel calls.
+#: Neighbouring runs are joined until a section has this many query rows times heads, enough to batch kernel calls.
 SECTION_ROWS = 1 << 17
 #: Bytes of a cache line and of the widest registers of CPUs.
 LINE = 64
@@ -31,10 +31,10 @@ Pair = tuple[Tensor, Tensor]
 
 
 def align_rows(x: Tensor) -> Tensor:
-    """x if its rows are whole cache lines, or if it is contiguous and starts a cache line; else a copy that does.
+    """x if its rows are whole cache lines, or if it is contiguous and starts at a cache line; else such a copy.
 
-    Matrix products add in another order at other addresses. With aligned rows a shard gives the same bits whether the
-    shard is a tensor of its own, as on a real rank, or a view of the whole sequence, as on a virtual rank.
+    The order in which matrix products add depends on the addresses. With aligned rows, a shard gives the same bits as a
+    separate tensor (on a real rank) and as a view of the whole sequence (on a virtual rank).
     """
     if x.shape[-1] * x.element_size() % LINE == 0 or (x.is_contiguous() and x.data_ptr() % LINE == 0):
         return x
@@ -42,7 +42,7 @@ def align_rows(x: Tensor) -> Tensor:
 
 
 class RowViews:
-    """Tensors [B, H, n, ...] and the views of them that kernel calls read or write. Equal views are made once."""
+    """Tensors [B, H, n, ...] and the views of them that kernel calls read or write. Each view is made only once."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
@@ -50,15 +50,15 @@ class RowViews:
         self._views: dict[tuple[range, range], tuple[Tensor, ...]] = {}
 
     def of(self, batch: slice | None) -> tuple[Tensor, ...]:
-        """The tensors, of some elements of the batch; None is all of them."""
+        """The tensors for some elements of the batch (None: all)."""
         return self.tensors if batch is None else tuple([x[batch] for x in self.tensors])
 
     def select(
         self, heads: range, rows: range, batch: slice | None = None, repeat: int = 1, shift: int = 0
     ) -> tuple[Tensor, ...]:
-        """The views at these heads and rows of some elements of the batch; None is all of them.
+        """The views at these heads and rows for some elements of the batch (None: all).
 
-        With repetitions the batch dimension of a view counts them; repetitions are `shift` rows apart.
+        With `repeat` > 1, the batch dimension of a view counts repetitions, which are `shift` rows apart.
         """
         if batch is not None or repeat != 1:
             return tuple([_select(x if batch is None else x[batch], heads, rows, repeat, shift) for x in self.tensors])
@@ -73,8 +73,7 @@ class RowViews:
 def select_inputs(
     work: Work, batch: slice | None, by_query: RowViews, by_key: RowViews
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The rows that a call reads in tensors of query rows and of key rows: views, or a copy where the keys are several
-    runs.
+    """The rows that a call reads, by query and by key: views, or a copy if the keys are several runs.
 
     `batch` None is the whole batch.
     """
@@ -90,7 +89,7 @@ def select_inputs(
 
 
 def _concatenate(runs: tuple[Tensor, ...], keys: int) -> Tensor:
-    """Runs of key rows as one tensor."""
+    """Join runs of key rows into one tensor."""
     like = runs[0]
     return torch.cat(runs, 2, out=empty((*like.shape[:2], keys, like.shape[3]), like.dtype, like.device))
 
@@ -113,9 +112,9 @@ def _select(x: Tensor, heads: range, rows: range, repeat: int, shift: int) -> Te
 def accumulate(
     sums: RowViews, work: Work, batch: slice | None, *parts: Tensor, by_key: bool = False, is_new: bool = False
 ) -> None:
-    """Add `parts` [B or repeat, heads, rows, D or more] to those rows of `sums` [B, H, n, D] that a call has read.
+    """Add `parts` [B or repeat, heads, rows, D or more] to the rows of `sums` [B, H, n, D] that a call has read.
 
-    `is_new`: the sums are arbitrary, and the parts, which are all of their rows, are written to them.
+    `is_new`: the sums are uninitialized; the parts cover all of their rows and overwrite them.
     """
     if is_new:
         for total, part in zip(sums.tensors, parts, strict=True):
@@ -129,7 +128,7 @@ def accumulate(
     repeat = work.repeat
     first = 0
     for run in runs:
-        # Overlapping repetitions are added in turns, so that no call writes an element twice.
+        # Add overlapping repetitions in turns, so that no single call writes an element twice.
         turns = min(repeat, -(-(run[-1] + 1 - run[0]) // shift)) if shift else repeat
         for turn in range(turns):
             count = len(range(turn, repeat, turns))
@@ -149,7 +148,7 @@ def _packing() -> ModuleType:
 class KernelCall:
     """One call of the kernel. `rows` are its query rows, counted from the start of their section.
 
-    `first`: the rows have no partial yet, so that the result is copied and not merged.
+    `first`: the rows have no partial yet, so the result is copied instead of merged.
     """
 
     work: Work
@@ -159,11 +158,10 @@ class KernelCall:
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """A run of local query rows. Every work lies wholly inside or wholly outside, so that the run can be finished
-    alone.
+    """A run of local query rows. Every work lies entirely inside or outside, so the section can be finished on its own.
 
-    `single`: no row has two partials. `filled`: some rows may be merged before they have a first partial, so that the
-    section must start with out 0 and lse -inf.
+    `single`: no row has two partials. `filled`: a merge may reach some rows before their first partial, so the section
+    must start with out 0 and lse -inf.
     """
 
     rows: range
@@ -200,9 +198,9 @@ def _plan_merges(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
     sections: list[Section] = []
     last_visit: dict[int, int] = {}
     for index, span in enumerate(spans):
-        #: How many partials each query row of the span has so far, by head.
+        #: The number of partials of each query row of the span so far, by head.
         partials = np.zeros((plan.heads, len(span)), dtype=np.uint16)
-        mixed = False  # some call covers rows with a partial and rows without
+        mixed = False  # some call covers both rows with and rows without a partial
         for visit in range(len(visits)):
             calls, call_mixes = _mark_calls(by_visit[visit][index], kernel, partials, span.start)
             mixed |= call_mixes
@@ -220,7 +218,7 @@ def _plan_merges(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
 
 
 def _by_span(works: tuple[Work, ...], spans: list[range]) -> list[list[Work]]:
-    """The works of one visit by the span that they lie in."""
+    """The works of one visit, grouped by the span that they lie in."""
     starts = np.array([span.start for span in spans])
     by_span: list[list[Work]] = [[] for _ in spans]
     for work in works:
@@ -231,7 +229,7 @@ def _by_span(works: tuple[Work, ...], spans: list[range]) -> list[list[Work]]:
 def _mark_calls(
     works: list[Work], kernel: Kernel, partials: np.ndarray, origin: int
 ) -> tuple[tuple[KernelCall, ...], bool]:
-    """The kernel calls of works, counted in `partials`, and whether a call has rows with and rows without a partial."""
+    """The kernel calls of `works`, and whether a call has both rows with and without a partial. Updates `partials`."""
     calls, mixed = [], False
     for call in kernel.calls_of(join_repetitions(join_keys(works))):
         counts = [_counts(partials, part, origin) for part in (call.sequences if call.gathered else (call,))]
@@ -244,7 +242,7 @@ def _mark_calls(
 
 
 def _spans(works: list[Work], least: int) -> Iterator[range]:
-    """Runs of rows whose ends no work crosses. Adjacent runs are joined until they have `least` rows."""
+    """Runs of rows that no work straddles. Adjacent runs are joined until they have `least` rows."""
     span = None
     for rows in sorted((work.rows for work in works), key=lambda rows: rows.start):
         if span is None:
@@ -268,24 +266,24 @@ def _counts(partials: np.ndarray, work: Work, origin: int) -> np.ndarray:
 
 
 class OutputAccumulator:
-    """The output rows of one rank. A row's only partial is written once; other partials are merged in fp32 or fp64.
+    """The output rows of one rank. A row with one partial is written once; several partials are merged in fp32 or fp64.
 
-    An output of that dtype is its own accumulator; a narrower output has one accumulator per section, for as long as
-    the section is open. lse is summed in fp64: each rounding of lse would be an error of the backward's probabilities.
-    Without a given output, a first partial that covers all rows becomes the output without a copy.
+    An output in the merge dtype is its own accumulator; a narrower one has an accumulator per section while the section
+    is open. lse is accumulated in fp64, because every rounding of lse changes the backward's probabilities. If no
+    output is given, a first partial that covers all rows becomes the output without a copy.
     """
 
     def __init__(self, q: Tensor, value_dim: int, out: Tensor | None) -> None:
         self.q, self.shape, self.out = q, (*q.shape[:3], value_dim), out
         self.lse: Tensor | None = None
-        #: The dtype of partials that can be the output; None where the output is narrower than partials are merged in.
+        #: The dtype of partials that can become the output; None if the output is narrower than the merge dtype.
         self._whole_dtype = q.dtype if q.dtype == wide(q.dtype) else None
         self._space = MergeSpace()
         #: out and lse of every open section.
         self._open: dict[Section, RowViews] = {}
 
     def add(self, section: Section, call: KernelCall, part: Tensor, part_lse: Tensor, batch: slice | None) -> None:
-        """Take in the partial of a kernel call for some elements of the batch; None is all of them."""
+        """Merge the partial of a kernel call for some elements of the batch (None: all)."""
         work = call.work
         if self.out is None and not work.gathered and part.shape == self.shape and part.dtype == self._whole_dtype:
             self.out = part
@@ -295,7 +293,7 @@ class OutputAccumulator:
         _merge_call(views, call, section.rows.start, (part, part_lse), batch, self._space)
 
     def close(self, section: Section) -> None:
-        """Write the accumulator of a section, which has all its partials, to the output."""
+        """Write the accumulator of a section to the output once all its partials are merged."""
         accumulator, _ = self._open.pop(section).tensors
         assert self.out is not None
         if accumulator.dtype != self.out.dtype:
@@ -312,7 +310,7 @@ class OutputAccumulator:
         return self.out, as_dtype(self.lse, wide(self.q.dtype))
 
     def _open_section(self, section: Section) -> RowViews:
-        """The accumulators (out, lse) of a section, allocated and filled when it is first met."""
+        """The accumulators (out, lse) of a section, allocated and filled at the first use."""
         self._allocate()
         out, lse = self._rows(self.out, section.rows), self._rows(self.lse, section.rows)
         dtype = wide(self.q.dtype)
@@ -328,7 +326,7 @@ class OutputAccumulator:
         return x[:, :, rows.start : rows.stop]
 
     def _allocate(self) -> None:
-        """Allocate the output and lse, unless they exist."""
+        """Allocate the output and lse if they do not exist yet."""
         if self.lse is not None:
             return
         if self.out is None:
@@ -337,7 +335,7 @@ class OutputAccumulator:
 
 
 def make_output_sums(q: Tensor, value_dim: int) -> Pair:
-    """(out, lse) of queries that have met no key: out in fp32 (fp64 for fp64 queries), lse in fp64."""
+    """The initial (out, lse) of queries, before any key: out in fp32 (fp64 for fp64 queries), lse in fp64."""
     out = _empty_rows((*q.shape[:3], value_dim), wide(q.dtype), q.device)
     lse = _empty_rows(q.shape[:3], torch.float64, q.device)
     begin_sums(out, lse)
@@ -345,9 +343,9 @@ def make_output_sums(q: Tensor, value_dim: int) -> Pair:
 
 
 def merge_partial(totals: RowViews, work: Work, part: Pair, batch: slice | None, *, is_new: bool) -> None:
-    """Merge the partial of a call into the (out, lse) of its rows, for some elements of the batch; None is all of them.
+    """Merge the partial of a call into the (out, lse) of its rows, for some elements of the batch (None: all).
 
-    `is_new`: these are arbitrary, and the partial, which is all of their rows, is written to them.
+    `is_new`: (out, lse) are uninitialized; the partial covers all of their rows and overwrites them.
     """
     if is_new:
         for total, x in zip(totals.tensors, part, strict=True):
@@ -359,7 +357,7 @@ def merge_partial(totals: RowViews, work: Work, part: Pair, batch: slice | None,
 def _merge_call(
     totals: RowViews, call: KernelCall, first: int, part: Pair, batch: slice | None, space: MergeSpace | None = None
 ) -> None:
-    """Merge the partial of a call into (out, lse) of the rows from number `first` on, or copy it, see `KernelCall`."""
+    """Merge a call's partial into (out, lse), or copy it, see `KernelCall`; row 0 of these is local row `first`."""
     work = call.work
     if work.gathered:
         packing, whole = _packing(), totals.of(batch)
@@ -379,16 +377,16 @@ def _merge_call(
 
 
 def _empty_rows(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor [B, H, n, ...] with rows before heads in memory, as in the results of the kernels.
+    """An uninitialised tensor [B, H, n, ...] with rows before heads in memory, like the results of the kernels.
 
-    A merge then walks memory in order.
+    Merges then access memory in order.
     """
     batch, heads, rows, *width = shape
     return empty((batch, rows, heads, *width), dtype, device).transpose(1, 2)
 
 
 def finish_sums(out: Tensor, lse: Tensor, q: Tensor, sinks: Tensor | None, target: Tensor | None) -> Pair:
-    """(out, lse) of queries that have met all keys and, last, the `sinks` [H]; out is written to `target` if given."""
+    """The final (out, lse) of queries, with the `sinks` [H] merged last; out is written to `target` if given."""
     if sinks is not None:
         merge_sinks_(out, lse, sinks)
     out = as_dtype(out, q.dtype) if target is None else target.copy_(out)
@@ -396,5 +394,5 @@ def finish_sums(out: Tensor, lse: Tensor, q: Tensor, sinks: Tensor | None, targe
 
 
 def make_sums(*like: Tensor) -> Tensors:
-    """Sums for tensors of these shapes and strides, in fp32 (fp64 for fp64 tensors)."""
+    """Tensors for sums, with the shapes and strides of `like`, in fp32 (fp64 for fp64 tensors)."""
     return tuple([torch.zeros_like(x, dtype=wide(x.dtype)) for x in like])

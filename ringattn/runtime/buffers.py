@@ -1,4 +1,4 @@
-"""What a rank holds while it runs, written down before it runs: blocks, sums and messages, and their buffers."""
+"""Records, before a rank runs, what it will hold: blocks, sums and messages, and their buffers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tensors import ALL, Actions, How, Memory, Move, NumberedPost, Numbers, Row
 
 #: Shape and dtype of one tensor of a part.
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
-#: By the kind of a block of queries, the kind of what is summed for its rows.
+#: The kind of the sums for the rows of a block of queries, by the block's kind.
 SUM_OF: dict[Kind, Kind] = {"q": "dq", "query": "part"}
 #: Bytes of the widest loads and stores of GPUs.
 ALIGNED = 16
@@ -27,7 +27,7 @@ PAGE = 512
 
 
 class Buffer:
-    """One message in a store: the number of its bytes, and of the tensors of each part. See `place_parts`."""
+    """One message in a store: the numbers of its bytes and of each part's tensors (see `place_parts`)."""
 
     def __init__(self, recorder: Recorder, store: int, first: int, size: int, parts: Sequence[Part], *, as_sent: bool):
         self.store, self.first, self.size, self.parts = store, first, size, tuple(parts)
@@ -46,16 +46,16 @@ class Buffer:
 
 
 class Recorder:
-    """Writes down what a pass does, gives tensors their numbers, and hands out message buffers for reuse.
+    """Records what a pass does, numbers its tensors, and hands out message buffers for reuse.
 
-    Sizes of buffers are multiples of an eighth of the largest message (`largest_message`, bytes), so that messages of
-    nearly equal sizes share buffers.
+    Buffer sizes are multiples of an eighth of the largest message (`largest_message`, bytes), so messages of similar
+    sizes share buffers.
     """
 
     def __init__(self, plan: Plan, largest_message: int, device: torch.device) -> None:
         self.plan, self.device, self.unit = plan, device, max(1, -(-largest_message // 8))
         self.tickets = count()
-        #: What was written down since the last `collect`.
+        #: The actions recorded since the last `collect`.
         self.actions: list[Move | NumberedPost | Wait] = []
         self._stores = [0]
         self._free: list[tuple[int, int]] = []  # (first byte, bytes) in store 0
@@ -64,7 +64,7 @@ class Recorder:
         self._numbers: dict[View, int] = {}
 
     def given(self, *shapes: Sequence[int]) -> Numbers:
-        """Numbers of tensors of these shapes, which a `PassTensors` is given."""
+        """Numbers for tensors of these shapes that the caller gives to `PassTensors`."""
         first = len(self._views)
         self._views += [None] * len(shapes)
         self._shapes += map(tuple, shapes)
@@ -79,7 +79,7 @@ class Recorder:
         return self._numbers[view]
 
     def take(self, parts: Sequence[Part], *, as_sent: bool = False, saved: bool = False) -> Buffer:
-        """A buffer for these parts, with arbitrary contents: a reused one, or of its own for what outlives the pass."""
+        """An uninitialized buffer for these parts: a reused one, or a new one if it must outlive the pass."""
         size = sum(self.plan.part_bytes(part, as_sent=as_sent) for part in parts)
         if saved:
             self._stores.append(size)
@@ -95,34 +95,34 @@ class Recorder:
         return Buffer(self, 0, first, size, parts, as_sent=as_sent)
 
     def drop(self, buffer: Buffer, part: Part) -> None:
-        """Mark one part of a buffer as not needed any more; the buffer is free when no live part is left."""
+        """Mark one part of a buffer as no longer needed; a buffer without live parts is free."""
         buffer.live.discard(part)
         if not buffer.live and not buffer.store:
             self._free.append((buffer.first, buffer.size))
 
     def add(self, kind: Kind, targets: Numbers, sources: Numbers, rows: RowCopy | None = None) -> None:
-        """Write down that the sums of a part are added to those of another part: (out, lse) are merged."""
+        """Record an addition of a part's sums to those of another part; (out, lse) are merged instead."""
         self.copy(targets, sources, rows, how="merge" if kind == "part" else "add")
 
     def copy(self, targets: Numbers, sources: Numbers, rows: RowCopy | None = None, *, how: How = "copy") -> None:
-        """Write down a copy of the tensors of a part, or of some of their rows, which all tensors of a part share."""
+        """Record a copy of the tensors of a part, or of some `rows`, the same in all tensors of the part."""
         index = ALL
         if rows is not None:
             index = RowIndex.of(rows, self._shapes[targets[0]], self._shapes[sources[0]], self.device)
         self.actions.append(Move(targets, sources, index, how))
 
     def zero(self, kind: Kind, targets: Numbers) -> None:
-        """Write down that the sums of a part begin: with 0, and lse with -inf."""
+        """Record the initial sums of a part: 0, and -inf for lse."""
         self.actions.append(Move(targets, (), ALL, "merge" if kind == "part" else "copy"))
 
     def collect(self) -> Actions:
-        """What was written down since the last call."""
+        """The actions recorded since the last call."""
         actions, self.actions = tuple(self.actions), []
         return actions
 
     @property
     def memory(self) -> Memory:
-        """What the pass needs, when all of it is written down."""
+        """The memory that the pass needs, once everything is recorded."""
         grouped: dict[tuple[int, torch.dtype], list[tuple[int, View]]] = {}
         for number, view in enumerate(self._views):
             if view is not None:
@@ -131,21 +131,21 @@ class Recorder:
 
 
 class StepMessages(ABC):
-    """Writes down the messages of a rank's steps: each is posted in a step, and waited for when it is due.
+    """Records the messages of a rank's steps: the step that posts each, and the wait when it is due.
 
-    A subclass says what is sent (`pack`), where messages arrive (`make_room`) and what becomes of them (`unpack`).
+    A subclass defines what is sent (`pack`), where messages arrive (`make_room`) and how they are used (`unpack`).
     """
 
     def __init__(self, recorder: Recorder, steps: Sequence[Step]) -> None:
         self.recorder, self.steps = recorder, steps
         #: Buffers that are being sent and must not change.
         self.sending: list[Buffer] = []
-        #: Messages in flight: until the end of which step, how to wait for them, buffers that are sent, each with those
-        #: of its parts that are copies and can be dropped afterwards, and buffers that are received.
+        #: Messages in flight: the step at whose end they are due, the wait, the buffers being sent, each with its parts
+        #: that are copies and can be dropped afterwards, and the buffers being received.
         self._open: list[tuple[int, Wait, list[tuple[Buffer, list[Part]]], list[tuple[Hop, Buffer]]]] = []
 
     def start(self, index: int) -> None:
-        """Write down the messages that step `index` posts."""
+        """Record the messages that step `index` posts."""
         for until, sends, recvs in self.steps[index].posts:
             sent: list[tuple[Buffer, list[Part]]] = []
             for hop in sends:  # before the receives: packing can free buffers for them
@@ -159,7 +159,7 @@ class StepMessages(ABC):
             self._open.append((until, Wait(ticket), sent, received))
 
     def wait(self, index: int) -> None:
-        """Write down the waits for messages that are due at the end of step `index`."""
+        """Record the waits for messages that are due at the end of step `index`."""
         due = [messages for messages in self._open if messages[0] <= index]
         self._open = [messages for messages in self._open if messages[0] > index]
         for _, wait, sent, received in due:
@@ -173,10 +173,10 @@ class StepMessages(ABC):
 
     @abstractmethod
     def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
-        """The buffer that holds the message to send, and those of its parts that are needed for the send only."""
+        """The buffer that holds the message to send, and its parts that only the send needs."""
 
     def make_room(self, hop: Hop) -> Buffer:
-        """The buffer that a message is received in."""
+        """The buffer to receive a message in."""
         return self.recorder.take(hop.parts, as_sent=True)
 
     @abstractmethod
@@ -185,11 +185,11 @@ class StepMessages(ABC):
 
 
 class RankState(StepMessages):
-    """Parts of blocks and of gradient sums, from step to step of the ring in one forward or backward.
+    """The parts of blocks and gradient sums that a rank holds, step by step, in one forward or backward of the ring.
 
-    `rank` is the rank in `plan`, the plan of the ring. `own` are the kinds of this rank's own blocks that travel, and
-    `sums` the kinds of the sums of its own rows.
-    `saved` are the parts that a forward saves, or that a backward is `given` from its forward.
+    `rank` is the rank in `plan`, the plan of the ring. `own` are the kinds of the rank's own blocks that travel, and
+    `sums` the kinds of the sums for its own rows. `saved` are the parts that a forward saves; with `given`, those that
+    a backward gets from its forward.
     """
 
     def __init__(
@@ -208,12 +208,13 @@ class RankState(StepMessages):
         self.rank, self.plan, self.saved = rank, plan, saved
         self.own = {Part(kind, rank): self._given(Part(kind, rank)) for kind in own}
         self.blocks = {**self.own, **({part: self._given(part) for part in saved} if given else {})}
-        #: The buffer that a part of a block, or of a sum, lives in.
+        #: The buffer of each part of a block or of a sum.
         self.home: dict[Part, Buffer] = {}
-        #: The sums of the gradients of this rank's own rows, by part.
+        #: The gradient sums of this rank's own rows, by part.
         self.own_sums = {Part(kind, rank): self._given(Part(kind, rank)) for kind in sums}
-        #: By owner, the parts of other ranks' gradients that this rank sums. Arriving gradients of the same rows are
-        #: added to these parts. Gradients of keys leave as one of these parts; gradients of queries may leave split.
+        #: By owner, the parts of other ranks' gradients that this rank sums. Gradients that arrive for the same rows
+        #: are added to them. Gradients of keys are sent as one of these parts; gradients of queries may be sent in
+        #: pieces.
         self.summed: dict[int, list[Part]] = {}
         for part in (part for step in self.steps for hop in step.sends for part in hop.parts):
             if part.kind == "grad":
@@ -224,7 +225,7 @@ class RankState(StepMessages):
         self.last_use = _last_uses(self.steps)
 
     def finish(self, index: int) -> Actions:
-        """What ends step `index`. What no later step needs is free afterwards."""
+        """The actions at the end of step `index`. Frees everything that no later step needs."""
         self.wait(index)
         for part in self.saved:
             if self._is_done(part, index):
@@ -242,13 +243,13 @@ class RankState(StepMessages):
         return self.blocks[part]
 
     def is_new(self, part: Part) -> bool:
-        """Whether nothing has been summed for a part of another rank's gradients."""
+        """Whether nothing has been summed yet for a part of another rank's gradients."""
         return part.owner != self.rank and part not in self.home
 
     def sums(self, part: Part, *, zero: bool = True) -> Numbers:
         """The gradients summed so far for a part, in fp32 (fp64 for fp64 inputs); zeros at first.
 
-        With zero=False new sums are arbitrary: the caller writes all of them.
+        With zero=False new sums are uninitialized: the caller overwrites all of them.
         """
         if part.owner == self.rank:
             return self.own_sums[Part(part.kind, self.rank)]
@@ -259,13 +260,13 @@ class RankState(StepMessages):
         return self.home[part].view(part)
 
     def make_room(self, hop: Hop) -> Buffer:
-        """The buffer that a message is received in."""
-        # A saved part stays in the buffer that it arrives in, unless it must first be cast to a wider dtype.
+        """The buffer to receive a message in."""
+        # A saved part stays in the buffer that received it, unless it must first be cast to a wider dtype.
         outlives = self.plan.comm_dtype is None and any(part in self.saved for part in hop.parts)
         return self.recorder.take(hop.parts, as_sent=True, saved=outlives)
 
     def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
-        """The buffer that holds exactly the message's parts, or a packed one, and the parts that are copies in it."""
+        """(a buffer with exactly the message's parts, packed if there is none; the parts in it that are copies)."""
         buffer = self.home.get(hop.parts[0])
         if (
             buffer is not None
@@ -278,16 +279,16 @@ class RankState(StepMessages):
         return buffer, [part for part in hop.parts if not self._pack_part(part, buffer)]
 
     def unpack(self, hop: Hop, buffer: Buffer) -> None:
-        """Take in the parts of a message that has arrived: blocks as they are, gradients added to the sums here."""
+        """Take in the parts of a message that has arrived: keep blocks as they are, add gradients to sums."""
         for part in buffer.parts:
             self._take_in(part, buffer)
 
     def _given(self, part: Part) -> Numbers:
-        """Numbers of the tensors of a part that the run is given."""
+        """Numbers for the tensors of a part that the caller gives to the run."""
         return self.recorder.given(*(shape for shape, _ in tensor_specs(self.plan, part, as_sent=False)))
 
     def _pack_part(self, part: Part, buffer: Buffer) -> bool:
-        """Pack the part; True if the buffer is now its only copy."""
+        """Pack the part; True if the buffer then holds its only copy."""
         self._copy_part(part, buffer.view(part))
         previous = self.home.get(part)
         # A buffer that is being sent must not change until it has arrived.
@@ -300,7 +301,7 @@ class RankState(StepMessages):
         return True
 
     def _copy_part(self, part: Part, views: Numbers) -> None:
-        """Copy the rows of a part to `views`, from those parts of its block, or of its sum, that are here."""
+        """Copy the rows of a part to `views`, from the parts of its block or sum that this rank holds."""
         is_block = part.kind in BLOCKS
         present = self.blocks if is_block else self.summed[part.owner]
         sources = [part] if part in present else [x for x in present if (x.kind, x.owner) == (part.kind, part.owner)]
@@ -324,7 +325,7 @@ class RankState(StepMessages):
             return
         previous = self.home.get(part)
         if part in self.summed.get(part.owner, ()):
-            # The sum travels on in the buffer that arrived; what this rank's own visit has summed is added there.
+            # The sum travels on in the buffer that arrived, after this rank's own visits are added to it.
             if previous is not None:
                 self.recorder.add(part.kind, views, previous.view(part))
                 self.recorder.drop(previous, part)
@@ -337,7 +338,7 @@ class RankState(StepMessages):
         self.recorder.drop(buffer, part)
 
     def _cast(self, part: Part, message: Buffer) -> Buffer:
-        """A buffer with a part of a message in the dtype that kernels compute with."""
+        """A buffer with a part of a message, cast to the dtype that kernels compute with."""
         buffer = self.recorder.take((part,), saved=part in self.saved)
         self.recorder.copy(buffer.view(part), message.view(part))
         self.recorder.drop(message, part)
@@ -368,17 +369,17 @@ def _last_uses(steps: Sequence[Step]) -> dict[tuple[bool, int], int]:
 
 
 def _use(part: Part) -> tuple[bool, int]:
-    """Equal for parts that are used, and freed, together: all parts of an owner's block, or of the sum for it."""
+    """A key that is equal for parts that are used and freed together: all parts of an owner's block, or of its sum."""
     return part.kind in SUMS, part.owner
 
 
 def place_parts(
     plan: Plan, parts: Sequence[Part], *, as_sent: bool
 ) -> tuple[int, dict[Part, list[tuple[int, TensorSpec]]]]:
-    """(bytes of a message, first byte and spec of each tensor of each part), aligned without a byte of padding.
+    """(bytes of a message, first byte and spec of each tensor of each part), aligned without padding.
 
     Parts whose sizes are multiples of ALIGNED bytes come first. Each of these parts then begins at a multiple of
-    ALIGNED bytes, as GPU kernels require of blocks that they read in place. The other parts follow in descending order
+    ALIGNED bytes, as GPU kernels require for blocks that they read in place. The other parts follow in descending order
     of their item sizes, so that each part begins at a multiple of its item size. `as_sent`: the parts have the dtypes
     of a message, else the dtypes that kernels compute with.
     """
@@ -417,12 +418,12 @@ def tensor_specs(plan: Plan, part: Part, *, as_sent: bool) -> list[TensorSpec]:
         heads, rows = ring_plan.part_heads(part.kind), ring_plan.layout_of(part.kind).rows(part.owner)
         if isinstance(part.row_set, RowSet):
             heads, rows = len(part.row_set.heads), part.row_set.count
-        if part.kind == "row":  # lse as kernels take it, and one number per row beside it
+        if part.kind == "row":  # lse in the kernels' form, and another number per row
             return [((plan.batch, heads, rows), dtype), ((plan.batch, heads, rows, 1), dtype)]
         if part.kind == "part":
             return [((plan.batch, heads, rows, ring_plan.value_dim), dtype), ((plan.batch, heads, rows), dtype)]
         return [((plan.batch, heads, rows, width), dtype) for width in ring_plan.part_widths(part.kind)]
-    # The exchange of a Ulysses group: rows of one member for the heads of one member, in full precision.
+    # The exchange in a Ulysses group: one member's rows, for one member's heads, in full precision.
     counts = plan.exchange_rows(part.kind, part.owner)
     heads, kv_heads = plan.member_heads(plan.ulysses_size)
     own: torch.dtype = getattr(torch, plan.dtype)
@@ -430,5 +431,5 @@ def tensor_specs(plan: Plan, part: Part, *, as_sent: bool) -> list[TensorSpec]:
         sizes = ((heads, plan.head_dim), (kv_heads, plan.head_dim), (kv_heads, plan.value_dim))
         return [((plan.batch, count, n, width), own) for n, (count, width) in zip(counts, sizes, strict=True)]
     accumulated = torch.float64 if own == torch.float64 else torch.float32
-    # lse or its gradient comes first: the wider dtype is then aligned.
+    # lse or its gradient comes first, so that the wider dtype is aligned.
     return [((plan.batch, heads, counts[0], 1), accumulated), ((plan.batch, heads, counts[0], plan.value_dim), own)]

@@ -1,4 +1,4 @@
-"""Logits without the part that all keys share, so that fp32 tells them apart in the forward and in the backward."""
+"""Subtracts what all keys share, so that logits are small enough for fp32 in the forward and in the backward."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from ..plan.row_sets import ALL_ROWS, AllRows, RowSet
 from ..plan.work import Work
 from .accumulators import Pair, Tensors
 
-#: Logits beyond which the first key is taken from all keys.
+#: If logits of the first key exceed this, the first key is subtracted from all keys.
 LARGE = 16.0
 
 
 class Centre:
-    """What a rank takes from each key in a pass: its own first key, where the logits of this key are large, or nothing.
+    """The key that a rank subtracts from all keys in a pass: its own first key if logits are large, else none.
 
-    A kernel rounds the lse of each call: next to 374 fp32 has steps of 3e-5. So the weights of the calls in the output
-    would be wrong, each in its own way, and differ from those of the backward, which multiplies the difference by what
-    the keys share. Without one of the keys logits are small, and so are the steps. In fp64, lse regains what the row's
-    logits have lost, and dq = dS k regains the row sum of dS times the key, see `rows`. The first key and the first
-    query decide, so that no later token changes the bits of an earlier row.
+    A kernel rounds the lse of each call: near 374, fp32 has steps of 3e-5. Each call's weight in the output would have
+    another error, and would differ from the backward's, which multiplies this difference by what the keys share. After
+    the subtraction logits are small, and so are the steps. In fp64, lse gets back what the row's logits have lost, and
+    dq = dS k gets back the row sum of dS times the key, see `rows`. Only the first key and the first query decide
+    whether to subtract, so no later token changes the bits of an earlier row.
     """
 
     def __init__(self, kernel: Kernel, q: Tensor, k: Tensor, scale: float) -> None:
         self.scale, self.key = scale, k[:, :, :1]
         if kernel.padded:
             self.key = self.key.clone()
-            self.key[..., :EXTRA] = 0.0  # these columns hide keys
+            self.key[..., :EXTRA] = 0.0  # these columns hide padded keys
         #: The key of each query head, [B, H, 1, D].
         self.of_queries = expand_heads(self.key, q.shape[1])
         fits = q.shape[-1] + EXTRA <= (kernel.max_head_dim or inf)
@@ -41,25 +41,25 @@ class Centre:
             large = (largest > LARGE) & (largest < inf)
             if q.is_cpu:
                 self.moves = bool(large)
-            else:  # the host does not wait for the device: there a key of zeros is taken instead of none
+            else:  # without a wait of the host for the device: a key of zeros stands for none
                 self.key, self.of_queries = (where(large, x, 0.0) for x in (self.key, self.of_queries))
 
     def keys(self, k: Tensor, of: AllRows | RowSet = ALL_ROWS, *, wider: bool = False) -> Tensor:
-        """k, whose heads `of` names, without the key; `wider`: with a column of ones, for the row sums of dS."""
+        """k minus the key, with the heads in `of`; `wider`: plus a column of ones, for the row sums of dS."""
         k = k - _select(self.key, of) if self.moves else k
         return with_column(k, 1.0) if wider else k
 
     def queries(self, q: Tensor, of: AllRows | RowSet = ALL_ROWS) -> Tensors:
-        """q, and what its logits lose, [B, H, n]."""
+        """(q, what its logits lose by the subtraction [B, H, n])."""
         return (q, self._logits(q, of)) if self.moves else (q,)
 
     def attend(self, kernel: Kernel, rows: Tensors, keys: Tensors, work: Work) -> Pair:
-        """(out, lse) of a call for rows of `queries` and of `keys`."""
+        """(out, lse) of a call, for rows from `queries` and `keys`."""
         out, lse = kernel.forward(rows[0], keys[0], keys[1], work, self.scale)
         return out, lse if len(rows) == 1 else lse + rows[1]
 
     def rows(self, q: Tensor, lse: Tensor, of: AllRows | RowSet = ALL_ROWS) -> Tensors:
-        """For calls of a backward with `keys`: lse; where the key is taken also the key, for each row of q."""
+        """The row tensors of a backward with `keys`: lse and, if a key is subtracted, that key for each row of q."""
         if not self.moves:
             return (lse,)
         return (lse - self._logits(q, of)).to(lse.dtype), _select(self.of_queries, of).expand(q.shape)
@@ -70,11 +70,11 @@ class Centre:
 
 
 def _select(key: Tensor, of: AllRows | RowSet) -> Tensor:
-    """The key of some heads [B, heads, 1, D]."""
+    """The key for some heads, [B, heads, 1, D]."""
     return key[:, of.heads] if isinstance(of, RowSet) and len(of.heads) < key.size(1) else key
 
 
 def restore(dq: Tensor, key: Tensor) -> Tensor:
-    """dq of the keys as they are, from dq of keys without `key`, whose next column is the row sum of dS."""
+    """dq for the original keys, from dq for keys minus `key`, which has the row sum of dS as its next column."""
     width = key.shape[-1]
     return crop_to(dq, width) + dq[..., width : width + 1] * key

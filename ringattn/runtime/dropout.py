@@ -1,4 +1,4 @@
-"""Kernels whose dropout knows the global positions of a call's rows and keys. Only calls with dropout load this."""
+"""Kernels whose dropout uses the global positions of a call's queries and keys. Only calls with dropout load this."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .accumulators import RowViews, select_inputs
 def dropping_kernels(
     plan: Plan, rank: int, part: Part, kernel: Kernel, batch: int, device: torch.device
 ) -> Callable[[Work, slice | None], Kernel]:
-    """The kernel of each call of the visit of `rank` to `part`, for some of the `batch` elements; None is all."""
+    """Returns the kernel of each call of `rank` on `part`, for some of the `batch` elements (None: all)."""
     ring_plan, owner = plan.ring_plan(rank)
     passes_q = part.kind in ("q", "query")
     local = Part("kv" if passes_q else "q", owner)
@@ -46,7 +46,7 @@ def _places(plan: Plan, part: Part, device: torch.device) -> tuple[Tensor, Tenso
         heads = np.arange(plan.part_heads(part.kind))
         if isinstance(rows, RowSet):
             heads, positions = np.array(rows.heads), np.stack([positions[to_numbers(x)] for x in rows.rows])
-        with torch.inference_mode(False):  # cached tensors outlive the inference mode of the caller
+        with torch.inference_mode(False):  # the cache outlives the caller's inference mode
             return torch.as_tensor(heads, device=device), torch.as_tensor(np.atleast_2d(positions), device=device)
 
     return plan.cache.answer((_places, part, device), compute)

@@ -1,8 +1,8 @@
 """The executor: generators that run a rank's plan over any transport.
 
 `overlapped` is the ring: in each step it posts the step's messages, computes the step's visits while the messages
-travel, then waits for the messages that are due. `in_order` is the same ring without overlap, to be read first; a test
-compares the two. A pass, forward or backward, says what is computed in a visit. The same code runs on a process group
+travel, then waits for the messages that are due. `in_order` is the same ring without overlap; read it first. A test
+compares the two. Each pass, forward or backward, defines how a visit is computed. The same code runs on a process group
 and, for thousands of virtual ranks, in one process.
 """
 
@@ -44,11 +44,11 @@ SAVED_BY_EXCHANGE = 5
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank computes: its place in a plan, the kernel and the softmax scale.
+    """What one rank computes: a plan and the rank in it, the kernel and the softmax scale.
 
-    `lse`: the loss may depend on lse, on this rank or on another one; equal on all ranks. `cast_grads=False` leaves the
-    gradients in the dtype of their sums, else they are cast to the dtype of the inputs. `sinks` [H] are merged into the
-    output, see `softmax.merge_sinks_`.
+    `lse`: the loss may depend on lse, on this rank or another; equal on all ranks. `cast_grads=False` returns gradients
+    in the dtype of their sums instead of the inputs' dtype. `sinks` [H] are merged into the output, see
+    `softmax.merge_sinks_`.
     """
 
     plan: Plan
@@ -70,12 +70,12 @@ class ForwardResult:
 
 
 def count_saved(plan: Plan, rank: int) -> int:
-    """How many tensors the forward of a rank saves for its backward."""
+    """The number of tensors that the forward of a rank saves for its backward."""
     return 2 * len(plan.for_rank(rank).saved) + (SAVED_BY_EXCHANGE if exchanges_heads(plan) else 0)
 
 
 def overlapped(job: Job, program: RankProgram, run: PassTensors, name: str, compute: Compute) -> Program[None]:
-    """The ring of the pass `name`. Messages travel while visits are computed, some of them for several steps."""
+    """Run the ring of the pass `name`. Messages travel while visits are computed, some of them for several steps."""
     for index, step in enumerate(program.steps, program.first):
         label = f"{name} step {index}"
         yield from run.perform(step.posts, label)
@@ -84,9 +84,9 @@ def overlapped(job: Job, program: RankProgram, run: PassTensors, name: str, comp
 
 
 def in_order(job: Job, program: RankProgram, run: PassTensors, name: str, compute: Compute) -> Program[None]:
-    """The textbook ring, with the bits of `overlapped`: all messages of a step arrive before its visits are computed.
+    """The textbook ring, bit-identical to `overlapped`: all messages of a step arrive before its visits are computed.
 
-    What else becomes of them, such as adding gradients that have arrived to those of the visits, is done last.
+    The remaining work on messages, such as adding gradients that arrived to those of the visits, comes last.
     """
     for index, step in enumerate(program.steps, program.first):
         label = f"{name} step {index}"
@@ -109,8 +109,8 @@ def forward(
 ) -> Program[ForwardResult]:
     """Attention of the local queries q [B, H, n, D] to all keys; k, v [B, K, n, D | Dv] are the local block.
 
-    `save`: save what the backward starts from. The result is written to `out` where that is given. Messages have the
-    tags of the plan, or those that `tags` gives them.
+    `save`: save what the backward starts from. The result is written to `out` if given. `tags` maps the plan's tags to
+    those of the messages.
     """
     program = forward_program(job.plan, job.rank, job.kernel, q.device, save=save)
     run = PassTensors(program.memory, q.device, tags)
@@ -138,18 +138,18 @@ def backward(
     *,
     tags: Tags = PLAN_TAGS,
 ) -> Program[tuple[Tensor, Tensor, Tensor]]:
-    """(dq, dk, dv) of the local shard, given d loss / d out and, or None, d loss / d lse.
+    """(dq, dk, dv) of the local shard, from `grad` = d loss / d out and `grad_lse` = d loss / d lse (or None).
 
-    Every visit is differentiated with the *global* out and lse of its rows, so that no partial has to be saved. Where
-    keys rotate, this rank sums dq, and dk and dv travel to the owner of the block. Where queries rotate, this rank sums
-    dk and dv, and dq travels. All sums are in fp32 (fp64 for fp64 inputs).
+    Every visit is differentiated with the *global* out and lse of its rows, so that no partial has to be saved. In
+    pass-KV, this rank sums dq, and dk and dv travel to the owner of the block. In pass-Q, this rank sums dk and dv, and
+    dq travels. All sums are in fp32 (fp64 for fp64 inputs).
     """
     program = backward_program(job.plan, job.rank, job.kernel, q.device)
     run = PassTensors(program.memory, q.device, tags)
     if program.enter is None or program.leave is None:
         return (yield from _backward_ring(job, program, run, grad, grad_lse, (q, k, v), result))
     *saved, q, k, v, out, lse = result.saved
-    # The plan counts the bytes of a gradient of lse, whether there is such a gradient or not.
+    # The plan always includes the bytes of a gradient of lse, even if there is none.
     column = torch.zeros_like(result.lse) if grad_lse is None else grad_lse.to(result.lse.dtype)
     label = "backward step 0, exchange of the output's gradient"
     column, grad = yield from program.enter.perform(run, (column.unsqueeze(-1), grad), label)
@@ -162,14 +162,14 @@ def backward(
 
 
 def _sum_copies(gradient: Tensor, heads: int) -> Tensor:
-    """The gradient of `heads` key/value heads, from those of the copies of each head, [B, copies, n, D]."""
+    """The gradient of `heads` key/value heads, summed from the gradients [B, copies, n, D] of each head's copies."""
     return gradient if gradient.size(1) == heads else gradient.unflatten(1, (heads, -1)).sum(2)
 
 
 def _pass_kv(
     job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
 ) -> Program[ForwardResult]:
-    """Blocks of keys and values come to the queries of this rank, whose rows are written as the plan deals them out."""
+    """The forward of pass-KV: blocks of keys and values visit the queries of this rank."""
     q, k, v = map(align_rows, (q, k, v))
     run.give(program.own["kv"], (k, v))
     output, centre = OutputAccumulator(q, v.shape[-1], out), Centre(job.kernel, q, k, job.scale)
@@ -197,7 +197,7 @@ def _pass_kv(
 def _pass_q(
     job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
 ) -> Program[ForwardResult]:
-    """Blocks of queries come to the keys of this rank, with their (out, lse) so far."""
+    """The forward of pass-Q: blocks of queries, with their (out, lse) so far, visit the keys of this rank."""
     q, k, v = map(align_rows, (q, k, v))
     sums = make_output_sums(q, v.shape[-1])
     run.give(program.own["query"], (q,))
@@ -229,15 +229,15 @@ def _backward_ring(
     inputs: Tensors,
     result: ForwardResult,
 ) -> Program[tuple[Tensor, Tensor, Tensor]]:
-    """`backward` of the ring: blocks of keys and values come to the queries of this rank, or queries, with their dO,
-    lse and delta, come to the keys of this rank."""
+    """`backward` of the ring: K/V blocks visit this rank's queries, or queries with dO, lse and delta visit its
+    keys."""
     grad, q, k, v, out = map(align_rows, (grad, *inputs, result.out))
     dq, dk, dv = make_sums(q, k, v)
     centre = Centre(job.kernel, q, k, job.scale)
     if program.rotates == "q":
         assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
-        # In place of delta queries travel with the factor of `times_unit`, unless there may be a gradient of lse, which
-        # needs delta itself, or dO is rounded on its way.
+        # Queries travel with the factor of `times_unit` instead of delta, unless there may be a gradient of lse, which
+        # needs delta itself, or messages round dO.
         has_factor, row = job.plan.comm_dtype is None and not job.lse, delta(grad, out, grad_lse)
         run.give(program.own["q"], (q, grad))
         run.give(program.own["row"], (result.lse, delta_factor(grad, row) if has_factor else row))
@@ -265,7 +265,7 @@ def _backward_ring(
         query = with_column(q, 0.0) if wider else q
         if grad_lse is not None and job.kernel.dropout is None:
             out, grad = with_column(out, 0.0), with_column(grad, grad_lse.to(grad.dtype))
-        elif grad_lse is not None:  # dropout scales dO v^T but not dlse, which therefore becomes a part of delta
+        elif grad_lse is not None:  # dropout scales dO v^T but not dlse, so dlse goes into delta
             grad, out = with_delta(grad, delta(grad, out, grad_lse), wider=True)
         own = RowViews(grad, query, out, *centre.rows(q, result.lse))
         own_sums = RowViews(dq)
@@ -294,7 +294,7 @@ def _differentiate(
     """Add a visit's share of dq to `sums[0]`, and of dk and dv to `sums[1]`.
 
     `by_query` are (dO, q, out) with `Centre.rows`, and `by_key` are (k, v). `is_new`: for each of the sums, whether it
-    is arbitrary, and the visit's only call writes all of it.
+    is uninitialized, and the visit's only call overwrites all of it.
     """
     total = sums[0].tensors[0]
     choose = _choose_kernels(job, visit, total)
@@ -310,7 +310,7 @@ def _differentiate(
 
 
 def _choose_kernels(job: Job, visit: Visit, like: Tensor) -> Callable[[Work, slice | None], Kernel] | None:
-    """With dropout, the kernel of each call of a visit, for the batch and the device of `like`."""
+    """With dropout, a function that returns the kernel of each call of a visit; `like` gives batch and device."""
     if job.kernel.dropout is None:
         return None
     from .dropout import dropping_kernels  # few calls drop weights

@@ -1,4 +1,4 @@
-"""The exchange of tokens for heads inside a Ulysses group, which a plan lists as its first and its last step."""
+"""The exchange of tokens for heads inside a Ulysses group: the first and the last step of a plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Side = tuple[range, range | np.ndarray]
 
 @dataclass(frozen=True)
 class ExchangeStep:
-    """One exchange, written down. `given` are the tensors before the exchange, `received` those after it."""
+    """One recorded exchange. `given` are the tensors before the exchange, `received` those after it."""
 
     index: int
     given: Numbers
@@ -31,7 +31,7 @@ class ExchangeStep:
     actions: Actions
 
     def perform(self, run: PassTensors, tensors: Tensors, label: str) -> Program[Tensors]:
-        """The tensors that this rank has afterwards. `label` names the exchange in errors."""
+        """Exchange `tensors`; returns those after the exchange. `label` names the exchange in errors."""
         run.give(self.given, tensors)
         run.give(self.received, [empty(shape, dtype, tensors[0].device) for shape, dtype in self.specs])
         yield from run.perform(self.actions, label)
@@ -51,15 +51,15 @@ class HeadExchange(StepMessages):
         self.group = rank // self.size
 
     def record(self, kind: Kind) -> ExchangeStep:
-        """The exchange of the tensors of a part of this kind."""
+        """Record the exchange of the tensors of a part of this kind."""
         member = self.rank % self.size
         ring_plan, owner = self.plan.ring_plan(self.rank)
-        #: The layout of each tensor: that of the queries, and in "qkv" and "dqkv" that of the keys for k and v.
+        #: The layout of each tensor: the queries', and for k and v in "qkv" and "dqkv" the keys'.
         self.kinds: tuple[Kind, ...] = ("q", "kv", "kv") if kind in ("qkv", "dqkv") else ("q", "q")
         group_rows = [ring_plan.layout_of(each).rows(owner) for each in self.kinds]
         specs = tensor_specs(self.plan, Part(kind, self.rank), as_sent=True)
         self.heads = [spec[0][1] for spec in specs]
-        #: Of copies of key/value heads, the one head goes out, and a gradient of each copy comes back.
+        #: Of a key/value head with copies, one is sent, and the gradients of all copies come back.
         self.all_heads = [heads * self.size for heads in self.heads]
         if kind == "qkv":
             self.all_heads[1:] = [self.plan.kv_heads] * 2
@@ -97,11 +97,11 @@ class HeadExchange(StepMessages):
         self.recorder.drop(buffer, part)
 
     def _from(self, member: int, tensor: int) -> Side:
-        """What a member of the group gets of tensor number `tensor`."""
+        """The heads and rows of tensor number `tensor` to send to a member of the group."""
         return self._heads_of(member, tensor) if self.to_heads else self._rows_of(member, tensor)
 
     def _to(self, member: int, tensor: int) -> Side:
-        """Where what a member of the group gives belongs in tensor number `tensor`."""
+        """The heads and rows of tensor number `tensor` to receive from a member of the group."""
         return self._rows_of(member, tensor) if self.to_heads else self._heads_of(member, tensor)
 
     def _heads_of(self, member: int, tensor: int) -> Side:
@@ -118,7 +118,7 @@ class HeadExchange(StepMessages):
 
 
 def _places(plan: Plan, layout: Layout, group: int) -> list[np.ndarray]:
-    """Where the local rows of each member stand among the rows of its group, int64 [rows] each. Cached by the plan."""
+    """The indices of each member's local rows among the rows of its group, int64 [rows] each. Cached by the plan."""
 
     def compute() -> list[np.ndarray]:
         positions = layout.grouped(plan.ulysses_size).positions(group)

@@ -1,4 +1,4 @@
-"""A carrier between one rank and storage in host memory: K/V rows come from storage, gradients are added there."""
+"""A carrier between one rank and storage in host memory: it copies K/V rows from storage, and adds gradients there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tensors import RowIndex, move_rows
 T = TypeVar("T")
 #: The names of the stored tensors whose rows a part of a message holds.
 STORED: dict[Kind, tuple[str, str]] = {"kv": ("k", "v"), "grad": ("dk", "dv")}
-#: Copies in each direction that may be under way while the host goes on. Bounds the pinned memory.
+#: The most copies in flight per direction before the host waits. Bounds the pinned memory.
 UNDER_WAY = 2
 
 
@@ -32,12 +32,12 @@ class Storage(Protocol):
 
 
 class Host:
-    """Runs one rank after another, and carries their messages and their own rows from and to storage.
+    """Runs one rank after another, and copies their messages and their own rows from and to storage.
 
-    `counters` add up the messages that all ranks sent and received. For a CPU all copies are made at once. For a CUDA
-    device they are staged in pinned memory and copied on two streams, one per direction, while the device computes
-    (emulated, not run on a GPU). The host waits for the device only where more than UNDER_WAY copies of one direction
-    would be under way, and in `finish`. PyTorch does not reuse a pinned tensor before its copies are done.
+    `counters` add up the messages that all ranks sent and received. For a CPU, copies are made immediately. For a CUDA
+    device, they are staged in pinned memory and run on two streams, one per direction, while the device computes
+    (emulated, not run on a GPU). The host waits for the device only in `finish`, and before more than UNDER_WAY copies
+    of one direction are in flight. PyTorch does not reuse a pinned tensor before its copies are done.
     """
 
     def __init__(self, plan: Plan, storage: Storage, device: torch.device, counters: Counters) -> None:
@@ -57,7 +57,7 @@ class Host:
         return drive(program, self)
 
     def load(self, names: Sequence[str], rows: range) -> list[Tensor]:
-        """Rows of stored tensors on the device; the stored rows themselves on a CPU."""
+        """Rows of stored tensors, copied to the device; for a CPU, the stored rows themselves."""
         stored = [self.storage.rows(name, rows) for name in names]
         if self._inbound.stream is None:
             return stored
@@ -66,17 +66,17 @@ class Host:
         return tensors
 
     def store(self, rows: range, tensors: dict[str, Tensor], *, add: bool = False) -> None:
-        """Write tensors to rows of the stored tensors of the same names, or add them, at the latest in `finish`."""
+        """Write tensors to rows of the stored tensors of the same names, or `add` them, by the end of `finish`."""
         stored = [self.storage.rows(name, rows) for name in tensors]
         self._outbound.carry([*tensors.values()], [x.add_ if add else x.copy_ for x in stored])
 
     def finish(self) -> None:
-        """Wait until everything that leaves the device is in storage."""
+        """Wait until all copies from the device are in storage."""
         while self._outbound.under_way:
             self._outbound.end_oldest()
 
     def post(self, post: Post) -> list[torch.cuda.Event]:
-        """Start to copy what arrives to the device, and to the stored sums what the rank sends."""
+        """Start the copies: receives from storage to the device, and sends from the device to the stored sums."""
         self.counters.add(post)
         events = []
         for direction, messages, is_send in ((self._outbound, post.sends, True), (self._inbound, post.recvs, False)):
@@ -86,7 +86,7 @@ class Host:
         return events
 
     def wait(self, ticket: list[torch.cuda.Event]) -> None:
-        """Order later computation after the copies of a ticket, without waiting for the device."""
+        """Make later work on the device wait for the copies of a ticket; the host does not wait."""
         for copied in ticket:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
@@ -107,9 +107,9 @@ class Host:
 
 
 class _Direction:
-    """Copies to the device (`inward`), or to the host, on a stream of their own; for a CPU nothing is copied.
+    """Copies to the device (`inward`) or to the host, on a separate stream; for a CPU nothing is copied.
 
-    `under_way` has for each copy the event that is recorded after the copy, and the writes to storage that follow.
+    `under_way` lists for each copy the event recorded after it, and the writes to storage that follow.
     """
 
     def __init__(self, device: torch.device, *, inward: bool) -> None:
@@ -118,9 +118,9 @@ class _Direction:
         self.under_way: deque[tuple[torch.cuda.Event, list[Callable[[], object]]]] = deque()
 
     def carry(self, tensors: list[Tensor], uses: Sequence[Callable[[Tensor], object]]) -> list[torch.cuda.Event]:
-        """Let each function of `uses` fill a tensor of the device, or take what leaves the device, in host memory.
+        """Copy each tensor: its function in `uses` fills it (`inward`), or reads it, in host memory.
 
-        Copies run after all work launched so far and beside all later work. Returns the event recorded after them.
+        Copies run after all work launched so far, in parallel with later work. Returns the event recorded after them.
         """
         if self.stream is None or not tensors:
             for use, x in zip(uses, tensors, strict=True):
@@ -137,14 +137,14 @@ class _Direction:
         with torch.cuda.stream(self.stream):
             for target, source in zip(*((tensors, pinned) if self.inward else (pinned, tensors)), strict=True):
                 target.copy_(source, non_blocking=True)
-        for x in tensors:  # its memory is not reused before the copy, also where an error drops x at once
+        for x in tensors:  # its memory is not reused before the copy, even if an error drops x early
             x.record_stream(self.stream)
         copied = self.stream.record_event()
         self.under_way.append((copied, [] if self.inward else [*on_host]))
         return [copied]
 
     def end_oldest(self) -> None:
-        """Wait for the oldest copy under way, and write to storage what it has brought to the host."""
+        """Wait for the oldest copy in flight, and write its data to storage."""
         copied, writes = self.under_way.popleft()
         copied.synchronize()
         for write in writes:

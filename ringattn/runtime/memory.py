@@ -1,4 +1,4 @@
-"""Allocations that fail with OutOfMemory, workspaces of merges, and batches that fit."""
+"""Allocations that raise OutOfMemory, workspaces of merges, and a search for a batch size that fits."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ T = TypeVar("T")
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.empty`. Raises OutOfMemory on CPUs; on other devices torch raises its own."""
+    """`torch.empty`. Raises OutOfMemory on CPUs; on other devices torch raises its own error."""
     try:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as error:
-        # On CPUs lack of memory is a plain RuntimeError, and with a valid shape `torch.empty` fails for nothing else,
-        # unless a signal handler has raised. On CUDA a plain RuntimeError is another failure, such as an error of a
-        # kernel that ran before.
+        # On CPUs, out of memory is a plain RuntimeError, the only error of `torch.empty` for a valid shape unless a
+        # signal handler raises. On CUDA a plain RuntimeError is something else, such as an earlier kernel's failure.
         if device.type != "cpu" or not raised_below(error, (__name__,)):
             raise
         raise out_of_memory(device, error) from error
 
 
 class MergeSpace:
-    """Workspaces of merges one after another, which are made anew only where the shape or the strides change."""
+    """Workspaces that successive merges reuse as long as the shape and the strides stay the same."""
 
     def __init__(self) -> None:
         self._fits: object = None
         self._tensors: tuple[Tensor, ...] = ()
 
     def fit(self, lse: Tensor, part_lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """(two tensors like part_lse in the dtype of lse, a third one in `dtype`, and that one as a column)."""
+        """(two tensors like part_lse in the dtype of lse, a third in `dtype`, and the third as a column)."""
         shape = lse.shape, lse.stride(), part_lse.stride()
-        if shape != self._fits:  # bits depend on strides: some ops compute other last bits where memory is contiguous
+        if shape != self._fits:  # bits depend on strides: some ops give other last bits for contiguous memory
             widened = torch.empty_like(part_lse, dtype=lse.dtype)
             difference, gate = torch.empty_like(widened), torch.empty_like(widened, dtype=dtype)
             self._fits, self._tensors = shape, (widened, difference, gate, gate.unsqueeze(-1))
@@ -46,17 +45,17 @@ class MergeSpace:
 def out_of_memory(device: torch.device, error: BaseException) -> OutOfMemory:
     """The error for a lack of memory on `device`."""
     return OutOfMemory(
-        f"{device} has not enough memory: {error}; try a smaller batch (auto_batch_size finds one), more ranks, or a "
+        f"{device} ran out of memory: {error}; try a smaller batch (auto_batch_size finds one), more ranks, or a "
         "narrower dtype"
     )
 
 
 def auto_batch_size(call: Callable[[int], T], start: int) -> tuple[int, T]:
-    """(batch, call(batch)) for the first of start, start // 2, ... 1 that fits into the memory of this process.
+    """(batch, call(batch)) for the first batch of start, start // 2, ... 1 that fits into memory.
 
-    Raises OutOfMemory if a batch of 1 does not fit. Any other error passes: on CPUs a tensor that `call` itself makes
-    and that does not fit is a plain RuntimeError of torch, which passes, too. For one process only: on a ring a rank
-    that runs out of memory leaves the other ranks waiting, so find the size with `virtual_attention` or on one rank.
+    Raises OutOfMemory if a batch of 1 does not fit. Any other error propagates, including torch's plain RuntimeError on
+    CPUs if `call` itself makes a tensor that does not fit. For one process only: in a ring, a rank that runs out of
+    memory leaves the other ranks waiting, so find the size with `virtual_attention` or on one rank.
     """
     if isinstance(start, bool) or not isinstance(start, int) or start < 1:
         raise InvalidInput(f"start={start!r} must be an integer >= 1, the largest batch to try")

@@ -1,4 +1,4 @@
-"""Memory of this process in bytes, its peak among them, and the free memory of the system."""
+"""The present and peak memory of this process, and the free memory of the system, in bytes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..errors import Unsupported
 
 _MEMINFO = Path("/proc/meminfo")
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-#: Options of glibc's mallopt, and the bytes from which a freed block returns to the system.
+#: Options of glibc's mallopt, and the size in bytes from which freed blocks return to the system.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE = -1, -3, 1 << 17
 
 
 def reset_peak() -> bool:
-    """Start a new peak now; False where the system keeps only the peak since the start of the process."""
+    """Reset the peak; False if the system only reports the peak since the start of the process."""
     if not _CLEAR.exists():
         return False
     _CLEAR.write_text("5")
@@ -23,10 +23,10 @@ def reset_peak() -> bool:
 
 
 def return_freed() -> bool:
-    """Return freed blocks of 128 KiB or more to the system, also those freed later; False where the C library cannot.
+    """Return freed blocks of 128 KiB or more to the system, now and later; False if the C library cannot.
 
-    glibc starts so, but keeps ever larger blocks once it has seen large ones freed. A second run would then reuse the
-    blocks of the first run, and its rise over `resident` would be nearly 0.
+    This is glibc's initial behaviour, but after large blocks are freed it keeps ever larger ones. A second run would
+    then reuse the blocks of the first, and its rise over `resident` would be nearly 0.
     """
     if sys.platform != "linux":
         return False
@@ -48,29 +48,27 @@ def peak() -> int:
     most = _read(_STATUS, "VmHWM")
     if most is not None:
         return most
-    import resource  # not on Windows, where what calls this is refused
+    import resource  # missing on Windows, where callers raise before
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def free() -> int | None:
-    """Bytes that the system can give to programs now without swapping; None where the system does not say."""
+    """Bytes that programs can get now without swapping; None if the system does not report it."""
     return _read(_MEMINFO, "MemAvailable")
 
 
 def available() -> int:
-    """As `free`. Raises Unsupported where the system does not say."""
+    """`free`, but raises Unsupported if the system does not report it."""
     free_bytes = free()
     if free_bytes is None:
-        raise Unsupported(
-            "this system does not say how much memory is free (/proc/meminfo); give chunk=, a number of rows"
-        )
+        raise Unsupported("this system does not report its free memory (/proc/meminfo); give chunk=, a number of rows")
     return free_bytes
 
 
 def _read(path: Path, name: str) -> int | None:
-    """A field of a file of /proc, which counts KiB, in bytes; None where the system has no such file or field."""
+    """A field of a /proc file in bytes (the file counts KiB); None if the file or the field does not exist."""
     for line in path.read_text().splitlines() if path.exists() else ():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024

@@ -19,9 +19,9 @@ from .tensors import Actions, Memory, Numbers
 if TYPE_CHECKING:
     from .head_exchange import ExchangeStep
 
-#: Query rows times heads times batch of one call at most: bounds what a kernel allocates for the call.
+#: The most query rows times heads times batch of one call, which bounds what a kernel allocates.
 BATCH_ROWS = 1 << 18
-#: By what rotates, and whether in a backward: the kinds of a rank's own blocks, and of the sums of its own rows.
+#: (kinds of a rank's own blocks, kinds of the sums for its own rows), by what rotates and whether in a backward.
 OWN: dict[tuple[str, bool], tuple[tuple[Kind, ...], tuple[Kind, ...]]] = {
     ("kv", False): (("kv",), ()),
     ("q", False): (("query",), ("part",)),
@@ -32,10 +32,11 @@ OWN: dict[tuple[str, bool], tuple[tuple[Kind, ...], tuple[Kind, ...]]] = {
 
 @dataclass(frozen=True)
 class Visit:
-    """The kernel calls of one visit. `block` are the tensors of `part` of the visited block, `copies` make them ready.
+    """The kernel calls of one visit. `block` are the tensors of `part` of the visited block; `copies` prepare them.
 
-    A forward in which keys travel has `parts`. Any other pass has `works` and adds to `sums`; a backward reads lse and
-    delta of visited queries from `rows`. With `is_new` its one call is the first of `sums` and writes all of them.
+    The forward of pass-KV uses `parts`. Any other pass uses `works` and adds to `sums`; a backward reads lse and delta
+    of the visited queries from `rows`. With `is_new`, the only call is the first to write `sums`, and writes all of
+    them.
     """
 
     copies: Actions
@@ -59,11 +60,11 @@ class RingStep:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One pass of one rank. Tensors that the run is given have numbers: `own` by kind, `saved`, and `sums` by kind.
+    """One pass of one rank. The caller provides the tensors numbered in `own` (by kind), `saved` and `sums` (by kind).
 
-    With the schedule ulysses `enter` and `leave` exchange tokens for heads inside a group of ranks, before and after
-    the ring. Without it they are None. Ring steps are numbered from `first` on. `empty` are the local rows that see no
-    key. `saved` are the tensors that the forward saves for the backward to start from.
+    With schedule ulysses, `enter` and `leave` exchange tokens for heads inside a group of ranks, before and after the
+    ring; else they are None. Ring steps are numbered from `first` on. `empty` are the local rows that see no key.
+    `saved` are the tensors that the forward saves for the backward to start from.
     """
 
     memory: Memory
@@ -79,28 +80,28 @@ class RankProgram:
 
 
 def forward_program(plan: Plan, rank: int, kernel: Kernel, device: torch.device, *, save: bool) -> RankProgram:
-    """The forward of `rank` with the calls that `kernel` makes. Cached by the plan."""
+    """The forward of `rank`, with the kernel calls of `kernel`. Cached by the plan."""
     return plan.cache.answer(
         (forward_program, rank, kernel.key, device, save), lambda: _resolve(plan, rank, kernel, device, save=save)
     )
 
 
 def backward_program(plan: Plan, rank: int, kernel: Kernel, device: torch.device) -> RankProgram:
-    """The backward of `rank` with the calls that `kernel` makes. Cached by the plan."""
+    """The backward of `rank`, with the kernel calls of `kernel`. Cached by the plan."""
     key = backward_program, rank, kernel.key, device
     return plan.cache.answer(key, lambda: _resolve(plan, rank, kernel, device, save=True, backward=True))
 
 
 def exchanges_heads(plan: Plan) -> bool:
-    """Whether the ranks of a plan exchange tokens for heads around the ring. Without a batch nothing is sent."""
+    """Whether the ranks of a plan exchange tokens for heads before and after the ring; False for an empty batch."""
     return plan.ulysses_size > 1 and plan.batch > 0
 
 
 def batches(work: Work, count: int) -> Sequence[slice | None]:
     """The slices of a batch of `count`, one per kernel call; None is the whole batch.
 
-    A work with repetitions takes one element of the batch per call. 5 for each sequence of a packed work bounds the
-    sequences of a call by 52,428: CUDA grids have at most 65,535.
+    A work with repetitions takes one element of the batch per call. A packed work counts at least 5 rows per sequence,
+    which limits a call to 52,428 sequences: CUDA grids have at most 65,535.
     """
     if count <= 1:
         return (None,)
@@ -128,7 +129,7 @@ def _resolve(
     )
     works, empty = iter(planned[0]), planned[1]
     exchanged: tuple[Kind, Kind] = ("dout", "dqkv") if backward else ("qkv", "out")
-    with torch.inference_mode(False):  # index tensors outlive the inference mode of the caller
+    with torch.inference_mode(False):  # index tensors outlive the caller's inference mode
         recorder = Recorder(plan, _largest_message(plan, rank), device)
         enter = leave = None
         ring_steps = range(len(steps))
@@ -168,7 +169,7 @@ def _resolve(
 
 
 def _summing_visit(state: RankState, plan: Plan, block: Part, works: tuple[Work, ...]) -> Visit:
-    """The visit that makes these calls and adds to sums, written down."""
+    """Record the visit that makes these calls and adds to sums."""
     numbers = state.block(block)
     rows = state.block(Part("row", block.owner, block.row_set)) if block.kind == "q" else ()
     part = Part(SUM_OF.get(block.kind, "grad"), block.owner, block.row_set)
@@ -178,7 +179,7 @@ def _summing_visit(state: RankState, plan: Plan, block: Part, works: tuple[Work,
 
 
 def _list_works(plan: Plan, rank: int, kernel: Kernel, backward: bool) -> list[tuple[Work, ...]]:
-    """The calls of every visit of a pass that adds to sums."""
+    """The calls of every visit, for a pass that adds to sums."""
     kernel = kernel.for_backward() if backward else kernel
     rotates = plan.rotates if backward else plan.forward_rotates
     demand = plan.query_demand if rotates == "q" else plan.demand
@@ -188,7 +189,7 @@ def _list_works(plan: Plan, rank: int, kernel: Kernel, backward: bool) -> list[t
 
 
 def _covers(work: Work, part: Part, plan: Plan) -> bool:
-    """Whether one call computes every row of a part of gradients."""
+    """Whether this call alone computes every row of a part of gradients."""
     (_, heads, rows, _), _ = tensor_specs(plan, part, as_sent=False)[0]
     of = (work.kv, work.k) if part.kind == "grad" else (work.heads, (work.q,))
     covers = work.repeat == 1 and not work.gathered and of == (range(heads), (range(rows),))

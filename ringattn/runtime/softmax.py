@@ -1,4 +1,4 @@
-"""The merge of partial softmaxes: the only place with this formula, but for its Triton kernel in `kernels.fused`."""
+"""The merge of partial softmaxes. The formula is only here and in the Triton kernel of `kernels.fused`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .memory import MergeSpace
 
 
 def add_(total: Tensor, part: Tensor) -> None:
-    """Add `part` to `total` in place; both are [B, H, n, D] with any strides, and part may have a narrower dtype."""
+    """Add `part` to `total` in place; both are [B, H, n, D] with any strides; `part` may have a narrower dtype."""
     fused = fused_kernels(total.device)
     fused.add_(total, part) if fused else total.add_(part)
 
@@ -30,8 +30,8 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, *, space: M
         return fused.merge_(out, lse, part, part_lse)
     widened, difference, gate, column = (space or MergeSpace()).fit(lse, part_lse, out.dtype)
     if part_lse.dtype != lse.dtype:
-        part_lse = widened.copy_(part_lse)  # once: every op with two dtypes would widen it again
-    # At least the lowest number: if both saw no key, -inf + inf would be NaN.
+        part_lse = widened.copy_(part_lse)  # widen once: every op with two dtypes would widen it again
+    # Clamp to the lowest finite number: if both saw no key, -inf + inf would be NaN.
     torch.clamp_min(lse, torch.finfo(lse.dtype).min, out=difference)
     gate.copy_(torch.sub(part_lse, difference, out=difference).sigmoid_())
     out.lerp_(as_dtype(part, out.dtype), column)
@@ -50,9 +50,9 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
 
 
 def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Merge one more key per head into (out, lse), in place, of logit `sinks` [H] and value 0; shapes as in `merge_`.
+    """Merge an extra key per head, of logit `sinks` [H] and value 0, into (out, lse) in place; shapes as in `merge_`.
 
-    out may be narrower than fp32. The backward of a ring with this (out, lse) has the gradients of q, k and v.
+    out may be narrower than fp32. With this (out, lse), the ring's backward gives the right gradients of q, k and v.
     """
     sink = _logits(sinks, lse)
     share = (lse.clamp_min(torch.finfo(lse.dtype).min) - sink).sigmoid_()  # -inf - -inf would be NaN
@@ -61,7 +61,7 @@ def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def sinks_gradient(sinks: Tensor, grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
-    """d loss / d sinks [H], given d loss / d out and, or None, d loss / d lse, of the (out, lse) of `merge_sinks_`."""
+    """d loss / d sinks [H], for the (out, lse) of `merge_sinks_` and their gradients (`grad_lse` may be None)."""
     weight = (_logits(sinks, lse) - lse.clamp_min(torch.finfo(lse.dtype).min)).exp_()
     parts = weight * delta(grad, out, grad_lse).squeeze(-1)
     # Contiguous, so that the order of summation does not depend on the strides.
@@ -69,5 +69,5 @@ def sinks_gradient(sinks: Tensor, grad: Tensor, grad_lse: Tensor | None, out: Te
 
 
 def _logits(sinks: Tensor, lse: Tensor) -> Tensor:
-    """The sinks [H, 1] in the dtype of lse, finite from above: inf - inf would be NaN."""
+    """The sinks [H, 1] in the dtype of lse, with inf replaced by a finite number: inf - inf would be NaN."""
     return sinks.to(lse.dtype).clamp_max(HIDDEN).unsqueeze(-1)

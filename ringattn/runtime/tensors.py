@@ -1,6 +1,6 @@
 """One execution of a pass of a rank: its tensors by number, its copies between them, and its messages.
 
-A pass is a list of copies and messages between numbered tensors, which `runtime.program` has written down.
+A pass is a list of copies and messages between numbered tensors, as recorded by `runtime.program`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Numbers = tuple[int, ...]
 class RowIndex(NamedTuple):
     """Where a copy writes in a target and reads in a source [B, heads, rows, D], as torch indexes them.
 
-    `to_view` and `from_view` index views; None is the whole tensor. `to_rows` and `from_rows` number the rows where no
-    slice does.
+    `to_view` and `from_view` are indices of views (None: the whole tensor). `to_rows` and `from_rows` are row numbers,
+    if no slice selects the rows.
     """
 
     to_view: tuple[slice, ...] | None
@@ -47,7 +47,7 @@ class RowIndex(NamedTuple):
 ALL = RowIndex(None, None, None, None)
 
 
-#: What a `Move` does with rows.
+#: The ways in which a `Move` combines rows.
 How = Literal["copy", "add", "merge"]
 
 
@@ -61,14 +61,14 @@ class Move(NamedTuple):
 
 
 class NumberedPost(NamedTuple):
-    """A `Post` to come: peer, tag and number of the tensor of each message. `Wait(ticket)` waits for the messages."""
+    """A `Post` by tensor numbers: (peer, tag, tensor number) of each message. `Wait(ticket)` waits for them."""
 
     sends: tuple[tuple[int, int, int], ...]
     recvs: tuple[tuple[int, int, int], ...]
     ticket: int
 
 
-#: What a rank does in this order beside its kernel calls.
+#: The actions of a rank, in order, besides its kernel calls.
 Actions = tuple[Move | NumberedPost | Wait, ...]
 
 
@@ -90,7 +90,7 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """What a pass needs: the bytes of its stores, how many tensors have numbers, and those that are views.
+    """The memory of a pass: the bytes of its stores, the count of numbered tensors, and those that are views.
 
     `views` are (number, view) by store and dtype. The other tensors are given.
     """
@@ -119,12 +119,12 @@ class PassTensors:
         self._tickets: dict[int, Any] = {}
 
     def give(self, numbers: Numbers, tensors: Sequence[Tensor]) -> None:
-        """Set tensors that the pass is given."""
+        """Set tensors that the caller provides."""
         for number, x in zip(numbers, tensors, strict=True):
             self.tensors[number] = x
 
     def get(self, numbers: Numbers) -> Tensors:
-        """The tensors of these numbers."""
+        """The tensors with these numbers."""
         return tuple(map(self.tensors.__getitem__, numbers))
 
     def perform(self, actions: Actions, label: str = "") -> Program[None]:
@@ -138,7 +138,7 @@ class PassTensors:
                 move_rows(self.get(action.targets), self.get(action.sources), action.rows, action.how)
 
     def _resolve(self, post: NumberedPost, label: str) -> Post:
-        """The request with the messages of a `NumberedPost`."""
+        """The `Post` with the tensors of a `NumberedPost`."""
         (first, step), tensors = self._tags, self.tensors
         numbered = (*post.sends, *post.recvs)
         messages = [Message(peer, (first + step * tag) % TAGS, tensors[data]) for peer, tag, data in numbered]
@@ -146,9 +146,9 @@ class PassTensors:
 
 
 def move_rows(targets: Tensors, sources: Tensors, rows: RowIndex, how: How) -> None:
-    """Copy rows of the `sources` of a part to its `targets`, add them, or merge them, which are then (out, lse).
+    """Copy or add rows of a part's `sources` to its `targets`, or merge both as (out, lse).
 
-    Without sources the targets begin: with 0, and the lse of a merge with -inf.
+    Without sources, set the targets to their initial values: 0, and -inf for the lse of a merge.
     """
     if not sources:
         if how == "merge":

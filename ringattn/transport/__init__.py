@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 #: Transports by the name that `transport=NAME` takes on the command line. An installed package adds a transport by an
-#: entry point of the group "ringattn.transports": what opens the transport of this process's rank when it is called
-#: with `timeout=`, the seconds that bound every wait.
+#: entry point of the group "ringattn.transports": a callable that returns the transport of this process's rank; its
+#: argument `timeout=` bounds every wait, in seconds.
 TRANSPORTS: Registry[Callable[..., Transport]] = Registry(
     "transports",
     {"gloo": "transport.torchdist:TorchDist", "nccl": "transport.torchdist:TorchDist", "mpi": "transport.mpi:Mpi"},

@@ -14,7 +14,7 @@ from .trace import get_trace, named_range
 
 
 class Message(NamedTuple):
-    """A contiguous uint8 tensor to send to `peer`, or to receive from `peer`. Both sides use the same `tag`."""
+    """A contiguous uint8 tensor to send to `peer`, or to receive from it. Sender and receiver use the same `tag`."""
 
     peer: int
     tag: int
@@ -67,7 +67,7 @@ class Counters:
 
 
 class Carrier(Protocol):
-    """Starts messages and waits for them: all that a program needs. A ticket is whatever `post` returns."""
+    """Starts messages and waits for them: all that a program needs. A ticket is the value that `post` returns."""
 
     def post(self, post: Post) -> Any:
         """Start the messages of a step and return a ticket."""
@@ -85,7 +85,7 @@ class Transport(Carrier, Protocol):
 
     @property
     def events(self) -> int:
-        """Exchanges and deferred calls so far: as many on all ranks."""
+        """The number of exchanges and deferred calls so far, equal on all ranks."""
 
     def check(self, device: torch.device) -> None:
         """Raise InvalidInput if this transport does not carry tensors of `device`."""
@@ -94,38 +94,36 @@ class Transport(Carrier, Protocol):
         """Every rank's record, in rank order. Collective. `stage` names the exchange in errors."""
 
     def defers(self, check: str | None) -> bool:
-        """Whether calls with the option `check` are compared beside their messages, not before."""
+        """Whether ranks compare a call with the option `check` while its messages travel, not before them."""
 
     def announce(self, record: bytes) -> int:
-        """Begin a call that ranks compare beside its messages: `record` says it in JSON.
+        """Begin a call that ranks compare while its messages travel; `record` describes the call in JSON.
 
-        Returns the number of the call: its index among all calls, and in the last TAG_BITS bits a digest that tells it
-        from another call of the same index.
+        Returns the number of the call: its index among all calls and, in the last TAG_BITS bits, a digest that
+        distinguishes different calls of the same index.
         """
 
     def synchronize(self) -> None:
-        """Return once all deferred calls of this rank were alike on all ranks; else raise their error. Collective."""
+        """Wait until this rank's deferred calls are known to match on all ranks, or raise their error. Collective."""
 
     def fail(self, text: str) -> None:
-        """Tell all ranks, where the transport can, that this rank has left a call by an exception."""
+        """Report to all ranks, if the transport can, that an exception has ended a call on this rank."""
 
 
-#: Tags of numbered calls are below TAGS, and begin at the last TAG_BITS bits of the number times SPAN.
+#: Tags of numbered calls are below TAGS; those of a call start at SPAN times the last TAG_BITS bits of its number.
 TAG_BITS, SPAN = 14, 1 << 16
 TAGS = SPAN << TAG_BITS
 
 
 class Tags(NamedTuple):
-    """The tags of the messages of one pass, by the tags of its plan. Tags of a plan are unique only between two ranks
-    within one pass.
-    """
+    """Maps the tags of a plan, unique only between two ranks within one pass, to the tags of one pass's messages."""
 
     first: int
     step: int
 
     @classmethod
     def of_call(cls, number: int, *, backward: bool) -> Tags:
-        """Tags that differ from those of all other calls and of the other pass. They repeat after TAGS / SPAN calls."""
+        """Tags that no other call and no other pass uses. They repeat after TAGS / SPAN calls."""
         return cls(number * SPAN + backward, 2)
 
     def of(self, tag: int) -> int:
@@ -133,11 +131,11 @@ class Tags(NamedTuple):
         return (self.first + self.step * tag) % TAGS
 
 
-#: The tags of the plan themselves.
+#: The tags of the plan, unchanged.
 PLAN_TAGS = Tags(0, 1)
 
 
-#: When ranks compare a call: before its first message, or beside its messages.
+#: When ranks compare a call: before its first message, or while its messages travel.
 CHECKS = ("now", "deferred")
 
 
@@ -150,7 +148,7 @@ def check_timeout(timeout: float | None) -> None:
 
 
 def describe_loss(transport: Transport, messages: str, timeout: float, reason: str) -> str:
-    """The text of the CommFailure of a transport whose messages did not arrive."""
+    """The text of a CommFailure: messages did not arrive."""
     return (
         f"rank {transport.rank} of {transport.size}: {messages}: not done within {timeout:g} s or the peer is gone "
         f"({reason}). Look for the first error among the other ranks; ranks that call ring_attention with other "

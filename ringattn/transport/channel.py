@@ -1,4 +1,4 @@
-"""What carries the comparison of a process group: TCP connections between ranks, and a thread that watches them."""
+"""Carries the comparison of a process group: TCP connections between ranks, and a thread that watches them."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from .comparison import GRACE, Comparison, Event, read_frames
 from .records import RECORDS
 
 T = TypeVar("T")
-#: Seconds that a wait for messages goes on after a process has gone: its last messages may have arrived.
+#: Seconds that a wait for messages continues after a process has ended: its last messages may still arrive.
 LAST_WORDS = 0.5
-#: Seconds until an idle connection is probed, between probes, and probes: of a host that is gone nothing else tells.
+#: Seconds until an idle connection is probed, seconds between probes, and probes: the only sign of a lost host.
 KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-#: Seconds between two tries of a connection.
+#: Seconds between two attempts to connect.
 RETRY = 0.05
-#: Seconds that the end of a group waits for a connection, and for a thread.
+#: Seconds that closing a group waits for a connection, and for a thread.
 PARTING = 1.0
-#: Seconds that whoever connects has to show the secret.
+#: Seconds after which a connection that has not sent the secret is refused.
 STRANGER = 5.0
-#: Bytes by which a rank shows that it belongs to the group.
+#: Bytes of the secret that shows that a rank belongs to the group.
 SECRET = 16
-#: The channel of each group. It ends with its group.
+#: The channel of each group, which closes when the group is destroyed.
 _channels: WeakKeyDictionary[Any, Channel] = WeakKeyDictionary()
 
 
 def get_channel(group: Any, timeout: float) -> Channel:
-    """The channel of a process group. The first call is collective and connects each rank with 2 log2 P others."""
+    """The channel of a process group. The first call is collective and connects each rank to up to 2 log2 P others."""
     if group not in _channels:
         channel = Channel(group, timeout)
         _channels[group] = channel
@@ -58,7 +58,7 @@ def find_channel(group: Any) -> Channel | None:
 
 
 def synchronize(*_: object) -> None:
-    """Return once the deferred events of this rank, in all its groups, were alike on all ranks; else raise an error."""
+    """Wait until the deferred events of this rank, in all its groups, are known to match on all ranks, or raise."""
     for channel in [*_channels.values()]:
         if not channel.has_raised:
             channel.synchronize()
@@ -66,12 +66,12 @@ def synchronize(*_: object) -> None:
 
 @cache
 def _synchronize_before_steps() -> None:
-    """From now on no optimizer of torch steps before `synchronize` returns."""
+    """Let every optimizer of torch call `synchronize` before each step, from now on."""
     register_optimizer_step_pre_hook(synchronize)
 
 
 def _forget() -> None:
-    """In a fork, which is no rank: close its copies of the connections, so that the end of the rank ends them."""
+    """After a fork: close the inherited sockets, so that peers notice when the real rank ends."""
     for channel in _channels.values():
         channel.is_closed = True
         channel.drop()
@@ -82,24 +82,24 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class Channel:
-    """The events of one rank of a group, see `comparison`. `on_error` is called, in a thread, when an error is known.
+    """The events of one rank of a group, see `comparison`. A thread calls `on_error` when an error is known.
 
-    Errors of the other ranks are raised by the next call here: `announce`, `gather` or `guard`.
+    The next call of `announce`, `gather` or `guard` on this rank raises the errors of other ranks.
     """
 
     def __init__(self, group: Any, timeout: float) -> None:
         self.rank, self.size, self.timeout = dist.get_rank(group), dist.get_world_size(group), timeout
         self.comparison = Comparison(self.rank, self.size, self._send)
         self.on_error: Callable[[], None] = lambda: None
-        #: The CUDA device that NCCL has connected.
+        #: The CUDA device for which NCCL has connected the ranks.
         self.device: torch.device | None = None
-        #: Whether this rank has been told of an error.
+        #: Whether an error has been raised on this rank.
         self.has_raised = False
-        #: Frames that this rank has sent.
+        #: The number of frames that this rank has sent.
         self.sent_frames = 0
         self._changed = threading.Condition()
         self._waiting = dict.fromkeys(self.comparison.peers, b"")
-        #: Peers whose connection takes no more bytes for now.
+        #: Peers whose connection accepts no more bytes for now.
         self._blocked: set[int] = set()
         self._incoming = {peer: bytearray() for peer in self.comparison.peers}
         self._sockets = self._connect(PrefixStore("ringattn/channel", group.get_group_store()), timeout)
@@ -112,19 +112,19 @@ class Channel:
     # Events.
 
     def announce(self, fingerprint: bytes, record: bytes) -> int:
-        """Make a deferred event: its number. Raises the error of another rank, if one is known."""
+        """Begin a deferred event; returns its number. Raises the error of another rank, if one is known."""
         _synchronize_before_steps()
         with self._changed:
             self._raise()
             return self.comparison.announce(Event(fingerprint, record))
 
     def synchronize(self) -> None:
-        """Return once all deferred events of this rank were alike on all ranks; else raise their error. Collective."""
+        """Wait until this rank's deferred events are known to match on all ranks, or raise their error. Collective."""
         if self.comparison.confirmed < self.comparison.count:
             self.gather(b"", b'{"stage": "synchronize"}', self.timeout)
 
     def gather(self, record: bytes, label: bytes, timeout: float) -> list[bytes]:
-        """The records of all ranks, in rank order. Collective. All earlier deferred events have been compared then."""
+        """The records of all ranks, in rank order. Also completes all earlier deferred comparisons. Collective."""
         with self._changed:
             self._raise()
             number = self.comparison.contribute(record, label)
@@ -134,7 +134,7 @@ class Channel:
             return records
 
     def guard(self, wait: Callable[[], T]) -> T:
-        """`wait()`, which blocks, or the error of another rank, if one becomes known meanwhile."""
+        """Return the result of `wait()`, which blocks, or raise the first error that another rank reports meanwhile."""
         if self._jobs is None:
             self._jobs = SimpleQueue()
             self._start(self._work)
@@ -142,21 +142,21 @@ class Channel:
         self._jobs.put(job)
         with self._changed:
             self._wait(lambda: job.done or None, None)
-            if isinstance(job.error, CommFailure):  # of a neighbour, which may itself have waited
+            if isinstance(job.error, CommFailure):  # the neighbour that it names may itself have waited
                 self._part(self.comparison.count - 1, str(job.error))
         if job.error is not None:
             raise job.error
         return job.result
 
     def _part(self, number: int, why: str) -> Never:
-        """Raise the error of where all ranks stand, as event `number` does not end. `why` says what has not ended."""
+        """Raise an error that shows where all ranks stand, as event `number` does not end: `why` names what is late."""
         self.comparison.part(number, why)
         self._rouse()
         self._wait(lambda: None, 2 * GRACE)
         raise CommFailure(why)
 
     def fail(self, text: str) -> None:
-        """Tell all ranks that this rank has raised an exception, which ends their calls, too."""
+        """Report to all ranks an exception of this rank, which ends their calls, too."""
         self.has_raised = True
         with self._changed:
             self.comparison.fail(text)
@@ -170,7 +170,7 @@ class Channel:
             raise CommFailure("the process group of this call was destroyed; make a new group")
 
     def _wait(self, answer: Callable[[], T | None], timeout: float | None) -> T | None:
-        """The first answer that is not None; None after the timeout. Raises errors of other ranks."""
+        """Wait until `answer` is not None, and return it; None after the timeout. Raises errors of other ranks."""
         end = None if timeout is None else time.monotonic() + timeout
         mercy: float | None = None
         while (found := answer()) is None:
@@ -188,7 +188,7 @@ class Channel:
     # Connections.
 
     def _connect(self, store: Store, timeout: float) -> dict[int, socket.socket]:
-        """A connection with each peer. Raises CommFailure with the name of a peer that is missing."""
+        """Connect to each peer: {peer: socket}. Raises CommFailure that names a missing peer."""
         end = time.monotonic() + timeout
         host, family = _own_address(store)
         secret = secrets.token_bytes(SECRET)
@@ -220,10 +220,10 @@ class Channel:
         return found
 
     def _call(self, store: Store, peer: int, end: float) -> socket.socket:
-        """A connection to the server of a peer, tried again where the store has the address of an older group."""
+        """Connect to the server of a peer. Tries again, as the store may still have the address of an older group."""
         why = (
             "it has made no call on this group in time: its process has ended or is late, or another group= was given "
-            "there; this is found by the timeout alone, as long as a group has not made its first call"
+            "there; until the first call of a group, only the timeout shows this"
         )
         while (seconds := end - time.monotonic()) > 0:
             try:
@@ -239,7 +239,7 @@ class Channel:
                 connection.close()
             except OSError as error:
                 hints = ["GLOO_SOCKET_IFNAME names another network interface"]
-                if isinstance(error, ConnectionRefusedError | ConnectionResetError):  # of loopback it may be either
+                if isinstance(error, ConnectionRefusedError | ConnectionResetError):  # loopback raises either
                     hints = ["its process has ended", *(hints if host.startswith("127.") else [])]
                 why = f"no connection to {host}:{port} ({error}); {', or '.join(hints)}"
             time.sleep(RETRY)
@@ -249,7 +249,7 @@ class Channel:
         return CommFailure(f"rank {self.rank} of {self.size}: {RECORDS}: rank {peer}: {why}")
 
     def _send(self, peer: int, frame: bytes) -> None:
-        """Send at once what the connection takes; the thread sends the rest."""
+        """Send as much as the connection accepts now; the thread sends the rest."""
         self.sent_frames += 1
         self._waiting[peer] += frame
         if peer not in self._blocked:
@@ -263,16 +263,16 @@ class Channel:
             sent = self._sockets[peer].send(self._waiting[peer])
         except BlockingIOError:
             return
-        except OSError:  # the peer is gone, which the thread learns by itself
+        except OSError:  # the peer is gone, which the thread detects by itself
             sent = len(self._waiting[peer])
         self._waiting[peer] = self._waiting[peer][sent:]
 
     def _rouse(self) -> None:
-        """Let the thread look at what there is to send and to wait for."""
+        """Wake the thread, which checks what to send and what to wait for."""
         self._wake.send(b".")
 
     def _serve(self, peer: int, events: int, selector: selectors.BaseSelector) -> None:
-        """Send to a peer, and take what has arrived from it."""
+        """Send pending bytes to a peer, and read what it has sent."""
         connection = self._sockets[peer]
         if events & selectors.EVENT_WRITE:
             self._flush(peer)
@@ -298,7 +298,7 @@ class Channel:
             self.comparison.receive(peer, kind, number, body)
 
     def _watch(self) -> None:
-        """What the thread of the channel does until the channel is closed."""
+        """The main loop of the channel's thread, until the channel is closed."""
         told = False
         with selectors.DefaultSelector() as selector:
             for peer, connection in self._sockets.items():
@@ -327,7 +327,7 @@ class Channel:
             self.drop()
 
     def _work(self) -> None:
-        """What the thread that waits for messages does."""
+        """The main loop of the thread that waits for messages."""
         assert self._jobs is not None
         while (job := self._jobs.get()) is not None:
             job.run()
@@ -335,12 +335,12 @@ class Channel:
                 self._changed.notify_all()
 
     def _start(self, work: Callable[[], None]) -> None:
-        """Start a thread, which does not keep the process alive."""
+        """Start a daemon thread."""
         self._threads.append(threading.Thread(target=work, name=f"ringattn{work.__name__}", daemon=True))
         self._threads[-1].start()
 
     def close(self) -> None:
-        """Tell the peers that this rank has ended, and end the connections."""
+        """Tell the peers that this rank ends, and close the connections."""
         if self.is_closed:
             return
         with self._changed:
@@ -361,13 +361,13 @@ class Channel:
                 thread.join(PARTING)
 
     def drop(self) -> None:
-        """Close the connections without a word."""
+        """Close the connections without telling the peers."""
         for connection in (*self._sockets.values(), self._wake, self._woken):
             connection.close()
 
 
 class _Job(Generic[T]):
-    """A call that another thread makes, and its result."""
+    """A call for another thread to make, and its result."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self.call, self.done = call, False
@@ -384,7 +384,7 @@ class _Job(Generic[T]):
 
 
 def _admit(connection: socket.socket, secret: bytes) -> int | None:
-    """The rank at the other end of a connection, which is told that it is in; None for whoever lacks the secret."""
+    """Admit the rank at the other end of a connection and return it; None if the other end lacks the secret."""
     connection.settimeout(STRANGER)
     try:
         hello = connection.recv(SECRET + 4, socket.MSG_WAITALL)
@@ -397,7 +397,7 @@ def _admit(connection: socket.socket, secret: bytes) -> int | None:
 
 
 def _own_address(store: Store) -> tuple[str, socket.AddressFamily]:
-    """Where other ranks reach this process: at GLOO_SOCKET_IFNAME, or at the interface that leads to the store."""
+    """(host, family) at which other ranks reach this process: GLOO_SOCKET_IFNAME's, or the interface to the store."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if name and sys.platform == "linux":
         import fcntl  # not on Windows
@@ -407,7 +407,7 @@ def _own_address(store: Store) -> tuple[str, socket.AddressFamily]:
         return socket.inet_ntoa(raw[20:24]), socket.AF_INET
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    host = getattr(store, "host", None) or socket.gethostname()  # files and tables tell no host
+    host = getattr(store, "host", None) or socket.gethostname()  # a FileStore or HashStore has no host
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -1,17 +1,18 @@
-"""How ranks compare what they do, beside their messages: one rank's part, without sockets or threads.
+"""How ranks compare what they do while messages travel: one rank's part, without sockets or threads.
 
-All that ranks do together is a row of events, numbered alike on all ranks: calls, backwards and exchanges of records.
+Ranks act together in a sequence of events with the same numbers on all ranks: calls, backwards and record exchanges.
 
-- A deferred event (`announce`) sends its fingerprint, a digest, to the next rank, and goes on. Each rank compares the
-  fingerprints of the rank before it with its own. Equality is transitive, so one message per event compares all ranks.
+- For a deferred event (`announce`) a rank sends a fingerprint, a digest, to the next rank, and goes on. Each rank
+  compares the previous rank's fingerprints with its own. Equality is transitive, so one message per rank and event
+  compares all ranks.
 - An exchange (`contribute`) gives every rank the records of all ranks in ceil(log2 P) rounds: in round k a rank sends
-  what it has to the rank 2^k further on (Bruck et al., IEEE TPDS 8(11), 1997). A rank takes part once the fingerprints
-  of all earlier events have arrived from the rank before it and equal its own. An exchange that ends therefore proves
-  that all ranks were alike until then.
+  all that it has to the rank 2^k ahead (Bruck et al., IEEE TPDS 8(11), 1997). A rank takes part once the fingerprints
+  of all earlier events have arrived from the previous rank and equal its own. A completed exchange therefore proves
+  that all earlier events match on all ranks.
 
-If a fingerprint differs, or an exchange does not end in time, the rank that found it tells all ranks, each rank tells
-all others where it stands, and every rank raises the same error (`records.explain`). An exception and the end of a
-process are told in the same way. Such an error is final: the ranks do not go on together.
+If a fingerprint differs, or an exchange does not end in time, the rank that notices reports it to all ranks, every rank
+reports where it stands, and all raise the same error (`records.explain`). Exceptions and the end of a process are
+reported in the same way. Such an error is final: the group can make no more calls.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from typing import Any, NamedTuple
 from ..errors import CommFailure, Mismatch, RingAttentionError
 from .records import explain
 
-#: Kind, number of the event (or rank that begins a report), and length of what follows.
+#: Kind, number of the event (or rank that begins a report), and length of the body.
 HEAD = struct.Struct("<BQI")
 #: Kinds of frames: a fingerprint, a round of an exchange, the end of a rank, and four reports that every rank relays.
 FINGERPRINT, ROUND, BYE, FAILED, LOST, PARTED, STANDING = range(7)
-#: Own events that are kept to say how ranks differ.
+#: The own events that a rank keeps to explain how ranks differ.
 HISTORY = 4096
-#: Seconds that ranks have to say where they stand after an error was found.
+#: Seconds in which ranks must report where they stand after an error.
 GRACE = 2.0
 
 
 class Event(NamedTuple):
-    """What a rank does, with `record` as its JSON. The `fingerprint` of an exchange is b""."""
+    """An event of a rank, described by the JSON `record`. The `fingerprint` of an exchange is b""."""
 
     fingerprint: bytes
     record: bytes
@@ -47,7 +48,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Gathering:
-    """An exchange under way: the records by rank, and rounds that have arrived early."""
+    """An exchange in progress: the records by rank, and rounds that have arrived early."""
 
     records: dict[int, bytes] = field(default_factory=dict)
     arrived: dict[int, dict[int, bytes]] = field(default_factory=dict)
@@ -56,20 +57,20 @@ class Gathering:
 
 
 class Comparison:
-    """One rank's part. `send(peer, frame)` must keep the order of frames to a peer. Not for two threads at once."""
+    """One rank's part. `send(peer, frame)` must keep the order of frames to a peer. Not thread-safe."""
 
     def __init__(self, rank: int, size: int, send: Callable[[int, bytes], None]) -> None:
         self.rank, self.size, self._send = rank, size, send
         self.rounds = (size - 1).bit_length()
         #: The ranks that this rank exchanges frames with.
         self.peers = sorted({(rank + way * 2**k) % size for k in range(self.rounds) for way in (1, -1)} - {rank})
-        #: Events of this rank, and how many of them the rank before has made alike.
+        #: The number of events of this rank, and how many of them match the previous rank's.
         self.count = self._compared = 0
-        #: Events up to here are alike on all ranks.
+        #: The number of first events that are known to match on all ranks.
         self.confirmed = 0
-        #: Why the ranks do not go on together, once that is known.
+        #: The error that ends the group's calls, once it is known.
         self.error: RingAttentionError | None = None
-        #: Whether the error is that a process is gone, which messages under way may not mind.
+        #: Whether the error is a lost process: messages already sent may still arrive.
         self.is_loss = False
         self._events: dict[int, Event] = {}
         self._before: deque[bytes] = deque()
@@ -79,27 +80,27 @@ class Comparison:
         self._standings: dict[int, dict[str, Any]] = {}
         self._parted: tuple[int, str] | None = None
         self.deadline: float | None = None
-        #: Set where an exchange has ended or an error is known.
+        #: Set when an exchange has ended or an error is known.
         self.has_news = False
 
     # What this rank does.
 
     def announce(self, event: Event) -> int:
-        """Make a deferred event; its number."""
+        """Begin a deferred event; returns its number."""
         number = self._add(event)
         self._send((self.rank + 1) % self.size, _frame(FINGERPRINT, number, event.fingerprint))
         self._advance()
         return number
 
     def contribute(self, record: bytes, label: bytes) -> int:
-        """Begin an exchange of records; its number, for `take`. `label` says in JSON what it is for."""
+        """Begin an exchange of records; returns its number, for `take`. `label` describes its purpose in JSON."""
         number = self._add(Event(b"", label))
         self._gathering(number).records[self.rank] = record
         self._advance()
         return number
 
     def take(self, number: int) -> list[bytes] | None:
-        """The records of all ranks, in rank order, once the exchange has ended."""
+        """The records of all ranks, in rank order, or None if the exchange has not ended."""
         if self._gatherings[number].received < self.rounds:
             return None
         records = self._gatherings.pop(number).records
@@ -107,11 +108,11 @@ class Comparison:
         return [records[rank] for rank in range(self.size)]
 
     def next_sender(self, number: int) -> int:
-        """The rank whose frame an exchange waits for."""
+        """The rank from which an exchange waits for a frame."""
         return (self.rank - 2 ** self._gatherings[number].received) % self.size
 
     def fail(self, text: str) -> None:
-        """Tell all ranks that this rank has raised an exception."""
+        """Report to all ranks that this rank has raised an exception."""
         if self.error is None:
             self._report(FAILED, self.rank, text.encode())
             self._end_by(
@@ -122,20 +123,20 @@ class Comparison:
             )
 
     def part(self, number: int, why: str) -> None:
-        """Tell all ranks that event `number` differs: `why` says what is late, or is "" where fingerprints differ."""
+        """Report to all ranks that event `number` fails: `why` describes what is late; "": fingerprints differ."""
         if self.error is None and self._parted is None:
             self._report(PARTED, self.rank, json.dumps([number, why]).encode())
             self._stand(number, why)
 
     def end(self) -> None:
-        """Tell the peers that this rank makes no more events."""
+        """Tell the peers that this rank will begin no more events."""
         for peer in self.peers:
             self._send(peer, _frame(BYE, self.count, b""))
 
-    # What others tell.
+    # What other ranks report.
 
     def receive(self, peer: int, kind: int, number: int, body: bytes) -> None:
-        """Take a frame of a peer."""
+        """Process a frame from a peer."""
         if kind == FINGERPRINT:
             self._before.append(body)
         elif kind == ROUND:
@@ -152,17 +153,17 @@ class Comparison:
         self._advance()
 
     def lose(self, peer: int) -> None:
-        """A peer's connection has ended."""
+        """Note that the connection to a peer has ended."""
         if peer not in self._ended:
             self._tell_loss(peer, f"rank {peer} is gone: its process has ended, or its host; look for its first error")
 
     def tick(self) -> None:
-        """Make the error of what is known, if the ranks have had their time to say where they stand."""
+        """Make the error from what is known, if the time for the ranks' reports is over."""
         if self.deadline is not None and time.monotonic() >= self.deadline:
             self._conclude()
 
     def _hear(self, kind: int, rank: int, body: bytes) -> None:
-        """Take a report that rank `rank` has begun."""
+        """Process a report that rank `rank` has begun."""
         if kind == STANDING:
             self._standings[rank] = json.loads(body)
         elif kind == PARTED and self._parted is None:
@@ -173,7 +174,7 @@ class Comparison:
             self._end_by(Mismatch(f"rank {rank} cannot take part: {body.decode(errors='replace')}"))
 
     def _stand(self, number: int, why: str) -> None:
-        """Tell all ranks what this rank has done at event `number`."""
+        """Report to all ranks what this rank has done at event `number`."""
         self._parted, self.deadline = (number, why), time.monotonic() + GRACE
         event = self._events.get(number)
         mine = {"count": self.count, "record": None if event is None else event.record.decode()}
@@ -187,7 +188,7 @@ class Comparison:
             if peer != but:
                 self._send(peer, _frame(kind, rank, body))
 
-    # What follows of both.
+    # What follows from both.
 
     def _add(self, event: Event) -> int:
         number = self.count
@@ -200,7 +201,7 @@ class Comparison:
         return self._gatherings.setdefault(number, Gathering())
 
     def _advance(self) -> None:
-        """Compare the fingerprints that are there, and go on with exchanges."""
+        """Compare the fingerprints that have arrived, and continue exchanges."""
         while self._before and self._compared < self.count and self._parted is None:
             if self._events[self._compared].fingerprint != self._before.popleft():
                 self.part(self._compared, "")
@@ -215,18 +216,18 @@ class Comparison:
             self._conclude()
 
     def _tell_loss(self, peer: int, text: str) -> None:
-        """Tell all ranks that a peer is gone."""
+        """Report to all ranks that a peer is gone."""
         if self.error is None:
             self._report(LOST, peer, text.encode())
             self._end_by(CommFailure(text), is_loss=True)
 
     def _end_by(self, error: RingAttentionError, *, is_loss: bool = False) -> None:
-        """Keep the first error, which ends the calls of this rank."""
+        """Record the first error, which ends the calls of this rank."""
         if self.error is None:
             self.error, self.is_loss, self.has_news, self.deadline = error, is_loss, True, None
 
     def _exchange(self, number: int, gathering: Gathering) -> None:
-        """Send and take the rounds of an exchange for which everything is there."""
+        """Send and receive the rounds of an exchange that are possible now."""
         if self.rank not in gathering.records or self._compared < number or self.error or self._parted:
             return
         while gathering.received < self.rounds:
@@ -243,7 +244,7 @@ class Comparison:
         self.has_news = True
 
     def _conclude(self) -> None:
-        """Make the error of where the ranks stand."""
+        """Make the error from the ranks' reports."""
         assert self._parted is not None
         self.deadline = None
         number, why = self._parted
@@ -255,7 +256,7 @@ def _frame(kind: int, number: int, body: bytes) -> bytes:
 
 
 def read_frames(data: bytearray) -> Iterator[tuple[int, int, bytes]]:
-    """The whole frames at the beginning of `data` as kind, number and body, which are taken off."""
+    """Remove the complete frames at the start of `data`, and yield their (kind, number, body)."""
     while len(data) >= HEAD.size:
         kind, number, length = HEAD.unpack_from(data)
         if len(data) < HEAD.size + length:
@@ -266,7 +267,7 @@ def read_frames(data: bytearray) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _pack(parts: list[bytes]) -> bytes:
-    """The parts. Equal neighbours are written once: equal records take no more bytes on more ranks."""
+    """Encode the parts; equal neighbours are written once, so equal records take no more bytes on more ranks."""
     return b"".join(_RUN.pack(len([*run]), len(part)) + part for part, run in groupby(parts))
 
 
@@ -279,5 +280,5 @@ def _unpack(data: bytes) -> list[bytes]:
     return parts
 
 
-#: How often a part of a round is repeated, and its length.
+#: The number of repetitions of a part of a round, and its length.
 _RUN = struct.Struct("<HI")

@@ -1,4 +1,4 @@
-"""This process's place among the ranks of a job, and local ranks that this process starts itself."""
+"""Finds this process's rank in a job, and starts local ranks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from ..errors import InvalidInput, LaunchFailure, Unsupported
 if TYPE_CHECKING:
     import torch
 
-#: Lines of a failed rank's stderr that the error repeats.
+#: The last lines of a failed rank's stderr that the error repeats.
 TAIL = 30
-#: Exit statuses, as a shell reports them, after SIGTERM and after SIGPIPE (nobody reads standard output any more).
+#: Exit statuses, as a shell reports them, after SIGTERM and after SIGPIPE (the reader of standard output has gone).
 TERMINATED, UNREAD = 143, 141
-#: Seconds that new ranks have to find each other, even if the timeout of messages is shorter: they first import torch.
+#: Seconds in which new ranks must connect, even if the timeout of messages is shorter: they first import torch.
 MEETING = 60.0
-#: Seconds that ranks have to end by themselves after one has failed.
+#: Seconds in which ranks must end by themselves after one has failed.
 GRACE = 3.0
 
 
@@ -51,8 +51,8 @@ class Launch:
 
 _OPENMPI = "OMPI_COMM_WORLD_"
 #: The variables of (launcher, rank, world, local rank, local world), the most reliable launcher first: SLURM_PROCID is
-#: also set in a plain batch script. Of two names the first that is set counts: MPICH's mpirun sets variables for the
-#: place on the node, while srun, which may speak the same PMI, sets its own.
+#: also set in a plain batch script. Of two names, the first that is set counts: MPICH's mpirun sets variables for the
+#: local rank; srun, which may use the same PMI, sets its own.
 _VARIABLES = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("openmpi", f"{_OPENMPI}RANK", f"{_OPENMPI}SIZE", f"{_OPENMPI}LOCAL_RANK", f"{_OPENMPI}LOCAL_SIZE"),
@@ -84,23 +84,23 @@ def detect(env: Mapping[str, str] | None = None) -> Launch:
 def init_process_group(launch: Launch, *, backend: str, timeout: float, device: torch.device | None = None) -> None:
     """Join the process group of a torchrun job (env://), also after a restart by `torchrun --max-restarts`.
 
-    `timeout` (seconds) bounds the meeting and every later collective. NCCL connects `device` at once.
+    `timeout` (seconds) bounds joining and every later collective. NCCL connects `device` immediately.
     """
     if launch.kind != "torchrun":
         raise InvalidInput(
-            f"{launch.kind} started this job, which transport={backend} cannot join; start it with torchrun, use "
+            f"{launch.kind} started this job, and transport={backend} cannot join it; use torchrun, "
             "transport=mpi, or start it alone with ranks=2 to use ranks on this machine"
         )
     dist = importlib.import_module("torch.distributed")
     within = timedelta(seconds=timeout)
     store, rank, world = next(dist.rendezvous("env://", timeout=within))
-    # torchrun's store outlives the ranks: after a restart Gloo would find the addresses of the previous ranks there.
+    # torchrun's store outlives the ranks: after a restart, Gloo would find the previous ranks' addresses in it.
     store = dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=within, device_id=device)
 
 
 def refuse_windows(what: str) -> None:
-    """Raise Unsupported on Windows, which has neither POSIX signals nor a shell and tells no peak of memory."""
+    """Raise Unsupported on Windows, which has no POSIX signals, no shell, and no report of peak memory."""
     if sys.platform == "win32":
         raise Unsupported(
             f"{what}: not on Windows, which has no POSIX signals; try WSL 2, or here ringattn plan, simulate and advise"
@@ -120,16 +120,16 @@ def run_local(
 
     `fn` is a function of an importable module; arguments and results are pickled. `timeout` (seconds) bounds the
     whole run, and `group_timeout` (default: the same) bounds every collective in the run. `threads` is torch's thread
-    count per rank. After one rank has failed, the other ranks get `GRACE` seconds to end by themselves. Standard output
-    and standard error of the ranks are kept for errors; with `show` rank 0 has the standard output of this process, and
-    shows its progress on the standard error of this process.
+    count per rank. After one rank has failed, the others get `GRACE` seconds to end by themselves. The standard output
+    and standard error of ranks are kept for error messages; with `show`, rank 0 writes to this process's standard
+    output, and shows its progress on this process's standard error.
 
-    Raises LaunchFailure with the stderr of the rank that failed first. Neither a process nor a temporary file is left
-    behind, even if this process is killed, or receives SIGTERM, which ends it with SystemExit.
+    Raises LaunchFailure with the stderr of the rank that failed first. No process or temporary file is left behind,
+    even if this process is killed. SIGTERM ends it with SystemExit.
     """
     # Neither torch.multiprocessing nor torch.distributed.elastic is used: when their parent is killed, their ranks get
-    # only SIGINT, which a rank inside a collective does not act on. At the first failure they terminate all ranks, so
-    # that the rank to blame cannot be told from a rank that lost its peer.
+    # only SIGINT, which a rank inside a collective ignores. At the first failure they terminate all ranks, so the rank
+    # that failed first cannot be distinguished from ranks that lost a peer.
     refuse_windows("ranks in processes of their own")
     if ranks < 1:
         raise InvalidInput(f"ranks={ranks}: at least one rank is needed")
@@ -159,7 +159,7 @@ def _file(scratch: Path, rank: int, ending: str) -> Path:
 
 @contextmanager
 def _scratch_folder() -> Iterator[Path]:
-    """A temporary folder. A shell removes it when its standard input ends: after the block, or with this process."""
+    """A temporary folder. A shell removes it when its standard input closes: after the block, or with this process."""
     folder = tempfile.mkdtemp(prefix="ringattn-")
     command = ["/bin/sh", "-c", 'cat; exec rm -rf "$0"', folder]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
@@ -168,9 +168,9 @@ def _scratch_folder() -> Iterator[Path]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """SIGINT waits for the end of the block and never reaches processes that are started in the block.
+    """Delay SIGINT until the end of the block; processes started in the block ignore it.
 
-    Ctrl-C goes to every process of a terminal. The process that started the ranks reports it and ends the ranks.
+    Ctrl-C signals every process of a terminal. The process that started the ranks reports it and ends them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -181,7 +181,7 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM raises SystemExit in the block, so that the block cleans up, unless SIGTERM has another handler."""
+    """Let SIGTERM raise SystemExit in the block, so that the block can clean up, unless SIGTERM has another handler."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
@@ -194,19 +194,19 @@ def terminable() -> Iterator[None]:
 
 
 def drop_output() -> None:
-    """Discard all further standard output. For a process whose reader, such as `head`, has ended."""
+    """Discard all further standard output, because its reader, such as `head`, has ended."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)
 
 
 def progress_stream() -> TextIO:
-    """Where this process shows progress: standard error, which `run_local` gives rank 0 back with `show`."""
+    """The stream for progress: standard error; for rank 0 of `run_local` with `show`, the parent's."""
     return _progress or sys.stderr
 
 
 def show_note(text: str = "") -> None:
-    """On a terminal, show on a line of standard error what takes seconds; what is printed next takes its place."""
+    """On a terminal, show `text` on a line of standard error while work takes seconds; the next output replaces it."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{text:<30}\r")
         sys.stderr.flush()
@@ -217,7 +217,7 @@ _progress: TextIO | None = None
 
 
 def _wait(processes: Sequence[BaseProcess], scratch: Path, timeout: float) -> None:
-    """Return when all ranks have given their results. Raises LaunchFailure if a rank fails or the time is over."""
+    """Wait for the results of all ranks. Raises LaunchFailure if a rank fails or the timeout is over."""
     running, failed = (
         dict(enumerate(processes)),
         dict[int, int](),
@@ -231,7 +231,7 @@ def _wait(processes: Sequence[BaseProcess], scratch: Path, timeout: float) -> No
                 deadline = min(deadline, time.monotonic() + GRACE)
     tails = {rank: _tail(_file(scratch, rank, "log")) for rank in failed or [*running][:4]}
     if failed:
-        # The rank to blame: first a killed rank, then a rank that does not itself complain of a lost peer.
+        # Blame a killed rank first, then a rank whose own error is not about a lost peer.
         first = min(failed, key=lambda rank: (failed[rank] >= 0, "CommFailure" in tails[rank]))
         code = failed.pop(first)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
@@ -244,13 +244,13 @@ def _wait(processes: Sequence[BaseProcess], scratch: Path, timeout: float) -> No
 
 
 def _tail(log: Path) -> str:
-    """The last lines of a log as an error repeats them; empty if the log has no lines."""
+    """The last lines of a log, formatted for an error; "" if the log is empty."""
     lines = log.read_text(errors="replace").strip().splitlines()[-TAIL:] if log.exists() else []
     return "; its last output:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""
 
 
 def _run_rank(scratch: Path, group: dict[str, Any], rank: int, work: bytes) -> None:
-    """The main function of a rank's process: join the group, run, write the result. It dies with its parent."""
+    """The main function of a rank's process: join the group, run, write the result. Ends when its parent ends."""
     parent = parent_process()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -265,7 +265,8 @@ def _run_rank(scratch: Path, group: dict[str, Any], rank: int, work: bytes) -> N
             os.dup2(log.fileno(), 1)
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    # No rank runs before all are connected: the end of a quick rank would else be an error of those that still connect.
+    # No rank starts work before all are connected: otherwise a quick rank's end would be an error on ranks still
+    # connecting.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     if group["threads"]:
         os.environ["OMP_NUM_THREADS"] = str(group["threads"])
@@ -290,5 +291,5 @@ def _run_rank(scratch: Path, group: dict[str, Any], rank: int, work: bytes) -> N
             dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Without the interpreter's shutdown, in which torch's Gloo threads sometimes abort the process.
+        # Skip the interpreter's shutdown, in which torch's Gloo threads sometimes abort the process.
         os._exit(code if isinstance(code, int) else 1)

@@ -1,4 +1,4 @@
-"""A transport over MPI, by mpi4py: tensors in host memory, or in device memory if the MPI library reads it."""
+"""A transport over MPI (mpi4py), for tensors in host memory, or in device memory if the MPI library supports it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .comparison import Comparison, read_frames
 from .records import RECORDS
 
 INSTALL = "pip install 'ringattn[mpi]'"
-#: MPI moves most bytes while it is polled. The first BUSY polls therefore follow each other at once. Later polls sleep
-#: between SLEEP and LONGEST_SLEEP seconds, which leaves the core to the rank that is waited for.
+#: MPI moves most bytes while it is polled, so the first BUSY polls run without a pause. Between later polls the rank
+#: sleeps SLEEP to LONGEST_SLEEP seconds, which frees the core for the rank that it waits for.
 BUSY, SLEEP, LONGEST_SLEEP = 200, 2e-5, 1e-3
-#: Messages that an error names at most.
+#: The most messages that an error names.
 NAMED = 8
-#: Seconds between the message of a failing rank and the abort: at the abort MPICH's mpirun drops what it has not yet
-#: read.
+#: Seconds between the message of a failing rank and the abort: at the abort MPICH's mpirun drops output that it has not
+#: read yet.
 HEARD = 0.5
-#: Seconds that a rank leaves each lower rank to report Ctrl-C and to end the job. A busy rank may wake up late, and one
-#: that waits in MPI for an interrupted rank does not see the signal.
+#: Seconds that a rank gives each lower rank to report Ctrl-C and end the job. A busy rank may wake up late, and a rank
+#: that waits inside MPI for an interrupted rank does not see the signal.
 PATIENCE = 10.0
 
 
@@ -38,13 +38,13 @@ def load() -> Any:
     """The module mpi4py.MPI. The first call starts MPI in this process. Raises Unsupported if MPI is missing."""
     try:
         return importlib.import_module("mpi4py.MPI")
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py finds no MPI library
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no MPI library
         reason = str(error).strip().splitlines()[0]
         raise Unsupported(f"the MPI transport needs mpi4py and an MPI library ({reason}); try: {INSTALL}") from error
 
 
 def _drop_names_of_shared_memory() -> None:
-    """Unlink MPICH's files of shared memory, which all ranks have mapped: they would outlive ranks that are killed."""
+    """Unlink MPICH's shared-memory files, which all ranks have mapped: the files would outlive killed ranks."""
     maps = Path("/proc/self/maps")
     for name in set(re.findall(r"/dev/shm/mpich_shm_\S+$", maps.read_text() if maps.exists() else "", re.MULTILINE)):
         Path(name).unlink(missing_ok=True)
@@ -54,10 +54,10 @@ class Mpi:
     """One rank of an MPI communicator, by default `MPI.COMM_WORLD`. The constructor is collective: call it once.
 
     Messages travel in a duplicate of `comm`, separate from the program's own messages. `timeout` (seconds) bounds every
-    wait. The default is 30 minutes, as for torch's process groups: a rank that writes a checkpoint may be late by
-    minutes. `gpu_aware=True` hands CUDA tensors to an MPI library built for CUDA (by __cuda_array_interface__; not
-    measured yet); without it tensors must be on the CPU. An exception on one rank leaves the other ranks waiting in
-    MPI_Finalize: start programs with `mpirun -n 4 python -m mpi4py program.py`, or wrap them in `AbortOnError`.
+    wait. The default is 30 minutes, as for torch's process groups: a rank that writes a checkpoint may be minutes late.
+    `gpu_aware=True` passes CUDA tensors to an MPI library built for CUDA (by __cuda_array_interface__; not measured
+    yet); otherwise tensors must be on the CPU. An exception on one rank leaves the other ranks waiting in MPI_Finalize:
+    start programs with `mpirun -n 4 python -m mpi4py program.py`, or wrap them in `AbortOnError`.
     """
 
     def __init__(self, comm: Any = None, *, timeout: float = 1800.0, gpu_aware: bool = False) -> None:
@@ -72,8 +72,8 @@ class Mpi:
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self.timeout, self.gpu_aware, self.counters = timeout, gpu_aware, Counters()
         self._comparison, self._record_sends = Comparison(self.rank, self.size, self._send), list[Any]()
-        # Requests hold their buffers. Open requests are kept, also after an error, so that memory that MPI may still
-        # write to is not reused.
+        # Requests hold their buffers. Open requests are kept even after an error, so that memory to which MPI may still
+        # write is not reused.
         self._open_requests: dict[int, list[Any]] = {}
         self._lost = False
         self._comm, request = comm.Idup()
@@ -83,25 +83,25 @@ class Mpi:
         self._tags = int(self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB))  # the last tag is for records
 
     def defers(self, check: str | None) -> bool:
-        """False: MPI has no watcher. Raises Unsupported for check="deferred"."""
+        """False: no thread watches MPI. Raises Unsupported for check="deferred"."""
         if check == "deferred":
             raise Unsupported("check='deferred' needs a process group; over MPI ranks compare before each call: 'now'")
         return False
 
     @property
     def events(self) -> int:
-        """Exchanges so far: as many on all ranks."""
+        """The number of exchanges so far, equal on all ranks."""
         return self._comparison.count
 
     def announce(self, record: bytes) -> int:
-        """Not over MPI, see `defers`."""
+        """Not supported over MPI, see `defers`."""
         raise NotImplementedError
 
     def synchronize(self) -> None:
-        """Nothing: every call was compared before its messages."""
+        """Do nothing: ranks compare every call before its messages."""
 
     def fail(self, text: str) -> None:
-        """Nothing: `AbortOnError` ends the other ranks of a job over MPI."""
+        """Do nothing: over MPI, `AbortOnError` ends the other ranks of a job."""
 
     def check(self, device: torch.device) -> None:
         """Raise InvalidInput or Unsupported if this transport does not carry tensors of `device`."""
@@ -109,7 +109,7 @@ class Mpi:
             return
         if device.type != "cuda" or not self.gpu_aware:
             raise InvalidInput(
-                f"tensors are on {device}, and MPI carries host memory; move them to the cpu, use NCCL, or pass "
+                f"tensors are on {device}, and MPI carries only host memory; move them to the cpu, use NCCL, or pass "
                 "Mpi(gpu_aware=True) for CUDA tensors where the MPI library is built for them"
             )
         if self._mpi.Query_thread() < self._mpi.THREAD_SERIALIZED:
@@ -119,10 +119,10 @@ class Mpi:
             )
 
     def post(self, post: Post) -> tuple[list[Any], list[str]]:
-        """Start the messages of a step and return MPI's requests with their names in errors."""
+        """Start the messages of a step; returns (MPI's requests, their names for errors)."""
         self._check_usable()
-        # In tag order, which is the same on both sides of a pair: messages whose tags are equal modulo MPI's largest
-        # tag match in the order in which they are posted.
+        # In tag order, the same on both sides of a pair: messages whose tags are equal modulo MPI's largest tag match
+        # in the order of their posts.
         order = [("receive from", self._comm.Irecv, m, self._buffer(m, post.label)) for m in sort_by_tag(post.recvs)]
         order += [("send to", self._comm.Isend, m, self._buffer(m, post.label)) for m in sort_by_tag(post.sends)]
         self.counters.add(post)
@@ -142,7 +142,7 @@ class Mpi:
         self._finish(*ticket)
 
     def gather(self, record: bytes, stage: str = "exchange") -> list[bytes]:
-        """Every rank's record, in rank order. Collective. Messages are those of `comparison`."""
+        """Every rank's record, in rank order. Collective. The messages are the frames of `comparison`."""
         self._check_usable()
         try:
             number = self._comparison.contribute(record, stage.encode())
@@ -158,7 +158,7 @@ class Mpi:
         self._record_sends.append(self._comm.Isend([frame, self._mpi.BYTE], peer, self._tags))
 
     def _receive(self, number: int) -> None:
-        """Take one frame, of this exchange or of an earlier one that an exception has interrupted here."""
+        """Receive one frame, of this exchange or of an earlier one that an exception interrupted on this rank."""
         status = self._mpi.Status()
         message = self._poll(
             lambda: self._comm.Improbe(self._mpi.ANY_SOURCE, self._tags, status),
@@ -170,10 +170,10 @@ class Mpi:
             self._comparison.receive(status.Get_source(), kind, of, body)
 
     def _buffer(self, message: Message, label: str) -> Any:
-        """The memory of a message as mpi4py takes it, without a copy."""
+        """The memory of a message in a form for mpi4py, without a copy."""
         data = message.data
         if data.dtype != torch.uint8 or not data.is_contiguous():
-            # mpi4py takes a transposed tensor for a Fortran array and sends its memory in another order.
+            # mpi4py would take a transposed tensor for a Fortran array and send its elements in another order.
             raise InvalidInput(
                 f"{label}: a message is a contiguous uint8 tensor, got {data.dtype} of shape {tuple(data.shape)} with "
                 f"strides {data.stride()}; pass x.contiguous().view(torch.uint8)"
@@ -181,7 +181,7 @@ class Mpi:
         if data.device.type == "cpu":
             return data.numpy()
         self.check(data.device)
-        torch.cuda.current_stream(data.device).synchronize()  # MPI knows nothing of streams
+        torch.cuda.current_stream(data.device).synchronize()  # MPI ignores CUDA streams
         return data
 
     def _finish(self, requests: list[Any], names: list[str]) -> None:
@@ -196,7 +196,7 @@ class Mpi:
         del self._open_requests[id(requests)]
 
     def _poll(self, ask: Callable[[], Any], late: Callable[[], list[str]]) -> Any:
-        """The first true answer. Raises CommFailure after the timeout, unless nothing is `late` any more."""
+        """Poll `ask` for its first true answer. Raises CommFailure after the timeout if messages are `late`."""
         deadline, polls = time.monotonic() + self.timeout, 0
         while not (answer := ask()):
             polls += 1
@@ -221,9 +221,9 @@ class Mpi:
 
 
 class AbortOnError:
-    """Ends all ranks of the job if the block raises on one rank, after the exception is printed.
+    """A context that prints an exception of its block, and then ends all ranks of the job.
 
-    Without it MPI_Finalize, at the end of the interpreter, waits forever for ranks that wait for a message.
+    Without it, MPI_Finalize waits forever at the interpreter's exit for ranks that wait for a message.
     """
 
     def __enter__(self) -> AbortOnError:

@@ -1,12 +1,12 @@
-"""Records that ranks exchange beside a plan's messages: frames, errors of other ranks, and comparisons.
+"""Records that ranks exchange in addition to a plan's messages: frames, errors of other ranks, and comparisons.
 
 Every exchange has a stage: a name such as "plan". Each rank sends exactly one frame per exchange: magic bytes, the
 version of this protocol, the kind of the frame (a value or an exception), the name of the
 stage, and a body of bounded length. A frame that cannot be decoded, or that belongs to another stage, is a Mismatch
 that names its rank.
 
-The stage matters when a rank has left a call early: the rank's next frame meets the other ranks' frames of the old
-call. All ranks raise in that exchange, so that the next call finds the ranks in step.
+The stage matters when a rank has left a call early: its next frame meets the other ranks' frames of the old call. All
+ranks raise in that exchange, so in the next call they are in step again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAGIC, VERSION = b"ra", 1
 VALUE, FAILED = range(2)
 #: Bytes of a frame before the name of its stage: magic, version, kind, length of the name.
 PREFIX = 5
-#: Characters of an error that other ranks repeat.
+#: The most characters of an error that other ranks repeat.
 QUOTED = 1500
 #: The name of a record exchange in errors.
 RECORDS = "records of all ranks"
@@ -35,12 +35,12 @@ FINGERPRINT_BYTES = 8
 
 
 def digest(data: bytes) -> bytes:
-    """FINGERPRINT_BYTES bytes that stand for `data`."""
+    """A digest of `data`, FINGERPRINT_BYTES long."""
     return hashlib.blake2b(data, digest_size=FINGERPRINT_BYTES).digest()
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception in the words in which other ranks repeat it."""
+    """The text with which other ranks report an exception."""
     if isinstance(error, RingAttentionError):
         return str(error)[:QUOTED]
     return f"it raised {type(error).__name__}: {error}"[:QUOTED] + ". Look at that rank's own traceback"
@@ -49,10 +49,11 @@ def describe_error(error: BaseException) -> str:
 class ErrorReport:
     """`with ErrorReport(transport, stage): ...` reports an exception of the block to the other ranks.
 
-    The other ranks receive the report in their exchange of that stage; with `deferred` at once, wherever they are, but
-    for errors that are `common` to all ranks. The exception propagates on this rank, even if the report fails. If the
-    block raises nothing, nothing is sent; with `once` neither is an error that an exchange within the block has told
-    all ranks: the others, which have left by it, would take the report for their next call.
+    The other ranks receive the report in their exchange of that stage; with `deferred` immediately, wherever they are,
+    except errors of the `common` types, which all ranks raise. The exception propagates on this rank, even if the
+    report fails. If the block raises nothing, nothing is sent. With `once`, an error that an exchange within the block
+    has already reported is not sent again: the other ranks have raised it, and would take the report for their next
+    call.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class ErrorReport:
     ) -> None:
         self.transport, self.stage, self.deferred, self.common = transport, stage, deferred, common
 
-    #: Whether an error is reported only if no exchange has told it before.
+    #: Whether an error is reported only if no exchange has reported it before.
     once = False
 
     def __enter__(self) -> Self:
@@ -86,7 +87,7 @@ class ErrorReport:
         try:
             self.transport.gather(report, self.stage)
         except RingAttentionError:
-            return  # the exception of the block propagates: it is the cause
+            return  # the exception of the block propagates, as it is the cause
 
     def _finish(self) -> None:
         """Called if the block has raised nothing."""
@@ -96,8 +97,8 @@ class Exchange(ErrorReport):
     """`with Exchange(transport, stage) as exchange: exchange.mine = b"..."` exchanges one record per rank. Collective.
 
     After the block `exchange.records` holds the records of all ranks, in rank order. If the block of one rank raises,
-    that rank raises its exception and the other ranks raise a Mismatch that names the rank. `limit`: most bytes of a
-    record.
+    that rank raises its exception and the other ranks raise a Mismatch that names the rank. `limit`: the most bytes of
+    a record.
     """
 
     def __init__(self, transport: Transport, stage: str, limit: int | None = None, *, once: bool = False) -> None:
@@ -113,7 +114,7 @@ class Exchange(ErrorReport):
 
 
 def frame(stage: str, body: bytes, kind: int) -> bytes:
-    """A frame of a stage, as it is sent. `kind` is VALUE or FAILED."""
+    """The bytes of a frame of a stage. `kind` is VALUE or FAILED."""
     name = stage.encode()
     return MAGIC + bytes((VERSION, kind, len(name))) + name + body
 
@@ -194,19 +195,19 @@ def compare(records: dict[int, dict[str, Any]]) -> None:
 
 
 def by_rank(values: dict[int, Any]) -> str:
-    """The values of ranks as text, each with the first of its ranks."""
+    """The values of ranks as text, each with its first ranks."""
     ranks = {value: [rank for rank, other in values.items() if other == value] for value in values.values()}
     return "; ".join(f"{value} on rank{'s' if len(who) > 1 else ''} {_list_ranks(who)}" for value, who in ranks.items())
 
 
-#: The field of a record that names the call whose backward a rank runs.
+#: The record field that names the call whose backward a rank runs.
 ORDER = "which backward to run"
 #: Fields of a record that may differ between ranks.
 _NOT_COMPARED = ("rows", "labels")
 
 
 def _are_undecided(layouts: list[str]) -> bool:
-    """Whether some rank names a balanced layout whose partition is known, and compared, only with the plan."""
+    """Whether some rank gives a balanced layout by name: its partition is known, and compared, only with the plan."""
     return all(x.startswith("balanced") for x in layouts) and not all("partition" in x for x in layouts)
 
 
@@ -216,9 +217,9 @@ def _list_ranks(ranks: list[int]) -> str:
 
 
 def explain(standings: dict[int, dict[str, Any]], number: int, why: str, size: int) -> RingAttentionError:
-    """The error of ranks that have not made event `number` alike, of where each rank stood, see `comparison`.
+    """The error for event `number` that differs between ranks, from where each rank stood, see `comparison`.
 
-    `why` says what did not end in time; "" where the fingerprints of two ranks differ.
+    `why` describes what did not end in time; "": the fingerprints of two ranks differ.
     """
     silent = [rank for rank in range(size) if rank not in standings]
     least = min(standing["count"] for standing in standings.values())

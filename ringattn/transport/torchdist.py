@@ -21,18 +21,18 @@ from .records import RECORDS, digest
 
 #: The first tag on Gloo. Lower tags are for the program's own messages. A tag is below 2^31.
 FIRST_TAG = 1 << 30
-#: What a rank of a group with Gloo and NCCL tells the others beside its record: whether it has met tensors on a CUDA
-#: device, and whether NCCL has connected that device.
+#: A byte that a rank of a group with Gloo and NCCL adds to its record: whether its tensors are on a CUDA device, and
+#: whether NCCL has connected that device.
 NO_CUDA, UNCONNECTED, CONNECTED = b"\0", b"\1", b"\2"
-#: Packages whose Python code runs between this module and a backend.
+#: The packages whose Python code runs between this module and a backend.
 BETWEEN = ("torch.distributed", "contextlib")
 
 
 class WeakGroup:
     """A weak reference to a ProcessGroup, or to the group of a one-dimensional DeviceMesh (as `group` or as `mesh`).
 
-    The threads and sockets of a group live as long as anything refers to the group. With a weak reference they end in
-    `destroy_process_group`; torch itself refers to the group until then.
+    The threads and sockets of a group live as long as anything refers to the group. A weak reference lets them end in
+    `destroy_process_group`; until then torch itself refers to the group.
     """
 
     def __init__(self, group: Any = None, *, mesh: Any = None) -> None:
@@ -46,7 +46,7 @@ class WeakGroup:
             if mesh.ndim != 1:
                 names: tuple[Any, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
                 raise InvalidInput(f"mesh has axes {names}; give one of them, such as mesh[{names[-1]!r}]")
-            is_member = mesh.get_coordinate() is not None  # else torch raises IndexError
+            is_member = mesh.get_coordinate() is not None  # torch would raise IndexError
             group = mesh.get_group() if is_member else dist.GroupMember.NON_GROUP_MEMBER
         self._is_group = dist.is_available() and isinstance(group, dist.ProcessGroup)
         self._group: Callable[[], Any] = ref(group) if self._is_group else lambda: group
@@ -59,7 +59,7 @@ class WeakGroup:
 
     @property
     def group(self) -> Any:
-        """The group. Raises InvalidInput if the group was destroyed, and for what is no group."""
+        """The group. Raises InvalidInput if it was destroyed, or is not a group."""
         group = self._group()
         if not self._is_group:
             check_group(group)
@@ -83,7 +83,7 @@ def place_group(group: Any) -> WeakGroup:
 
 
 def check_group(group: object) -> None:
-    """Raise InvalidInput for what is neither a ProcessGroup nor a DeviceMesh."""
+    """Raise InvalidInput unless `group` is a ProcessGroup or a DeviceMesh that this rank belongs to."""
     if dist.is_available() and isinstance(group, dist.ProcessGroup | DeviceMesh):
         return
     if group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -96,7 +96,7 @@ def check_group(group: object) -> None:
 
 
 def find_group(group: Any = None, mesh: Any = None) -> WeakGroup:
-    """A weak reference to the given group, to that of a mesh, or to the world. Raises InvalidInput."""
+    """A weak reference to the given group, to a mesh's group, or to the world. Raises InvalidInput."""
     if not dist.is_available() or not dist.is_initialized():
         raise InvalidInput(
             "torch.distributed is not initialised in this process; call torch.distributed.init_process_group, "
@@ -105,32 +105,32 @@ def find_group(group: Any = None, mesh: Any = None) -> WeakGroup:
     return WeakGroup(dist.group.WORLD if group is None and mesh is None else group, mesh=mesh)
 
 
-#: The default groups of the ranks that this process is a fork of. A fork that used one would end all ranks on Gloo.
+#: Default groups inherited in a fork. A fork that used one would end all ranks on Gloo.
 _inherited: list[Any] = []
 os.register_at_fork(after_in_child=lambda: _inherited.append(dist.is_available() and dist.group.WORLD))
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether torch.distributed knows the group, which was then made there and not destroyed."""
+    """Whether torch.distributed knows the group: it was made there, and is not destroyed."""
     return group in dist.distributed_c10d._world.pg_map
 
 
 class TorchDist:
     """One rank of a ProcessGroup or of a one-dimensional DeviceMesh. The group is not kept alive, see `WeakGroup`.
 
-    Messages travel on the backend that the group has for the device of the tensors. On Gloo the tags of messages are
-    2^30 and above; a program's own messages on the group may have any lower tags. NCCL has no tags and matches messages
-    between two ranks in the order in which they are posted: on NCCL nothing else may be sent on the group between the
-    first and the last message of a call. Give ring attention a group of its own if your program sends messages, too.
-    Before the first message of every pass, or beside its messages (`check`), all ranks compare that they run the same.
+    Messages use the group's backend for the device of the tensors. On Gloo the tags of messages are 2^30 and above; a
+    program's own messages on the group may have any lower tags. NCCL has no tags and matches messages between two ranks
+    in the order in which they are posted: on NCCL nothing else may be sent on the group between the first and the last
+    message of a call. If your program sends messages, too, give ring attention a separate group. Before the first
+    message of every pass, or while its messages travel (`check`), ranks verify that they run the same.
 
-    Records and comparisons travel on TCP connections of their own, so that no pass waits for its device: the first use
-    connects every rank with the ranks that are 1, 2, 4, 8 ... ahead and behind, and starts a thread that tells this
-    rank when another one fails; both end with the group. Before the first message of CUDA tensors all ranks make one
-    all-gather, by which NCCL connects them: not every rank has a message in the first step.
+    Records and comparisons travel on separate TCP connections, so that no pass waits for its device. The first use
+    connects every rank to the ranks 1, 2, 4, 8 ... ahead and behind, and starts a thread that notices when another rank
+    fails; both end with the group. Before the first message of CUDA tensors, all ranks make one all-gather, in which
+    NCCL connects them: not every rank has a message in the first step.
 
     `timeout` (seconds) bounds every wait on Gloo. The default is the group's timeout, as given to init_process_group or
-    new_group. On NCCL a wait only orders streams, and the group's timeout aborts a hung message.
+    new_group. On NCCL a wait only orders streams, and the group's own timeout aborts a hung message.
     """
 
     def __init__(self, group: Any = None, *, mesh: Any = None, timeout: float | None = None) -> None:
@@ -139,14 +139,14 @@ class TorchDist:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         #: The backend of each type of device. `dist.get_backend` is "undefined" for groups made without a backend.
         self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        #: The CUDA device of this rank, by device_id= of init_process_group or by the latest tensors.
+        #: The CUDA device of this rank, from device_id= of init_process_group or from the latest tensors.
         self._device: torch.device | None = group.bound_device_id
         check_timeout(timeout)
         self._timeout, self.counters = timeout, Counters()
 
     @property
     def timeout(self) -> float:
-        """Seconds that a wait may take."""
+        """The longest wait, in seconds."""
         return _group_timeout(self.group) if self._timeout is None else self._timeout
 
     @property
@@ -155,9 +155,9 @@ class TorchDist:
         return self._group.group
 
     def check(self, device: torch.device) -> None:
-        """Raise InvalidInput if the group's backend does not carry tensors of `device`."""
+        """Raise InvalidInput if no backend of the group carries tensors of `device`."""
         backend = self._backends.get(device.type)
-        # Gloo registers itself for CUDA tensors, too, but has no messages from rank to rank for them.
+        # Gloo registers itself for CUDA tensors, too, but cannot send them from rank to rank.
         if backend is None or (device.type == "cuda" and backend != "nccl"):
             names = ",".join(map(":".join, self._backends.items()))
             wanted = "nccl" if device.type == "cuda" else "gloo"
@@ -175,7 +175,7 @@ class TorchDist:
             self._device = device
 
     def post(self, post: Post) -> tuple[bool, list[tuple[Callable[[], Any], str]]]:
-        """Start the messages of a step. Returns whether waits block the host, and the waits with names for errors."""
+        """Start the messages of a step; returns (whether waits block the host, the waits with names for errors)."""
         group = self.group
         self.counters.add(post)
         # Receives first, each in tag order: both sides of a pair list their messages in the same order.
@@ -224,14 +224,14 @@ class TorchDist:
 
     @property
     def channel(self) -> Channel:
-        """What compares the calls of the ranks. The first use is collective."""
+        """The channel on which ranks compare their calls. The first use is collective."""
         channel = get_channel(self.group, self.timeout)
         if "nccl" in self._backends.values():
             channel.on_error = self._abort
         return channel
 
     def _abort(self) -> None:
-        """End messages on NCCL that wait for a rank that will not send them (not run on a GPU yet)."""
+        """Abort NCCL messages that wait for a rank that will never send them (not run on a GPU yet)."""
         self.group._get_backend(torch.device("cuda")).abort()
 
     @property
@@ -241,42 +241,42 @@ class TorchDist:
         return 0 if channel is None else channel.comparison.count
 
     def announce(self, record: bytes) -> int:
-        """Begin a call that ranks compare beside its messages; the number of the call, see `Transport`."""
+        """Begin a call that ranks compare while its messages travel; returns its number, see `Transport`."""
         fingerprint = digest(record)
         number = self.channel.announce(fingerprint, record)
-        # Calls that differ have other tags: a message of one never meets the other's, which may have another size.
+        # Different calls have different tags, so a message never meets one of another call, which may differ in size.
         own = int.from_bytes(digest(fingerprint + number.to_bytes(8, "little")), "little") % (1 << TAG_BITS)
         return number << TAG_BITS | own
 
     def synchronize(self) -> None:
-        """Return once all deferred calls of this rank were alike on all ranks; else raise their error. Collective."""
+        """Wait until this rank's deferred calls are known to match on all ranks, or raise their error. Collective."""
         if (channel := find_channel(self.group)) is not None:
             channel.synchronize()
 
     def fail(self, text: str) -> None:
-        """Tell all ranks that this rank has left a call by an exception."""
+        """Report to all ranks that an exception has ended a call on this rank."""
         if self.size > 1:
             self.channel.fail(text)
 
     def defers(self, check: str | None) -> bool:
-        """Whether calls are compared beside their messages: by the option `check`, RINGATTN_CHECK, or the backend."""
+        """Whether ranks compare calls while messages travel: by the option `check`, RINGATTN_CHECK, or the backend."""
         default = "deferred" if "nccl" in self._backends.values() else "now"
         check = check or os.environ.get("RINGATTN_CHECK") or default
         if check not in CHECKS:
             raise InvalidInput(f"check={check!r}, or RINGATTN_CHECK: expected one of {', '.join(CHECKS)}")
         if check == "now" or self.size == 1:
             return False
-        return self._device is None or self._device == self.channel.device  # else NCCL first connects the ranks
+        return self._device is None or self._device == self.channel.device  # else NCCL must first connect the ranks
 
     def _connect(self) -> None:
-        """Let NCCL connect the ranks, in an all-gather of a byte of each."""
+        """Let NCCL connect the ranks, by an all-gather of one byte per rank."""
         mine = torch.zeros(1, dtype=torch.uint8, device=self._device)
         every = [torch.empty_like(mine) for _ in range(self.size)]
         work = self._call(RECORDS, partial(dist.all_gather, every, mine, group=self.group, async_op=True))
         self._call(RECORDS, work.wait)
 
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
-        """`call()`, where an error of the backend becomes a CommFailure with the name of the messages.
+        """Return `call()`; an error of the backend becomes a CommFailure that names the messages.
 
         `call` must add no Python frame of its own (a partial adds none), as `raised_below` reads the traceback.
         """
@@ -299,4 +299,4 @@ def _group_timeout(group: Any) -> float:
             options = getattr(group._get_backend(torch.device(device)), "options", None)
             if options is not None:
                 return float(options._timeout.total_seconds())
-    return float(dist.default_pg_timeout.total_seconds())  # the backend does not tell its timeout
+    return float(dist.default_pg_timeout.total_seconds())  # the backend does not expose its timeout

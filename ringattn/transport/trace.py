@@ -1,4 +1,4 @@
-"""What the ranks of this process do and when: ranges that profilers show, and spans of a `Trace`."""
+"""Records what the ranks of this process do and when: ranges for profilers, and spans of a `Trace`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd import profiler
 
 
 class Span(NamedTuple):
-    """Seconds `start` to `end` of a rank: its work, its waiting, or a message to `peer` from its post to its wait."""
+    """Seconds `start` to `end` of a rank: work, waiting, or a message to `peer` from its post to its wait."""
 
     rank: int
     name: str
@@ -21,10 +21,10 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """While it is open, the spans of all passes of this process, in seconds of `time.perf_counter`.
+    """Collects, while it is open, the spans of all passes of this process, in seconds of `time.perf_counter`.
 
-    `advance` is called with a rank whenever the rank begins a step with messages, to show progress. On CUDA devices
-    these are spans of the host, which starts kernels: torch.profiler shows the device, with the same names as ranges.
+    `advance` is called with a rank whenever the rank begins a step with messages, to show progress. On CUDA devices,
+    spans show when the host starts kernels; torch.profiler shows the device, with ranges of the same names.
     """
 
     def __init__(self, advance: Callable[[int], None] = lambda rank: None) -> None:
@@ -50,29 +50,29 @@ class Trace:
         self.spans.append(Span(rank, name, start, time.perf_counter()))
 
     def post(self, rank: int, sends: list[tuple[str, int]], ticket: Any) -> None:
-        """Note that the messages of a ticket begin. `sends` are the names and peers of those that the rank sends."""
+        """Note that the messages of a ticket start. `sends` has (name, peer) of each message that the rank sends."""
         self.advance(rank)
         self._posted[id(ticket)] = time.perf_counter(), rank, sends
 
     def wait(self, ticket: Any) -> None:
-        """Note that the messages of a ticket have arrived. Sent messages are spans; the receiver's are the same."""
+        """Note that the messages of a ticket have arrived. Only sends become spans; receives are the same messages."""
         start, rank, sends = self._posted.pop(id(ticket))
         end = time.perf_counter()
         self.spans += [Span(rank, name, start, end, peer) for name, peer in sends]
 
 
-#: The trace that is open in this process. All threads see it: torch runs a backward on CUDA in threads of its own.
+#: The open trace of this process, for all threads: torch runs a backward on CUDA in its own threads.
 _open: Trace | None = None
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def get_trace() -> Trace | None:
-    """The open trace of this process."""
+    """The open trace of this process; None if there is none."""
     return _open
 
 
 def named_range(rank: int, name: str) -> AbstractContextManager[object]:
-    """A context around work of a rank, which an open trace notes and a running profiler shows."""
+    """A context around work of a rank: an open trace records it, and a running profiler shows it."""
     if _open is not None:
         return _open.span(rank, name)
     return profiler.record_function(f"rank {rank}, {name}") if profiler._is_profiler_enabled else _NOTHING

@@ -13,24 +13,24 @@ from ..errors import CommFailure
 from .base import Counters, Post, Program
 from .trace import get_trace
 
-#: A buffer in flight is checked, or poisoned, as a whole up to SMALL bytes; of a larger buffer the first WATCHED bytes
-#: of every PAGE are. This catches a block that is read too early or written too late, at 1 / 1024 of the cost of all
-#: bytes.
+#: A buffer in flight of up to SMALL bytes is checked or poisoned entirely, a larger one in the first WATCHED bytes of
+#: every PAGE. This catches blocks that are read too early or written too late, at 1 / 1024 of the full cost.
 SMALL, PAGE, WATCHED = 1 << 16, 1 << 16, 64
-#: Messages that an error names at most.
+#: The most messages that an error names.
 NAMED = 8
 
 
 T = TypeVar("T")
-#: What a program waits for.
+#: The type of a ticket that a program waits for.
 K = TypeVar("K")
 
 
 @dataclass
 class _PostedMessage:
-    """A message with one or both sides posted.
+    """A message that one or both sides have posted.
 
-    `snapshot` holds the watched bytes of `source` at its post, in host memory alone: comparing would wait for a device.
+    `snapshot` holds the watched bytes of `source` at its post; only for host memory, as a comparison would wait for a
+    device.
     """
 
     source: Tensor | None = None
@@ -40,7 +40,7 @@ class _PostedMessage:
     matched: bool = False
 
 
-#: The messages of one request, with their names in errors.
+#: The messages of one request, with their names for errors.
 Named = list[tuple[str, _PostedMessage]]
 
 
@@ -51,11 +51,11 @@ def in_turns(
     stuck: Callable[[Mapping[int, K]], str],
     resume: Callable[[K], None] = lambda ticket: None,
 ) -> list[T]:
-    """Run the programs of one process to the end, in turns, and return their results in order.
+    """Run the programs of one process in turns until all end; returns their results in order.
 
     `post(index, request)` starts the messages of program number `index` and returns a ticket. A program that waits for
-    a ticket goes on once `is_ready(ticket)`, and right after `resume(ticket)`. Raises CommFailure if no program can go
-    on, with the text that `stuck` makes of the tickets that are waited for.
+    a ticket resumes once `is_ready(ticket)`, right after `resume(ticket)`. Raises CommFailure if no program can resume,
+    with the text that `stuck` makes of the awaited tickets.
     """
     results: dict[int, T] = {}
     waiting: dict[int, K] = {}
@@ -84,10 +84,10 @@ def in_turns(
 
 
 class VirtualRanks:
-    """`size` ranks of one process, whose programs run in turns. No `Transport`, which carries one rank's messages.
+    """`size` ranks in one process, whose programs run in turns. Not a `Transport`: that carries one rank's messages.
 
-    A receive buffer is poisoned from its post to its wait, and a send buffer must not change in between, so that a
-    program that would race on a real fabric fails here.
+    A receive buffer is poisoned from its post to its wait, and a send buffer must not change in between, so a program
+    with a race on a real network fails here.
     """
 
     def __init__(self, size: int) -> None:
@@ -97,14 +97,14 @@ class VirtualRanks:
         self._open: dict[tuple[int, int, int], _PostedMessage] = {}
 
     def run(self, programs: Sequence[Program[T]]) -> list[T]:
-        """Run one program per rank to the end, in turns, and return their results in rank order."""
+        """Run one program per rank, in turns, until all end; returns their results in rank order."""
         assert len(programs) == self.size
         results = in_turns(programs, self._post, _is_ready, self._name_unmatched, _deliver)
         assert not self._open, f"messages that nobody received: {sorted(self._open)}"
         return results
 
     def _post(self, rank: int, post: Post) -> Named:
-        """Match every message of a request with its other side, where that is posted."""
+        """Match every message of a request with its other side, if already posted."""
         self.counters[rank].add(post)
         ticket: Named = []
         for peer, tag, data in post.recvs:
@@ -121,7 +121,7 @@ class VirtualRanks:
         return ticket
 
     def _match(self, key: tuple[int, int, int], data: Tensor) -> _PostedMessage:
-        """The message between sender and receiver with a tag, whose second side ends its being open."""
+        """The message of sender, receiver and tag `key`; its second post matches it and removes it from `_open`."""
         assert data.numel() > 0 and data.is_contiguous()
         posted = self._open.pop(key, None)
         if posted is None:
@@ -131,14 +131,14 @@ class VirtualRanks:
         return posted
 
     def _name_unmatched(self, waiting: Mapping[int, Named]) -> str:
-        """The names of the messages whose other side is not posted."""
+        """The names of messages whose other side is not posted."""
         names = [name for ticket in waiting.values() for name, message in ticket if not message.matched]
         return "; ".join(names[:NAMED]) + (" ..." if len(names) > NAMED else "")
 
 
 def _is_ready(ticket: Named) -> bool:
     """Whether both sides of every message are posted."""
-    for _, message in ticket:  # noqa: SIM110  # no call of Python for each message
+    for _, message in ticket:  # noqa: SIM110  # avoids a Python call for each message
         if not message.matched:
             return False
     return True
@@ -147,7 +147,7 @@ def _is_ready(ticket: Named) -> bool:
 def _deliver(ticket: Named) -> None:
     """Deliver the messages of one rank right before it resumes, so that the rank reads them from the cache.
 
-    A message of which the other side was delivered first is not copied again.
+    A message that the other side has delivered is not copied again.
     """
     for name, message in ticket:
         if message.target is None:

@@ -332,8 +332,8 @@ WRONG = (
     ("InvalidInput: q, k and v must have one dtype", "Mismatch: rank 1 cannot take part: q, k and v"),
     ("Mismatch: the ranks disagree about pattern: Causal() on rank 0; Window(left=3, right=0) on rank 1",) * 2,
     (
-        "Mismatch: the shards do not fit the layout zigzag: the ranks hold 4 on rank 0; 5 on rank 1; of these 9 tokens "
-        "the layout gives 5 on rank 0; 4 on rank 1",
+        "Mismatch: the shards do not fit the layout zigzag: the ranks hold 4 on rank 0; 5 on rank 1; for these 9 "
+        "tokens the layout gives 5 on rank 0; 4 on rank 1",
     )
     * 2,
     ("Mismatch: the ranks disagree about batch: 1 on rank 0; 2 on rank 1",) * 2,
@@ -347,7 +347,7 @@ WRONG = (
         "Mismatch: rank 1 cannot take part: key_padding",
     ),
     (
-        "InvalidInput: layout=None: the rows of a shard do not tell",
+        "InvalidInput: layout=None: the rows of a shard do not show",
         "Mismatch: rank 1 cannot take part: layout=None: the",
     ),
     ("InvalidInput: the layout zigzag was made for 12 tokens over 2 ranks, the call has 8 tokens over 2",) * 2,

@@ -154,14 +154,14 @@ def test_rows_that_were_let_go_do_not_come_back() -> None:
     fill(cache, 40)
     cache.crop(-4)
     assert cache.length == 36
-    with pytest.raises(ra.InvalidInput, match="let go; at least 36 must stay"):
+    with pytest.raises(ra.InvalidInput, match="were dropped; keep at least 36"):
         cache.crop(35)
     with pytest.raises(ra.InvalidInput, match="the cache holds 36 tokens"):
         cache.crop(37)
     cache.crop(0)
     assert cache.length == 36
     cache.fork([0, 0])
-    with pytest.raises(ra.InvalidInput, match="let go; at least 36 must stay"):
+    with pytest.raises(ra.InvalidInput, match="were dropped; keep at least 36"):
         cache.crop([36, 5])  # the shorter row would miss what its next token sees
     cache.fork([0])
     cache.crop(-36)
@@ -207,7 +207,7 @@ def test_wrong_arguments_are_refused_in_a_line() -> None:
         "dtype=torch.int32: expected a floating-point": lambda: ra.KVCache(
             "Causal()", layers=1, ranks=2, dtype=torch.int32
         ),
-        "cuts other positions than those of a chunk": lambda: ra.KVCache(
+        "does not cut the positions of a chunk": lambda: ra.KVCache(
             "Causal()", layers=1, ranks=2, layout="shifted(zigzag, 3)"
         ),
         "unknown layout 'foo'": lambda: ra.KVCache("Causal()", layers=1, ranks=2, layout="foo"),
@@ -300,7 +300,7 @@ def test_rows_of_documents_of_their_own() -> None:
     outs = [cache.prefill(0, *(x[:, :, first:last] for x in (q, k, v))) for first, last in ((0, 17), (17, 40))]
     outs += [cache.step(0, *(x[:, :, token : token + 2] for x in (q, k, v))) for token in range(40, 60, 2)]
     assert torch.allclose(torch.cat(outs, 2), ra.attention(q, k, v, pattern), atol=1e-12)
-    with pytest.raises(ra.Unsupported, match="rows of its own"):
+    with pytest.raises(ra.Unsupported, match="differs between rows"):
         cache.fork([1, 0])
 
 
