@@ -212,7 +212,9 @@ def shift_labels(labels: Tensor, distance: int, documents: Documents | None, fil
     documents, places = documents or Documents((tokens,)), np.arange(tokens)
     documents.check(tokens, 1)
     if documents.rows and labels.shape[:-1] != (documents.rows,):
-        raise InvalidInput(f"{documents.rows} rows of documents but labels {tuple(labels.shape)}; give one row per row")
+        raise InvalidInput(
+            f"{documents.rows} rows of documents but labels {tuple(labels.shape)}; give one row of labels for each"
+        )
     rows = map(documents.row, range(documents.rows or 1))
     beyond = np.array([places + distance >= np.repeat(row.starts[1:], row.lengths) for row in rows])
     mask = torch.from_numpy(beyond if documents.rows else beyond[0]).to(labels.device)
