@@ -254,7 +254,7 @@ def restore_layout(name: str, tokens: int, ranks: int, runs: Sequence[Sequence[i
 def read_masks(
     patterns: Sequence[Pattern | str], weights: Sequence[int] | None = None
 ) -> tuple[tuple[Pattern, int], ...]:
-    """(pattern, weight) of each mask in a model's layers; weights default to 1. Raises InvalidInput if they do not fit."""
+    """(pattern, weight) of each mask in a model's layers; weights default to 1. InvalidInput if they do not fit."""
     weights = [1] * len(patterns) if weights is None else weights
     if len(weights) != len(patterns) or not any(weights) or any(weight < 0 or weight % 1 for weight in weights):
         raise InvalidInput(

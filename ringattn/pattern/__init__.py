@@ -81,7 +81,7 @@ def parse_pattern(text: str) -> Pattern:
 
 
 def parse_patterns(text: str) -> list[Pattern]:
-    """The patterns in text such as "[Causal(), Causal() & Window(127)]"; text of a single pattern gives a list of one."""
+    """The patterns in text such as "[Causal(), Causal() & Window(127)]"; one pattern gives a list of one."""
     from .parse import PatternParser  # few calls give their pattern as text
 
     return PatternParser(text, PATTERNS).parse()

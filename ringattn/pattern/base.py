@@ -56,7 +56,7 @@ class Pattern(Numbered, ABC):
 
     @property
     def varies(self) -> bool:
-        """Whether shapes of work change from one training step to the next, as with documents; ops must not cache them."""
+        """Whether shapes of work change from step to step, as with documents, so that ops should not cache by shape."""
         return self.transient
 
     @property
