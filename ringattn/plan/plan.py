@@ -223,7 +223,7 @@ class Plan(PlanSizes):
         return split_ulysses(self.schedule)[0]
 
     def ring_plan(self, rank: int) -> tuple[Plan, int]:
-        """(plan between the Ulysses groups that includes `rank`, the rank's number in it); (self, rank) without groups."""
+        """(plan between Ulysses groups that includes `rank`, number of the rank in it); (self, rank) without groups."""
         if self.ulysses_size == 1:
             return self, rank
         return self._ring_plans[rank % self.ulysses_size], rank // self.ulysses_size

@@ -107,8 +107,8 @@ def make_parts(kind: Kind, owner: int, row_sets: RowSets) -> tuple[Part, ...]:
     return tuple([Part(kind, owner, row_set) for row_set in row_sets])
 
 
-#: What travels: keys and values (pass-KV) or queries (pass-Q, arXiv:2411.01783). This is for the backward or, if queries
-#: have their own layout, for both passes.
+#: What travels: keys and values (pass-KV) or queries (pass-Q, arXiv:2411.01783). Applies to the backward or, if queries
+#: have their own layout, to both passes.
 ROTATE = ("auto", "kv", "q")
 
 
