@@ -1,4 +1,4 @@
-"""The interface of a layout: a partition of the sequence over the ranks, and how tensors are sharded by it."""
+"""The interface of a layout: how the sequence is partitioned over the ranks, and how tensors are sharded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..pattern.tile import merge_runs, shift_range
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: `Layout.span` returns at most this many ranges for several ranks; a longer answer is replaced by a superset.
+#: `Layout.span` returns at most this many ranges for several ranks; it replaces a longer answer by a superset.
 MAX_RANGES = 16
 #: The largest number of tokens or ranks: sums and differences of positions must fit into 64-bit integers.
 MOST = 1 << 61
@@ -31,7 +31,7 @@ class Layout(Numbered, ABC):
 
     Any tokens >= 0 and ranks >= 1 work; shards may differ in length and may be empty. A shard is a tuple of ranges, and
     its local order is the order of these ranges, each from start to stop. Layouts are immutable values; `make_layout`
-    makes them from a name. Raises InvalidInput for other numbers.
+    makes one from its name. Raises InvalidInput for any other `tokens` or `ranks`.
     """
 
     tokens: int
@@ -56,22 +56,22 @@ class Layout(Numbered, ABC):
 
     @property
     def digest(self) -> str:
-        """Text that differs for partitions of equal `name`, `tokens` and `ranks`; "" if these determine the layout."""
+        """Text that differs for partitions of equal `name`, `tokens` and `ranks`; "" if those fix the layout."""
         return ""
 
     @property
     def base(self) -> Layout:
-        """How one row of a batch is cut: `self`, but where rows lie one after another (`layout.stacked`)."""
+        """The layout of one batch row: `self`, unless batch rows lie one after another (`stacked` > 1)."""
         return self
 
     @property
     def stacked(self) -> int:
-        """How many rows of a batch lie one after another; 1: the layout is that of one sequence."""
+        """The number of batch rows that lie one after another; 1 for the layout of a single sequence."""
         return 1
 
     @property
     def domain(self) -> tuple[range, ...]:
-        """All positions, as ascending runs: 0 .. tokens-1, but for the layouts of `layout.composed`."""
+        """All positions, as ascending runs: 0 .. tokens-1, except in `Stacked` and the layouts of `layout.composed`."""
         return nonempty(range(self.tokens))
 
     def shard(self, rank: int) -> tuple[range, ...]:
@@ -82,7 +82,7 @@ class Layout(Numbered, ABC):
         if not 0 <= rank < self.ranks:
             raise InvalidInput(
                 f"rank={rank}: the layout {self.name} has the ranks 0 .. {self.ranks - 1}; in a subgroup pass the rank "
-                "within it, torch.distributed.get_rank(group) or mesh['cp'].get_local_rank()"
+                "within the group, torch.distributed.get_rank(group) or mesh['cp'].get_local_rank()"
             )
         return self.span(range(rank, rank + 1))[0]
 
@@ -135,13 +135,13 @@ class Layout(Numbered, ABC):
 
     @cached_property
     def views(self) -> tuple[slice, ...] | None:
-        """The rows of every rank in a tensor of all positions, where each shard is one range or none; else None."""
+        """The rows of each rank in a tensor of all positions, or None if a shard is more than one range."""
         if max(map(len, self.all_places)) > 1:
             return None
         return tuple(slice(p[0].start, p[0].stop, p[0].step) if p else slice(0, 0) for p in self.all_places)
 
     def stack(self, x: Tensor) -> Tensor:
-        """The tensor x [B, H, n, ...] of a call as this layout cuts it: [1, H, B * n, ...] where rows are stacked."""
+        """The tensor x [B, H, n, ...] in the shape that this layout cuts: [1, H, B * n, ...] if rows are stacked."""
         return x
 
     def unstack(self, x: Tensor) -> Tensor:
@@ -149,9 +149,9 @@ class Layout(Numbered, ABC):
         return x
 
     def unshard_tensor(self, shards: Sequence[Tensor], dim: int = -2) -> Tensor:
-        """The tensor of the whole sequence from the shards of all ranks in rank order: the inverse of `shard_tensor`.
+        """The tensor of the whole sequence, from the shards of all ranks in rank order: the inverse of `shard_tensor`.
 
-        Raises InvalidInput for another number of shards, or of rows in a shard.
+        Raises InvalidInput for a wrong number of shards, or of rows in a shard.
         """
         if len(shards) != self.ranks:
             raise InvalidInput(
@@ -176,10 +176,10 @@ class Layout(Numbered, ABC):
         self, labels: Tensor, rank: int, *, dim: int = -1, fill: int = -100, distance: int = 1,
         documents: Documents | None = None,
     ) -> Tensor:  # fmt: skip
-        """The labels of `rank`: at position p the label of p + `distance`, and `fill` if its document ends before.
+        """The labels of `rank`: at position p the label of p + `distance`, or `fill` if its document ends before that.
 
-        `labels` are those of the whole sequence along `dim`, one document or packed ones. Shifting a shard by itself
-        would lose labels at every border between shards. Raises InvalidInput unless `labels` has `tokens` rows.
+        `labels` holds the whole sequence along `dim`: a single document, or the packed `documents`. Shifting a shard by
+        itself would lose labels at every border between shards. Raises InvalidInput unless `labels` has `tokens` rows.
         """
         if labels.shape[dim] != self.tokens:
             raise self._wrong_rows(labels.shape[dim], self.tokens, "shift", dim)
@@ -204,7 +204,7 @@ def _take_rows(x: Tensor, places: Sequence[range], dim: int) -> Tensor:
 
 
 def shift_labels(labels: Tensor, distance: int, documents: Documents | None, fill: int, dim: int = -1) -> Tensor:
-    """The labels `distance` places on, `fill` beyond the end of a document; rows [B, N] may each have their own."""
+    """At each position the label `distance` further on, or `fill` beyond the document's end; rows [B, N] may differ."""
     import torch
 
     labels, tokens = labels.movedim(dim, -1), labels.shape[dim]
@@ -212,7 +212,9 @@ def shift_labels(labels: Tensor, distance: int, documents: Documents | None, fil
     documents, places = documents or Documents((tokens,)), np.arange(tokens)
     documents.check(tokens, 1)
     if documents.rows and labels.shape[:-1] != (documents.rows,):
-        raise InvalidInput(f"{documents.rows} rows of documents, and labels {tuple(labels.shape)}; give one for each")
+        raise InvalidInput(
+            f"{documents.rows} rows of documents but labels {tuple(labels.shape)}; give one row of labels for each"
+        )
     rows = map(documents.row, range(documents.rows or 1))
     beyond = np.array([places + distance >= np.repeat(row.starts[1:], row.lengths) for row in rows])
     mask = torch.from_numpy(beyond if documents.rows else beyond[0]).to(labels.device)
@@ -226,10 +228,10 @@ def nonempty(*ranges: range) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class Stacked(Layout):
-    """The positions of `row_layout` in each of `count` rows, row after row; `tokens` are those of all rows.
+    """`count` batch rows, one after another, each cut by `row_layout`; `tokens` counts the tokens of all rows.
 
-    Position p of row i is position i * stride + p. The shards of a tensor [1, H, count * N, D] are those of
-    [count, H, N, D] by `row_layout`.
+    Position p of row i is position i * stride + p. Sharding a tensor [1, H, count * N, D] gives the same rows as
+    sharding [count, H, N, D] by `row_layout`.
     """
 
     row_layout: Layout
@@ -274,7 +276,7 @@ class Stacked(Layout):
         return parts, exact
 
     def _of_rows(self, ranges: tuple[range, ...], stride: int) -> tuple[range, ...]:
-        """The ranges of one row in all rows."""
+        """The given ranges of one batch row, repeated for every row."""
         return tuple(shift_range(r, row * stride) for row in range(self.count) for r in ranges)
 
     def grouped(self, size: int) -> Layout:
@@ -288,5 +290,5 @@ class Stacked(Layout):
 
 
 def stack_rows(base: Layout, rows: int, stride: int) -> Stacked:
-    """The layout of `rows` rows that are cut by `base`; the positions of a row are `stride` after those before."""
+    """The layout of `rows` batch rows, each cut by `base`; positions grow by `stride` from one row to the next."""
     return Stacked(base.tokens * rows, base.ranks, base, rows, stride)

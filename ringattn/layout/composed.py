@@ -1,4 +1,4 @@
-"""Layouts made of layouts: of positions from a first one on, and of several parts."""
+"""Layouts made of layouts: `Shifted` starts at a later position, `Joined` has several parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPANS = 1 << 21
 
 @dataclass(frozen=True)
 class Composed(Layout):
-    """A layout of positions that `parts` own; `tokens` are how many these are."""
+    """A layout of the positions of its `parts`; `tokens` is the number of these positions."""
 
     parts: tuple[Layout, ...]
 
@@ -53,7 +53,7 @@ class Composed(Layout):
         return replace(self, ranks=self.ranks // size, parts=tuple(part.grouped(size) for part in self.parts))
 
     def _select(self, part: Layout, ranges: Iterable[range]) -> Iterable[range]:
-        """The positions of this layout at these positions of a part."""
+        """The positions in this layout of the positions `ranges` of a part."""
         return ranges
 
     @cached_property
@@ -67,7 +67,7 @@ class Composed(Layout):
 
 @dataclass(frozen=True)
 class Shifted(Composed):
-    """The positions of a layout, its only part, moved up by `first`."""
+    """The positions of its only part, moved up by `first`."""
 
     first: int
 
@@ -88,12 +88,12 @@ class Shifted(Composed):
 
 @dataclass(frozen=True)
 class Joined(Composed):
-    """The positions of several layouts, of which no two have one position. Local rows are those of part after part."""
+    """The positions of several layouts without a common position. A rank's local rows are those of part after part."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if sum(map(len, self.domain)) != self.tokens:
-            raise InvalidInput(f"{self.name}: two parts have the same positions; try shifted(zigzag, 1000) for a part")
+            raise InvalidInput(f"{self.name}: two parts share positions; try shifted(zigzag, 1000) for a part")
 
     __hash__ = Layout.kept_hash
 
@@ -103,19 +103,19 @@ class Joined(Composed):
 
 
 def shift_layout(layout: Layout, first: int) -> Layout:
-    """The layout of positions `first`, `first` + 1, .. that cuts them as `layout` cuts 0, 1, .. Raises InvalidInput."""
+    """The layout that cuts positions `first`, `first` + 1, .. as `layout` cuts 0, 1, .. InvalidInput if `first` < 0."""
     return Shifted(layout.tokens, layout.ranks, (layout,), first) if first else layout
 
 
 def join_layouts(layouts: Sequence[Layout]) -> Layout:
-    """The layout of all positions of `layouts`, such as a cache and a new chunk. Raises InvalidInput."""
+    """The layout of all positions of `layouts`, such as a cache and a new chunk. Raises InvalidInput if two overlap."""
     return Joined(sum(part.tokens for part in layouts), layouts[0].ranks, tuple(layouts))
 
 
 def read_composed(name: str, tokens: int | None, make: Callable[[str, int | None], Layout]) -> Layout:
-    """The layout of a name of this module; `make` makes the layouts of its parts by name and tokens.
+    """The layout with a name such as "shifted(zigzag, 1000)"; `make` makes each part from its name and tokens.
 
-    `tokens` None: as many as the name says. Raises InvalidInput for a text that names no layout.
+    If `tokens` is None, the name gives the tokens. Raises InvalidInput for a name of no such layout.
     """
     match = re.fullmatch(r"\s*(shifted|joined)\s*\((.*)\)\s*", name, re.DOTALL)
     kind, arguments = (match[1], split_commas(match[2])) if match else ("", [])
@@ -125,7 +125,7 @@ def read_composed(name: str, tokens: int | None, make: Callable[[str, int | None
         sized = [re.fullmatch(r"(.*)\[\s*(\d+)\s*\]\s*", text, re.DOTALL) for text in arguments]
         if None in sized:
             lacking = arguments[sized.index(None)].strip()
-            raise InvalidInput(f"layout {name!r}: {lacking!r} lacks its tokens; try joined(zigzag[1000], ...)")
+            raise InvalidInput(f"layout {name!r}: {lacking!r} lacks its token count; try joined(zigzag[1000], ...)")
         layout = join_layouts([make(part[1], int(part[2])) for part in sized if part])
     else:
         raise InvalidInput(
@@ -133,5 +133,5 @@ def read_composed(name: str, tokens: int | None, make: Callable[[str, int | None
             "1000)[24]), with any other layouts in place of zigzag"
         )
     if tokens not in (None, layout.tokens):
-        raise InvalidInput(f"layout {name!r} has {layout.tokens:,} tokens, and {tokens:,} are asked for")
+        raise InvalidInput(f"layout {name!r} has {layout.tokens:,} tokens, but the call has {tokens:,}")
     return layout

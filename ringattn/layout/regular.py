@@ -1,4 +1,4 @@
-"""Layouts given by a formula or by balance, and `make_layout`, which makes any layout from its name."""
+"""Layouts defined by a formula or by balancing work, and `make_layout`, which makes any layout from its name."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from . import MAX_RANGES as MAX_RANGES
 from . import Layout as Layout
 from . import nonempty
 
-#: The layout of plans, of whole tensors and of the command line if none is named. Calls on shards have no default,
-#: because a wrong guess would silently give wrong results.
+#: The default layout of plans, whole tensors and the command line. Calls on shards have no default, because a wrong
+#: guess would silently give wrong results.
 DEFAULT_LAYOUT = "contiguous"
-#: Bytes of the spans that one striped layout caches, and of the balanced layouts that this process caches.
+#: Cache limits in bytes: for the spans of one striped layout, and for the balanced layouts of this process.
 SPAN_BYTES, BALANCED_BYTES = 1 << 21, 1 << 24
 
 
@@ -82,7 +82,7 @@ class Zigzag(Layout):
 
 @dataclass(frozen=True)
 class Striped(Layout):
-    """Blocks of `block` tokens are dealt to the ranks in turn: rank r owns position p iff p // block % ranks == r.
+    """Ranks own blocks of `block` tokens in turn: rank r owns position p iff p // block % ranks == r.
 
     Source: Striped Attention (Brandon et al. 2023, arXiv:2311.09431), which has block = 1.
     """
@@ -112,7 +112,7 @@ class Striped(Layout):
 
     @property
     def _rounds(self) -> int:
-        """How many times blocks are dealt to all ranks; the last round may be incomplete."""
+        """The number of rounds in which each rank gets one block; the last round may be incomplete."""
         return -(-self.tokens // (self.ranks * self.block))
 
     def _select(self, first: int, width: int) -> tuple[range, ...]:
@@ -135,15 +135,15 @@ class Striped(Layout):
 
 @dataclass(frozen=True)
 class Rows(Layout):
-    """Rank r owns `counts[r]` positions, which follow those of rank r - 1. Raises InvalidInput for other sums."""
+    """Rank r owns `counts[r]` positions, which follow those of rank r - 1. Raises InvalidInput for a wrong sum."""
 
     counts: tuple[int, ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (total := sum(self.counts), len(self.counts)) != (self.tokens, self.ranks):
-            asked = f"{self.tokens:,} tokens on {self.ranks} ranks are asked for; give the rows of each rank"
-            raise InvalidInput(f"{self.name} has {total:,} tokens on {len(self.counts)} ranks, and {asked}")
+            asked = f"{self.tokens:,} tokens on {self.ranks} ranks; give the rows of each rank"
+            raise InvalidInput(f"{self.name} has {total:,} tokens on {len(self.counts)} ranks, the call has {asked}")
 
     @property
     def name(self) -> str:
@@ -151,7 +151,7 @@ class Rows(Layout):
 
     @cached_property
     def _firsts(self) -> list[int]:
-        """The first position of each rank, and the number of tokens."""
+        """The first position of each rank, then the number of tokens."""
         return [*accumulate(self.counts, initial=0)]
 
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
@@ -164,10 +164,10 @@ class Rows(Layout):
         return Rows(self.tokens, self.ranks // size, tuple(b - a for a, b in pairwise(self._firsts[::size])))
 
 
-#: The layout of `ring_attention` that is named by the rows of the ranks' shards, once the ranks have told them.
+#: The layout of `ring_attention` in which ranks first exchange the row counts of their shards, see `name_rows`.
 ROWS = "rows"
 _COUNTS = r"\brows\s*\(\s*(\d+(?:\s*,\s*\d+)*)\s*\)"
-#: How the names of layouts made of layouts begin.
+#: Name prefixes of layouts made of layouts.
 COMPOSED = "shifted", "joined"
 _FORMULAS: dict[str, Callable[..., Layout]] = {"contiguous": Contiguous, "zigzag": Zigzag, "striped": Striped}
 _balanced = Cache(BALANCED_BYTES)
@@ -179,7 +179,7 @@ def _read_name(name: str) -> tuple[str, int | None]:
         raise InvalidInput(
             "layout 'auto' is chosen together with the schedule, from everything that a plan knows, before tensors are "
             "sharded; take layout = make_plan(pattern, tokens=..., ranks=..., heads=..., layout='auto').layout, shard "
-            "with it and pass it on"
+            "with it and pass it to the call"
         )
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*(?:(block|chunk)\s*=\s*)?(\d+|auto)\s*\))?\s*", name)
     kind, keyword, size = match.groups() if match is not None else (name, None, None)
@@ -196,7 +196,7 @@ def _read_name(name: str) -> tuple[str, int | None]:
 def layout_name(name: str) -> str:
     """The canonical spelling of a layout name: " striped( block = 8 ) " -> "striped(8)", "striped" -> "striped(1)".
 
-    "balanced" without a chunk stays "balanced", "rows" without counts "rows". Raises InvalidInput for an unknown name.
+    "balanced" without a chunk and "rows" without counts stay as they are. Raises InvalidInput for an unknown name.
     """
     if name.strip() == ROWS:
         return ROWS
@@ -225,12 +225,12 @@ def _read_counts(name: str) -> tuple[int, ...] | None:
 
 
 def name_rows(layout: Any, rows: Sequence[int]) -> Any:
-    """The layout itself, but for "rows" the name of the layout by which rank r has rows[r] rows."""
+    """`layout` unchanged, except that "rows" becomes the name of the layout in which rank r has rows[r] rows."""
     return f"rows({', '.join(map(str, rows))})" if layout == ROWS else layout
 
 
 def _read_composed(name: str, tokens: int | None, ranks: int) -> Layout:
-    from .composed import read_composed  # few layouts are made of others
+    from .composed import read_composed  # rarely used
 
     def make(name: str, tokens: int | None) -> Layout:
         if name.lstrip().startswith(COMPOSED):
@@ -241,24 +241,24 @@ def _read_composed(name: str, tokens: int | None, ranks: int) -> Layout:
 
 
 def restore_layout(name: str, tokens: int, ranks: int, runs: Sequence[Sequence[int]]) -> Layout:
-    """The balanced layout with the stored partition `runs`, (first chunk, owner) each; needs no pattern.
+    """The balanced layout with the stored partition `runs` of (first chunk, owner); needs no pattern.
 
     Raises InvalidInput if `name` is not balanced(chunk), or if `runs` are not a partition.
     """
     kind, chunk = _read_name(name)
     if kind != "balanced" or chunk is None:
-        raise InvalidInput(f"layout {name!r} has no partition beside its name; expected balanced(chunk)")
+        raise InvalidInput(f"layout {name!r} has no stored partition; expected balanced(chunk)")
     return Balanced(tokens, ranks, chunk, tuple((int(first), int(owner)) for first, owner in runs))
 
 
 def read_masks(
     patterns: Sequence[Pattern | str], weights: Sequence[int] | None = None
 ) -> tuple[tuple[Pattern, int], ...]:
-    """(pattern, weight) of each mask of a model's layers; weights None: 1 each. Raises InvalidInput."""
+    """(pattern, weight) of each mask in a model's layers; weights default to 1. InvalidInput if they do not fit."""
     weights = [1] * len(patterns) if weights is None else weights
     if len(weights) != len(patterns) or not any(weights) or any(weight < 0 or weight % 1 for weight in weights):
         raise InvalidInput(
-            f"patterns={shorten(repr(patterns), 100)} with weights={weights}: give a list of patterns, and the number "
+            f"patterns={shorten(repr(patterns), 100)} with weights={weights}: give a list of patterns and the number "
             "of layers of each, such as patterns=['Causal() & Window(1023)', 'Causal()'], weights=[5, 1]"
         )
     return tuple((as_pattern(pattern), int(weight)) for pattern, weight in zip(patterns, weights, strict=True))
@@ -274,21 +274,21 @@ def make_layout(
     weights: Sequence[int] | None = None,
     heads: int = 1,
 ) -> Layout:
-    """The layout called `name` of `tokens` positions over `ranks` ranks; a Layout is checked and returned.
+    """The layout `name` for `tokens` positions over `ranks` ranks; a Layout with these sizes is returned unchanged.
 
     Names: "contiguous", "zigzag", "striped", "striped(64)" (tokens of a block), "balanced" and "balanced(256)" (tokens
     of a chunk). Only "balanced" needs `pattern` and `heads` (query heads): it distributes chunks by their numbers of
-    query-key pairs. Where several patterns share the shards, as those of a model's layers do, give `patterns` and as
-    `weights` the number of layers of each (default: 1), and pass the Layout to all calls: "balanced" is another
-    partition for each pattern.
+    query-key pairs, so its partition depends on the pattern. If several patterns share the shards, as in the layers of
+    a model, give `patterns` and in `weights` the number of layers of each (default: 1), and pass the Layout to all
+    calls.
 
     "rows(11, 9)" gives the first 11 positions to rank 0 and the next 9 to rank 1.
 
-    Layouts of other positions than 0 .. tokens-1 are made of these. "shifted(zigzag, 1000)" begins at position 1000;
-    "joined(zigzag[1000], shifted(zigzag, 1000)[24])" has the rows of both parts, of 1000 and 24 tokens.
+    Two layouts have positions other than 0 .. tokens-1: "shifted(zigzag, 1000)" begins at position 1000, and
+    "joined(zigzag[1000], shifted(zigzag, 1000)[24])" has the positions of both parts, of 1000 and 24 tokens.
 
     Raises InvalidInput for an unknown name, for tokens < 0 or ranks < 1, for "balanced" without a pattern, for weights
-    that do not fit, for "auto" (which only `make_plan` and `make_plans` resolve), and for a Layout of other sizes.
+    that do not fit, for "auto" (which only `make_plan` and `make_plans` resolve), and for a Layout with other sizes.
     """
     if isinstance(name, Layout):
         if (name.tokens, name.ranks) != (tokens, ranks):
@@ -309,8 +309,8 @@ def make_layout(
         patterns = [pattern]
     elif patterns is None or pattern is not None:
         raise InvalidInput(
-            f"layout {name!r} weighs chunks by the pairs of a pattern, got {pattern=} and {patterns=}; try "
-            f"make_layout({name!r}, tokens={tokens}, ranks={ranks}, pattern=..., heads=...), as the attention gets them"
+            f"layout {name!r} needs either pattern or patterns to weigh chunks, got {pattern=} and {patterns=}; try "
+            f"make_layout({name!r}, tokens={tokens}, ranks={ranks}, pattern=..., heads=...), as in the attention call"
         )
     masks = read_masks(patterns, weights)
     if any(mask.transient for mask, _ in masks):
@@ -319,22 +319,22 @@ def make_layout(
     return _balanced.answer(key, lambda: balance(*key))
 
 
-#: Largest cost of a rank, in percent of the mean cost, for which each rank keeps a run of adjacent chunks: a finer
-#: balance costs more bytes than it saves time.
+#: Each rank keeps a run of adjacent chunks while the busiest rank costs at most this percentage of the mean: a finer
+#: balance costs more in bytes than it saves in time.
 BOUND = 105
-#: Chunks per rank if the layout's name gives no chunk; a chunk longer than ALIGNED tokens is a multiple of ALIGNED.
+#: Chunks per rank if the layout's name has no chunk size; a chunk longer than ALIGNED tokens is a multiple of ALIGNED.
 CHUNKS, ALIGNED = 8, 128
 
 
 @dataclass(frozen=True)
 class Balanced(Layout):
-    """Chunks of `chunk` tokens, distributed so that the ranks compute about as many pairs of one or several patterns.
+    """Chunks of `chunk` tokens, distributed so that all ranks compute about the same number of pairs.
 
     A rank owns at most ceil(chunks / ranks) chunks, so memory is balanced up to one chunk. Each rank keeps a run of
-    adjacent chunks unless the busiest ranks then have more than 1.05 of the mean pairs; see `deal`.
+    adjacent chunks unless the busiest ranks would then have more than 1.05 times the mean number of pairs; see `deal`.
 
-    `runs` are (first chunk, owner) of each run of chunks, ascending. Use `make_layout` to make one for a pattern.
-    Raises InvalidInput for runs that are not a partition of the chunks.
+    `runs` holds (first chunk, owner) of each run of chunks, ascending. Use `make_layout` to balance one or several
+    patterns. Raises InvalidInput if `runs` is not a partition of the chunks.
     """
 
     chunk: int
@@ -355,13 +355,13 @@ class Balanced(Layout):
         if firsts[:1] != [0][: self.tokens] or not ascending or firsts[-1:] > [last]:
             raise InvalidInput(f"balanced: the runs must begin at chunk 0, ascend and end by chunk {last}, got {shown}")
         if not all(0 <= owner < self.ranks for _, owner in self.runs):
-            raise InvalidInput(f"balanced: an owner is one of the {self.ranks} ranks, got {shown}")
+            raise InvalidInput(f"balanced: owners must be ranks 0 .. {self.ranks - 1}, got {shown}")
 
-    __hash__ = Layout.kept_hash  # every call looks its plan up by layout
+    __hash__ = Layout.kept_hash  # every call looks up its plan by layout
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits of the partition: ranks with different partitions detect it before the first message."""
+        """16 hex digits that identify the partition, so that ranks detect differences before the first message."""
         return sha256(repr(self.runs).encode()).hexdigest()[:16]
 
     @property
@@ -401,11 +401,11 @@ class Balanced(Layout):
 
 
 def balance(tokens: int, ranks: int, chunk: int | None, masks: Sequence[tuple[Pattern, int]], heads: int) -> Balanced:
-    """The layout that balances each pattern of `masks`, (pattern, weight), over `heads` query heads.
+    """The layout that balances every pattern of `masks`, which holds (pattern, weight), over `heads` query heads.
 
-    Costs O(chunks) calls of `count` for each pattern. `chunk` None gives at least 8 chunks per rank, each a multiple of
-    128 tokens if it is longer than 128. If few rows hold most pairs, as global blocks do, only a smaller chunk can
-    balance them. Raises InvalidInput for numbers that no layout has, and if a pattern does not fit.
+    Costs O(chunks) calls of `count` for each pattern. If `chunk` is None, there are at least 8 chunks per rank, each a
+    multiple of 128 tokens if it is longer than 128. If few rows hold most pairs, as with global blocks, only a smaller
+    chunk can balance them. Raises InvalidInput for invalid sizes, and for a pattern that does not fit.
     """
     # Report wrong numbers before the patterns are counted.
     sized, _ = Contiguous(tokens, ranks), Balanced(0, 1, 1 if chunk is None else chunk, ())
@@ -418,9 +418,9 @@ def balance(tokens: int, ranks: int, chunk: int | None, masks: Sequence[tuple[Pa
     for pattern, weight in masks:
         pattern.check(tokens, heads)
         bound = pattern.bind(heads, tokens)
-        rows = [bound.row(index) for index in range(bound.rows or 1)]  # of a batch whose rows have their own patterns
+        rows = [bound.row(index) for index in range(bound.rows or 1)]  # batch rows may have their own patterns
         costs.append([weight * sum(row.count(span, positions, range(heads)) for row in rows) for span in spans])
-    # Without the common factor, patterns that are the same for all heads give one layout for any number of heads.
+    # Divide by the common factor: a pattern that is the same for all heads then gives one layout for any head count.
     common = gcd(*(cost for mask in costs for cost in mask)) or 1
     owners = [0] * len(spans)
     for rank, share in enumerate(deal([[cost // common for cost in mask] for mask in costs], ranks)):
@@ -433,9 +433,10 @@ def balance(tokens: int, ranks: int, chunk: int | None, masks: Sequence[tuple[Pa
 def deal(masks: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
     """The chunks of each rank, ascending, at most ceil(chunks / ranks), with about equal costs in each mask.
 
-    `masks` are the costs of the chunks in each mask. Ranks wait for each other in every layer, so that what counts is
-    the cost of the busiest rank in each mask, summed over the masks. Runs of equally many adjacent chunks, where that
-    is at most 1.05 of the mean costs. Else the best of these runs, of all masks dealt together, and of each alone.
+    `masks[m][i]` is the cost of chunk i in mask m. Ranks wait for each other in every layer, so a distribution costs
+    the sum over the masks of the busiest rank's cost. Ranks get runs of equally many adjacent chunks if that costs at
+    most 1.05 times the mean. Otherwise the cheapest of these wins: the runs, all masks dealt together, one mask dealt
+    alone.
     """
     chunks = len(masks[0])
     runs = [list(range(chunks * r // ranks, chunks * (r + 1) // ranks)) for r in range(ranks)]
@@ -447,10 +448,10 @@ def deal(masks: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
 
 
 def _deal(masks: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
-    """The chunks of each rank, dealt heaviest first, each to a rank with room for it.
+    """The chunks of each rank: deals the heaviest chunk first, each to a rank with room for it.
 
-    Of one mask it is the least loaded rank; of several the one with the least sum of costs x load ^ 16 (the loads in
-    means), which is ruled by the masks in which the rank is as busy as any.
+    With one mask that is the least loaded rank. With several it is the rank with the smallest sum of cost x load ^ 16
+    over the masks (load relative to the mean), in which the masks that load the rank most dominate.
     """
     costs = np.array(masks, dtype=float).T
     chunks, most, means = len(costs), -(-len(costs) // ranks), costs.sum(0) / ranks

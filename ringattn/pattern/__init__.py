@@ -1,10 +1,10 @@
 """Patterns: which query position attends which key position. Each pattern is a set of tiles.
 
-A new pattern is a frozen dataclass with `tiles` and `visible` (see `Pattern`). A module of this package adds
-its line to PATTERNS; another package offers it through an entry point (see `ringattn.registry.Registry`). Text such as
+To add a pattern, write a frozen dataclass with `tiles` and `visible` (see `Pattern`). In this package, add a line to
+PATTERNS; in another package, register an entry point (see `ringattn.registry.Registry`). Text such as
 `pattern="Mine(3) & Causal()"` then works everywhere a pattern is accepted, on the command line too.
 
-The module of a pattern is imported when its name is first used.
+A pattern's module is imported when its name is first used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .simple import Strided as Strided
     from .simple import Window as Window
 
-#: The functions and classes that the text of a pattern may call.
+#: The functions and classes that pattern text may call.
 PATTERNS: Registry[Callable[..., Pattern]] = Registry(
     "patterns",
     {
@@ -64,7 +64,7 @@ PATTERNS: Registry[Callable[..., Pattern]] = Registry(
 def __getattr__(name: str) -> Any:
     if name in PATTERNS.builtin:
         return PATTERNS[name]
-    if name in ("from_block_mask", "top_k"):  # not in PATTERNS: text cannot spell arrays
+    if name in ("from_block_mask", "top_k"):  # not in PATTERNS: text cannot contain arrays
         return getattr(import_module(".from_arrays", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -81,14 +81,14 @@ def parse_pattern(text: str) -> Pattern:
 
 
 def parse_patterns(text: str) -> list[Pattern]:
-    """The patterns of a list such as "[Causal(), Causal() & Window(127)]", or the one that `parse_pattern` reads."""
-    from .parse import PatternParser  # few calls spell their pattern
+    """The patterns in text such as "[Causal(), Causal() & Window(127)]"; one pattern gives a list of one."""
+    from .parse import PatternParser  # few calls give their pattern as text
 
     return PatternParser(text, PATTERNS).parse()
 
 
 def as_pattern(pattern: Pattern | str) -> Pattern:
-    """`pattern` itself, or the pattern that a text spells. Raises InvalidInput for anything else."""
+    """A pattern unchanged, or text parsed by `parse_pattern`. Raises InvalidInput for anything else."""
     if isinstance(pattern, str):
         return parse_pattern(pattern)
     if not isinstance(pattern, Pattern):

@@ -16,20 +16,21 @@ from ..errors import InvalidInput
 from .tile import Tile, intersect_tiles, make_tile, subtract_tile
 
 ONE_HEAD = range(1)
-#: What a question about pairs asks for.
+#: The side of a pair that a method returns.
 Side = Literal["keys", "queries"]
 #: A position, or ascending positions of many runs: int64 [runs].
 Position = int | np.ndarray
 #: First and last position of a run of adjacent positions, or of many runs.
 Run = tuple[Position, Position]
-#: The end of a run without a bound; beyond every position of a sequence.
+#: Stands for an unbounded end of a run; larger than every position.
 FAR = 1 << 62
 
 
 def check_integer(value: object, name: str, least: int, example: str) -> int:
-    """`value` as a Python int, at most FAR. Raises InvalidInput, naming `name` and an `example`, unless it is >= least.
+    """`value` as a Python int, capped at FAR. Raises InvalidInput unless `value` is an integer >= `least`.
 
-    NumPy integers are accepted, bools are not. No distance in a sequence reaches FAR: sys.maxsize means no bound.
+    NumPy integers are accepted, bools are not. No distance reaches FAR, so a huge value such as sys.maxsize means no
+    bound. The error message quotes `name` and `example`.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise InvalidInput(f"{name}={value!r} must be an integer >= {least}; try {example}")
@@ -37,7 +38,7 @@ def check_integer(value: object, name: str, least: int, example: str) -> int:
 
 
 class Pattern(Numbered, ABC):
-    """Which query position attends which key position, for each head; for every element of a batch, see `rows`.
+    """Which query position attends which key position, for each head. Batch rows may have their own, see `rows`.
 
     Positions are global, 0 .. tokens-1. A pattern is an immutable value that can be compared, hashed and pickled, and
     `repr(pattern)` is text that `parse_pattern` reads back. Patterns combine by `a & b` (pairs of both), `a | b` (pairs
@@ -49,13 +50,13 @@ class Pattern(Numbered, ABC):
 
     #: True for a pattern that is used once, such as a selection made in every training step: its plans are not cached.
     transient = False
-    #: Whether few tiles describe which of some keys an endless range of queries attends. A cache can then find the keys
-    #: that no later query attends.
+    #: Whether `tiles` stays short for an unbounded range of queries. A cache can then find the keys that no later query
+    #: attends.
     endless = False
 
     @property
     def varies(self) -> bool:
-        """Whether the shapes of work change from step to step, as with documents: no op should cache by shape."""
+        """Whether shapes of work change from step to step, as with documents, so that ops should not cache by shape."""
         return self.transient
 
     @property
@@ -70,7 +71,7 @@ class Pattern(Numbered, ABC):
 
     @property
     def union_hint(self) -> str:
-        """What the error of `|` with this multi-branch pattern suggests instead, or ""."""
+        """What the error message of `|` suggests instead of this multi-branch pattern, or ""."""
         return ""
 
     @property
@@ -84,7 +85,7 @@ class Pattern(Numbered, ABC):
 
     @property
     def unstacked(self) -> Pattern:
-        """The batched pattern whose rows a `RowByRow` concatenates; for any other pattern `self`."""
+        """For a `RowByRow`, the batched pattern whose rows it concatenates; otherwise `self`."""
         return self
 
     def bind(self, heads: int, tokens: int) -> Pattern:
@@ -93,10 +94,10 @@ class Pattern(Numbered, ABC):
 
     @abstractmethod
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
-        """The pairs of queries `q`, keys `k` and `heads`, lazily, as trimmed tiles; tiles of one branch are disjoint.
+        """Yield trimmed tiles that cover the pairs of `q` x `k` in `heads`; tiles of one branch are disjoint.
 
-        `q` and `k` are progressions of global positions with any positive step. Raises InvalidInput if the pattern must
-        be bound first (see `bind`).
+        `q` and `k` are ranges of global positions with any positive step. Raises InvalidInput if the pattern must be
+        bound first (see `bind`).
         """
 
     @abstractmethod
@@ -115,7 +116,7 @@ class Pattern(Numbered, ABC):
         return sum(len(tile.heads) * tile.pairs for tile in self.tiles(q, k, heads))
 
     def paired(self, side: Side, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        """The keys of `k` that a query of `q` attends, or the queries that attend one: (heads, rows), may overlap."""
+        """(heads, rows): the keys, or the queries, that are in any pair of `q` x `k`; results may overlap."""
         for tile in self.tiles(q, k, heads):
             for rows in tile.rows(side):
                 yield tile.heads, rows
@@ -125,25 +126,25 @@ class Pattern(Numbered, ABC):
         """A shift that leaves the pattern unchanged, in tokens; None if no such shift is known.
 
         Query q attends key k as often as query q + period attends key k + period, for every head, in every sequence
-        that contains the four positions. The property is the smallest such shift that is known.
+        that contains the four positions. This is the smallest such shift that is known.
         """
         return None
 
     def run(self, side: Side, first: Position, last: Position) -> Run | None:
-        """The first and last key that queries first .. last attend; with side "queries", the queries of such keys.
+        """The first and last key that positions first .. last attend or, for side "queries", query that attends them.
 
-        Both may lie outside the sequence. Arrays of ascending positions give arrays, or numbers that hold for all.
-        None unless, in every head, each query attends one run of adjacent keys that contains its own position, and
-        neither end of the run moves left from one query to the next. The keys of adjacent queries are then one run,
-        which is found without tiles.
+        Both may lie outside the sequence. For arrays of ascending positions, returns arrays, or numbers that hold for
+        all entries. Returns None unless, in every head, each query attends one run of adjacent keys that contains its
+        own position, and neither end of the run moves left from one query to the next. Adjacent queries then attend one
+        run, which is found without tiles.
         """
         return None
 
     def mask(self, tokens: int, heads: int = 1) -> np.ndarray:
-        """Which pairs are seen, bool [heads, tokens, tokens]; with branches how often each pair counts, int64.
+        """The mask as bool [heads, tokens, tokens]; with several branches int64, how often each pair counts.
 
-        For small `tokens`; the oracle of the tests. Raises InvalidInput if the pattern does not fit `tokens` and
-        `heads`.
+        For small `tokens`; the tests compare `tiles` with it. Raises InvalidInput if the pattern does not fit `tokens`
+        and `heads`.
         """
         self.check(tokens, heads)
         bound = self.bind(heads, tokens)
@@ -199,7 +200,7 @@ class BandPattern(Pattern):
     @property
     @abstractmethod
     def bounds(self) -> tuple[int | None, int | None]:
-        """The least and the largest distance q - k; None is no bound."""
+        """The smallest and the largest distance q - k; None means no bound."""
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         tile = make_tile(heads, q, k, *self.bounds)
@@ -258,7 +259,7 @@ class Combination(Pattern):
 
     @property
     def rows(self) -> int | None:
-        """As in `Pattern`. Raises InvalidInput where operands are for batches of different sizes."""
+        """As in `Pattern`. Raises InvalidInput if the operands are for different batch sizes."""
         counts = {operand.rows for operand in self.operands} - {None}
         if len(counts) > 1:
             raise InvalidInput(f"{self!r} joins patterns for batches of {sorted(map(str, counts))} rows; give all one")
@@ -319,7 +320,7 @@ class And(Combination):
         return larger(a[0], b[0]), smaller(a[1], b[1])
 
     def _deciding_operand(self, q: range, k: range, heads: range) -> Pattern | None:
-        """The operand that decides alone because the other contains every pair of q x k; None if there is none."""
+        """The operand that alone decides q x k because the other contains every pair of it; None if there is none."""
         for operand, other in ((self.a, self.b), (self.b, self.a)):
             tile = next(operand.tiles(q, k, heads), None)
             if tile is None or not tile.dense:
@@ -337,7 +338,7 @@ class And(Combination):
 
 
 class Union(Combination):
-    """A pattern of all pairs of its operands, which must scale their outputs alike."""
+    """A pattern with the pairs of all its operands, which must have the same output scale."""
 
     def __post_init__(self) -> None:
         scales = {operand.output_scale for operand in self.operands}
@@ -392,7 +393,7 @@ class Or(Union):
 
     @cached_property
     def _parts(self) -> list[Pattern]:
-        """The operands of a chain of unions, nested unions last: earlier operands are asked for tiles more often."""
+        """The operands of chained `|`, those with nested unions last, because earlier operands compute more tiles."""
         parts = [x for operand in self.operands for x in (operand._parts if isinstance(operand, Or) else [operand])]
         return sorted(parts, key=_count_unions)
 

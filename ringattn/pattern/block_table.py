@@ -1,4 +1,4 @@
-"""Block-sparse patterns: their common base, and the pattern that is given as a table of blocks."""
+"""Block-sparse patterns: their common base, and `BlockSparse`, which is given as a table of blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .tile import Tile, ceil_div, clip, find_runs, intersect, join_runs, make_ti
 
 
 class BlockTable(Pattern):
-    """A pattern of whole blocks: `block` adjacent queries x `block` adjacent keys; the last block may be shorter."""
+    """A pattern made of whole blocks of `block` adjacent queries x `block` adjacent keys; the last may be shorter."""
 
     block: int
 
@@ -33,8 +33,8 @@ class BlockTable(Pattern):
     def query_blocks(self, low: int, high: int, first: int, last: int) -> Iterable[range]:
         """Ranges that cover the query blocks in [low, high] that attend a key block in [first, last].
 
-        The ranges may overlap and may contain other query blocks, but few ranges let a planner see cheaply that distant
-        blocks have no pair.
+        The ranges may overlap and may contain other query blocks. Few ranges let a planner find out cheaply that
+        distant blocks have no pair.
         """
 
     def equal_heads(self, heads: range) -> Iterator[range]:
@@ -100,7 +100,7 @@ class BlockTable(Pattern):
                     yield row, queries
 
     def _occupied_blocks(self, blocks: range, q: range) -> Iterator[int]:
-        """The `blocks` that contain a member of `q`, ascending; others too, where excluding them would cost more."""
+        """The `blocks` that contain a member of `q`, ascending; also others if excluding them would cost more."""
         if not blocks:
             return
         inside = clip(q, blocks[0] * self.block, (blocks[-1] + 1) * self.block - 1)
@@ -121,10 +121,9 @@ class BlockTable(Pattern):
 class BlockSparse(BlockTable):
     """Query block i of head h attends key block j iff table[h, i, j].
 
-    A block is `block` tokens; the last block may be shorter.
-    `table` is bool [heads or 1, blocks, blocks] or [blocks, blocks]: an array, a nested list, or the text that `repr`
-    prints. A table of one head holds for all heads. The pattern keeps a read-only copy as `table`, bool [heads or 1,
-    blocks, blocks].
+    A block is `block` tokens; the last block may be shorter. `table` is bool [heads or 1, blocks, blocks] or [blocks,
+    blocks]: an array, a nested list, or the text that `repr` prints. A table of one head holds for all heads. The
+    attribute `table` is a read-only copy, bool [heads or 1, blocks, blocks].
 
     Raises InvalidInput for another shape or dtype; a plan raises it if the blocks or heads do not match the sequence.
     """
@@ -169,7 +168,7 @@ class BlockSparse(BlockTable):
         return table[q // self.block, k // self.block]
 
     def __reduce__(self) -> tuple[type[BlockSparse], tuple[int, np.ndarray]]:
-        return type(self), (self.block, self.table)  # pickle alone would lose that the table is read-only
+        return type(self), (self.block, self.table)  # plain pickling would make the table writable
 
     @cached_property
     def _packed(self) -> bytes:
@@ -214,7 +213,7 @@ def _read_text(text: str) -> np.ndarray:
             raise ValueError("it does not start with HEADSxROWSxCOLUMNS:")
         shape = tuple(int(size) for size in match.groups()[:3])
         bits = shape[0] * shape[1] * shape[2]
-        # Inflate at most one byte more than the shape needs: enough to detect a wrong text, whatever its size.
+        # Inflate at most one byte more than the shape needs: enough to detect wrong text of any size.
         reader = zlib.decompressobj()
         packed = reader.decompress(b85decode(match.group(4)), ceil_div(bits, 8) + 1)
         if len(packed) != ceil_div(bits, 8) or not reader.eof:

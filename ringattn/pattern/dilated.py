@@ -1,4 +1,4 @@
-"""Dilated attention: segments of the sequence, and in each segment every r-th position (LongNet and head groups)."""
+"""Dilated attention: every r-th position within each segment of the sequence (LongNet, and head groups)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Dilated(Pattern):
     """Dilated attention: branch i splits the sequence into segments and attends every r-th position within a segment.
 
     With w = segments[i] tokens and r = rates[i], position p belongs to branch i iff (p mod w) mod r == offset; it
-    attends the positions of the branch in its own segment, with `causal` only those up to itself. A last shorter
+    attends the positions of the branch in its own segment, with `causal` only those up to itself. A shorter last
     segment has fewer keys and no padding. The defaults are the segments and rates of LongNet (Ding et al. 2023,
     arXiv:2307.02486).
 
     - mix="lse" (LongNet): every head has every branch, and branch outputs are weighted by their softmax denominators,
       so that a pair in two branches counts twice.
     - mix="union": every head has every branch, and each pair counts once.
-    - mix="group": heads are divided into len(segments) groups of adjacent heads, the first groups larger by one head if
-      needed. A head has the branch of its group only, and outputs are divided by the number of branches. This needs the
-      number of `heads`, which every plan sets (`bind`).
+    - mix="group": heads are divided into len(segments) groups of adjacent heads; the first groups have one more head if
+      the division leaves a remainder. A head has only the branch of its group, and outputs are divided by the number of
+      branches. This needs the number of `heads`, which every plan sets (`bind`).
     - offsets="per_head": head j has offset j mod r; the default, except for mix="group".
     - offsets="group": branch i has offset i mod r for all heads; the only choice for mix="group".
 
@@ -84,7 +84,7 @@ class Dilated(Pattern):
 
     def check(self, tokens: int, heads: int) -> None:
         if self.mix == "group" and self.heads is not None and heads > self.heads:
-            raise InvalidInput(f"Dilated(mix='group', heads={self.heads}): there are {heads}; try heads={heads}")
+            raise InvalidInput(f"Dilated(mix='group', heads={self.heads}): got {heads} heads; try heads={heads}")
 
     @property
     def period(self) -> int | None:
@@ -110,7 +110,7 @@ class Dilated(Pattern):
             yield from self.branch_tiles(branch, q, k, heads)
 
     def branch_tiles(self, branch: int, q: range, k: range, heads: range) -> Iterator[Tile]:
-        """The tiles of one branch, which is one (segment, rate)."""
+        """The tiles of one branch, that is of one segment length and rate."""
         if not q or not k:
             return
         width, rate = self.segments[branch], self.rates[branch]
@@ -137,7 +137,7 @@ class Dilated(Pattern):
         return total != 0 if self.mix == "union" else total
 
     def _heads_by_offset(self, branch: int, heads: range) -> Iterator[tuple[range, int]]:
-        """(heads, offset) for each offset of a branch; heads without the branch are left out."""
+        """(heads, offset) for each offset of a branch, without heads that lack the branch."""
         rate = self.rates[branch]
         if self.offsets == "per_head":
             for offset in range(min(rate, heads.stop)):
@@ -166,4 +166,4 @@ def _check_integers(name: str, source: object) -> tuple[int, ...]:
     values = source.tolist() if isinstance(source, np.ndarray) else source
     if not isinstance(values, list | tuple) or not values:
         raise InvalidInput(f"Dilated: {name} must be a list of integers >= 1, got {values!r}; try {name}=(2, 4)")
-    return tuple(check_integer(value, f"Dilated: of {name}, one", 1, f"{name}=(2, 4)") for value in values)
+    return tuple(check_integer(value, f"Dilated: a value of {name}", 1, f"{name}=(2, 4)") for value in values)

@@ -1,4 +1,4 @@
-"""Packed documents: a query attends the keys of its own document."""
+"""Packed documents: each query attends the keys of its own document."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ class Documents(Pattern):
     """Several documents packed into one sequence: a query attends exactly the keys of its own document.
 
     `lengths` are the tokens of each document, in order; they must sum to the tokens of the sequence, and a length may
-    be 0. `cu_seqlens`, instead of `lengths`, are the cumulative lengths that FlashAttention's varlen functions take: 0,
-    512, 768, 1024 for documents of 512, 256 and 256 tokens. Both may be a list, a tuple, or a one-dimensional integer
-    array or tensor. Combine with `Causal()` for language models: `Causal() & Documents([512, 256, 256])`.
+    be 0. Instead of `lengths`, `cu_seqlens` takes the cumulative lengths of FlashAttention's varlen functions: 0, 512,
+    768, 1024 for documents of 512, 256 and 256 tokens. Either may be a list, a tuple, or a one-dimensional integer
+    array or tensor. For language models, combine with `Causal()`: `Causal() & Documents([512, 256, 256])`.
 
-    `Documents([[512, 512], [1024]])` gives each row of a batch its own documents, for batches of exactly as many rows;
-    `cu_seqlens` may have rows, too. The positions of each row count from 0. Equal rows become one row.
+    `Documents([[512, 512], [1024]])` gives each row of a batch its own documents; the batch must have exactly that many
+    rows. `cu_seqlens` may have rows, too. Positions start at 0 in each row. If all rows are equal, one row is kept.
 
-    `Documents(lengths, q_lengths=)` is for queries that are other tokens than the keys, see `ring_attention`: document
+    `Documents(lengths, q_lengths=)` is for queries that are not the tokens of the keys, see `ring_attention`: document
     i has q_lengths[i] queries, which attend its lengths[i] keys. Both may have rows.
 
-    A positional array or tensor that begins with 0 is read as cu_seqlens. For an array of lengths whose first document
-    is empty write `Documents(x.tolist())`.
+    A positional array or tensor that begins with 0 is read as cu_seqlens. If it holds lengths and the first document is
+    empty, write `Documents(x.tolist())`.
 
     Raises InvalidInput for negative or non-integer values and for decreasing cu_seqlens; a plan raises it if the
     lengths do not sum to its tokens.
     """
 
-    #: The lengths of each document, or for each row of a batch the lengths of its documents.
+    #: The length of each document, or one tuple of lengths per batch row.
     lengths: tuple[int, ...] | tuple[tuple[int, ...], ...]
-    #: The queries of each document; None: the queries are the same tokens as the keys.
+    #: The number of queries of each document; None: the queries are the same tokens as the keys.
     q_lengths: tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
 
     endless = True
@@ -57,7 +57,7 @@ class Documents(Pattern):
         self, lengths: Integers | None = None, *, cu_seqlens: Integers | None = None, q_lengths: Integers | None = None
     ) -> None:
         if (lengths is None) == (cu_seqlens is None):
-            raise InvalidInput(f"Documents takes lengths or cu_seqlens, one of them; try {EXAMPLE}")
+            raise InvalidInput(f"Documents takes either lengths or cu_seqlens; try {EXAMPLE}")
         is_array = hasattr(lengths, "tolist")
         lengths_of = (
             _read_rows(lengths, None if is_array else False) if cu_seqlens is None else _read_rows(cu_seqlens, True)
@@ -68,7 +68,7 @@ class Documents(Pattern):
         for mine, others in rows:
             if len(rows) < count or (others is not None and len(others) != len(mine)):
                 raise InvalidInput(
-                    f"Documents: {len(others or own_of)} q_lengths beside {len(mine)} lengths; give both"
+                    f"Documents: {len(others or own_of)} q_lengths but {len(mine)} lengths; give equally many"
                 )
         one = len(set(rows)) == 1
         both = rows[0] if one else tuple(zip(*rows, strict=True))
@@ -97,7 +97,7 @@ class Documents(Pattern):
         return Documents(cast("tuple[int, ...]", self.lengths[index]), q_lengths=own)
 
     def split(self, length: int) -> Documents:
-        """The same tokens in documents of at most `length` tokens: each is cut from its start."""
+        """The same tokens with each document cut, from its start, into documents of at most `length` tokens."""
         rows = [self.row(row).starts for row in range(self.rows or 1)]
         cut = [[*sorted({x for a, b in pairwise(row) for x in range(a, b, length)}), row[-1]] for row in rows]
         return Documents(cu_seqlens=cut if self.rows else cut[0])
@@ -112,7 +112,7 @@ class Documents(Pattern):
 
     @cached_property
     def q_starts(self) -> tuple[int, ...]:
-        """The first query of each document, then the end of the last."""
+        """The first query of each document, then the end of the last document."""
         own = cast("tuple[int, ...] | None", self.q_lengths)
         return self.starts if own is None else tuple(accumulate(own, initial=0))
 
@@ -148,12 +148,12 @@ class Documents(Pattern):
             for index in range(self.rows):
                 self.row(index).check_sides(keys, queries, heads)
         elif self.q_lengths is None:
-            # Queries of only a part of the sequence, such as a chunk of a prompt, do not attend later documents.
+            # If the queries are only part of the sequence, such as a chunk of a prompt, later documents do not matter.
             super().check_sides(max(keys, self.starts[-1]), queries, heads)
         elif (total := self.starts[-1]) != keys:
-            raise InvalidInput(f"Documents: the lengths sum to {total:,}, and there are {keys:,} keys")
+            raise InvalidInput(f"Documents: the lengths sum to {total:,}, but there are {keys:,} keys")
         elif (total := self.q_starts[-1]) != queries:
-            raise InvalidInput(f"Documents: the q_lengths sum to {total:,}, and there are {queries:,} queries")
+            raise InvalidInput(f"Documents: the q_lengths sum to {total:,}, but there are {queries:,} queries")
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         if not q or not k:
@@ -174,7 +174,7 @@ class Documents(Pattern):
         if not isinstance(first, np.ndarray):
             return starts[bisect_right(starts, first) - 1], starts[bisect_right(starts, last)] - 1
         edges = np.array(starts)
-        # There may be far more positions than documents, so the edges are searched among the ascending positions.
+        # There may be far more positions than documents, so search the edges among the ascending positions.
         firsts, lasts = (np.diff(np.searchsorted(positions, edges)) for positions in (first, last))
         return np.repeat(edges[:-1], firsts), np.repeat(edges[1:] - 1, lasts)
 
@@ -194,7 +194,7 @@ def _read_rows(source: Any, cumulative: bool | None) -> list[tuple[int, ...]]:
 
 
 def _read_lengths(values: object, cumulative: bool | None) -> tuple[int, ...]:
-    """The lengths that a list or tuple states. With `cumulative` None it is read as cu_seqlens if it begins with 0."""
+    """The lengths in a list or tuple. If `cumulative` is None, values that begin with 0 are read as cu_seqlens."""
     if not isinstance(values, list | tuple):
         raise InvalidInput(f"Documents({values!r}): give the list of lengths; try {EXAMPLE}")
     hint = f"{EXAMPLE}, or a one-dimensional tensor of integers"
@@ -210,7 +210,7 @@ def _read_lengths(values: object, cumulative: bool | None) -> tuple[int, ...]:
 
 
 def _subtract_neighbors(cumulative: tuple[int, ...]) -> tuple[int, ...]:
-    """The lengths that these cumulative lengths describe."""
+    """The document lengths for these cumulative lengths."""
     if cumulative[:1] != (0,) or any(a > b for a, b in pairwise(cumulative)):
         raise InvalidInput(
             "Documents: cu_seqlens begin with 0, never decrease, and end with the number of tokens, such as "

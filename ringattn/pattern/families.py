@@ -1,4 +1,4 @@
-"""Block-sparse families given by a formula on block indices, so that long sequences need no table."""
+"""Block-sparse patterns defined by a formula on block indices, so that long sequences need no table."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ STRIDES = (1, 4, 16)
 
 
 class Family(BlockTable):
-    """A block-sparse pattern that takes either a width parameter of its own or `density`.
+    """A block-sparse pattern whose width is given either by a parameter of its own or by `density`.
 
     `density` is the fraction of the key blocks that a query block keeps, 0 < density <= 1. It becomes a number of
     blocks once `total`, the number of blocks of the sequence, is known: every plan sets it by `bind`, and methods that
-    need it raise InvalidInput without it. All parameters are checked on construction (InvalidInput).
+    need it raise InvalidInput if it is missing. Wrong parameters raise InvalidInput on construction.
     """
 
     #: The function name that `repr` prints and `parse_pattern` reads.
     spelling: ClassVar[str]
     #: The name of the parameter that `density` replaces.
     width_field: ClassVar[str]
-    #: A correct spelling, for error messages.
+    #: A valid call, for error messages.
     example: ClassVar[str]
     density: float | None
     total: int | None
@@ -57,7 +57,7 @@ class Family(BlockTable):
 
     @property
     def period(self) -> int | None:
-        return self.block if self.density is None else None  # a density depends on the length of the sequence
+        return self.block if self.density is None else None  # with a density, the length of the sequence matters
 
     @abstractmethod
     def _check_fields(self) -> None:
@@ -108,11 +108,11 @@ def count_blocks(density: float, total: int) -> int:
 
 @dataclass(frozen=True, repr=False)
 class GlobalLocal(Family):
-    """The first `globals` blocks attend every block and are attended by every block; the others add a local window.
+    """The first `globals` blocks attend all blocks and all blocks attend them; each other block adds a local window.
 
     Query block i >= globals attends the key blocks 0 .. globals-1 and i - blocks .. i + blocks; `block` is the tokens
-    of a block. With `density`, it attends the globals and one window of the other blocks, n key blocks in all. The
-    global and local attention of Longformer (Beltagy et al. 2020, arXiv:2004.05150) in blocks.
+    of a block. With `density`, it attends n key blocks: the globals and one window of other blocks. The block form of
+    Longformer's global and local attention (Beltagy et al. 2020, arXiv:2004.05150).
     """
 
     spelling: ClassVar[str] = "global_local"
@@ -162,7 +162,7 @@ class GlobalLocal(Family):
         yield from join_runs(clip(run, first, last) for run in (range(self.globals), self._window(row)))
 
     def _window(self, row: int) -> range:
-        """The local key blocks of a query block; with `blocks`, even those beyond the ends of the sequence."""
+        """The local key blocks of a query block; given `blocks`, the window may extend beyond the sequence."""
         if self.blocks is not None:
             return range(row - self.blocks, row + self.blocks + 1)
         kept, total = self.blocks_and_total()
@@ -259,7 +259,7 @@ class DilatedBlocks(Family):
 
     `block` is the tokens of a block, an offset is a number of blocks. With `density`, query block i attends the first n
     existing key blocks in this order: i, then i -+ 1, i -+ 2, i -+ 4 and so on for the powers of two, then i -+ 3,
-    i -+ 5, i -+ 6 and so on for the other distances, each time the left block first.
+    i -+ 5, i -+ 6 and so on for the other distances; at each distance, the left block comes first.
     """
 
     spelling: ClassVar[str] = "dilated_blocks"
@@ -372,7 +372,7 @@ class Hierarchical(Family):
     """Query block i attends the key blocks i - w .. i + w for each level (stride, w) with i % stride == 0.
 
     `block` is the tokens of a block; w = -1 attends every key block. With `density`, the strides are 1, 4 and 16, the
-    windows are in the same proportion, and the mean over the query blocks comes nearest to the density.
+    windows are in the same proportion, and the mean over the query blocks is as near to the density as possible.
     """
 
     spelling: ClassVar[str] = "hierarchical"
@@ -421,7 +421,7 @@ class Hierarchical(Family):
 
     @cached_property
     def resolved(self) -> tuple[tuple[int, int], ...]:
-        """The levels; under a density, the levels whose mean query block comes nearest to the density."""
+        """`levels`, or under a density the levels whose mean over the query blocks is nearest to it."""
         if self.levels is not None:
             return self.levels
         _, total = self.blocks_and_total()
@@ -438,7 +438,7 @@ class Hierarchical(Family):
 
 
 def _scaled_levels(scale: int) -> tuple[tuple[int, int], ...]:
-    """Levels with windows of stride * scale / 32, rounded. At most one window grows from a scale to the next."""
+    """Levels with windows of stride * scale / 32, rounded. From one scale to the next, at most one window grows."""
     return tuple((stride, (scale * stride + 16) // 32) for stride in STRIDES)
 
 

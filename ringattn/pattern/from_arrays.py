@@ -1,4 +1,4 @@
-"""Block-sparse patterns from arrays: the best key blocks by scores, and FlexAttention's BlockMask. Imports no torch."""
+"""Patterns from arrays: the key blocks with the best scores, and FlexAttention's BlockMask. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch.nn.attention.flex_attention import BlockMask
 
-#: The attributes of a BlockMask that are read.
+#: The attributes of a BlockMask that this module reads.
 ATTRIBUTES = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "BLOCK_SIZE", "seq_lengths", "mask_mod",
 )  # fmt: skip
@@ -32,20 +32,20 @@ def top_k(
 ) -> BlockSparse:
     """The pattern in which each query block attends the `k` key blocks with the highest scores; ties go to the first.
 
-    `block` is the tokens of a block. `scores` is a real array, CPU tensor or nested list of shape [heads or 1, blocks,
-    blocks] or [blocks, blocks], indexed by query block, then key block; -inf is allowed, NaN is not. With `density`
-    instead of k, k is that fraction of the key blocks, rounded, at least 1.
+    `block` is the number of tokens of a block. `scores` is a real array, CPU tensor or nested list of shape [heads or
+    1, blocks, blocks] or [blocks, blocks], indexed by query block, then key block; -inf is allowed, NaN is not. If
+    `density` is given instead of k, k is that fraction of the key blocks, rounded, at least 1.
 
     With `causal`, only the key blocks up to the query block compete and the query's own block is always kept; a query
-    block with fewer than k candidates keeps all of them. Inside the own block later keys stay visible: combine the
-    result with `& Causal()` to hide them.
+    block with fewer than k candidates keeps all of them. Later keys inside the query's own block stay visible: combine
+    the result with `& Causal()` to hide them.
 
-    Raises InvalidInput for scores that have no order, another shape, or unless exactly one of k and density is given.
+    Raises InvalidInput for scores without an order or of another shape, and unless exactly one of k, density is given.
     """
     ranking = _read_scores(scores)
     total = ranking.shape[-1]
     if (k is None) == (density is None):
-        raise InvalidInput(f"top_k: give k or density, one of them; got k={k!r}, density={density!r}")
+        raise InvalidInput(f"top_k: give either k or density; got k={k!r}, density={density!r}")
     if density is not None:
         kept = count_blocks(check_density(density, "top_k"), total)
     else:
@@ -54,7 +54,7 @@ def top_k(
     order = total - 1 - np.argsort(ranking[..., ::-1], axis=-1, kind="stable")[..., ::-1]
     if causal:
         distance = np.arange(total)[:, None] - np.arange(total)
-        # The own block comes first, then the candidates, then the blocks that may not be chosen.
+        # The query's own block comes first, then the candidates, then the blocks that may not be chosen.
         group = np.where(distance == 0, 0, np.where(distance > 0, 1, 2)).astype(np.int8)
         ordered_group = np.take_along_axis(np.broadcast_to(group, ranking.shape), order, -1)
         order = np.take_along_axis(order, np.argsort(ordered_group, axis=-1, kind="stable"), -1)
@@ -82,8 +82,8 @@ def _read_scores(scores: ArrayLike) -> np.ndarray:
 def from_block_mask(mask: BlockMask, batch: int = 0) -> Pattern:
     """The pattern of a torch.nn.attention.flex_attention.BlockMask.
 
-    A mask of causality, a window and documents becomes `Causal() & Window(left) & Documents(lengths)`, or the parts of
-    it that the mask has; documents may differ between the elements of a batch. Another mask becomes BlockSparse, or
+    A mask built from causality, a window and documents becomes `Causal() & Window(left) & Documents(lengths)`, without
+    the parts that the mask lacks; documents may differ between batch elements. Any other mask becomes BlockSparse, or
     BlockSparse & Causal(): partial blocks are accepted if `mask_mod` restricts each of them to its causal part and
     `& Causal()` would not change a full block; other partial blocks raise Unsupported. Such a pattern holds for the
     whole batch: the masks of all batch elements must equal the mask of element `batch`.
@@ -115,11 +115,11 @@ def from_block_mask(mask: BlockMask, batch: int = 0) -> Pattern:
 
 
 class _Element:
-    """One batch element of a BlockMask: its blocks, and what each query sees.
+    """One batch element of a BlockMask: its blocks, and the keys that each query sees.
 
-    `full` and `causal` are bool [heads, blocks, blocks]: blocks of all pairs, and of the pairs with q >= k; `finer` is
-    a block of other pairs. `first` and `last` are the first and last key of each query, int64 [heads, tokens]; in
-    `has_runs` no query skips a key between them.
+    `full` and `causal` are bool [heads, blocks, blocks]: the blocks that keep all pairs, and those that keep the pairs
+    with q >= k. `finer` is (head, row, column) of the first block that keeps other pairs, or None. `first` and `last`
+    are the first and last key of each query, int64 [heads, tokens]; `has_runs` if no query skips a key between them.
     """
 
     def __init__(self, mask: BlockMask, element: int, heads: int, block: int, tokens: int) -> None:
@@ -164,7 +164,7 @@ class _Element:
 
 
 def _find_band(elements: list[_Element]) -> Pattern | None:
-    """The pattern of causality, a window and documents that these elements are; None: they are another one.
+    """The combination of `Causal`, `Window` and `Documents` that equals these elements, or None if there is none.
 
     A document begins where a query sees no earlier key.
     """
@@ -208,7 +208,7 @@ def _read_table(
 
 
 def _evaluate(mask: BlockMask, element: int, head: int, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """The result of mask_mod for the positions q x k: bool [len(q), len(k)]."""
+    """`mask_mod` evaluated for all pairs of q and k: bool [len(q), len(k)]."""
     like = mask.kv_indices
     b, h = like.new_tensor(element).long(), like.new_tensor(head).long()
     rows, columns = like.new_tensor(q).long()[:, None], like.new_tensor(k).long()[None, :]

@@ -10,18 +10,18 @@ from ..errors import InvalidInput
 from ..text import did_you_mean, shorten
 from .base import Pattern
 
-#: Characters of the text that an error message repeats.
+#: How many characters of the text an error message quotes.
 SHOWN = 300
 
 
 class PatternParser:
-    """Reads a text that may call `functions` by name with literals or patterns, and join patterns by & and |."""
+    """Reads text that calls `functions` by name, with literals or patterns, and joins patterns with & and |."""
 
     def __init__(self, text: str, functions: Mapping[str, Callable[..., Pattern]]) -> None:
         self.text, self.functions = text, functions
 
     def parse(self) -> list[Pattern]:
-        """The pattern, or the list of patterns, that the text spells. Raises InvalidInput for any other text."""
+        """The patterns in the text: one, or those of a list. Raises InvalidInput for any other text."""
         try:
             tree = ast.parse(self.text.strip(), mode="eval").body
         except (SyntaxError, RecursionError, MemoryError) as error:

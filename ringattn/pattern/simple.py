@@ -1,4 +1,4 @@
-"""Patterns of one rule: dense, causal, sliding window, attention sinks, strided."""
+"""Patterns with a single rule: dense, causal, sliding window, attention sinks, strided."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Full(BandPattern):
 
 @dataclass(frozen=True)
 class Causal(BandPattern):
-    """Query q attends key k iff k <= q, so q attends q + 1 keys. `Causal() & Sinks(4)` hides the future of sinks."""
+    """Query q attends key k iff k <= q, that is q + 1 keys. `Causal() & Sinks(4)` hides sinks later than the query."""
 
     bounds = 0, None
 
@@ -60,7 +60,7 @@ class Window(BandPattern):
 
 @dataclass(frozen=True)
 class Sinks(Pattern):
-    """Every query attends the keys 0 .. n-1, also those later than itself.
+    """Every query attends the keys 0 .. n-1, even those later than itself.
 
     StreamingLLM (Xiao et al. 2023, arXiv:2309.17453) is `Causal() & (Sinks(4) | Window(4095))`. Raises InvalidInput
     unless `n` is an integer >= 0.
@@ -84,7 +84,7 @@ class Sinks(Pattern):
 
 @dataclass(frozen=True)
 class Strided(Pattern):
-    """Query q attends key k iff (q - k) % step == 0, earlier and later keys; one tile per residue class.
+    """Query q attends every key k, earlier or later, with (q - k) % step == 0; one tile per residue class.
 
     Source: the strided head of Sparse Transformers (Child et al. 2019, arXiv:1904.10509), which adds `Causal()`. Raises
     InvalidInput unless `step` is an integer >= 1.

@@ -1,4 +1,4 @@
-"""The tile: progressions of query and key positions with a band on their distance. And the algebra of ranges."""
+"""Tiles, which are ranges of query and key positions with a band on their distance, and set operations on ranges."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def join_runs(runs: Iterable[range]) -> Iterator[range]:
 
 
 def append_run(runs: list[range], run: range) -> None:
-    """Append a range, joined with the last one if it continues that."""
+    """Append a range, or extend the last range if the new one continues it."""
     if runs and runs[-1].step == run.step and runs[-1][-1] + run.step == run.start:
         runs[-1] = range(runs[-1].start, run.stop, run.step)
     else:
@@ -101,7 +101,7 @@ def append_run(runs: list[range], run: range) -> None:
 
 
 def find_runs(mask: np.ndarray, first: int = 0) -> tuple[range, ...]:
-    """The runs of adjacent members of a bool mask of the numbers `first`, `first` + 1, .., ascending."""
+    """The runs of adjacent True entries of a bool mask, ascending; entry i stands for the number `first` + i."""
     if not len(mask):
         return ()
     edges = ((mask[1:] != mask[:-1]).nonzero()[0] + (first + 1)).tolist()
@@ -122,9 +122,9 @@ def locate(part: range, whole: range) -> range:
 
 
 def index_ranges(ranges: Sequence[range], first: int = 0) -> Callable[[range], Iterator[range]]:
-    """A function that finds where members of a range stand in `ranges`, one after another from index `first` on.
+    """A function that maps a range to the indices of its members in the concatenated `ranges`, counted from `first`.
 
-    It gives their indices as few ranges: `intersect` and `locate` for all `ranges` at once.
+    It yields the indices as few ranges: `intersect` and `locate` for all `ranges` at once.
     """
     starts, steps, lasts, lengths = np.array([(r.start, r.step, r[-1], len(r)) for r in ranges]).T
     firsts = np.cumsum(lengths) - lengths + first
@@ -165,9 +165,9 @@ def count_at_most(q: range, k: range, bound: int) -> int:
     """The number of pairs (x in q, y in k) with x - y <= bound, in closed form."""
     if not q or not k:
         return 0
-    # Member i of q pairs with all of k but its first clamp((base + i * q.step) // k.step, 0, len(k)) members.
+    # Member i of q pairs with all of k except the first clamp((base + i * q.step) // k.step, 0, len(k)) members.
     base = q.start - bound - k.start + k.step - 1
-    # Members of q before `some_excluded` pair with all of k, members from `all_excluded` on with none of k.
+    # Members of q before index `some_excluded` pair with all of k, those from index `all_excluded` on with none.
     some_excluded = min(len(q), max(0, ceil_div(k.step - base, q.step)))
     all_excluded = max(some_excluded, min(len(q), max(0, ceil_div(len(k) * k.step - base, q.step))))
     excluded = (len(q) - all_excluded) * len(k)
@@ -180,8 +180,8 @@ def count_at_most(q: range, k: range, bound: int) -> int:
 class Tile:
     """A set of query-key pairs: x in `q` attends y in `k` iff lo <= x - y <= hi, for each head in `heads`.
 
-    Positions are global, and steps of `q` and `k` may exceed 1. `lo` or `hi` None means unbounded. `branch` is the
-    index of the tile's attention in a multi-branch pattern.
+    Positions are global, and steps of `q` and `k` may exceed 1. None for `lo` or `hi` means unbounded. `branch` is the
+    branch of a multi-branch pattern to which the tile belongs.
 
     Tiles made by `make_tile` and the functions of this module are trimmed: a tile is not empty, a bound that excludes
     no pair is None, and if `q` and `k` have equal steps, or the tile is dense, every query row and every key row is in
@@ -230,10 +230,10 @@ class Tile:
 def make_tile(
     heads: range, q: range, k: range, lo: int | None = None, hi: int | None = None, branch: int = 0
 ) -> Tile | None:
-    """The trimmed tile of these rows and this band; None if it has no pair."""
+    """The trimmed tile with these rows and this band; None if it has no pair."""
     if not heads or not q or not k or (lo is not None and hi is not None and lo > hi):
         return None
-    # Most tiles that a planner asks for are dense or empty, and the extreme distances alone decide that.
+    # Most tiles that a planner asks for are dense or empty, which the extreme distances alone decide.
     least, most = q[0] - k[-1], q[-1] - k[0]
     if (lo is not None and lo > most) or (hi is not None and hi < least):
         return None
@@ -276,7 +276,7 @@ def _clip_to_band(q: range, k: range, lo: int | None, hi: int | None) -> tuple[r
 
 
 def _tighten(lo: int | None, hi: int | None, base: int, step: int) -> tuple[int | None, int | None]:
-    """The bounds moved inward to distances that occur, base + n * step: tiles with equal pairs then compare equal."""
+    """Bounds moved inward to distances that occur, base + n * step, so that tiles with equal pairs compare equal."""
     if lo is not None:
         lo = base + ceil_div(lo - base, step) * step
     if hi is not None:
@@ -285,8 +285,8 @@ def _tighten(lo: int | None, hi: int | None, base: int, step: int) -> tuple[int 
 
 
 def _canonical_rows(q: range, k: range) -> tuple[range, range]:
-    """The rows in the form in which equal rows compare and print as equal."""
-    # A single row has no step of its own. It takes the step of the other side, so that the steps count as equal.
+    """The same rows in canonical form: equal rows compare and print as equal."""
+    # A single row has no step of its own; give it the step of the other side, so that both steps are equal.
     if len(q) == 1:
         step = k.step if len(k) > 1 else 1
         return range(q[0], q[0] + 1, step), range(k[0], k[-1] + 1, step)
@@ -314,7 +314,7 @@ def intersect_tiles(a: Tile, b: Tile, branch: int) -> Tile | None:
 
 
 def subtract_tile(a: Tile, b: Tile) -> Iterator[Tile]:
-    """The pairs of `a` that `b` does not contain, as disjoint tiles of the branch of `a`."""
+    """The pairs of `a` that `b` does not contain, as disjoint tiles with the branch of `a`."""
     if intersect_tiles(a, b, a.branch) is None:
         yield a
         return

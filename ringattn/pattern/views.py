@@ -1,4 +1,4 @@
-"""Views that planners need: some of the heads (Ulysses), batch rows as one sequence, padded or cropped rows."""
+"""Pattern views for planners: a slice of the heads (Ulysses), batch rows as one sequence, padded or cropped rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PatternView(Pattern):
 
 @dataclass(frozen=True)
 class HeadSlice(PatternView):
-    """Head h of this pattern is head first + h of `pattern`, which must be bound to the number of all heads."""
+    """Some heads of `pattern`: head h of the slice is head first + h of `pattern`, which must be bound to all heads."""
 
     pattern: Pattern
     first: int
@@ -70,7 +70,7 @@ class RowByRow(PatternView):
         return self.pattern
 
     def _parts(self, q: range, k: range) -> Iterator[tuple[Pattern, int, range, range]]:
-        """(pattern, first position, queries, keys) of each row that has both, counted from the row's first position."""
+        """(pattern, first position, queries, keys) of each batch row that has both; rows count from first position."""
         if not q or not k:
             return
         size = self.tokens
@@ -126,10 +126,10 @@ UNSHIFTED: Shifts = ((0, 0),)
 
 @dataclass(frozen=True)
 class Slotted(PatternView):
-    """The pattern of padded or cropped batch rows, whose tokens are not in the slots of their positions.
+    """The pattern of padded or cropped batch rows, in which a token's slot differs from its position.
 
-    `shifts` has one entry per row, or one for all rows. `pattern` is bound and takes positions, so it may be a pattern
-    of more tokens than there are slots.
+    `shifts` has one entry per row, or one for all rows. `pattern` is bound and takes positions, so it may have more
+    tokens than there are slots.
     """
 
     pattern: Pattern

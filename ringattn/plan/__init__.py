@@ -1,1 +1,1 @@
-"""Who computes what and sends what to whom: plans, their steps, and the algebra of rows below them."""
+"""Plans, their steps, and row sets: which rank computes which pairs and sends which rows to which rank."""

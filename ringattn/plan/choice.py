@@ -1,4 +1,4 @@
-"""What `auto` compared and took, as plain data."""
+"""What `auto` compared and chose, as plain data."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from .schedules import split_ulysses
 
 @dataclass(frozen=True)
 class Prediction:
-    """Modelled time of one pass of a plan: of the slowest rank that was looked at."""
+    """Modelled time of one pass of a plan, for the slowest of the simulated ranks."""
 
     seconds: float
-    #: Seconds of this rank's visits alone, and seconds in which it only waits for messages.
+    #: Seconds that this rank spends on its visits, and seconds in which it only waits for messages.
     compute: float
     exposed: float
-    #: The most that a rank sends, of the ranks that were looked at.
+    #: The most bytes and messages that any of the simulated ranks sends.
     bytes: int
     messages: int
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout and a schedule with the predicted forward, or with the reason why there is no prediction."""
+    """A layout and a schedule, with its predicted forward or the reason why there is no prediction."""
 
     layout: str
     schedule: str
     prediction: Prediction | None
     left_out: str = ""
-    #: How many ranks and steps the prediction was made from.
+    #: How many ranks and steps the prediction is based on.
     basis: str = ""
-    #: What travels in the forward, where both forms were compared.
+    #: What travels in the forward, if pass-KV and pass-Q were compared; else "".
     rotate: str = ""
 
     def __str__(self) -> str:
@@ -46,21 +46,21 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `auto` compared, what it took, and why in one sentence."""
+    """What `auto` compared, what it chose, and why (one sentence)."""
 
     candidates: tuple[Candidate, ...]
     picked: Candidate
     reason: str
     machine: Machine
-    #: What the seconds are: nothing was measured.
+    #: The kind of number that the seconds are; nothing was measured.
     kind: str = "modelled"
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes the choice takes, for `cache.estimate_bytes`: every fresh plan is measured."""
+        """Approximate size of the choice in bytes, for `cache.estimate_bytes`, which sizes every fresh plan."""
         return 2048 + 1024 * len(self.candidates)
 
     def fastest_without_ulysses(self) -> Candidate:
-        """The fastest compared candidate without Ulysses groups; where none was compared, the first: the ring."""
+        """The fastest compared candidate without Ulysses groups; if none was compared, the first one, the ring."""
         without = [candidate for candidate in self.candidates if split_ulysses(candidate.schedule)[0] == 1]
         return min((c for c in without if c.prediction is not None), key=lambda c: c.seconds, default=without[0])

@@ -1,4 +1,4 @@
-"""Which rank needs which rows of which block: range algebra on a pattern and a layout."""
+"""Which rank needs which rows of which block, computed by range algebra from a pattern and a layout."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from .work import (
 if TYPE_CHECKING:
     from .row_reach import RowReach
 
-#: Bytes of the answers that a demand keeps.
+#: Bytes of the results that a demand caches.
 ANSWERS = 1 << 27
-#: The blocks of up to MOST_BLOCKS ranks are looked at for a choice. Of more ranks, about MOST_BLOCKS**2 / ranks blocks
-#: stand for all, at least FEWEST_BLOCKS.
+#: A choice looks at all blocks of up to MOST_BLOCKS ranks. With more ranks, about MOST_BLOCKS**2 / ranks blocks, at
+#: least FEWEST_BLOCKS, stand for all.
 MOST_BLOCKS, FEWEST_BLOCKS = 32, 2
-#: Blocks of keys of more ranges are searched with a mask of their rows.
+#: Blocks of keys with more ranges are searched with a mask of their rows.
 MOST_RANGES = 4
 
 
 def sampled_ranks(ranks: int, most: int, fewest: int | None = None, work: int = 0, *, ends: bool = False) -> list[int]:
-    """Evenly spaced ranks that stand for all: at most `most`, or all of fewer.
+    """Evenly spaced ranks that stand for all: at most `most`, or all ranks if there are fewer.
 
-    Where one rank takes work that grows with `ranks`, these are about `work` / `ranks`, and at least `fewest`. `ends`:
-    the first and the last rank are among them; else each is the middle of as many ranks.
+    If `fewest` is given, because the work for one rank grows with `ranks`, returns about `work` / `ranks` of them, at
+    least `fewest`. With `ends`, includes the first and the last rank; otherwise takes the middle of equal sections.
     """
     count = min(ranks, most if fewest is None else max(fewest, min(most, work // ranks)))
     if ends:
@@ -58,17 +58,17 @@ def sampled_blocks(ranks: int) -> list[int]:
 
 
 class BlockDemand(ABC):
-    """Which rows of the blocks that ranks own by `layout` are needed by which ranks under `pattern`.
+    """Which rows of the blocks of `layout` each rank needs under `pattern`.
 
-    `KeyDemand` describes blocks of keys and values, `QueryDemand` blocks of queries. A rank needs rows for its own rows
-    of the other side, which it owns by `readers`: the layout itself, or another one. `heads` query heads share
-    `kv_heads` key/value heads. `ranks` and `owners` are runs of consecutive ranks. The functions marked `cached` keep
-    their answers in `cache`.
+    `KeyDemand` describes blocks of keys and values, `QueryDemand` blocks of queries. A rank needs the rows that pair
+    with its own rows of the other side; `readers` is the layout of that side, by default `layout` itself. `heads` query
+    heads share `kv_heads` key/value heads. `ranks` and `owners` are runs of consecutive ranks. The functions marked
+    `cached` keep their results in `cache`.
     """
 
     #: What the blocks hold.
     side: ClassVar[Side]
-    #: Blocks of more ranges are searched with a mask of their rows.
+    #: Blocks with more ranges are searched with a mask of their rows.
     most_ranges: ClassVar[int]
 
     def __init__(
@@ -76,7 +76,7 @@ class BlockDemand(ABC):
     ) -> None:
         self.pattern, self.layout, self.heads, self.kv_heads = pattern, layout, heads, kv_heads
         self.readers = layout if readers is None else readers
-        #: Heads of a block.
+        #: The number of heads of a block.
         self.block_heads = kv_heads if self.side == "keys" else heads
         self.cache = Cache(ANSWERS)
 
@@ -87,7 +87,7 @@ class BlockDemand(ABC):
 
     @abstractmethod
     def grouped(self, size: int) -> BlockDemand:
-        """The demand of the same pattern and heads of groups of `size` adjacent ranks, each as one rank."""
+        """The same demand with each group of `size` adjacent ranks as one rank."""
 
     @abstractmethod
     def needs(self, ranks: range, owners: range) -> bool:
@@ -99,25 +99,25 @@ class BlockDemand(ABC):
 
     @property
     def table(self) -> np.ndarray | None:
-        """Whether each rank needs a row of each block, bool [ranks, blocks], where this follows without tiles."""
+        """Whether each rank needs a row of each block, bool [ranks, blocks]; None if only tiles can answer."""
         return None if self.row_reach is None else self.row_reach.visits
 
     @cached_property
     def sampled_reach(self) -> RowReach | None:
-        """What ranks need of all blocks, or of `sampled_blocks`, where this follows without tiles; else None."""
+        """What ranks need of all blocks, or of `sampled_blocks`; None if only tiles can answer."""
         return self._find_reach()
 
     @cached_property
     def row_reach(self) -> RowReach | None:
-        """What ranks need of all blocks, where this follows without tiles; else None."""
+        """What ranks need of all blocks; None if only tiles can answer."""
         reach = self.sampled_reach
         return reach if reach is not None and len(reach.blocks) == self.layout.ranks else None
 
     @cached
     def _find_reach(self) -> RowReach | None:
-        if self.readers is not self.layout:  # else every rank needs its own block
+        if self.readers is not self.layout:  # a reach assumes that every rank needs its own block
             return None
-        from .row_reach import find_row_reach  # only plans load it
+        from .row_reach import find_row_reach  # loaded only to plan
 
         return find_row_reach(self.pattern, self.side, self.layout, sampled_blocks(self.layout.ranks), self.block_heads)
 
@@ -137,9 +137,9 @@ class BlockDemand(ABC):
         return union(self._local_pieces(ranks, owner), self.block_heads, self.layout.rows(owner))
 
     def _needed_runs(self, ranks: tuple[range, ...], owner: int) -> tuple[range, ...] | None:
-        """The local rows of a block that some rank of `ranks` needs; None unless runs of positions need runs of them.
+        """The local rows of a block that some rank of `ranks` needs; None unless each run of positions needs one run.
 
-        The rows of a cache and of its chunks have many ranges, of which all ranks need the same.
+        For a cache and its chunks, whose rows have many ranges. All heads need the same rows.
         """
         mine: list[range] = []
         for run in ranks:
@@ -163,10 +163,10 @@ class BlockDemand(ABC):
 
     @abstractmethod
     def _seen_rows(self, rank: int, owner: int) -> Iterator[tuple[range, range]]:
-        """(heads of the block, local rows) of the block of `owner` in the works of `rank`."""
+        """(heads of the block, local rows) of the block of `owner` that the works of `rank` use."""
 
     def count_needed(self, ranks: tuple[range, ...], owner: int) -> int:
-        """The number of rows of all heads in `needed_rows`."""
+        """The number of rows in `needed_rows`, summed over heads."""
         if self.row_reach is not None:
             return self.row_reach.count(ranks, owner) * self.block_heads
         return count_rows(self.needed_rows(ranks, owner), self.block_heads, self.layout.rows(owner))
@@ -203,7 +203,7 @@ class BlockDemand(ABC):
                 yield block_heads, rows
 
     def _union_of_masks(self, ranks: tuple[range, ...], owner: int) -> RowSets:
-        """`needed_rows` of a block of many ranges: the union of one mask of the block per rank."""
+        """`needed_rows` for a block with many ranges: the union of one mask per rank."""
         positions = self.layout.positions(owner)
         mask = np.zeros((self.block_heads, len(positions)), dtype=bool)
         for rank in (rank for run in ranks for rank in run):
@@ -211,12 +211,12 @@ class BlockDemand(ABC):
                 mask |= np.unpackbits(self._needed_bits(rank, owner), axis=1, count=len(positions)).view(bool)
                 if mask.all():
                     return WHOLE_BLOCK
-        mask = mask[:, np.argsort(np.argsort(positions))]  # back from the order of positions to that of the shard
+        mask = mask[:, np.argsort(np.argsort(positions))]  # from ascending positions back to the order of the shard
         return group_heads([to_ranges(np.flatnonzero(row)) for row in mask], len(positions))
 
     @cached
     def _needed_bits(self, rank: int, owner: int) -> np.ndarray:
-        """Which rows of the block of `owner` `rank` needs, in the order of their positions: bits, [heads, rows / 8]."""
+        """Which rows of the block of `owner` a rank needs, by ascending position: bits, uint8 [heads, rows / 8]."""
         positions = np.sort(self.layout.positions(owner))
         hull = range(int(positions[0]), int(positions[-1]) + 1)
         mask = np.zeros((self.block_heads, len(positions)), dtype=bool)
@@ -229,7 +229,7 @@ class BlockDemand(ABC):
 
 
 class KeyDemand(BlockDemand):
-    """Which keys each rank needs, and the work of one visit of a rank to a block of keys."""
+    """Which keys each rank needs, and the works of a rank's visit to a block of keys."""
 
     side = "keys"
     most_ranges = MOST_RANGES
@@ -239,11 +239,11 @@ class KeyDemand(BlockDemand):
         return KeyDemand(self.pattern, self.layout.grouped(size), self.heads, self.kv_heads, readers)
 
     def share_answers(self, other: KeyDemand) -> None:
-        """Use the cache of `other`, whose layout, heads and visible pairs are equal to those of this demand."""
+        """Use the cache of `other`, which must have the same layout, heads and visible pairs."""
         self.cache = other.cache
 
     def needs(self, ranks: range, owners: range) -> bool:
-        """Whether some rank of `ranks` sees a key of some rank of `owners` (runs of consecutive ranks)."""
+        """Whether some rank of `ranks` sees a key of some rank of `owners`; both are runs of consecutive ranks."""
         if not ranks or not owners:
             return False
         reach = self.row_reach
@@ -255,7 +255,7 @@ class KeyDemand(BlockDemand):
             return False
         if q_exact and k_exact:
             return True
-        # A span that was widened proves absence only: halve the longer run until spans are exact.
+        # A widened span can only prove that there is no pair: halve the longer run until spans are exact.
         if (len(ranks) >= len(owners) and not q_exact) or k_exact:
             half = len(ranks) // 2
             return self.needs(ranks[:half], owners) or self.needs(ranks[half:], owners)
@@ -285,7 +285,7 @@ class KeyDemand(BlockDemand):
 
     @cached
     def pairs(self, rank: int, owner: int) -> int:
-        """The exact number of (query, key, head, branch) pairs that `rank` computes against the block of `owner`."""
+        """The exact number of (query, key, head, branch) pairs that `rank` computes with the block of `owner`."""
         rows, keys = self.readers.shard(rank), self.layout.shard(owner)
         if self.readers is self.layout or len(keys) <= MOST_RANGES:
             return sum(self.pattern.count(q, k, range(self.heads)) for q in rows for k in keys)
@@ -300,14 +300,14 @@ class KeyDemand(BlockDemand):
 
     @cached
     def joined_works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
-        """The pairs of `works` as few works: short runs of keys are joined, and equal works repeated."""
+        """The pairs of `works` as few works: short runs of keys are joined, and equal works become repetitions."""
         return tuple(join_repetitions(join_keys(self.works(rank, owner, row_set))))
 
     @cached
     def works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
         """The visit of `rank` to rows of the block of `owner`, lowered to local rows, one work per tile.
 
-        Works of a `RowSet` hold the pairs of its heads, and index the tensor of the row set.
+        With a `RowSet`, works have only the pairs of its heads, and index the tensor of the row set.
         """
         if isinstance(row_set, RowSet):
             return tuple(restrict_keys(self.works(rank, owner, ALL_ROWS), row_set))
@@ -315,7 +315,7 @@ class KeyDemand(BlockDemand):
 
     @cached
     def first_works(self, rank: int, owner: int, most: int | None) -> tuple[tuple[Work, ...], bool]:
-        """(`joined_works` works of the first `most` tiles of a visit, or of all tiles; whether these are all tiles)."""
+        """(joined works of the first `most` tiles of a visit, or of all tiles for None; whether these are all tiles)."""
         if most is None:
             return self.joined_works(rank, owner), True
         first = list(islice(self._find_tiles(rank, owner), most + 1))
@@ -325,7 +325,7 @@ class KeyDemand(BlockDemand):
 
 
 class QueryDemand(BlockDemand):
-    """Which queries each rank needs for its keys: the demand `keys` the other way round."""
+    """Which queries each rank needs for its keys: the demand `keys` seen from the other side."""
 
     side = "queries"
     most_ranges = 1 << 62
@@ -348,9 +348,9 @@ class QueryDemand(BlockDemand):
 
     @cached
     def joined_works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
-        """What `rank` computes with its keys for query rows of `owner`, as few works.
+        """The few works that `rank` computes with its own keys and query rows of `owner`.
 
-        Works of a `RowSet` index its tensor by their query heads and rows.
+        With a `RowSet`, the query heads and rows of the works index its tensor.
         """
         works = self.keys.works(owner, rank, ALL_ROWS)
         if isinstance(row_set, RowSet):

@@ -10,11 +10,11 @@ from ..errors import InvalidInput
 from ..text import plural
 from .steps import Step
 
-#: Of many ranks at most MAX_ROWS are drawn, around PLACES evenly spaced ranks.
+#: A picture has at most MAX_ROWS ranks. If there are more, it shows those around PLACES evenly spaced ranks.
 MAX_ROWS, PLACES = 16, 4
-#: Columns of a cell, and of a picture where neither a terminal nor the caller says a width.
+#: Columns of a cell, and of a picture if neither the terminal nor the caller gives a width.
 CELL, WIDTH = 5, 80
-#: The narrowest picture: a label, two steps, and the mark of the steps between them.
+#: Columns of the narrowest picture: a label, two steps, and "..." for the steps between them.
 LEAST = 32
 
 
@@ -28,12 +28,12 @@ def draw_steps(
 ) -> str:
     """One line per rank, one cell per step, in at most `width` columns (default: the width of the terminal).
 
-    `steps(rank)` gives the steps of a rank. `level(rank, step)` is the share of computed pairs: 0 for none, 1 for less
-    than half, 2 for less than all, 3 for all pairs of the visited blocks.
+    `steps(rank)` gives the steps of a rank. `level(rank, step)` is the computed share of the pairs of the visited
+    blocks: 0 for none, 1 for less than half, 2 for less than all, 3 for all.
 
-    A cell shows the level, and a second mark says whether the rank sends meanwhile. Of many ranks, the picture shows
-    ranks that exchange messages at a few places; of many steps, the first and the last. A line says what is left out.
-    Raises InvalidInput where `width` is below LEAST.
+    A cell shows the level, and an arrow if the rank sends meanwhile. If there are many ranks, the picture shows a few
+    groups of ranks that exchange messages; if there are many steps, the first and the last ones. A last line lists what
+    is left out. Raises InvalidInput if `width` is below LEAST.
     """
     width = max(LEAST, shutil.get_terminal_size((WIDTH, 24)).columns) if width is None else width
     if width < LEAST:
@@ -68,7 +68,7 @@ def draw_steps(
 
 
 def choose_ranks(ranks: int, steps: Callable[[int], tuple[Step, ...]]) -> list[int]:
-    """The ranks to draw: all; of many, ranks at a few places and the ranks that they exchange messages with."""
+    """The ranks to draw: all, or if they are many, a few evenly spaced ranks and those they exchange messages with."""
     if ranks <= MAX_ROWS:
         return list(range(ranks))
     chosen: set[int] = set()
@@ -89,7 +89,7 @@ def choose_ranks(ranks: int, steps: Callable[[int], tuple[Step, ...]]) -> list[i
 
 
 def _choose_steps(count: int, room: int) -> list[int | None]:
-    """The steps to draw, of `count` steps; None stands for the steps that are left out in the middle."""
+    """Which of `count` steps to draw; None stands for the steps left out in the middle."""
     if count <= room:
         return list(range(count))
     last = max(1, (room - 1) // 3)
@@ -97,7 +97,7 @@ def _choose_steps(count: int, room: int) -> list[int | None]:
 
 
 def _wrap(words: list[str], width: int) -> list[str]:
-    """Words two spaces apart, in lines of at most `width` columns; a word that is longer has a line of its own."""
+    """Lines of at most `width` columns with the words two spaces apart; a longer word gets a line of its own."""
     lines = [words[0]]
     for word in words[1:]:
         if len(lines[-1]) + 2 + len(word) <= width:

@@ -1,4 +1,4 @@
-"""The Plan: which rank computes which pairs when, and sends which rows to which rank. A pure function of its inputs."""
+"""The Plan, a pure function of its inputs: which rank computes which pairs when, and sends which rows to which rank."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .steps import BLOCKS, OF_KEYS, SUMS, Kind, Part, PlanSizes, RankPlan, Step
 if TYPE_CHECKING:
     from .choice import Choice
 
-#: Rises whenever the same inputs give other steps, so that ranks of different versions refuse to run together.
+#: Increased whenever the same inputs give different steps, so that ranks of different versions refuse to run together.
 FORMAT = 4
 
 
 class Rotation:
-    """The steps of ranks by a schedule without Ulysses groups, in one of the two forms of each pass.
+    """The steps of each rank under a schedule without Ulysses groups; each pass is pass-KV or pass-Q.
 
-    `keys` is the schedule of blocks of keys, `queries` the schedule of blocks of queries, and `size` gives the bytes of
-    a part of a message. `forward` is what travels in the forward, "kv" or "q"; for the backward `rotate="auto"`
-    takes the form that sends fewer bytes, and keys where both send as many; for a double ring, which is there to spare
-    the links between nodes, it compares the bytes on these links first.
+    `keys` is the schedule for blocks of keys, `queries` that for blocks of queries, and `size` gives the bytes of a
+    part of a message. `forward` is what travels in the forward, "kv" or "q". For the backward, `rotate="auto"` chooses
+    what sends fewer bytes, and keys on a tie. For a double ring, whose purpose is to save traffic between nodes, it
+    compares the bytes between nodes first.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Rotation:
 
     @cached_property
     def chosen(self) -> str:
-        """What travels: "kv" or "q"."""
+        """What travels in the backward: "kv" or "q"."""
         if self.rotate != "auto":
             return self.rotate
         if self.keys.demand.layout.ranks == 1:
@@ -53,10 +53,10 @@ class Rotation:
         return "q" if queries < keys else "kv"
 
     def count_bytes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(between nodes, all) bytes of a pass-KV backward, and of a pass-Q backward.
+        """(bytes between nodes, all bytes) of a pass-KV backward, and the same of a pass-Q backward.
 
-        Up to `schedules.base.EXACT_RANKS`, the bytes of all blocks; above, those of the same few blocks in both forms,
-        which suffice to find the form that sends fewer.
+        With up to `schedules.base.EXACT_RANKS` ranks, counts all blocks; with more, the same few blocks for both, which
+        is enough to find out which one sends fewer bytes.
         """
         kv, grad, q, row, dq = (self.size(Part(kind, 0, ONE_ROW)) for kind in ("kv", "grad", "q", "row", "dq"))
         keys = self.keys.count_backward_bytes(kv, grad, queries=False)
@@ -74,7 +74,7 @@ class Rotation:
         return RankPlan(rank, self.forward(rank), backward, saved)
 
     def _count_steps(self, steps: Callable[[int], tuple[Step, ...]]) -> tuple[int, int]:
-        """(bytes between nodes, all bytes) that some ranks send in their steps."""
+        """(bytes between nodes, all bytes) that the ranks of `sampled_owners` send in their steps."""
         node, between, every = self.keys.ranks_per_node, 0, 0
         for rank in sampled_owners(self.keys.demand):
             for hop in (hop for step in steps(rank) for hop in step.sends):
@@ -91,9 +91,9 @@ class Plan(PlanSizes):
     pattern: Pattern
     layout: Layout
     schedule: str
-    #: Where queries are other positions than the keys, how these are cut; `layout` is then that of the keys alone.
+    #: The layout of the queries if their positions differ from those of the keys; `layout` is then for keys only.
     q_layout: Layout | None = None
-    #: What `auto` compared, and why it took this plan; None where layout and schedule were named.
+    #: What `auto` compared and why it chose this plan; None if the caller named layout and schedule.
     choice: Choice | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -111,29 +111,30 @@ class Plan(PlanSizes):
 
     @cached_property
     def stacked(self) -> bool:
-        """Whether the rows of the batch lie one after another in one sequence."""
+        """Whether the batch rows lie one after another in one sequence."""
         return self.layout.stacked > 1
 
     @cached_property
     def output_scale(self) -> float:
-        """What the output is multiplied by, see `Pattern.output_scale`."""
+        """The factor by which the output is multiplied, see `Pattern.output_scale`."""
         return self.pattern.output_scale
 
     def layout_of(self, kind: Kind) -> Layout:
-        """The layout by which ranks own blocks of a kind: that of the keys for "kv" and "grad", else of the queries."""
+        """The layout of blocks of this kind: of the keys for "kv" and "grad", otherwise of the queries."""
         return self.layout if self.q_layout is None or kind in OF_KEYS else self.q_layout
 
     def exchange_rows(self, kind: Kind, rank: int) -> tuple[int, ...]:
-        """The rows of a rank in each tensor of a part that Ulysses groups exchange."""
+        """The number of rows of a rank in each tensor of a part that a Ulysses group exchanges."""
         if kind in ("qkv", "dqkv"):
             return self.layout_of("q").rows(rank), *[self.layout.rows(rank)] * 2
         return (self.layout_of("q").rows(rank),) * 2
 
     @cached_property
     def cache(self) -> Cache:
-        """The answers of functions of the plan that are marked `cached`, as long as the plan lives.
+        """Results of the plan's functions marked `cached`; it lives as long as the plan.
 
-        Other packages write answers here, too. A key that they make themselves begins with the function that answers.
+        Other packages store results here, too. A key that they make themselves starts with the function that computes
+        the result.
         """
         return Cache(ANSWERS)
 
@@ -144,20 +145,20 @@ class Plan(PlanSizes):
 
     @cached_property
     def query_demand(self) -> QueryDemand:
-        """Which rank needs which queries where they travel. With Ulysses groups, use that of a `ring_plan`."""
+        """Which rank needs which queries under pass-Q. With Ulysses groups, use the demand of a `ring_plan`."""
         return QueryDemand(self.demand)
 
     def with_choice(self, choice: Choice) -> Plan:
-        """The same plan with the choice that led to it. Both plans share the answers of their demands."""
+        """The same plan with the choice that led to it. Both plans share the caches of their demands."""
         plan, asked, size = replace(self, choice=choice), self.ring_plan(0)[0].demand, self.ulysses_size
-        # Where each query attends one run, all heads are alike.
+        # If each query attends one run, all heads are alike.
         alike = bool(self.tokens) and asked.pattern.run("keys", 0, 0) is not None
         for member in range(size if alike else 1):
             plan.ring_plan(member)[0].demand.share_answers(asked)
         return plan
 
     def for_rank(self, rank: int) -> RankPlan:
-        """The steps of one rank, without planning any other."""
+        """The steps of one rank, without planning the other ranks."""
         if not 0 <= rank < self.ranks:
             raise InvalidInput(f"rank {rank} is not one of the {self.ranks} ranks 0 .. {self.ranks - 1} of the plan")
         if not self.batch:
@@ -166,7 +167,7 @@ class Plan(PlanSizes):
 
     @cached
     def forward_steps(self, rank: int) -> tuple[Step, ...]:
-        """The forward of `for_rank`, without planning a backward where that is possible."""
+        """The forward steps of `for_rank`, without planning a backward if that is possible."""
         if not self.batch:
             return ()
         if self.ulysses_size == 1:
@@ -192,45 +193,45 @@ class Plan(PlanSizes):
         return self.make_rotation(self.demand)
 
     def make_rotation(self, demand: KeyDemand) -> Rotation:
-        """The steps of ranks by what `demand` answers, for a plan without Ulysses groups."""
+        """The `Rotation` for `demand`, in a plan without Ulysses groups."""
         query_demand = self.query_demand if demand is self.demand else QueryDemand(demand)
         keys, queries = (make_schedule(self.schedule, blocks) for blocks in (demand, query_demand))
         rotate = self.rotate.split(", ")[-1]
-        # Rounded queries would give other weights than the forward's.
+        # Rounded queries would give other attention weights than the forward.
         rotate = "kv" if rotate == "auto" and self.comm_dtype is not None else rotate
         return Rotation(keys, queries, self.forward_rotates, rotate, self.part_bytes)
 
     @property
     def forward_rotates(self) -> str:
-        """What travels in the forward: "q" where they have a layout of their own and `rotate` says so."""
+        """What travels in the forward: "q" if `rotate` asks for it and queries have their own layout; else "kv"."""
         forward, *backward = self.rotate.split(", ")
         return "q" if forward == "q" and (backward or self.q_layout is not None) else "kv"
 
     @property
     def is_plain(self) -> bool:
-        """Whether queries are the tokens of the keys, and keys travel in the forward."""
+        """Whether queries and keys are the same tokens and the forward is pass-KV."""
         return self.q_layout is None and self.forward_rotates == "kv"
 
     @property
     def rotates(self) -> str:
-        """What travels in the backward, "kv" or "q"; with Ulysses groups, in the ring of the first members."""
+        """What travels in the backward, "kv" or "q"; with Ulysses groups, between the first members of the groups."""
         return self._rotation.chosen if self.ulysses_size == 1 else self._ring_plans[0].rotates
 
     @cached_property
     def ulysses_size(self) -> int:
-        """Ranks of a group that exchange tokens for heads before attention: 1 without the schedule ulysses."""
+        """The number of ranks that exchange tokens for heads before attention; 1 unless the schedule is ulysses."""
         return split_ulysses(self.schedule)[0]
 
     def ring_plan(self, rank: int) -> tuple[Plan, int]:
-        """(plan between the Ulysses groups in which `rank` takes part, its rank there); (self, rank) without groups."""
+        """(plan between Ulysses groups that includes `rank`, number of the rank in it); (self, rank) without groups."""
         if self.ulysses_size == 1:
             return self, rank
         return self._ring_plans[rank % self.ulysses_size], rank // self.ulysses_size
 
     @cached_property
     def _ring_plans(self) -> list[Plan]:
-        """By place in a group, the plan between the members of all groups at this place."""
-        from ..pattern.views import HeadSlice  # as above
+        """For each place in a group, the plan between the members at this place of all groups."""
+        from ..pattern.views import HeadSlice  # few plans have Ulysses groups
 
         size, schedule = split_ulysses(self.schedule)
         (heads, kv_heads), layout = self.member_heads(size), self.layout.grouped(size)
@@ -241,7 +242,7 @@ class Plan(PlanSizes):
 
     @property
     def kept_bytes(self) -> int:
-        """About how many bytes the plan takes, with all answers that it keeps so far."""
+        """Approximate size of the plan in bytes, with everything cached so far."""
         used = [plan for plan in vars(self).get("_ring_plans", ()) if "demand" in vars(plan)]
         caches = {id(c): c for p in (self, *used) for c in (p.cache, p.demand.cache, p.query_demand.cache)}
         return self._input_bytes + sum(cache.bytes for cache in caches.values())
@@ -251,7 +252,7 @@ class Plan(PlanSizes):
         return estimate_bytes([getattr(self, entry.name) for entry in fields(self)])
 
     def part_bytes(self, part: Part, *, as_sent: bool = True) -> int:
-        """Bytes of a part of a message; without `as_sent`, of a block or of its sums where a rank computes with it."""
+        """Bytes of a part in a message or, without `as_sent`, in the dtype in which a rank computes with it."""
         if part.kind not in BLOCKS and part.kind not in SUMS:
             return self.exchange_bytes(part.kind, self.exchange_rows(part.kind, part.owner), self.ulysses_size)
         if self.ulysses_size > 1:  # the part travels between the groups
@@ -270,7 +271,7 @@ class Plan(PlanSizes):
         return sum(len(step.sends) for step in self._steps(rank, backward))
 
     def full_ring_bytes(self, *, backward: bool = False) -> int:
-        """Bytes that a ring of all ranks sends which skips no rows: every block to every other rank."""
+        """Bytes that a ring of all ranks would send if it skipped no rows: every block to every other rank."""
         kinds: tuple[Kind, ...] = ("kv",) if self.forward_rotates == "kv" else ("query", "part")
         if backward:
             kinds = ("kv", "grad") if self.rotates == "kv" else ("q", "row", "dq")
@@ -288,18 +289,18 @@ class Plan(PlanSizes):
 
     @property
     def density(self) -> float:
-        """Pairs over heads x queries x keys: 1 is full attention; each branch adds its own pairs. Counted."""
+        """Pairs / (heads x queries x keys): 1 is full attention; each branch adds its own pairs. Counted."""
         return self.pairs() / max(self.heads * self.q_tokens * self.tokens, 1)
 
     @property
     def imbalance(self) -> float:
-        """Pairs of the busiest rank over the mean of all ranks; 1 is perfect. Counted."""
+        """Pairs of the busiest rank / mean pairs per rank; 1 is perfect balance. Counted."""
         total = self.pairs()
         return max(map(self.pairs, range(self.ranks))) * self.ranks / total if total else 1.0
 
     @cached_property
     def hash(self) -> str:
-        """Hexadecimal digest of the inputs and of the plan format: plans of equal hash have equal steps."""
+        """Hexadecimal digest of the inputs and of the plan format; plans with equal hashes have equal steps."""
         return hashlib.sha256(json.dumps(self._inputs(), sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -308,8 +309,8 @@ class Plan(PlanSizes):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` or `ringattn plan output.path=` wrote. Raises InvalidInput on any other text."""
-        from .record import read_record  # a plan that is not read does not load it
+        """The plan that `to_json` or `ringattn plan output.path=` wrote. Raises InvalidInput for any other text."""
+        from .record import read_record  # loaded only when a plan is read
 
         record = read_record(text, FORMAT)
         pattern, tokens, ranks = parse_pattern(record.pattern), record.tokens, record.ranks
@@ -330,15 +331,17 @@ class Plan(PlanSizes):
         schedule = resolve(record.schedule, ranks, sizes.heads, sizes.kv_heads)
         plan = arrange(bound, layout, schedule, sizes, q_layout)
         if plan.hash != record.hash:
-            raise InvalidInput(f"the plan has hash {plan.hash}, its text {record.hash}: it was edited; make it anew")
+            raise InvalidInput(
+                f"the plan has hash {plan.hash}, but its text has {record.hash}: it was edited; make it again"
+            )
         return plan
 
     def picture(self, *, ascii: bool = False, width: int | None = None) -> str:
-        """The steps of the forward as text, rank x step: how much of each visit is computed, and which steps send.
+        """The forward as text, rank x step: the computed share of each visit's pairs, and which steps send.
 
         At most `width` columns wide (None: as wide as the terminal).
         """
-        from .drawing import draw_steps  # a plan that is not drawn does not load it
+        from .drawing import draw_steps  # loaded only when a plan is drawn
 
         def steps(rank: int) -> tuple[Step, ...]:
             return self.for_rank(rank).forward
@@ -346,7 +349,7 @@ class Plan(PlanSizes):
         return draw_steps(self.ranks, steps, self._level, ascii=ascii, width=width)
 
     def _level(self, rank: int, step: Step) -> int:
-        """The share of pairs that a step computes, of all pairs of the visited blocks: see `draw_steps`."""
+        """The computed share of the pairs of the blocks that a step visits, as a level of `draw_steps`."""
         plan, place = self.ring_plan(rank)
         passes_q = plan.forward_rotates == "q"
         visits = {(part.owner, place) if passes_q else (place, part.owner) for part in step.visits}
@@ -360,7 +363,7 @@ class Plan(PlanSizes):
         return [step for plan in plans for step in (plan.backward if backward else plan.forward)]
 
     def _inputs(self) -> dict[str, Any]:
-        # A balanced layout may have been made for another pattern than the plan's.
+        # A balanced layout may have been made for a pattern other than the plan's.
         layout = self.layout.base
         partition: dict[str, Any] = {"partition": layout.runs} if isinstance(layout, Balanced) else {}
         if self.q_layout is not None:
@@ -381,7 +384,7 @@ class Plan(PlanSizes):
 
 
 def bind_sides(pattern: Pattern, layout: Layout, q_layout: Layout, heads: int) -> Pattern:
-    """The pattern bound to keys of `layout` and to queries of `q_layout`. Raises InvalidInput where it does not fit."""
+    """The pattern bound to keys of `layout` and queries of `q_layout`. Raises InvalidInput if it does not fit."""
     keys, queries = _end(layout), _end(q_layout)
     pattern.check_sides(keys, queries, heads)
     return pattern.bind(heads, max(keys, queries))
@@ -393,15 +396,15 @@ def _end(layout: Layout) -> int:
 
 
 def arrange(bound: Pattern, layout: Layout, schedule: str, sizes: PlanSizes, q_layout: Layout | None = None) -> Plan:
-    """The plan of a bound pattern; where rows of the batch have patterns of their own, of the rows one after another.
+    """The plan for a bound pattern; if batch rows have their own patterns, it plans the rows as one long sequence.
 
-    The rows are then one sequence, each rank has its positions of every row, and the batch is 1. Raises InvalidInput
-    for a batch of another size.
+    Each rank then has its positions of every row, and the batch is 1. Raises InvalidInput unless the batch has as many
+    rows as the pattern.
     """
     rows = bound.rows
     if rows is not None:
         if rows != sizes.batch:
-            raise InvalidInput(f"the pattern has {rows} rows of documents, and the batch has {sizes.batch} rows")
+            raise InvalidInput(f"the pattern has {rows} rows of documents, but the batch has {sizes.batch} rows")
         from ..layout import stack_rows  # few batches have rows with patterns of their own
         from ..pattern.views import RowByRow
 

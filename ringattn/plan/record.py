@@ -1,4 +1,4 @@
-"""A plan as JSON: the schema of what `Plan.to_json` writes."""
+"""The schema of the JSON that `Plan.to_json` writes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from msgspec import Meta, Struct
 from ..errors import InvalidInput
 from ..files import Count, decode
 
-#: Heads of a plan that is read.
+#: A number of heads in the JSON of a plan.
 Heads = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
 class PlanRecord(Struct):
-    """What `Plan.to_json` writes; beside it `ringattn plan` writes what it counted."""
+    """The fields that `Plan.to_json` writes; `ringattn plan` adds counted numbers."""
 
     format: int
     hash: str
@@ -38,10 +38,10 @@ class PlanRecord(Struct):
 
 
 def read_record(text: str, version: int) -> PlanRecord:
-    """The record in a JSON text. Raises InvalidInput."""
+    """The record in a JSON text. Raises InvalidInput for other text, or for a format other than `version`."""
     record = decode(text, PlanRecord, "the plan")
     if record.format != version:
         raise InvalidInput(
-            f"the plan has format {record.format}, this ringattn reads format {version}; make the plan anew"
+            f"the plan has format {record.format}, but this ringattn reads format {version}; make the plan again"
         )
     return record

@@ -1,7 +1,7 @@
 """Which ranks need which rows of which block, by arithmetic on all rows at once.
 
-Where each query attends one run of keys, no tiles are needed: the plan of a packing that changes in every step is read
-off these tables.
+If each query attends one run of keys, these tables replace tiles. That makes it cheap to plan packed documents anew in
+every training step.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from ..pattern.base import Pattern, Run, Side
 from ..pattern.tile import find_runs, join_runs
 from .row_sets import NO_ROWS, WHOLE_BLOCK, Ranges, RowSet, RowSets, to_numbers, to_ranges
 
-#: More tokens or ranks of a striped layout are planned by ranges: a `StripedReach` holds a few numbers for each token.
+#: Striped layouts with more tokens or ranks are planned by ranges, as a `StripedReach` holds a few numbers per token.
 MOST_TOKENS, MOST_RANKS = 1 << 21, 512
-#: These arrays are made from this many tokens at a time: larger ones would be new memory in every plan.
+#: Arrays over tokens are computed this many tokens at a time: larger ones would allocate new memory in every plan.
 PART = 1 << 14
-#: Up to TABLE_RANKS ranks, a table of at most TABLE_CELLS cells lists what each rank needs of some blocks; up to
-#: TABLE_ALL ranks, of all blocks.
+#: Up to TABLE_RANKS ranks, a table of at most TABLE_CELLS cells lists what each rank needs of some blocks. Up to
+#: TABLE_ALL ranks, it lists all blocks.
 TABLE_RANKS, TABLE_CELLS, TABLE_ALL = 512, 1 << 18, 64
-#: Sums of at most this many rows are exact in fp64.
+#: Sums of up to this many rows are exact in fp64.
 EXACT_ROWS = 1 << 53
-#: Bytes of the tables of layouts that this process keeps.
+#: Bytes of the layout tables that this process caches.
 LAYOUTS = 1 << 24
-#: More ranges than a block has.
+#: No limit on ranges: more than any block has.
 MOST = 1 << 62
-#: Some ranks, as runs of consecutive ones.
+#: Some ranks, as runs of consecutive ranks.
 Ranks = Sequence[range]
 
 _layouts = Cache(LAYOUTS)
 
 
 class RowReach(ABC):
-    """What each rank needs of the blocks of some owners, alike in all `heads` heads of a block.
+    """What each rank needs of the blocks of some owners; the same for all `heads` heads of a block.
 
     Every rank needs all rows of its own block.
     """
@@ -55,33 +55,33 @@ class RowReach(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """About how many bytes the tables take."""
+        """Approximate size of the tables in bytes."""
 
     @abstractmethod
     def count_carried(self, sign: int, limit: int) -> np.ndarray:
-        """Rows of one head that each block sends in a direction, by hop from the farthest: int64 [blocks, hops].
+        """Rows of one head that travel on each hop of each block in a direction: int64 [blocks, hops], farthest first.
 
-        A hop carries what its target needs, or a rank beyond.
+        A hop carries the rows that its target, or any rank beyond, needs.
         """
 
     @abstractmethod
     def needed(self, ranks: Ranks, owner: int, most: int = MOST, others: Sequence[Ranks] = ()) -> RowSets:
-        """The rows of the block of `owner` that some rank of `ranks` needs and no rank of `others`.
+        """The rows of the block of `owner` that some rank of `ranks` needs and no rank of `others` does.
 
-        In runs of adjacent rows, but in few ranges where the block has more than `most` ranges of positions. The tables
-        must list all blocks.
+        The rows are runs of adjacent rows, or as few ranges as possible if the block has more than `most` ranges of
+        positions. The tables must list all blocks.
         """
 
     @abstractmethod
     def count(self, ranks: Ranks, owner: int, others: Sequence[Ranks] = ()) -> int:
-        """How many rows of one head `needed` gives, without making their ranges."""
+        """The number of rows of one head in `needed`, without making their ranges."""
 
     def needs(self, ranks: range, owners: range) -> bool:
         """Whether some rank of `ranks` needs a row of some block of `owners`. The tables must list all blocks."""
         return bool(self.visits[ranks.start : ranks.stop, owners.start : owners.stop].any())
 
     def _row_sets(self, ranges: Ranges, rows: int) -> RowSets:
-        """Ranges of a block of `rows` rows as the rows of every head."""
+        """A row set with the same ranges for every head of a block of `rows` rows."""
         if not ranges:
             return NO_ROWS
         return WHOLE_BLOCK if ranges == (range(rows),) else (RowSet(tuple(range(self.heads)), (ranges,)),)
@@ -89,23 +89,23 @@ class RowReach(ABC):
 
 @dataclass(frozen=True)
 class _Runs:
-    """The runs of a layout, numbered by their positions, and the runs of the blocks of some owners."""
+    """The runs of a layout, numbered by position, and the runs of the blocks of some owners."""
 
     first: np.ndarray
     last: np.ndarray
-    #: The owners of the blocks, and the index of the first run of each block, with an end.
+    #: The owners of the blocks, and the index of the first run of each block, plus the total number of runs.
     blocks: list[int]
     borders: list[int]
-    #: Of each run of a block, its first position and its length: int64 [runs, 1] each.
+    #: The first position and the length of each run of the blocks: int64 [runs, 1] each.
     begin: np.ndarray
     length: np.ndarray
-    #: By the distance from the owner up to a rank: the nearest run of the rank that does not lie to the right of a run
-    #: of the block, and the nearest run to its right, int64 [runs, ranks]. Where there is none, -1 and one too many.
+    #: For each run of a block and each distance from its owner up to a rank: the rank's nearest run that is not to the
+    #: right of it (-1 if none), and the rank's nearest run to the right (the number of runs if none): int64 [runs, ranks].
     left: np.ndarray
     right: np.ndarray
 
     def sum_blocks(self, by_run: np.ndarray) -> np.ndarray:
-        """The sums [blocks, columns] over the runs of each block of numbers [runs, columns]."""
+        """Sums numbers [runs, columns] over the runs of each block: [blocks, columns]."""
         borders = np.array(self.borders)
         filled = np.flatnonzero(borders[1:] > borders[:-1])
         if len(filled) == len(by_run) == len(self.blocks):
@@ -116,7 +116,7 @@ class _Runs:
 
 
 def _list_runs(layout: Layout, owners: Sequence[int]) -> _Runs | None:
-    """The runs of a layout; None where ranges have steps, or where the table would be too large."""
+    """The runs of a layout; None if ranges have steps, or if the table would be too large."""
     shards = [layout.shard(rank) for rank in range(layout.ranks)]
     most, count = max(map(len, shards)), sum(len(shards[owner]) for owner in owners)
     if not count or count * layout.ranks * most > TABLE_CELLS or any(r.step != 1 for shard in shards for r in shard):
@@ -140,18 +140,19 @@ def _list_runs(layout: Layout, owners: Sequence[int]) -> _Runs | None:
 
 
 class RunReach(RowReach):
-    """What ranks need where the rows of each rank are runs: of each run its first rows, its last rows, or both.
+    """The reach if each rank's rows are runs: ranks need the first rows of a run, its last rows, or both.
 
-    A rank whose rows lie left of a run needs rows from the start of the run, a rank to the right rows up to its end.
+    A rank with rows to the left of a run needs rows from the start of the run on; a rank with rows to the right needs
+    rows up to its end.
     """
 
     def __init__(self, layout: Layout, runs: _Runs, needed: Run, heads: int) -> None:
         super().__init__(layout, runs.blocks, heads)
         lows, highs = (np.broadcast_to(x, runs.first.shape) for x in needed)
-        # A later run needs as much or more to its right, so that the nearest of the runs of a rank decides.
+        # Later runs need as much or more to their right, so the nearest of a rank's runs decides.
         first = np.append(highs + 1, 0).take(runs.left) - runs.begin
         last = runs.begin + runs.length - np.append(lows, layout.tokens).take(runs.right)
-        #: How many of the first and of the last rows of a run a rank needs, by distance: int64 [2, runs, ranks].
+        #: How many of the first and of the last rows of a run a rank at each distance needs: int64 [2, runs, ranks].
         self._ends = np.maximum(np.minimum((first, last), runs.length), 0)
         self._runs, ranks = runs, layout.ranks
         needing = runs.sum_blocks(self._ends.any(0)) > 0
@@ -174,7 +175,7 @@ class RunReach(RowReach):
             parts += [range(start + left, start + first), range(max(start + last, start + left), start + right)]
             start += length
         ranges = tuple(join_runs(parts))
-        # Short runs may be joined to ranges of a larger step.
+        # Short runs may be joined into ranges with a larger step.
         if len(lengths) > most and any([len(run) < 3 for run in ranges]):
             ranges = to_ranges(to_numbers(ranges))
         return self._row_sets(ranges, start)
@@ -188,7 +189,7 @@ class RunReach(RowReach):
 
     @cached_property
     def _counts(self) -> np.ndarray:
-        """How many rows of each block a rank needs, by distance: int64 [blocks, ranks]."""
+        """How many rows of each block a rank at each distance needs: int64 [blocks, ranks]."""
         counts = self._runs.sum_blocks(np.minimum(self._ends.sum(0), self._runs.length))
         counts[:, 0] = self._runs.sum_blocks(self._runs.length)[:, 0]  # the owner needs all rows
         return counts
@@ -196,7 +197,7 @@ class RunReach(RowReach):
     def _cut(self, ranks: Ranks, owner: int, others: Sequence[Ranks]) -> tuple[np.ndarray, ...]:
         """(first, last, left, right), int64 [runs] each: `needed` has the rows left .. first - 1 and last .. right - 1.
 
-        They count from the start of each run of the block.
+        Rows count from the start of each run of the block.
         """
         lengths = self._lengths(owner)
         outer, hole = self._find_ends(ranks, owner), self._find_ends([run for each in others for run in each], owner)
@@ -208,7 +209,7 @@ class RunReach(RowReach):
         return self._runs.length[self._runs.borders[owner] : self._runs.borders[owner + 1], 0]
 
     def _find_ends(self, ranks: Ranks, owner: int) -> np.ndarray:
-        """How many of the first, and of the last rows of each run of a block some rank of `ranks` needs: [2, runs]."""
+        """How many of the first and of the last rows of each run of a block any rank of `ranks` needs: [2, runs]."""
         ends = self._ends[:, self._runs.borders[owner] : self._runs.borders[owner + 1]]
         found = np.zeros(ends.shape[:2], dtype=np.int64)
         for run in ranks:
@@ -218,20 +219,20 @@ class RunReach(RowReach):
 
 
 class StripedReach(RowReach):
-    """The ranks that need each row of striped blocks: some places after the owner around the ring, and some before.
+    """The reach of striped blocks: each row is needed up to some distance up the ring, and up to some distance down.
 
-    The ranges of a striped block have a step, so that a document of a few rows per rank takes many small tiles.
-    `places` are, by position, how many places up (+1) and down (-1) the ring ranks need the row, at most the number of
-    ranks: int16 [tokens] each.
+    The ranges of a striped block have a step, so a document with a few rows per rank would take many small tiles.
+    `places` holds for each position the distance up (+1) and down (-1) the ring within which ranks need the row, at
+    most the number of ranks: int16 [tokens] each.
     """
 
     def __init__(self, layout: Striped, places: dict[int, np.ndarray], heads: int) -> None:
         super().__init__(layout, list(range(layout.ranks)), heads)
         self._owner, self._rows_of_blocks = _layouts.answer((_deal, layout), lambda: _deal(layout))
-        #: How many rows of each block are needed so many places away or farther: int64 [ranks, ranks + 1].
+        #: How many rows of each block are needed at each distance or farther: int64 [ranks, ranks + 1].
         self._counts = {sign: self._count_rows(reached) for sign, reached in places.items()}
         self._places = {sign: reached for sign, reached in places.items() if self._counts[sign][:, 1].any()}
-        #: By owner, the places of its rows in local order, and its number of ranges.
+        #: By owner, the distances of its rows in local order, and its number of ranges.
         self._rows: dict[int, tuple[dict[int, np.ndarray], int]] = {}
         ranks = np.arange(layout.ranks)
         up = (ranks[:, None] - ranks) % layout.ranks
@@ -246,7 +247,7 @@ class StripedReach(RowReach):
         ranks = self.layout.ranks
         if -sign not in self._places:
             return self._counts[sign][:, limit:0:-1]
-        # A rank may also be reached the other way around the ring.
+        # A row may also reach a rank the other way around the ring.
         if sign not in self._places:
             return np.repeat(self._counts[-sign][:, ranks - limit, None], limit, 1)
         hops = np.where(self._places[-sign] >= ranks - limit, limit, np.minimum(self._places[sign], limit))
@@ -284,9 +285,9 @@ class StripedReach(RowReach):
         return masks[0] if len(masks) == 1 else masks[0] | masks[1]
 
     def _count_rows(self, reached: np.ndarray) -> np.ndarray:
-        """Of each block, by number of places, the rows that are needed as far or farther."""
+        """The number of rows of each block that are needed at each distance or farther: int64 [ranks, ranks + 1]."""
         ranks = self.layout.ranks
-        common = ranks if 2 * np.count_nonzero(reached) > len(reached) else 0  # most rows go all the way, or nowhere
+        common = ranks if 2 * np.count_nonzero(reached) > len(reached) else 0  # most rows go all the way or nowhere
         others = (reached != common).nonzero()[0]
         cells = self._owner[others] * (ranks + 1) + reached[others]
         counts = np.bincount(cells, minlength=ranks * (ranks + 1)).reshape(ranks, -1)
@@ -301,14 +302,14 @@ def _deal(layout: Striped) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _parts(tokens: int) -> Iterator[slice]:
-    """The positions in parts whose arrays stay in the processor's cache."""
+    """The positions, split into parts whose arrays fit in the processor's cache."""
     return (slice(start, min(start + PART, tokens)) for start in range(0, tokens, PART))
 
 
 def find_row_reach(pattern: Pattern, side: Side, layout: Layout, owners: Sequence[int], heads: int) -> RowReach | None:
-    """The reach of the blocks of `owners`, or of all blocks; None where ranks do not need runs of rows.
+    """The reach of the blocks of `owners`, or of all blocks; None if ranks do not need runs of rows.
 
-    Also None where tables would be too large. The blocks hold keys or queries (`side`) of `heads` heads.
+    Also None if tables would be too large. The blocks hold keys or queries (`side`) with `heads` heads.
     """
     ranks, tokens = layout.ranks, layout.tokens
     if isinstance(layout, Striped) and 0 < tokens <= MOST_TOKENS and ranks <= MOST_RANKS:

@@ -1,4 +1,4 @@
-"""Sets of rows of a block: which local rows of which heads travel, and which rows two sets share."""
+"""Row sets: which local rows of which heads of a block travel, and which rows two sets share."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import numpy as np
 from ..cache import Value
 from ..pattern.tile import merge_runs
 
-#: A copy of rows is written as slices up to this many, as an index list above.
+#: A copy of rows uses up to this many slices; with more, it uses an index list.
 MAX_SLICES = 16
-#: Numbers in ascending order, as ranges of which none begins before the range before it has ended.
+#: Numbers in ascending order, as ranges that do not interleave.
 Ranges = tuple[range, ...]
 
 
 @final
 class AllRows:
-    """All rows of all heads of a block, whatever their number. `ALL_ROWS` is the only object of this class."""
+    """All rows of all heads of a block. `ALL_ROWS` is the only instance."""
 
     __slots__ = ()
 
@@ -37,10 +37,10 @@ ALL_ROWS: Final = AllRows()
 
 @dataclass(frozen=True)
 class RowSet(Value):
-    """Local rows of some heads of a block; all heads have equally many rows.
+    """Local rows of some heads of a block, the same number for each head.
 
-    The heads are key/value heads in a block of keys, and query heads in a block of queries. `rows` has one entry, the
-    rows of every head, or one entry per head. The tensor of a row set is [B, len(heads), count, D].
+    The heads are key/value heads in a block of keys, and query heads in a block of queries. `rows` has one entry for
+    all heads, or one entry per head. The tensor of a row set is [B, len(heads), count, D].
     """
 
     heads: tuple[int, ...]
@@ -58,12 +58,12 @@ class RowSet(Value):
 
     @cached_property
     def index(self) -> dict[int, int]:
-        """By head, the index of the head in the tensor of the row set."""
+        """The index of each head in the tensor of the row set."""
         return {head: i for i, head in enumerate(self.heads)}
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes the set takes, for `cache.estimate_bytes`: plans hold very many sets."""
+        """Approximate size of the set in bytes, for `cache.estimate_bytes`: plans hold very many sets."""
         return 512 + 150 * len(self.heads) + 150 * sum(map(len, self.rows))
 
     def rows_of(self, head: int) -> Ranges:
@@ -77,7 +77,7 @@ class RowSet(Value):
 RowSets = tuple[RowSet | AllRows, ...]
 WHOLE_BLOCK: Final[RowSets] = (ALL_ROWS,)
 NO_ROWS: Final[RowSets] = ()
-#: A single row of a single head, for sizes per row.
+#: A single row of a single head, to compute sizes per row.
 ONE_ROW: Final = RowSet((0,), ((range(1),),))
 
 
@@ -97,7 +97,7 @@ def union(pieces: Iterable[tuple[range, range]], heads: int, rows: int) -> RowSe
 
 
 def subtract(row_sets: RowSets, others: Sequence[RowSets], heads: int, rows: int) -> RowSets:
-    """The rows that `row_sets` hold and none of `others` does, of a block of `heads` heads and `rows` rows."""
+    """The rows in `row_sets` that are in none of `others`, for a block of `heads` heads and `rows` rows."""
     others = [other for other in others if other != NO_ROWS]
     if not others:
         return row_sets
@@ -121,7 +121,7 @@ def subtract(row_sets: RowSets, others: Sequence[RowSets], heads: int, rows: int
 
 
 def count_rows(row_sets: RowSets, heads: int, rows: int) -> int:
-    """The number of rows of all heads together, of a block of `heads` heads and `rows` rows."""
+    """The number of rows in the sets, summed over heads, for a block of `heads` heads and `rows` rows."""
     return sum(row_set.size if isinstance(row_set, RowSet) else heads * rows for row_set in row_sets)
 
 
@@ -136,8 +136,9 @@ def to_ranges(numbers: np.ndarray) -> Ranges:
     steps = np.diff(numbers)
     if numbers[-1] - numbers[0] == (count - 1) * steps[0] and (steps == steps[0]).all():
         return (range(int(numbers[0]), int(numbers[-1]) + 1, int(steps[0])),)
-    # The last number of each run of equal distances. Two runs share a number, which the earlier one takes. A run of one
-    # distance then has one number left, which the next run takes: of such runs in a row every second one is no range.
+    # `ends` has the last number of each run of equal distances. Adjacent runs share a number; it belongs to the earlier
+    # run. A run with a single distance is then left with one number, which the next run takes: among consecutive runs
+    # of this kind, every second one gives no range.
     ends = np.append(np.flatnonzero(np.diff(steps)) + 1, count - 1)
     number = np.arange(len(ends))
     longer = np.diff(ends, prepend=-1) > 1  # the first run has all its numbers
@@ -151,7 +152,7 @@ def to_ranges(numbers: np.ndarray) -> Ranges:
 
 
 def as_range(numbers: Sequence[int]) -> range | None:
-    """Ascending integers as one range, or None where their distances differ."""
+    """Ascending integers as one range, or None if their distances differ."""
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     if any(b - a != step for a, b in pairwise(numbers)):
         return None
@@ -165,7 +166,7 @@ def to_numbers(ranges: Ranges) -> np.ndarray:
 
 
 def _rows_of_head(row_sets: RowSets, head: int, rows: int) -> list[range]:
-    """The rows of one head that the sets hold, as ranges."""
+    """The rows of one head in the sets, as ranges."""
     if row_sets == WHOLE_BLOCK:
         return [range(rows)]
     partial = (row_set for row_set in row_sets if isinstance(row_set, RowSet) and head in row_set.index)
@@ -202,7 +203,7 @@ def _ascending(ranges: frozenset[range]) -> Ranges:
 
 
 def group_heads(per_head: list[Ranges], rows: int) -> RowSets:
-    """The rows of each head of a block of `rows` rows as row sets, one for all heads that have equally many rows."""
+    """Row sets from the rows of each head of a block of `rows` rows; heads with equally many rows share a set."""
     if not rows or not any(per_head):
         return NO_ROWS
     if all(ranges == (range(rows),) for ranges in per_head):
@@ -221,7 +222,7 @@ def group_heads(per_head: list[Ranges], rows: int) -> RowSets:
 
 @dataclass(frozen=True)
 class RowCopy:
-    """Rows that are in the tensors of two row sets: the indices of their heads and rows in either tensor."""
+    """Rows that two row sets share: the indices of their heads and rows in the tensors of both."""
 
     to_heads: range
     to_rows: range | np.ndarray
@@ -230,9 +231,9 @@ class RowCopy:
 
 
 def find_copies(target: RowSet | AllRows, source: RowSet | AllRows, heads: int, rows: int) -> tuple[RowCopy, ...]:
-    """The copies that bring all shared rows from the tensor of `source` to the tensor of `target`.
+    """The copies that move all shared rows from the tensor of `source` to the tensor of `target`.
 
-    Both are row sets of one block of `heads` heads and `rows` rows.
+    Both are row sets of the same block of `heads` heads and `rows` rows.
     """
     whole = RowSet(tuple(range(heads)), ((range(rows),),))
     to, of = (row_set if isinstance(row_set, RowSet) else whole for row_set in (target, source))
@@ -250,7 +251,7 @@ def find_copies(target: RowSet | AllRows, source: RowSet | AllRows, heads: int, 
 
 
 def _shared_rows(to: Ranges, of: Ranges) -> Iterator[tuple[range | np.ndarray, range | np.ndarray]]:
-    """(indices in `to`, indices in `of`) of the members that both ascending lists of rows share."""
+    """(indices in `to`, indices in `of`) of the rows that both ascending lists share."""
     if to == of:
         yield range(sum(map(len, to))), range(sum(map(len, of)))
         return
@@ -265,19 +266,19 @@ def _shared_rows(to: Ranges, of: Ranges) -> Iterator[tuple[range | np.ndarray, r
     if max(len(x), len(y)) > MAX_SLICES:
         yield a, b
         return
-    # Split both at the ends of the ranges of either, so that each slice of `to` is one slice of `of`.
+    # Split both where either of them starts a new range, so that each slice of `to` is one slice of `of`.
     ends = sorted({0, *np.cumsum([len(r) for r in x]).tolist(), *np.cumsum([len(r) for r in y]).tolist()})
     for start, stop in pairwise(ends):
         yield to_ranges(a[start:stop])[0], to_ranges(b[start:stop])[0]
 
 
 def _indexes_itself(rows: Ranges, others: Ranges) -> bool:
-    """Whether `rows` are 0, 1, 2 ... up to the last of `others` at least, so that each of `others` is its own index."""
+    """Whether `rows` are 0, 1, 2, .. at least up to the last of `others`: each of `others` is then its own index."""
     return len(rows) == 1 and (rows[0].start, rows[0].step) == (0, 1) and others[-1][-1] < len(rows[0])
 
 
 def _index(rows: Ranges) -> Iterator[tuple[range | np.ndarray, range | np.ndarray]]:
-    """(indices among `rows`, rows), in slices or as index lists."""
+    """(indices among `rows`, rows), as slices or as index lists."""
     if len(rows) > MAX_SLICES:
         yield np.arange(sum(map(len, rows))), to_numbers(rows)
         return

@@ -1,4 +1,4 @@
-"""What a rank does step by step: messages that it posts, of which sizes, and visits that it computes meanwhile."""
+"""The steps of a rank: the messages that it posts, their sizes, and the visits that it computes meanwhile."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ..pattern.base import check_integer
 from ..text import did_you_mean
 from .row_sets import ALL_ROWS, AllRows, RowSet, RowSets
 
-#: What a part of a message holds. "Sums" are in fp32, in fp64 for fp64 inputs.
+#: What a part of a message holds. "Sums" have dtype fp32, or fp64 for fp64 inputs.
 #: - "kv": keys and values of a block, in the input dtype; "grad": the sums of dK and dV of a block so far.
-#: - Where queries travel, "q": q and dO of a block, in the input dtype; "row": lse and delta of its rows, as sums
-#:   (delta itself or, so that receivers need less work, the factor of `kernels.pad.times_unit` that stands for delta);
-#:   "dq": the sums of dQ so far.
-#: - Where queries travel in the forward, "query": q of a block, in the input dtype; "part": the (out, lse) of the keys
-#:   that its rows have met so far, a sum that merges.
+#: - In a pass-Q backward, "q": q and dO of a block, in the input dtype; "row": lse and delta of its rows, in the dtype
+#:   of sums (instead of delta possibly the factor of `kernels.pad.times_unit` that stands for it, which saves receivers
+#:   work); "dq": the sums of dQ so far.
+#: - In a pass-Q forward, "query": q of a block, in the input dtype; "part": (out, lse) over the keys that its rows have
+#:   met so far, a sum that merges.
 #: - Inside a Ulysses group, for the heads of one rank, "qkv": q, k and v of the rows of `owner`; "out": output and lse
 #:   of these rows; "dout" and "dqkv": the gradients of "out" and "qkv".
 Kind = Literal["kv", "grad", "q", "row", "dq", "query", "part", "qkv", "out", "dout", "dqkv"]
-#: Parts of these kinds are passed on as they arrived.
+#: Parts of these kinds are passed on unchanged.
 BLOCKS: tuple[Kind, ...] = ("kv", "q", "row", "query")
 #: Parts of these kinds are sums, to which ranks add.
 SUMS: tuple[Kind, ...] = ("grad", "dq", "part")
-#: Parts of these kinds are not rounded on their way: other queries, or another lse, would give other weights.
+#: Parts of these kinds are not rounded to `comm_dtype`: a rounded query or lse would change attention weights.
 UNROUNDED: tuple[Kind, ...] = ("row", "query", "part")
 #: Parts of these kinds are rows of keys, all others rows of queries.
 OF_KEYS: tuple[Kind, ...] = ("kv", "grad")
@@ -38,7 +38,7 @@ ORDER: dict[Kind, int] = {"grad": 0, "dq": 0, "part": 0, "row": 1, "kv": 2, "q":
 class Part(NamedTuple):
     """A part of a message: rows of the block of `owner`, or gradients of these rows on their way to `owner`.
 
-    `row_set` says which rows of which heads: key/value heads, or query heads where queries travel.
+    `row_set` says which rows of which heads: key/value heads, or query heads under pass-Q.
     """
 
     kind: Kind
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 class Hop(NamedTuple):
     """One message between this rank and `peer`, in flight until the end of step `until` of this rank.
 
-    `tag` is the same on both sides, and unique among the messages from one rank to another.
+    Both sides use the same `tag`, which is unique among the messages from one rank to another.
     """
 
     peer: int
@@ -62,8 +62,8 @@ class Hop(NamedTuple):
 class Step:
     """Post `sends` and `recvs`, compute the visits (to "kv" or "q" parts) meanwhile, then wait for the due messages.
 
-    `clock` ascends with the steps of a rank. Both ends of a message post it at the same clock, so that steps of several
-    ranks can be set side by side although a rank leaves out the steps at which it does nothing.
+    `clock` ascends over the steps of a rank. Both ends of a message post it at the same clock, so that steps of
+    different ranks can be aligned although each rank omits the steps at which it does nothing.
     """
 
     sends: tuple[Hop, ...] = ()
@@ -96,7 +96,7 @@ class RankPlan:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes the steps take, for `cache.estimate_bytes`. The demand counts the row sets."""
+        """Approximate size of the steps in bytes, for `cache.estimate_bytes`. The demand counts the row sets."""
         steps = (*self.forward, *self.backward)
         parts = sum(len(step.visits) for step in steps)
         return 600 * len(steps) + 800 * (parts + sum(1 + len(hop.parts) for s in steps for hop in s.sends + s.recvs))
@@ -107,16 +107,16 @@ def make_parts(kind: Kind, owner: int, row_sets: RowSets) -> tuple[Part, ...]:
     return tuple([Part(kind, owner, row_set) for row_set in row_sets])
 
 
-#: What travels, keys and values (pass-KV) or queries (pass-Q, arXiv:2411.01783): in the backward or, where queries have
-#: a layout of their own, in both passes.
+#: What travels: keys and values (pass-KV) or queries (pass-Q, arXiv:2411.01783). Applies to the backward or, if queries
+#: have their own layout, to both passes.
 ROTATE = ("auto", "kv", "q")
 
 
 @dataclass(frozen=True)
 class PlanSizes(Value):
-    """The numbers and names of a plan beside its pattern, layout and schedule, checked. Raises InvalidInput.
+    """The inputs of a plan besides pattern, layout and schedule. Raises InvalidInput if one is wrong.
 
-    `kv_heads` are by default as many as `heads`, and `value_dim` is `head_dim`. A dtype may be a torch.dtype.
+    `kv_heads` defaults to `heads`, and `value_dim` to `head_dim`. A dtype may be a torch.dtype.
     """
 
     heads: int = 1
@@ -154,7 +154,7 @@ class PlanSizes(Value):
         return {entry.name: getattr(self, entry.name) for entry in fields(PlanSizes)}
 
     def part_dtype(self, kind: Kind, *, as_sent: bool = True) -> str:
-        """The dtype of a block or of its sums: in a message (`as_sent`), or where a rank computes with it."""
+        """The dtype of a block or of its sums in a message or, without `as_sent`, in a rank's computation."""
         if as_sent and self.comm_dtype is not None and kind not in UNROUNDED:
             return self.comm_dtype
         return self.dtype if kind in ("kv", "q", "query") or self.dtype == "float64" else "float32"
@@ -164,7 +164,7 @@ class PlanSizes(Value):
         return self.kv_heads if kind in OF_KEYS else self.heads
 
     def part_widths(self, kind: Kind) -> tuple[int, ...]:
-        """The last dims of the tensors of a block or of its sums."""
+        """The sizes of the last dimension of the tensors of a block or of its sums."""
         if kind == "row":  # lse and delta
             return 1, 1
         if kind == "part":  # out and lse
@@ -172,18 +172,18 @@ class PlanSizes(Value):
         return (self.head_dim,) if kind in ("dq", "query") else (self.head_dim, self.value_dim)
 
     def block_bytes(self, kind: Kind, rows: int, *, as_sent: bool = True) -> int:
-        """Bytes of a block, or of its sums, with `rows` rows of all heads together."""
+        """Bytes of a block or of its sums; `rows` counts the rows of all heads together."""
         return self.batch * rows * sum(self.part_widths(kind)) * ITEM_BYTES[self.part_dtype(kind, as_sent=as_sent)]
 
     def member_heads(self, ulysses_size: int) -> tuple[int, int]:
         """(query heads, key/value heads) of a member of a Ulysses group.
 
-        Of fewer key/value heads than members, each member has a copy of the one that its query heads use.
+        If there are fewer key/value heads than members, each member has a copy of the one that its query heads use.
         """
         return self.heads // ulysses_size, max(self.kv_heads // ulysses_size, 1)
 
     def exchange_bytes(self, kind: Kind, rows: Sequence[int], ulysses_size: int) -> int:
-        """Bytes of a message inside a Ulysses group of `ulysses_size` ranks: `rows` by tensor, one rank's heads."""
+        """Bytes of a message inside a Ulysses group with the heads of one rank; `rows` has the rows of each tensor."""
         item = ITEM_BYTES[self.dtype]
         heads, kv_heads = self.member_heads(ulysses_size)
         if kind in ("qkv", "dqkv"):
@@ -194,7 +194,7 @@ class PlanSizes(Value):
 
 
 def check_rotate(rotate: object) -> None:
-    """Raise InvalidInput where `rotate` is not one of `ROTATE`, nor one for the forward and one for the backward."""
+    """Raise InvalidInput unless `rotate` is one of `ROTATE`, or two for forward and backward, such as "q, kv"."""
     passes = rotate.split(", ") if isinstance(rotate, str) else []
     if len(passes) not in (1, 2) or not {*passes} <= {*ROTATE}:
         hint = did_you_mean(rotate, ROTATE) if isinstance(rotate, str) else ""

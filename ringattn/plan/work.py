@@ -1,4 +1,4 @@
-"""The work of one visit, lowered from tiles to local rows: what one kernel call computes, or several of one shape."""
+"""Works: the tiles of a visit, lowered to local rows. One kernel call, or several of one shape, compute a work."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..pattern.base import Pattern
 from ..pattern.tile import Tile, append_run, ceil_div, index_ranges, locate, make_tile, shift_range
 from .row_sets import Ranges, RowSet, as_range, to_numbers, to_ranges
 
-#: Dense works of the same query rows are joined into one work up to this many query rows.
+#: Dense works with the same query rows are joined into one work if they have at most this many query rows.
 GATHER_ROWS = 1024
-#: Works with more keys than this multiple of their query rows are not joined: merging costs less than copying the keys.
+#: Works with more keys than this multiple of their query rows are not joined: merging then costs less than copying.
 GATHER_KEYS = 4
 
 
@@ -27,12 +27,12 @@ class Work(Value):
 
     Query row q[i] attends key j iff lo <= i - j <= hi (None is unbounded), where j counts through the runs of `k`
     one after another. Query heads `heads` share the key/value heads `kv`. Every row of `q` sees a key. The work is
-    repeated `repeat` times, with query rows q_shift and key rows k_shift further each time; the query rows of
-    different repetitions are disjoint, their keys may overlap.
+    repeated `repeat` times; each time, query rows move on by q_shift and key rows by k_shift. Query rows of different
+    repetitions are disjoint, keys may overlap.
 
-    `sequences`, of works that `kernels.packing` makes, are works of which the work is made up: a row attends keys of
-    its own sequence only, and i and j count from the end of their sequence. Where the sequences do not lie one after
-    another, `q` and `k` only bound their rows and keys.
+    `sequences` is set by `kernels.packing`: the works that were packed into this one. A row then attends only keys of
+    its own sequence, and i and j count from the end of their sequence. If the sequences do not lie one after another,
+    `q` and `k` only bound their rows and keys.
     """
 
     heads: range
@@ -55,12 +55,12 @@ class Work(Value):
 
     @cached_property
     def memo(self) -> dict[object, Any]:
-        """What kernels remember for the work as long as it lives, such as index tensors on a device."""
+        """Values that kernels keep for the lifetime of the work, such as index tensors on a device."""
         return {}
 
     @cached_property
     def gathered(self) -> bool:
-        """Whether the rows or keys of the sequences do not lie one after another, so that they have to be copied."""
+        """Whether rows or keys of the sequences must be copied because they do not lie one after another."""
         row, key = self.q.start, self.k[0].start
         for work in self.sequences:
             adjacent = range(row, row + len(work.q)), (range(key, key + work.keys),)
@@ -71,7 +71,7 @@ class Work(Value):
 
     @cached_property
     def copied_rows(self) -> int:
-        """Rows times heads of q, k and v that are copied for a gathered work; 0 for others."""
+        """Rows x heads of q, k and v copied for a gathered work; 0 for other works."""
         parts = self.sequences if self.gathered else ()
         return sum(len(work.q) * len(work.heads) + 2 * work.keys * len(work.kv) for work in parts)
 
@@ -86,7 +86,7 @@ class Work(Value):
         return range(self.q[0], self.q[-1] + 1 + (self.repeat - 1) * self.q_shift)
 
     def narrow(self, q: tuple[int, int], k: tuple[int, int]) -> Work:
-        """The part of the work in its rows number q[0] .. q[1]-1 and its keys number k[0] .. k[1]-1."""
+        """The part of the work in its rows with indices q[0] .. q[1]-1 and its keys with indices k[0] .. k[1]-1."""
         shift = q[0] - k[0]
         rows, keys = q[1] - q[0], k[1] - k[0]
         lo = None if self.lo is None or self.lo - shift <= 1 - keys else self.lo - shift
@@ -99,7 +99,7 @@ class Work(Value):
         return replace(self, q=self.q[q[0] : q[1]], k=tuple(runs), lo=lo, hi=hi)
 
     def narrow_rows(self, first: int, last: int) -> Work:
-        """The part of the work in its rows number first .. last-1, with the keys that these rows see."""
+        """The part of the work in its rows with indices first .. last-1, with the keys that these rows see."""
         start = 0 if self.hi is None else max(0, first - self.hi)
         stop = self.keys if self.lo is None else min(self.keys, last - self.lo)
         return self.narrow((first, last), (start, stop))
@@ -115,7 +115,7 @@ class Work(Value):
             yield self._take(first, min(max(most, 1), self.repeat - first))
 
     def _take(self, first: int, repeat: int) -> Work:
-        """`repeat` repetitions of the work, from number `first` on."""
+        """`repeat` repetitions of the work, starting with the one at index `first`."""
         if repeat == self.repeat:
             return self
         q = shift_range(self.q, first * self.q_shift)
@@ -130,10 +130,10 @@ def _is_short(work: Work) -> bool:
 
 
 def join_keys(works: Iterable[Work], joins: Callable[[Work], bool] = _is_short) -> list[Work]:
-    """The works, where works of the same few query rows become one work whose keys are the runs of all of them.
+    """The works, with those on the same few query rows joined into one work that has the key runs of all of them.
 
     One kernel call on keys copied together is faster than a call and a merge for each short run. At most one of the
-    joined works has a band; its keys come last. Works that `joins` refuses stay as they are.
+    joined works has a band; its keys come last. Works for which `joins` is False stay as they are.
     """
     groups: dict[tuple[range, range], list[Work]] = {}
     for work in works:
@@ -155,7 +155,7 @@ def join_keys(works: Iterable[Work], joins: Callable[[Work], bool] = _is_short) 
 
 
 def join_repetitions(works: Iterable[Work]) -> list[Work]:
-    """The works, where works of one shape at equal distances become one work that is repeated."""
+    """The works, with those of one shape at equal distances joined into one repeated work."""
     groups: dict[object, list[Work]] = {}
     for work in works:
         runs = tuple((run.start - work.k[0].start, len(run), run.step) for run in work.k)
@@ -180,7 +180,7 @@ def _shift(a: Work, b: Work) -> tuple[int, int]:
 
 
 def _continues(chain: list[Work], work: Work) -> bool:
-    """Whether `work` follows the last work of the chain at the distance of the others, with query rows of its own."""
+    """Whether `work` follows the last work of the chain at the chain's distance and shares no query row with it."""
     q_shift, k_shift = _shift(chain[-1], work)
     if q_shift < len(chain[-1].rows) or k_shift < 0:
         return False
@@ -194,23 +194,23 @@ def _join_chain(chain: list[Work]) -> Work:
     return replace(chain[0], repeat=len(chain), q_shift=q_shift, k_shift=k_shift)
 
 
-#: The pattern is asked for each of up to so many ranges of keys, and for more of them at once.
+#: Up to this many ranges of keys, the pattern is queried once per range; for more, once for all of them.
 FEW_RANGES = 4
-#: Tiles of one visit are joined pairwise only up to this many: the search is quadratic.
+#: Tiles of a visit are joined pairwise only if there are at most this many: the search is quadratic.
 MAX_JOINED = 32
 #: (query head in the row set, key/value head)
 HeadPairs = list[tuple[int, int]]
 
 
 def localize(tile: Tile, q_rows: range, k_rows: range, first_q: int, first_k: int) -> Tile:
-    """A tile of positions in `q_rows` x `k_rows` in local indices, which begin at `first_q` and `first_k`."""
+    """A tile of positions in `q_rows` x `k_rows`, converted to local indices that begin at `first_q` and `first_k`."""
     q, k = locate(tile.q, q_rows), locate(tile.k, k_rows)
     q = range(q.start + first_q, q.stop + first_q, q.step)
     k = range(k.start + first_k, k.stop + first_k, k.step)
     if tile.dense:
         return Tile(tile.heads, q, k, branch=tile.branch)
-    # The distance i - j counts rows of the tile, and is the same whether rows are positions or local indices. Where
-    # local steps differ, `step` only has to be the one by which `lower` divides.
+    # The distance i - j counts rows of the tile, so it is the same for positions and local indices. If local steps
+    # differ, `step` only has to be the one by which `lower` divides.
     base = tile.q.start - tile.k.start
     lo = None if tile.lo is None else ceil_div(tile.lo - base, tile.q.step)
     hi = None if tile.hi is None else (tile.hi - base) // tile.q.step
@@ -228,10 +228,10 @@ def sees_some(pattern: Pattern, q: range, k_shard: Sequence[range], heads: int) 
 
 
 def find_tiles(pattern: Pattern, q_shard: Sequence[range], k_shard: Sequence[range], heads: int) -> Iterator[Tile]:
-    """Tiles in local row indices. A tile with a band has equal q and k steps if the layouts of both sides are one.
+    """Tiles in local row indices. A tile with a band has equal q and k steps if queries and keys have one layout.
 
-    The pattern is asked for many ranges of keys at once, and again for half of them where there are more tiles than
-    ranges, or bands: the rows of a cache and its chunks have many ranges.
+    Queries the pattern for many ranges of keys at once, because the rows of a cache and its chunks have many ranges. If
+    that gives bands, or more tiles than ranges, queries it again for each half of them.
     """
     starts = [0, *accumulate(map(len, k_shard))]
 
@@ -260,7 +260,7 @@ def find_tiles(pattern: Pattern, q_shard: Sequence[range], k_shard: Sequence[ran
 
 
 def join_dense(tiles: Iterable[Tile]) -> list[Tile]:
-    """The tiles, where dense tiles of the same queries whose keys go on are one tile; dense ones come last."""
+    """The tiles, with dense tiles joined that have the same queries and adjoining keys; dense tiles come last."""
     others: list[Tile] = []
     dense: dict[tuple[range, range, int], list[range]] = {}
     for tile in tiles:
@@ -272,9 +272,9 @@ def join_dense(tiles: Iterable[Tile]) -> list[Tile]:
 
 
 def join_tiles(tiles: list[Tile]) -> list[Tile]:
-    """Fewer, larger tiles with the same pairs: two tiles are joined where their hull holds exactly their pairs.
+    """Fewer, larger tiles with the same pairs: joins two tiles if their hull contains exactly their pairs.
 
-    The joining turns the cells of a zigzag shard into one causal triangle, and neighbouring dense cells into one cell.
+    This turns the cells of a zigzag shard into one causal triangle, and neighbouring dense cells into one cell.
     """
     if len(tiles) > MAX_JOINED:
         return tiles
@@ -294,7 +294,7 @@ def join_tiles(tiles: list[Tile]) -> list[Tile]:
 
 
 def _hull(a: Tile, b: Tile) -> Tile | None:
-    """The least tile that holds both; None where their heads, branches or steps differ."""
+    """The smallest tile that contains both; None if their heads, branches or steps differ."""
     if (a.heads, a.branch, a.q.step, a.k.step) != (b.heads, b.branch, b.q.step, b.k.step) or a.q.step != a.k.step:
         return None
     if (a.q.start - b.q.start) % a.q.step or (a.k.start - b.k.start) % a.k.step:
@@ -307,7 +307,7 @@ def _hull(a: Tile, b: Tile) -> Tile | None:
 
 
 def lower(tiles: Iterable[Tile], group: int) -> Iterator[Work]:
-    """The works of tiles in local row indices; `group` query heads share one key/value head."""
+    """The works for tiles in local row indices; `group` query heads share one key/value head."""
     for tile in tiles:
         for heads, kv in split_heads(tile.heads, group):
             base = 0 if tile.dense else tile.q.start - tile.k.start
@@ -332,7 +332,7 @@ def split_heads(heads: range, group: int) -> Iterator[tuple[range, range]]:
 
 
 class _RowPlaces:
-    """Where rows of a block are in the tensor of a row set, kept from work to work."""
+    """Finds rows of a block in the tensor of a row set, and remembers the answers."""
 
     def __init__(self, row_set: RowSet) -> None:
         self.index = row_set.index
@@ -340,7 +340,7 @@ class _RowPlaces:
         self._located: dict[tuple[int, Ranges], Ranges] = {}
 
     def locate(self, head: int, runs: Ranges) -> Ranges:
-        """The indices among the rows of a head of the members of `runs`, as ranges in the same order."""
+        """The indices of the members of `runs` among the rows of a head, as ranges in the same order."""
         key = 0 if len(self._numbers) == 1 else self.index[head], runs
         if key not in self._located:
             numbers = self._numbers[key[0]]
@@ -349,7 +349,7 @@ class _RowPlaces:
 
 
 def _locate_run(numbers: np.ndarray, run: range) -> Ranges:
-    """The indices among ascending `numbers` of the members of `run`."""
+    """The indices of the members of `run` among ascending `numbers`."""
     first, last = np.searchsorted(numbers, (run[0], run[-1])).tolist()
     assert last < len(numbers) and numbers[last] == run[-1], "a work needs rows that the row set does not hold"
     if last - first == len(run) - 1:
@@ -358,9 +358,9 @@ def _locate_run(numbers: np.ndarray, run: range) -> Ranges:
 
 
 def restrict_keys(works: Iterable[Work], row_set: RowSet) -> Iterator[Work]:
-    """Works on a whole block as works on the tensor of `row_set`, which must hold the key rows that they need.
+    """Works on a whole block, converted to works on the tensor of `row_set`, which must hold all key rows they need.
 
-    Heads whose rows have different places in the tensor become works of their own.
+    Heads whose rows are at different indices of the tensor get separate works.
     """
     places = _RowPlaces(row_set)
     for work in works:
@@ -375,10 +375,10 @@ def restrict_keys(works: Iterable[Work], row_set: RowSet) -> Iterator[Work]:
 
 
 def restrict_queries(works: Iterable[Work], row_set: RowSet) -> Iterator[Work]:
-    """Works on whole blocks as works on the tensor of a set of their query rows.
+    """Works on a whole block, converted to works on the tensor of `row_set`, a set of its query rows.
 
-    Heads whose rows have different places in the tensor become works of their own, and so do runs of rows that are not
-    adjacent in it.
+    Heads whose rows are at different indices of the tensor, and runs of rows that are not adjacent in it, get separate
+    works.
     """
     places = _RowPlaces(row_set)
     for work in works:
@@ -394,7 +394,7 @@ def restrict_queries(works: Iterable[Work], row_set: RowSet) -> Iterator[Work]:
 
 
 def _split_rows(work: Work, rows: Ranges) -> Iterator[Work]:
-    """The work in parts whose query rows are one range of `rows` each, with the keys that these rows see."""
+    """The work split into one part per range of `rows`, each with the keys that its query rows see."""
     first = 0
     for run in rows:
         last = first + len(run)

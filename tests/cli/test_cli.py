@@ -130,7 +130,7 @@ def test_the_masks_of_a_model_share_one_layout(inside: Inside, refused: Refused,
     for words, says in (
         (("run", *several[:3]), "2 patterns where one is expected"),
         (("simulate", *several, "output.path=x.json"), "output.path=x.json has no meaning with several patterns"),
-        (("plan", *several, "pattern.weights=[1]"), "give a list of patterns, and the number of layers of each"),
+        (("plan", *several, "pattern.weights=[1]"), "give a list of patterns and the number of layers of each"),
         (("plan", "pattern=Causal()", "pattern.weights=[1]"), "pattern.weights=[1] has no meaning with pattern=C"),
     ):
         assert says in refused(*words)

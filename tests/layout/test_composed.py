@@ -24,13 +24,13 @@ def test_rows_of_a_cache() -> None:
 @pytest.mark.parametrize(
     ("name", "tokens", "words"),
     [
-        ("joined(zigzag[4], zigzag[4])", 8, "two parts have the same positions"),
-        ("joined(zigzag, contiguous[2])", 8, "'zigzag' lacks its tokens"),
-        ("joined(zigzag[6], shifted(zigzag, 6)[3])", 8, "has 9 tokens, and 8 are asked for"),
+        ("joined(zigzag[4], zigzag[4])", 8, "two parts share positions"),
+        ("joined(zigzag, contiguous[2])", 8, "'zigzag' lacks its token count"),
+        ("joined(zigzag[6], shifted(zigzag, 6)[3])", 8, "has 9 tokens, but the call has 8"),
         ("shifted(zigzag)", 8, "expected shifted"),
         ("shifted(zigzag, -1)", 8, "expected shifted"),
         ("kept(zigzag[8], 0:4)", 4, "unknown layout"),
-        ("shifted(balanced, 4)", 8, "weighs chunks by the pairs of a pattern"),
+        ("shifted(balanced, 4)", 8, "needs either pattern or patterns to weigh chunks"),
         ("shifted(zagzig, 4)", 8, "unknown layout 'zagzig'"),
     ],
 )

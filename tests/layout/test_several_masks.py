@@ -121,7 +121,7 @@ def test_auto_without_an_estimate_takes_the_first_layout() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"patterns": ["Causal()"], "weights": [1, 2]}, "give a list of patterns, and the number of layers of each"),
+        ({"patterns": ["Causal()"], "weights": [1, 2]}, "give a list of patterns and the number of layers of each"),
         ({"patterns": ["Causal()", "Full()"], "weights": [1, -1]}, "with weights=[1, -1]"),
         ({"patterns": ["Causal()", "Full()"], "weights": [0.5, 1]}, "with weights=[0.5, 1]"),
         ({"patterns": ["Causal()", "Full()"], "weights": [0, 0]}, "with weights=[0, 0]"),

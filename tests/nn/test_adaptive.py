@@ -252,8 +252,8 @@ def test_noise_follows_the_generator() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: module(k=None), "give k or density"),
-        (lambda: module(density=0.5), "give k or density"),
+        (lambda: module(k=None), "give either k or density"),
+        (lambda: module(density=0.5), "give either k or density"),
         (lambda: module(k=0), "k=0"),
         (lambda: module(kv_heads=3), "multiple of kv_heads"),
         (lambda: module(rank=0), "rank=0"),

@@ -286,11 +286,11 @@ def test_what_is_refused() -> None:
         ra.virtual_attention(q, k, k, Causal(), ranks=2)
     with pytest.raises(InvalidInput, match="layout='balanced' needs the queries at the keys' positions"):
         ra.virtual_attention(q, k, k, Causal(), ranks=2, layout="balanced", q_layout="zigzag")
-    with pytest.raises(InvalidInput, match="the q_lengths sum to 4, and there are 3 queries"):
+    with pytest.raises(InvalidInput, match="the q_lengths sum to 4, but there are 3 queries"):
         ra.virtual_attention(q, k, k, Documents([8], q_lengths=[4]), ranks=2, q_layout="zigzag")
-    with pytest.raises(InvalidInput, match="2 q_lengths beside 1 lengths"):
+    with pytest.raises(InvalidInput, match="2 q_lengths but 1 lengths"):
         Documents([8], q_lengths=[4, 4])
-    with pytest.raises(InvalidInput, match="1 q_lengths beside 2 lengths"):
+    with pytest.raises(InvalidInput, match="1 q_lengths but 2 lengths"):
         Documents([[8], [4, 4]], q_lengths=[[3], [3]])
     with pytest.raises(InvalidInput, match="first=2"):
         ra.attention(q, k, k, Causal(), first=2, offload="host")

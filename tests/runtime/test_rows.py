@@ -65,7 +65,7 @@ def test_padding_and_learned_sinks_are_those_of_each_row() -> None:
 
 def test_what_a_pattern_of_rows_is_not() -> None:
     pattern, q = Causal() & ROWS, torch.zeros(2, 1, TOKENS, 8)
-    with pytest.raises(InvalidInput, match=r"3 rows of documents, and the batch has 2 rows"):
+    with pytest.raises(InvalidInput, match=r"3 rows of documents, but the batch has 2 rows"):
         ra.virtual_attention(q, q, q, pattern, ranks=2)
     with pytest.raises(InvalidInput, match="batch has 1"):
         ra.make_plan(pattern, tokens=TOKENS, ranks=2)
