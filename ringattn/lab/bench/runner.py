@@ -68,7 +68,7 @@ FOLLOWING = ("CommFailure", "RuntimeError")
 def run_suite(options: BenchOptions, tell: Callable[[str], None]) -> Path:
     """Measure the cases of a suite that the folder's results lack; returns the path of the results.
 
-    Results with the same code, settings and machine in the folder are continued. `tell` receives a line before each case.
+    Results with the same code, settings and machine are continued. `tell` receives a line before each case.
     """
     cases = get_cases(options.suite, options.cases)
     header = make_header(options, cases)
@@ -170,7 +170,7 @@ def measure(
     if memory is not None:
         limit_memory(memory)
     if case.ranks == 1 and dist.is_initialized():
-        dist.destroy_process_group()  # the factories of suites/seeds.py take any process group, even of one rank, for a ring
+        dist.destroy_process_group()  # factories of the seeds' systems make a ring in any group, even of one rank
     try:
         return measure_case(case, rank, transport, repeat)
     except FAILURES as error:
@@ -192,7 +192,7 @@ def classify(error: Exception) -> str:
 
 
 def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat: int) -> dict[str, Any]:
-    """Raw numbers of one rank, from a warm-up, a check of its results, `repeat` rounds of all columns, and a memory run.
+    """Raw numbers of one rank, from a warm-up, a check of results, `repeat` rounds of all columns, and a memory run.
 
     {"times": seconds by column, "errors": by name, "peaks": bytes by column}, with {"details": {"missing": reasons by
     column}} where columns may be missing; or {"bytes": by round, "allowed": bytes, "errors": {}}.

@@ -53,7 +53,7 @@ def test_a_torn_line_is_dropped_and_a_changed_study_refused(tmp_path: Path) -> N
         pass
     assert read_journal(path.with_name("none")) == (None, {})
     for broken, words in (
-        (whole.replace(b'"x"', b'"x', 1), "line 2 is not as it was written; remove"),
+        (whole.replace(b'"x"', b'"x', 1), "line 2 is damaged; remove"),
         (b"?\n", "line 1 is not"),
     ):
         path.write_bytes(broken := broken + b'{"key": "3", "x')  # the last line is only cut off
@@ -69,9 +69,9 @@ def test_no_file_of_the_user_becomes_a_journal(tmp_path: Path) -> None:
     target.write_text("text without an end of line")
     for make, words in (
         (lambda: path.symlink_to(target), "points.jsonl: cannot be written"),
-        (lambda: path.write_text("mine"), "points.jsonl: is not a journal"),
-        (lambda: path.write_text("mine\nand more"), "line 1 is not that of a study"),
-        (lambda: os.mkfifo(path), "no ordinary file"),
+        (lambda: path.write_text("mine"), "points.jsonl: not a journal"),
+        (lambda: path.write_text("mine\nand more"), "line 1 is not from a study"),
+        (lambda: os.mkfifo(path), "not an ordinary file"),
     ):
         make()
         before = path.is_file() and path.read_bytes()
@@ -184,7 +184,7 @@ def test_a_full_disk_ends_a_study_that_goes_on_later(tmp_path: Path) -> None:
     arguments = ("simulate", *SWEEP[:-1], "study.plots=[]", "output.path=out")
     with room(4096):
         full = started(*arguments, cwd=tmp_path, status=2)
-    assert "points.jsonl: could not be written" in full.stderr and "the same command goes on" in full.stderr
+    assert "points.jsonl: could not be written" in full.stderr and "run the same command" in full.stderr
     journal = tmp_path / "out" / "points.jsonl"
     kept = journal.read_bytes().splitlines()[:-1]
     assert len(kept) > 1
