@@ -37,7 +37,7 @@ def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | 
         if name is not None and name not in numeric:
             more = f"; give it two numbers or more, such as study.axes.{name}=[8,64]" if name in table.axes else ""
             raise InvalidInput(
-                f"study: {name} is not an axis with several numbers; those are {', '.join(numeric) or 'none here'}{more}"
+                f"study: {name} is no axis with several numbers; those are {', '.join(numeric) or 'none here'}{more}"
             )
     if x is not None and x == y:
         raise InvalidInput(f"study: x and y are both {x}; give two axes, or leave y out")

@@ -69,7 +69,7 @@ def extrapolate(table: Table, machines: dict[int, Machine], tokens: int) -> list
 
 
 def machines_of(points: Sequence[Point]) -> dict[int, Machine]:
-    """The machine of each point by the point's number; points with an invalid machine, which are refused, are left out."""
+    """The machine of each point by the point's number, without (refused) points whose machine is invalid."""
     machines = {}
     for point in points:
         with suppress(RingAttentionError):  # the point's record has the message
