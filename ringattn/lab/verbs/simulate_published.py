@@ -52,8 +52,8 @@ def main(config: SimulateConfig) -> None:
     get_console().print()
     choices = judge_choices(predictions)
     print_paragraph(
-        f"who takes the way that is predicted to be fastest, of {choices.count} published comparisons, loses "
-        f"{choices.mean:.1%} in the mean and {choices.median:.1%} in the median; who takes any way {choices.null:.1%}"
+        f"choosing the method that is predicted to be fastest, in {choices.count} published comparisons, loses "
+        f"{choices.mean:.1%} on average ({choices.median:.1%} in the median); choosing any method {choices.null:.1%}"
     )
     for number, machines in _fitted_numbers().items():
         print_paragraph(f"{number}: {', '.join(machines)}")

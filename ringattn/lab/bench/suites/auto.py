@@ -251,6 +251,6 @@ def _bars(record: CaseRecord) -> dict[str, float]:
 SUITE = BenchSuite(
     list_cases,
     _conclude,
-    title="What auto picks beside the best schedule",
+    title="The pick of auto against the best schedule",
     bars=("time of auto's choice over the best", _bars),
 )

@@ -75,5 +75,5 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
 SUITE = BenchSuite(
     list_cases,
     title="A step over a sharded K/V cache",
-    about=("Above 1 two ranks of one thread, which hold half of the cache each, are faster than one process.",),
+    about=("Above 1, two single-thread ranks, each with half of the cache, are faster than one process.",),
 )

@@ -89,7 +89,7 @@ def _conclude(records: list[CaseRecord]) -> tuple[str, bool]:
 SUITE = BenchSuite(
     list_cases,
     _conclude,
-    title="The loss by chunks beside all logits at once",
+    title="The loss by chunks against all logits at once",
     bars=(
         "peak memory in MiB",
         lambda case: {"all logits": case["summary"]["plain_peak_mib"], "by chunks": case["summary"]["chunks_peak_mib"]},

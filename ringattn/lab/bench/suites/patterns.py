@@ -136,9 +136,9 @@ def _memory_case(name: str, pattern: str) -> BenchCase:
 
 SUITE = BenchSuite(
     list_cases,
-    title="Sparse masks beside dense attention",
+    title="Sparse masks against dense attention",
     about=(
-        "dense / forward: the time of dense attention times the share of visible pairs, over ours; 1 is all that a "
-        "mask can save. forward / backward: 2.5 forwards, which a backward should cost, over the backward.",
+        "dense / forward: the time of dense attention times the share of visible pairs, over ours; 1 means that the "
+        "mask saves all it can. forward / backward: 2.5 forwards, which a backward should cost, over the backward.",
     ),
 )

@@ -258,10 +258,10 @@ def conclude(records: list[CaseRecord]) -> tuple[str, bool]:
 SUITE = BenchSuite(
     list_cases,
     conclude,
-    title="Other libraries beside ours",
+    title="Other libraries against ours",
     about=(
         "The same tensors, threads and machine, in turns: batch 1, 8 heads of 64, 4,096 tokens, fp32 or bf16. A "
-        "library that cannot run here, or whose result is wrong, is a row that says so. Targets: at least as fast as "
+        "library that cannot run here, or whose result is wrong, has a row that says so. Targets: at least as fast as "
         "the fastest right peer on dense and causal masks, and twice as fast on windows, documents and dilated masks.",
     ),
 )

@@ -175,6 +175,6 @@ def _memory_case(ranks: int, rotate: str | None = None, *, rows: int = 4096) -> 
 
 SUITE = BenchSuite(
     list_cases,
-    title="The ring beside one process with as many threads",
-    about=("Above 1 the ring is faster: X / ring is the time of X over the ring's, on the same cores in turns.",),
+    title="The ring against one process with as many threads",
+    about=("Above 1 the ring is faster: X / ring is the time of X over the ring's, in turns on the same cores.",),
 )

@@ -118,12 +118,12 @@ EXTREME = BenchSuite(
     _list_extreme,
     title="Extreme lengths: 4K tokens and on until memory ends",
     about=(
-        "Storage in bfloat16 (computed in fp32), two threads, forward without gradients. A length is tried where the "
-        "length before it was computed, and a call would take at most a minute. The dilated systems and their rings do "
+        "Storage in bfloat16 (computed in fp32), two threads, forward without gradients. A length is tried if the "
+        "previous length was computed and a call would take at most a minute. The dilated systems and their rings do "
         "equal work: only RingDilatedAttentionProduction_r16 goes beyond 65,536 tokens. Of the two windows only the "
         "narrower does; `ringattn report memory` has the other at 1,048,576. A failure is the class of a typed error: "
         "OutOfMemory, Unsupported, InvalidInput, WrongResult, Timeout, Killed. With memory=8GiB the system refuses "
-        "allocations by which a process would have more; without it, memory is what the machine has. Several ranks r "
+        "allocations beyond 8 GiB per process; without it, the machine's memory is the limit. Several ranks r "
         "are virtual here: one process holds all of them, so that the memory is that of the whole ring.",
     ),
     claim=Claim(

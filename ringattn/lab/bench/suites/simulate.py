@@ -113,6 +113,6 @@ def _timing_case(name: str, *, slow: bool) -> BenchCase:
 
 SUITE = BenchSuite(
     list_cases,
-    title="Virtual ranks beside one call, and how long a simulation takes",
+    title="Virtual ranks against one call, and the run time of a simulation",
     about=("attention / virtual ranks: the same rows on one device, over a ring of virtual ranks in one process.",),
 )
