@@ -1,1 +1,1 @@
-"""The laboratory: what this project and planners of clusters ask. Nothing else of the package imports it."""
+"""The laboratory: benchmarks, studies, calibration and advice. Nothing else in the package imports it."""

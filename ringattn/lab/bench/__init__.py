@@ -1,4 +1,4 @@
-"""Benchmarks: a runner of alternating measurements, and suites that say what is measured."""
+"""Benchmarks: a runner that alternates the compared calls, and suites that list what to measure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from ...registry import Registry
 from ...text import did_you_mean
 from .case import BenchCase, BenchSuite
 
-#: The suites by name: ours, too, are entry points of the group "ringattn.bench_suites".
+#: The suites by name, all of them, ours included, from entry points of the group "ringattn.bench_suites".
 SUITES: Registry[BenchSuite] = Registry("bench_suites", {})
 
 
 def get_suite(name: str) -> BenchSuite:
-    """The suite of this name. Raises InvalidInput."""
+    """The suite with this name. Raises InvalidInput for an unknown name."""
     SUITES.check_installed()
     if name not in SUITES:
         raise InvalidInput(
@@ -23,7 +23,7 @@ def get_suite(name: str) -> BenchSuite:
 
 
 def get_cases(suite: str, names: list[str] | None = None) -> list[BenchCase]:
-    """All cases of a suite, or the cases of these names. Raises InvalidInput."""
+    """All cases of a suite, or those in `names`. Raises InvalidInput for an unknown name."""
     cases = {case.name: case for case in get_suite(suite).cases()}
     if names is None:
         return [*cases.values()]

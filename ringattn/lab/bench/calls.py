@@ -1,4 +1,4 @@
-"""The calls that cases time, with their inputs and shards, and how far a result is from the exact one."""
+"""The calls that cases time, their inputs and shards, and the errors of their results."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ...pattern import parse_pattern
 from ...transport.base import Transport
 from .case import TOLERANCES, Context, Run
 
-#: Most rows of an input that are drawn; a longer input consists of blocks of so many rows, with random signs.
+#: At most this many rows of an input are drawn; a longer input repeats them in blocks, with random signs.
 DRAWN = 32768
 
 
 def make_inputs(settings: dict[str, Any], count: int, tokens: int | None = None) -> list[torch.Tensor]:
-    """`count` tensors [B, H, N, D] of the whole sequence, equal on all ranks; N is `tokens` where given.
+    """`count` tensors [B, H, N, D] of the whole sequence, equal on all ranks; N is `tokens` or the settings' tokens.
 
-    Drawing a million rows would take longer than attention over them, so that the signs of the columns, which differ
-    from block to block and head to head, make new rows of old ones.
+    Drawing a million rows would take longer than attention over them. Later blocks therefore reuse the drawn rows, with
+    the signs of the columns changed at random per block and head.
     """
     source, dtype = torch.Generator().manual_seed(1), getattr(torch, settings["dtype"])
     batch, heads, width = settings["batch"], settings["heads"], settings["head_dim"]
     shape = (batch, heads, tokens or settings["tokens"], width)
-    inputs = [torch.empty(shape, dtype=dtype, device="cpu") for _ in range(count)]  # all, before time goes into any
+    inputs = [torch.empty(shape, dtype=dtype, device="cpu") for _ in range(count)]  # allocate all before filling any
     for x in inputs:
         if x.shape[2] <= DRAWN:
             x.normal_(generator=source)
@@ -43,24 +43,24 @@ def make_inputs(settings: dict[str, Any], count: int, tokens: int | None = None)
 
 
 def get_layout(context: Context, name: str | None = None) -> Layout:
-    """The layout of the settings, or of this name, for the tokens and ranks of a case."""
+    """The layout `name`, by default that of the settings, for the tokens and ranks of a case."""
     return make_layout(name or context.settings["layout"], tokens=context.settings["tokens"], ranks=context.ranks)
 
 
 def make_shards(context: Context, tensors: Sequence[torch.Tensor], layout: str | None = None) -> list[torch.Tensor]:
-    """Copies of this rank's rows of tensors of the whole sequence, by `get_layout`."""
+    """Copies of this rank's rows of whole-sequence tensors, by `get_layout`."""
     return [get_layout(context, layout).shard_tensor(x, context.rank).clone() for x in tensors]
 
 
 def gather(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The tensor of the whole sequence of which every rank has its shard. Collective."""
+    """The whole-sequence tensor, gathered from the shards of all ranks. Collective."""
     shards = [x.new_empty((*x.shape[:2], layout.rows(rank), x.shape[3])) for rank in range(layout.ranks)]
     dist.all_gather(shards, x.contiguous())
     return layout.unshard_tensor(shards)
 
 
 def make_pass(attend: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], grad: torch.Tensor | None) -> Run:
-    """A run of attend(q, k, v), which returns the output and, with `grad`, the gradients of the inputs."""
+    """A function that runs attend(q, k, v) and returns the output and, with `grad`, the gradients of the inputs."""
     inputs = [x.requires_grad_(grad is not None) for x in inputs]
 
     def run() -> tuple[torch.Tensor, ...]:
@@ -73,24 +73,24 @@ def make_pass(attend: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor
 def make_call(
     context: Context, attend: Callable[..., torch.Tensor], *, whole: bool = False, layout: str | None = None
 ) -> Run:
-    """As `make_pass`, of this rank's shards, or of the whole sequence; with gradients where the settings have them."""
+    """`make_pass` for this rank's shards, or the whole sequence; with gradients if the settings have backward=True."""
     inputs = make_inputs(context.settings, 4 if context.settings.get("backward") else 3)
     q, k, v, *grad = inputs if whole else make_shards(context, inputs, layout)
     return make_pass(attend, [q, k, v], grad[0] if grad else None)
 
 
 def make_alone(context: Context, attend: Callable[..., torch.Tensor]) -> Run | None:
-    """As `make_call` of the whole sequence, on rank 0; the other ranks wait."""
+    """`make_call` for the whole sequence on rank 0; None on the other ranks, which wait."""
     return None if context.rank else make_call(context, attend, whole=True)
 
 
 def make_single(context: Context) -> Run | None:
-    """torch's own dense or causal attention, by `make_alone`."""
+    """torch's own dense or causal attention on rank 0; None on the other ranks."""
     return make_alone(context, partial(scaled_dot_product_attention, is_causal=context.settings["causal"]))
 
 
 def make_ring(context: Context, schedule: str = "ring", transport: Transport | None = None) -> Run:
-    """Our attention on the ranks of a case, by a schedule; over `transport` in place of that of the context."""
+    """Our attention on the ranks of a case with this schedule, over `transport` or else the context's transport."""
     pattern, layout = parse_pattern(context.settings["pattern"]), context.settings["layout"]
     options: Any = {"schedule": schedule, "transport": transport or context.transport}
     return make_call(context, partial(ring_attention, pattern=pattern, layout=layout, **options))
@@ -102,7 +102,7 @@ def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def check_error(name: str, results: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
-    """The largest relative error of some tensors. Raises AssertionError above the one of TOLERANCES."""
+    """The largest relative error of some tensors. Raises AssertionError above the dtype's tolerance."""
     error = max(relative_error(x, y) for x, y in zip(results, exact, strict=True))
     assert error < TOLERANCES[dtype_name(results[0].dtype)], f"{name} is wrong by {error:.1e}"
     return error

@@ -13,7 +13,7 @@ from ...text import duration, size
 from ..pages.figures import COLOURS, draw_lines, drawing, to_svg
 from .case import BenchSuite, CaseRecord, Values
 
-#: Endings of the names of cases that the title of a plot says.
+#: Endings of case names that the plot's title states, so that bar labels omit them.
 PASSES = ("_forward", "_backward", "_step")
 #: The middle of a bar, and the ends of its whisker.
 Bar = tuple[float, float, float]
@@ -22,7 +22,7 @@ Rows = Mapping[str, Mapping[str, Bar]]
 
 
 def draw(cases: list[CaseRecord], suite: BenchSuite | None) -> list[tuple[str, Markup]]:
-    """(title, <svg> element) of each plot; empty without matplotlib, and where nothing can be compared."""
+    """(title, <svg> element) of each plot; empty without matplotlib or if there is nothing to compare."""
     if find_spec("matplotlib") is None:
         return []
     drawn = []
@@ -41,22 +41,22 @@ def draw(cases: list[CaseRecord], suite: BenchSuite | None) -> list[tuple[str, M
 
 
 def median(case: CaseRecord) -> float | None:
-    """The median time of a case's first column in seconds; None of a case that failed."""
+    """The median time of a case's first column in seconds; None if the case failed."""
     return next((column["median"] for column in case["columns"].values()), None)
 
 
 def peak_of_tensors(case: CaseRecord) -> float | None:
-    """The most bytes of tensors of a case's first column that tells them; None where none does."""
+    """Peak bytes of tensors in the first column of a case that recorded them; None if none did."""
     return next((column["peaks"]["tensors"] for column in case["columns"].values() if "peaks" in column), None)
 
 
 def line_name(case: CaseRecord) -> str:
-    """The name of a system, with the real ranks that shared it."""
+    """The name of a system, with the number of real ranks it ran on."""
     return str(case["settings"]["system"]) + (f", {case['ranks']} ranks" if case["ranks"] > 1 else "")
 
 
 def _over_tokens(cases: list[CaseRecord], value: Values) -> dict[str, list[tuple[int, float]]]:
-    """Points (tokens, value) of each system; only systems with more than two lengths."""
+    """Points (tokens, value) by system, for systems with more than two lengths."""
     series: dict[str, list[tuple[int, float]]] = {}
     for case in cases:
         if "system" in case["settings"] and (number := value(case)) is not None:
@@ -75,7 +75,7 @@ def _draw_lines(title: str, series: dict[str, list[tuple[int, float]]], show: Sh
 
 
 def _by_pass(cases: list[CaseRecord]) -> dict[str, list[CaseRecord]]:
-    """The cases that did not fail, by what a title adds where there are forwards, and forwards with backwards."""
+    """The cases that did not fail, grouped by the suffix of their plot's title; one group unless passes differ."""
     done = [case for case in cases if "failed" not in case]
     kinds = {case["settings"].get("backward") for case in done}
     if kinds != {True, False}:
@@ -85,7 +85,7 @@ def _by_pass(cases: list[CaseRecord]) -> dict[str, list[CaseRecord]]:
 
 
 def _choose(cases: list[CaseRecord], suite: BenchSuite | None) -> tuple[str, Rows, Show, float | None]:
-    """Title, bars, the text of a value, and the value that a line marks: of the suite, of ratios, or of times."""
+    """(title, bars, formatter of values, value marked by a line): the suite's own bars, ratios, or times."""
     if suite is not None and suite.bars is not None:
         title, values = suite.bars
         rows = {_label(case): {name: (x, x, x) for name, x in values(case).items()} for case in cases}
@@ -117,7 +117,7 @@ def _label(case: CaseRecord) -> str:
 
 
 def _missing(case: CaseRecord) -> list[str]:
-    """Which columns of a case have no numbers, a line for each reason, such as "wrong: NAME, NAME"."""
+    """One line per reason with the columns that have no numbers, such as "wrong: NAME, NAME"."""
     names: dict[str, list[str]] = {}
     for name, reason in case.get("details", {}).get("missing", {}).items():
         names.setdefault(reason.partition(":")[0], []).append(name)
@@ -128,7 +128,7 @@ def _missing(case: CaseRecord) -> list[str]:
 def _draw_bars(
     title: str, rows: Rows, show: Show, reference: float | None, missing: Mapping[str, list[str]]
 ) -> tuple[str, Markup]:
-    """Groups of horizontal bars, with whiskers from the least to the most, and words where a bar is missing."""
+    """Groups of horizontal bars with whiskers from minimum to maximum, and a text for each missing bar."""
     series = list(dict.fromkeys(name for bars in rows.values() for name in bars))
     slots: list[tuple[float, str, str]] = []
     places: dict[str, float] = {}

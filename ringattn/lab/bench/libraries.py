@@ -1,4 +1,4 @@
-"""Masks as patterns, and as PyTorch's attention libraries take them: cuDNN, flash, and compiled FlexAttention."""
+"""Masks as patterns and in the form that cuDNN, flash and compiled FlexAttention of PyTorch accept."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ...pattern import BlockSparse, Causal, Dilated, Documents, Full, Pattern, W
 from ...text import shorten
 
 LIBRARIES = ("cuDNN", "flash", "FlexAttention")
-#: Errors that say that a library cannot compute a call here, for lack of the library, of a backend or of memory.
+#: Exceptions that mean that a library cannot compute a call here: the library, a backend or memory is missing.
 CANNOT_RUN: tuple[type[Exception], ...] = (ImportError, TypeError, RuntimeError, Unsupported)
 
 Tensor = torch.Tensor
-#: out of q, k, v, all [1, H, N, D].
+#: Computes the output from q, k and v; all are [1, H, N, D].
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -43,7 +43,7 @@ class Mask:
 
 def list_masks(tokens: int, window: int, block: int, segment: int, rate: int) -> dict[str, Mask]:
     """Masks by name: dense, causal, a window, documents, one dilated branch, and random blocks of density 1/8."""
-    cuts = tuple(tokens * i * i // 64 for i in range(9))  # eight documents of 1 to 15 parts in 64
+    cuts = tuple(tokens * i * i // 64 for i in range(9))  # eight documents of 1/64 to 15/64 of the tokens
     document = np.repeat(np.arange(8), np.diff(cuts))
     table = np.random.default_rng(0).random((tokens // block,) * 2) < 0.125
     np.fill_diagonal(table, True)
@@ -75,14 +75,14 @@ def list_masks(tokens: int, window: int, block: int, segment: int, rate: int) ->
 
 
 def make_call(library: str, mask: Mask, tokens: int, heads: int, device: str) -> Attend:
-    """The call of a library with a mask. Raises one of `CANNOT_RUN`, now or when called, where it has no such call."""
+    """A library's attention call with this mask. Raises one of `CANNOT_RUN`, now or when called, if unsupported."""
     if library == "FlexAttention":
         from torch._functorch import config
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        config.donated_buffer = False  # the timed backward keeps its graph
+        config.donated_buffer = False  # the timed backward reuses its graph
         compiled: Any = torch.compile(flex_attention, dynamic=False)
-        different = heads if isinstance(mask.pattern, Dilated) else None  # else one mask holds for all heads
+        different = heads if isinstance(mask.pattern, Dilated) else None  # otherwise all heads share one mask
         numbers = None if mask.numbers is None else torch.from_numpy(mask.numbers).to(device)
         blocks = mask.keep and create_block_mask(mask.keep(numbers), None, different, tokens, tokens, device=device)
         return lambda q, k, v: compiled(q, k, v, block_mask=blocks)
@@ -96,7 +96,7 @@ def make_call(library: str, mask: Mask, tokens: int, heads: int, device: str) ->
 
         return attend
     if library == "cuDNN" or mask.window is None:
-        raise Unsupported(f"PyTorch's {library} has no such mask")
+        raise Unsupported(f"PyTorch's {library} does not support this mask")
     from torch.nn.attention.varlen import varlen_attn
 
     starts = torch.tensor(mask.cu_seqlens or (0, tokens), dtype=torch.int32, device=device)

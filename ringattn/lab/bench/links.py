@@ -1,4 +1,4 @@
-"""Ranks of one machine behind modelled links, and a transport whose messages take no time at all."""
+"""Transports between ranks on one machine: one delays messages as modelled links would, one takes no time at all."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ...transport.base import Message, Post, Transport
 from ...transport.launcher import run_local
 from ...transport.torchdist import TorchDist
 
-#: How the times behind links come about, for the record.
+#: How times behind links are obtained; stored in the record.
 NETWORK = "MODELLED links between processes of this machine: messages are held back for the time of their link"
 
-#: Most messages in flight from one rank to one other rank.
+#: Maximum number of messages in flight from one rank to another.
 SLOTS = 64
-#: Fields of a slot of the board: the message's tag; how often the tag was used before; the time (time.monotonic) when
-#: the message has arrived, inf until both sides have posted it; how many sides have still to ask for that time.
+#: Fields of a slot of the board: the message's tag; how often the tag was used before; the arrival time
+#: (time.monotonic), inf until both sides have posted; how many sides have yet to ask for that time.
 TAG, TURN, ARRIVAL, ASKS_LEFT = range(4)
 
 
@@ -34,8 +34,8 @@ TAG, TURN, ARRIVAL, ASKS_LEFT = range(4)
 class Links:
     """`nodes` nodes of `ranks_per_node` ranks, with rates in bytes per second.
 
-    All ranks of a node share one link for what they send to other nodes (`bandwidth`); every rank has a link of its own
-    to each neighbour in its node (`node_bandwidth`).
+    The ranks of a node share one outgoing link to the other nodes (`bandwidth`); within a node, each rank has its own
+    link to each of the others (`node_bandwidth`).
     """
 
     nodes: int
@@ -45,7 +45,7 @@ class Links:
 
     @property
     def ranks(self) -> int:
-        """The ranks of all nodes."""
+        """The number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
     def node(self, rank: int) -> int:
@@ -54,11 +54,11 @@ class Links:
 
 
 class MessageBoard:
-    """When the messages between the processes of one machine have arrived: a file in memory that all of them map.
+    """Arrival times of messages between processes of one machine, kept in a memory-mapped file that all share.
 
-    The model: a message starts when both sides have posted it, and when its link has finished the messages before it.
-    It occupies its link for bytes / rate. Links are queues: one for all messages that leave a node, and one for each
-    ordered pair of ranks in a node.
+    The model: a message starts once both sides have posted it and its link has finished all earlier messages.
+    It occupies its link for bytes / rate. Each link is a queue: one for all messages that leave a node, and one for
+    each ordered pair of ranks in a node.
     """
 
     def __init__(self, path: Path, links: Links) -> None:
@@ -72,7 +72,7 @@ class MessageBoard:
         self._slots = numbers[pairs:].reshape(links.ranks, links.ranks, SLOTS, 4)
 
     def post(self, source: int, target: int, tag: int, turn: int, size: int) -> None:
-        """Record that one side has posted a message of `size` bytes; the second side to post puts it on its link."""
+        """Record that one side has posted a message of `size` bytes; the second post queues it on its link."""
         with self._locked():
             slot = self._find_slot(source, target, tag, turn)
             if slot is None:
@@ -88,7 +88,7 @@ class MessageBoard:
             self._link_free[queue] = slot[ARRIVAL] = start + size / rate
 
     def arrival(self, source: int, target: int, tag: int, turn: int) -> float:
-        """When (time.monotonic) the message has arrived. Each side asks once, after both sides have posted."""
+        """The message's arrival time (time.monotonic). Each side calls this once, after both sides have posted."""
         with self._locked():
             slot = self._find_slot(source, target, tag, turn)
             assert slot is not None and np.isfinite(slot[ARRIVAL]), "asked before both sides had posted"
@@ -110,7 +110,7 @@ class MessageBoard:
 
 
 class Wrapper:
-    """A transport that passes everything but messages on to `inner`."""
+    """A transport that delegates everything except messages to `inner`."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
@@ -120,10 +120,10 @@ class Wrapper:
 
 
 class DelayedTransport(Wrapper):
-    """A transport between ranks of one machine whose messages arrive no sooner than on the links of a MessageBoard.
+    """A transport whose messages arrive no earlier than the links of a MessageBoard would deliver them.
 
-    The messages are really sent, too. Their modelled time passes while the rank computes; a wait sleeps for what is
-    left of it, which takes no core from ranks that compute. Handshakes are not delayed.
+    The messages are really sent, too. Their modelled time passes while the rank computes; `wait` sleeps for the rest,
+    which leaves the cores to ranks that compute. Handshakes are not delayed.
     """
 
     def __init__(self, inner: Transport, board: MessageBoard) -> None:
@@ -137,12 +137,12 @@ class DelayedTransport(Wrapper):
         keys = [self._next_key(message, self.rank, message.peer) for message in post.sends]
         keys += [self._next_key(message, message.peer, self.rank) for message in post.recvs]
         for key, message in zip(keys, (*post.sends, *post.recvs), strict=True):
-            # On the board before it is sent: once a message has arrived, the board has the posts of both sides.
+            # Before sending: then the board has the posts of both sides by the time a message arrives.
             self.board.post(*key, message.data.numel())
         return self.inner.post(post), keys
 
     def wait(self, ticket: Any) -> None:
-        """Block until the messages of a ticket have arrived, really and by the model."""
+        """Block until the messages of a ticket have really arrived and their modelled time is over."""
         inner_ticket, keys = ticket
         self.inner.wait(inner_ticket)
         left = max((self.board.arrival(*key) for key in keys), default=0.0) - time.monotonic()
@@ -156,11 +156,11 @@ class DelayedTransport(Wrapper):
 
 
 class InstantMessages:
-    """Messages that take no time and bring zeros: a program with them takes the time of its computing."""
+    """Messages that take no time and deliver zeros, so that a program takes only its computing time."""
 
     def post(self, post: Post) -> None:
         """Fill the receive buffers with zeros."""
-        for message in post.recvs:  # NaNs of a reused buffer would take kernels through their slow path
+        for message in post.recvs:  # NaNs in a reused buffer would slow kernels down
             message.data.zero_()
 
     def wait(self, ticket: None) -> None:
@@ -172,10 +172,10 @@ class InstantTransport(InstantMessages, Wrapper):
 
 
 def run_nodes(function: Callable[..., Any], links: Links, *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Return values of function(rank, transport, *args) on `links.ranks` new Gloo ranks behind links, in rank order.
+    """Call function(rank, transport, *args) on new Gloo ranks behind links; returns their results in rank order.
 
-    `function` belongs to an importable module. `timeout` (seconds) bounds the whole run and every message. Raises
-    LaunchFailure with the last output of the ranks; no process is left behind.
+    `function` must be importable from its module. `timeout` (seconds) bounds the whole run and every message. Raises
+    LaunchFailure with the last output of the ranks if one fails; leaves no process behind.
     """
     with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
         board = str(Path(scratch, "board"))

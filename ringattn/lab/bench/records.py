@@ -1,4 +1,4 @@
-"""The results of a suite: JSON lines, a header and a line for each case, appended when the case was measured."""
+"""The results of a suite as JSON lines: a header, then one line per case, appended once the case is measured."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ FORMAT = "ringattn bench 3"
 
 
 def open_results(folder: Path, header: dict[str, Any], names: list[str]) -> Journal:
-    """The journal of a run: that of an interrupted run with an equal header and some of `names` left, or a new one.
+    """The journal of an interrupted run to continue (same header, some of `names` not measured), or else a new one.
 
-    A new file has a dated, numbered name. Only the date may differ between equal headers.
+    A new file has a dated, numbered name. Headers are compared without their dates.
     """
     make_folder(folder)
     host = header["machine"]
@@ -34,7 +34,7 @@ def open_results(folder: Path, header: dict[str, Any], names: list[str]) -> Jour
 
 
 def _number(path: Path) -> int:
-    """The number of a file of results; 0 for another file."""
+    """The number in the name of a results file; 0 for any other file."""
     match = re.search(r"_\d{4}-\d\d-\d\d_(\d{1,9})$", path.stem)
     return int(match[1]) if match else 0
 
@@ -46,7 +46,7 @@ def _without_date(header: dict[str, Any]) -> dict[str, Any]:
 def read_results(path: Path, setting: str = "results") -> dict[str, Any]:
     """The record of a suite: its header, "cases", and "mixed" where the code changed during the run.
 
-    Raises InvalidInput, naming the setting, where the file cannot be read or is no result of a suite.
+    Raises InvalidInput, with `setting` in the message, if the file cannot be read or holds no results of a suite.
     """
     check_readable(path, setting)
     header, records = _read(path)
@@ -59,10 +59,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, CaseRecord]]:
     """The header, and the records of the cases by name."""
     header, records = read_journal(path)
     if header is None or header.get("format") != FORMAT:
-        raise InvalidInput(f"{path}: is no result of a suite; give a .jsonl file that ringattn bench has written")
+        raise InvalidInput(f"{path}: not the results of a suite; give a .jsonl file that ringattn bench has written")
     return header, records
 
 
 def slug(name: str) -> str:
-    """A name as a part of a file name."""
+    """The name in a form that is safe in file names."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -1,6 +1,6 @@
-"""The report of a suite's results: the tables that the console, the Markdown file and the page show, and its sentences.
+"""The report of a suite's results: tables and sentences for the console, the Markdown file and the HTML page.
 
-Every number is read from the results; nothing is measured here.
+All numbers come from the stored results; nothing is measured here.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from . import SUITES, figures
 from .case import BenchSuite, CaseRecord, iqr
 from .records import read_results
 
-#: Settings that get a column where cases differ, and a place in the sentence below the table where they do not.
+#: Settings shown in a column if they differ between cases, otherwise in the sentence below the table.
 SETTINGS = (
     *("system", "tokens", "pattern", "backward", "ring_size", "segment_lengths", "dilation_rates", "block", "density"),
     *("k", "batch", "heads", "head_dim", "dtype", "layout"),
 )
-#: The warning of results whose cases measured different versions of the code.
+#: The warning if cases measured different versions of the code.
 MIXED = "The code changed during this run: its cases measured different versions. Run it again."
 #: The beginning of the index of a folder of results.
 INDEX = (
     "# Results\n\n"
     "The newest run of each suite on each machine, and of each study. `ringattn report` writes this page.\n\n"
 )
-#: Most characters of a setting and of a remark in a table.
+#: Maximum characters of a setting and of a remark in a table.
 MOST_SETTING, MOST_REMARK = 40, 160
 
 
 @dataclass(frozen=True)
 class BenchReport:
-    """All that the templates say of a suite's results, which `command` makes again; `stem` names its plots."""
+    """What the templates need from a suite's results. `command` repeats the run; `stem` names the plots' files."""
 
     record: dict[str, Any]
     command: str
@@ -47,14 +47,14 @@ class BenchReport:
 
     @property
     def suite(self) -> BenchSuite | None:
-        """The suite; None where the package that has it is not installed."""
+        """The suite; None if the package that defines it is not installed."""
         return SUITES.get(self.record["suite"])
 
     @property
     def warnings(self) -> list[str]:
-        """`MIXED` where it holds, and how many cases are missing."""
+        """The warnings: `MIXED` if it applies, and how many cases are missing."""
         done = len(self.record["cases"])
-        planned = self.record.get("planned", done)  # results of earlier versions do not say
+        planned = self.record.get("planned", done)  # absent in results of earlier versions
         missing = (
             f"Incomplete: {done} of {planned} cases; to measure the others: {self.command}" if done < planned else ""
         )
@@ -62,7 +62,7 @@ class BenchReport:
 
     @property
     def conclusion(self) -> str | None:
-        """What the cases show, as a sentence; None where none was measured."""
+        """What the cases show, as a sentence; None if no case was measured."""
         suite, cases = self.suite, self.record["cases"]
         if suite is None or not cases:
             return None
@@ -75,7 +75,7 @@ class BenchReport:
 
     @property
     def tables(self) -> list[ReportTable]:
-        """The tables that have rows: by length, ratios, memory against a formula, what cases conclude, every column."""
+        """The non-empty tables: by length, ratios, memory against a formula, summaries of cases, every column."""
         cases, kind = self.record["cases"], self.record["kind"]
         tables = [
             _by_tokens(f"median time by tokens [{kind}]", cases, figures.median, duration),
@@ -89,7 +89,7 @@ class BenchReport:
 
     @property
     def shared(self) -> str:
-        """The settings that are equal for all cases, as name=value."""
+        """The settings that all cases share, as name=value."""
         equal = _settings(self.record["cases"])[1]
         return ", ".join(f"{name}={value}" for name, value in equal.items() if value)
 
@@ -112,7 +112,7 @@ class BenchReport:
 
 
 def _judge(cases: list[CaseRecord]) -> str:
-    """How many ratios reach their targets, and which is furthest off."""
+    """How many ratios reach their targets, and which ratio is lowest relative to its target."""
     ratios = [(ratio, case["case"]) for case in cases for ratio in case.get("ratios", ()) if ratio["target"]]
     if not ratios:
         return f"{plural(len(cases), 'case')} measured, none with a target."
@@ -123,7 +123,7 @@ def _judge(cases: list[CaseRecord]) -> str:
 
 
 def narrow(table: ReportTable) -> ReportTable:
-    """A table for a console: of a row for each case no columns of settings and details, and short remarks."""
+    """A table that fits a console: per-case tables lose the columns of settings and details; remarks are cut."""
     is_of_cases = {"IQR", "remark"} & set(table.header)
     left_out = (*SETTINGS, "threads", "min", "max", "tokens/s") if is_of_cases else ()
     kept = [i for i, name in enumerate(table.header) if name not in left_out]
@@ -132,9 +132,9 @@ def narrow(table: ReportTable) -> ReportTable:
 
 
 def _columns(title: str, cases: list[CaseRecord]) -> ReportTable:
-    """A row for each column of each case, and for each case that failed. Columns that nothing fills are left out."""
+    """A row for each column of each case, and for each failed case. Empty table columns are left out."""
     varied = _settings(cases)[0]
-    if "system" in varied:  # the case and the notes say both
+    if "system" in varied:  # the case's name and the notes show both
         varied = [name for name in varied if name not in ("system", "pattern")]
     header = ["case", *varied, "ranks", "column", "threads", "median", "IQR", "min", "max", "tokens/s"]
     header += ["peak of tensors", "peak of the process", "error", "remark"]
@@ -153,7 +153,7 @@ def _columns(title: str, cases: list[CaseRecord]) -> ReportTable:
 
 
 def _column_cells(case: CaseRecord, name: str, column: dict[str, Any]) -> list[str]:
-    """From the name of a column to its error."""
+    """The cells of a column, from its name to its error."""
     tokens, peaks = case["settings"].get("tokens"), column.get("peaks", {})
     rate = tokens / column["median"] if tokens and "system" in case["settings"] else None
     numbers = (column["median"], iqr(column["seconds"]), column["min"], column["max"])
@@ -209,7 +209,7 @@ def _value(value: Any) -> str:
 def _by_tokens(
     title: str, cases: list[CaseRecord], value: Callable[[CaseRecord], float | None], show: Callable[[float], str]
 ) -> ReportTable:
-    """A row for each system and number of ranks, a column for each length; failures by their class."""
+    """A row for each system and number of ranks, a column for each length; failures appear as their class."""
     cases = [case for case in cases if "system" in case["settings"]]
     lengths = sorted({case["settings"]["tokens"] for case in cases})
     rows: dict[str, dict[int, str]] = {}
@@ -227,7 +227,7 @@ def _tensors_per_token(case: CaseRecord) -> float | None:
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], noise: float) -> ReportTable:
-    """The columns of two results side by side: a ratio of medians above 1 + noise is slower, below 1 / that faster."""
+    """The columns of two results side by side; slower if new / old exceeds 1 + noise, faster below 1 / (1 + noise)."""
     before, after = (_columns_by_name(record) for record in (old, new))
     rows = []
     for key in dict.fromkeys((*before, *after)):
@@ -245,7 +245,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], noise: float) -> ReportTab
 
 
 def _columns_by_name(record: dict[str, Any]) -> dict[tuple[str, str], float | str]:
-    """The median of each (case, column), or the class of the failure of a case in place of its first column."""
+    """The median of each (case, column); a failed case has the class of its failure as column "forward"."""
     found: dict[tuple[str, str], float | str] = {}
     for case in record["cases"]:
         for name, column in case.get("columns", {}).items():
@@ -256,7 +256,7 @@ def _columns_by_name(record: dict[str, Any]) -> dict[tuple[str, str], float | st
 
 
 def _settings(cases: Iterable[CaseRecord]) -> tuple[list[str], dict[str, str]]:
-    """The names of settings that differ between cases, and the others with their values."""
+    """(names of the settings that differ between cases, the other settings with their values)."""
     values = {
         name: {_setting(case, name) for case in cases if name in case["settings"]}
         for name in SETTINGS
@@ -287,9 +287,9 @@ def _yes_or_no(met: bool | None) -> str:
 
 
 def write_index(folder: Path) -> list[Path]:
-    """README.md of a folder of results and studies: of each the newest run by machine, its conclusion and its report.
+    """Write the README.md of a folder: the newest run of each suite per machine, and of each study; returns its path.
 
-    A README.md that this function has not written stays as it is; the list is then empty.
+    A README.md that this function did not write is left alone; the list is then empty.
     """
     target = folder / "README.md"
     if target.exists() and not target.read_text(errors="replace").startswith(INDEX):
@@ -299,7 +299,7 @@ def write_index(folder: Path) -> list[Path]:
         page = f"[{path.stem}]({path.stem}.md)"
         try:
             report = BenchReport(read_results(path), "")
-        except InvalidInput as error:  # of another version, perhaps
+        except InvalidInput as error:  # perhaps written by another version
             newest[path.stem, ""] = "", f"| {path.name} | | | {error} | |"
             continue
         suite, machine = report.record["suite"], report.record["machine"]

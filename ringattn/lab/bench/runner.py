@@ -1,7 +1,7 @@
-"""The benchmark runner: the columns of a case alternate A B C A B C in one run, and every raw number is kept.
+"""The benchmark runner: the columns of a case alternate (A B C A B C) in one run, and every raw number is stored.
 
-A case runs in processes of its own, so that it cannot disturb another case, may end for lack of memory, and has a peak
-of its own. Its record is stored when it is measured: an interrupted run of the same code and settings goes on there.
+Each case runs in its own processes, so that it cannot disturb other cases, may run out of memory, and has its own peak.
+Its record is stored as soon as it is measured: an interrupted run with the same code and settings continues there.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from .records import FORMAT, open_results
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is measured, and where the results are: a suite, all its cases or `cases`, `repeat` rounds.
+    """What to measure (a suite, all its cases or `cases`, `repeat` rounds), and where the results go.
 
-    `memory`: bytes that each process may have, None for no limit.
+    `memory`: the most bytes each process may allocate; None for no limit.
     """
 
     suite: str
@@ -54,21 +54,21 @@ class BenchOptions:
     memory: int | None = None
 
 
-#: What a case may raise as its result: our errors, lack of memory, a wrong result, and torch's errors, which are
-#: RuntimeErrors. Any other exception is a mistake in the program and ends the process of the case.
+#: Exceptions that are recorded as the failure of a case: our errors, lack of memory, a wrong result, and torch's
+#: errors, which are RuntimeErrors. Any other exception is a bug and ends the process of the case.
 FAILURES = (RingAttentionError, MemoryError, AssertionError, RuntimeError)
-#: What torch's allocator for CPUs says where memory ends; torch has no type for this error.
+#: The message of torch's CPU allocator when it is out of memory; torch has no type for this error.
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-#: Most seconds that one call of a case may take, by the times of shorter cases; a longer case is not tried.
+#: A case is not tried if one call is expected, from the times of shorter cases, to take more seconds than this.
 MOST_CALL = 60.0
-#: Failures of ranks that have lost another rank: not the cause.
+#: Failures that a rank reports after it has lost another rank, so never the cause.
 FOLLOWING = ("CommFailure", "RuntimeError")
 
 
 def run_suite(options: BenchOptions, tell: Callable[[str], None]) -> Path:
-    """Measure the cases of a suite that the results do not have yet; returns the file of the results.
+    """Measure the cases of a suite that the folder's results lack; returns the path of the results.
 
-    Results of the same code, settings and machine in the folder are continued. `tell` receives a line before each case.
+    Results with the same code, settings and machine are continued. `tell` receives a line before each case.
     """
     cases = get_cases(options.suite, options.cases)
     header = make_header(options, cases)
@@ -93,7 +93,7 @@ def run_suite(options: BenchOptions, tell: Callable[[str], None]) -> Path:
 
 
 def make_header(options: BenchOptions, cases: list[BenchCase]) -> dict[str, Any]:
-    """The first line of the results: what was asked, on what machine, by what code."""
+    """The first line of the results: the request, the machine and the version of the code."""
     return {
         "format": FORMAT,
         "suite": options.suite,
@@ -116,7 +116,7 @@ def _estimate(cases: list[BenchCase], done: dict[str, CaseRecord]) -> str:
 
 
 def run_case(case: BenchCase, options: BenchOptions, done: dict[str, CaseRecord]) -> CaseRecord:
-    """The record of a case, measured in new processes; of a case that failed, with the class of its failure."""
+    """The record of a case, measured in new processes; a failed case has the class of its failure."""
     if reason := _why_not(case, options.repeat, done):
         return summarise_case(case, [_failure("NotTried", reason)])
     work = (options.suite, case.name, options.repeat, options.memory)
@@ -132,10 +132,10 @@ def run_case(case: BenchCase, options: BenchOptions, done: dict[str, CaseRecord]
 
 
 def _why_not(case: BenchCase, repeat: int, done: dict[str, CaseRecord]) -> str:
-    """Why a case is not tried after shorter cases, in words; empty where it is tried.
+    """The reason why a case is not tried, from the results of shorter cases; empty if it is to be tried.
 
-    The time of a call is extrapolated from the fastest rounds of the two cases before, and by the tokens where there is
-    only one.
+    The time of a call is extrapolated from the fastest rounds of the two next shorter cases, or in proportion to the
+    tokens from one.
     """
     shorter = done.get(case.after or "")
     if shorter is None:
@@ -165,12 +165,12 @@ def _failure(kind: str, message: str) -> dict[str, Any]:
 def measure(
     rank: int, transport: Transport | None, suite: str, name: str, repeat: int, memory: int | None
 ) -> dict[str, Any]:
-    """Raw numbers of one rank of a case, in a process of its own that may have `memory` bytes; or its failure."""
+    """Raw numbers of a case on one rank, or its failure. Runs in its own process, limited to `memory` bytes."""
     (case,) = get_cases(suite, [name])
     if memory is not None:
         limit_memory(memory)
     if case.ranks == 1 and dist.is_initialized():
-        dist.destroy_process_group()  # for the seeds' factories a group, even of one rank, means a ring
+        dist.destroy_process_group()  # factories of the seeds' systems make a ring in any group, even of one rank
     try:
         return measure_case(case, rank, transport, repeat)
     except FAILURES as error:
@@ -178,7 +178,7 @@ def measure(
 
 
 def limit_memory(count: int) -> None:
-    """Let this process have at most `count` bytes of memory of its own; larger allocations fail. Linux."""
+    """Limit the private memory of this process to `count` bytes; allocations beyond that fail. Linux only."""
     resource.setrlimit(resource.RLIMIT_DATA, (count, count))
 
 
@@ -192,7 +192,7 @@ def classify(error: Exception) -> str:
 
 
 def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat: int) -> dict[str, Any]:
-    """Raw numbers of one rank: a warm-up, the check of its results, `repeat` rounds of every column, and its memory.
+    """Raw numbers of one rank, from a warm-up, a check of results, `repeat` rounds of all columns, and a memory run.
 
     {"times": seconds by column, "errors": by name, "peaks": bytes by column}, with {"details": {"missing": reasons by
     column}} where columns may be missing; or {"bytes": by round, "allowed": bytes, "errors": {}}.
@@ -227,7 +227,7 @@ def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat
     del run, result, results
     times = take_turns({name: partial(time_run, *run) for name, run in runs.items()}, repeat)
     weighed = [column for column in case.columns if column.weighed and column.name in runs]
-    runs.clear()  # its inputs do not belong to the peaks
+    runs.clear()  # free the inputs, so that they are not counted in the peaks
     peaks = {column.name: weigh(column, context) for column in weighed}
     details = {"details": {"missing": missing}} if case.lacking else {}
     return {"times": times, "errors": errors, "peaks": peaks, **details}
@@ -242,10 +242,10 @@ def _of_all_ranks(value: Any) -> list[Any]:
 
 
 class TensorBytes(TorchDispatchMode):
-    """Counts the storages that ops return inside the block: `live` bytes now, `peak` bytes since `restart`.
+    """Counts the storages that ops return inside a `with` block: `live` bytes now, `peak` bytes since `restart`.
 
-    A storage counts once, from the op that returns it until nothing refers to it. Scratch space inside one op is not
-    seen; the peak of the process has it.
+    A storage counts once, from the op that returns it until nothing refers to it. Scratch space inside an op is not
+    counted here, only in the peak of the process.
     """
 
     def __init__(self) -> None:
@@ -255,10 +255,10 @@ class TensorBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, which takes seconds, only to leave this mode out of graphs
+        return False  # True makes torch import its compiler, which takes seconds, only to keep this mode out of graphs
 
     def restart(self) -> None:
-        """Begin a new peak with what is alive now."""
+        """Start a new peak from the bytes that are alive now."""
         self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -269,7 +269,7 @@ class TensorBytes(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        # The key of torch's own storage, which no other storage has while this one is alive.
+        # The address of torch's storage object: unique while this storage is alive.
         key, size = storage._cdata, storage.nbytes()
         if key in self._known:
             return
@@ -284,13 +284,13 @@ class TensorBytes(TorchDispatchMode):
 
 
 def weigh(column: BenchColumn, context: Context) -> dict[str, int]:
-    """Bytes of one more run, which is not timed: of its tensors, its inputs among them, and of the process.
+    """Bytes of one more, untimed run: {"tensors": peak with inputs, "process": peak, "after": tensors that remain}.
 
-    "tensors" and "process" are peaks, "after" is what the tensors keep while the result is alive. The process counts
-    from what was resident before the inputs existed.
+    "after" is read while the result is alive. "process" is the rise over the memory that was resident before the inputs
+    existed.
     """
     with TensorBytes():
-        torch.zeros(1, device="cpu").add(1)  # loads what the counter needs, which is no memory of the run
+        torch.zeros(1, device="cpu").add(1)  # loads what the counter needs; must not count as memory of the run
     peak_memory.return_freed()
     torch.set_num_threads(column.threads)
     base = peak_memory.resident()
@@ -307,7 +307,7 @@ def weigh(column: BenchColumn, context: Context) -> dict[str, int]:
 
 
 def take_turns(timers: dict[str, Callable[[], float]], repeat: int) -> dict[str, list[float]]:
-    """Seconds of every column in every round, as `timers` measure them. Columns alternate within a round."""
+    """Seconds of every column in every round, measured by `timers`. Columns take turns within a round."""
     times: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(repeat):
         for name, timer in timers.items():
@@ -316,7 +316,7 @@ def take_turns(timers: dict[str, Callable[[], float]], repeat: int) -> dict[str,
 
 
 def time_run(threads: int, run: Run | None) -> float:
-    """Seconds of one run between two barriers, so that the slowest rank counts."""
+    """Seconds of one run between two barriers, so that it includes the wait for the slowest rank."""
     torch.set_num_threads(threads)
     _barrier()
     start = time.perf_counter()
@@ -332,9 +332,9 @@ def _barrier() -> None:
 
 
 def _measure_memory(case: BenchCase, context: Context, repeat: int) -> dict[str, Any]:
-    """The rise of the resident peak over the state before the inputs exist, in bytes, run by run.
+    """The rise of peak resident memory over that before the inputs exist, in bytes, for each run.
 
-    A run of a few tokens comes first: it loads libraries and opens connections.
+    A run with a few tokens comes first: it loads libraries and opens connections.
     """
     assert case.formula_bytes is not None
     (column,) = case.columns
@@ -369,7 +369,7 @@ def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
             "met": case.limit is None or worst <= case.limit,
         }
         return record
-    # The barriers make a run last equally long on all ranks: the times of rank 0 are those of all ranks.
+    # Thanks to the barriers a run lasts equally long on all ranks: the times of rank 0 hold for all.
     times = raw[0]["times"]
     record |= {name: raw[0][name] for name in ("details",) if name in raw[0]}
     peaks = {  # of all ranks
@@ -404,7 +404,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def describe_host() -> dict[str, Any]:
-    """Hardware, versions, commit and date of a measurement."""
+    """The hardware, versions, commit and date to record with a measurement."""
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),

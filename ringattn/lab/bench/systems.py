@@ -1,6 +1,6 @@
-"""The systems of the earlier reports by their names there, and cases that measure any of them at any length.
+"""The systems under their names in the earlier reports, and cases that measure any of them at any length.
 
-Suites choose systems, lengths and settings; how a system is made, run and checked is here, once.
+Suites choose systems, lengths and settings; this module makes, runs and checks each system.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .case import HEAD_DIM, HEADS, TOLERANCES, BenchCase, BenchColumn, CaseRecor
 SIZES: dict[str, Any] = {"embed_dim": HEADS * HEAD_DIM, "num_heads": HEADS}
 #: Rows that are compared with fp64 softmaxes.
 ROWS = 16
-#: Branches of dilated attention where a suite does not say otherwise.
+#: Default branches of dilated attention.
 BRANCHES = {"segment_lengths": (512, 1024, 2048), "dilation_rates": (1, 2, 4)}
-#: Keys of a query of the block-sparse systems: the blocks of 64 tokens around it, as many as the earlier systems used.
+#: The keys of a query in the block-sparse systems: as many blocks of 64 tokens around it as the earlier systems used.
 LOCAL = {"pattern": "local_window(64, blocks=4)"}
 NOTES = (
     f"error: largest difference of {ROWS} rows from softmaxes in fp64 over all their keys, relative to the largest "
@@ -44,9 +44,9 @@ Module = RingAttention | MultiheadAttention
 
 @dataclass(frozen=True)
 class System:
-    """How a system is made: `make(settings, place)`, where `place` has the options of real ranks.
+    """How to make a system: `make(settings, place)`, where `place` has the options of real ranks.
 
-    `settings` are those of the system; a suite may replace them. `multihead`: the input is [B, N, H * D].
+    `settings` are the defaults, which a suite may replace. `multihead`: the input is [B, N, H * D].
     """
 
     make: Callable[[dict[str, Any], dict[str, Any]], Module]
@@ -80,8 +80,8 @@ def _branches(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(settings[name]) for name in ("segment_lengths", "dilation_rates")}
 
 
-#: The systems by their names in the earlier reports. Of each kind there was one implementation per name; here all
-#: names of a kind make the same module, and a row for each name shows that they do.
+#: The systems by their names in the earlier reports. There each name had its own implementation; here all names of
+#: a kind make the same module, which one row per name shows.
 SYSTEMS: dict[str, System] = {
     **{
         f"{name}DilatedAttention{version}": _dilated(f"{name}DilatedAttention{version}")
@@ -110,9 +110,9 @@ def list_system_cases(
 ) -> list[BenchCase]:
     """A case for each system, number of ranks and length, in this order.
 
-    A name may end in "_r4": 4 virtual ranks. `settings` replace those of the systems that have them. With
-    `until_failure` a failure is a result, and no longer length of the system is tried after it. `label`: as for
-    `make_system_case`. `most` are the most tokens of the systems that end before the others.
+    A name may end in "_r4": 4 virtual ranks. `settings` apply to the systems that have
+    them. With `until_failure` a failure is a result, and longer lengths of that system are then not tried. `label`: as
+    for `make_system_case`. `most`: the maximum tokens of some systems, by name.
     """
     cases = []
     for name in names:
@@ -169,7 +169,7 @@ def make_system_case(
 
 
 def make_system(context: Context) -> tuple[Module, list[torch.Tensor]]:
-    """The module of a case with weights that are equal on all ranks, and its inputs: (q, k, v) [B, N, H, D] or (x,)."""
+    """The module of a case, with equal weights on all ranks, and its inputs: (q, k, v), each [B, N, H, D], or (x,)."""
     settings, place = context.settings, {"layout": "contiguous"} if context.ranks > 1 else {}
     system, dtype = SYSTEMS[settings["kind_of_system"]], getattr(torch, settings["dtype"])
     torch.manual_seed(0)
@@ -193,7 +193,7 @@ def _make_forward(context: Context) -> Run:
 
 
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
-    """The largest relative error of sampled rows; every rank checks the rows of its shard."""
+    """The largest relative error of sampled rows; each rank checks the sampled rows in its shard."""
     settings, (module, inputs, out) = context.settings, results["forward"]
     tokens, tolerance = settings["tokens"], TOLERANCES[settings["dtype"]]
     layout, rows = get_layout(context), sampled_rows(tokens, ROWS)
@@ -239,7 +239,7 @@ def compute_exact_rows(
 def _exact_adaptive_rows(
     module: AdaptiveAttention, rows: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
-    """Softmaxes in fp64 over the blocks that the module has selected, with the scores of the blocks as a bias."""
+    """Rows `rows` of the output in fp64, over the blocks that the module selected, with the block scores as a bias."""
     assert module.blocks is not None and len(q) == 1
     block, blocks = module.block, torch.tensor(module.blocks, device="cpu")
     means = [
@@ -255,14 +255,14 @@ def _exact_adaptive_rows(
 
 
 def _all_reduce(x: torch.Tensor, most: bool, ranks: int) -> torch.Tensor:
-    """x, reduced over the ranks in place: the maximum, or the sum."""
+    """x, reduced in place over the ranks: the maximum if `most`, otherwise the sum."""
     if ranks > 1:
         dist.all_reduce(x, dist.ReduceOp.MAX if most else dist.ReduceOp.SUM)
     return x
 
 
 def find_cases(records: list[CaseRecord], system: str) -> list[CaseRecord]:
-    """The records of a system, or of all systems whose names begin so, that have numbers."""
+    """The records with numbers of the systems whose names begin with `system`."""
     return [x for x in records if str(x["settings"].get("system", "")).startswith(system) and x.get("columns")]
 
 
@@ -282,7 +282,7 @@ def longest(records: list[CaseRecord], system: str) -> str:
 
 
 def fastest(records: list[CaseRecord], tokens: int) -> str:
-    """The fastest and the slowest system of a length on one device, in words."""
+    """The fastest and the slowest system on one device at this length, in words."""
     done = [x for x in find_cases(records, "") if x["settings"]["tokens"] == tokens and x["ranks"] == 1]
     if not done:
         return f"at {tokens:,} tokens nothing was measured"

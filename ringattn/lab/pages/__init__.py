@@ -1,1 +1,1 @@
-"""Pages: reports with their tables and figures, and the journal of what is done."""
+"""Reports with their tables and figures, and the journal of finished work."""

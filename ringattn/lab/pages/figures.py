@@ -1,4 +1,4 @@
-"""Figures of pages as SVG, which need matplotlib; the same bytes in every run."""
+"""SVG figures for pages, by matplotlib; every run gives the same bytes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from markupsafe import Markup
 from ...errors import Unsupported
 
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd")
-#: Markers and dashes of lines: with COLOURS they tell 320 lines apart.
+#: Markers and dashes of lines; combined with COLOURS they distinguish 320 lines.
 MARKERS, DASHES = "osD^vP*X", ("-", "--", ":", "-.")
-#: The colour that stands for the colour of the page's text.
+#: A placeholder, which `to_svg` replaces by the page's text colour.
 TEXT = "#010203"
 _SETTINGS = {
     "svg.hashsalt": "ringattn",
@@ -29,21 +29,22 @@ _SETTINGS = {
 
 
 def check_matplotlib(instead: str) -> None:
-    """Raise Unsupported where matplotlib is missing; `instead` says how to do without plots."""
+    """Raise Unsupported if matplotlib is missing; `instead` tells the user how to do without plots."""
     if not util.find_spec("matplotlib"):
         raise Unsupported(f"plots need matplotlib: pip install 'ringattn[plot]', or {instead}")
 
 
 @contextmanager
 def drawing(height: float = 3.2, width: float = 4.8) -> Iterator[Any]:
-    """A figure of matplotlib, by default as wide as a phone; draw it, and read its `to_svg`, within the block."""
+    """A matplotlib figure, by default as wide as a phone. Draw it and call `to_svg` inside the block."""
     with import_module("matplotlib").rc_context(_SETTINGS):
         yield import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
 
 
 def to_svg(figure: Any, name: str) -> Markup:
-    """The <svg> element of a figure in the colours of the page, dark or light, with a legend where the first axes have
-    labels. The name is put before its ids, as several plots share a page."""
+    """The <svg> element of a figure in the page's colours, dark or light, with a legend if the first axes have labels.
+
+    The name prefixes all ids, since several plots share a page."""
     first = figure.axes[0]
     if first.get_legend_handles_labels()[0] and not figure.legends and first.get_legend() is None:
         figure.legend(loc="outside lower center", fontsize=7, framealpha=0.0, ncols=2)
@@ -55,7 +56,7 @@ def to_svg(figure: Any, name: str) -> Markup:
 
 
 def on_paper(svg: Markup) -> str:
-    """The text of an SVG file, which is read on white paper wherever somebody shows it."""
+    """The text of a standalone SVG file, with dark text on a white background."""
     return svg.replace("currentColor", "#222").replace("<svg ", '<svg style="background: #fff" ', 1)
 
 
@@ -68,7 +69,7 @@ def draw_lines(
     log: bool,
     joined: bool = True,
 ) -> Any:
-    """Lines of points (x, y) by name, or the points alone, over x on a logarithmic axis where `log`; the axes."""
+    """Draw named series of points (x, y), joined by lines if `joined`, with a log x axis if `log`; returns the axes."""
     axes = figure.subplots()
     for i, (name, points) in enumerate(series.items()):
         style = {"color": COLOURS[i % 10], "marker": MARKERS[i // 10 % 8]}
@@ -83,9 +84,9 @@ def draw_lines(
 def draw_stacks(
     axes: Any, bars: Sequence[Mapping[str, float]], names: Sequence[str], *, across: bool = False
 ) -> dict[str, Any]:
-    """A bar for each mapping, of the parts `names`, upwards or from left to right; the bars of each part that is there.
+    """Draw one stacked bar per mapping, of the parts `names`, upwards or to the right (`across`); returns bars by part.
 
-    A part has the same colour on all axes that are drawn with the same names.
+    A part has the same colour on all axes that are drawn with the same names. Absent parts are left out.
     """
     drawn: dict[str, Any] = {}
     ends = np.zeros(len(bars))

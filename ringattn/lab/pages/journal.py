@@ -1,7 +1,7 @@
-"""The finished points of a study, or cases of a suite, one JSON line each: an interrupted run continues from this file.
+"""The journal of a study's finished points or a suite's cases, one JSON line each; interrupted runs continue from it.
 
 A line is appended when its point is finished, so a killed process loses only the point that it was computing. A last
-line that was cut off is dropped. Each line ends with its checksum, so that what is read is what was written. A study's
+line that was cut off is dropped. Each line ends with a checksum, which detects changed lines. A study's
 lines hold no times, so an interrupted study ends with the same file as any other.
 """
 
@@ -23,22 +23,22 @@ from filelock import FileLock, Timeout
 
 from ...errors import InvalidInput
 
-#: The package whose source made the numbers.
+#: The folder of the package, whose source is hashed.
 PACKAGE = Path(__file__).resolve().parents[2]
 #: The head of a journal, or the record of a finished point.
 Record = dict[str, Any]
 
 
 def write_line(record: Record) -> bytes:
-    """The line of a record, with the CRC-32 of all before it."""
+    """The JSON line of a record, ending with the CRC-32 of the text before it."""
     text = json.dumps(record).encode()[:-1]
     return b'%b, "crc": %d}\n' % (text, zlib.crc32(text))
 
 
 def read_journal(path: Path) -> tuple[Record | None, dict[str, Record]]:
-    """(head, records by key) of a journal, without a last line that was cut off; (None, {}) where there is no line.
+    """(head, records by key) of a journal, ignoring a last line that was cut off; (None, {}) if it has no lines.
 
-    Another process may have the journal open. Raises InvalidInput for a line that is not as it was written.
+    Another process may have the journal open. Raises InvalidInput for a damaged line.
     """
     return _parse(path, path.read_bytes() if path.is_file() else b"")
 
@@ -49,10 +49,9 @@ def _parse(path: Path, data: bytes) -> tuple[Record | None, dict[str, Record]]:
         match = re.fullmatch(rb'(.*), "crc": (\d{1,10})\}', line)
         if match is None or zlib.crc32(match[1]) != int(match[2]):
             raise InvalidInput(
-                f"{path}: line {number} is not as it was written; remove this line, and the same command computes its "
-                "point again"
+                f"{path}: line {number} is damaged; remove it and run the same command, which computes its point again"
                 if records
-                else f"{path}: line 1 is not that of a study or suite of this version; give another path"
+                else f"{path}: line 1 is not from a study or suite of this version; give another path"
             )
         records.append(json.loads(match[1] + b"}"))
     return records[0] if records else None, {record["key"]: record for record in records[1:]}
@@ -61,26 +60,26 @@ def _parse(path: Path, data: bytes) -> tuple[Record | None, dict[str, Record]]:
 class Journal:
     """The journal in the file `path`, whose first line is `head`. `records` has the finished points by key.
 
-    One process at a time may have a journal open. The lock is a file of its own beside `path`, as filelock may empty
-    the file that it locks. The operating system frees the lock of a killed process.
+    Only one process at a time may have a journal open. The lock is a separate file, because filelock may empty the
+    file that it locks. The operating system frees the lock of a killed process.
     """
 
     def __init__(self, path: Path, head: Record) -> None:
         """Open or begin a journal.
 
-        Raises InvalidInput where another process has the journal open, where the journal belongs to another study or is
-        broken, and where it cannot be written.
+        Raises InvalidInput if another process has the journal open, if the journal belongs to another study or is
+        damaged, or if it cannot be written.
         """
         self.path = path
         self.records: dict[str, Record] = {}
         try:
-            # Unbuffered: a line is written at once, or raises. A link could lead to any file of the user.
+            # Unbuffered: writing a line succeeds or raises at once. `_open` follows no link: it could lead to any file.
             self._file = open(path, "a+b", buffering=0, opener=_open)  # noqa: SIM115
         except OSError as error:
             raise InvalidInput(
                 f"output {path}: cannot be written ({error.strerror}); give another output.path"
             ) from error
-        # After the journal exists: a folder with a lock file alone would not be recognised as that of a study.
+        # Lock after the journal exists: a folder with only a lock file would not be recognised as a study's.
         self._lock = FileLock(f"{path}.lock", timeout=0)
         try:
             self._lock.acquire()
@@ -91,47 +90,47 @@ class Journal:
         except Timeout:
             self._file.close()
             raise InvalidInput(
-                f"{path.parent}: another process is at work on this study; wait for it, or give another output.path"
+                f"{path.parent}: another process is running this study; wait for it, or give another output.path"
             ) from None
         except (OSError, NotImplementedError) as error:
             self._file.close()
             raise InvalidInput(
-                f"{path}: cannot be locked on this file system ({error}); give an output.path on another"
+                f"{path}: cannot be locked on this file system ({error}); give an output.path on another file system"
             ) from error
 
     def _read(self, head: Record) -> None:
-        """Read the records, or write `head` into an empty journal. Raises InvalidInput for another head."""
+        """Read the records, or write `head` to an empty journal. Raises InvalidInput if the head differs."""
         self._file.seek(0)
         data = self._file.read()
         written, self.records = _parse(self.path, data)
         if written is None and not write_line(head).startswith(data):
-            raise InvalidInput(f"{self.path}: is not a journal; give another output.path, or remove the file")
+            raise InvalidInput(f"{self.path}: not a journal; give another output.path, or remove the file")
         if written is not None and written != json.loads(json.dumps(head)):
             keys = {*written, *head}
             differing = ["name" if key == "study" else key for key in keys if written.get(key) != head.get(key)]
             raise InvalidInput(
                 f"{self.path.parent}: holds the study {written.get('study')!r}, and this one differs in its "
-                f"{' and '.join(sorted(differing))}; give another output.path, or remove that folder to begin anew"
+                f"{' and '.join(sorted(differing))}; give another output.path, or remove that folder to start again"
             )
         self._file.truncate(data.rfind(b"\n") + 1)
         if written is None:
             self._append(head)
 
     def add(self, key: str, record: Record) -> None:
-        """Append the record of a point. Raises InvalidInput where the line cannot be written."""
+        """Append the record of a point. Raises InvalidInput if the line cannot be written."""
         self._append({"key": key, **record})
         self.records[key] = json.loads(json.dumps({"key": key, **record}))  # as a later process reads it
 
     def _append(self, record: Record) -> None:
         line = write_line(record)
         try:
-            written, reason = self._file.write(line) == len(line), "only a part of a line"
+            written, reason = self._file.write(line) == len(line), "only part of a line"
         except OSError as error:
             written, reason = False, str(error.strerror)
         if not written:
             raise InvalidInput(
-                f"output {self.path}: could not be written ({reason}); free some space, and the same command goes on "
-                "after the finished points"
+                f"output {self.path}: could not be written ({reason}); free some space and run the same command, which "
+                "continues after the finished points"
             )
 
     def _close(self) -> None:
@@ -149,16 +148,16 @@ class Journal:
 
 
 def _open(path: str, flags: int) -> int:
-    """A descriptor of an ordinary file, which no link leads to. Raises OSError."""
+    """A descriptor of an ordinary file, opened without following a link. Raises OSError for anything else."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no ordinary file")
+        raise OSError(errno.EINVAL, "not an ordinary file")
     return descriptor
 
 
 def source() -> str:
-    """A hash of this package's Python files and templates as they are on the disk now: 12 hexadecimal digits."""
+    """A hash of this package's Python files and templates as they are on disk now: 12 hexadecimal digits."""
     digest = hashlib.sha256()
     for path in sorted((*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.j2"))):
         digest.update(path.read_bytes())
@@ -166,7 +165,7 @@ def source() -> str:
 
 
 def git(*arguments: str) -> str | None:
-    """What git prints about the checkout that holds the package; None without a checkout, or where git fails."""
+    """The output of a git command in the checkout of this package; None without a checkout, or if git fails."""
     if not (PACKAGE.parent / ".git").exists():
         return None
     command = ["git", "-C", str(PACKAGE.parent), *arguments]

@@ -1,4 +1,4 @@
-"""Reports as Markdown and as HTML pages that need no other file."""
+"""Reports as Markdown files and as self-contained HTML pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AnyText = TypeVar("AnyText", str, Markup)
 
 
 class Cell(str):
-    """The text of a table's cell with the number by which a page sorts it."""
+    """The text of a table cell, with the number that a page sorts by."""
 
     value: float
 
@@ -31,7 +31,7 @@ class Cell(str):
 
 @dataclass(frozen=True)
 class ReportTable:
-    """Cells as text, `Cell` where a number is behind the text. `total`: the rows before the table was cut."""
+    """A table of text cells, `Cell` for numbers. `total`: the number of rows before the table was cut."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -40,7 +40,7 @@ class ReportTable:
 
 
 class Plot(NamedTuple):
-    """A plot of a report: what it shows, its <svg> element, and the name of its file beside the Markdown."""
+    """A plot of a report: its title, its <svg> element, and the name of its file beside the Markdown."""
 
     title: str
     svg: Markup
@@ -48,10 +48,10 @@ class Plot(NamedTuple):
 
 
 def render_page(package: str, template: str, kind: str, values: Mapping[str, object]) -> str:
-    """A report, by a template in the folder `templates` of `package`; `kind` is "html" or "markdown"."""
+    """The text of a report, from a template in `package`'s folder `templates`; `kind` is "html" or "markdown"."""
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(name, "templates") for name in (package, __package__ or "")]),
-        autoescape=kind == "html",  # in Markdown `plain` and `cell` escape what they must
+        autoescape=kind == "html",  # in Markdown, `plain` and `cell` escape the text
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -66,19 +66,19 @@ def render_page(package: str, template: str, kind: str, values: Mapping[str, obj
 
 
 def _one_line(text: AnyText) -> AnyText:
-    """The words of a paragraph on one line, whatever the line breaks of its template; markup stays markup."""
+    """The text of a paragraph joined into one line; markup stays markup."""
     return type(text)(" ").join(text.split())
 
 
 def _plain(text: str) -> str:
-    """Markdown without HTML: a name must not be markup."""
+    """The text escaped for Markdown, so that a name is not read as HTML."""
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
 
 
 def write_report(
     folder: Path, stem: str, package: str, template: str, report: object, plots: Sequence[Plot]
 ) -> list[Path]:
-    """Write a report to STEM.md and STEM.html, and its plots to files beside them, which STEM.md shows; both paths."""
+    """Write a report as STEM.md and STEM.html, with the plots as files that STEM.md shows; returns both paths."""
     for plot in plots:
         write_text(folder / plot.file, on_paper(plot.svg))
     written = {"markdown": folder / f"{stem}.md", "html": folder / f"{stem}.html"}

@@ -1,8 +1,8 @@
-"""What a study computes of a point: the numbers that `simulate` gives, and executions of the point's plan.
+"""What a study computes for each point: the numbers of `simulate`, and executions of the point's plan.
 
-Executed are whole ranks where they are little work, and sampled rows of the whole sequence elsewhere. The budget is
-spent in seconds that follow from counted pairs and rows at assumed rates, and that no clock measures: which points are
-executed, and how, depends neither on the machine nor on whether the study was interrupted.
+An execution runs whole ranks if that is little work, otherwise sampled rows of the whole sequence. Its cost in seconds
+is computed from counted pairs and rows at assumed rates, never timed: which points are executed, and how, depends
+neither on the machine nor on whether the study was interrupted.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ...text import duration, plural
 from ..verbs.simulate_model import NOT_MODELLED, estimate_model
 from .space import Point
 
-#: Assumed rates of one core in fp64: elements of K and V per second that sampled rows visit; elements per second of
-#: whole ranks, which are generated, visited and compared; multiplications per second.
+#: Assumed fp64 rates of one core per second: elements of K and V that sampled rows visit; elements of whole ranks that
+#: are generated, visited and compared; multiplications.
 VISITED_RATE, WHOLE_RATE, PRODUCT_RATE = 1.0e8, 1.0e7, 5.0e9
-#: Whole ranks are executed within this share of the budget, or within these seconds where the share is less: all ranks
-#: of a plan, or a power of two of them, but not fewer than FEWEST_RANKS.
+#: Whole ranks are executed if they take at most this share of the budget, or at most these seconds if that is more: all
+#: ranks of a plan, or a power of two of them, but at least FEWEST_RANKS.
 WHOLE_SHARE, WHOLE_SECONDS, FEWEST_RANKS = 0.02, 1.0, 16
 
 
@@ -61,7 +61,7 @@ def evaluate(config: SimulateConfig) -> dict[str, Any]:
 
 
 def _evaluate_model(config: SimulateConfig) -> dict[str, Any]:
-    """The record of a point that is a phase of a model."""
+    """The record of a point that simulates a phase of a model."""
     try:
         _, _, estimate = estimate_model(config)
     except (InvalidInput, Unsupported) as error:
@@ -80,7 +80,7 @@ def _evaluate_model(config: SimulateConfig) -> dict[str, Any]:
 
 
 def _pass_values(timeline: Timeline, plan: Plan) -> dict[str, Any]:
-    """The numbers of a pass by name; None where they are not modelled."""
+    """The numbers of a pass by name; None for those that are not modelled."""
     low, high = timeline.interval or (None, None)
     traffic, machine = timeline.traffic, timeline.machine
     unmodelled = {cause for cause, number in CAUSES.items() if getattr(machine, number) is None}
@@ -109,7 +109,7 @@ def _pass_values(timeline: Timeline, plan: Plan) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ExecutionTask:
-    """What is executed of a plan, and its seconds at the assumed rates.
+    """Which part of a plan to execute, and its seconds at the assumed rates.
 
     `how` is "whole" (all ranks), "some" (`count` ranks from `first` on), or "rows" (`count` sampled query rows).
     """
@@ -121,13 +121,13 @@ class ExecutionTask:
 
 
 def make_executed_plan(config: SimulateConfig) -> Plan:
-    """A point's plan as it is executed: the point's layout and schedule, in fp64 with the heads of study.execute.
+    """The plan to execute for a point: its layout and schedule, in fp64 with the heads of study.execute.
 
-    Raises InvalidInput.
+    Raises InvalidInput if the plan cannot be made.
     """
     options, machine = config.study.execute, config.machine.made(ranks=config.ranks)
     resolved = {}
-    if _has_auto(config):  # chosen for the sizes of the point, not for the sizes that are executed
+    if _has_auto(config):  # let auto choose for the point's sizes, not for the executed sizes
         plan = plan_from_config(config, machine)
         resolved = {"layout": plan.layout.name, "schedule": plan.schedule}
     sizes = {"heads": options.heads, "kv_heads": options.heads, "head_dim": options.head_dim, "batch": 1}
@@ -139,7 +139,7 @@ def _has_auto(config: SimulateConfig) -> bool:
 
 
 def plan_execution(plan: Plan, options: ExecuteGroup) -> ExecutionTask:
-    """What would be executed of a plan that had the whole budget for itself."""
+    """The task for a plan if it had the whole budget to itself."""
     assert options.budget is not None
     rank_tokens, row_elements = plan.tokens / plan.ranks, 2 * options.heads * options.head_dim
     products = plan.pairs() / plan.ranks * 2 * options.head_dim
@@ -151,14 +151,14 @@ def plan_execution(plan: Plan, options: ExecuteGroup) -> ExecutionTask:
     if ranks >= FEWEST_RANKS:
         ranks = 1 << ranks.bit_length() - 1
         return ExecutionTask("some", (plan.ranks - ranks) // 2, ranks, rank_seconds * ranks)
-    # A block is generated whole, and once for all rows that see it.
+    # A block is generated as a whole, once for all rows that see it.
     keys = min(plan.tokens, options.rows * (plan.pairs() / (plan.tokens * plan.heads) + 2 * rank_tokens))
     seconds = keys * row_elements * (1 / VISITED_RATE + options.rows / PRODUCT_RATE)
     return ExecutionTask("rows", 0, options.rows, seconds)
 
 
 def describe_left_out(task: ExecutionTask, budget: float, left: float) -> dict[str, Any]:
-    """The record of a task that is not executed, because only `left` seconds of the budget are left."""
+    """The record of a task that is not executed because only `left` seconds of the budget remain."""
     work = plural(task.count, "row" if task.how == "rows" else "whole rank")
     return {
         "why not": f"not executed: {work} would take {duration(task.seconds)} at the assumed rates, and "
@@ -175,7 +175,7 @@ def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup) -> dict[str,
         settings = {"mode": "all", "ranks": None if task.how == "whole" else ranks}
     torch = import_module("torch")
     threads = torch.get_num_threads()
-    # One thread, as mode=numerics: numbers do not depend on the cores, and short calls gain nothing from more.
+    # One thread, as in mode=numerics: the numbers do not depend on the cores, and short calls gain nothing from more.
     torch.set_num_threads(1)
     try:
         report = numerics(plan, seed=options.seed, **settings)
@@ -205,7 +205,7 @@ def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup) -> dict[str,
 
 
 def execution_inputs(point: Point) -> dict[str, Any]:
-    """All that a point's execution depends on: points with equal inputs share one execution."""
+    """Everything a point's execution depends on: points with equal inputs share one execution."""
     config = point.config
     return {
         "execute": asdict(config.study.execute),

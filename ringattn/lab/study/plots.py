@@ -1,4 +1,4 @@
-"""Plots of a study as SVG and PNG, by matplotlib, with the same bytes in every run."""
+"""Plots of a study, by matplotlib; every run gives the same bytes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ..pages.figures import COLOURS, draw_lines, draw_stacks, drawing, to_svg
 from ..pages.pages import Plot
 from .tables import DIRECTIONS, WAITS, Row, Table, efficiency, is_number, show_number, total
 
-#: Panels side by side; on a phone, a page shows them 160 pixels wide. Most numbers below the bars of a panel.
+#: Panels side by side (each 160 pixels wide on a phone), and the maximum number of ticks in a panel.
 PANELS, MOST_TICKS = 2, 12
 CAUSES = ("compute", "imbalance", "merge", "interference", "stalls", *WAITS, "jitter", "host", "call")
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise InvalidInput for a plot that is unknown or named twice."""
+    """Raise InvalidInput if a plot is unknown or named twice."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise InvalidInput(f"study.plots: {name} is there twice; name each plot once")
+            raise InvalidInput(f"study.plots: {name} is listed twice; name each plot once")
         seen.add(name)
         check_choice("study.plots", name, PLOTS)
 
 
 def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | None]:
-    """The axes of the plots: `x` and `y`, or else the first two axes with several numbers. Raises InvalidInput."""
+    """The axes of the plots: `x` and `y`, by default the first two axes with several numbers. Raises InvalidInput."""
     numeric = [name for name in table.axes if len(table.numbers(name)) > 1]
     for name in (x, y):
         if name is not None and name not in numeric:
@@ -51,14 +51,14 @@ def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | 
 
 
 def draw(name: str, table: Table, x: str, y: str | None) -> list[Plot]:
-    """The plot `name` of the table; none where no row has numbers."""
+    """The plots called `name` of a table; empty if no row has numbers."""
     title = f"{name}: {PLOTS[name][1]}, by {x}" + (f" and {y}" if name == "crossover" else "")
     with drawing(4.2, width=7.2) as figure:
         return [Plot(title, to_svg(figure, name), f"{name}.svg")] if PLOTS[name][0](figure, table, x, y) else []
 
 
 def _draw_efficiency(figure: Any, table: Table, x: str, y: str | None) -> bool:
-    """Lines of computing time over time; False where no row has numbers, as of the other plots."""
+    """Draw computing time over time as lines. All _draw functions return False if no row has numbers."""
     series = {name: [(row[x], efficiency(row)) for row in rows] for name, rows in table.series(x).items()}
     figure.set_size_inches(7.2, 4.0 + 0.16 * -(-len(series) // 2))
     values = table.numbers(x)
@@ -70,7 +70,7 @@ def _draw_efficiency(figure: Any, table: Table, x: str, y: str | None) -> bool:
 
 
 def _draw_time(figure: Any, table: Table, x: str, y: str | None) -> bool:
-    """Lines of the time of all passes."""
+    """Draw the time of all passes as lines."""
     series = {name: [(row[x], total(row, "time")) for row in rows] for name, rows in table.series(x).items()}
     axes = draw_lines(figure, series, x, "seconds, modelled", log=True)
     axes.set(yscale="log", title="time")
@@ -79,13 +79,13 @@ def _draw_time(figure: Any, table: Table, x: str, y: str | None) -> bool:
 
 
 def _set_ticks(axes: Any, x: str, values: list[Any]) -> None:
-    """Ticks at most MOST_TICKS of the values of x, in units."""
+    """Set ticks at no more than MOST_TICKS values of x, labelled with units."""
     ticks = values[:: -(-len(values) // MOST_TICKS)]
     axes.set_xticks(ticks, [show_number(x, value) for value in ticks], rotation=60, ha="right", fontsize=7)
 
 
 def _draw_stack(figure: Any, table: Table, x: str, y: str | None) -> bool:
-    """Bars of the time by cause."""
+    """Draw the time by cause as bars."""
 
     def share(row: Row, cause: str) -> float:
         return total(row, cause) / total(row, "time") if total(row, "time") else 0.0
@@ -96,7 +96,7 @@ def _draw_stack(figure: Any, table: Table, x: str, y: str | None) -> bool:
 
 
 def _draw_memory(figure: Any, table: Table, x: str, y: str | None) -> bool:
-    """Bars of a rank's memory by category, in the backward where the study has it."""
+    """Draw a rank's memory by category as bars, for the backward if the study has one."""
     names = [column.name for column in table.columns if ": " in column.name and column.name.split(" ")[1] == "memory:"]
     direction = next((one for one in DIRECTIONS[::-1] if any(name.startswith(one) for name in names)), "forward")
 
@@ -110,7 +110,7 @@ def _draw_memory(figure: Any, table: Table, x: str, y: str | None) -> bool:
 def _draw_bars(
     figure: Any, table: Table, x: str, ylabel: str, title: str, heights: Mapping[str, Callable[[Row], float]]
 ) -> bool:
-    """Stacked bars, a panel for each series; `heights` gives the height of each part of a row's bar."""
+    """Draw stacked bars, one panel per series; `heights` computes the height of each part of a row's bar."""
     series = list(table.series(x).items())
     if not series:
         return False
@@ -135,7 +135,7 @@ def _draw_bars(
 
 
 def _draw_crossover(figure: Any, table: Table, x: str, y: str | None) -> bool:
-    """A map over two axes of the series that takes the least time."""
+    """Draw a map over two axes that shows the fastest series."""
     assert y is not None  # `checks` refuses a crossover without y before the first point
     best = find_fastest(table, x, y)
     if not best:
@@ -160,9 +160,9 @@ def _draw_crossover(figure: Any, table: Table, x: str, y: str | None) -> bool:
 
 
 def find_fastest(table: Table, x: str, y: str) -> dict[tuple[Any, Any], tuple[str, float]]:
-    """(label, seconds) of the series with the least time of all passes, for each pair of values of x and y.
+    """(label, seconds) of the fastest series over all passes, for each pair of values of x and y.
 
-    Of equally fast series, the first in the order of the table.
+    If series are equally fast, the first in the table wins.
     """
     best: dict[tuple[Any, Any], tuple[str, float]] = {}
     for label, rows in table.series(x, without=(y,)).items():
@@ -174,7 +174,7 @@ def find_fastest(table: Table, x: str, y: str) -> dict[tuple[Any, Any], tuple[st
     return best
 
 
-#: By name what draws a plot, and what it shows.
+#: By name, the function that draws a plot, and what the plot shows.
 PLOTS: dict[str, tuple[Callable[[Any, Table, str, str | None], bool], str]] = {
     "efficiency": (_draw_efficiency, "the part of the time in which ranks compute"),
     "time": (_draw_time, "the time"),

@@ -1,6 +1,6 @@
-"""The contents of a study's report: tables with every number's word, machines, what was refused or extrapolated.
+"""The contents of a study's report: tables, machines, refusals and extrapolations; every number has its word.
 
-The sentences around these contents are in templates/report.j2.
+The sentences around them are in templates/report.j2.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..pages.pages import Cell, Plot, ReportTable
 from .space import Point
 from .tables import DIRECTIONS, WAITS, Row, Table, efficiency, list_passes, total
 
-#: Most rows and columns of a table in a report; sweep.csv has all rows, and wider tables become several.
+#: Maximum rows and columns of a table in a report; sweep.csv has all rows, and wider tables are split.
 MOST_ROWS, MOST_COLUMNS = 200, 6
-#: Columns that describe a point. A column whose value is equal for all points is written once, below the table.
+#: Columns that describe a point. A value that all points share is written once, below the table.
 DESCRIPTION = (
     *("model", "cp", "dp", "tp", "ep", "pp"),
     *("tokens", "ranks", "pattern", "layout", "schedule", "heads", "kv_heads", "head_dim", "dtype", "batch"),
@@ -39,11 +39,11 @@ EXECUTED_COLUMNS = (
 
 
 def extrapolate(table: Table, machines: dict[int, Machine], tokens: int) -> list[dict[str, Any]]:
-    """Every series of the table at `tokens`, more than any point has; `machines` by the number of the point.
+    """Extrapolate every series of the table to `tokens`, more than any point has; `machines` are by point number.
 
     A record has the `seconds` of all passes, the mean seconds between failures of any rank (`failure`), `watts` and
-    `memory` (bytes) as sums over all ranks, and the numbers of the series' last two `points`, which it is from. Left
-    out are series whose last two points have different shards or equal ranks: a line through them says nothing.
+    `memory` (bytes) as sums over all ranks, and the numbers of the two last `points` of the series, which it is
+    computed from. Series whose last two points have different shards or equal ranks are left out.
     """
     lines = []
     for name, rows in table.series("tokens", without=("ranks", "shard", "tokens")).items():
@@ -69,16 +69,16 @@ def extrapolate(table: Table, machines: dict[int, Machine], tokens: int) -> list
 
 
 def machines_of(points: Sequence[Point]) -> dict[int, Machine]:
-    """The machine of each point by the point's number, without points whose machine is invalid: they are refused."""
+    """The machine of each point by the point's number, without (refused) points whose machine is invalid."""
     machines = {}
     for point in points:
-        with suppress(RingAttentionError):  # the record of the point has the message
+        with suppress(RingAttentionError):  # the point's record has the message
             machines[point.number] = point.config.machine.made()
     return machines
 
 
 def describe_machines(points: Sequence[Point], machines: Mapping[int, Machine]) -> list[str]:
-    """A line for each named machine: its numbers with units and sources, and which numbers differ between points."""
+    """A line for each named machine: its numbers with units and sources, marking numbers that differ between points."""
     lines = []
     for name in dict.fromkeys(point.config.machine.spec for point in points if point.number in machines):
         named = [machines[x.number] for x in points if x.config.machine.spec == name and x.number in machines]
@@ -100,7 +100,7 @@ def describe_machines(points: Sequence[Point], machines: Mapping[int, Machine]) 
 
 @dataclass(frozen=True)
 class StudyReport:
-    """All that the templates say of a study.
+    """What the templates need from a study.
 
     `provenance` has the version, the source hash and the commit of the code.
     """
@@ -117,13 +117,13 @@ class StudyReport:
 
     @property
     def extremes(self) -> ReportTable:
-        """The least and the most of the time, the part of it that computes, and the memory, with their points."""
+        """The minimum and maximum of time, computing share and memory, with the points that have them."""
         measures: dict[str, tuple[Callable[[Row], float], Callable[[float], str]]] = {
             "time of all passes": (lambda row: total(row, "time"), duration),
             "computing time / time": (efficiency, "{:.1%}".format),
             "memory of a rank": (lambda row: max(row[f"{one} memory"] for one in list_passes(row)), size),
         }
-        if "model" in self.table.rows[0]:  # whose parts of the time are not told apart so
+        if "model" in self.table.rows[0]:  # a model's time is not split in this way
             del measures["computing time / time"]
         rows, lines = [row for row in self.table.rows if total(row, "time")], []
         for name, (measure, show) in measures.items() if len(rows) > 1 else ():
@@ -134,7 +134,7 @@ class StudyReport:
 
     @property
     def refusals(self) -> list[str]:
-        """One line for each reason, with the points that were refused for it."""
+        """One line for each reason, with the points refused for that reason."""
         numbers: dict[str, list[int]] = {}
         for row in self.table.rows:
             if row["status"] == "refused":
@@ -152,7 +152,7 @@ class StudyReport:
 
     @property
     def _described(self) -> dict[str, set[str]]:
-        """The different values of the columns that describe a point."""
+        """The distinct values of each column that describes a point."""
         return {name: {str(row.get(name)) for row in self.table.rows} for name in DESCRIPTION if name in self._names}
 
     @property
@@ -160,7 +160,7 @@ class StudyReport:
         return [column.name for column in self.table.columns]
 
     def _label(self, row: Row) -> str:
-        """The number of a point with its values of the axes."""
+        """The number of a point and its values on the axes."""
         values = [f"{name}={show_value(self.table, name, row)}" for name in self.table.axes]
         return f"{row['point']}: {', '.join(values)}" if values else str(row["point"])
 
@@ -176,7 +176,7 @@ class StudyReport:
 
     @property
     def executed(self) -> list[ReportTable]:
-        """Tables with a row for each executed plan in the order of the turns; none where the study executes nothing."""
+        """Tables with a row for each executed plan, in order of the turns; empty if the study executes nothing."""
         if not any("executed how" in row or "executed why not" in row for row in self.table.rows):
             return []
         by_turn: dict[Any, Row] = {}
@@ -189,7 +189,7 @@ class StudyReport:
         return self._tabulate(rows, [name for name in names if name in self._names])
 
     def _tabulate(self, rows: Sequence[Row], names: Sequence[str]) -> list[ReportTable]:
-        """Tables of the columns `names`, the point before them."""
+        """Tables with the point as first column, then the columns `names`."""
         header = ["point", *(_header(self.table, name) for name in names)]
         cells = [
             [Cell(self._label(row), row["point"]), *(show_value(self.table, name, row) for name in names)]
@@ -199,7 +199,7 @@ class StudyReport:
 
     @property
     def extrapolated(self) -> list[ReportTable]:
-        """Tables with a row for each series that is carried on to more tokens; none without such a series."""
+        """Tables with a row for each series extrapolated to more tokens; empty if there is none."""
         header = (
             *("series", "tokens", "ranks", "time of a pass", "ranks fail every, all together", "power"),
             *("memory of all ranks", "from points"),
@@ -221,7 +221,7 @@ class StudyReport:
 
 
 def _split(header: Sequence[str], rows: Sequence[Sequence[str]], total: int) -> list[ReportTable]:
-    """Tables of at most MOST_COLUMNS columns, each with the first column of the whole."""
+    """Tables of at most MOST_COLUMNS columns; each repeats the first column."""
     width = MOST_COLUMNS - 1
     return [
         ReportTable([header[0], *header[i : i + width]], [[row[0], *row[i : i + width]] for row in rows], total=total)
@@ -230,7 +230,7 @@ def _split(header: Sequence[str], rows: Sequence[Sequence[str]], total: int) -> 
 
 
 def name_points(numbers: Sequence[int]) -> str:
-    """Points by number, such as "points 0, 3, 4"; of more than 8 points the first 8."""
+    """The points' numbers as text, such as "points 0, 3, 4"; only the first 8, and how many more there are."""
     first = ", ".join(map(str, numbers[:8]))
     more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
     return f"point{'' if len(numbers) == 1 else 's'} {first}{more}"
@@ -244,7 +244,7 @@ def _header(table: Table, name: str) -> str:
 
 
 def show_value(table: Table, name: str, row: Row) -> str:
-    """A row's value for people; with its word where the rows of the column differ in the word."""
+    """A row's value as readable text, with its word if the rows of the column have different words."""
     value = row.get(name)
     column = table.column(name)
     if value is None:

@@ -1,4 +1,4 @@
-"""ringattn simulate study=NAME, or -m: every point once, recorded as it finishes, then tables, plots and reports."""
+"""ringattn simulate study=NAME, or -m: run every point once, record it, then write tables, plots and reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .tables import DIRECTIONS, Row, Table, list_passes, make_table, to_csv, to_
 
 FORMAT = "ringattn study 2"
 JOURNAL = "points.jsonl"
-#: Where studies without an output.path have their folders.
+#: The parent folder of studies without an output.path.
 STUDIES = Path(OUTPUTS) / "simulate"
 #: Records of points, or of executions, by the number of the point.
 Records = dict[int, dict[str, Any]]
@@ -48,12 +48,12 @@ def main(config: SimulateConfig) -> None:
     )
     hydra_config = import_module("hydra.core.hydra_config").HydraConfig
     overrides, search_path = [], []
-    if hydra_config.initialized():  # it is not for a caller in Python
+    if hydra_config.initialized():  # it is not when called from Python
         given = hydra_config.get().overrides
         overrides = list(given.task)
         search_path = [each for each in given.hydra if each.startswith("hydra.searchpath=")]
     study = Study(config, list_points(config, [*overrides, *search_path]), Path("."), overrides)
-    if config.output.path is None:  # a folder that only this study uses: the same command continues there
+    if config.output.path is None:  # a folder of this study alone, where the same command continues
         name = re.sub(r"[^A-Za-z0-9]+", "-", config.study.name)
         folder = STUDIES / f"{name}-{digest(study.head)[:8]}"
     else:
@@ -64,14 +64,14 @@ def main(config: SimulateConfig) -> None:
             table = run(study, tell)
     except KeyboardInterrupt:
         if folder.exists():
-            sys.stderr.write(f"ringattn: {folder} keeps the finished points; the same command continues from there\n")
+            sys.stderr.write(f"ringattn: {folder} holds the finished points; the same command continues from there\n")
         raise
     print_jobs(_jobs(table), "points", f" in {folder / 'sweep.csv'}")
     print_plain(f"{_summarize(table)}; {folder / 'report.md'}, report.html, sweep.csv, summary.json")
 
 
 def _jobs(table: Table) -> list[tuple[dict[str, str], dict[str, str]]]:
-    """What each point varies, and the time, the exposed time and the memory of its passes."""
+    """For each point, its varied settings, and the time, exposed time and memory of its passes."""
     jobs = []
     for row in table.rows:
         settings = {name: str(row.get(name, "")) for name in (*table.axes, *table.labels)}
@@ -91,7 +91,7 @@ def _jobs(table: Table) -> list[tuple[dict[str, str], dict[str, str]]]:
 
 
 def _summarize(table: Table) -> str:
-    """How many points have numbers and of which kinds, how many were refused, and how many plans were executed."""
+    """A sentence: how many points have which kinds of numbers, how many were refused, how many plans were executed."""
     rows, refused = table.rows, table.refused
     kinds = {row[f"{name} kind"] for row in rows for name in DIRECTIONS if f"{name} kind" in row}
     words = ", ".join(sorted(kinds, reverse=True))
@@ -102,7 +102,7 @@ def _summarize(table: Table) -> str:
 
 @dataclass(frozen=True)
 class Study:
-    """A study, the folder of its files, and the overrides of the command line that made it."""
+    """A study, its folder, and the command-line overrides that define it."""
 
     config: SimulateConfig
     points: Sequence[Point]
@@ -122,26 +122,26 @@ class Study:
         }
 
     def prepare(self) -> None:
-        """Check the study, and make its folder. Raises InvalidInput and Unsupported."""
+        """Check the study and create its folder. Raises InvalidInput and Unsupported."""
         check_study(self.config.study, self.points)
         folder = self.folder
         for each in (*((STUDIES.parent, STUDIES) if folder.parent == STUDIES else ()), folder):
             make_folder(each)
         if any(folder.iterdir()) and not (folder / JOURNAL).is_file():
-            raise InvalidInput(f"{folder}: holds files, and none of a study; give an output.path that is new or empty")
+            raise InvalidInput(f"{folder}: holds files, but no study; give an output.path that is new or empty")
 
 
 def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
-    """Compute the points that are missing in the folder's journal, and write all files; returns the table.
+    """Compute the points that the folder's journal lacks, and write all files; returns the table.
 
-    `tell` receives the progress. Raises InvalidInput and Unsupported, and, after all files are written, NumericsFailure
-    where an execution found wrong numbers.
+    `tell` receives the progress. Raises InvalidInput and Unsupported; also NumericsFailure, after all files are
+    written, if an execution found wrong numbers.
     """
     study.prepare()
     folder, head = study.folder, study.head
     with Journal(folder / JOURNAL, head) as journal:
-        for path in folder.iterdir():  # what is there of an earlier run is replaced at the end
-            if TEMPORARY in path.name:  # of a run that was killed while it wrote
+        for path in folder.iterdir():  # files of an earlier run are replaced at the end
+            if TEMPORARY in path.name:  # left by a run that was killed while writing
                 path.unlink()
             else:
                 check_writable(path)
@@ -163,12 +163,12 @@ def _is_wrong(row: Row) -> bool:
     if "executed error" not in row:
         return False
     errors = row["executed error"], row["executed error of lse"]
-    within = all(error <= row["executed most allowed"] for error in errors)  # NaN is not within
+    within = all(error <= row["executed most allowed"] for error in errors)  # False for NaN
     return row["executed ledger"] != "complete" or not within
 
 
 def _evaluate_points(points: Sequence[Point], journal: Journal, tell: Listener) -> Records:
-    """The records of points: from the journal, else computed now; the journal then has all."""
+    """The records of points, from the journal or computed now; all are then in the journal."""
     records = {}
     for done, point in enumerate(group_by_plan(points)):
         if point.key not in journal.records:
@@ -179,9 +179,9 @@ def _evaluate_points(points: Sequence[Point], journal: Journal, tell: Listener) 
 
 
 def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
-    """What was executed of the points' plans, as far as the budget goes.
+    """Execute the points' plans within the budget; returns the records of the executions.
 
-    The turns: whole ranks first, from the shortest sequence on, then sampled rows, from the longest sequence on.
+    Turns: whole ranks first, from the shortest sequence on; then sampled rows, from the longest sequence on.
     """
     options = study.config.study.execute
     if options.budget is None:
@@ -243,9 +243,9 @@ def _write_files(study: Study, head: dict[str, Any], table: Table, records: Reco
 
 
 def check_study(options: StudyGroup, points: Sequence[Point]) -> None:
-    """Raise InvalidInput where settings of a study cannot be honoured over its points.
+    """Raise InvalidInput if the settings of a study do not fit its points.
 
-    Raises Unsupported where the study needs matplotlib, and matplotlib is missing.
+    Raises Unsupported if the study needs matplotlib, and matplotlib is missing.
     """
     execute = options.execute
     plots.check_names(options.plots)
@@ -267,11 +267,11 @@ def check_study(options: StudyGroup, points: Sequence[Point]) -> None:
 
 
 def extrapolated_tokens(options: StudyGroup, points: Sequence[Point]) -> int:
-    """The tokens of study.extrapolate. Raises InvalidInput where a point has as many tokens or more."""
+    """The tokens of study.extrapolate. Raises InvalidInput unless they exceed the tokens of every point."""
     tokens = parse_size(options.extrapolate, "study.extrapolate")
     longest = max(point.config.length() for point in points)
     if tokens <= longest:
         raise InvalidInput(
-            f"study.extrapolate={options.extrapolate}: the study itself has {longest:,} tokens; take more"
+            f"study.extrapolate={options.extrapolate}: the study itself has {longest:,} tokens; give more"
         )
     return tokens

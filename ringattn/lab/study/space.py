@@ -1,4 +1,4 @@
-"""The points of a study: every combination of the values of its axes, each with a whole configuration."""
+"""The points of a study: every combination of its axes' values, each with a complete configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ...cli.config.overrides import check_parameters, compose, explain, in_digit
 from ...cli.config.schema import SimulateConfig, parse_size
 from ...errors import InvalidInput
 
-#: Config groups whose options and keys may be axes.
+#: Config groups whose options and keys can be axes.
 GROUPS = ("pattern", "layout", "schedule", "machine", "model")
 #: Keys that cannot be axes: keys of the study itself, and keys of other modes.
 FIXED = ("study", "output", "experiment", "mode", "validate", "numerics")
@@ -32,7 +32,7 @@ SIZES = ("tokens", "shard")
 WITHOUT_EFFECT = (*FIXED, "label")
 #: Keys that affect a point's numbers, but not its plan.
 OF_MACHINE = ("machine", "slow", "slow_links", "stalls", "passes", "solver", "seed", "backward")
-#: Most points of a study: nobody would read a longer table.
+#: Maximum points of a study: nobody would read a longer table.
 MOST_POINTS = 1_000_000
 
 
@@ -40,8 +40,8 @@ MOST_POINTS = 1_000_000
 class Point:
     """One point of a study.
 
-    `number` is its place in the order of the axes, `settings` has the values of the axes by key, `labels` the values of
-    label.NAME, and `config` the whole configuration.
+    `number` is its index in the order of the axes, `settings` the values of the axes by key, `labels` the values of
+    label.NAME, and `config` the complete configuration.
     """
 
     number: int
@@ -51,7 +51,7 @@ class Point:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """All that the point's numbers depend on, as plain data."""
+        """Everything that the point's numbers depend on, as plain data."""
         values = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config)}
         return {
             name: vars(value) if dataclasses.is_dataclass(value) else value
@@ -76,14 +76,14 @@ class Point:
 
 
 def digest(inputs: Any) -> str:
-    """20 hexadecimal digits that are equal for equal plain data."""
+    """A digest of plain data, 20 hexadecimal digits."""
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def list_points(config: SimulateConfig, overrides: Sequence[str] = ()) -> list[Point]:
     """The points of the study in a configuration. Raises InvalidInput for axes that cannot be used.
 
-    `overrides` are those of the command line, by which Hydra composes the groups that axes change.
+    `overrides` are from the command line; Hydra uses them when it composes the groups that axes change.
     """
     axes, entries = config.study.axes, config.study.together or [{}]
     for entry in entries:
@@ -117,14 +117,14 @@ def _check_axis(key: str, given: Mapping[str, str]) -> None:
         return
     if group in FIXED or (dot and group not in GROUPS):
         raise InvalidInput(f"study: {key} cannot be an axis; axes are keys that the simulated passes depend on")
-    if key in given and key != "model":  # the first model is given, too, see `as_study`
+    if key in given and key != "model":  # `as_study` also gives the first model
         raise InvalidInput(
             f"{key}={given[key]} has no meaning: the study goes through {key}; its values are study.axes.{key}=[...]"
         )
 
 
 def _check_points(points: Sequence[Point]) -> None:
-    """Refuse points with equal inputs and labels, and settings that have no effect at any point."""
+    """Raise InvalidInput for points with equal inputs and labels, or settings that have no effect at any point."""
     seen: dict[tuple[str, str], Point] = {}
     refusals = []
     for point in points:
@@ -133,7 +133,7 @@ def _check_points(points: Sequence[Point]) -> None:
             texts = [", ".join(f"{key}={value}" for key, value in each.settings.items()) for each in (first, point)]
             raise InvalidInput(
                 f"study: the points {first.number} and {point.number} are the same "
-                f"({' and '.join(dict.fromkeys(texts))}): a value is there twice; give each value once"
+                f"({' and '.join(dict.fromkeys(texts))}): a value is listed twice; give each value once"
             )
         try:
             point.config.check()
@@ -144,7 +144,7 @@ def _check_points(points: Sequence[Point]) -> None:
 
 
 def group_by_plan(points: Sequence[Point]) -> Iterator[Point]:
-    """All points, those with equal plans one after another, so that a cached plan serves all of its points."""
+    """All points, grouped by equal plans, so that one cached plan serves consecutive points."""
     groups: dict[str, list[Point]] = {}
     for point in points:
         groups.setdefault(point.plan_key, []).append(point)
@@ -153,25 +153,25 @@ def group_by_plan(points: Sequence[Point]) -> Iterator[Point]:
 
 
 class _PointMaker:
-    """Makes points from settings over a base configuration. Hydra composes the options that `overrides` and axes name.
+    """Makes points by applying settings to a base configuration, with groups composed by Hydra.
 
-    Equal values are read once, and equal settings of a group are composed once.
+    Equal values are parsed once, and equal settings of a group are composed once.
     """
 
     def __init__(self, base: SimulateConfig, overrides: Sequence[str]) -> None:
         self.base, self.overrides = base, overrides
         self.node, self.compose = cache(self._node), cache(self._compose)
         to_plain: Any = OmegaConf.to_container
-        #: The values of keys outside the groups, in the type of the key, by key and text.
+        #: Parses the value of a key outside the groups from its text, to the type of the key.
         self.read = cache(lambda key, text: to_plain(_set(OmegaConf.structured(SimulateConfig), key, text))[key])
 
     def point(self, number: int, settings: dict[str, Any]) -> Point:
-        """The point with these settings. Raises InvalidInput for values that cannot be read."""
+        """The point with these settings. Raises InvalidInput for values that cannot be parsed."""
         by_group: dict[str, dict[str, str]] = {}
         plain, labels = {}, {}
         for key, value in settings.items():
             group, _, name = key.partition(".")
-            text = "null" if value is None else str(value)  # as the command line writes it
+            text = "null" if value is None else str(value)  # as written on the command line
             if group == "label":
                 labels[name] = value
             elif group in GROUPS:
@@ -187,7 +187,7 @@ class _PointMaker:
         return Point(number, read, labels, replace(self.base, **plain, **groups))
 
     def _compose(self, group: str, part: tuple[tuple[str, str], ...]) -> Any:
-        """The dataclass of a group from the settings of its option (key `group`) and of its keys (`group.key`)."""
+        """The dataclass of a group, from settings of its option (key `group`) and of its keys (`group.key`)."""
         settings = dict(part)
         root = OmegaConf.create({group: self.node(group, settings.pop(group, None))})
         for key, text in settings.items():
@@ -196,7 +196,7 @@ class _PointMaker:
         return OmegaConf.to_object(root[group])
 
     def _node(self, group: str, option: str | None) -> Any:
-        """A group as Hydra composes it with an option of its own, or with the option of the base (None)."""
+        """A group composed by Hydra with this option, or with the base's option if None."""
         if option is None and group not in PARAMETER_GROUPS:
             return getattr(self.base, group)
         if option is not None and is_written(group, option):
@@ -209,7 +209,7 @@ class _PointMaker:
 
 
 def _set(config: Any, key: str, text: str) -> Any:
-    """The configuration with a key set to a value that is written as on the command line. Raises InvalidInput."""
+    """The configuration with a key set to a value in command-line syntax. Raises InvalidInput."""
     override = f"{key}={in_digits(SimulateConfig, key, text)}"
     try:
         value = OverridesParser.create().parse_override(override).value()

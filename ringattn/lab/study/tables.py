@@ -17,10 +17,10 @@ from .space import Point
 Row = dict[str, Any]
 #: The passes of a plan, and the phases of a model.
 DIRECTIONS = ("forward", "backward", "training", "prefill", "decode")
-#: Columns of a pass: seconds of waiting, by what a pass waits for.
+#: Columns of a pass: seconds of waiting, by cause.
 WAITS = ("wait for peers", "wait for messages")
-#: (unit, word) of columns by name; an extrapolation of passes leaves modelled numbers as they are, and makes numbers of
-#: the word "kind" extrapolated.
+#: (unit, word) of columns by name. With the word "kind" a number is modelled, or extrapolated if its pass was; numbers
+#: with the word "modelled" stay modelled in either case.
 _UNITS = {
     "tokens": ("tokens", ""),
     "shard": ("tokens per rank", ""),
@@ -52,7 +52,7 @@ _UNITS_OF_EXECUTION = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the tables: name, unit, and the word of its numbers; the word "kind" refers to the column `kind`."""
+    """A column of the tables: name, unit and word; the word "kind" means that the row's column `kind` has the word."""
 
     name: str
     unit: str = ""
@@ -78,10 +78,10 @@ def _make_column(name: str) -> Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows by column name. A row lacks the columns of numbers that were refused or not executed.
+    """A study's rows, each a dict by column name. A row lacks numbers that were refused or not executed.
 
-    `axes` are the names of the columns that are axes or vary together, in their order; `together` are those of them
-    that vary together, and `labels` the columns that are labels.
+    `axes` are the names, in order, of the columns that are axes or vary together; `together` names those that vary
+    together, and `labels` the columns that are labels.
     """
 
     columns: tuple[Column, ...]
@@ -105,13 +105,13 @@ class Table:
         return str(row.get(f"{name.split()[0]} kind", "modelled")) if word == "kind" else word
 
     def numbers(self, name: str) -> list[Any]:
-        """The different numbers of a column, ascending."""
+        """The distinct numbers of a column, ascending."""
         return sorted({row[name] for row in self.rows if is_number(row.get(name))})
 
     def series(self, x: str, without: tuple[str, ...] = ()) -> dict[str, list[Row]]:
-        """The rows with numbers, sorted by x, in groups that differ in x alone, by a label; each is a line of a plot.
+        """The lines of a plot by label: rows with numbers that differ only in x, sorted by x.
 
-        Axes in `without` do not tell groups apart either, and neither do axes that vary together with x.
+        Axes in `without`, and axes that vary together with x, do not split rows into separate lines either.
         """
         tied = self.together if x in self.together else ()
         others = [name for name in self.axes if name not in (x, *without, *tied)]
@@ -126,18 +126,18 @@ class Table:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number, and no bool."""
+    """Whether a value is a number other than a bool."""
     return type(value) in (int, float)
 
 
 def name_value(name: str, value: Any) -> str:
-    """The value of an axis as text, with the name of the axis where the value does not tell it: "zigzag", "heads=8"."""
+    """An axis value as text, with the axis name unless the value alone is clear: "zigzag", but "heads=8"."""
     text = show_number(name, value) if is_number(value) else "null" if value is None else str(value)
     return text if name in ("pattern", "layout", "schedule", "machine") else f"{name}={text}"
 
 
 def show_number(name: str, value: Any) -> str:
-    """A number of an axis in fitting units: 64k (as the command line reads it), 25 GB/s, 1.5 us, 0.5."""
+    """An axis number in suitable units: 64k (as on the command line), 25 GB/s, 1.5 us, 0.5."""
     unit = _make_column(name).unit
     if unit == "s":
         return duration(value)
@@ -152,17 +152,17 @@ def show_number(name: str, value: Any) -> str:
 
 
 def list_passes(row: Row) -> tuple[str, ...]:
-    """The directions whose passes the row has numbers of."""
+    """The directions (or phases) for which the row has numbers."""
     return tuple(direction for direction in DIRECTIONS if f"{direction} time" in row)
 
 
 def total(row: Row, name: str) -> float:
-    """The sum of a number over all passes of a row."""
+    """The sum of column `name` over all passes of a row."""
     return sum(row.get(f"{direction} {name}", 0.0) for direction in list_passes(row))
 
 
 def efficiency(row: Row) -> float:
-    """The computing time over the time of all passes; NaN where they take no time."""
+    """Computing time divided by the time of all passes; NaN if they take no time."""
     return total(row, "compute") / total(row, "time") if total(row, "time") else float("nan")
 
 
@@ -193,7 +193,7 @@ def make_table(
 
 
 def _describe(point: Point) -> Row:
-    """The sizes and names of a point, refused or not. The plan's own values replace them, such as auto's choice."""
+    """The sizes and names of a point, refused or not; values of the plan, such as auto's choice, later replace them."""
     config = point.config
     tokens, ranks = config.length(), config.ranks
     if config.model.spec is not None:
@@ -213,7 +213,7 @@ def _describe(point: Point) -> Row:
 
 
 def to_csv(table: Table) -> str:
-    """The table as CSV: numbers that Python reads back exactly, empty cells where a row has no number."""
+    """The table as CSV; Python reads the numbers back exactly, and missing numbers are empty cells."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([column.title for column in table.columns])

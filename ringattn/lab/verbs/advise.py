@@ -1,4 +1,4 @@
-"""ringattn advise: the best ways to train a model on a cluster, by models, without torch and without running."""
+"""ringattn advise: the best ways to train a model on a cluster, from models alone: without torch, nothing is run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .settings import AdviseConfig
 
 
 def main(config: AdviseConfig) -> None:
-    """Print the advice; write it as JSON to `output.path`, and as a page to `output.page`."""
+    """Print the advice; also write it as JSON to `output.path` and as an HTML page to `output.page`, if set."""
     check_json(config.output.path)
     if config.output.page is not None:
         refuse_stdout(
@@ -43,20 +43,20 @@ def main(config: AdviseConfig) -> None:
     if config.output.path is not None:
         write_json(config.output.path, record(advice))
     if config.output.page is not None:
-        page = import_module("..advise.page", __package__)  # which draws with matplotlib
+        page = import_module("..advise.page", __package__)  # needs matplotlib
         write_text(Path(config.output.page), page.render(advice))
     if config.output.path != STDOUT:
         _print(advice)
 
 
 def make_offers(config: AdviseConfig) -> list[Offer]:
-    """The machines of `prices`, or the one of `machine` with its own price. Raises InvalidInput."""
+    """The machines listed in `prices`, or the one `machine` with its own price. Raises InvalidInput."""
     if config.prices is None:
         machine = config.machine.made(ranks=config.gpus)
         return [Offer(config.machine.path or config.machine.spec, machine, machine.price)]
     if not isinstance(config.prices, dict) or not config.prices:
         raise InvalidInput(
-            f"prices={config.prices}: expected prices an hour by machine, such as 'prices={{h100: 2.5, a100: 1.2}}'"
+            f"prices={config.prices}: expected prices per hour by machine, such as 'prices={{h100: 2.5, a100: 1.2}}'"
         )
     if config.machine != default_of(config, "machine"):
         raise InvalidInput("machine= has no meaning beside prices=, which names the machines; leave one of them out")
@@ -64,20 +64,20 @@ def make_offers(config: AdviseConfig) -> list[Offer]:
 
 
 def _make_offer(name: str, price: object) -> Offer:
-    """A preset, or the first preset whose name begins with `name` and `_`, at a price."""
+    """The preset `name`, or the first preset whose name begins with `name` and `_`, at this price."""
     if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < float("inf"):
-        raise InvalidInput(f"prices: {name}: {price!r} is no price; give a number >= 0, such as {name}: 2.5")
+        raise InvalidInput(f"prices: {name}: {price!r} is not a price; give a number >= 0, such as {name}: 2.5")
     found = next((preset for preset in MACHINES if preset == name or preset.startswith(f"{name}_")), None)
     if found is None and "/" not in name:
         raise InvalidInput(
-            f"prices: unknown machine {name!r}; {did_you_mean(name, MACHINES)}expected {', '.join(MACHINES)}, or the "
-            "part of such a name before a _"
+            f"prices: unknown machine {name!r}; {did_you_mean(name, MACHINES)}expected {', '.join(MACHINES)}, or "
+            "such a name up to a _"
         )
     return Offer(found or name, get_machine(found or name), float(price))
 
 
 def _print(advice: Advice) -> None:
-    """Print the verdict, the best candidates with reasons, what does not fit, and how sure the order is."""
+    """Print the verdict, the best candidates with reasons, what does not fit, and how certain the order is."""
     print_paragraph(advice.verdict)
     for line in advice.changes:
         print_paragraph(f"- {line}")

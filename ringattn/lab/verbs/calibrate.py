@@ -27,7 +27,7 @@ from .settings import CalibrateConfig
 
 
 def main(config: CalibrateConfig) -> None:
-    """Measure on local ranks, on those of a launched job, or with transport=none alone; print where the file is."""
+    """Measure on local ranks, on the ranks of a launched job, or alone with transport=none; print the file's path."""
     check_ranks(config, "none")
     check(config)
     if config.transport.spec != "none":
@@ -45,7 +45,7 @@ def main(config: CalibrateConfig) -> None:
 def check(config: CalibrateConfig) -> tuple[CalibrationSizes, Settings, Path]:
     """The sizes and settings of the measurements, and the path of the machine file.
 
-    Raises the errors of a calibration, InvalidInput, before minutes are spent on measuring.
+    Raises InvalidInput for a bad configuration before minutes are spent on measuring.
     """
     config.check()
     check_least(config, repeat=1, heads=1, head_dim=1, seconds=0)
@@ -54,7 +54,7 @@ def check(config: CalibrateConfig) -> tuple[CalibrationSizes, Settings, Path]:
         raise InvalidInput(f"device={config.device}: expected cpu with {config.transport.spec} ranks")
     check_choice("device", config.device, ("cpu", "cuda"))
     if config.output.path is None:
-        raise InvalidInput("output.path is missing: the machine file to write, such as output.path=machine.yaml")
+        raise InvalidInput("output.path is missing; give the machine file to write, such as output.path=machine.yaml")
     check_writable(Path(config.output.path))
     names = ("rows", "widths", "messages")
     sizes = CalibrationSizes(*([parse_size(value, name) for value in getattr(config, name)] for name in names))
@@ -67,7 +67,7 @@ def measure_on(
     transport: Transport | None,
     between: Callable[[MeasuringRanks], object] = lambda ranks: None,
 ) -> None:
-    """Measure as one rank, or alone where `transport` is None. Rank 0 prints and writes the machine file.
+    """Measure as one rank, or alone if `transport` is None. Rank 0 prints and writes the machine file.
 
     `between` is called with the ranks after each round of measurements.
     """
@@ -129,7 +129,7 @@ def _print(calibration: Calibration) -> None:
     print_numbers("", [Number(name, text, "measured") for name, text in texts.items()])
     if len(ratios) == len(calibration.passes):
         get_console().print(
-            "note: in one round each kind of pass ran once, so that intervals hold the differences between kinds, and "
-            "little of the differences between runs; try repeat=5",
+            "note: in one round each kind of pass ran once, so that intervals reflect the differences between kinds, "
+            "not those between runs; try repeat=5",
             soft_wrap=True,
         )

@@ -1,4 +1,4 @@
-"""ringattn report, and bench: measure a suite, make the page of stored results again, or compare two results."""
+"""ringattn report, and bench: measure a suite, render the report of stored results again, or compare two results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .settings import ReportConfig
 
 
 def main(config: ReportConfig) -> None:
-    """Measure a suite; or read `results`, or `compare` two results."""
+    """Measure a suite, show stored `results`, or `compare` two results."""
     config.check()
     if config.compare is not None:
         _compare(config.compare, config.noise)
@@ -36,10 +36,10 @@ def _measure(config: ReportConfig) -> None:
     """Measure `suite`, or its named `cases`, in `repeat` alternating rounds."""
     check_least(config, repeat=1)
     if config.output.path is None:
-        raise InvalidInput("output.path=null: the results need a folder; leave it out for outputs/bench")
+        raise InvalidInput("output.path=null: the results need a folder; leave output.path out for outputs/bench")
     folder = Path(config.output.path)
     memory = None if config.memory is None else parse_size(config.memory, "memory")
-    get_cases(config.suite, config.cases)  # raises its errors before minutes are spent on measuring
+    get_cases(config.suite, config.cases)  # raises before minutes are spent on measuring
     suite = get_suite(config.suite)
     if suite.check is not None:
         suite.check(folder)
@@ -51,7 +51,7 @@ def _measure(config: ReportConfig) -> None:
 
 
 def _show_results(path: Path) -> None:
-    """Print the tables of results and write their report. Raises BenchFailure where cases have failed."""
+    """Print the tables of results and write their report. Raises BenchFailure if cases have failed."""
     record = read_results(path)
     report = BenchReport(record, make_command(record), path.stem)
     for table in map(narrow, report.tables):
@@ -70,7 +70,7 @@ def _show_results(path: Path) -> None:
 
 
 def make_command(record: dict[str, object]) -> str:
-    """The command that makes results again."""
+    """The command that produces results like these again."""
     parts = [str(record["suite"]), f"repeat={record['repeat']}"]
     if record["memory"]:
         parts.append(f"memory={record['memory']}")
@@ -81,7 +81,7 @@ def make_command(record: dict[str, object]) -> str:
 
 
 def _compare(paths: list[str], noise: float) -> None:
-    """Print ratios of medians, with a mark on what is slower or faster by more than the noise."""
+    """Print ratios of medians, marking those that are slower or faster by more than `noise`."""
     if len(paths) != 2:
         raise InvalidInput("compare: expected two results, such as 'compare=[old.jsonl,new.jsonl]'")
     if not noise >= 0:
@@ -93,7 +93,7 @@ def _compare(paths: list[str], noise: float) -> None:
         if old[name] != new[name]:
             print_paragraph(f"The results differ in {name}: {old[name]} and {new[name]}.")
     if any(old["machine"][name] != new["machine"][name] for name in ("cpu", "cores", "gpu", "torch")):
-        print_paragraph("The results are from different machines or versions of torch: ratios say little of the code.")
+        print_paragraph("Machines or versions of torch differ between the results: ratios say little about the code.")
     marks = [row[-1] for row in table.rows]
     print_paragraph(
         f"{plural(marks.count('SLOWER') + marks.count('FAILS'), 'regression')}, {marks.count('faster')} faster"

@@ -1,4 +1,4 @@
-"""The settings of the laboratory's verbs, whose defaults are in conf/; without torch."""
+"""The settings of the laboratory's verbs; their defaults are in conf/. Imports no torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ReportConfig:
     noise: float
 
     def check(self) -> None:
-        """Raise InvalidInput for settings of a measurement beside stored results."""
+        """Raise InvalidInput for settings of a measurement together with stored results."""
         if self.compare is not None:
             refuse(self, "results", "beside compare=, which reads two results")
         if self.compare is not None or self.results is not None:
@@ -74,7 +74,7 @@ class CalibrateConfig:
     timeout: float
 
     def check(self) -> None:
-        """Raise InvalidInput for a setting that has no effect, or that the calibration measures."""
+        """Raise InvalidInput for a setting that has no effect, or for a number that the calibration measures."""
         by = ("every",) if self.transport.spec == "none" else ("every", "ranks")
         measured = [f"machine.{name}" for name, number in MACHINE_NUMBERS.items() if number.measured_by in by]
         refuse(self, " ".join([*measured, "machine.extrapolate"]), "here: a calibration measures it")

@@ -1,4 +1,4 @@
-"""ringattn simulate model=...: a step of training, a prefill or a decode of a whole model, by models."""
+"""ringattn simulate model=...: estimate a training step, a prefill or a decode of a whole model."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from ..models.pipeline import Pipeline
 from ..models.training import EXPERTS_STEPS, PUBLISHED_STEPS, StepEstimate, training_step
 
 PHASES = ("training", "prefill", "decode")
-#: What no formula of models/ covers.
+#: Effects that no formula of models/ covers.
 NOT_MODELLED = (
-    "unequal experts, reading of data, kernels' starts outside attention, collectives that slow down each other or "
-    "the messages of the ring (docs/models_cost.md)"
+    "unequal load of experts, reading data, kernel launches outside attention, collectives that slow down each "
+    "other or the ring's messages (docs/models_cost.md)"
 )
 
 
 def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, ModelEstimate]:
-    """The model, how it is spread, and what its phase costs. Raises InvalidInput and Unsupported."""
+    """The model, its parallelism, and the estimate of its phase. Raises InvalidInput and Unsupported."""
     check_choice("phase", config.phase, PHASES)
     check_choice("merge", config.merge, MERGES)
     check_choice("windows", config.windows, WINDOWS)
@@ -64,7 +64,7 @@ def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, Model
 
 
 def main(config: SimulateConfig) -> None:
-    """Print the tables of a model's phase; write the numbers as JSON to a path."""
+    """Print the tables of a model's phase; write the numbers as JSON to `output.path`, if set."""
     check_json(config.output.path)
     with show_progress(Console(stderr=True)) as tell, listening(tell):
         model, parallel, estimate = estimate_model(config)
@@ -87,7 +87,7 @@ def main(config: SimulateConfig) -> None:
 def _print(
     config: SimulateConfig, model: ModelConfig, parallel: Parallel, estimate: ModelEstimate, numbers: list[Number]
 ) -> None:
-    """Print the question, the tables of time and memory, and what follows from them."""
+    """Print the request, the tables of time and memory, and the derived numbers."""
     name = config.machine.path or config.machine.spec
     print_paragraph(
         f"{config.phase} of {model.name}: {plural(parallel.rows * parallel.dp, 'sequence')} of "
@@ -119,7 +119,7 @@ def _print(
 
 
 def _fits(estimate: ModelEstimate) -> list[Number]:
-    """Whether the memory of a GPU is enough, where the machine says how much it has."""
+    """Whether a GPU has enough memory; empty if the machine does not specify its memory."""
     has = estimate.machine.memory
     if has is None:
         return []
@@ -127,7 +127,7 @@ def _fits(estimate: ModelEstimate) -> list[Number]:
 
 
 def _step_numbers(step: StepEstimate) -> list[Number]:
-    """Time, rates and memory of a step of training."""
+    """Time, rates and memory of a training step."""
     band = ""
     if step.seconds_band is not None:
         band = f", {' .. '.join(map(duration, step.seconds_band))} by the band of published steps"
@@ -143,7 +143,7 @@ def _step_numbers(step: StepEstimate) -> list[Number]:
 
 
 def _cost_numbers(step: StepEstimate) -> list[Number]:
-    """Cost, energy and failures, where the machine has a price, watts and failures."""
+    """Cost, energy and time with failures, as far as the machine specifies price, watts and failures."""
     machine, numbers = step.machine, []
     if machine.price is not None:
         cost = machine.price * step.gpus * step.seconds / SECONDS_PER_HOUR
@@ -162,7 +162,7 @@ def _cost_numbers(step: StepEstimate) -> list[Number]:
 
 
 def _effective_seconds(step: StepEstimate) -> float | None:
-    """Seconds of a step in a long job with the failures and checkpoints of the machine; None where it has none."""
+    """Mean seconds of a step in a long job with the machine's failures and checkpoints; None if it specifies none."""
     machine = step.machine
     if machine.mtbf is None or machine.checkpoint is None or machine.restart is None:
         return None
@@ -171,7 +171,7 @@ def _effective_seconds(step: StepEstimate) -> float | None:
 
 
 def _record(config: SimulateConfig, model: ModelConfig, parallel: Parallel, estimate: ModelEstimate) -> dict[str, Any]:
-    """The numbers as plain data: seconds and bytes."""
+    """The numbers as plain data, in seconds and bytes."""
     record: dict[str, Any] = {
         "model": {**asdict(model), "parameters": model.parameters, "active_parameters": model.active_parameters},
         "phase": config.phase,

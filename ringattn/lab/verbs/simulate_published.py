@@ -1,4 +1,4 @@
-"""ringattn simulate mode=published: published measurements on GPUs, predicted by presets made without them."""
+"""ringattn simulate mode=published: published GPU measurements, predicted by presets made without them."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def main(config: SimulateConfig) -> None:
     print_paragraph(
         f"{len(predictions)} published measurements, each modelled by presets made without the rows of its family "
         "(unseen), by a null model (all FLOPs at half of the data sheet's peak), and by the presets as they are, with "
-        "the numbers below fitted to rows. A floor is what no model of these inputs can avoid, as a source's methods "
-        "differ in what no plan states."
+        "the numbers below fitted to rows. A floor is the error that no model of these inputs can avoid, since the "
+        "methods of a source differ in details that no plan states."
     )
     _print_errors("errors by family", [errors_of("all", predictions), *families])
     _print_errors("errors by what takes longest beside the kernel", causes)
@@ -52,8 +52,8 @@ def main(config: SimulateConfig) -> None:
     get_console().print()
     choices = judge_choices(predictions)
     print_paragraph(
-        f"who takes the way that is predicted to be fastest, of {choices.count} published comparisons, loses "
-        f"{choices.mean:.1%} in the mean and {choices.median:.1%} in the median; who takes any way {choices.null:.1%}"
+        f"choosing the method that is predicted to be fastest, in {choices.count} published comparisons, loses "
+        f"{choices.mean:.1%} on average ({choices.median:.1%} in the median); choosing any method {choices.null:.1%}"
     )
     for number, machines in _fitted_numbers().items():
         print_paragraph(f"{number}: {', '.join(machines)}")
@@ -69,7 +69,7 @@ def main(config: SimulateConfig) -> None:
 
 
 def _fitted_numbers() -> dict[str, list[str]]:
-    """The numbers of presets that were fitted to rows, in words, with the machines that have them."""
+    """The preset numbers that were fitted to rows, as text, with the machines that have them."""
     found: dict[str, list[str]] = {}
     for name, preset in PRESETS.items():
         for facts in (preset.values, *preset.kernels.values()):
@@ -123,7 +123,7 @@ def _write(
     causes: list[GroupErrors],
     steps: list[StepErrors],
 ) -> None:
-    """Write the predictions, their errors, and the plot."""
+    """Write the predictions, their errors and the plot to a folder."""
     with writing(folder / "predictions.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
         names = ("id", "machine", "kernel", "method", "measured [s]", "unseen [s]", "null [s]", "preset [s]")

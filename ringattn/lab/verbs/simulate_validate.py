@@ -46,14 +46,14 @@ from .settings import CalibrateConfig
 
 
 def main(config: SimulateConfig) -> None:
-    """Print the errors and the coverage of held-out passes on every number of ranks."""
+    """Print the errors and the coverage of held-out passes for each number of ranks."""
     _check(config)
     with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
         path = Path(config.machine.path or Path(scratch) / "machine.yaml")
         calibration = None
         made: dict[str, Any] = {"kernel": "auto", **{x: getattr(config, x) for x in ("heads", "head_dim", "dtype")}}
         if config.machine.path is None:
-            # Wrong held-out rows raise before minutes are spent on the calibration.
+            # Invalid held-out rows raise before minutes are spent on the calibration.
             rows = _held_out_rows(config, [parse_size(n, "validate.rows") for n in config.validate.rows])
             calibration = _calibration_config(config, path)
             check_ranks(calibration, "none")
@@ -77,7 +77,7 @@ def main(config: SimulateConfig) -> None:
 
 
 class Calibrated(Struct):
-    """What the validation takes over from a calibration."""
+    """What the validation takes from a calibration."""
 
     heads: Count
     head_dim: Count
@@ -88,7 +88,7 @@ class Calibrated(Struct):
 
 
 def _read(path: Path) -> tuple[Machine, dict[str, Any]]:
-    """The machine of a file, and how it was made. Raises InvalidInput unless Gloo ranks on CPUs were calibrated."""
+    """The machine of a file, and how it was measured. Raises InvalidInput unless calibrated with Gloo on CPUs."""
     machine, made = read_calibration(path)
     if machine.kernel is None or (made.get("transport"), made.get("device")) != ("gloo", "cpu"):
         raise InvalidInput(
@@ -104,8 +104,8 @@ def _check(config: SimulateConfig) -> None:
     launch = detect()
     if launch.kind != "none":
         raise InvalidInput(
-            f"{launch.kind} started this process: the validation starts its own ranks, several numbers of them; start "
-            "ringattn alone"
+            f"{launch.kind} started this process, but the validation starts its own ranks; run ringattn without a "
+            "launcher"
         )
     options = config.validate
     if not options.ranks or min(options.ranks) < 2:
@@ -117,7 +117,7 @@ def _check(config: SimulateConfig) -> None:
 
 
 def _held_out_rows(config: SimulateConfig, calibrated: Sequence[int]) -> list[int]:
-    """The rows per rank of the compared passes, which the calibration has not measured. Raises InvalidInput."""
+    """The rows per rank of the passes to compare, sizes that were not calibrated. Raises InvalidInput."""
     sizes = config.validate.held_out
     rows = held_out(calibrated) if sizes is None else [parse_size(n, "validate.held_out") for n in sizes]
     known = {*calibrated, *sizes_between(calibrated)}
@@ -129,15 +129,15 @@ def _held_out_rows(config: SimulateConfig, calibrated: Sequence[int]) -> list[in
     for n in rows:
         if not 1 <= n <= max_rows:
             raise InvalidInput(
-                f"validate.held_out={rows}: {n:,} rows per rank cannot be modelled from calibrated sizes that end at "
-                f"{max(calibrated):,}, as nothing is extrapolated beyond {BEYOND:g} times the largest size; give 1 .. "
+                f"validate.held_out={rows}: {n:,} rows per rank cannot be modelled from calibrated sizes up to "
+                f"{max(calibrated):,}: nothing is extrapolated beyond {BEYOND:g} times the largest size; give 1 .. "
                 f"{max_rows:,}, or calibrate larger sizes (validate.rows=[...], or rows=[...] of ringattn calibrate)"
             )
     return rows
 
 
 def _calibration_config(config: SimulateConfig, path: Path) -> CalibrateConfig:
-    """A calibration on the first of the numbers of ranks, written to `path`."""
+    """The configuration of a calibration that writes to `path`, on the first of the numbers of ranks."""
     options = vars(config.validate)
     return CalibrateConfig(
         transport=TransportGroup("gloo"),
@@ -150,7 +150,7 @@ def _calibration_config(config: SimulateConfig, path: Path) -> CalibrateConfig:
 
 
 def _settings(made: dict[str, Any], config: SimulateConfig) -> Settings:
-    """The settings of passes on a machine that was `made` so."""
+    """The settings with which a machine with this `made` entry was calibrated."""
     options = config.validate
     return Settings(made["heads"], made["head_dim"], made["dtype"], made["kernel"], options.repeat, options.seconds)
 
@@ -158,9 +158,9 @@ def _settings(made: dict[str, Any], config: SimulateConfig) -> Settings:
 def _measure(
     rows: Sequence[int], made: dict[str, Any], calibration: CalibrateConfig | None, config: SimulateConfig
 ) -> dict[int, list[Runs]]:
-    """The runs of the held-out passes by number of ranks, measured on new local ranks, and calibrated in between.
+    """The runs of the held-out passes by number of ranks, on new local ranks that also run `calibration`, if any.
 
-    `made` says how the machine was calibrated, or is, by `calibration`.
+    `made` describes how the machine was calibrated, or will be by `calibration`.
     """
     options = config.validate
     threads = options.threads or made.get("threads") or max(1, (os.cpu_count() or 1) // options.ranks[0])
@@ -182,7 +182,7 @@ def _measure(
 def _measure_rank(
     rank: int, rows: Sequence[int], made: dict[str, Any], calibration: CalibrateConfig | None, config: SimulateConfig
 ) -> dict[int, list[Runs]]:
-    """The runs of each pass by number of ranks, which one rank measures between the rounds of its calibration."""
+    """The runs of each pass by number of ranks, measured by one rank between the rounds of its calibration."""
     rounds = _Rounds(rows, _settings(made, config), config)
     if calibration is None:
         for _ in rounds.everyone.rounds(rounds.settings):
@@ -201,15 +201,15 @@ def _measure_rank(
 class _Rounds:
     """Rounds of all held-out passes on every number of ranks. All ranks make the same number of rounds.
 
-    A round follows each round of the calibration, so that passes and calibration meet the same minutes of a machine
-    that is slower at times. Ranks that do not calibrate wait meanwhile.
+    A round follows each round of the calibration, so that both see the same conditions on a machine whose speed
+    varies. Ranks that do not calibrate wait meanwhile.
     """
 
     def __init__(self, rows: Sequence[int], settings: Settings, config: SimulateConfig) -> None:
         options, device = config.validate, torch.device("cpu")
         self.rows, self.settings = rows, settings
         self.everyone = MeasuringRanks(TorchDist(timeout=options.timeout), device)
-        #: By number of ranks, the ranks and their rounds; those with this rank.
+        #: The teams that include this rank, by number of ranks.
         self.teams: dict[int, MeasuringRanks] = {}
         self.rounds: dict[int, list[Runs]] = {}
         for count in options.ranks:
@@ -219,7 +219,7 @@ class _Rounds:
                 self.rounds[count] = []
 
     def measure_announced(self, pace: float | None = None, *, last: bool = False) -> bool:
-        """Measure a round at the pace that rank 0 gives; False without a round, once rank 0 says that all are done.
+        """Measure a round at the pace that rank 0 sends; returns False, without a round, once rank 0 announces the end.
 
         Collective.
         """

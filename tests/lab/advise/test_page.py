@@ -63,8 +63,8 @@ def test_the_page_begins_with_the_verdict_and_fits_a_phone(folder: Path) -> None
     ("prices", "words"),
     [
         ({"h10": 1.0}, "prices: unknown machine 'h10'"),
-        ({"h100": -1}, "prices: h100: -1 is no price"),
-        ([2.5], "expected prices an hour by machine"),
+        ({"h100": -1}, "prices: h100: -1 is not a price"),
+        ([2.5], "expected prices per hour by machine"),
     ],
 )
 def test_prices_that_are_none_are_refused(prices: object, words: str) -> None:

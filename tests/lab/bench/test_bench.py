@@ -70,7 +70,7 @@ def test_an_interrupted_run_goes_on_and_a_whole_one_does_not(tmp_path: Path) -> 
         with records.open_results(tmp_path, other, ["x", "y"]) as new:
             assert new.path.stem.endswith("_2") and not new.records
         new.path.unlink()
-    with pytest.raises(InvalidInput, match="line 1 is not that of a study or suite"):
+    with pytest.raises(InvalidInput, match="line 1 is not from a study or suite"):
         records.read_results(Path(__file__))
 
 

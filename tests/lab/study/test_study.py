@@ -185,7 +185,7 @@ def test_what_is_known_before_the_first_point_is_said_before_it(
     ranks = {"ranks": [2, 4]}
     for options, words in (
         ({"plots": ["stak"]}, "did you mean 'stack'"),
-        ({"plots": ["stack", "stack"]}, "stack is there twice"),
+        ({"plots": ["stack", "stack"]}, "stack is listed twice"),
         ({"plots": ["stack"], "x": "rnks"}, "rnks is no axis with several numbers; those are ranks"),
         ({"plots": ["stack"], "x": "layout"}, "layout is no axis with several numbers"),
         ({"plots": ["stack"], "y": "heads"}, "heads is no axis"),
@@ -194,7 +194,7 @@ def test_what_is_known_before_the_first_point_is_said_before_it(
         ({"execute": ExecuteGroup(budget=-1.0)}, "expected seconds >= 0"),
         ({"execute": ExecuteGroup(budget=float("nan"))}, "expected seconds >= 0"),
         ({"execute": ExecuteGroup(budget=1.0, rows=0)}, "study.execute.rows=0: must be at least 1"),
-        ({"extrapolate": "4k"}, "the study itself has 4,096 tokens; take more"),
+        ({"extrapolate": "4k"}, "the study itself has 4,096 tokens; give more"),
         ({"extrapolate": "far"}, "not a whole number"),
     ):
         axes = {**ranks, "layout": ["contiguous", "zigzag"]} if options.get("x") == "layout" else ranks

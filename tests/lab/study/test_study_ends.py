@@ -52,10 +52,7 @@ def test_a_torn_line_is_dropped_and_a_changed_study_refused(tmp_path: Path) -> N
     with pytest.raises(InvalidInput, match="this one differs in its name; give"), Journal(path, {"study": "b"}):
         pass
     assert read_journal(path.with_name("none")) == (None, {})
-    for broken, words in (
-        (whole.replace(b'"x"', b'"x', 1), "line 2 is not as it was written; remove"),
-        (b"?\n", "line 1 is not"),
-    ):
+    for broken, words in ((whole.replace(b'"x"', b'"x', 1), "line 2 is damaged; remove"), (b"?\n", "line 1 is not")):
         path.write_bytes(broken := broken + b'{"key": "3", "x')  # the last line is only cut off
         for opened in (read_journal, lambda path: Journal(path, {"study": "a"})):
             with pytest.raises(InvalidInput, match=rf"points\.jsonl: {words}"):
@@ -69,9 +66,9 @@ def test_no_file_of_the_user_becomes_a_journal(tmp_path: Path) -> None:
     target.write_text("text without an end of line")
     for make, words in (
         (lambda: path.symlink_to(target), "points.jsonl: cannot be written"),
-        (lambda: path.write_text("mine"), "points.jsonl: is not a journal"),
-        (lambda: path.write_text("mine\nand more"), "line 1 is not that of a study"),
-        (lambda: os.mkfifo(path), "no ordinary file"),
+        (lambda: path.write_text("mine"), "points.jsonl: not a journal"),
+        (lambda: path.write_text("mine\nand more"), "line 1 is not from a study"),
+        (lambda: os.mkfifo(path), "not an ordinary file"),
     ):
         make()
         before = path.is_file() and path.read_bytes()
@@ -92,7 +89,7 @@ def test_another_study_in_the_folder_is_refused(tmp_path: Path) -> None:
 
 def test_files_of_the_user_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "report.md").write_text("mine")
-    with pytest.raises(InvalidInput, match="holds files, and none of a study"):
+    with pytest.raises(InvalidInput, match="holds files, but no study"):
         run(study(tmp_path, {"ranks": [2]}))
     assert files(tmp_path) == {"report.md": b"mine"}
 
@@ -151,7 +148,7 @@ def test_a_study_that_is_interrupted_says_how_to_go_on(
 
     monkeypatch.setattr(runner.evaluation, "evaluate", interrupted)
     first = inside(*arguments, status=130)
-    assert "out keeps the finished points; the same command continues from there" in first.stderr
+    assert "out holds the finished points; the same command continues from there" in first.stderr
     inside(*arguments)
     assert done == [2, 4, 8, 8] and len(read(tmp_path / "out" / "sweep.csv")) == 3
 
@@ -169,7 +166,7 @@ def test_folders_that_cannot_be_used_are_refused_before_the_first_point(
         (tmp_path / "file", "cannot be a folder"),
         (tmp_path / "file" / "out", "file is not a folder; choose another path"),
         (tmp_path / "no" / "out", "the folder .*no does not exist; make it first"),
-        (tmp_path / "journal", "holds files, and none of a study"),
+        (tmp_path / "journal", "holds files, but no study"),
         (config_there, "config.yaml: is a folder"),
     ):
         with pytest.raises(InvalidInput, match=words):
@@ -184,7 +181,7 @@ def test_a_full_disk_ends_a_study_that_goes_on_later(tmp_path: Path) -> None:
     arguments = ("simulate", *SWEEP[:-1], "study.plots=[]", "output.path=out")
     with room(4096):
         full = started(*arguments, cwd=tmp_path, status=2)
-    assert "points.jsonl: could not be written" in full.stderr and "the same command goes on" in full.stderr
+    assert "points.jsonl: could not be written" in full.stderr and "run the same command" in full.stderr
     journal = tmp_path / "out" / "points.jsonl"
     kept = journal.read_bytes().splitlines()[:-1]
     assert len(kept) > 1

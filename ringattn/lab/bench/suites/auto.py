@@ -1,5 +1,5 @@
-"""Suite "auto": how often the schedule that `auto` picks by the timing model is the fastest, in 40 settings;
-and in 100 modelled settings how near the pick is to the fastest simulated schedule."""
+"""Suite "auto": how often the schedule that `auto` picks is the fastest in 40 measured settings, and how close its
+pick comes to the fastest simulated schedule in 100 modelled settings."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Rati
 from ..links import Links
 
 HEADS, HEAD_DIM = 2, 64
-#: A pick counts as right where the fastest schedule takes at least this part of the pick's time.
+#: A pick counts as right if the fastest schedule takes at least this share of the pick's time.
 NEAR = 0.9
 #: The promised share of settings with a right pick.
 TARGET = 0.9
-#: (name, pattern, layout, tokens) of settings on the processes of one machine, each with 2 ranks and with 4 ranks. The
-#: tokens make calls of 10 ms and more.
+#: (name, pattern, layout, tokens) of settings on processes of one machine, each with 2 and with 4 ranks. With so many
+#: tokens a call takes at least 10 ms.
 LOCAL: tuple[tuple[str, str, str, int], ...] = (
     ("full", "Full()", "contiguous", 4096),
     ("causal", "Causal()", "zigzag", 4096),
@@ -37,8 +37,8 @@ LOCAL: tuple[tuple[str, str, str, int], ...] = (
     ("blocks", "strided_blocks(128, stride=8)", "contiguous", 16384),
     ("far", "dilated_blocks(128, offsets=(1, 8, 16))", "contiguous", 16384),
 )
-#: (name, pattern, layout, tokens) of settings on two nodes of two ranks, each behind each of LINKS: the first of LOCAL
-#: with half of the tokens, and others.
+#: (name, pattern, layout, tokens) of settings on two nodes of two ranks, each run behind each of LINKS: the first few
+#: of LOCAL with half the tokens, and others.
 LINKED: tuple[tuple[str, str, str, int], ...] = (
     *((name, pattern, layout, tokens // 2) for name, pattern, layout, tokens in LOCAL[:5]),
     ("longnet", "Dilated((512, 1024, 4096), (1, 2, 4))", "contiguous", 8192),
@@ -47,30 +47,30 @@ LINKED: tuple[tuple[str, str, str, int], ...] = (
 )
 LINKS = (Links(2, 2, 10e6, 100e6), Links(2, 2, 40e6, 400e6), Links(2, 2, 100e6, 100e6))
 NOTE = (
-    "auto: forward, 1 thread per rank, the layout as given; auto / best is the time of the schedule that auto picks "
-    "over that of the fastest schedule, both medians of the rounds, and 1 where auto picks the fastest. The model "
-    "gets the rates of the links, and half the speed of a core where four ranks share two cores"
+    "auto: forward, 1 thread per rank, the layout as given; auto / best is the time of the schedule that auto picks, "
+    "divided by that of the fastest schedule (medians over the rounds); it is 1 if auto picks the fastest. The model "
+    "knows the rates of the links, and assumes half the speed of a core if four ranks share two cores"
 )
 MODELLED_NOTE = (
-    "modelled: forward on a preset, in bfloat16 with a head_dim of 128; auto / best is the simulated time of the pick "
-    "over that of the fastest of all schedules that fit; nothing is measured"
+    "modelled: forward on a preset, in bfloat16 with a head_dim of 128; auto / best is the simulated time of the pick, "
+    "divided by that of the fastest schedule that fits; nothing is measured"
 )
-#: Ranks of the modelled settings, settings of each number of ranks, and the seed that draws them.
+#: Ranks of the modelled settings, number of settings for each, and the seed of the random draws.
 RANKS = (4, 8, 16, 32, 64)
 SETTINGS, SEED = 20, 17
 PRESETS = ("h100_nvlink_ib", "a100_nvlink_ib", "a100_pcie")
 #: Query heads and key/value heads.
 HEAD_COUNTS = ((32, 8), (32, 32), (64, 8), (40, 8), (16, 2))
-#: Powers of two between which tokens are drawn. A block mask has a tile for each block, so that it gets fewer tokens.
+#: The exponents of two between which tokens are drawn; fewer for block masks, as these have a tile for each block.
 TOKENS, BLOCK_TOKENS = (14, 20), (14, 17)
-#: Up to this many ranks the backward is simulated, too.
+#: The backward is simulated, too, up to this many ranks.
 BOTH = 16
-#: Between Ulysses groups: the ring, and these where there are at most MOST_GROUPS groups.
+#: Schedules between Ulysses groups besides the ring, used with at most MOST_GROUPS groups.
 BETWEEN, MOST_GROUPS = ("direct", "allgather"), 16
 
 
 def list_cases() -> list[BenchCase]:
-    """The 40 measured settings, and 100 modelled ones."""
+    """The cases of 40 measured and 100 modelled settings."""
     cpu = MACHINES["cpu"]
     cases = [
         _case(f"{name}_{layout}_{tokens}_{ranks}", pattern, layout, tokens, ranks, cpu)
@@ -95,7 +95,7 @@ def list_cases() -> list[BenchCase]:
 
 
 def _modelled_case(ranks: int) -> BenchCase:
-    """Random settings on presets: the schedule that `auto` picks against every schedule, simulated."""
+    """A case that simulates `auto`'s pick and every other schedule, in random settings on presets."""
     settings = {"ranks": ranks, "settings": SETTINGS, "seed": SEED}
 
     def measure(context: Context, repeat: int) -> dict[str, Any]:
@@ -127,13 +127,13 @@ def _case(
 
 
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
-    """Largest relative difference of each other schedule's result from the result of the first schedule."""
+    """For each other schedule, the largest relative difference between its result and that of the first schedule."""
     first, *others = results
     return {name: check_error(name, results[name], results[first]) for name in others}
 
 
 def _judge(record: CaseRecord) -> list[dict[str, Any]]:
-    """The fastest schedule, the pick of auto, and ratios of medians."""
+    """A table row with the fastest schedule, auto's pick, and ratios of medians."""
     picked = record["settings"]["picked"]
     medians = {name: median(column["seconds"]) for name, column in record["columns"].items()}
     best = min(medians, key=lambda name: medians[name])
@@ -142,7 +142,7 @@ def _judge(record: CaseRecord) -> list[dict[str, Any]]:
 
 
 def _conclude(records: list[CaseRecord]) -> tuple[str, bool]:
-    """The share of settings in which auto picked the fastest schedule, or a schedule that is nearly as fast."""
+    """In how many settings auto picked the fastest schedule or one nearly as fast; and whether the target is met."""
     measured, modelled = (
         [row for record in records if bool(record["columns"]) is timed for row in record.get("summary", ())]
         for timed in (True, False)
@@ -153,7 +153,7 @@ def _conclude(records: list[CaseRecord]) -> tuple[str, bool]:
         for values in ((row["near"] for row in judged), (row["best"] == "ring" for row in judged))
     )
     text = f"auto picks the best schedule, or one within 10 % of it, in {share:.0%} of {len(judged)} settings ({kind})"
-    text += f"; the ring is best in {ring_share:.0%}"  # a fixed choice without a model
+    text += f"; the ring is best in {ring_share:.0%}"  # a baseline that needs no model
     if measured and modelled:
         near = sum(row["near"] for row in modelled)
         text += f"; on presets in {near} of {len(modelled)} settings (modelled)"
@@ -162,7 +162,7 @@ def _conclude(records: list[CaseRecord]) -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class Setting:
-    """One call of `auto`."""
+    """The settings of one call, for which `auto` picks a schedule."""
 
     pattern: str
     layout: str
@@ -173,12 +173,12 @@ class Setting:
     machine: str
 
     def plan(self, schedule: str) -> Plan:
-        """The plan with this schedule. Raises InvalidInput where the schedule does not fit."""
+        """The plan with this schedule. Raises InvalidInput if the schedule does not fit the setting."""
         return make_plan(**asdict(self), schedule=schedule, head_dim=128, dtype="bfloat16")
 
     @cached_property
     def schedules(self) -> list[str]:
-        """Every schedule that fits: rings, direct, all-gather, and Ulysses groups of any size with these between."""
+        """Every schedule that fits: rings, direct, all-gather, and Ulysses groups of any size combined with these."""
         node = get_machine(self.machine).ranks_per_node
         sizes = [size for size in range(2, self.ranks + 1) if self.ranks % size == 0]
         names = ["ring", "direct", "allgather"]
@@ -195,9 +195,9 @@ class Setting:
             return False
 
     def judge(self) -> dict[str, object]:
-        """What `auto` picks, what is fastest, and the pick's time over the fastest, in a forward and in both passes."""
+        """auto's pick, the fastest schedule, and the ratio of their times in the forward and in both passes."""
         picked, seconds = self.plan("auto").schedule, dict[str, tuple[float, float]]()
-        for name in dict.fromkeys((*self.schedules, picked)):  # auto may pick between more groups than are listed
+        for name in dict.fromkeys((*self.schedules, picked)):  # auto may pick more groups than are listed
             plan = self.plan(name)
             forward = simulate(plan, self.machine).seconds
             is_timed = self.ranks <= BOTH and name in self.schedules
@@ -210,7 +210,7 @@ class Setting:
 
 
 def draw_settings(ranks: int) -> list[Setting]:
-    """Random settings, the patterns in turn."""
+    """Random settings that go through the patterns in turn."""
     source = random.Random(f"{SEED}, {ranks}")
     return [_draw(source, ranks, number) for number in range(SETTINGS)]
 
@@ -243,7 +243,7 @@ def _draw_lengths(source: random.Random, tokens: int) -> list[int]:
 
 
 def _bars(record: CaseRecord) -> dict[str, float]:
-    """How much longer than the best the choices of a case take, in the median and at worst."""
+    """The median and the worst ratio of auto's time to the best time in a case."""
     ratios = [row["auto / best"] for row in record["summary"]]
     return {"in the median": median(ratios), "at worst": max(ratios)}
 
@@ -251,6 +251,6 @@ def _bars(record: CaseRecord) -> dict[str, float]:
 SUITE = BenchSuite(
     list_cases,
     _conclude,
-    title="What auto picks beside the best schedule",
+    title="The pick of auto against the best schedule",
     bars=("time of auto's choice over the best", _bars),
 )

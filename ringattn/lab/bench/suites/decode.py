@@ -1,4 +1,4 @@
-"""Suite "decode": a step of new tokens over a sharded K/V cache, beside one process that holds all of it."""
+"""Suite "decode": a decode step over a sharded K/V cache, compared with one process that holds the whole cache."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ NOTE = (
 
 
 def list_cases() -> list[BenchCase]:
-    """One new token, and four as speculation has them."""
+    """Cases with one new token, and with four, as in speculative decoding."""
     return [_case("step_64k", 1, 0.9), _case("step_64k_4_tokens", 4, None)]
 
 
 def _case(name: str, new: int, target: float | None) -> BenchCase:
     columns = (
         BenchColumn("alone", 2, _make_alone, weighed=False),
-        BenchColumn("step", 1, _make_step, weighed=False),  # its prompt takes a minute, and would be computed again
+        BenchColumn("step", 1, _make_step, weighed=False),  # its prompt takes a minute and would be recomputed
     )
     settings = make_settings(CONTEXT, new_tokens=new)
     return BenchCase(name, 2, settings, columns, (Ratio("alone", "step", target),), _check, notes=(NOTE,))
 
 
 def _inputs(context: Context) -> list[torch.Tensor]:
-    """q, k and v of the context and the new tokens."""
+    """q, k and v for the context plus the new tokens."""
     settings = context.settings
     return make_inputs(settings, 3, settings["tokens"] + settings["new_tokens"])
 
@@ -67,7 +67,7 @@ def _make_step(context: Context) -> Run:
 
 
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
-    """The error of a step, on the rank that has what it is compared with."""
+    """The error of a step, on the rank that has the reference result; empty elsewhere."""
     alone, step = results.get("alone"), results["step"]
     return {} if alone is None else {"step": check_error("step", [step], [alone])}
 
@@ -75,5 +75,5 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
 SUITE = BenchSuite(
     list_cases,
     title="A step over a sharded K/V cache",
-    about=("Above 1 two ranks of one thread, which hold half of the cache each, are faster than one process.",),
+    about=("Above 1, two single-thread ranks, each with half of the cache, are faster than one process.",),
 )

@@ -1,6 +1,6 @@
-"""Suites "gpu" and "gpu_quick": a CUDA device against its matrix product, cuDNN, flash and compiled FlexAttention.
+"""Suites "gpu" and "gpu_quick": our attention on CUDA against a matrix product, cuDNN, flash and FlexAttention.
 
-Written from PyTorch's documentation. It has run from start to end on emulated operators, and not yet on a GPU.
+Written from PyTorch's documentation. It has run completely on emulated operators, but not yet on a GPU.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from ..libraries import CANNOT_RUN, LIBRARIES, Attend, list_masks, make_call, sa
 from ..records import slug
 from ..runner import describe_host, take_turns
 
-#: The type of the device. Tests put "cpu" here, and stand-ins for torch.cuda: the results are then labelled emulated.
+#: The type of the device. Tests set "cpu" and replace torch.cuda by stand-ins; such results are labelled emulated.
 DEVICE = "cuda"
 DTYPE = torch.bfloat16
-#: Most error relative to rows in fp64; of gradients, relative to our gradients.
+#: Largest allowed error of outputs, relative to fp64 rows, and of gradients, relative to ours.
 TOLERANCE, GRAD_TOLERANCE = 2e-2, 5e-2
-#: Work of a backward in units of its forward: five matrix products against two.
+#: Work of a backward divided by that of its forward: five matrix products against two.
 BACKWARD_WORK = 2.5
-#: Most calls between two events.
+#: Maximum number of calls between two events.
 MOST_CALLS = 20
 NOTE = (
     "bf16, batch 1; CUDA events around the calls of a run, all columns in turns; matmul: a square product of the same "
     "dtype; matmul / ringattn x work: our share of matmul's rate; peak: bytes that a call allocates; backward: the "
-    "backward alone, of a graph that is kept, 2.5 times the work of its forward"
+    "backward alone, on a retained graph, with 2.5 times the work of its forward"
 )
 
 Tensor = torch.Tensor
@@ -56,7 +56,7 @@ Raw = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the cases."""
+    """The sizes of all cases."""
 
     heads: int = 16
     head_dim: int = 128
@@ -65,9 +65,9 @@ class Sizes:
     block: int = 128
     dilated: tuple[int, int] = (4096, 4)
     matmul: int = 8192
-    #: Least seconds between two events.
+    #: Minimum seconds between two events.
     enough: float = 0.05
-    #: Bytes of the device for the longest sequences, first and last length tried, and rows of an offloaded chunk.
+    #: For the longest sequences: device bytes, first and last length to try, and rows of an offloaded chunk.
     cap: int = 8 << 30
     lengths: tuple[int, int] = (1 << 16, 1 << 24)
     chunk: int = 1 << 14
@@ -75,13 +75,13 @@ class Sizes:
     long: tuple[int, int] = (1 << 30, 1 << 19)
     long_heads: tuple[int, int] = (8, 64)
     long_dilated: tuple[tuple[int, ...], tuple[int, ...]] = ((8192, 65536), (1, 8))
-    #: Tiles of the calibration.
+    #: Rows of the calibration's tiles.
     rows: tuple[int, ...] = (64, 256, 1024, 4096)
     widths: tuple[int, ...] = (64, 256, 1024)
 
 
 def list_cases(sizes: Sizes) -> list[BenchCase]:
-    """Rates of masks, virtual rings, the longest sequences, the long dilated sequence, and a calibration."""
+    """The cases: rates of masks, virtual rings, the longest sequences, the long dilated sequence, and a calibration."""
     settings = {"device": "emulated", "kind": "emulated", **vars(sizes)}
     if DEVICE == "cuda":
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
@@ -110,7 +110,7 @@ def list_cases(sizes: Sizes) -> list[BenchCase]:
 def _make_rate_case(
     name: str, settings: Raw, sizes: Sizes, pattern: Pattern, others: dict[str, Any], backward: bool
 ) -> BenchCase:
-    """Our call of a pattern, `others` by makers of their calls, and a matrix product."""
+    """A case with our call of a pattern, the calls that `others` make, and a matrix product."""
     pairs = make_plan(pattern, tokens=sizes.tokens, ranks=1, heads=sizes.heads).pairs()
     flops, product = 4.0 * sizes.head_dim * pairs * (BACKWARD_WORK if backward else 1.0), 2.0 * sizes.matmul**3
     makers: dict[str, Any] = {"ringattn": lambda: partial(attention, pattern=pattern), **others}
@@ -129,7 +129,7 @@ def _make_rate_case(
 def measure_columns(
     sizes: Sizes, pattern: Pattern, makers: dict[str, Any], backward: bool, context: Context, repeat: int
 ) -> Raw:
-    """Seconds of every column that can run here, the errors of its results, its peak, and why others cannot run."""
+    """For columns that can run here: seconds, errors and peak; for the others, why they cannot run."""
     source = torch.Generator(DEVICE).manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
@@ -160,7 +160,7 @@ def measure_columns(
 
 
 def _make_run(attend: Attend, inputs: tuple[Tensor, ...], grad: Tensor | None) -> Callable[[], tuple[Tensor, ...]]:
-    """A forward; with `grad` the backward alone, of a graph that is kept."""
+    """A function that runs the forward, or, with `grad`, only the backward of a retained graph."""
     if grad is None:
         return lambda: (attend(*inputs),)
     leaves = [x.detach().requires_grad_() for x in inputs]
@@ -181,7 +181,7 @@ def _time(run: Callable[[], Any], calls: int) -> float:
 
 
 def _peak(run: Callable[[], Any]) -> int:
-    """The most bytes that are allocated during a call, over those before."""
+    """Peak bytes allocated during a call, beyond those allocated before it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -191,16 +191,16 @@ def _peak(run: Callable[[], Any]) -> int:
 
 
 def measure_longest(sizes: Sizes, backward: bool, context: Context, repeat: int) -> Raw:
-    """The longest sequence of a causal window under the cap, with its tensors on the device and in host memory."""
+    """Raw numbers for the longest causal-window sequence under the cap, with tensors on the device and on the host."""
     torch.cuda.set_per_process_memory_fraction(min(1.0, sizes.cap / torch.cuda.mem_get_info()[1]))
     try:
         return _measure_longest(sizes, backward)
-    finally:  # the cases that follow have the whole device
+    finally:  # give later cases the whole device
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def _measure_longest(sizes: Sizes, backward: bool) -> Raw:
-    token_bytes = sizes.heads * sizes.head_dim * 2 * (13 if backward else 5)  # dk and dv are also there in fp32
+    token_bytes = sizes.heads * sizes.head_dim * 2 * (13 if backward else 5)  # dk and dv exist in fp32 as well
     most = min(sizes.lengths[1], available() // 2 // token_bytes)
     lengths = [sizes.lengths[0] * 2**i * j // 4 for i in range(10) for j in (4, 5, 6, 7)]
     rows = []
@@ -221,14 +221,14 @@ def _measure_longest(sizes: Sizes, backward: bool) -> Raw:
 
 
 def _try_length(sizes: Sizes, tokens: int, offload: bool, backward: bool) -> tuple[float, int] | None:
-    """(seconds, peak bytes on the device) of one call; None where memory does not suffice."""
+    """(seconds, peak bytes on the device) of one call; None if memory does not suffice."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     options: Any = {"offload": "host", "chunk": sizes.chunk, "device": DEVICE} if offload else {}
     few = min(tokens, 4096)
     try:
         block = torch.randn(1, sizes.heads, few, sizes.head_dim, device="cpu" if offload else DEVICE).to(DTYPE)
-        # Random rows again and again: to draw all of them on the host would take longer than the call.
+        # Repeats a few random rows: drawing all of them on the host would take longer than the call.
         q, k, v = (block.roll(i, 2).repeat(1, 1, -(-tokens // few), 1)[:, :, :tokens] for i in range(3))
         for x in (q, k, v):
             x.requires_grad_(backward)
@@ -243,7 +243,7 @@ def _try_length(sizes: Sizes, tokens: int, offload: bool, backward: bool) -> tup
 
 
 def measure_long_dilated(sizes: Sizes, context: Context, repeat: int) -> Raw:
-    """Dilated attention of a very long sequence, chunk by chunk: no segment crosses a chunk."""
+    """Raw numbers for dilated attention over a very long sequence, computed in chunks that no segment crosses."""
     (tokens, chunk), (heads, head_dim), pattern = sizes.long, sizes.long_heads, Dilated(*sizes.long_dilated)
     assert not any(chunk % segment for segment in pattern.segments) and tokens % chunk == 0
     source = torch.Generator(DEVICE).manual_seed(2)
@@ -272,7 +272,7 @@ def measure_long_dilated(sizes: Sizes, context: Context, repeat: int) -> Raw:
 
 
 def measure_machine(case: Raw, sizes: Sizes, context: Context, repeat: int) -> Raw:
-    """What `ringattn calibrate transport=none device=cuda` measures, written to a machine file."""
+    """Write a machine file with what `ringattn calibrate transport=none device=cuda` measures; returns its rates."""
     path = Path(OUTPUTS) / "bench" / f"machine_{slug(case['device'])}.yaml"
     check_writable(path)
     ranks, start = MeasuringRanks(None, torch.device(DEVICE)), time.perf_counter()
@@ -290,7 +290,7 @@ def _raw(rows: list[dict[str, Any]], errors: dict[str, float] | None = None) -> 
 
 
 def describe_device() -> dict[str, Any]:
-    """The device, and the versions of its driver and libraries."""
+    """The name of the device, and the versions of its driver and libraries."""
     tool = shutil.which("nvidia-smi")
     query = [tool or "", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split() if tool else []
@@ -303,7 +303,7 @@ def describe_device() -> dict[str, Any]:
 
 
 def list_rows(record: CaseRecord) -> list[dict[str, str]]:
-    """A row for each column, also for those that cannot run here; or the rows of a case without columns."""
+    """A row for each column, including those that cannot run here; or the rows of a case without columns."""
     details, rows = record["details"], list(record["details"].get("rows", ()))
     for column, timed in record["columns"].items():
         rate = record["settings"]["flops"][column] / timed["median"]
@@ -327,7 +327,7 @@ def list_rows(record: CaseRecord) -> list[dict[str, str]]:
 
 
 def conclude(records: list[CaseRecord]) -> tuple[str, bool]:
-    """How many cases were measured, on what; and the median share of matmul's rate."""
+    """How many cases were measured, the hardware, and the median share of matmul's rate; and whether all succeeded."""
     done = [record for record in records if "failed" not in record]
     hardware = done[0]["details"]["hardware"] if done else {}
     shares = [record["ratios"][0]["median"] for record in done if record["ratios"]]
@@ -339,7 +339,7 @@ def conclude(records: list[CaseRecord]) -> tuple[str, bool]:
 
 
 def check(folder: Path) -> None:
-    """Raise Unsupported without a CUDA device, and InvalidInput where emulated results would lie beside measured."""
+    """Raise Unsupported without a CUDA device, and InvalidInput if emulated results would join measured ones."""
     if DEVICE == "cuda" and not torch.cuda.is_available():
         raise Unsupported("suite=gpu: this process sees no CUDA device (ringattn doctor says why); try suite=ring")
     if DEVICE != "cuda" and "benchmarks" in folder.resolve().parts:
@@ -347,7 +347,7 @@ def check(folder: Path) -> None:
 
 
 SUITE = BenchSuite(partial(list_cases, Sizes()), conclude, check)
-#: The cases at sizes that show in a minute that all run; the rates mean nothing.
+#: Small sizes, to show within a minute that all cases run; the rates mean nothing.
 SMALL = Sizes(
     heads=2, head_dim=16, tokens=128, window=40, block=16, dilated=(64, 4), matmul=64, enough=0.0,
     lengths=(64, 128), chunk=96, long=(1 << 10, 256), long_heads=(2, 16), long_dilated=((32, 128), (1, 4)),

@@ -1,4 +1,4 @@
-"""Suite "host": what a warm call of one rank costs the host, beside kernels and messages, and what it counts."""
+"""Suite "host": the host time of a warm call on one rank without kernels and messages, and its launches and bytes."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from ....transport.base import Carrier, Tags, drive
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Run
 from ..links import InstantMessages
 
-#: One rank of RANKS in a causal ring; few tokens, so that copies and merges take no time of their own.
+#: Rank RANK of RANKS in a causal ring, with so few tokens that copying and merging the data takes no time.
 RANKS, RANK, HEADS, HEAD_DIM, TOKENS = 8, 3, 2, 16, 128
 SCHEDULES = ("ring", "allgather", "direct", "ulysses(2)", "double_ring(2)")
-#: Calls of one round, whose time is divided by their number.
+#: Calls in a round; its time is divided by this number.
 CALLS = 50
-#: Most milliseconds of a warm forward and of a warm backward, of the ring.
+#: Maximum milliseconds of a warm forward and backward of the ring.
 LIMITS = {"forward": 0.8, "backward": 1.5}
 NOTE = (
     "host: seconds of 50 warm calls of rank 3 of 8, causal zigzag, from the program's start to its result: buffers, "
     "copies, merges and guards, with a kernel that returns stored zeros and a transport that writes zeros to what it "
     "receives; without the handshake, autograd, kernels and messages; launches: ops that are no views, kernels as one "
-    "op each; bytes: what these ops read and write but for kernels, for 128 tokens of 2 heads of 16 in fp32"
+    "op each; bytes: what these ops, except kernels, read and write, for 128 tokens of 2 heads of 16 in fp32"
 )
 
 
 class NoKernel(AtenCpu):
-    """Makes the calls of the kernel of CPUs, and computes nothing. `calls` counts them.
+    """A stand-in for the CPU kernel that computes nothing. `calls` counts its calls.
 
-    The results of a work are made once: a call costs a look-up and no op.
+    The results of a work are created once, so that a later call costs a look-up and no op.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class NoKernel(AtenCpu):
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counts the ops that would be launched on a device, and the bytes that they read and write."""
+    """Counts the ops that a device would launch, and the bytes that they read and write."""
 
     launches = bytes = 0
 
@@ -76,7 +76,7 @@ class LaunchCounter(TorchDispatchMode):
 
 
 def make_passes(plan: Plan, rank: int, kernel: Kernel, carrier: Carrier) -> dict[str, Callable[[], Any]]:
-    """{"forward": run, "backward": run}: warm passes of one rank in fp32, for each run the executor's program."""
+    """{"forward": run, "backward": run}: warm fp32 passes of one rank, each run by the executor's program."""
     shape = plan.batch, plan.heads, plan.layout.rows(rank), plan.head_dim
     q, k, v, grad = (torch.zeros(shape, device="cpu") for _ in range(4))
     job = Job(plan, rank, kernel, plan.head_dim**-0.5)
@@ -94,14 +94,14 @@ def make_passes(plan: Plan, rank: int, kernel: Kernel, carrier: Carrier) -> dict
 
 
 def _make_host_passes(schedule: str, rotate: str) -> tuple[NoKernel, dict[str, Callable[[], Any]]]:
-    """The kernel, and `make_passes` of one rank without messages and kernels."""
+    """A kernel that computes nothing, and `make_passes` for one rank with it and without messages."""
     sizes: dict[str, Any] = {"tokens": TOKENS, "ranks": RANKS, "heads": HEADS, "head_dim": HEAD_DIM}
     plan, kernel = make_plan("Causal()", layout="zigzag", schedule=schedule, rotate=rotate, **sizes), NoKernel()
     return kernel, make_passes(plan, RANK, kernel, InstantMessages())
 
 
 def count_passes(schedule: str, rotate: str = "auto") -> Iterator[tuple[str, dict[str, float]]]:
-    """For each pass the launches, kernel calls, launches per kernel call, and bytes of all ops but the kernels'."""
+    """For each pass: launches, kernel calls, launches per kernel call, and the bytes of all ops except kernels."""
     kernel, passes = _make_host_passes(schedule, rotate)
     for name, run in passes.items():
         kernel.calls = 0
@@ -113,7 +113,7 @@ def count_passes(schedule: str, rotate: str = "auto") -> Iterator[tuple[str, dic
 
 
 def list_cases() -> list[BenchCase]:
-    """A case per schedule, and for the ring one per form of its backward."""
+    """One case per schedule, and for the ring one per form of its backward."""
     return [*(_case(schedule, "auto") for schedule in SCHEDULES), *(_case("ring", rotate) for rotate in ("kv", "q"))]
 
 
@@ -141,7 +141,7 @@ def _make(context: Context, column: str) -> Run:
 
 
 def _summarise(record: CaseRecord) -> dict[str, Any]:
-    """Milliseconds of the host per call, and what a call counts, of both passes."""
+    """Host milliseconds, launches and bytes per call, for both passes."""
     found: dict[str, Any] = {}
     for name, counts in count_passes(record["settings"]["schedule"], record["settings"]["rotate"]):
         found[f"{name}_ms"] = record["columns"][name]["median"] * 1e3 / CALLS
@@ -150,7 +150,7 @@ def _summarise(record: CaseRecord) -> dict[str, Any]:
 
 
 def _conclude(records: list[CaseRecord]) -> tuple[str, bool]:
-    """Whether the ring's passes take the host at most the promised time."""
+    """Whether the ring's passes stay within the promised host time."""
     rings = [x["summary"] for x in records if x["settings"]["schedule"] == "ring" and "summary" in x]
     worst = max((ring[f"{name}_ms"] / limit for ring in rings for name, limit in LIMITS.items()), default=0.0)
     return f"host time of the ring: the slowest pass takes {worst:.2f} times its limit", 0 < worst <= 1

@@ -1,4 +1,4 @@
-"""Suite "loss": memory and time of the loss by chunks against a cross entropy of all logits, forward and backward."""
+"""Suite "loss": memory and time of the chunked loss against a cross entropy of all logits, forward and backward."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..calls import relative_error
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, Run
 
 TOKENS, CLASSES, WIDTH = 16384, 32000, 64
-#: The promise: the peak of all logits over the peak by chunks.
+#: The promised ratio: the peak with all logits over the peak by chunks.
 TARGET = 5.0
-#: Most relative error of loss and gradients between the two; a result with a larger error is wrong.
+#: Largest allowed relative error of loss and gradients between the two.
 TOLERANCE = 1e-4
 NOTE = (
     "peak: rise of VmHWM, reset by clear_refs, over VmRSS before hidden states, weight and labels exist, forward and "
@@ -25,7 +25,7 @@ NOTE = (
 
 
 def _plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The loss of logits that exist all at once."""
+    """The loss from all logits at once."""
     return F.cross_entropy(F.linear(hidden, weight), labels)
 
 
@@ -33,7 +33,7 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {"plain": _plain, "chunks": lin
 
 
 def list_cases(tokens: int = TOKENS, classes: int = CLASSES, width: int = WIDTH) -> list[BenchCase]:
-    """One case, of the sizes of a small vocabulary."""
+    """One case, with a small vocabulary."""
     return [
         BenchCase(
             "memory",
@@ -71,7 +71,7 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
 
 
 def _summarise(record: CaseRecord) -> dict[str, Any]:
-    """Peaks in MiB, and the ratios of peak and of time of all logits over chunks."""
+    """Peaks in MiB, and the ratios (all logits over chunks) of peak and time."""
     peaks = {name: column["peaks"]["process"] for name, column in record["columns"].items()}
     return {
         **{f"{name}_peak_mib": value / 2**20 for name, value in peaks.items()},
@@ -81,7 +81,7 @@ def _summarise(record: CaseRecord) -> dict[str, Any]:
 
 
 def _conclude(records: list[CaseRecord]) -> tuple[str, bool]:
-    """Whether the peak by chunks is at most a fifth of the peak of all logits."""
+    """Whether the peak by chunks is at most a fifth of the peak with all logits."""
     ratio = min((record["summary"]["peak_ratio"] for record in records if "summary" in record), default=0.0)
     return f"the loss by chunks takes 1 / {ratio:.0f} of the peak memory of all logits", ratio >= TARGET
 
@@ -89,7 +89,7 @@ def _conclude(records: list[CaseRecord]) -> tuple[str, bool]:
 SUITE = BenchSuite(
     list_cases,
     _conclude,
-    title="The loss by chunks beside all logits at once",
+    title="The loss by chunks against all logits at once",
     bars=(
         "peak memory in MiB",
         lambda case: {"all logits": case["summary"]["plain_peak_mib"], "by chunks": case["summary"]["chunks_peak_mib"]},

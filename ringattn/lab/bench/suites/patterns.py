@@ -1,4 +1,4 @@
-"""Suite "patterns": sparse patterns on one thread against dense attention by the same library call."""
+"""Suite "patterns": sparse patterns against dense attention by the same library call, on one thread."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..calls import check_error, make_inputs
 from ..case import HEAD_DIM, HEADS, BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make_settings
 
 TOKENS = 8192
-#: Tokens of the cases that measure how time and memory scale.
+#: Tokens in the cases that measure how time and memory scale.
 MOST_TOKENS = 1 << 18
-#: Work of a backward in units of its forward: five matrix products against two.
+#: Work of a backward divided by that of its forward: five matrix products against two.
 BACKWARD_WORK = 2.5
 DILATED = "(2048, 4096, 8192), (1, 2, 4)"
-#: Name, pattern, and the promised rate of useful work over the rate of dense attention.
+#: Name, pattern, and the promised ratio of its rate of useful work to the rate of dense attention.
 RATES: tuple[tuple[str, str, float | None], ...] = (
     ("dilated_group", f"Dilated({DILATED}, mix='group')", 0.85),
     ("longnet", f"Dilated({DILATED})", 0.80),
@@ -40,19 +40,19 @@ LONG: tuple[tuple[str, str], ...] = (
     ("dilated", f"Dilated({DILATED}, mix='group')"),
 )
 RATE_NOTE = (
-    "useful rate: counted pairs of the pattern over the pairs of dense attention, times the ratio of times; of the "
-    "backward: 2.5 times the time of its forward over its own time, five matrix products against two; column backward: "
-    "the backward alone, of a graph that is kept"
+    "useful rate: counted pairs of the pattern over the pairs of dense attention, times the ratio of times; for a "
+    "backward: 2.5 times the time of its forward over its own (five matrix products against two); column backward: "
+    "the backward alone, on a retained graph"
 )
 MEMORY_NOTE = (
     "memory: rise of VmHWM, reset by clear_refs, over VmRSS before the inputs exist, the worst of all rounds; "
     "formula: q, k, v and the output"
 )
-SCALING_NOTE = "linear: time of 8,192 tokens, times the ratio of lengths, over the time of the long sequence"
+SCALING_NOTE = "linear: time for 8,192 tokens times the ratio of lengths, over the time for the long sequence"
 
 
 def list_cases() -> list[BenchCase]:
-    """Rates, scaling and memory; targets are the project's promises."""
+    """The cases of rates, scaling and memory; their targets are the project's promises."""
     return [
         *(_rate_case(*row) for row in RATES),
         *(_scaling_case(name, pattern) for name, pattern in LONG),
@@ -136,9 +136,9 @@ def _memory_case(name: str, pattern: str) -> BenchCase:
 
 SUITE = BenchSuite(
     list_cases,
-    title="Sparse masks beside dense attention",
+    title="Sparse masks against dense attention",
     about=(
-        "dense / forward: the time of dense attention times the share of visible pairs, over ours; 1 is all that a "
-        "mask can save. forward / backward: 2.5 forwards, which a backward should cost, over the backward.",
+        "dense / forward: the time of dense attention times the share of visible pairs, over ours; 1 means that the "
+        "mask saves all it can. forward / backward: 2.5 forwards, which a backward should cost, over the backward.",
     ),
 )

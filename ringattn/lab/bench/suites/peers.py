@@ -1,4 +1,4 @@
-"""Suite "peers": other libraries on the same machine, tensors and threads, in turns with ours. Right results first."""
+"""Suite "peers": other libraries in turns with ours, on the same tensors and threads. Wrong results are not timed."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ..libraries import CANNOT_RUN, Mask, list_masks, make_call
 from .ring import CPU_FLASH, CPU_FLASH_BACKWARD, TEMPLATES, make_template
 
 RANKS, TOKENS = 2, 4096
-#: The promised ratio of the time of the fastest peer with right results to ours, by mask.
+#: By mask, the promised ratio of the time of the fastest peer with correct results to our time.
 TARGETS = {"dense": 1.0, "causal": 1.0, "window": 2.0, "documents": 2.0, "dilated": 2.0}
-#: Where ranks of contiguous shards would not have equal work.
+#: Layouts for masks with which contiguous shards would not have equal work.
 LAYOUTS = {"causal": "zigzag", "documents": "zigzag"}
 NOTE = (
     "peers: 2 Gloo ranks of one thread each; sdpa and FlexAttention are one process with two threads and the whole "
     "sequence. error: the largest of output and gradients against dense attention in fp64, relative to the largest "
-    "entry; what is wrong is not timed. template: PyTorch's private context-parallel ring on its CPU flash op, with "
+    "entry; wrong results are not timed. template: PyTorch's private context-parallel ring on its CPU flash op, with "
     "either rotate method. ring-flash-attn runs over a stand-in for its CUDA kernel that calls the same CPU op. "
     "ring-attention-pytorch has its own CPU path. These two are installed by pip install 'ringattn[peers]'. torchscale "
     "is the fork torchscale-gml, which has dilated attention, without projections and over the same CPU op; its order "
-    "of the heads costs it a copy of each tensor"
+    "of the heads requires a copy of each tensor"
 )
 
 
@@ -81,7 +81,7 @@ def _make_ring_attention_pytorch(context: Context) -> Run:
 
 
 def _swap(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The call for tensors [B, H, N, D] of a library that takes [B, N, H, D]."""
+    """Wrap a library call on [B, N, H, D] so that it takes and returns [B, H, N, D]."""
     return lambda *qkv: attend(*(x.transpose(1, 2) for x in qkv)).transpose(1, 2)
 
 
@@ -89,7 +89,7 @@ def _make_ring_flash_attn(context: Context) -> Run:
     _require_plain(context, "ring-flash-attn: its kernel for such masks has no stand-in here")
     sys.modules.setdefault("flash_attn", ModuleType("flash_attn"))
     sys.modules.setdefault("flash_attn.flash_attn_interface", make_flash_attn())
-    hugging_face = ModuleType("ring_flash_attn.adapters")  # does not import with transformers 5, and is not measured
+    hugging_face = ModuleType("ring_flash_attn.adapters")  # cannot be imported with transformers 5; not measured
     vars(hugging_face).update(substitute_hf_flash_attn=None, update_ring_flash_attn_params=None)
     sys.modules.setdefault(hugging_face.__name__, hugging_face)
     library: Any = import_module("ring_flash_attn")
@@ -113,11 +113,11 @@ def _make_torchscale(context: Context) -> Run:
         multiway=False, xpos_rel_pos=False, flash_attention=True, seq_parallel=True, layernorm_eps=1e-5,
         segment_length=list(segments), dilated_ratio=list(rates),
     )  # fmt: skip
-    # The function that calls CUDA kernels; the library itself says None where there is no GPU.
+    # The function that calls CUDA kernels; the library sets it to None without a GPU.
     vars(import_module("torchscale.component.multihead_attention"))["flash_attn_func"] = _flash_for_torchscale
     module = library.DilatedAttention(args, HEADS * HEAD_DIM, HEADS, self_attention=True)
     module.q_proj = module.k_proj = module.v_proj = module.out_proj = torch.nn.Identity()
-    # Its head t has the dilation offset t // (H / rate), ours the offset t % rate.
+    # Head t has dilation offset t // (H / rate) in torchscale, and t % rate in ours.
     order = sorted(range(HEADS), key=lambda head: head % rates[0])
     back = sorted(range(HEADS), key=lambda t: order[t])
 
@@ -131,13 +131,13 @@ def _make_torchscale(context: Context) -> Run:
 def _flash_for_torchscale(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, bias: None, scale: float | None, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flash attention of [B, N, H, D] with its log-sum-exp [B, H, N], by the CPU op that our kernel calls, too."""
+    """Flash attention of [B, N, H, D], and its log-sum-exp [B, H, N], by the same CPU op as our kernel."""
     out, lse = CPU_FLASH(*(x.transpose(1, 2) for x in (q, k, v)), dropout, causal, scale=scale)
     return out.transpose(1, 2), lse
 
 
 def make_flash_attn() -> ModuleType:
-    """A stand-in for flash_attn.flash_attn_interface: tensors [B, N, H, D], the CPU op that our kernel calls, too."""
+    """A stand-in for flash_attn.flash_attn_interface on tensors [B, N, H, D], by the same CPU op as our kernel."""
 
     def forward(
         q: Any, k: Any, v: Any, dropout_p: float, softmax_scale: float, causal: bool,
@@ -167,13 +167,13 @@ def make_flash_attn() -> ModuleType:
     return module
 
 
-#: Ours first. Two threads compute the whole sequence in one process, and each rank has one thread.
+#: Ours first. A library in one process computes the whole sequence with two threads; a rank has one thread.
 PEERS: dict[str, BenchColumn] = {
     column.name: column
     for column in (
         BenchColumn("ringattn", 1, partial(calls.make_ring, schedule="auto")),
         BenchColumn("sdpa", RANKS, _make_sdpa),
-        # Under a counter of tensors FlexAttention is not compiled, and holds what the compiled call never holds.
+        # While tensors are counted, FlexAttention is not compiled, and holds more than the compiled call.
         BenchColumn("FlexAttention", RANKS, _make_flex, weighed=False),
         *(BenchColumn(name, 1, partial(_make_template, rotate=rotate)) for name, rotate in TEMPLATES.items()),
         BenchColumn("ring-flash-attn", 1, _make_ring_flash_attn),
@@ -184,7 +184,7 @@ PEERS: dict[str, BenchColumn] = {
 
 
 def list_cases(tokens: int = TOKENS) -> list[BenchCase]:
-    """Five masks, forward, and forward and backward; the dense and the causal one in bf16, too."""
+    """Cases of five masks, each forward, and forward and backward; dense and causal masks also in bf16."""
     masks = [(name, mask, "float32") for name, mask in _list_masks(tokens).items()]
     masks += [(name, mask, "bfloat16") for name, mask, _ in masks[:2]]
     return [_case(*mask, tokens, backward) for mask in masks for backward in (False, True)]
@@ -209,7 +209,7 @@ def _case(name: str, mask: Mask, dtype: str, tokens: int, backward: bool) -> Ben
 
 
 def check(context: Context, results: dict[str, Any]) -> dict[str, float]:
-    """The largest relative error of each library's tensors against dense attention in fp64; on rank 0."""
+    """The largest relative error of each library against dense attention in fp64; on rank 0."""
     exact = compute_dense(context) if context.rank == 0 else []
     errors = {}
     for name, tensors in results.items():
@@ -222,7 +222,7 @@ def check(context: Context, results: dict[str, Any]) -> dict[str, float]:
 
 
 def compute_dense(context: Context) -> list[torch.Tensor]:
-    """The output, and with a backward the gradients of q, k and v, of dense attention in fp64, head by head."""
+    """Dense attention in fp64, head by head: the output, and with a backward the gradients of q, k and v."""
     settings, mask = context.settings, _get_mask(context)
     parts = []
     for h in range(HEADS):
@@ -238,7 +238,7 @@ def compute_dense(context: Context) -> list[torch.Tensor]:
 
 
 def judge(record: CaseRecord) -> dict[str, Any]:
-    """The fastest peer with right results, and the ratio of its time to ours."""
+    """The fastest peer with correct results, and the ratio of its time to ours."""
     medians = {name: column["median"] for name, column in record["columns"].items()}
     ours, target = medians.pop("ringattn", None), record["settings"]["target"]
     if ours is None or not medians:
@@ -249,7 +249,7 @@ def judge(record: CaseRecord) -> dict[str, Any]:
 
 
 def conclude(records: list[CaseRecord]) -> tuple[str, bool]:
-    """In how many cases ours is as many times faster than the fastest right peer as was promised."""
+    """In how many cases we beat the fastest correct peer by the promised factor; and whether in all."""
     met = sum(record.get("summary", {}).get("met", False) for record in records)
     text = f"as fast as promised against the fastest right peer in {met} of {len(records)} cases"
     return text, met == len(records)
@@ -258,10 +258,10 @@ def conclude(records: list[CaseRecord]) -> tuple[str, bool]:
 SUITE = BenchSuite(
     list_cases,
     conclude,
-    title="Other libraries beside ours",
+    title="Other libraries against ours",
     about=(
         "The same tensors, threads and machine, in turns: batch 1, 8 heads of 64, 4,096 tokens, fp32 or bf16. A "
-        "library that cannot run here, or whose result is wrong, is a row that says so. Targets: at least as fast as "
+        "library that cannot run here, or whose result is wrong, has a row that says so. Targets: at least as fast as "
         "the fastest right peer on dense and causal masks, and twice as fast on windows, documents and dilated masks.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Suite "ring": the ring against one process that does the same work on the same cores."""
+"""Suite "ring": the ring against one process that does the same work with the same cores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .. import calls
 from ..case import HEAD_DIM, HEADS, BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make_settings
 
 CORES = 2
-#: Columns of torch's own ring by the method that rotates K and V: torch's default, and messages between neighbours.
+#: Columns of torch's own ring, with its method to rotate K and V: torch's default, and messages between neighbours.
 TEMPLATES = {"template": "allgather", "template_a2a": "alltoall"}
 NOTE = (
     "template and template_a2a: torch's private context-parallel ring, on the same CPU flash op, with its rotate "
@@ -36,7 +36,7 @@ CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 
 
 def list_cases() -> list[BenchCase]:
-    """Rings against one call and against torch's template, virtual rings, and peak memory.
+    """The cases: rings against one call and torch's template, virtual rings, and peak memory.
 
     Targets are the project's promises.
     """
@@ -63,13 +63,13 @@ def _settings(tokens: int, causal: bool, backward: bool, **more: Any) -> dict[st
 def make_template(context: Context, rotate: str) -> Run:
     """torch's `_templated_ring_attention` with the CPU flash op; its head-tail balance equals our zigzag layout.
 
-    `rotate` is the method of torch's `set_rotate_method`.
+    `rotate` is passed to torch's `set_rotate_method`.
     """
     try:  # a private module, needed only in cases that compare with it
         import torch.distributed.tensor.experimental._context_parallel._attention as template
     except ImportError as error:
         raise Unsupported(
-            f"torch {torch.__version__} has no context-parallel template where torch 2.13 has it ({error}); "
+            f"torch {torch.__version__} lacks the context-parallel template of torch 2.13 ({error}); "
             "leave its cases out with cases=[...]"
         ) from error
     q, k, v, grad = calls.make_shards(context, calls.make_inputs(context.settings, 4))
@@ -92,7 +92,7 @@ def make_template(context: Context, rotate: str) -> Run:
 
 
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
-    """Largest relative error of each column against the single call, over the output and the gradients; on rank 0."""
+    """For each column, the largest relative error of output and gradients against the single call; on rank 0."""
     errors = {}
     for name, tensors in results.items():
         on_ranks = name in ("ring", *TEMPLATES)
@@ -117,7 +117,7 @@ def _make_alone(context: Context) -> Run | None:
 
 
 def _half_case(dtype: str, causal: bool, backward: bool, tokens: int = 4096) -> BenchCase:
-    """A 16-bit dtype: torch's own call of this dtype, one rank with as many threads, and two ranks."""
+    """A case in a 16-bit dtype: torch's own call, one rank with as many threads, and two ranks."""
     name = f"{'causal' if causal else 'dense'}_{tokens}_{dtype}" + "_backward" * backward
     columns = (
         BenchColumn("single", CORES, calls.make_single),
@@ -144,9 +144,9 @@ def _virtual_case(name: str, causal: bool, target: float) -> BenchCase:
 
 
 def _memory_case(ranks: int, rotate: str | None = None, *, rows: int = 4096) -> BenchCase:
-    """Peak memory of contiguous dense attention with `rows` tokens per rank, forward; with `rotate`, also backward.
+    """A case of peak memory: contiguous dense attention, `rows` tokens per rank, forward; with `rotate`, also backward.
 
-    The peak must be what the model of memory predicts, and must not grow with the ranks.
+    The peak must match the memory model, and must not grow with the ranks.
     """
     backward = rotate is not None
     options: Any = {"schedule": "ring", "rotate": rotate or "auto"}
@@ -175,6 +175,6 @@ def _memory_case(ranks: int, rotate: str | None = None, *, rows: int = 4096) -> 
 
 SUITE = BenchSuite(
     list_cases,
-    title="The ring beside one process with as many threads",
-    about=("Above 1 the ring is faster: X / ring is the time of X over the ring's, on the same cores in turns.",),
+    title="The ring against one process with as many threads",
+    about=("Above 1 the ring is faster: X / ring is the time of X over the ring's, in turns on the same cores.",),
 )

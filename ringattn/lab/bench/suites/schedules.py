@@ -1,4 +1,4 @@
-"""Suite "schedules": the time of each schedule's messages, between two nodes that a slow link joins."""
+"""Suite "schedules": the time of each schedule's messages between two nodes that are joined by a slow link."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make
 from ..links import InstantTransport, Links
 from .host import NoKernel, make_passes
 
-#: Lengths of 16 documents. Their ends are not the ends of shards.
+#: Lengths of 16 documents, which do not end at the ends of shards.
 DOCUMENTS = [200, 317, 150, 403, 61, 298, 350, 244, 411, 90, 333, 275, 180, 366, 222, 196]
 MESSAGES_NOTE = (
-    "columns named after a schedule and _messages: the schedule's time in communication, that is the executor's run of "
-    "its plan without kernels, each message packed, posted and waited for at its step; columns named after a schedule "
-    "alone are whole calls"
+    "columns SCHEDULE_messages: the schedule's time in communication, as the executor runs its plan without kernels "
+    "and packs, posts and awaits each message at its step; columns named after a schedule alone are whole calls"
 )
 COMPUTE_NOTE = (
     "column compute: the same call over a transport whose messages take no time, so that compute / ring is 1 minus the "
     "share of exposed communication; compute / ring_messages, counted per visit over per hop, is the premise: at least "
-    "2. All ranks share the machine's cores, and the processor time of the system's network code counts as exposed"
+    "2. All ranks share the machine's cores, so that processor time in the system's network code counts as exposed"
 )
 DOUBLE_NOTE = (
     "double_ring: the outer link is 10 times slower than the inner links. With N nodes of m ranks, blocks of B bytes, "
@@ -39,7 +38,7 @@ DOUBLE_NOTE = (
 
 
 def list_cases() -> list[BenchCase]:
-    """Communication of local patterns, the double ring, and overlap; targets are the project's promises."""
+    """Cases: communication of local patterns, the double ring, and overlap; targets are the project's promises."""
     slow = Links(2, 2, 20e6, 200e6)
     slower_4, slower_8 = Links(2, 2, 5e6, 50e6), Links(2, 4, 5e6, 50e6)
     documents = f"Documents({DOCUMENTS})"
@@ -65,7 +64,7 @@ def _local_case(
     backward: bool = False,
     ring_target: float | None = 5.0,
 ) -> BenchCase:
-    """Time in communication of an all-gather over that of schedules that send only what a local pattern needs."""
+    """A case: communication time of an all-gather over that of schedules that send only what a local pattern needs."""
     schedules = ("allgather", "ring", "direct")
     columns = [
         *(BenchColumn(f"{schedule}_messages", 1, partial(_make_messages, schedule=schedule)) for schedule in schedules),
@@ -83,7 +82,7 @@ def _local_case(
 def _double_ring_case(
     name: str, links: Links, tokens: int, target: float | None, *, backward: bool = False
 ) -> BenchCase:
-    """Time of dense calls by the ring over that by the double ring."""
+    """A case: time of dense calls with the ring over that with the double ring."""
     double_ring = f"double_ring({links.ranks_per_node})"
     columns = [BenchColumn(schedule, 1, partial(make_ring, schedule=schedule)) for schedule in ("ring", double_ring)]
     settings = _settings(tokens, "Full()", "contiguous", backward)
@@ -91,7 +90,7 @@ def _double_ring_case(
 
 
 def _overlap_case(name: str, links: Links, tokens: int) -> BenchCase:
-    """Time of a dense ring without communication over that with communication."""
+    """A case: time of a dense ring without communication over that with communication."""
     columns = [
         BenchColumn("compute", 1, lambda context: make_ring(context, transport=InstantTransport(_transport(context)))),
         BenchColumn("ring", 1, make_ring),
@@ -105,7 +104,7 @@ def _overlap_case(name: str, links: Links, tokens: int) -> BenchCase:
 def _case(
     name: str, links: Links, settings: dict[str, Any], columns: list[BenchColumn], ratios: tuple[Ratio, ...], note: str
 ) -> BenchCase:
-    """A case whose settings also hold the counted bytes over the outer links of each schedule."""
+    """A case whose settings also hold each schedule's counted bytes over the outer links."""
     schedules = dict.fromkeys(column.name.removesuffix("_messages") for column in columns if column.name != "compute")
     outer_bytes = {
         schedule: _count_outer_bytes(_plan(settings, links.ranks, schedule), links) for schedule in schedules
@@ -124,7 +123,7 @@ def _plan(settings: dict[str, Any], ranks: int, schedule: str) -> Plan:
 
 
 def _count_outer_bytes(plan: Plan, links: Links) -> dict[str, int]:
-    """Bytes over the busiest outer link, in the forward and in the backward."""
+    """Bytes over the busiest outer link, for the forward and the backward."""
 
     def count(backward: bool) -> int:
         by_node = [0] * links.nodes
@@ -144,7 +143,7 @@ def _transport(context: Context) -> Transport:
 
 
 def _make_messages(context: Context, schedule: str) -> Run:
-    """A run of the executor without kernels: the plan's messages, posted and waited for in its steps; returns bytes."""
+    """A run of the plan's messages without kernels, posted and awaited at each step; it returns the bytes sent."""
     transport, plan = _transport(context), _plan(context.settings, context.ranks, schedule)
     passes = make_passes(plan, context.rank, NoKernel(), transport)
     runs = [passes[name] for name in ("forward", "backward") if name == "forward" or context.settings["backward"]]
@@ -159,7 +158,7 @@ def _make_messages(context: Context, schedule: str) -> Run:
 
 
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
-    """Errors of whole calls against one device; columns of messages must send the bytes of their plan."""
+    """Errors of whole calls against one device; asserts that columns of messages send the bytes of their plan."""
     settings, errors = context.settings, {}
     attend = partial(attention, pattern=parse_pattern(settings["pattern"]))
     exact = make_shards(context, make_call(context, attend, whole=True)())

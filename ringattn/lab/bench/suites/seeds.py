@@ -1,6 +1,6 @@
 """Suites of the earlier reports: "standard", "long", "comprehensive", "extreme", "memory" and "blocksparse".
 
-Each names systems of one list, lengths, and says what the earlier figures were. "memory" also measures checkpointing.
+Each chooses systems from one list and lengths, and states the earlier figures. "memory" also measures checkpointing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ LONG = BenchSuite(
 
 
 def count_right(records: list[CaseRecord]) -> str:
-    """How many rows agree with the oracle, and the largest error, in words."""
+    """A sentence on how many rows agree with the oracle, and on the largest error."""
     done = find_cases(records, "")
     worst = max((max(record["errors"].values()) for record in done), default=float("nan"))
     real = sum(record["ranks"] > 1 for record in done)
@@ -89,7 +89,7 @@ COMPREHENSIVE = BenchSuite(
 )
 
 EXTREME_LENGTHS = (4096, 16384, 65536, 1048576, 4194304)
-#: The longest sequence of systems that do the same work as `LONGEST`.
+#: The maximum tokens of the systems that do the same work as `LONGEST`.
 MOST_OF_OTHERS = 65536
 LONGEST = "RingDilatedAttentionProduction_r16"
 OTHERS = (
@@ -106,7 +106,7 @@ WINDOWS = {
 
 
 def _list_extreme() -> list[BenchCase]:
-    """The rows of the report, and the lengths that it did not reach."""
+    """The cases of the earlier report, and lengths that it did not reach."""
     cases = list_long_cases((LONGEST, *OTHERS), EXTREME_LENGTHS, most=dict.fromkeys(OTHERS, MOST_OF_OTHERS))
     for label, (blocks, lengths) in WINDOWS.items():
         settings = {"pattern": f"local_window(64, blocks={blocks})"}
@@ -118,12 +118,12 @@ EXTREME = BenchSuite(
     _list_extreme,
     title="Extreme lengths: 4K tokens and on until memory ends",
     about=(
-        "Storage in bfloat16 (computed in fp32), two threads, forward without gradients. A length is tried where the "
-        "length before it was computed, and a call would take at most a minute. The dilated systems and their rings do "
+        "Storage in bfloat16 (computed in fp32), two threads, forward without gradients. A length is tried if the "
+        "previous length was computed and a call would take at most a minute. The dilated systems and their rings do "
         "equal work: only RingDilatedAttentionProduction_r16 goes beyond 65,536 tokens. Of the two windows only the "
         "narrower does; `ringattn report memory` has the other at 1,048,576. A failure is the class of a typed error: "
         "OutOfMemory, Unsupported, InvalidInput, WrongResult, Timeout, Killed. With memory=8GiB the system refuses "
-        "allocations by which a process would have more; without it, memory is what the machine has. Several ranks r "
+        "allocations beyond 8 GiB per process; without it, the machine's memory is the limit. Several ranks r "
         "are virtual here: one process holds all of them, so that the memory is that of the whole ring.",
     ),
     claim=Claim(
@@ -140,22 +140,22 @@ EXTREME = BenchSuite(
 )
 
 MEMORY_LENGTHS = (2048, 8192, 32768, 131072, 1048576)
-#: The longest sequences of the other systems.
+#: The maximum tokens of the other systems.
 MEMORY_OTHERS = {"DilatedAttention": 131072, "BlockSparseRingMultiheadDilatedAttention": 32768}
 #: Bytes per token of q, k, v and the output.
 LEAST = 4 * HEADS * HEAD_DIM * 2
-#: Bytes per token that the peak of the process may take: a quarter more than 4.1 KiB, where the earlier project stated
-#: 4.06 KiB after the call.
+#: Maximum bytes per token at the peak of the process: a quarter more than 4.1 KiB. The earlier project stated 4.06 KiB
+#: after the call.
 MOST = 1.25 * 4.1 * 1024
-#: Tokens of the steps that recompute.
+#: Tokens of the checkpoint cases.
 CHECKPOINT_TOKENS = 8192
 CHECKPOINT_NOTE = (
-    "checkpoint: forward and backward of 4 layers, formula: input, q, k, v, output and result of every layer"
+    "checkpoint: forward and backward of 4 layers; formula: input, q, k, v, output and result of every layer"
 )
 
 
 def _list_memory() -> list[BenchCase]:
-    """Lengths, and 4 layers that recompute nothing, the projections, or everything."""
+    """The cases: lengths of each system, and 4 layers that recompute nothing, the projections, or everything."""
     return [
         *list_long_cases((SPARSE, *MEMORY_OTHERS), MEMORY_LENGTHS, most=MEMORY_OTHERS),
         *(make_checkpoint_case(recompute) for recompute in ("none", "projections", "all")),
@@ -163,9 +163,9 @@ def _list_memory() -> list[BenchCase]:
 
 
 def make_checkpoint_case(recompute: str) -> BenchCase:
-    """Peak memory of forward and backward of 4 layers that recompute nothing, the projections, or everything.
+    """A case of peak memory: forward and backward of 4 layers that recompute nothing, the projections, or everything.
 
-    The formula is what a stack without recomputation keeps: q, k, v, output and input of all layers.
+    The formula counts what a stack without recomputation saves: q, k, v, output and input of all layers.
     """
     layers, pattern = 4, "local_window(128, blocks=1) & Causal()"
 
@@ -205,7 +205,7 @@ def make_checkpoint_case(recompute: str) -> BenchCase:
 
 
 def describe_reuse(records: list[CaseRecord]) -> str:
-    """That nothing is left to switch, and what the longest sequences take."""
+    """A sentence: there is no pool to switch on, and what the longest sequences take."""
     text = "; ".join(longest(records, name) for name in (SPARSE, *MEMORY_OTHERS))
     return (
         "There is no pool here and no switch for one: a call allocates its output and the buffers of its messages, and "
@@ -214,7 +214,7 @@ def describe_reuse(records: list[CaseRecord]) -> str:
 
 
 def conclude_memory(records: list[CaseRecord]) -> tuple[str, bool]:
-    """Whether the peak of the sparse system's process at the longest length is near the bytes of its tensors."""
+    """The process peak per token of the sparse system at the longest length, and whether it is within `MOST`."""
     done = [x for x in find_cases(records, SPARSE) if x["settings"]["tokens"] == MEMORY_LENGTHS[-1]]
     peaks = [x["columns"]["forward"]["peaks"]["process"] / MEMORY_LENGTHS[-1] for x in done]
     share = MOST / peaks[0] if peaks else 0.0
@@ -250,7 +250,7 @@ SPARSE_SYSTEMS = (SPARSE, "BlockSparseHierarchical", "BlockSparseAdaptive", "Blo
 SPARSE_LENGTHS = (4096, 16384, 65536)
 MOST_SPARSE = {"BlockSparseHierarchical": 16384}
 BRANCH_TOKENS = 16384
-#: Branches that are added to the blocks, as in the report.
+#: Dilated branches that are added to the blocks, as in the earlier report.
 BRANCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((2048,), (1,)),
     ((2048, 4096), (1, 2)),
@@ -261,7 +261,7 @@ BRANCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 
 
 def _list_blocksparse() -> list[BenchCase]:
-    """Lengths of every form until one fails, and the dilation configurations at 16K tokens."""
+    """The cases: lengths of every form until one fails, and the dilation configurations at 16K tokens."""
     cases = list_long_cases(SPARSE_SYSTEMS, SPARSE_LENGTHS, most=MOST_SPARSE)
     for segments, rates in BRANCHES:
         label = f"Base {list(segments)}, {list(rates)}"
@@ -271,7 +271,7 @@ def _list_blocksparse() -> list[BenchCase]:
 
 
 def compare_branches(records: list[CaseRecord]) -> str:
-    """The least and the most time of a dilation configuration relative to the blocks alone, in words."""
+    """A phrase: the smallest and largest time of a dilation configuration, relative to the blocks alone."""
     base = [x for x in find_cases(records, SPARSE) if x["settings"]["tokens"] == BRANCH_TOKENS]
     if not base:
         return "the blocks alone were not measured"

@@ -1,4 +1,4 @@
-"""Suite "simulate": virtual ranks against one device, and the seconds of the timing model, on one thread."""
+"""Suite "simulate": virtual ranks against one device, and the run time of the timing model, on one thread."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from ..calls import check_error, make_pass
 from ..case import HEADS, BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make_settings
 
 TOKENS, RANKS = 65536, 1024
-#: Virtual ranks may take 1.3 times as long as one device.
+#: The promised ratio: virtual ranks may take at most 1.3 times as long as one device.
 TARGET = 1 / 1.3
-#: Ranks, and steps, of the timelines.
+#: Ranks and steps of the timelines.
 TIMELINE_RANKS = 1 << 18
 MACHINE = Machine(flops=5e14, latency=1e-5, bandwidth=5e10)
 VIRTUAL_NOTE = (
-    "virtual ranks: all ranks executed in batches (`numerics.mode=all`) on existing tensors, without oracles and "
-    "ledger, after planning; attention: one call on the same tensors"
+    "virtual ranks: all ranks executed in batches (`numerics.mode=all`) on existing tensors, after planning, without "
+    "oracles and ledger; attention: one call on the same tensors"
 )
 TIMING_NOTE = "timing: ra.simulate of a plan of 262,144 ranks; slow: each rank has its own factor (solver stencil)"
 
 
 def list_cases() -> list[BenchCase]:
-    """Three windows, a dilated backward, and two timelines; targets are the project's promises."""
+    """Cases: three windows, a dilated backward, and two timelines; targets are the project's promises."""
     return [
         *(_virtual_case(f"window_{width}", f"Window({width})") for width in (63, 255, 1023)),
         _virtual_case("dilated_backward", "Dilated((256,), (2,), causal=True)", backward=True),
@@ -83,7 +83,7 @@ def _make_virtual_ranks(context: Context) -> Run:
 
 
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
-    """Largest relative difference of the virtual ranks' output from the output of one device."""
+    """The largest relative difference between the virtual ranks' output and that of one device."""
     layout = _plan(context).layout
     shards = {
         rank: outcome.out[i : i + 1] for outcome in results["virtual ranks"] for i, rank in enumerate(outcome.ranks)
@@ -113,6 +113,6 @@ def _timing_case(name: str, *, slow: bool) -> BenchCase:
 
 SUITE = BenchSuite(
     list_cases,
-    title="Virtual ranks beside one call, and how long a simulation takes",
+    title="Virtual ranks against one call, and the run time of a simulation",
     about=("attention / virtual ranks: the same rows on one device, over a ring of virtual ranks in one process.",),
 )
