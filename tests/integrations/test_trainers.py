@@ -57,7 +57,7 @@ def test_programs_that_would_be_wrong_are_refused(run_ranks, tmp_path: Path) -> 
         "Unsupported: logits_to_keep=tensor",
         "Unsupported: logits_to_keep=1: give the number of last rows, and no labels",
         "InvalidInput: a call with whole sequences needs input_ids",
-        "Mismatch: input_ids of the whole batch are not the same on rank 0 and rank 1",
+        "Mismatch: input_ids of the whole batch differ between rank 0 and rank 1",
     ]
     for said in run_ranks(trainer_cases.refusals, 2, str(tmp_path)):
         for found, expected in zip(said, words, strict=True):
