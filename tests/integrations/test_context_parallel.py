@@ -84,9 +84,9 @@ def test_what_a_context_takes_and_refuses(run_first: Any) -> None:
 @pytest.mark.multi
 def test_contexts_that_would_compute_something_else_are_refused(run_first: Any) -> None:
     words = [
-        "Mismatch: the ranks were given different inputs",
+        "Mismatch: the ranks got different inputs",
         "Mismatch: the ranks disagree about the shapes of the inputs: [(2, 23), (96,)] on rank 0; [(2, 24), (96,)]",
-        "Mismatch: the ranks were given different inputs",
+        "Mismatch: the ranks got different inputs",
         "InvalidInput: no attention ran over the ranks",
         "InvalidInput: no attention ran over the ranks",
         "InvalidInput: the layout zigzag was made for 2 tokens over 2 ranks, the call has 46 tokens",

@@ -48,7 +48,7 @@ def test_diffusers_own_calls_select_the_backend(run_ranks) -> None:  # type: ign
 @pytest.mark.multi
 def test_mistakes_are_told(run_ranks) -> None:  # type: ignore[no-untyped-def]
     expected = {
-        "noise": "Mismatch: the ranks were given different inputs; draw noise and batches with the same seed",
+        "noise": "Mismatch: the ranks got different inputs; draw noise and batches with the same seed",
         "text": "Mismatch: the ranks disagree about the shapes of the inputs",
         "few": "InvalidInput: an input (2, 1, 32) has fewer tokens, in dim 1, than the 3 ranks",
         "alike": "fine",
