@@ -1,15 +1,15 @@
-"""Models of other libraries over sharded sequences. `borders` needs none of these libraries."""
+"""Run models of other libraries over sharded sequences."""
 
 from importlib.metadata import version
 
 from ..errors import Unsupported
 
-#: The newest minor release of each library that was tested; pyproject.toml has the oldest.
+#: The newest tested minor release of each library; pyproject.toml has the oldest.
 NEWEST = {"transformers": "5.24", "accelerate": "1.15", "trl": "1.16", "diffusers": "0.42", "peft": "0.21"}
 
 
 def check_release(*libraries: str) -> None:
-    """Raise Unsupported for an installed library that is newer than the newest release that was tested."""
+    """Raise Unsupported if an installed library is newer than its newest tested release."""
     for name in libraries:
         found, newest = version(name), NEWEST[name]
         if [*map(int, found.split(".")[:2])] > [*map(int, newest.split("."))]:

@@ -1,4 +1,4 @@
-"""Does a parallelized model of transformers match its eager self, forward and backward? And does it mix no rows?"""
+"""Check that a parallelized transformers model matches its eager self, forward and backward, and mixes no rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .supported import rotates_by_length, scale_by_position, unwrap_adapters
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: The name under which transformers finds `_attend_rows`; how many tokens `check_rows` runs together, and alone.
+#: The name under which transformers finds `_attend_rows`; how many tokens `check_rows` runs together, then alone.
 ROWS, TOKENS, ALONE = "ringattn_rows", 32, 8
 HALF = (torch.float16, torch.bfloat16)
 
@@ -36,7 +36,7 @@ class Agreement:
     """The largest differences of logits and gradients between a parallelized model and its eager self.
 
     `logits` and `gradients` are relative to the largest value of the eager model; `bound` is the most that rounding
-    explains. `unseen` names what was not compared.
+    can explain. `unseen` names what was not compared.
     """
 
     logits: float
@@ -51,11 +51,11 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
 
     Without a head the last hidden states are compared instead of logits. `Agreement.unseen` names what is not compared.
 
-    Two random packed documents, `tokens` tokens together, run through the ring. Each rank also runs each document alone
-    and whole through the model's eager attention (an encoder gets one document, its decoder two thirds of it). Takes
-    the memory of two copies of the gradients. A sliding window of W keys is tested only if the first document has more
-    than W tokens: raises InvalidInput for fewer `tokens`. Raises Mismatch on every rank if logits or gradients differ
-    by more than rounding, or if the ranks differ in `tokens` or `seed`.
+    Two random packed documents, `tokens` tokens in total, run through the ring. Each rank also runs each document,
+    whole and on its own, through the model's eager attention (an encoder gets one document, its decoder two thirds of
+    it). Needs memory for two copies of the gradients. A sliding window of W keys is tested only if the first document
+    has more than W tokens, so fewer `tokens` raise InvalidInput. Raises Mismatch on every rank if logits or gradients
+    differ by more than rounding, or if the ranks differ in `tokens` or `seed`.
     """
     model = unwrap_adapters(model)
     ring: Any = getattr(model, STATE, None)
@@ -65,7 +65,7 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     group, first = ring.place.group, max(tokens * 2 // 3, 1)
     with ErrorReport(get_transport(group), POSITIONS):
         if tokens < 3:
-            raise InvalidInput(f"check: {tokens} tokens are too few for two documents; try tokens=64")
+            raise InvalidInput(f"check: tokens={tokens} is too few for two documents; try tokens=64")
         if first <= long:
             words = f"check: a window of {long:,} keys hides nothing in a document of {first:,} tokens"
             raise InvalidInput(f"{words}; try tokens={3 * (long + 2) // 2 + 1}")
@@ -96,7 +96,7 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
         for gradient in gradients:
             dist.all_reduce(gradient, group=group)
         model.set_attn_implementation("eager")
-        for module in whole:  # the others are ropes that need the length of the batch
+        for module in whole:  # the other modules are ropes that need the length of the batch
             setattr(module, STATE, None)
         parts = [_rows_of(model(ids[:, a:b], use_cache=False, **decoded)) for a, b in pairwise(borders)]
         right = torch.cat(parts, 0 if sequences else 1)
@@ -107,14 +107,14 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
         model.set_attn_implementation(ours)
         model.train(training)
     unseen = "padding", "labels and loss", "dropout", "gradient checkpointing", "generate", *["the pooler"] * ring.pools
-    bound = 256 * max(torch.finfo(right.dtype).eps, 2**-23)  # fp64 models, too, compute softmax in fp32
+    bound = 256 * max(torch.finfo(right.dtype).eps, 2**-23)  # fp64 models also compute softmax in fp32
     result = Agreement(_difference([logits], [right.detach()]), _difference(gradients, expected), bound, tokens, unseen)
     worst: list[float] = [0.0] * dist.get_world_size(group)
     dist.all_gather_object(worst, max(result.logits, result.gradients), group=group)
     if not max(worst) <= bound:
         raise Mismatch(
-            "the parallelized model is not its eager self, do not train it: relative to the largest, logits differ by "
-            f"{result.logits:.2g} and gradients by {result.gradients:.2g}; rounding explains {bound:.2g}"
+            "the parallelized model does not match its eager self; do not train it: relative to the largest, logits "
+            f"differ by {result.logits:.2g} and gradients by {result.gradients:.2g}; rounding explains {bound:.2g}"
         )
     return result
 
@@ -122,7 +122,7 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
 def _attend_rows(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **others: Any
 ) -> tuple[Tensor, None]:
-    """A stand-in for attention, in which each row depends only on its own query, key and value."""
+    """Stand-in for attention: each output row depends only on its own query, key and value."""
     gate = torch.tanh(scale_by_position(module, query).mean(-1, keepdim=True))
     if getattr(module, CROSS, False) or key.shape[2] != query.shape[2]:
         out = gate.expand(*gate.shape[:-1], value.shape[-1])
@@ -137,7 +137,7 @@ AttentionInterface.register(ROWS, _attend_rows)
 
 @contextmanager
 def _in_fp32(model: nn.Module) -> Iterator[None]:
-    """A context in which 16-bit weights are fp32 while their module runs, one module at a time."""
+    """A context where each module runs with its 16-bit weights in fp32, one module at a time."""
     narrow: list[list[tuple[nn.Parameter, Tensor]]] = []
 
     def widen(module: nn.Module, *_: Any) -> None:
@@ -163,7 +163,7 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
     """Raise Unsupported for a model that mixes rows outside of transformers' attention functions. Sends no messages.
 
     `run`, the model or its forward, computes a few tokens together without attention, and then some of them alone: the
-    results must be equal. Modes, gradients and random numbers are left as they were.
+    results must be equal. Modes, gradients and the random generators stay unchanged.
     """
     config, device, taken = model.config.get_text_config(), model.device, inspect.signature(model.forward).parameters
     tokens, numbers = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS), torch.Generator()
@@ -173,7 +173,7 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
     for place, token in zip(order[ALONE:], special, strict=False):
         ids[place] = token % config.vocab_size
     ids[ids == getattr(config, "pad_token_id", None)] = config.vocab_size // 2  # as in `check`
-    last = torch.tensor([tokens - 1], device="cpu")  # the largest position, on which some ropes depend
+    last = torch.tensor([tokens - 1], device="cpu")  # the largest position, which some ropes depend on
     some = torch.cat([order[:ALONE], last])
     below: list[Any] = []
     modes, before = [(module, module.training) for module in model.modules()], model.config._attn_implementation
@@ -211,7 +211,7 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
             setattr(module, STATE, ring)
             module.training = training
     far = ((whole - again).abs().amax(-1) / whole.abs().max().clamp(min=1e-30)).float().sort().values
-    # Rounding may send a row to another expert; with quantized weights, many rows.
+    # Rounding may send one row to another expert, or many rows if weights are quantized.
     if far[len(far) // 2 if quantized else -2] > (2**-3 if quantized else 2**-11):
         raise Unsupported(
             f"{type(model).__name__} mixes rows outside of attention functions: other tokens beside a row change it by "
@@ -221,20 +221,20 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
 
 
 def _gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
-    """The gradient of each trainable parameter, zeros where the loss does not depend on it."""
+    """The gradient of each trainable parameter; zeros if the loss does not depend on it."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = torch.autograd.grad(loss, parameters, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
 
 
 def _difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest difference, as a fraction of the largest value of all of `theirs`."""
+    """The largest difference, as a fraction of the largest value in all of `theirs`."""
     largest = max(float(x.abs().max()) for x in theirs)
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) / max(largest, 1e-30)
 
 
 def _rows_of(result: Any) -> Tensor:
-    """The result of each row or sequence: the logits, or without a head the last hidden states."""
+    """The model's result per row or sequence: the logits, or the last hidden states if there is no head."""
     if "start_logits" in result:
         return torch.stack([result["start_logits"], result["end_logits"]], -1)
     return cast(Tensor, result["logits" if "logits" in result else "last_hidden_state"])

@@ -1,4 +1,4 @@
-"""Batches of whole sequences: a rank's shard of a batch, document borders, and what ranks compare."""
+"""Cut batches of whole sequences into shards, find document borders, and compare the batches of ranks."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ if TYPE_CHECKING:
 
 #: Cumulative lengths [0, ..., N] for all rows, or one such list for each row.
 Borders = Sequence[int] | Sequence[Sequence[int]] | Tensor
-#: The key of the digest in a batch: int64 [one per name], which stands for the whole batch that all ranks must get.
+#: The key of the digest in a batch: int64, one number per name; ranks compare it to check that they got one batch.
 DIGEST = "batch_digest"
 #: Labels of whole sequences: the first and the last token of an answer, [B].
 ANSWERS = ("start_positions", "end_positions")
-#: The tensors of a batch that are cut alike, and all that its digest covers.
+#: The tensors of a batch that are cut along the tokens, and everything that the digest covers.
 OF_ROWS = ("input_ids", "attention_mask", "labels", "loss_weights", "position_ids", "token_type_ids")
 COMPARED = ("cu_seqlens", *OF_ROWS, *ANSWERS)
-#: Where the digest holds the number of labels of the whole batch and its largest position, after `COMPARED`.
+#: Indices in the digest, after `COMPARED`: the number of labels of the whole batch, and its largest position.
 COUNT, LARGEST = -2, -1
 #: The first exchange of a model; `shard_batch` reports its errors there.
 POSITIONS = "positions of a model"
 Batch = Mapping[str, Tensor]
 Tensors = dict[str, Tensor]
-#: Documents by the tensor of their borders, which transformers passes to all layers: one copy to the host per batch.
+#: Documents by their tensor of borders, which transformers passes to all layers, so it is copied to the host once.
 _borders: Any = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True)
 class LayerMasks:
-    """A layout made anew for the documents of each batch, for `layout=` of `parallelize` and `shard_batch`.
+    """For `layout=` of `parallelize` and `shard_batch`: balances every batch anew, by its documents.
 
-    `patterns` are the distinct masks of the layers, without documents; `weights` count the layers of each.
+    `patterns` are the distinct masks of the layers, without documents; `weights` count the layers with each mask.
     """
 
     patterns: tuple[Pattern, ...]
@@ -61,20 +61,20 @@ class LayerMasks:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> LayerMasks:
-        """The masks of a transformers model, from its windows and whether it is causal."""
+        """The masks of a transformers model, read from its windows and whether it is causal."""
         causal = all(getattr(module, "is_causal", True) for module in model.modules())
         layers = Counter(layer_windows(model))
         return cls(tuple(make_pattern(window, causal) for window in layers), tuple(layers.values()))
 
     def cut(self, borders: Tensor | Documents, ranks: int) -> Layout:
-        """The Layout of a batch with these documents: `cu_seq_lens_q` in the result of `shard_batch`."""
+        """The Layout of a batch with these documents; `borders` is `cu_seq_lens_q` in the result of `shard_batch`."""
         documents = borders if isinstance(borders, Documents) else read_borders(borders)
         patterns, tokens = [pattern & documents for pattern in self.patterns], documents.row(0).starts[-1]
         return make_layout("balanced", tokens=tokens, ranks=ranks, patterns=patterns, weights=self.weights)
 
 
 def cut_batch(layout: str | Layout | LayerMasks, tokens: int, ranks: int, borders: Tensor | Documents | None) -> Layout:
-    """The Layout of a batch with these borders of documents; None: one document per row. Raises InvalidInput."""
+    """The Layout of a batch with these document borders; None: one document per row. Raises InvalidInput."""
     if isinstance(layout, LayerMasks):
         return layout.cut(Documents((tokens,)) if borders is None else borders, ranks)
     return make_layout(layout, tokens=tokens, ranks=ranks)
@@ -90,25 +90,30 @@ def shard_batch(
 ) -> dict[str, Tensor]:
     """This rank's shard of a batch of whole sequences, as keyword arguments of the model.
 
-    batch: `input_ids` [B, N], and optionally `labels`, `attention_mask` (0 for padding, 1 for a token, or the number
-        of its document), `position_ids`, `token_type_ids` and `loss_weights`, all [B, N] and equal on all ranks;
-        `shift_labels` in place of `labels` if they, and the weights, are already shifted. Labels of sequences, [S] or
+    batch: `input_ids` [B, N], and optionally `labels`, `attention_mask` (0 for padding, 1 or the number of its
+        document for a token), `position_ids`, `token_type_ids` and `loss_weights`, all [B, N] and equal on all ranks;
+        `shift_labels` in place of `labels` if labels and weights are already shifted. Labels of sequences, [S] or
         floats [S, classes], and `start_positions` and `end_positions` [B] are not cut; S is B, or the number of packed
-        documents. With `inputs_embeds` [B, N, d] the model gets these, and `input_ids` only give the shape.
+        documents. If `inputs_embeds` [B, N, d] are given, the model gets them, and `input_ids` only set the shape.
         position_ids may be [3, B, N], or [4, B, N] with those of the text first. `decoder_input_ids` [B, M] and
-        `decoder_attention_mask` belong to an encoder-decoder model, whose labels are [B, M].
+        `decoder_attention_mask` are for an encoder-decoder model, whose labels are [B, M].
     cu_seqlens: the borders of packed documents, [0, ..., N] for all rows or one such list per row. Default:
-        `cu_seq_lens_q` of the batch, or wherever the numbers of the mask or of `seq_idx` change, or position_ids jump.
+        `cu_seq_lens_q` of the batch; without it, a document starts where the numbers of the mask or of `seq_idx`
+        change or position_ids jump.
     shift: True for a causal language model, whose rows predict the next token; k to predict the token k places later;
-        False if labels belong to the token itself, as in a masked language model. Models refuse the wrong kind.
+        False if a label belongs to its own token, as in a masked language model. Models refuse the wrong kind.
 
-    The result has `input_ids` and `position_ids` of the rank's rows; `labels`, shifted before the cut, so that no label
-    is lost at a border of shards and none crosses documents, and then also as `shift_labels`; `loss_weights`, shifted
-    with them, 0 where there is no label, for a loss of your own, since models refuse them; `attention_mask` only if
-    some rank has padding; `cu_seq_lens_q` for documents, [B, most borders], filled up with N if rows differ; and
-    `batch_digest`, from which the model takes the number of labels and the largest position, and by which it checks
-    that all ranks were given the same batch. Padding has no label (in transformers the last padding before a row
-    predicts its first token). position_ids count from the first token that is not padding, from 0 in each document.
+    The result has `input_ids` and `position_ids` of this rank's rows, and:
+    - `labels`, shifted before the cut, so that no label is lost between shards or crosses documents; shifted labels
+      also appear as `shift_labels`;
+    - `loss_weights`, shifted alike, 0 without a label; models refuse them: take them out, for a loss of your own;
+    - `attention_mask`, only if some rank has padding;
+    - `cu_seq_lens_q` for documents, [B, most borders], filled up with N if rows differ;
+    - `batch_digest`: the model reads the number of labels and the largest position from it, and checks by it that all
+      ranks were given the same batch.
+
+    Padding has no label (in transformers the last padding before a row predicts its first token). position_ids count
+    from the first token that is not padding, and from 0 in each document.
     """
     if isinstance(batch, Mapping) and "decoder_input_ids" in batch:
         return _shard_both(batch, group, layout)
@@ -119,9 +124,9 @@ def cut_rows(
     batch: Batch, group: ProcessGroup | DeviceMesh | None, layout: str | Layout | LayerMasks,
     cu_seqlens: Borders | None, shift: int, alone: str | None = None, first: int = 0,
 ) -> Tensors:  # fmt: skip
-    """`shard_batch` of one sequence. With `alone`, unpacked rows have the loss of one process with that attention.
+    """`shard_batch` without a decoder. With `alone`, unpacked rows have the loss of one process with that attention.
 
-    Such a process counts labels on padding, and counts padding as positions if the model's first position is 0.
+    One process counts labels on padding, and counts padding as positions if the model's first position is 0.
     """
     place = place_group(group)
     with ErrorReport(get_transport(place.group), POSITIONS):
@@ -131,24 +136,24 @@ def cut_rows(
         rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
         documents = find_documents(batch, borders if cu_seqlens is None else cu_seqlens)
         cut = cut_batch(layout, tokens.shape[1], ranks, documents)
-        if not all(map(cut.rows, range(ranks))):  # transformers' models cannot compute an empty sequence
+        if not all(map(cut.rows, range(ranks))):  # transformers models cannot run on an empty sequence
             raise InvalidInput(
-                f"{cut.tokens} tokens leave a rank of {ranks} without rows under layout {cut.name!r}; take fewer ranks"
+                f"{cut.tokens} tokens leave one of {ranks} ranks without rows, layout {cut.name!r}; use fewer ranks"
             )
         whole = {"input_ids": tokens, **{name: x for name, x in batch.items() if name in OF_ROWS[-2:]}}
         hidden = None if alone and documents is None else mask
         whole.setdefault("position_ids", count_positions(tokens, mask if first else hidden, documents))
         whole |= make_labels(batch, documents, shift, hidden)
-        padding = mask == 0 if mask is not hidden and alone != "sdpa" else None  # rows that may see no key
+        padding = mask == 0 if mask is not hidden and alone != "sdpa" else None  # rows that may attend no key
         if padding is not None and "labels" in whole and bool((whole["labels"] != NO_LABEL)[padding].any()):
             raise Unsupported(
-                f"labels of rows of padding: attn_implementation={alone!r} has outputs of its own there; take 'sdpa', "
-                "or set these labels to -100 (and after padding in front, that of the first token)"
+                f"labels on rows of padding, where attn_implementation={alone!r} has outputs of its own; use 'sdpa', "
+                "or set these labels, and after padding in front also that of the first token, to -100"
             )
         if documents is not None and "start_positions" in answers:
-            raise Unsupported("start_positions of packed documents are not defined; give a row to each document")
+            raise Unsupported("start_positions are undefined for packed documents; give each document its own row")
         if documents is None and isinstance(layout, LayerMasks):
-            documents = Documents((tokens.shape[1],))  # the model makes the layout from these
+            documents = Documents((tokens.shape[1],))  # the model makes its layout from them
     if mask is not None and not bool(mask.all()):
         whole["attention_mask"] = mask.ne(0).to(mask.dtype)
     result = {name: cut.shard_tensor(x, rank, dim=-1).contiguous() for name, x in whole.items()}
@@ -167,16 +172,16 @@ def cut_rows(
 def _shard_both(
     batch: Batch, group: ProcessGroup | DeviceMesh | None, layout: str | Layout | LayerMasks
 ) -> dict[str, Tensor]:
-    """`shard_batch` for an encoder and a decoder: each sequence is cut by itself; labels belong to the decoder."""
+    """`shard_batch` for an encoder and a decoder: cuts each sequence separately; labels belong to the decoder."""
     if not isinstance(layout, str):
-        raise Unsupported("an encoder and a decoder have sequences of two lengths; give a name, such as 'zigzag'")
+        raise Unsupported("an encoder and a decoder have sequences of two lengths; name a layout, such as 'zigzag'")
     given = {own: batch[name] for own, name in DECODER.items() if name in batch}
     rest = {name: x for name, x in batch.items() if name not in DECODER.values()}
     for x in (given, rest):  # these models count padding as positions
         x["position_ids"] = count_positions(x["input_ids"], None, None)
     inner, result = (shard_batch(x, group, layout=layout, shift=False) for x in (given, rest))
     if "cu_seq_lens_q" in {**inner, **result}:
-        raise Unsupported("packed documents of an encoder and a decoder: give a row to each document")
+        raise Unsupported("an encoder-decoder model cannot take packed documents; give each document its own row")
     result |= {DECODER.get(name, f"decoder_{name}"): x for name, x in inner.items() if name != DIGEST}
     result[DIGEST] = torch.cat([(result[DIGEST] + 3 * inner[DIGEST])[:COUNT], inner[DIGEST][COUNT:]])
     return result
@@ -184,10 +189,10 @@ def _shard_both(
 
 @dataclass(frozen=True)
 class Collator:
-    """A data collator: `inner` makes a batch of whole sequences, of which each rank gets its rows.
+    """A data collator that returns this rank's rows of the batch of whole sequences that `inner` makes.
 
-    All ranks of `group` must be given the same examples: let the sampler shard by data-parallel rank only. A restart
-    of position_ids within a row begins a packed document; rows may have different documents.
+    All ranks of `group` must be given the same examples: let the sampler shard by data-parallel rank only. Where
+    position_ids restart within a row, a packed document begins; rows may have different documents.
     """
 
     inner: Any
@@ -196,7 +201,7 @@ class Collator:
     shift: int = True
 
     def __call__(self, examples: Any) -> dict[str, Tensor]:
-        """`shard_batch` of the batch that `inner` makes of these examples."""
+        """`shard_batch` of the batch that `inner` makes from these examples."""
         return shard_batch(self.inner(examples), self.group, layout=self.layout, shift=self.shift)
 
 
@@ -210,7 +215,7 @@ def gather_logits(logits: Tensor, group: ProcessGroup | DeviceMesh | None = None
 
 
 def read_batch(batch: Batch) -> tuple[Tensors, Tensors, Borders | None]:
-    """(tensors that are cut alike, labels of sequences and embeddings, borders). Raises InvalidInput for others."""
+    """(tensors to cut along tokens, labels of sequences and embeddings, borders). Raises InvalidInput for others."""
     if not isinstance(batch, Mapping):
         raise InvalidInput(f"a batch is a dict of tensors such as {{'input_ids': ids}}, got {type(batch).__name__}")
     kept = {name: x for name, x in batch.items() if name not in ("cu_seq_lens_k", "max_length_q", "max_length_k")}
@@ -220,7 +225,7 @@ def read_batch(batch: Batch) -> tuple[Tensors, Tensors, Borders | None]:
         whole["inputs_embeds"] = kept.pop("inputs_embeds")
     if unknown := set(kept) - {*OF_ROWS, "shift_labels", "seq_idx"}:
         raise InvalidInput(
-            f"{sorted(unknown)} cannot be cut into shards; shard these by Layout.shard_tensor, and give borders as "
+            f"{sorted(unknown)} cannot be cut into shards; shard them by Layout.shard_tensor, and give borders as "
             "cu_seq_lens_q, or as cu_seqlens= of shard_batch"
         )
     if "input_ids" not in kept:
@@ -249,21 +254,21 @@ def _is_of_sequences(name: str, batch: Tensors) -> bool:
 
 
 def digest_batch(batch: Batch, documents: Documents | None) -> Tensor:
-    """int64: a number for each tensor of a whole batch (0 if absent), the count of labels, and the largest position.
+    """int64: a hash of each tensor of a whole batch (0 if absent), the number of labels, and the largest position.
 
-    It stays on the device of the batch, so that the host does not wait.
+    The result stays on the device of the batch, so that the host need not wait.
     """
     tokens = batch["input_ids"]
     whole = dict(batch) if documents is None else {**batch, "cu_seqlens": write_borders(documents, tokens)}
     none = torch.zeros((), dtype=torch.int64, device=tokens.device)
     numbers = [digest_tensor(whole[name].to(tokens.device)) if name in whole else none for name in COMPARED]
     count = (batch["labels"] != NO_LABEL).sum() if "labels" in batch else none
-    largest = batch["position_ids"].reshape(-1, *tokens.shape)[-3:].max()  # of the rope: see `_find_begins`
+    largest = batch["position_ids"].reshape(-1, *tokens.shape)[-3:].max()  # the rope's axes, see `_find_begins`
     return torch.stack([*numbers, count.to(tokens.device), largest.to(tokens.device)])
 
 
 def make_labels(batch: Batch, documents: Documents | None, shift: int, mask: Tensor | None) -> Tensors:
-    """The labels [B, N] and loss weights of a whole batch; no label where mask is 0. Raises InvalidInput."""
+    """The shifted labels [B, N] and loss weights of a whole batch; no label where mask is 0. Raises InvalidInput."""
     tokens, labels, weights = batch["input_ids"], batch.get("labels"), batch.get("loss_weights")
     if "shift_labels" in batch:
         labels, shift = batch["shift_labels"], False
@@ -278,7 +283,7 @@ def make_labels(batch: Batch, documents: Documents | None, shift: int, mask: Ten
         now, following = labels[:, :-1][given], tokens[:, 1:][given]
         if torch.equal(now, following) and not torch.equal(now, tokens[:, :-1][given]):
             raise InvalidInput(
-                "labels are shifted already: each is the next token; name them shift_labels in the batch, or give the "
+                "labels are shifted already: each is the next token; name them shift_labels in the batch, or put the "
                 "label of each token at the token's own place"
             )
         labels = shift_labels(labels, distance, documents, NO_LABEL).masked_fill(padding, NO_LABEL)
@@ -290,31 +295,31 @@ def make_labels(batch: Batch, documents: Documents | None, shift: int, mask: Ten
 
 
 def compare_batches(records: list[list[int]]) -> list[int]:
-    """The number of rows of each rank. The record of a rank is [rows] or [rows, *numbers of `digest_batch`].
+    """The number of rows of each rank. A rank's record is [rows] or [rows, *`digest_batch`].
 
-    Raises Mismatch on every rank if numbers differ; ranks without numbers are not compared.
+    Raises Mismatch on every rank if digests differ; ranks without one are not compared.
     """
     first, *others = [rank for rank, record in enumerate(records) if len(record) > 1] or [0]
     for rank in others:
         for name, one, other in zip(COMPARED, records[first][1:], records[rank][1:], strict=True):
             if one != other:
                 raise Mismatch(
-                    f"{name} of the whole batch are not the same on rank {first} and rank {rank}: all ranks of a cp "
-                    "group must read the same batch, which shard_batch cuts; give the sampler the dp rank and the "
-                    "number of dp groups, not the rank and the number of all processes"
+                    f"{name} of the whole batch differ between rank {first} and rank {rank}: all ranks of a cp "
+                    "group must read one batch, which shard_batch cuts; give the sampler the dp rank and the number "
+                    "of dp groups, not the rank and the number of all processes"
                 )
     return [record[0] for record in records]
 
 
 def read_borders(borders: Tensor) -> Documents:
-    """The documents with these borders; a tensor is read once."""
+    """The documents with these borders; the same tensor is copied to the host only once."""
     if borders not in _borders:
         _borders[borders] = Documents(cu_seqlens=borders.tolist())
     return cast(Documents, _borders[borders])
 
 
 def write_borders(documents: Documents, tokens: Tensor) -> Tensor:
-    """The borders for a model's `cu_seq_lens_q`: int32 [L], or [B, L] where rows differ, with N repeated at the end."""
+    """The borders as `cu_seq_lens_q`: int32 [L], or [B, L] if rows differ, filled up with N."""
     by_row = [documents.row(row).starts for row in range(documents.rows or 1)]
     most = max(map(len, by_row))
     padded = [[*starts, *[tokens.shape[1]] * (most - len(starts))] for starts in by_row]
@@ -322,7 +327,7 @@ def write_borders(documents: Documents, tokens: Tensor) -> Tensor:
 
 
 def count_from_borders(places: np.ndarray, documents: Documents, row: int) -> np.ndarray:
-    """The positions `places` of a row, counted from the start of their documents."""
+    """Positions within their documents, for tokens at `places` of a row."""
     starts = np.array(documents.row(row).starts)
     return places - starts[np.searchsorted(starts, places, "right") - 1]
 
@@ -345,8 +350,8 @@ def find_documents(batch: Batch, cu_seqlens: Borders | None) -> Documents | None
 def _find_begins(batch: Batch) -> Tensor:
     """Document borders per row, bool [B, N - 1]; [b, i]: token i + 1 starts a document.
 
-    It does if its number in the mask or seq_idx differs from that of the last token before it that is not padding, or
-    if its position is not the next one. Positions may count the padding between the two.
+    It does if its number in the mask or seq_idx differs from that of the last real token before it, or if its position
+    is not the next one. Positions may count the padding between the two tokens.
     """
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     places = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
@@ -354,14 +359,14 @@ def _find_begins(batch: Batch) -> Tensor:
     real, before = (mask[:, 1:] != 0) & (before >= 0), before.clamp(min=0)
     jumps = [x[:, 1:] != x.gather(1, before) for x in (mask, batch.get("seq_idx", mask))]
     positions = batch.get("position_ids", places).reshape(-1, *mask.shape)
-    if len(positions) != 3:  # as in transformers: three axes belong to the rope; of four, the first shows borders
+    if len(positions) != 3:  # as in transformers: three axes are the rope's; of four, the first shows borders
         step = positions[0, :, 1:] - positions[0].gather(1, before)
         jumps.append((step != 1) & (step != places[:, 1:] - before))
     return torch.stack(jumps).any(0) & real
 
 
 def count_positions(tokens: Tensor, mask: Tensor | None, documents: Documents | None) -> Tensor:
-    """Positions [B, N], counted in each document or row from the first token that is not padding."""
+    """Positions [B, N], counted from the first real token of each document or row."""
     real = torch.ones_like(tokens) if mask is None else mask.ne(0).long()
     counted = real.cumsum(-1)
     if documents is not None:

@@ -1,4 +1,4 @@
-"""torch's context parallelism: `context_parallel` replaces that of torch.distributed.tensor.experimental.
+"""Drop-in context parallelism: `context_parallel` replaces the one in torch.distributed.tensor.experimental.
 
 with ringattn.context_parallel(mesh["cp"], buffers=[tokens, labels, model.freqs_cis], buffer_seq_dims=[1, 1, 0]):
     loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
     from ..call.arguments import AttentionKeywords
 
-#: What contexts replace in every module that holds the function under its own name.
+#: The function that contexts replace in every module that holds it under this name.
 SDPA = F.scaled_dot_product_attention
-#: The attribute of a BlockMask that holds its pattern; torch.compile reads this, not the values of the mask.
+#: The attribute of a BlockMask that holds its pattern; torch.compile reads it instead of the mask's values.
 PATTERN = "ring_pattern"
 #: The arguments of `ring_attention` of each open context, innermost last, with the "number" of its layout.
 _entered: list[dict[str, Any]] = []
@@ -55,22 +55,22 @@ def context_parallel(
     layout: str | Layout = "zigzag",
     **options: Unpack[AttentionKeywords],
 ) -> Iterator[None]:
-    """A context in which torch's attention runs over the ranks of `mesh`, and buffers hold the rows of this rank.
+    """A context in which torch's attention runs over the ranks of `mesh`, and `buffers` hold only this rank's rows.
 
     mesh: one axis of a DeviceMesh, such as mesh["cp"], or a ProcessGroup.
     buffers: tensors of whole sequences, equal on all ranks, such as tokens, labels and position tables. Each becomes
-        this rank's rows, in place, and is whole again after the context. The first one sets the length; of a longer
-        table only the first rows are used. A BlockMask stays whole; name those that torch.compile will meet.
+        this rank's rows, in place, and is whole again after the context. The first one sets the length; from a longer
+        table only the first rows are used. A BlockMask stays whole; list each one that compiled code uses.
     buffer_seq_dims: the dim of the sequence in each buffer; None for a BlockMask.
-    no_restore_buffers: buffers that stay this rank's rows. For a backward after the context, list all buffers that
-        autograd saves, such as tokens; otherwise torch reports tensors that were changed in place.
+    no_restore_buffers: buffers that keep this rank's rows afterwards. For a backward after the context, list all
+        buffers that autograd saves, such as tokens; otherwise torch reports tensors that were changed in place.
     layout: the Layout that cuts sequences, or its name. "zigzag" is torch's order. Any length works.
     options: `schedule`, `kernel` and others, see `call.arguments.AttentionOptions`; not `scale` or `dropout`.
 
     `scaled_dot_product_attention` takes q [B, H, n, D], k and v [B, K, n, D] of this rank's rows; its `attn_mask` may
     be padding, bool [B or 1, 1, 1, n], True for a token. `flex_attention` takes the BlockMask of whole sequences, see
-    `from_block_mask`. What torch.utils.checkpoint recomputes later runs in this context, too, and in the context
-    DistributedDataParallel broadcasts no buffers. Attention by other functions, and scaled_dot_product_attention under
+    `from_block_mask`. Code that torch.utils.checkpoint runs again later runs in this context, too. In the context
+    DistributedDataParallel broadcasts no buffers. Other attention functions, and scaled_dot_product_attention under
     another name, are not replaced.
 
     Raises Mismatch if the ranks' buffers differ, InvalidInput for buffers that do not fit or if no attention ran over
@@ -80,10 +80,10 @@ def context_parallel(
     ring = get_transport(group)
     held = [x for x in buffers if not isinstance(x, BlockMask)]
     if any(x is other for x in held for other in _held):
-        raise InvalidInput("a buffer holds the rows of this rank already: a context around this one has cut it")
+        raise InvalidInput("a buffer is cut already, by a context around this one; give it to one context only")
     compare_inputs(held, group)
     if len(buffers) != len(buffer_seq_dims):
-        raise InvalidInput(f"{len(buffers)} buffers have {len(buffer_seq_dims)} buffer_seq_dims; give one dim for each")
+        raise InvalidInput(f"{len(buffers)} buffers have {len(buffer_seq_dims)} buffer_seq_dims; give one per buffer")
     swaps: list[tuple[Tensor, Tensor]] = []
     for x, dim in zip(buffers, buffer_seq_dims, strict=True):
         if isinstance(x, BlockMask):
@@ -94,8 +94,8 @@ def context_parallel(
         assert isinstance(layout, Layout)
         if x.shape[dim] < layout.tokens:
             raise InvalidInput(
-                f"a buffer has {x.shape[dim]:,} rows along dim {dim}, the sequence {layout.tokens:,} tokens; give all "
-                "buffers of one sequence, the one with its tokens first"
+                f"a buffer has {x.shape[dim]:,} rows along dim {dim}, but the sequence {layout.tokens:,} tokens; give "
+                "buffers of one sequence only, the one with its tokens first"
             )
         rows = layout.shard_tensor(x.detach().narrow(dim, 0, layout.tokens), ring.rank, dim)
         swaps.append((x, rows.clone(memory_format=torch.contiguous_format)))
@@ -113,14 +113,14 @@ def context_parallel(
         del _held[len(_held) - len(held) :]
     if ring.size > 1 and ring.events == events:
         raise InvalidInput(
-            "no attention ran over the ranks, so each saw only its own rows. Let the model call flex_attention, or "
-            "F.scaled_dot_product_attention with F = torch.nn.functional; use no context where nothing attends"
+            "no attention ran over the ranks, so each rank saw only its own rows; let the model call flex_attention or "
+            "torch.nn.functional.scaled_dot_product_attention, or leave out the context if nothing attends"
         )
 
 
 @contextmanager
 def _context(ring: dict[str, Any], swaps: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """The context itself, from the arguments of `ring_attention` and from pairs (buffer, its rows on this rank)."""
+    """The context itself, for arguments of `ring_attention` and pairs (buffer, its rows on this rank)."""
 
     def inside(run: Callable[..., Any]) -> Callable[..., Any]:
         def again(*args: Any) -> Any:
@@ -133,7 +133,7 @@ def _context(ring: dict[str, Any], swaps: list[tuple[Tensor, Tensor]]) -> Iterat
     replaced: list[tuple[Any, str, Any]] = [
         (checkpoint, "_CheckpointFrame", lambda run, *rest: frame(inside(run), *rest)),
         (checkpoint, "CheckpointFunction", SimpleNamespace(apply=lambda run, *x: function.apply(inside(run), *x))),
-        (flex_attention, "__code__", attend_by_mask.__code__),  # models hold it by other names, and compiled
+        (flex_attention, "__code__", attend_by_mask.__code__),  # models may hold it under other names, or compiled
         (torch.backends.mha, "_is_fastpath_enabled", False),
         (DistributedDataParallel, "will_sync_module_buffers", lambda _: False),  # each rank holds its own rows
     ]
@@ -157,14 +157,14 @@ def options_here() -> dict[str, Any]:
     """The arguments of `ring_attention` of the innermost context."""
     options = dict(_entered[-1])
     number = options.pop("number")
-    if number is not None and torch.compiler.is_compiling():  # a tensor, since an int in a global is a constant to it
+    if number is not None and torch.compiler.is_compiling():  # a tensor, as a graph treats a global int as constant
         options["layout"] = number
     return options
 
 
 @torch.no_grad()
 def _set(x: Tensor, value: Tensor) -> None:
-    """Give x the memory and shape of another tensor, which autograd counts as a change of x."""
+    """Give x the memory and shape of `value`; autograd counts this as a change of x."""
     x.set_(value)  # type: ignore[call-overload]
 
 
@@ -175,10 +175,10 @@ def context_parallel_unshard(
     *,
     layout: str | Layout = "zigzag",
 ) -> list[Tensor]:
-    """Tensors of whole sequences from the rows of the ranks, on every rank. Collective, not differentiable.
+    """The tensors of whole sequences, from the ranks' rows, on every rank. Collective, not differentiable.
 
-    Each buffer holds this rank's rows along its dim, by the `layout` of the context. Raises Mismatch if other dims
-    differ between ranks.
+    Each buffer holds this rank's rows along its dim, cut by `layout`, that of the context. Raises Mismatch if other
+    dims differ between ranks.
     """
     whole = []
     for x, dim in zip(buffers, seq_dims, strict=True):
@@ -205,7 +205,7 @@ def attend_rows(
     if isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor):
         kinds = {query.placements, key.placements, value.placements}
         if len(kinds) > 1 or Shard(2) in query.placements:
-            raise Unsupported(f"DTensors of {kinds}: shard the heads of query, key and value alike, and no rows")
+            raise Unsupported(f"DTensors of {kinds}: shard query, key and value alike, by heads and not by rows")
         q, k, v = query.to_local(), key.to_local(), value.to_local()
         rows = attend_rows(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return DTensor.from_local(rows, query.device_mesh, query.placements)
@@ -213,8 +213,8 @@ def attend_rows(
     if attn_mask is not None:
         if attn_mask.dtype != torch.bool or attn_mask.ndim != 4 or attn_mask.shape[1:3] != (1, 1):
             raise Unsupported(
-                f"attn_mask {attn_mask.dtype} {tuple(attn_mask.shape)}: of masks only padding is read, bool [batch, 1, "
-                "1, tokens of this rank]; use is_causal=True, or flex_attention with a BlockMask of whole sequences"
+                f"attn_mask {attn_mask.dtype} {tuple(attn_mask.shape)}: only padding is read, bool [batch, 1, 1, "
+                "tokens of this rank]; use is_causal=True, or flex_attention with a BlockMask of whole sequences"
             )
         padding = ~attn_mask[:, 0, 0].expand(len(key), -1)
     pattern = Causal() if is_causal else Full()
@@ -254,7 +254,7 @@ def attend_by_mask(
 
 
 def read_mask(mask: BlockMask) -> Pattern:
-    """The pattern of a BlockMask of whole sequences, read once. Raises what `from_block_mask` raises."""
+    """The pattern of a BlockMask of whole sequences; each mask is read once. Raises what `from_block_mask` raises."""
     if not hasattr(mask, PATTERN):
         if torch.compiler.is_compiling():
             raise Unsupported("torch.compile cannot read this BlockMask; name it in buffers= of the context")

@@ -1,12 +1,12 @@
-"""Hugging Face diffusers: `parallelize` lets a transformer attend over tokens that are sharded over ranks.
+"""Hugging Face diffusers: `parallelize` makes a transformer attend over tokens that are sharded over ranks.
 
     parallelize(pipe.transformer, ContextParallelConfig(ring_degree=2, ulysses_degree=2))
     image = pipe("a cat in the rain").images[0]
 
 Every rank holds the whole model and gets whole inputs. Tokens are cut and gathered where the model's `_cp_plan` says,
-before and after its blocks. In between every layer calls `_attend`, which diffusers finds under the name "ringattn"
-once this module is imported. Unmasked attention does not depend on the order of its keys, so the sequence may be the
-shard of rank 0, text before image, then that of rank 1, and so on: layout "rows".
+before and after its blocks. In between, every layer calls `_attend`, which diffusers finds under the name "ringattn"
+once this module is imported. Unmasked attention does not depend on the order of keys, so the sequence is the shard of
+rank 0, text before image, then that of rank 1, and so on: layout "rows".
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ def parallelize(
     cp_plan: dict[str, Any] | None = None,
     **options: Unpack[AttentionKeywords],
 ) -> ModelMixin:
-    """The model itself, which now cuts its tokens over ring_degree * ulysses_degree ranks; calls are collective.
+    """Return `model`, which now shards its tokens over ring_degree * ulysses_degree ranks; calls are collective.
 
-    config: `ring_degree` groups of `ulysses_degree` consecutive ranks. If the ranks also have other axes, `mesh` has
-        axes named "ring" and "ulysses". The number of heads must be a multiple of `ulysses_degree`.
-    cp_plan: where tokens are cut and gathered; None: as the model's class says.
+    config: `ring_degree` groups of `ulysses_degree` consecutive ranks. If ranks are also split along other axes, give
+        it a `mesh` with axes named "ring" and "ulysses". The number of heads must be a multiple of `ulysses_degree`.
+    cp_plan: where tokens are cut and gathered; None: the plan of the model's class.
     options: `kernel`, `machine`, `deterministic`, `comm_dtype`, `rotate`, `check` of `AttentionOptions`.
 
-    Use it in place of the model's `enable_parallelism(config=config)`. Any number of image or text tokens works, from
-    one per rank on: shards may differ by a token. Keys that are whole on every rank, as in Wan's cross-attention, are
-    attended without messages. All ranks get the same inputs and compute the loss from the gathered output; the mean of
-    their gradients, as DDP and FSDP take it, is the gradient of the loss.
+    Call it instead of the model's `enable_parallelism(config=config)`. Any number of image or text tokens works, at
+    least one per rank: shards may differ by a token. Keys that are whole on every rank, as in Wan's cross-attention,
+    need no messages. All ranks get the same inputs and compute the loss from the gathered output; the mean of their
+    gradients, as DDP and FSDP take it, is the gradient of the loss.
 
     Raises Unsupported if a processor does not let diffusers choose its attention; InvalidInput without a plan, for
     degrees that do not match the ranks, and for a model that is parallel already. Calls raise Unsupported for causal
@@ -75,11 +75,11 @@ def parallelize(
     """
     check_release("diffusers")
     if model._parallel_config is not None:
-        raise InvalidInput(f"this {type(model).__name__} is parallel already; load it again for another config")
+        raise InvalidInput(f"this {type(model).__name__} is parallelized already; load it again for another config")
     check_option_names(options, {*OPTION_NAMES} - {"schedule", "scale", "softcap", "dropout"})
     cp_plan = model._cp_plan if cp_plan is None else cp_plan
     if cp_plan is None:
-        raise InvalidInput(f"{type(model).__name__} does not say where its tokens can be cut; give cp_plan=")
+        raise InvalidInput(f"{type(model).__name__} has no plan of where to cut its tokens; give cp_plan=")
     attention = Attention, MochiAttention, AttentionModuleMixin
     for processor in (processors := [x.processor for x in model.modules() if isinstance(x, attention)]):
         if not (hasattr(processor, "_attention_backend") and hasattr(processor, "_parallel_config")):
@@ -88,12 +88,12 @@ def parallelize(
                 "of one rank; set a processor that calls diffusers' dispatch_attention_fn"
             )
     config = copy(config)
-    config.ring_anything = True  # so that hooks cut any number of tokens; the constructor refuses it beside Ulysses
+    config.ring_anything = True  # lets hooks cut any number of tokens; the constructor refuses it with Ulysses
     have = config.mesh["ring", "ulysses"].size() if config.mesh else dist.get_world_size()
     if config.ring_degree * config.ulysses_degree != have:
         raise InvalidInput(
-            f"ring_degree {config.ring_degree} x ulysses_degree {config.ulysses_degree} is not the {have} ranks at "
-            "hand; give degrees whose product is their number, or mesh= if other axes take the rest"
+            f"ring_degree {config.ring_degree} x ulysses_degree {config.ulysses_degree} must be the number of ranks, "
+            f"{have}; change the degrees, or give mesh= if other axes take the remaining ranks"
         )
     mesh = config.mesh or init_device_mesh(model.device.type, config.mesh_shape, mesh_dim_names=config.mesh_dim_names)
     parallel = ParallelConfig(context_parallel_config=config)
@@ -117,27 +117,27 @@ def parallelize(
 
 
 class _Cut(ContextParallelSplitHook):  # type: ignore[misc]
-    """diffusers' hook that cuts tokens, but leaves alone the output of a whole model, which may be a dataclass."""
+    """diffusers' hook that cuts tokens, but leaves a whole model's output alone, which may be a dataclass."""
 
     def _prepare_cp_input(self, x: Tensor, place: Any) -> Tensor:
         ranks = self.parallel_config._flattened_mesh.size()
         if place.expected_dims in (None, x.dim()) and x.shape[place.split_dim] < ranks:
             raise InvalidInput(
-                f"an input {tuple(x.shape)} has fewer tokens, in dim {place.split_dim}, than {ranks}, the number of "
-                "ranks: each needs a token of the image, and one of the text if that is cut; take fewer ranks"
+                f"an input {tuple(x.shape)} has fewer tokens, in dim {place.split_dim}, than the {ranks} ranks: each "
+                "needs a token of the image, and one of the text if that is cut; use fewer ranks"
             )
         return cast(Tensor, super()._prepare_cp_input(x, place))
 
     def post_forward(self, module: Any, output: Any) -> Any:
-        cuts = any(isinstance(name, int) for name in self.metadata)  # the places of outputs
+        cuts = any(isinstance(name, int) for name in self.metadata)  # indices of outputs
         return super().post_forward(module, output) if cuts else output
 
 
 def _compare_inputs(group: ProcessGroup, module: Any, arguments: Any, named: Any) -> None:
     """Raise Mismatch on every rank if the ranks' inputs differ in shape or by more than rounding.
 
-    Weights are compared, too, in the first call and whenever gradients are enabled, since training may let them drift
-    apart; sharded weights and those on the meta device are left out.
+    The first call, and each with gradients enabled, also compares weights, since training may let them drift apart.
+    Sharded weights and those on the meta device are left out.
     """
     weights, config = [], module._parallel_config
     if torch.is_grad_enabled() or not hasattr(config, "ring_compared"):
@@ -148,10 +148,10 @@ def _compare_inputs(group: ProcessGroup, module: Any, arguments: Any, named: Any
 
 
 def _gather(dims: list[int | None], group: ProcessGroup, module: Any, inputs: Any, output: Any) -> Any:
-    """The output of a module with the rows of all ranks along the given dim of each tensor; gradients add up.
+    """A module's output with the rows of all ranks, gathered along each tensor's dim in `dims`; gradients add up.
 
-    diffusers' own hook takes the gradient of one rank, which is wrong if tokens are cut again later, and with Gloo it
-    cannot gather shards of different lengths.
+    diffusers' own hook takes the gradient of one rank, which is wrong if tokens are cut again later, and it cannot
+    gather shards of different lengths with Gloo.
     """
     outputs = [output] if isinstance(output, Tensor) else [*output]
     for i, dim in enumerate(dims):
@@ -179,8 +179,8 @@ def _attend(
 ) -> Tensor:
     """The output [B, n, H, D] of queries [B, n, H, D] over the keys and values [B, m, K, D] of all ranks.
 
-    Without a config the keys are whole on this rank, and diffusers' native backend computes. diffusers drops arguments
-    that are not among these parameters.
+    Without a config this rank holds all keys, and diffusers' native backend computes. diffusers drops arguments that
+    are not among these parameters.
     """
     if _parallel_config is None:
         native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
@@ -189,12 +189,12 @@ def _attend(
     if attn_mask is not None:
         if attn_mask.dtype != torch.bool or attn_mask.shape not in ((batch, keys), (batch, 1, 1, keys)):
             raise Unsupported(
-                f"a mask {attn_mask.dtype} {tuple(attn_mask.shape)} in attention over tokens that are cut over ranks; "
-                f"give only boolean masks of padded keys, here {(batch, keys)} or {(batch, 1, 1, keys)}"
+                f"a mask {attn_mask.dtype} {tuple(attn_mask.shape)} in attention over sharded tokens; give only "
+                f"boolean masks of padded keys, here {(batch, keys)} or {(batch, 1, 1, keys)}"
             )
         padding = ~attn_mask.reshape(batch, keys)
     if is_causal or dropout_p:
-        raise Unsupported(f"{is_causal=}, {dropout_p=} in attention over tokens that are cut over ranks")
+        raise Unsupported(f"{is_causal=}, {dropout_p=} in attention over sharded tokens; leave both out")
     config = _parallel_config.context_parallel_config
     out = ring_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), Full(),
@@ -204,7 +204,7 @@ def _attend(
     return cast(Tensor, out.transpose(1, 2))
 
 
-#: A new member of diffusers' enumeration of backends, which offers no way to add one.
+#: A new member of diffusers' enumeration of backends, made by hand as an enumeration cannot be extended.
 BACKEND = str.__new__(AttentionBackendName, NAME)
 BACKEND._name_, BACKEND._value_ = NAME.upper(), NAME
 AttentionBackendName._member_map_[BACKEND._name_] = AttentionBackendName._value2member_map_[NAME] = BACKEND

@@ -1,4 +1,4 @@
-"""Models with an encoder and a decoder, whose sequences are both sharded: their positions, and attention across."""
+"""Positions and cross-attention of encoder-decoder models, whose two sequences are both sharded."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .generation import STATE
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: The tensors of the decoder's sequence in a batch, by the names they have in a model with one sequence.
+#: From the names that a model with one sequence uses to those of the decoder's tensors in a batch.
 DECODER = {"input_ids": "decoder_input_ids", "attention_mask": "decoder_attention_mask", "labels": "labels"}
-#: The arguments that give an attention module the rows of another sequence as keys.
+#: Arguments that pass an attention module the rows of another sequence as keys.
 OTHERS = ("key_value_states", "encoder_hidden_states")
-#: Attribute of such a module: whether its call has these rows; of a table of positions: which part it serves.
+#: Attribute of such a module: whether its call got these rows. Attribute of a position table: the part it belongs to.
 CROSS, PART = "_ringattn_cross", "_ringattn_part"
 
 
@@ -32,7 +32,7 @@ def find_tables(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def attend_across(model: PreTrainedModel) -> None:
-    """Make attention note whether its keys are the encoder's, and give position tables this rank's places."""
+    """Add hooks: attention notes whether its keys are the encoder's, and position tables get this rank's positions."""
     for module in model.modules():
         if not inspect.signature(module.forward).parameters.keys().isdisjoint(OTHERS):
             module.register_forward_pre_hook(_note_keys, with_kwargs=True)
@@ -42,12 +42,12 @@ def attend_across(model: PreTrainedModel) -> None:
 
 
 def _note_keys(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Note whether this call has the rows of another sequence."""
+    """Set `CROSS` of the module: whether this call got the rows of another sequence."""
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     setattr(module, CROSS, any(given.get(name) is not None for name in OTHERS))
 
 
 def _place_rows(table: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a position table, with the places of this rank's rows."""
+    """The arguments of a position table, with the positions of this rank's rows."""
     ring = getattr(table, STATE)
     return args, kwargs if ring is None else {**kwargs, "position_ids": ring.call.places[getattr(table, PART)]}

@@ -1,6 +1,6 @@
 """`generate()` of a parallelized model: the cache that transformers sees, and what a call with this cache computes.
 
-Every rank generates the same tokens. A prompt, or a chunk of one, is cut over the ranks; all ranks get new tokens.
+Every rank generates the same tokens. A prompt, or a chunk of one, is cut over the ranks; new tokens go to all ranks.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
 
-#: The attribute of each module of a parallelized model that says where its attention runs.
+#: The attribute that `parallelize` sets on each module of a model: where its attention runs.
 STATE = "_ringattn"
-#: A prompt with fewer tokens per rank than this is computed whole by every rank: experts need rows on each rank.
+#: With fewer tokens per rank than this, every rank computes the whole prompt: experts need rows on each rank.
 LEAST_ROWS = 2
-#: The exchanges before a prompt, and after all tokens.
+#: The exchange before a prompt, and the one after all tokens.
 PROMPT, END = "prompt", "end of generate()"
-#: The names that releases of transformers have for the cache among the arguments of models and of `generate`.
+#: The argument of models and of `generate` that takes the cache; its name depends on the release of transformers.
 CACHES = ("cache", "past_key_values")
-#: Settings of a generation that a sharded cache cannot honour, and why.
+#: Settings of `generate` that do not work with a sharded cache, and why.
 REFUSED = {
     "guidance_scale": "it generates a second sequence beside the first; leave it out",
     "assistant_early_exit": "it runs only the first layers, of which no cache is kept; give assistant_model=",
@@ -50,7 +50,7 @@ def find_cache(kwargs: dict[str, Any]) -> Any:
 
 
 def _give_cache(model: nn.Module, kwargs: dict[str, Any], past: Any) -> dict[str, Any]:
-    """The arguments with this cache under the name that the model expects."""
+    """The arguments with `past` as the cache, under the name that the model expects."""
     taken = inspect.signature(model.forward).parameters
     name = next((name for name in CACHES if name in taken), CACHES[0])
     return {**{other: x for other, x in kwargs.items() if other not in CACHES}, name: past}
@@ -62,7 +62,7 @@ def has_chunks(model: Any) -> bool:
 
 
 def layer_windows(model: PreTrainedModel) -> list[int | None]:
-    """The window of each layer in keys, the row's own included, as transformers' caches read the config; None: all."""
+    """The window of each layer in keys, the row's own included; None: all. Read from the config like transformers."""
     config = model.config.get_text_config()
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     if kinds is None:
@@ -78,10 +78,10 @@ def make_pattern(window: int | None, causal: bool = True) -> Pattern:
 
 
 class RingCache(Cache):  # type: ignore[misc]
-    """The keys and values of a parallelized model's `generate`, sharded over its ranks.
+    """A cache for `generate` of a parallelized model: keys and values, sharded over its ranks.
 
-    `model.generate(...)` makes one if none is given. Give `past_key_values=RingCache(model)` to continue a conversation
-    or to set options: those of `KVCache`, except for the ranks and the layout, which are the model's.
+    `model.generate(...)` makes one by default. Pass `past_key_values=RingCache(model)` to continue a conversation or to
+    set options of `KVCache`; ranks and layout are those of the model.
     """
 
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
@@ -96,7 +96,7 @@ class RingCache(Cache):  # type: ignore[misc]
             raise Unsupported("generate: attention in chunks, or scaled by position; call unparallelize(model) first")
         self.windows = layer_windows(model)
         patterns = [make_pattern(window) for window in self.windows]
-        #: Whether the parallelized model is being called: only then is what `update` gets added.
+        #: Whether the parallelized model is being called: only then may `update` be called.
         self.running = False
         layout = ring.layout if isinstance(ring.layout, str) else "zigzag"
         self.cache = KVCache(patterns, layers=len(patterns), group=ring.place.group, layout=layout, **options)
@@ -105,9 +105,9 @@ class RingCache(Cache):  # type: ignore[misc]
         return len(self.windows)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """The new keys and values themselves, which attention stores. Raises InvalidInput for another model."""
+        """Return the new keys and values unchanged; attention stores them. Raises InvalidInput for another model."""
         if not self.running:
-            raise InvalidInput("a RingCache serves only the model it was made for, while that is parallelized")
+            raise InvalidInput("a RingCache works only with the model it was made for; make a new RingCache(model)")
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -120,13 +120,13 @@ class RingCache(Cache):  # type: ignore[misc]
 
     @property
     def is_sliding(self) -> list[bool]:
-        """False for each layer: all of them count every token, and none is recurrent (`is_linear`)."""
+        """False for each layer: every layer counts all tokens, and none is recurrent (`is_linear`)."""
         return [False] * len(self)
 
     is_linear = is_sliding
 
     def crop(self, tokens_to_remove: int) -> None:
-        """A negative number: forget that many of the last tokens. A positive one: keep that many of the first."""
+        """Forget the last -n tokens if n = tokens_to_remove is negative; keep only the first n if it is positive."""
         if tokens_to_remove:
             self.cache.crop(tokens_to_remove)
 
@@ -149,17 +149,17 @@ class RingCache(Cache):  # type: ignore[misc]
 
 @dataclass
 class Generation:
-    """A call of the model with a cache: what its attention and its hook after the call need."""
+    """State of one model call with a cache, for its attention and for the hook after the call."""
 
     past: RingCache
-    #: The digest of a step's tokens, which its record states; None for a prompt.
+    #: The digest of a step's tokens, which ranks compare; None for a prompt.
     note: str | None
-    #: The largest position so far, on which some ropes depend.
+    #: The largest position so far, which some ropes depend on.
     largest: int
-    #: Of a prompt: the slots whose logits are wanted, and by rank which of these the rank has.
+    #: For a prompt: the slots whose logits are wanted, and by rank those of them that the rank has.
     wanted: np.ndarray[Any, Any]
     kept: list[np.ndarray[Any, Any]]
-    #: The local rows of these slots if the model returns the logits of all rows; None if it returns only theirs.
+    #: The local rows of the wanted slots; None if the model returns no other rows.
     mine: Tensor | None
     #: The layers that have attended.
     attended: set[int] = field(default_factory=set)
@@ -167,7 +167,7 @@ class Generation:
     def attend(
         self, module: nn.Module, window: int | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Any
     ) -> Tensor:
-        """out [B, H, n, Dv] of a layer. Raises Unsupported if the layer is not as the cache takes it to be."""
+        """out [B, H, n, Dv] of a layer. Raises Unsupported if it attends twice, or its window is not the cache's."""
         layer, cache = cast(int, module.layer_idx), self.past.cache
         if layer in self.attended:
             raise Unsupported(
@@ -176,7 +176,7 @@ class Generation:
         self.attended.add(layer)
         if window != self.past.windows[layer]:
             raise Unsupported(
-                f"generate: the mask of layer {layer} has a window of {window} keys, the config of the model one of "
+                f"generate: the mask of layer {layer} has a window of {window} keys, but the model's config one of "
                 f"{self.past.windows[layer]}; call unparallelize(model) first"
             )
         if self.note is None:
@@ -196,15 +196,15 @@ class Generation:
 
 
 def resume(model: PreTrainedModel, past: RingCache, kwargs: dict[str, Any]) -> RingCache:
-    """The cache of the running `generate`, emptied for a call without a cache that computes all tokens again.
+    """Return the cache of the running `generate`, emptied, for a call that has no cache and computes all tokens again.
 
     Phi-3 makes such a call when its rope changes. Raises Unsupported for any other call without a cache.
     """
     most, ids = getattr(model.config, "original_max_position_embeddings", None), kwargs.get("input_ids")
     if most is None or ids is None or not past.cache.length <= most < ids.shape[1]:
         raise Unsupported(
-            f"generate: {type(model).__name__} was called without its cache by any of the names {', '.join(CACHES)}; "
-            "take a release of transformers that ringattn supports"
+            f"generate: {type(model).__name__} was called without a cache ({' or '.join(CACHES)}); install a "
+            "release of transformers that ringattn supports"
         )
     past.reset()
     return past
@@ -213,11 +213,11 @@ def resume(model: PreTrainedModel, past: RingCache, kwargs: dict[str, Any]) -> R
 def begin(
     model: PreTrainedModel, ring: Any, past: RingCache | None, kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], Generation]:
-    """(this rank's arguments, the call) for a call with a cache. Collective for a prompt.
+    """(this rank's arguments, the `Generation`) of a call with a cache. Collective for a prompt.
 
-    past: the cache; None: that of the running `generate`, which the call was not given.
-    kwargs: those of the whole batch, equal on all ranks. Without position_ids, positions count all tokens of the cache,
-        padding included, as in transformers. Raises Unsupported and InvalidInput.
+    past: the cache; None: that of the running `generate`, if the call did not get it.
+    kwargs: the arguments for the whole batch, equal on all ranks. Without position_ids, positions count all tokens of
+        the cache, padding included, as in transformers. Raises Unsupported and InvalidInput.
     """
     group = ring.place.group
     ranks, transport = dist.get_world_size(group), get_transport(group)
@@ -228,16 +228,16 @@ def begin(
         tokens = ids.shape[1]
         if mask is not None and tuple(mask.shape) != (len(ids), first + tokens):
             raise Unsupported(
-                f"attention_mask {tuple(mask.shape)} is not the padding {(len(ids), first + tokens)} of all tokens"
+                f"attention_mask {tuple(mask.shape)} must be the padding of all tokens, {(len(ids), first + tokens)}"
             )
         padding = None if mask is None else ~mask[:, first:].bool()
         padding = None if padding is None or not padding.any() else padding
         if padding is not None and any(past.windows) and _pads_behind(padding, past.cache.lengths):
-            raise Unsupported("generate: padding behind tokens, which count in windows; set padding_side='left'")
+            raise Unsupported("generate: padding after tokens would count in windows; set padding_side='left'")
         positions = kwargs.get("position_ids")
         if positions is None:
             if ring.first:
-                raise InvalidInput(f"{type(model).__name__} counts positions from {ring.first} on; give position_ids=")
+                raise InvalidInput(f"{type(model).__name__} starts positions at {ring.first}; give position_ids=")
             positions = torch.arange(first, first + tokens, device=ids.device).expand_as(ids)
         largest = first + tokens - 1
         past.running = True
@@ -267,19 +267,19 @@ def begin(
 
 
 def _pads_behind(padding: Tensor, lengths: list[int]) -> bool:
-    """Whether padding [B, T] follows a token of its row; `lengths` are the tokens that each row has already."""
+    """Whether any padding [B, T] follows a token of its row; `lengths` counts the tokens each row already has."""
     begun = (~padding).cumsum(1) + torch.tensor(lengths or [0] * len(padding), device=padding.device)[:, None]
     return bool((padding & (begun > 0)).any())
 
 
 def _check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Raise Unsupported for an argument that a call with a cache over ranks cannot honour."""
+    """Raise Unsupported for an argument that does not work with a sharded cache, InvalidInput without input_ids."""
     for name in ("output_attentions", "output_hidden_states"):
         if kwargs.get(name, getattr(model.config, name, False)):
-            raise Unsupported(f"generate: {name}=True, which a rank has for its own rows only; leave it out")
+            raise Unsupported(f"generate: {name}=True: each rank has only its own rows; leave it out")
     for name in ("inputs_embeds", "labels", "cu_seq_lens_q"):
         if kwargs.get(name) is not None:
-            raise Unsupported(f"generate: {name}; give input_ids alone")
+            raise Unsupported(f"generate: {name} is not supported; give input_ids alone")
     if kwargs.get("input_ids") is None:
         raise InvalidInput("a call with a RingCache needs the input_ids [batch, tokens] of the whole batch")
     if not kwargs["input_ids"].numel():
@@ -287,9 +287,9 @@ def _check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
 
 
 def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """`generate` of the model's class, with a new `RingCache` if none is given. All ranks stop at the same token.
+    """Run `generate` of the model's class with a `RingCache`, by default a new one. All ranks stop at the same token.
 
-    A RingCache replaces the cache that the checkpoint's generation_config names. Raises Unsupported for another cache
+    The RingCache replaces the cache that the checkpoint's generation_config names. Raises Unsupported for another cache
     in the call, and for settings that need no cache or a second one.
     """
     ring = getattr(model, STATE)
@@ -297,7 +297,7 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     with Exchange(transport, "generate", 0):
         past = find_cache(kwargs)
         if model.config.is_encoder_decoder:
-            raise Unsupported("generate: an encoder and a decoder; call unparallelize(model) first")
+            raise Unsupported("generate: an encoder-decoder model; call unparallelize(model) first")
         mask = kwargs.get("attention_mask")
         if mask is not None and (mask.any(1) & (mask[:, -1] == 0)).any():
             raise Unsupported("generate: a row ends in padding; set padding_side='left' of the tokenizer")
@@ -305,17 +305,17 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         others = {name: x for name, x in kwargs.items() if name != "generation_config"}
         settings, _ = model._prepare_generation_config(config, **others)
         if settings.use_cache is False:
-            raise Unsupported("generate: use_cache=False; a parallelized model generates with its sharded cache only")
+            raise Unsupported("generate: use_cache=False; a parallelized model generates only with its cache")
         for name, reason in REFUSED.items():
             value = getattr(settings, name, None)
             if value is not None and (name, value) != ("guidance_scale", 1):
                 raise Unsupported(f"generate: {name}={value}: {reason}")
         other = kwargs.get("cache_implementation")
-        if settings.cache_implementation == "quantized":  # the others hold the same numbers
+        if settings.cache_implementation == "quantized":  # other kinds hold the same numbers
             other = "quantized"
         if other is not None or not isinstance(past, RingCache | None):
             raise Unsupported(
-                f"generate: {other or type(past).__name__} is no RingCache; leave it out, or give "
+                f"generate: {other or type(past).__name__} is not a RingCache; leave it out, or give "
                 "past_key_values=RingCache(model)"
             )
         past = RingCache(model) if past is None else past
@@ -327,7 +327,7 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         numbers: Any = torch if kind == "cpu" else getattr(torch, kind)
         state = [numbers.get_rng_state()]
         dist.broadcast_object_list(state, group=ring.place.group, group_src=0)
-        numbers.set_rng_state(state[0])  # that of rank 0: all ranks sample the same tokens
+        numbers.set_rng_state(state[0])  # rank 0's state: all ranks sample the same tokens
         ring.call.past = past
         try:
             result = type(model).generate(model, *args, **kwargs)

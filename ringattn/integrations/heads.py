@@ -1,8 +1,8 @@
-"""Heads that read whole sequences, such as classifiers, for models whose rows are spread over ranks.
+"""Heads that read whole sequences, such as classifiers, on models whose rows are spread over ranks.
 
 A classification head reads one row of a sequence, or the mean of its rows. The ranks exchange only this row, and every
-rank runs the model's own head on it as on a sequence of one token. `find_pooling` finds by trial which row a head
-reads, so that no list of classes can go out of date.
+rank runs the model's own head on it as if it were a sequence of one token. `find_pooling` finds by trial which row a
+head reads, so no list of classes can go out of date.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 POOLINGS = ("first", "last", "mean")
 #: Tokens of the random sequence on which `find_pooling` tries a head.
 ASKED = 5
-#: What a head raises if it cannot run on hidden states alone.
+#: Exceptions of a head that cannot run on hidden states alone.
 FOREIGN = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-#: The arguments by which a head finds the row it reads; the model below it gets those of this rank.
+#: The arguments a head uses to find the row it reads; the model below it gets this rank's.
 OF_ROWS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "cu_seq_lens_q", "inputs_embeds")
 #: The labels of whole sequences.
 LABELS = ("labels", *ANSWERS)
@@ -56,9 +56,9 @@ LABELS = ("labels", *ANSWERS)
 class Sequences:
     """The sequences of a sharded batch: its rows or, if packed, its documents, in order."""
 
-    #: [B, n]: the number of the sequence that each row of this rank belongs to.
+    #: [B, n]: the index of the sequence that each row of this rank belongs to.
     index: Tensor
-    #: [B, n]: its position in this sequence.
+    #: [B, n]: the position of each row in its sequence.
     positions: Tensor
     #: [B, n]: False for padding.
     real: Tensor
@@ -116,10 +116,10 @@ def pool(
     """One vector per sequence [S, d], equal on all ranks, such as the embedding of a text. Collective.
 
     hidden: the last hidden states [B, n, d] of this rank's rows.
-    batch: what `shard_batch` made; S is B or, if documents are packed, the number of all documents, in order.
+    batch: the result of `shard_batch`; S is B or, if documents are packed, the number of all documents, in order.
     how: "first", "last" or "mean" of the tokens of a sequence, without padding.
 
-    Differentiable: if each rank computes the same loss of the result, the mean of the ranks' gradients, as DDP and
+    Differentiable: if each rank computes the same loss from the result, the mean of the ranks' gradients, as DDP and
     FSDP2 take it, is the gradient of the loss. Raises InvalidInput for shapes that do not fit and unknown names.
     """
     place = place_group(group).group
@@ -128,7 +128,7 @@ def pool(
             raise InvalidInput(f"how={how!r}: expected one of {', '.join(POOLINGS)}")
         if hidden.ndim != 3 or hidden.shape[:2] != batch["position_ids"].shape[-2:]:
             raise InvalidInput(
-                f"hidden must be [batch, tokens, d] of the rows of this rank, got {tuple(hidden.shape)}; pass "
+                f"hidden must be [batch, tokens, d], the rows of this rank, got {tuple(hidden.shape)}; pass "
                 "model(**batch).last_hidden_state"
             )
         ranks.mine = json.dumps({"how": how, "batch": hidden.shape[0], "d": hidden.shape[2]}).encode()
@@ -137,10 +137,10 @@ def pool(
 
 
 def find_pooling(model: PreTrainedModel, field: str) -> str:
-    """What the head of a model reads, by its result `field`: "first", "last", "mean", "late" or "rows".
+    """Which rows a model's head reads to compute `field` of its result: "first", "last", "mean", "late" or "rows".
 
-    late: each row by itself, then their mean; rows: each row by itself. A copy of the head with random weights is tried
-    on a few random rows. Raises Unsupported for a head that reads anything else.
+    late: the head runs on each row, then the results are averaged; rows: it runs on each row. Tries a copy of the head
+    with random weights on a few random rows. Raises Unsupported for a head that reads anything else.
     """
     pooler, below = _copy(getattr(model.base_model, "pooler", None)), nn.Identity()
     head = _copy(model, {id(model.base_model): below})
@@ -156,7 +156,7 @@ def find_pooling(model: PreTrainedModel, field: str) -> str:
 
 
 def check_pooler(model: PreTrainedModel) -> nn.Module | None:
-    """The pooler of the model, if it has one. Raises Unsupported unless it reads first rows."""
+    """The pooler of the model, or None. Raises Unsupported for a pooler that reads other rows than the first."""
     pooler = getattr(model.base_model, "pooler", None)
     if pooler is not None and (found := _ask(model, "pooler", _copy(pooler))) != "first":
         name = type(model).__name__
@@ -165,7 +165,7 @@ def check_pooler(model: PreTrainedModel) -> nn.Module | None:
 
 
 def _copy(module: nn.Module | None, known: dict[int, Any] | None = None) -> Any:
-    """An fp32 copy on the CPU with random weights, in eval mode. `known` replaces parts, as the memo of deepcopy."""
+    """An fp32 copy on the CPU with random weights, in eval mode. `known` (deepcopy's memo) replaces parts."""
     if module is None:
         return None
     made = deepcopy(module, known or {}).to_empty(device="cpu").float().eval()
@@ -181,7 +181,7 @@ def _copy(module: nn.Module | None, known: dict[int, Any] | None = None) -> Any:
 
 
 def _ask(model: PreTrainedModel, part: str, run: Callable[[Tensor], Tensor]) -> str:
-    """Which of its hidden states [1, n, d] `run`, a part of a model, reads."""
+    """Which of the hidden states [1, n, d] `run`, a part of a model, reads: a name as in `find_pooling`."""
     width = model.config.get_text_config().hidden_size
     hidden = torch.randn(1, ASKED, width, generator=torch.Generator().manual_seed(1), device="cpu")
     words = f"{type(model).__name__} has a {part} that does not read the first, the last or the mean of the rows"
@@ -202,21 +202,21 @@ def _ask(model: PreTrainedModel, part: str, run: Callable[[Tensor], Tensor]) -> 
 class HeadCall:
     """A call of a model whose head reads whole sequences.
 
-    pooling: what the head reads, see `find_pooling`.
-    kwargs: the arguments of the call for this rank's rows, which `cut` has cut.
+    pooling: which rows the head reads, see `find_pooling`.
+    kwargs: the arguments of the call for this rank's rows, cut by `cut`.
     """
 
     def __init__(self, pooling: str, sequences: Sequences, kwargs: dict[str, Any], cut: Layout) -> None:
         self.pooling, self.sequences, self.cut = pooling, sequences, cut
         given = {name: x for name, x in kwargs.items() if x is not None}
-        #: What only the loss reads.
+        #: Arguments that only the loss reads.
         self.labels = {name: given.pop(name) for name in LABELS if name in given}
-        #: What the model below the head is given.
+        #: Arguments for the model below the head.
         self.rows = {name: given.pop(name) for name in OF_ROWS if name in given}
         self.others = given
 
     def hide(self) -> dict[str, Any]:
-        """The arguments for the head, which is to see sequences of one token unless it reads rows."""
+        """The arguments for the head, which sees sequences of one token unless it reads every row."""
         ids = torch.ones_like(self.sequences.index)
         if self.pooling == "late":
             ids = ids.reshape(-1, 1)
@@ -225,7 +225,7 @@ class HeadCall:
         return {**self.others, "input_ids": ids}
 
     def pooled(self, hidden: Tensor) -> Tensor:
-        """What the head gets in place of the hidden states [B, n, d] of this rank's rows."""
+        """What the head gets instead of the hidden states [B, n, d] of this rank's rows."""
         if self.pooling == "rows":
             return hidden
         if self.pooling == "late":
@@ -233,7 +233,7 @@ class HeadCall:
         return self.sequences.pool(hidden, self.pooling)[:, None]
 
     def finish(self, model: PreTrainedModel, result: Any) -> Any:
-        """The result of whole sequences on every rank, with its loss."""
+        """The result for whole sequences on every rank, with its loss."""
         if self.pooling == "rows":
             for name in ("start_logits", "end_logits"):
                 rows = result[name].masked_fill(~self.sequences.real, torch.finfo(result[name].dtype).min)
@@ -249,7 +249,7 @@ class HeadCall:
 
 
 def enter_base(base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of the model below a head: those of this rank's rows."""
+    """The arguments for the model below a head: this rank's rows."""
     ring = getattr(base, STATE)
     call: HeadCall | None = None if ring is None else ring.call.head
     if call is None:
@@ -260,7 +260,7 @@ def enter_base(base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any,
 
 
 def leave_base(base: nn.Module, args: Any, result: Any) -> Any:
-    """The result of the model below a head, with only the hidden states that the head reads."""
+    """The result of the model below a head, reduced to the hidden states that the head reads."""
     ring = getattr(base, STATE)
     call: HeadCall | None = None if ring is None else ring.call.head
     if call is not None:
@@ -271,10 +271,10 @@ def leave_base(base: nn.Module, args: Any, result: Any) -> Any:
 
 
 def enter_pooler(pooler: nn.Module, args: Any) -> Any:
-    """The first rows of whole sequences, [S, 1, d], in place of this rank's [B, n, d]."""
+    """The first rows of all sequences, [S, 1, d], in place of this rank's rows [B, n, d]."""
     ring = getattr(pooler, STATE)
     if ring is None:
         return args
     if ring.call.sequences is None:
-        raise InvalidInput(f"{type(pooler).__name__}: call the model that parallelize returned, not a part of it")
+        raise InvalidInput(f"{type(pooler).__name__}: call the model that parallelize returned, not one of its parts")
     return (ring.call.sequences.pool(args[0], "first")[:, None], *args[1:])

@@ -1,4 +1,4 @@
-"""Compare tensors that every rank holds, and gather tensors of which each holds rows. For any model of torch."""
+"""Compare tensors that every rank holds whole, and gather those whose rows are spread over ranks. Any torch model."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
     Places = list[np.ndarray[Any, Any]]
 
-#: About how many values of a floating-point input, and of a weight, ranks compare.
+#: Roughly how many values of each floating-point input, and of each weight, the ranks compare.
 SAMPLED, SAMPLED_WEIGHTS = 16, 2
 
 
 class GatherRows(torch.autograd.Function):
-    """The rows [B, N, ...] of all ranks, from the [B, n, ...] of each. The forward is collective, the backward is not.
+    """Gather the rows [B, N, ...] of all ranks from the [B, n, ...] of each. Only the forward is collective.
 
-    All ranks must compute the same loss of the result. The gradient of a rank's rows is multiplied by the number of
+    All ranks must compute the same loss from the result. The gradient of a rank's rows is multiplied by the number of
     ranks, so that the mean of the parameters' gradients over the ranks, as DDP and FSDP take it, is the gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, places: Places, group: ProcessGroup) -> Tensor:
-        """`places` says for each rank where its rows stand in the result."""
+        """`places[r]` are the indices of rank r's rows in the result."""
         ctx.ranks = len(places)
         ctx.mine = torch.from_numpy(places[dist.get_rank(group)]).to(mine.device)
         assert mine.shape[1] == len(ctx.mine)
@@ -55,9 +55,9 @@ class GatherRows(torch.autograd.Function):
 
 
 def gather_rows(logits: Tensor, group: Any, layout: str | Layout) -> Tensor:
-    """The logits [B, N, classes] of whole sequences from the ranks' [B, n, classes]. Collective, not differentiable.
+    """The logits [B, N, classes] of whole sequences, from the ranks' [B, n, classes]. Collective, not differentiable.
 
-    Raises InvalidInput for logits of another shape, and Mismatch on all ranks if only batches or classes differ.
+    Raises InvalidInput for logits of another shape, and Mismatch on all ranks if batch sizes or classes differ.
     """
     with Exchange(get_transport(group), "logits") as ranks:
         if not isinstance(logits, Tensor) or logits.ndim != 3:
@@ -72,7 +72,7 @@ def gather_rows(logits: Tensor, group: Any, layout: str | Layout) -> Tensor:
 
 
 def digest_tensor(x: Tensor) -> Tensor:
-    """A hash of the values of a real tensor and of their order: int64, on its device."""
+    """A hash of the values of a real tensor and their order: an int64 scalar on its device."""
     x = x.flatten()
     x = x.double().view(torch.int64) if x.is_floating_point() else x.long()
     return finalize(x + key_steps(torch.arange(len(x), device=x.device))).sum()
@@ -81,7 +81,7 @@ def digest_tensor(x: Tensor) -> Tensor:
 def compare_inputs(inputs: Sequence[Tensor], group: ProcessGroup, weights: Sequence[Tensor] = ()) -> None:
     """Raise Mismatch on every rank if inputs or weights differ in shape or by more than rounding. Collective.
 
-    Integer tensors are compared whole, others by a sample of their values.
+    Integer tensors are compared in full, others by a sample of their values.
     """
     exact = [digest_tensor(x).item() for x in inputs if not (x.is_floating_point() or x.is_complex())]
     some, few = _sample(inputs, SAMPLED), _sample(weights, SAMPLED_WEIGHTS)
@@ -92,16 +92,16 @@ def compare_inputs(inputs: Sequence[Tensor], group: ProcessGroup, weights: Seque
     compare({rank: dict(zip(names, x, strict=True)) for rank, x in enumerate(sizes)})
     alike = all(x == exact for x in numbers) and np.allclose(values, values[0], rtol=0.1, atol=0.1, equal_nan=True)
     if not alike:
-        raise Mismatch("the ranks were given different inputs; draw noise and batches with the same seed on all ranks")
+        raise Mismatch("the ranks got different inputs; draw noise and batches with the same seed on all ranks")
     if not np.allclose(samples, samples[0], rtol=1e-3, atol=1e-6, equal_nan=True):
         raise Mismatch(
-            "the ranks have different weights; load or seed them alike, and in training wrap the model in DDP or FSDP "
+            "the ranks have different weights; load or seed them alike, and in training wrap the model in DDP or FSDP, "
             "or average the gradients over the ranks"
         )
 
 
 def _sample(tensors: Sequence[Tensor], count: int) -> list[float]:
-    """About `count` values of each tensor, copied to the host in one go."""
+    """About `count` values of each tensor, copied to the host at once."""
     flat = [x.detach().flatten() for x in tensors]
     some = [x[:: 1 + len(x) // count].real.to(flat[0].device, torch.float64) for x in flat]
     return torch.cat(some).tolist() if some else []

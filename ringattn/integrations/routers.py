@@ -16,14 +16,14 @@ ROUTED = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 def has_routers(model: nn.Module) -> bool:
-    """Whether the model has Mixtral's router loss, which balances how many tokens each expert gets, and how likely."""
+    """Whether the model has Mixtral's router loss, which balances the tokens and probabilities of experts."""
     loss = inspect.unwrap(type(model).forward).__globals__.get("load_balancing_loss_func")
     given = [] if loss is None else list(inspect.signature(loss).parameters)
     return given == ROUTED and hasattr(model, "router_aux_loss_coef") and hasattr(model, "num_experts_per_tok")
 
 
 def take_routers(base: nn.Module, args: Any, result: Any) -> None:
-    """Keep the logits [B * n, experts] of the layers' routers; the model's own loss of them is not used."""
+    """Keep the router logits [B * n, experts] of each layer for `balance_routers`; detach the model's own copy."""
     ring = getattr(base, STATE)
     if ring is not None and getattr(result, "router_logits", None) is not None:
         ring.call.routers = result["router_logits"]
@@ -31,7 +31,7 @@ def take_routers(base: nn.Module, args: Any, result: Any) -> None:
 
 
 def balance_routers(model: Any, result: Any, logits: tuple[torch.Tensor, ...], kwargs: Any, group: Any) -> torch.Tensor:
-    """The router loss over the rows of all ranks, padding left out; it replaces the one in `result`. Collective.
+    """The router loss over the rows of all ranks without padding; replaces the one in `result`. Collective.
 
     If every rank adds it to its loss, the mean of the ranks' gradients is the gradient.
     """

@@ -1,4 +1,4 @@
-"""Which transformers models can run over ranks, and what a call must know of one: read from the model itself."""
+"""Decide from a transformers model itself whether it can run over ranks, and read what its calls need."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from ..errors import InvalidInput, Unsupported
 from .encoder_decoder import find_tables
 from .heads import find_pooling
 
-#: The attribute in which `tell_positions` gives attention modules their positions.
+#: The attribute of attention modules where `tell_positions` stores the positions of a call.
 PLACES = "_ringattn_positions"
-#: The kinds of layers whose attention is entirely in transformers' attention functions.
+#: The kinds of layers that attend only through transformers' attention functions.
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-#: The kinds of PEFT adapters that do not work row by row, or bypass the model's hooks.
+#: The kinds of PEFT adapters that mix rows or bypass the model's hooks.
 ADAPTERS = ("ADALORA", "ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "XLORA", "aLoRA")
 
 
 def unwrap_adapters(model: Any) -> PreTrainedModel:
-    """The transformers model in PEFT's wrapper, or the model itself. Raises Unsupported for some kinds of adapters."""
+    """The transformers model inside PEFT's wrapper, or the model itself. Raises Unsupported for some adapters."""
     for name, config in getattr(model, "peft_config", {}).items():
         kind = "aLoRA" if getattr(config, "alora_invocation_tokens", None) else config.peft_type.value
         if config.is_prompt_learning or kind in ADAPTERS:
@@ -48,16 +48,16 @@ def unwrap_adapters(model: Any) -> PreTrainedModel:
 
 
 def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
-    """(whether labels are those of the next token, what the head reads).
+    """(whether labels are those of the next token, which rows the head reads).
 
-    The first is None for a model without a loss of rows, the second for a model without a head of sequences. Raises
-    Unsupported, naming the feature, if ring attention cannot compute all of the model's attention, or if results are
-    not made of rows one by one.
+    The first is None for a model without a loss per row, the second for a model whose head does not read whole
+    sequences. Raises Unsupported, naming the feature, if ring attention cannot compute all of the model's attention, or
+    if the model mixes rows elsewhere.
     """
     if not hasattr(model, "set_attn_implementation"):
         raise InvalidInput(
-            f"{type(model).__name__} is no model of transformers; parallelize a PreTrainedModel before DDP, FSDP or "
-            "torch.compile wraps it, and use ringattn.nn.RingAttention in models of your own"
+            f"{type(model).__name__} is not a transformers model; parallelize a PreTrainedModel before DDP, FSDP or "
+            "torch.compile wraps it, or use ringattn.nn.RingAttention in your own models"
         )
     both, name, config = model.config.is_encoder_decoder, type(model).__name__, model.config
     if not _is_of_text(config):
@@ -69,7 +69,7 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
         kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for kind in type(model).__mro__
     )
     if both and (causal or name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()):
-        causal, loss = False, ForMaskedLMLoss  # labels are those of the decoder's rows
+        causal, loss = False, ForMaskedLMLoss  # labels belong to the decoder's rows
     aligned, bare = loss in (ForMaskedLMLoss, ForTokenClassification), model.base_model is model
     field = {ForSequenceClassificationLoss: "logits", ForQuestionAnsweringLoss: "start_logits"}.get(loss)
     kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
@@ -112,7 +112,7 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
 
 
 def _is_of_text(config: Any) -> bool:
-    """Whether a model of this config has only text parts: one, or an encoder and a decoder."""
+    """Whether a model with this config has only text parts: a single one, or an encoder and a decoder."""
     parts = [getattr(config, name, None) for name in config.sub_configs]
     parts = [part for part in parts if hasattr(part, "num_hidden_layers")]
     return all(map(_is_of_text, parts)) if config.is_encoder_decoder else not parts
@@ -128,7 +128,7 @@ def rotates_by_length(module: nn.Module) -> bool:
 
 
 def tell_positions(model: nn.Module) -> None:
-    """Pass position_ids to attention that scales queries by position, as Llama 4's does."""
+    """Add hooks that pass position_ids to attention that scales queries by position, as in Llama 4."""
     for layer in model.modules():
         if getattr(getattr(layer, "self_attn", None), "attn_temperature_tuning", False):
             layer.register_forward_pre_hook(_tell, with_kwargs=True)
@@ -139,7 +139,7 @@ def _tell(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def scale_by_position(module: Any, query: torch.Tensor) -> torch.Tensor:
-    """The queries [B, H, n, D], scaled by position_ids if such a layer scaled them as rows 0 .. n-1."""
+    """The queries [B, H, n, D]; if the layer scaled them as positions 0 .. n-1, rescaled by the true position_ids."""
     if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
         return query
     positions: Any = getattr(module, PLACES)
@@ -149,7 +149,7 @@ def scale_by_position(module: Any, query: torch.Tensor) -> torch.Tensor:
 
 
 def first_position(model: nn.Module) -> int:
-    """The position of the first token: RoBERTa's kind of models count from one after the position of padding."""
+    """The position of the first token; models like RoBERTa start one after the position of padding."""
     tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
     padding = [place for x in tables if (place := getattr(x, "padding_idx", None)) is not None]
     return padding[0] + 1 if padding else 0

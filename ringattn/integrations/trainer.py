@@ -1,4 +1,4 @@
-"""Trainers of transformers and TRL, and loops with accelerate, on ranks that share sequences.
+"""Trainers of transformers and TRL, and accelerate loops, on ranks that share sequences.
 
     trainer = RingTrainer(model, args, train_dataset=data, cp=4)  # on 8 ranks: dp 2 x cp 4
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Broadcast(IterableDataset[Any]):
-    """The examples of a stream that only rank 0 reads, on all ranks. Collective, so only for num_workers=0."""
+    """Gives all ranks the examples of a stream that only rank 0 reads. Collective, so only for num_workers=0."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -63,11 +63,11 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator that counts a cp group as one process: the ranks of a group get the same batches.
 
     cp: how many consecutive ranks share a sequence; None: all. `mesh` has the axes dp and cp, and is None in a
-    single process. Use its group in `parallelize(model, mesh["cp"], layout=..., whole=True)`.
+    single process. Pass its group to `parallelize(model, mesh["cp"], layout=..., whole=True)`.
 
     `num_processes`, `process_index`, `gather` and `gather_for_metrics` of tensors, and `reduce` count each group once.
-    With dispatch_batches=True only rank 0 reads a stream, otherwise each rank does. A prepared scheduler counts all
-    ranks: pass step_scheduler_with_optimizer=False, and step it yourself.
+    With dispatch_batches=True only rank 0 reads a stream, otherwise each rank does. A prepared scheduler would count
+    every rank: pass step_scheduler_with_optimizer=False, and step it yourself.
     """
 
     mesh: DeviceMesh | None
@@ -95,11 +95,11 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
 
     @property
     def process_index(self) -> int:
-        """The number of this rank's cp group."""
+        """The index of this rank's cp group."""
         return 0 if self.mesh is None else self.mesh.get_local_rank("dp")
 
     def drop_copies(self, x: Tensor) -> Tensor:
-        """Of the rows [ranks * B, ...] of all ranks, those of the first rank of each group."""
+        """The rows of the first rank of each group, from x [ranks * B, ...] of all ranks."""
         if self.mesh is None:
             return x
         each = x.unflatten(0, (self.num_processes, -1, len(x) // self.state.num_processes))
@@ -121,7 +121,7 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """`Accelerator.prepare_data_loader`, with one share of the data per group."""
         config = self.dataloader_config
-        dispatch, config.dispatch_batches = config.dispatch_batches, False  # its dispatcher gives each rank a share
+        dispatch, config.dispatch_batches = config.dispatch_batches, False  # its dispatcher splits by rank
         if dispatch and isinstance(data_loader.dataset, IterableDataset) and self.mesh is not None:
             vars(data_loader)["dataset"] = Broadcast(data_loader.dataset)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
@@ -130,15 +130,15 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
 
 
 class RingMixin:
-    """Lets a trainer run on ranks that share sequences: class RingSFTTrainer(RingMixin, SFTTrainer).
+    """Makes a trainer run on ranks that share sequences: class RingSFTTrainer(RingMixin, SFTTrainer).
 
-    cp: how many ranks share a sequence; None: all. The cp groups share the data (dp).
+    cp: how many ranks share a sequence; None: all. Each cp group gets its share of the data (dp).
     layout: how a sequence is cut, as in `parallelize`.
     ring: other options of `parallelize`, such as {"schedule": "ulysses"}.
 
-    The trainer parallelizes its model and its reference model itself. Its arguments are those for dp processes:
+    The trainer parallelizes its model and its reference model itself. Set its arguments as for dp processes:
     per_device_train_batch_size is the batch of a cp group. In a single process the trainer is unchanged. Raises
-    InvalidInput for a `cp` that does not divide the ranks, and Unsupported for strategies that share data by rank.
+    InvalidInput for a `cp` that does not divide the ranks, and Unsupported for strategies that split data by rank.
     """
 
     accelerator: RingAccelerator
@@ -155,12 +155,12 @@ class RingMixin:
         self._cp = cp
         super().__init__(*args, **kwargs)
         mesh, given = self.accelerator.mesh, cast(Any, self).args
-        if hasattr(given, "steps_per_generation"):  # GRPO, whose config counted each rank as a process
+        if hasattr(given, "steps_per_generation"):  # GRPO's config has counted each rank as a process
             rows = given.per_device_train_batch_size * self.accelerator.num_processes * given.steps_per_generation
             if rows % given.num_generations:
                 raise InvalidInput(
                     f"num_generations={given.num_generations} does not divide the {rows} completions of the cp groups; "
-                    "take a larger per_device_train_batch_size or steps_per_generation"
+                    "set a larger per_device_train_batch_size or steps_per_generation"
                 )
             given.generation_batch_size = rows
         if mesh is None:
@@ -170,7 +170,7 @@ class RingMixin:
                 bare = self.accelerator.unwrap_model(model)
                 parallelize(bare, mesh["cp"], layout=layout, whole=True, **(ring or {}))
         states: list[Any] = [None] * dist.get_world_size()
-        for kind in dict.fromkeys(("cpu", self.accelerator.device.type)):  # TRL seeds each rank differently
+        for kind in dict.fromkeys(("cpu", self.accelerator.device.type)):  # TRL seeds every rank differently
             numbers: Any = torch if kind == "cpu" else getattr(torch, kind)
             dist.all_gather_object(states, numbers.get_rng_state())
             numbers.set_rng_state(states[self.accelerator.process_index])
@@ -180,29 +180,29 @@ class RingMixin:
         given = cast(Any, self).args
         for name, hint in (
             ("torch_compile", "compile the layers of the model yourself"),
-            ("neftune_noise_alpha", "its noise grows with fewer rows"),
+            ("neftune_noise_alpha", "leave it out, its noise grows with fewer rows"),
         ):
             if dist.is_initialized() and dist.get_world_size() > 1 and getattr(given, name, None):
-                raise Unsupported(f"{name}={getattr(given, name)} over ranks that share sequences; {hint}")
+                raise Unsupported(f"{name}={getattr(given, name)} on ranks that share sequences; {hint}")
         cast(Any, super()).create_accelerator_and_postprocess()
         self.accelerator.__class__ = RingAccelerator
         self.accelerator.form_groups(self._cp)
         if given.train_sampling_strategy == "batch_rebalance":
-            raise Unsupported("train_sampling_strategy='batch_rebalance' shares the data by rank; take another")
+            raise Unsupported("train_sampling_strategy='batch_rebalance' splits data by rank; choose another")
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """The examples of a step over all cp groups."""
+        """The number of examples per step, over all cp groups."""
         return args.gradient_accumulation_steps * cast(Any, self)._train_batch_size * self.accelerator.num_processes
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's method, with the logits of all rows if metrics need them."""
+        """The trainer's method; the model returns the logits of all rows if metrics need them."""
         ring = getattr(cast(Any, self).model, STATE, None)
         if ring is not None:
             ring.call.logits = not prediction_loss_only
         return cast(Any, super()).prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def _calculate_rewards(self, *args: Any) -> Tensor:
-        """The rewards of GRPO, which gathers them from all ranks, once per group."""
+        """GRPO's rewards, which it gathers from all ranks, kept once per group."""
         return self.accelerator.drop_copies(cast(Any, super())._calculate_rewards(*args))
 
 

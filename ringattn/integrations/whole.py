@@ -1,4 +1,4 @@
-"""Calls of a parallelized model with whole sequences: each rank computes its rows and gets the result of all rows."""
+"""Calls of a parallelized model with whole sequences: each rank computes its rows and gets the results of all."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
     from .ranks import Places
 
-#: Positions, and what collators say about packed documents; other tensors of a batch are recognized by their shape.
+#: Positions, and what collators add for packed documents; other tensors of a batch are recognized by their shape.
 OWN = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def draw_alone(group: ProcessGroup, call: int) -> ExitStack:
-    """A stack in which this rank draws its own random numbers in call number `call`, such as for dropout, until closed.
+    """Until the returned stack is closed, this rank draws its own random numbers, such as for dropout, in call `call`.
 
     The generator then continues as if the call had drawn nothing. Otherwise ranks that draw for fewer rows would get
-    out of step with the others, and draw another next batch.
+    out of step with the others, and draw a different next batch.
     """
     alone = ExitStack()
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
@@ -44,15 +44,15 @@ def draw_alone(group: ProcessGroup, call: int) -> ExitStack:
 
 @dataclass
 class WholeCall:
-    """What the hooks need in a call of a model with whole sequences."""
+    """What the hooks need to know about a call with whole sequences."""
 
-    #: For each rank, where its rows stand in the result.
+    #: By rank, the indices of its rows in the result.
     places: Places
     #: The rows of this rank whose logits are wanted; None: all.
     keep: Tensor | None
     #: Whether the caller wants the loss and no logits.
     loss: bool
-    #: Whether results with one number per label leave out the last row, whose label is unknown.
+    #: Whether results with one number per label drop the last row, whose label is unknown.
     short: bool
 
     def finish(self, result: Any, group: ProcessGroup) -> Any:
@@ -67,19 +67,19 @@ class WholeCall:
                 result[name] = None if x is None else GatherRows.apply(x.reshape(1, 1), each, group).sum()
             elif name in (*CACHES, "router_logits") or (self.loss and name in ("logits", "hidden_states")):
                 result[name] = None
-            elif name not in ("logits", "pooler_output") or x.ndim == 3:  # others are pooled, by sequence
+            elif name not in ("logits", "pooler_output") or x.ndim == 3:  # others are pooled per sequence
                 whole = tree_map(gather, x)
                 result[name] = whole[:, :-1] if self.short and isinstance(whole, Tensor) and whole.ndim == 2 else whole
         return result
 
 
 def cut_call(model: nn.Module, ring: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's arguments for a call with whole sequences, equal on all ranks; sets `ring.call.whole`."""
+    """This rank's arguments, cut from those of a call with whole sequences, sets `ring.call.whole`."""
     ids, keep, group = kwargs.get("input_ids"), kwargs.get("logits_to_keep", 0), ring.place.group
     if ids is None:
         raise InvalidInput("a call with whole sequences needs input_ids [batch, tokens]")
     if not isinstance(keep, int) or (keep and (kwargs.get("labels") is not None or kwargs.get("output_hidden_states"))):
-        raise Unsupported(f"logits_to_keep={keep}: give the number of last rows, and no labels or output_hidden_states")
+        raise Unsupported(f"logits_to_keep={keep}: give a number of last rows, without labels or output_hidden_states")
     batch = {
         name: x
         for name, x in kwargs.items()

@@ -265,7 +265,7 @@ def labelled_padding(rank: int) -> dict[str, float]:
             batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
             found[f"{side}, {name}"] = difference(ours(**batch).loss, ours, eager(**batch).loss, eager)
     other = parallelize(make("Llama", attn_implementation="eager"), layout="zigzag", whole=True)
-    refused = "Unsupported: labels of rows of padding: attn_implementation='eager'"
+    refused = "Unsupported: labels on rows of padding, where attn_implementation='eager'"
     says(refused, lambda: other(**{**batch, "labels": ids}))
     says("fine", lambda: other(**batch))  # padded on the right, without labels there
     return found
@@ -577,8 +577,8 @@ def refused_batches(rank: int) -> None:
     cut = functools.partial(shard_batch, layout="zigzag")
     ids, ramp = torch.zeros(1, 8, dtype=torch.long), torch.arange(8).unsqueeze(0)
     for batch, words in (
-        ({"input_ids": ids[:, :1]}, "1 tokens leave a rank of 2 without rows"),
-        ({"input_ids": ids[:, :0], "attention_mask": ids[:, :0]}, "0 tokens leave a rank of 2 without rows"),
+        ({"input_ids": ids[:, :1]}, "1 tokens leave one of 2 ranks without rows"),
+        ({"input_ids": ids[:, :0], "attention_mask": ids[:, :0]}, "0 tokens leave one of 2 ranks without rows"),
         ({"input_ids": [[1, 2, 3]]}, "input_ids must be a tensor [batch, tokens], got list"),
         ({"input_ids": ids, "labels": None}, "labels must be a tensor [batch, tokens], got NoneType"),
         ({"labels": ids}, "a batch needs input_ids"),
@@ -601,7 +601,7 @@ def refused_batches(rank: int) -> None:
         ("labels", {"input_ids": ramp, "labels": ramp.roll(rank)}, None),
         ("cu_seqlens", {"input_ids": ramp}, [0, 5 - rank, 8]),
     ):
-        words = f"Mismatch: {name} of the whole batch are not the same on rank 0 and rank 1: all ranks"
+        words = f"Mismatch: {name} of the whole batch differ between rank 0 and rank 1: all ranks"
         says(words, lambda: first(**cut(batch, cu_seqlens=borders)))
     says("fine", lambda: first(**cut({"input_ids": ramp, "labels": ramp}, cu_seqlens=[0, 5, 8])))
     says("Mismatch: input_ids of the whole batch are not the same", lambda: check(first, seed=rank))
@@ -624,7 +624,7 @@ def refusals(rank: int) -> None:
     model = ring("Mistral, window")
     with pytest.MonkeyPatch.context() as patch:  # as if a window of W keys meant W keys before the row's own
         patch.setattr(generation, "Window", lambda left, right: ra.Window(left + 1, right))
-        says("Mismatch: the parallelized model is not its eager self", lambda: check(model))
+        says("Mismatch: the parallelized model does not match its eager self", lambda: check(model))
     words = "InvalidInput: check: a window of 9 keys hides nothing"
     says(words, lambda: check(ring("Mistral, window"), 12))
     dropping = parallelize(make("Llama", attention_dropout=0.1), layout="zigzag", kernel="aten_cpu").train()

@@ -69,10 +69,10 @@ def test_compiled_models_and_compiled_attention(run_first: Any) -> None:
 @pytest.mark.multi
 def test_what_a_context_takes_and_refuses(run_first: Any) -> None:
     words = [
-        "Unsupported: attn_mask torch.float32 (23, 23): of masks only padding is read",
+        "Unsupported: attn_mask torch.float32 (23, 23): only padding is read",
         "Unsupported: score_mod and max_scores of flex_attention",
         "Unsupported: score_mod and max_scores of flex_attention",
-        "InvalidInput: a buffer has 22 rows along dim 1, the sequence 23 tokens",
+        "InvalidInput: a buffer has 22 rows along dim 1, but the sequence 23 tokens",
         "Unsupported: DTensors of {(Shard(dim=2),)}",
         "InvalidInput: Documents",
     ]
@@ -84,13 +84,13 @@ def test_what_a_context_takes_and_refuses(run_first: Any) -> None:
 @pytest.mark.multi
 def test_contexts_that_would_compute_something_else_are_refused(run_first: Any) -> None:
     words = [
-        "Mismatch: the ranks were given different inputs",
+        "Mismatch: the ranks got different inputs",
         "Mismatch: the ranks disagree about the shapes of the inputs: [(2, 23), (96,)] on rank 0; [(2, 24), (96,)]",
-        "Mismatch: the ranks were given different inputs",
+        "Mismatch: the ranks got different inputs",
         "InvalidInput: no attention ran over the ranks",
         "InvalidInput: no attention ran over the ranks",
         "InvalidInput: the layout zigzag was made for 2 tokens over 2 ranks, the call has 46 tokens",
-        "InvalidInput: a buffer holds the rows of this rank already",
+        "InvalidInput: a buffer is cut already",
         "InvalidInput: 2 buffers have 1 buffer_seq_dims",
         "fine",
     ]

@@ -48,14 +48,14 @@ def test_diffusers_own_calls_select_the_backend(run_ranks) -> None:  # type: ign
 @pytest.mark.multi
 def test_mistakes_are_told(run_ranks) -> None:  # type: ignore[no-untyped-def]
     expected = {
-        "noise": "Mismatch: the ranks were given different inputs; draw noise and batches with the same seed",
+        "noise": "Mismatch: the ranks got different inputs; draw noise and batches with the same seed",
         "text": "Mismatch: the ranks disagree about the shapes of the inputs",
-        "few": "InvalidInput: an input (2, 1, 32) has fewer tokens, in dim 1, than 3, the number of ranks",
+        "few": "InvalidInput: an input (2, 1, 32) has fewer tokens, in dim 1, than the 3 ranks",
         "alike": "fine",
         "compared before": "fine",
         "weights": "Mismatch: the ranks have different weights; load or seed them alike",
-        "again": "InvalidInput: this FluxTransformer2DModel is parallel already",
-        "degrees": "InvalidInput: ring_degree 3 x ulysses_degree 2 is not the 3 ranks at hand",
+        "again": "InvalidInput: this FluxTransformer2DModel is parallelized already",
+        "degrees": "InvalidInput: ring_degree 3 x ulysses_degree 2 must be the number of ranks, 3",
     }
     for told in run_ranks(diffusion_cases.mistakes, 3, timeout=120):
         assert told.keys() == expected.keys()
@@ -93,7 +93,7 @@ def test_models_that_cannot_be_cut_are_refused() -> None:
         up_block_types=("CrossAttnUpBlock2D",), layers_per_block=1, cross_attention_dim=8, attention_head_dim=8,
     )  # fmt: skip
     calls: dict[str, tuple[type[RingAttentionError], dict[str, Any]]] = {
-        "UNet2DConditionModel does not say where its tokens can be cut": (InvalidInput, {}),
+        "UNet2DConditionModel has no plan of where to cut its tokens": (InvalidInput, {}),
         "AttnProcessor2_0 of UNet2DConditionModel computes attention by itself": (Unsupported, {"cp_plan": {}}),
         "unknown option 'schedule'": (InvalidInput, {"schedule": "ring"}),
     }

@@ -50,14 +50,14 @@ def test_the_last_rows_of_a_sequence_have_their_logits_and_gradients(run_ranks, 
 def test_programs_that_would_be_wrong_are_refused(run_ranks, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     words = [
         "InvalidInput: cp=3 does not divide the 2 ranks",
-        "Unsupported: train_sampling_strategy='batch_rebalance' shares the data by rank",
+        "Unsupported: train_sampling_strategy='batch_rebalance' splits data by rank",
         "Unsupported: torch_compile=True over ranks",
         "InvalidInput: cp=3 does not divide the 2 ranks",
         "Unsupported: output_attentions=True",
         "Unsupported: logits_to_keep=tensor",
-        "Unsupported: logits_to_keep=1: give the number of last rows, and no labels",
+        "Unsupported: logits_to_keep=1: give a number of last rows, without labels",
         "InvalidInput: a call with whole sequences needs input_ids",
-        "Mismatch: input_ids of the whole batch are not the same on rank 0 and rank 1",
+        "Mismatch: input_ids of the whole batch differ between rank 0 and rank 1",
     ]
     for said in run_ranks(trainer_cases.refusals, 2, str(tmp_path)):
         for found, expected in zip(said, words, strict=True):
