@@ -134,7 +134,7 @@ def run_case(case: BenchCase, options: BenchOptions, done: dict[str, CaseRecord]
 def _why_not(case: BenchCase, repeat: int, done: dict[str, CaseRecord]) -> str:
     """The reason why a case is not tried, from the results of shorter cases; empty if it is to be tried.
 
-    The time of a call is extrapolated from the fastest rounds of the two next shorter cases, or in proportion to the
+    The time of a call is extrapolated from the fastest rounds of the next two shorter cases, or in proportion to the
     tokens from one.
     """
     shorter = done.get(case.after or "")

@@ -95,7 +95,7 @@ def test_what_was_calibrated_cannot_validate() -> None:
         validate(config)
     for held_out in ([100], [0]):  # tiles end at 16 rows: nothing is modelled beyond 32
         options = ValidateGroup(held_out=held_out, rows=[8, 16])
-        with pytest.raises(InvalidInput, match=r"sizes that end at 16, .*; give 1 \.\. 32, or calibrate"):
+        with pytest.raises(InvalidInput, match=r"sizes up to 16: .*; give 1 \.\. 32, or calibrate"):
             validate(SimulateConfig(machine=MachineGroup("auto"), validate=options))
     with pytest.raises(InvalidInput, match="expected numbers of ranks >= 2"):
         validate(SimulateConfig(machine=MachineGroup("auto"), validate=ValidateGroup(ranks=[1])))
