@@ -48,7 +48,7 @@ def test_every_row_that_sees_a_nan_is_nan(pattern: Pattern, which: str) -> None:
             assert x[0, 1].isnan().any(-1)[wanted].all(), way
 
 
-@pytest.mark.parametrize("kv", [1, 3, 15, 16, 17, 520])
+@pytest.mark.parametrize("keys", [1, 3, 15, 16, 17, 520])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("which", ["q", "k"])
 def test_rows_whose_logits_are_all_nan(which: str, keys: int, dtype: torch.dtype) -> None:
