@@ -315,7 +315,7 @@ class KeyDemand(BlockDemand):
 
     @cached
     def first_works(self, rank: int, owner: int, most: int | None) -> tuple[tuple[Work, ...], bool]:
-        """(joined works of the first `most` tiles of a visit, or of all tiles for None; whether these are all tiles)."""
+        """(joined works of the first `most` tiles of a visit, None: of all tiles; whether these are all)."""
         if most is None:
             return self.joined_works(rank, owner), True
         first = list(islice(self._find_tiles(rank, owner), most + 1))
