@@ -90,7 +90,7 @@ def test_parameters_are_those_of_the_option(overrides: list[str], words: str) ->
 @pytest.mark.parametrize("number", [3, 10])
 def test_a_launcher_says_how_many_ranks_there_are(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "detect", lambda: Launch("mpich", 0, 4, 0, 4))
-    with pytest.raises(InvalidInput, match=f"ranks={number}: mpich started 4, and as many take part; leave ranks out"):
+    with pytest.raises(InvalidInput, match=f"ranks={number}: mpich started 4 ranks; leave ranks out"):
         ranks.check_ranks(RunConfig(ranks=number), "virtual")
     for config in (RunConfig(ranks=4), RunConfig()):
         ranks.check_ranks(config, "virtual")

@@ -35,7 +35,7 @@ def test_the_files_are_executable_and_pass_their_arguments_on() -> None:
     ("name", "transport", "wrong", "words"),
     [
         pytest.param(
-            *("torchrun.sh", "gloo", ("input=file", "input.path=cut.safetensors"), "not a whole safetensors file"),
+            *("torchrun.sh", "gloo", ("input=file", "input.path=cut.safetensors"), "not a complete safetensors file"),
             marks=pytest.mark.multi,
         ),
         pytest.param("mpirun.sh", "mpi", ("token=96",), "did you mean 'tokens'?", marks=pytest.mark.mpi),
