@@ -144,11 +144,11 @@ def test_cuda_ranks_compute_16_bits_where_no_dtype_is_given() -> None:
         (SimulateConfig(mode="validate"), {"machine.watts": 3.0}, "machine.watts=3.0 has no meaning with mode="),
         (SimulateConfig(mode="validate"), {"machine.path": "m", "validate.rows": [8]}, "with machine.path="),
         (SimulateConfig(mode="published"), {"tokens": 64}, "tokens=64 has no meaning with mode=published"),
-        (SimulateConfig(), {"shard": "1k", "tokens": "4k"}, "tokens=4k has no meaning beside shard="),
+        (SimulateConfig(), {"shard": "1k", "tokens": "4k"}, "tokens=4k has no meaning with shard="),
         (SimulateConfig(), {"study.plots": []}, "study.plots=[] has no meaning without a study"),
         (SimulateConfig(), {"model.spec": "llama3_8b", "ranks": 4}, "ranks=4 has no meaning with a model"),
         (SimulateConfig(), {"model.spec": "llama3_8b", "phase": "prefill", "pp": 2}, "pp=2 has no meaning with phase="),
-        (PlanConfig(), {"machine.spec": "cpu", "schedule.spec": "ring"}, "for a named layout and schedule; try"),
+        (PlanConfig(), {"machine.spec": "cpu", "schedule.spec": "ring"}, "with a named layout and schedule; try"),
         (RunConfig(), {"input.name": "file", "heads": 4}, "heads=4 has no meaning with input=file"),
         (RunConfig(), {"chunk": "1k"}, "chunk=1k has no meaning without offload="),
         (RunConfig(), {"offload": "host", "layout.spec": "zigzag"}, "layout=zigzag has no meaning with offload=host"),
@@ -178,11 +178,11 @@ def test_defaults_of_schemas_are_those_of_the_command_line(verb: str) -> None:
 def test_numerics_are_asked_for_what_there_is(tmp_path: Path) -> None:
     path, one = tmp_path / "a.json", {"ranks": 1, "numerics.fault": "drop"}
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"numerics.rows": "1e9"}, "a sequence of 256 tokens has 256 query rows; try numerics.rows=256"),
+        ({"numerics.rows": "1e9"}, "a sequence of 256 tokens has only 256 query rows; try numerics.rows=256"),
         ({"numerics.rows": 100, "numerics.spread": 1}, "has 64 query rows on at most 1 rank; try numerics.rows=64"),
-        (one, "fault 'drop' harms what comes from another rank; try ranks=2"),
+        (one, "fault 'drop' changes data from another rank; try ranks=2"),
         ({**one, "numerics.mode": "all", "numerics.fault": "lost", "backward": True}, "fault 'lost' harms what comes"),
-        ({"backward": True}, "sampled rows follow the forward alone"),
+        ({"backward": True}, "mode='sample' executes only the forward"),
         ({"seed": -1}, "seed=-1: expected an integer >= 0"),
     ]
     for options, words in cases:

@@ -76,7 +76,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         key = flag.lstrip("-").replace("-", "_")
         if any(key in read_defaults(verb) for verb in found.words[:1] if verb in SCHEMAS):
             hint = f"write {key}={value}; "
-        raise InvalidInput(f"{others[0]}: unknown option; {hint}write settings as key=value, without dashes")
+        raise InvalidInput(f"{others[0]}: unknown option; {hint}settings are written key=value, without dashes")
     values = {action.option_strings[0]: getattr(found, action.dest) for action in of_hydra._group_actions}
     found.options = [x if y is True else f"{x}={y}" for x, y in values.items() if y]
     return found

@@ -247,7 +247,7 @@ class SimulateConfig(TwoSides):
         faults = "slow slow_links stalls passes solver"
         sizes = "pattern ranks shard kv_heads comm_dtype rotate backward seed q_tokens q_first"
         if self.shard is not None:
-            refuse(self, "tokens", "with shard=, which sets the tokens to shard x ranks; give shard=null")
+            refuse(self, "tokens", "with shard=, which sets the tokens to shard x ranks (shard=null unsets it)")
         if self.model.spec is not None:
             self._check_model(f"{sizes} {faults}")
             return
