@@ -82,7 +82,7 @@ def test_torchrun_shows_the_traceback(start: Callable[..., Any], tmp_path: Path)
 
 def test_torchrun_on_many_nodes_asks_for_their_place(start: Callable[..., Any]) -> None:
     done = start([str(LAUNCH / "torchrun.sh")], env={"NODES": "2"}, timeout=10)
-    assert done.returncode != 0 and "HEAD=host:port of the first node is needed" in done.stderr
+    assert done.returncode != 0 and "NODES > 1 needs HEAD=host:port of the first node" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["torchrun.sh", "mpirun.sh", "slurm.sbatch"])
