@@ -201,14 +201,14 @@ EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7)
 
 def test_why_shards_are_not_alike() -> None:
     for tokens, ranks, layout, words in (
-        (64, 100, "contiguous", "100 ranks are more than 64 tokens, so that some ranks have none"),
+        (64, 100, "contiguous", "100 ranks are more than 64 tokens, so some ranks have none"),
         (66, 4, "contiguous", "66 tokens do not divide into 4 equal chunks"),
         (68, 4, "zigzag", "68 tokens do not divide into 8 equal chunks"),
         (1, 8192, "contiguous", "8,192 ranks are more than 1 token,"),
     ):
         plan = make_plan(ra.Causal(), tokens=tokens, ranks=ranks, layout=layout, schedule="ring")
         if ranks > 4096:
-            with pytest.raises(ra.Unsupported, match=r"so that some ranks have none; .*ranks of equal size"):
+            with pytest.raises(ra.Unsupported, match=r"so some ranks have none; .*ranks of equal size"):
                 simulate(plan, EVEN)
         else:
             assert words in simulate(plan, EVEN).why
