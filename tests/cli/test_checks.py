@@ -179,7 +179,10 @@ def test_numerics_are_asked_for_what_there_is(tmp_path: Path) -> None:
     path, one = tmp_path / "a.json", {"ranks": 1, "numerics.fault": "drop"}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"numerics.rows": "1e9"}, "a sequence of 256 tokens has only 256 query rows; try numerics.rows=256"),
-        ({"numerics.rows": 100, "numerics.spread": 1}, "has 64 query rows on at most 1 rank; try numerics.rows=64"),
+        (
+            {"numerics.rows": 100, "numerics.spread": 1},
+            "has only 64 query rows on at most 1 rank; try numerics.rows=64",
+        ),
         (one, "fault 'drop' changes data from another rank; try ranks=2"),
         ({**one, "numerics.mode": "all", "numerics.fault": "lost", "backward": True}, "fault 'lost' harms what comes"),
         ({"backward": True}, "mode='sample' executes only the forward"),
@@ -245,10 +248,10 @@ def test_speeds_of_something_else_are_told() -> None:
     sizes = {"tokens": 64, "ranks": 4, "schedule": "ring"}
     one, many, far = (dataclasses.replace(EVEN, kernel=kernel(**made)) for made in KERNELS)
     cases: list[tuple[Any, dict[str, Any], list[str]]] = [
-        ("cuda", {}, ["flops=5e+14 of this machine are those of bfloat16, and float32 is taken to be as fast [ass"]),
+        ("cuda", {}, ["flops=5e+14 of this machine are for bfloat16, and float32 is as fast [ass"]),
         ("cuda", {"dtype": "float16"}, []),
         ("cpu", {"ranks": 2}, []),
-        ("cpu", {}, ["each of 4 ranks is taken to have a core of its own [assumed]"]),
+        ("cpu", {}, ["each of 4 ranks has its own core [assumed]"]),
         ("cpu", {"ranks": 2, "dtype": "bfloat16"}, ["those of float32"]),
         ("gtx1080_pcie", {}, []),
         (ra.MACHINES["cuda"].changed(flops=1e14), {}, []),

@@ -149,7 +149,7 @@ WRITTEN = {"offload": "disk", "path": "results/x.safetensors"}
     [
         ({"offload": "tape"}, "offload=tape: expected one of host, disk"),
         ({"offload": "disk", "input": InputGroup("text")}, "offload=disk reads input=file input.path=..., not input=t"),
-        ({"offload": "disk"}, "name it with output.path="),
+        ({"offload": "disk"}, "give its path with output.path="),
         ({**WRITTEN, "backward": True}, "no tensor 'dout', the gradient of the output"),
         (
             {**WRITTEN, "backward": True, "input": InputGroup("file", "short.safetensors")},

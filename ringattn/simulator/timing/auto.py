@@ -140,8 +140,8 @@ def choose_layout(
 ) -> tuple[Plan, ...]:
     """The plans of a model's masks on the layout whose forwards take the least total time. Pure.
 
-    `plans[i]` are the plans of all masks on layout i; the forward of mask j counts `weights[j]` times. Layouts on which a
-    mask has no estimate are left out, unless all are: then the first is taken.
+    `plans[i]` are the plans of all masks on layout i; the forward of mask j counts `weights[j]` times. Layouts on which
+    a mask has no estimate are left out, unless all are: then the first is taken.
     """
     on = get_machine(machine)
     alone = [

@@ -74,7 +74,7 @@ def test_refused_points_are_rows_with_their_reason(tmp_path: Path) -> None:
         ({"tokens": ["1k", 0, "2k"]}, [1024, 0, 2048], "tokens=0: there is nothing to simulate"),
         ({"shard": ["1k", 0, "2k"]}, [4096, 0, 8192], "shard=0: there is nothing to simulate"),
         ({"shard": ["1k"], "ranks": [2, 0, 4]}, [2048, 0, 4096], "ranks=0 must be an integer >= 1"),
-        ({"batch": [1, 0, 2]}, [4096, 4096, 4096], "batch=0: without a sequence there is nothing to simulate"),
+        ({"batch": [1, 0, 2]}, [4096, 4096, 4096], "batch=0: there is nothing to simulate"),
     ],
 )
 def test_points_of_nothing_are_rows_with_their_reason(

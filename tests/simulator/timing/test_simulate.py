@@ -276,18 +276,18 @@ def test_wrong_requests() -> None:
         (lambda: simulate(plan, EVEN, solver="X"), InvalidInput, "solver='X': expected one of auto, periodic"),
         (lambda: simulate(plan, EVEN, passes=0), InvalidInput, "passes=0: expected how often"),
         (lambda: simulate(plan, EVEN, passes=10**300), InvalidInput, r"passes: .* from 1 to 1e\+15, or None for no jo"),
-        (lambda: simulate(none, EVEN), InvalidInput, "batch=0: without a sequence there is nothing"),
+        (lambda: simulate(none, EVEN), InvalidInput, "batch=0: there is nothing"),
         (lambda: simulate(plan, EVEN, slow={7: 2.0}), InvalidInput, r"slow: rank 7 is not one of 0 \.\. 3"),
         (lambda: simulate(plan, EVEN, slow=[1.0]), InvalidInput, "a factor for each of 4 ranks"),
         (lambda: simulate(plan, EVEN, slow={1: 0.0}), InvalidInput, "factors must be finite and > 0"),
         (lambda: simulate(plan, EVEN, slow=3), InvalidInput, "slow: expected a factor for each of 4 ranks"),  # type: ignore[arg-type]
         (lambda: simulate(plan, EVEN, slow={1: "x"}), InvalidInput, "a factor is not a number .*'x'"),  # type: ignore[dict-item]
         (lambda: simulate(plan, EVEN, stalls=[Stall(9, 0, 1.0)]), InvalidInput, r"expected a rank 0 \.\. 3"),
-        (lambda: simulate(plan, EVEN, stalls=[(1, 0, 1.0)]), InvalidInput, "is no Stall"),  # type: ignore[list-item]
+        (lambda: simulate(plan, EVEN, stalls=[(1, 0, 1.0)]), InvalidInput, "is not a Stall"),  # type: ignore[list-item]
         (lambda: simulate(plan, EVEN, stalls=[Stall(0, 4, 1.0)]), InvalidInput, r"the steps 0 \.\. 3"),
-        (lambda: simulate(direct, EVEN, stalls=[Stall(0, 9, 1.0)]), InvalidInput, r"the pass has the steps 0 \.\. 3"),
+        (lambda: simulate(direct, EVEN, stalls=[Stall(0, 9, 1.0)]), InvalidInput, r"the pass has steps 0 \.\. 3"),
         (lambda: simulate(plan, EVEN, slow={1: 2.0}, solver="periodic"), Unsupported, "needs ranks that repeat with a"),
-        (lambda: simulate(direct, EVEN, solver="stencil"), Unsupported, "the schedule direct is no ring"),
+        (lambda: simulate(direct, EVEN, solver="stencil"), Unsupported, "the schedule direct is not a ring"),
         (lambda: simulate(many, EVEN), Unsupported, "8,192 ranks are more than the 4,096 .* must be: the mask"),
         (lambda: simulate(big, EVEN), Unsupported, "steps and messages are more than"),
         (lambda: simulate(plan, 3), InvalidInput, "unknown machine 3; expected cpu"),  # type: ignore[arg-type]

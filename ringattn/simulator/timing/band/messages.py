@@ -78,7 +78,7 @@ def _simplify(value: np.ndarray) -> Value:
 
 
 def find_last_receivers(band: Band, direction: Direction) -> np.ndarray:
-    """(owner, distance, rows): number of rows whose last receiver in a direction is at that distance, int64 [3, entries].
+    """(owner, distance, rows): number of rows whose last receiver in a direction is at that distance: int64 [3, n].
 
     The needed rows decrease with the distance, so the search skips distances between two with equal rows.
     """
