@@ -179,12 +179,9 @@ def test_numerics_are_asked_for_what_there_is(tmp_path: Path) -> None:
     path, one = tmp_path / "a.json", {"ranks": 1, "numerics.fault": "drop"}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"numerics.rows": "1e9"}, "a sequence of 256 tokens has only 256 query rows; try numerics.rows=256"),
-        (
-            {"numerics.rows": 100, "numerics.spread": 1},
-            "has only 64 query rows on at most 1 rank; try numerics.rows=64",
-        ),
+        ({"numerics.rows": 100, "numerics.spread": 1}, "only 64 query rows on at most 1 rank; try numerics.rows=64"),
         (one, "fault 'drop' changes data from another rank; try ranks=2"),
-        ({**one, "numerics.mode": "all", "numerics.fault": "lost", "backward": True}, "fault 'lost' harms what comes"),
+        ({**one, "numerics.mode": "all", "numerics.fault": "lost", "backward": True}, "fault 'lost' changes data"),
         ({"backward": True}, "mode='sample' executes only the forward"),
         ({"seed": -1}, "seed=-1: expected an integer >= 0"),
     ]
