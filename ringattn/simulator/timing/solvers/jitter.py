@@ -60,8 +60,8 @@ def sample_ring(ring: Ring, jitter: float, seed: int) -> SampledTime:
     if ring.stalls or any(phase.arrays for phase in ring.phases):
         raise Unsupported(
             f"jitter on {ring.ranks:,} ranks x {steps:,} steps: above {MOST_RUN:,}, times are extrapolated from "
-            "smaller rings, for which all ranks and links must be equal; try a machine with ranks_per_node=1 and no slow "
-            "ranks, or fewer ranks"
+            "smaller rings, for which all ranks and links must be equal; try a machine with ranks_per_node=1 and no "
+            "slow ranks, or fewer ranks"
         )
     # The longest phase, for as many steps as ranks, represents all steps.
     longest = max(ring.phases, key=lambda phase: phase.steps)
