@@ -1,4 +1,4 @@
-"""Config groups of ringattn for other applications of Hydra: `pattern=window` finds conf/pattern/window.yaml."""
+"""Makes ringattn's config groups available to other Hydra applications: `pattern=window` finds pattern/window.yaml."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 
 class RingattnSearchPath(SearchPathPlugin):
-    """Appends the folder of the groups, so that those of the application itself come first."""
+    """Appends the folder of ringattn's config groups; the application's own groups take precedence."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        found = find_spec("ringattn")  # imports nothing: every application of Hydra here runs this
+        found = find_spec("ringattn")  # does not import it: this runs in every Hydra application of this environment
         if found is None or found.origin is None:
             return
         package = Path(found.origin).parent
-        places = (package.parent / "conf", package / "conf")  # of a checkout, of a wheel
+        places = (package.parent / "conf", package / "conf")  # in a checkout, in a wheel
         folder = next((place for place in places if (place / "pattern" / "causal.yaml").is_file()), None)
         known = {entry.path.removeprefix("file://") for entry in search_path.get_path() if entry.path}
         if folder is not None and str(folder) not in known:

@@ -2,9 +2,9 @@
 # ringattn run on this machine under torchrun, one process per GPU, or RANKS processes. Arguments are overrides:
 #   launch/torchrun.sh transport=nccl tokens=1M            RANKS=2 launch/torchrun.sh tokens=8k backward=true
 # RESTARTS=2 restarts all ranks after a rank has failed, at most twice.
-# On several machines, run this script on each with NODES=4 NODE=0..3 HEAD=host:port, a free port of the first. Where
-# NCCL or Gloo takes the wrong network, NCCL_SOCKET_IFNAME=eth0 or GLOO_SOCKET_IFNAME=eth0 names another.
-# In Docker the ranks of NCCL need more /dev/shm than its 64 MB: docker run --ipc=host, or --shm-size=8g.
+# On several machines, run this script on each with NODES=4 NODE=0..3 HEAD=host:port, a free port of the first. If
+# NCCL or Gloo picks the wrong network, set NCCL_SOCKET_IFNAME=eth0 or GLOO_SOCKET_IFNAME=eth0.
+# In Docker, NCCL needs more /dev/shm than the default 64 MB: use docker run --ipc=host, or --shm-size=8g.
 set -euo pipefail
 
 gpus="$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)"
@@ -14,12 +14,12 @@ ranks="${RANKS:-$((gpus > 0 ? gpus : 2))}"
 # torchrun finds a free port for a single node; several nodes meet at HEAD.
 place=(--standalone)
 if [ "${NODES:-1}" -gt 1 ]; then
-    : "${HEAD:?HEAD=host:port of the first node is needed where NODES > 1}"
+    : "${HEAD:?NODES > 1 needs HEAD=host:port of the first node}"
     place=(--nnodes "$NODES" --node-rank "${NODE:?NODE=0..NODES-1 is needed}"
            --rdzv-backend c10d --rdzv-endpoint "$HEAD" --rdzv-id "${RINGATTN_RUN_ID:-ringattn}")
 fi
 
-# torchrun gives every rank one thread by default; here the ranks share the cores.
+# torchrun's default is one thread per rank; divide the cores among the ranks instead.
 cores="$(nproc)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}"
 exec "${PYTHON:-python3}" -m torch.distributed.run "${place[@]}" --nproc-per-node "$ranks" \

@@ -1,1 +1,1 @@
-"""The verbs of the command line, one per file, each with `main(config)`."""
+"""The verbs of the command line, one file with a `main(config)` for each."""

@@ -1,4 +1,4 @@
-"""The table at the end of `-m`: a row for each job, with what it varies and the headline numbers of its report."""
+"""The table printed after a `-m` sweep: one row per job, with the varied settings and the headline numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ..simulator.reporting.console import print_grid, print_plain
 from ..text import duration, size
 
-#: Texts of a row by column.
+#: The texts of a table row, by column.
 Cells = dict[str, str]
 TITLE = "jobs: times and errors [measured], other numbers [counted]"
 #: The most rows of the table.
@@ -21,13 +21,13 @@ def headlines(record: dict[str, Any]) -> Cells:
     for name, timed in record.get("passes", {}).items():
         moved = "sent" if "bytes_sent" in timed else "copied"
         cells |= {name: duration(timed["median"]), f"{name} {moved}": size(sum(timed[f"bytes_{moved}"]))}
-    for i, mask in enumerate(record.get("masks", ()), 1):  # of several patterns
+    for i, mask in enumerate(record.get("masks", ()), 1):  # one per pattern, if there are several
         shown = {name: x for name, x in headlines(mask).items() if name.endswith(("imbalance", "sends"))}
         cells |= {f"{name} {i}": x for name, x in shown.items()}
     if "counted" in record:
         totals = record["counted"]["totals"]
         cells["pairs"] = f"{totals['pairs']:,}"
-        if "imbalance" in totals:  # the steps of all ranks are counted
+        if "imbalance" in totals:  # present only if the steps of all ranks were counted
             cells["imbalance"] = f"{totals['imbalance']:.4f}"
             for name in ("forward", "backward"):
                 sent = totals[name]
@@ -40,15 +40,15 @@ def headlines(record: dict[str, Any]) -> Cells:
 
 
 def read_overrides(overrides: Sequence[str]) -> Cells:
-    """The values of a job by key; what is written out, such as `pattern.spec`, has the name of its group."""
+    """The override values of a job by key; `pattern.spec` and other written-out options appear under their group."""
     pairs = (override.lstrip("+").partition("=") for override in overrides)
     return {key.removesuffix(".spec"): value.strip("'") for key, _, value in pairs}
 
 
 def print_jobs(jobs: Sequence[tuple[Cells, Cells]], title: str = TITLE, all_in: str = "") -> None:
-    """Print the settings that differ between jobs, (settings, numbers), and their numbers; nothing for a single job.
+    """Print a table of `jobs`, pairs (settings, numbers): the settings that differ, and all numbers.
 
-    `all_in` says where the rows are that the table has no room for.
+    Prints nothing for a single job. If the table is cut, `all_in` ends the last line: where to find all rows.
     """
     if len(jobs) < 2:
         return

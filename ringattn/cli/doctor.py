@@ -1,4 +1,4 @@
-"""ringattn doctor: what can run here, and what to install for the rest."""
+"""ringattn doctor: what this machine can run, and what to install for the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..simulator.reporting.console import Number, print_numbers
 from ..transport.launcher import detect
 from .config.schema import DoctorConfig
 
-#: Optional packages, what each is for, and the command that installs it.
+#: For each optional package: its purpose and the command that installs it.
 EXTRAS = {
     "mpi4py": ("the MPI transport", "pip install 'ringattn[mpi]'"),
     "matplotlib": ("plots", "pip install 'ringattn[plot]'"),
@@ -36,7 +36,7 @@ EXTRAS = {
     "ring_attention_pytorch": ("bench suite=peers", "pip install 'ringattn[peers]'"),
     "sphinx": ("building the documentation", "pip install 'ringattn[docs]'"),
 }
-#: Works of 4,096 rows and keys with 8 heads of 128 columns, as rings of a decoder make them.
+#: Typical works of a decoder ring: 4,096 rows and keys, 8 heads, head_dim 128.
 TYPICAL = {
     name: [Work(range(8), range(kv_heads), range(a, b), (range(a, b),), lo, hi) for a, b in pairwise(cuts)]
     for name, kv_heads, lo, hi, cuts in (
@@ -47,7 +47,7 @@ TYPICAL = {
         ("documents", 8, 0, None, (0, 1000, 3000, 4096)),
     )
 }
-#: Rows of 128 see their own block of keys and another.
+#: Each block of 128 rows sees its own block of keys and one other.
 TYPICAL["block mask"] = [
     Work(range(8), range(8), range(128 * i, 128 * i + 128), (range(128 * j, 128 * j + 128),))
     for i in range(32)
@@ -70,7 +70,7 @@ def main(config: DoctorConfig) -> None:
         Number("nccl", ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else nccl),
     ]
     network = os.environ.get("GLOO_SOCKET_IFNAME")
-    leads = "the interface that leads to the store of the group; GLOO_SOCKET_IFNAME=eth0 names another"
+    leads = "the interface that reaches the store of the group; GLOO_SOCKET_IFNAME=eth0 selects another"
     numbers.append(Number("network of records", network or leads))
     numbers += [Number(f"kernel {name}", state) for name, state in available().items()]
     numbers += [Number("merges on CUDA", missing() or "by Triton")]
@@ -82,7 +82,7 @@ def main(config: DoctorConfig) -> None:
 
 
 def _kernel_choices(capability: str | None) -> list[Number]:
-    """What kernel=auto runs for typical works on this machine, or on a device of the given compute capability."""
+    """The ops that kernel=auto uses for TYPICAL works, here or on a device of the given compute capability."""
     if capability is None and not torch.cuda.is_available():
         return [Number(f"auto for {name}", str(AtenCpu().explain(*works))) for name, works in TYPICAL.items()]
     if capability is None:
@@ -93,7 +93,7 @@ def _kernel_choices(capability: str | None) -> list[Number]:
         major, minor = capability.split(".")
         device, place = CudaDevice((int(major), int(minor))), f"supposing {capability}"
     numbers = []
-    # Before 8.0 fp16 has ops and bf16 has none.
+    # Below compute capability 8.0 there are ops for fp16 but not for bf16.
     half = [torch.bfloat16] if device.capability >= (8, 0) else [torch.bfloat16, torch.float16]
     for dtype in (*half, torch.float32):
         kernel = AtenCuda(None, dtype, deterministic=False)
@@ -115,7 +115,7 @@ def _cuda_devices() -> str:
 
 
 def _mpi_library() -> str:
-    """The version of the MPI library that mpi4py finds. MPI itself is not started."""
+    """The version of the MPI library that mpi4py loads, without initializing MPI."""
     if find_spec("mpi4py") is None:
         return f"unknown without mpi4py; try: {EXTRAS['mpi4py'][1]}"
     import_module("mpi4py").rc(initialize=False, finalize=False)
@@ -127,19 +127,17 @@ def _mpi_library() -> str:
 
 
 def _mpirun() -> str:
-    """The path of mpirun: the mpirun of this environment first, as it belongs to the library that mpi4py loads."""
+    """The path of mpirun, preferably the one beside this Python: it belongs to the library that mpi4py loads."""
     beside_python = Path(sys.executable).parent / "mpirun"
     on_path = shutil.which("mpirun")
     if beside_python.is_file():
         same = on_path is not None and Path(on_path).resolve() == beside_python.resolve()
-        return f"{beside_python}" + (
-            "" if same else f", not on the PATH{f', where {on_path} stands' if on_path else ''}"
-        )
+        return f"{beside_python}" + ("" if same else f", not on the PATH{f', which has {on_path}' if on_path else ''}")
     return on_path or f"missing; try: {EXTRAS['mpi4py'][1]}"
 
 
 def _installed_version(package: str) -> str | None:
-    """The version of an installed package; "found" where it has none; None where it is missing."""
+    """The version of an installed package, or "found" if it has none; None if it is not installed."""
     if find_spec(package) is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Inputs of `ringattn run`: each rank makes or reads only its own rows of q, k and v."""
+"""Inputs of `ringattn run`: each rank generates or reads only its own rows of q, k and v."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .config.schema import RunConfig
 from .tensor_files import DTYPES, StoredTensor, read_npz, read_safetensors
 
 NAMES = ("q", "k", "v")
-#: The tensors that are read from a file; dout, the gradient of the output, only where the file has it.
+#: The tensors read from a file; dout, the gradient of the output, is optional.
 FILE_NAMES = (*NAMES, "dout")
 #: Width of the byte embedding of a text.
 EMBEDDING = 64
-#: Rows made at a time, so that temporary memory does not grow with the shard.
+#: Rows generated at a time, to limit temporary memory.
 CHUNK_ROWS = 1 << 14
 
 
 @dataclass(frozen=True)
 class InputShape:
-    """Sizes of a whole input: q [batch, heads, tokens, head_dim], k [.., kv_heads, ..], v [.., value_dim]."""
+    """Sizes of the whole input: q [batch, heads, tokens, head_dim], k [.., kv_heads, ..], v [.., value_dim]."""
 
     batch: int
     heads: int
@@ -43,7 +43,7 @@ class InputShape:
 
 
 def open_source(config: RunConfig) -> InputSource:
-    """The input of a configuration, checked as far as its numbers need not be read. Raises InvalidInput."""
+    """The input of a configuration, checked without reading its numbers. Raises InvalidInput."""
     if config.input.name == "file":
         check_file("input", "file", config.input.path, "a .safetensors or .npz file with q, k and v")
         return _open_file(Path(str(config.input.path)))
@@ -67,17 +67,17 @@ def read_shard(source: InputSource, layout: Layout, rank: int) -> tuple[torch.Te
 
 
 def _chunks(r: range) -> Iterator[range]:
-    """A range in parts of at most `CHUNK_ROWS`."""
+    """Split a range into parts of at most `CHUNK_ROWS`."""
     for first in range(0, len(r), CHUNK_ROWS):
         yield r[first : first + CHUNK_ROWS]
 
 
 def _read_text(path: str | None, tokens: int) -> np.ndarray:
-    """The first `tokens` bytes of a text; of the topics of Python's help where `path` is None. Raises InvalidInput."""
+    """The first `tokens` bytes of a text file (default: pydoc's help topics). Raises InvalidInput."""
     if path is None:
         spec = importlib.util.find_spec("pydoc_data.topics")
         if spec is None or spec.origin is None:
-            raise InvalidInput("this Python ships no pydoc_data/topics.py; name a text with input.path=")
+            raise InvalidInput("this Python has no pydoc_data/topics.py; give a text with input.path=")
         path = spec.origin
     check_readable(Path(path), "input.path")
     text_bytes = Path(path).stat().st_size
@@ -91,7 +91,7 @@ def _read_text(path: str | None, tokens: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TextSource:
-    """The bytes of a text through an embedding and projections that `seed` fixes, with rotary positions on q and k."""
+    """The bytes of a text, embedded and projected with weights from `seed`, with rotary positions on q and k."""
 
     shape: InputShape
     data: np.ndarray
@@ -100,7 +100,7 @@ class TextSource:
     def rows(self, name: str, r: range) -> torch.Tensor:
         """Rows `r` of q, k or v: [batch, heads, len(r), dim]."""
         heads, dim = (self.shape.heads if name == "q" else self.shape.kv_heads), self.shape.head_dim
-        # A byte has 256 values: the embedding is projected once, not the text, and rows do not depend on the shard.
+        # A byte has 256 values: project the embedding table, not the text. Rows then do not depend on the shard.
         generator = torch.Generator().manual_seed(self.seed * 4 + NAMES.index(name) + 1)
         table = torch.randn(256, EMBEDDING, generator=torch.Generator().manual_seed(self.seed * 4), device="cpu")
         weights = torch.randn(EMBEDDING, heads * dim, generator=generator, device="cpu") / math.sqrt(EMBEDDING)
@@ -116,7 +116,7 @@ class TextSource:
 
 
 def rotate_pairs(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of x [..., n, D] at global `positions` [n]; an odd last column stays as it is."""
+    """Rotary position embedding of x [..., n, D] at global `positions` [n]; an odd last column is unchanged."""
     paired = x.shape[-1] // 2 * 2
     if not paired:
         return x
@@ -147,7 +147,7 @@ class RandomSource:
 
 @dataclass(frozen=True)
 class FileSource:
-    """q, k and v of a file, and dout where the file has it."""
+    """q, k and v of a file, and dout if the file has it."""
 
     shape: InputShape
     tensors: Mapping[str, StoredTensor | torch.Tensor]
@@ -157,17 +157,17 @@ class FileSource:
         return self.view(name, r).clone()
 
     def view(self, name: str, r: range) -> torch.Tensor:
-        """Rows `r` of q, k, v or dout; of a safetensors file mapped: only rows that are read come into memory."""
+        """Rows `r` of q, k, v or dout; from a safetensors file, memory-mapped: loaded when they are read."""
         x = self.tensors[name]
         return x[:, :, r.start : r.stop : r.step] if isinstance(x, torch.Tensor) else x.rows(r)
 
 
-#: An input that can be read by rows.
+#: Any input that can be read by rows.
 InputSource = TextSource | RandomSource | FileSource
 
 
 def _open_file(path: Path) -> FileSource:
-    """The tensors of a file. Raises InvalidInput where q, k or v is missing, or where they do not fit each other."""
+    """The tensors of a file. Raises InvalidInput if q, k or v is missing, or if their shapes or dtypes do not match."""
     check_readable(path, "input.path")
     if path.suffix not in (".safetensors", ".npz"):
         raise InvalidInput(
@@ -177,15 +177,15 @@ def _open_file(path: Path) -> FileSource:
     for name in NAMES:
         if name not in tensors:
             names = ", ".join(sorted(tensors)) or "none of q, k, v and dout"
-            raise InvalidInput(f"input.path={path}: has no tensor {name!r}, only {names}; add it")
+            raise InvalidInput(f"input.path={path}: tensor {name!r} is missing, found only {names}; add it")
     q, k, v = (tensors[name] for name in NAMES)
     shapes = ", ".join(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}" for name in NAMES)
     fits = {len(x.shape) for x in (q, k, v)} == {4} and all((*q.shape, *k.shape, *v.shape))
     fits = fits and k.shape[:3] == v.shape[:3] and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
     if not fits or not q.dtype == k.dtype == v.dtype:
         raise InvalidInput(
-            f"input.path={path}: q, k and v do not fit each other: {shapes}; expected q [B, H, N, D], k [B, K, N, D] "
-            "and v [B, K, N, any] of one dtype, with a token or more"
+            f"input.path={path}: q, k and v do not match: {shapes}; expected q [B, H, N, D], k [B, K, N, D] "
+            "and v [B, K, N, any] of one dtype, with at least one token"
         )
     shape = InputShape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3], v.shape[3], q.dtype)
     return FileSource(shape, tensors)

@@ -1,4 +1,4 @@
-"""ringattn <verb> [overrides]: the command line, on Hydra."""
+"""ringattn <verb> [overrides]: the command line, built on Hydra."""
 
 from __future__ import annotations
 
@@ -36,33 +36,34 @@ from .config.overrides import (
 from .config.schema import SCHEMAS
 from .signals import ending_at_once, ending_tidily
 
-#: What runs a verb, called with its configuration; the laboratory and other packages add verbs by entry points.
+#: The function that runs each verb, called with its configuration. ringattn.lab and other packages add verbs through
+#: entry points.
 VERBS: Registry[Callable[[Any], dict[str, Any] | None]] = Registry(
     "verbs", {verb: f"cli.{verb}:main" for verb in ("run", "plan", "simulate", "doctor")}
 )
 #: `bench` is the older name of `report`.
 NAMES = (*SCHEMAS, "bench")
-#: What Hydra raises, besides its own errors, for overrides of its own keys or of groups that it cannot use.
+#: Errors, besides Hydra's own, that Hydra raises for unusable overrides of its own keys or of groups.
 HYDRA_ERRORS = (ValueError, TypeError, AttributeError, KeyError, AssertionError, ImportError, RuntimeError)
 #: Verbs that every rank of a launched job runs.
 RANK_VERBS = ("run", "calibrate")
-#: Exit status of a wrong call.
+#: Exit status after an error.
 USAGE_ERROR = 2
-#: The most characters of an error's line that are printed, and how many of them are from the line's end.
+#: Longer error lines are cut to MAX_LINE characters, the last LINE_END of them from the end of the line.
 MAX_LINE, LINE_END = 1200, 200
 
 
 def main() -> None:
     """Run the command line of `ringattn` and `python -m ringattn`."""
     if sys.platform == "win32" and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")  # a pipe has another encoding there, without the signs of pictures
+        sys.stdout.reconfigure(encoding="utf-8")  # a pipe's encoding there lacks the symbols of pictures
     with _telling_errors(), ending_at_once():
         _dispatch(sys.argv[1:])
 
 
 @contextmanager
 def _telling_errors() -> Iterator[None]:
-    """Print an error of the block in a line and end; end silently where nobody reads standard output."""
+    """Print an error of the block as one line and exit; exit silently if nobody reads standard output."""
     try:
         yield
         sys.stdout.flush()
@@ -72,10 +73,10 @@ def _telling_errors() -> Iterator[None]:
         drop_output()
         raise SystemExit(UNREAD) from None
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:  # writers of files raise errors of their own
+        if error.errno != errno.ENOSPC or error.filename is not None:  # code that writes files raises its own errors
             raise
         drop_output()
-        _fail(InvalidInput(f"standard output: could not be written ({error.strerror}); make room where it goes"))
+        _fail(InvalidInput(f"cannot write to standard output ({error.strerror}); free some space there"))
 
 
 def _dispatch(arguments: list[str]) -> None:
@@ -106,7 +107,7 @@ def _usage() -> str:
             *lines,
             "",
             "ringattn <verb> --help                     examples, keys and groups of a verb; --help GROUP: its options",
-            "ringattn <verb> --cfg job --resolve        the configuration that would run",
+            "ringattn <verb> --cfg job --resolve        the resolved configuration, without running it",
             "ringattn <verb> -m ranks=2,4               one job per value; simulate: one study",
             'eval "$(ringattn -sc install=bash)"         completion in this shell (also zsh, fish)',
             "",
@@ -116,10 +117,10 @@ def _usage() -> str:
 
 
 def _complete(words: list[str], request: str) -> None:
-    """Install completion in a shell, or print what the last word of the shell's COMP_LINE may become."""
+    """Install completion in a shell, or print the completions of the last word of the shell's COMP_LINE."""
     if not request.startswith("query="):
         verb = next((word for word in words if word in NAMES), "run")
-        _run_hydra(verb, ["-sc", request], program="ringattn")  # the command that the shell completes
+        _run_hydra(verb, ["-sc", request], program="ringattn")  # the name of the command to complete
         return
     line = os.environ.get("COMP_LINE", "")
     words = line.split()
@@ -130,7 +131,7 @@ def _complete(words: list[str], request: str) -> None:
         os.environ["COMP_LINE"] = " ".join(["ringattn", *words[2:]]) + " " * line.endswith(" ")
         with redirect_stdout(io.StringIO()) as answer:
             _run_hydra(verb, ["-sc", request], program="ringattn")
-        # Hydra offers all config groups, also those that the verb does not have.
+        # Hydra offers all config groups, including those that the verb does not have.
         keys = {"hydra", *read_defaults(verb)}
         offered = [word for word in answer.getvalue().split() if re.split(r"[.=/]", word)[0] in keys]
         print(("\n" if request == "query=fish" else " ").join(offered))  # noqa: T201
@@ -141,7 +142,7 @@ def _full_name(verb: str) -> str:
 
 
 def _run_verb(verb: str, given: Namespace) -> None:
-    """Print the help of a verb, or run the verb as this process's rank of the job."""
+    """Print the help of a verb, or run it, as one rank of the job if a launcher started this process."""
     if verb not in NAMES:
         SCHEMAS.check_installed()
         hint = did_you_mean(verb, NAMES)
@@ -156,10 +157,10 @@ def _run_verb(verb: str, given: Namespace) -> None:
     verb, overrides = _own_overrides(verb, given)
     other_mode = any(each.startswith("mode=") and each != "mode=timing" for each in overrides)
     if verb == "simulate" and given.multirun and not other_mode:
-        overrides, given.multirun = as_study(overrides), False  # its points are one study, in one folder
+        overrides, given.multirun = as_study(overrides), False  # simulate runs all jobs as one study, in one folder
     launch = detect()
     if verb not in RANK_VERBS and (launch.local_rank if verb == "doctor" else launch.rank):
-        return  # rank 0 speaks for all ranks; for doctor, which describes a machine, one rank of every node
+        return  # only rank 0 prints; for doctor, which describes a machine, one rank per node
     if launch.rank == 0:
         show_note("starting ...")
     arguments = [*given.options, *(["--multirun"] if given.multirun else []), *prepare(verb, overrides)]
@@ -167,19 +168,19 @@ def _run_verb(verb: str, given: Namespace) -> None:
         arguments += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
     with ExitStack() as stack:
         if launch.rank > 0 and launch.kind in ("mpich", "openmpi"):
-            # mpirun sets no name of the job, and the clocks of nodes differ, so these ranks cannot name the folder of
-            # the job. Hydra writes into the folder of a sweep.
+            # mpirun gives jobs no name and clocks differ between nodes, so these ranks cannot know the job's folder.
+            # Hydra always writes into the sweep folder: give it a temporary one.
             scratch = stack.enter_context(TemporaryDirectory(prefix="ringattn-")) if given.multirun else "."
             arguments += ["hydra.run.dir=.", f"hydra.sweep.dir={scratch}"]
         _run_hydra(verb, arguments)
 
 
 def _own_overrides(verb: str, given: Namespace) -> tuple[str, list[str]]:
-    """(verb, overrides) with --json, --compare and `report NAME` written as overrides. Raises InvalidInput."""
+    """(verb, overrides), with --json, --compare and `report NAME` turned into overrides. Raises InvalidInput."""
     overrides = given.words[1:]
     if given.json:
         if verb not in JSON_KEYS:
-            raise InvalidInput(f"--json: ringattn {verb} prints no JSON; it is for {', '.join(JSON_KEYS)}")
+            raise InvalidInput(f"--json: ringattn {verb} prints no JSON; use it with {', '.join(JSON_KEYS)}")
         overrides.append(f"{JSON_KEYS[verb]}=-")
     if given.compare:
         if verb != "report":
@@ -187,7 +188,7 @@ def _own_overrides(verb: str, given: Namespace) -> tuple[str, list[str]]:
         overrides.append(f"compare=[{','.join(map(quote, given.compare))}]")
     if verb == "report" and overrides and re.fullmatch(r"\w+", overrides[0]):
         overrides[0] = f"suite={overrides[0]}"
-        if overrides[0] == "suite=billion":  # a study of the timing model
+        if overrides[0] == "suite=billion":  # this suite is a study of the timing model
             return "simulate", ["experiment=billion_tokens", *overrides[1:]]
     return verb, overrides
 
@@ -200,7 +201,7 @@ def _run_hydra(verb: str, prepared: list[str], program: str | None = None) -> No
     omegaconf.OmegaConf.register_new_resolver("run_id", _run_id, replace=True, use_cache=True)
     sys.argv = [program or f"ringattn {verb}", *prepared]
     task = _Task(verb)
-    # Hydra raises its errors, instead of printing them and ending the process.
+    # Make Hydra raise its errors instead of printing them and exiting.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         if "--multirun" in prepared and not any(each.startswith("hydra/") for each in prepared):
@@ -222,23 +223,23 @@ def _run_hydra(verb: str, prepared: list[str], program: str | None = None) -> No
             raise
         kind = "sweep" if "--multirun" in prepared else "run"
         raise InvalidInput(
-            f"{error.filename or 'the folder of this job'}: Hydra's record of the job cannot be written "
+            f"{error.filename or 'the folder of this job'}: cannot write Hydra's record of the job "
             f"({error.strerror}); try another folder, such as hydra.{kind}.dir=/tmp/ringattn"
         ) from error
 
 
 class _Task:
-    """The function that Hydra calls with the configuration of a job; `running` while the verb itself runs."""
+    """The function that Hydra calls with the configuration of each job; `running` is True while the verb runs."""
 
     def __init__(self, verb: str) -> None:
         self.verb = verb
         self.running = False
-        #: Of every job that prints: its overrides, and the headline numbers of its report.
+        #: (overrides, headline numbers) of each job, except those that print JSON.
         self.jobs: list[tuple[dict[str, str], dict[str, str]]] = []
 
     def __call__(self, composed: Any) -> None:
         omegaconf = import_module("omegaconf")
-        with _telling_errors():  # of an error that leaves this function, Hydra would print the traceback
+        with _telling_errors():  # Hydra would print a traceback for an error that leaves this function
             check_parameters(composed)
             try:
                 config = omegaconf.OmegaConf.to_object(composed)
@@ -246,10 +247,10 @@ class _Task:
                 raise explain(self.verb, error) from error
             self.running = True
             run = VERBS[self.verb]
-            show_note()  # what comes next has progress of its own
+            show_note()  # clear the note: the verb shows its own progress
             with ending_tidily(launched=self.verb in RANK_VERBS and detect().kind != "none"):
                 record = run(config)
-            # JSON on standard output stands alone.
+            # JSON on standard output must stay alone: no table after it.
             if record is not None and omegaconf.OmegaConf.select(composed, JSON_KEYS[self.verb]) != STDOUT:
                 given = import_module("hydra.core.hydra_config").HydraConfig.get().overrides.task
                 comparison = import_module(".comparison", __package__)
@@ -258,7 +259,7 @@ class _Task:
 
 
 def _fail(error: RingAttentionError) -> NoReturn:
-    """Print an error, its long lines shortened: they may repeat a value of any length. End with `USAGE_ERROR`."""
+    """Print an error with long lines cut (they may repeat a long value), and exit with `USAGE_ERROR`."""
     if os.environ.get("RINGATTN_TRACEBACK") == "1":
         raise error
     lines = [
@@ -272,9 +273,9 @@ def _fail(error: RingAttentionError) -> NoReturn:
 
 
 def _run_id() -> str:
-    """The name of the run directory, equal on all ranks of a job."""
+    """The name of the run directory, the same on all ranks of a job."""
     elastic = os.environ.get("TORCHELASTIC_RUN_ID")
-    if elastic == "none":  # torchrun without a rendezvous id: its ranks share a parent
+    if elastic == "none":  # torchrun without a rendezvous id: use the ranks' common parent process
         elastic = f"torchrun-{os.getppid()}"
     job = os.environ.get("RINGATTN_RUN_ID") or elastic or os.environ.get("SLURM_JOB_ID")
     return job or time.strftime("%Y-%m-%d/%H-%M-%S")

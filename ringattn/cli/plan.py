@@ -1,4 +1,4 @@
-"""ringattn plan: counted facts of a plan, without torch."""
+"""ringattn plan: print what a plan computes and sends, counted without torch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from .comparison import headlines, print_jobs
 from .config.build import plans_from_config
 from .config.schema import PlanConfig
 
-#: Up to this many ranks all ranks are counted; more ranks only where that takes at most so many lookups of tiles.
+#: Count all ranks of a plan with up to SMALL_RANKS ranks; of a larger one only if this takes at most MAX_LOOKUPS tile
+#: lookups.
 SMALL_RANKS, MAX_LOOKUPS = 64, 1_800_000
-#: The most ranks in the table, spread evenly over all ranks.
+#: The most ranks shown in the table, spread evenly over all ranks.
 TABLE_RANKS = 16
 #: Names of the passes, and whether each is a backward.
 DIRECTIONS = {"forward": False, "backward": True}
@@ -34,9 +35,9 @@ TOTALS_LEFT_OUT = "left out: they need the steps of every rank"
 
 
 def main(config: PlanConfig) -> dict[str, Any]:
-    """Print the picture, pairs, imbalance and bytes of a plan; write them as JSON to a path. Returns its totals.
+    """Print the picture, pairs, imbalance and bytes of a plan, and write them as JSON if a path is given; returns them.
 
-    Of several patterns, those of each, with a table at the end; the JSON has a list of them.
+    For several patterns: one after the other, with a table at the end; the JSON has a list, "masks".
     """
     config.check()
     path = config.output.path
@@ -51,11 +52,11 @@ def main(config: PlanConfig) -> dict[str, Any]:
 
 
 def _show(plan: Plan, config: PlanConfig) -> dict[str, Any]:
-    """Print a plan and what is counted of it; returns both for JSON."""
+    """Print a plan and its counts; returns both for JSON."""
     path = config.output.path
     lookups = count_lookups(plan, plan.ranks // 2) if plan.ranks > SMALL_RANKS else 0
     count = min(plan.ranks, TABLE_RANKS)
-    # None: the steps of a single rank would take too long.
+    # `lookups` is None if even the steps of one rank take too long to count.
     ranks = [] if lookups is None else _count_ranks(plan, [plan.ranks * i // count for i in range(count)])
     counts_all = lookups is not None and lookups * plan.ranks <= MAX_LOOKUPS
     totals = _count_totals(plan, counts_all)
@@ -73,7 +74,7 @@ def _show(plan: Plan, config: PlanConfig) -> dict[str, Any]:
 
 
 def _count_totals(plan: Plan, counts_all: bool) -> dict[str, Any]:
-    """The pairs of a plan, and where the steps of all ranks can be counted, its imbalance and what passes send."""
+    """The pairs of a plan; with `counts_all`, also its imbalance and the bytes and messages of each pass."""
     totals: dict[str, Any] = {"pairs": plan.pairs(), "dense_pairs": plan.heads * plan.q_tokens * plan.tokens}
     if counts_all:
         totals["imbalance"] = plan.imbalance
@@ -99,7 +100,7 @@ def _count_ranks(plan: Plan, ranks: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _count_sent(plan: Plan, rank: int | None, backward: bool) -> dict[str, int]:
-    """The bytes and messages that a rank, or all ranks (None), sends in a pass."""
+    """The bytes and messages sent in a pass by `rank`; by all ranks if it is None."""
     return {"bytes": plan.bytes_sent(rank, backward=backward), "messages": plan.messages(rank, backward=backward)}
 
 
@@ -115,8 +116,8 @@ def _print(plan: Plan, ranks: list[dict[str, Any]], totals: dict[str, Any], *, a
         print_grid("", ("[counted]", "tokens", "pairs", "sends forward", "sends backward"), rows)
     else:
         get_console().print(
-            f"Each of these {plan.ranks:,} ranks has so many steps that they are neither drawn nor counted; try a "
-            "pattern that reaches less far, or fewer ranks.",
+            f"Each of these {plan.ranks:,} ranks has too many steps to draw or count; try a pattern with a shorter "
+            "reach, or fewer ranks.",
             highlight=False,
         )
     forward = "" if plan.q_layout is None else f"{plan.forward_rotates} rotate in the forward, "

@@ -1,4 +1,4 @@
-"""The ranks of a verb: checks on their number, and how to start them, here or within a torchrun, mpirun or srun job."""
+"""Checks and starts the ranks of a verb, on this machine or as part of a torchrun, mpirun or srun job."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..transport.mpi import INSTALL, AbortOnError, Mpi, load
 from ..transport.torchdist import TorchDist
 from .config.groups import TransportGroup, check_choice, check_least, default_of
 
-#: Transports whose ranks a launcher may have started.
+#: Transports whose ranks a launcher may start.
 LAUNCHED = ("gloo", "nccl", "mpi")
 #: The most local ranks per core, and the most threads per core.
 MAX_PER_CORE = 32
 #: The longest timeout in seconds: a year.
 MAX_TIMEOUT = 31_536_000
-#: The most virtual ranks, which take turns in this process.
+#: The most virtual ranks in one process.
 MAX_VIRTUAL = 1 << 14
 
 
@@ -40,16 +40,16 @@ class RankConfig(Protocol):
 
 
 C = TypeVar("C", bound=RankConfig)
-#: What a rank may return for the process that prints.
+#: What a rank returns: a report to print, or None.
 Report = dict[str, Any] | None
-#: What a rank does. New processes import it by name: it is a function of a module, or a partial of one.
+#: The function that each rank runs: a module-level function, or a partial of one, as new processes import it by name.
 Worker = Callable[[C, Transport], Report]
 
 
 def check_ranks(config: RankConfig, alone: str) -> None:
-    """Raise InvalidInput where the transport, the number of ranks, the threads or the timeout cannot be used.
+    """Raise InvalidInput if the transport, the number of ranks, the threads or the timeout cannot be used.
 
-    `alone` is the transport of the verb that is one process.
+    `alone` is the verb's single-process transport, such as "virtual".
     """
     transport = config.transport.spec
     check_choice("transport", transport, (*LAUNCHED, alone, *REGISTERED_TRANSPORTS.installed))
@@ -58,19 +58,19 @@ def check_ranks(config: RankConfig, alone: str) -> None:
     fitting = (default_of(config, "ranks"), launch.world)
     if launch.kind != "none" and transport in LAUNCHED and config.ranks not in fitting:
         raise InvalidInput(
-            f"ranks={config.ranks}: {launch.kind} started {launch.world}, and as many take part; leave ranks out, give "
-            f"ranks={launch.world}, or have {launch.kind} start another number"
+            f"ranks={config.ranks}: {launch.kind} started {launch.world} ranks; leave ranks out, or give "
+            f"ranks={launch.world}, or start another number with {launch.kind}"
         )
     max_ranks = MAX_PER_CORE * (os.cpu_count() or 1)
     if config.ranks > max_ranks and transport in ("gloo", "nccl") and launch.kind == "none":
         raise InvalidInput(
-            f"ranks={config.ranks:,}: each would be a process of this machine, which starts at most {max_ranks} of "
-            "them; start the ranks with torchrun, or try ringattn run transport=virtual, or ringattn simulate"
+            f"ranks={config.ranks:,}: at most {max_ranks} processes are started on this machine; start the ranks with "
+            "torchrun, or try ringattn run transport=virtual, or ringattn simulate"
         )
     if config.ranks > MAX_VIRTUAL and transport == "virtual":
         raise InvalidInput(
-            f"ranks={config.ranks:,}: at most {MAX_VIRTUAL:,} virtual ranks take turns in one process; try fewer, or "
-            "ringattn simulate mode=numerics, which executes some rows of any number of ranks"
+            f"ranks={config.ranks:,}: at most {MAX_VIRTUAL:,} virtual ranks fit in one process; try fewer, or ringattn "
+            "simulate mode=numerics, which executes sampled rows of any number of ranks"
         )
     check_threads("threads", config.threads)
     if not 0 < config.timeout <= MAX_TIMEOUT:
@@ -84,26 +84,26 @@ def check_ranks(config: RankConfig, alone: str) -> None:
 
 
 def check_threads(name: str, threads: int | None) -> None:
-    """Raise InvalidInput where torch cannot start this number of threads here. None is fine."""
+    """Raise InvalidInput if this number of threads is out of range; None is always valid."""
     max_threads = MAX_PER_CORE * (os.cpu_count() or 1)
     if threads is not None and not 1 <= threads <= max_threads:
         raise InvalidInput(
-            f"{name}={threads:,}: must be 1 .. {max_threads}, {MAX_PER_CORE} for each core; leave it out to share the "
+            f"{name}={threads:,}: must be 1 .. {max_threads}, {MAX_PER_CORE} per core; leave it out to share the "
             "cores evenly"
         )
 
 
 def rank_device(config: RankConfig) -> torch.device:
-    """The device of the tensors of this rank."""
+    """The device of this rank's tensors."""
     if config.transport.spec == "nccl" or config.transport.gpu_aware:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def start_ranks(config: C, work: Worker[C], verb: str) -> Report:
-    """Run `work(config, transport)` on every rank: in this process under a launcher, else in new processes.
+    """Run `work(config, transport)` on every rank: under a launcher, this process is one; else start local processes.
 
-    Returns the report of this process's rank, or of rank 0 of new processes.
+    Returns the report of this process's rank, or of rank 0 of the new processes.
     """
     launch = detect()
     if config.transport.spec in REGISTERED_TRANSPORTS.installed:
@@ -125,7 +125,7 @@ def start_ranks(config: C, work: Worker[C], verb: str) -> Report:
 
 
 def _run_locally(config: C, work: Worker[C]) -> Report:
-    """Run the ranks as new processes of this machine, with the standard output and the report of rank 0."""
+    """Run the ranks as new processes on this machine; rank 0 prints, and its report is returned."""
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.ranks)
     show_note(f"starting {plural(config.ranks, 'rank')} ...")
     try:
@@ -146,7 +146,7 @@ def _run_locally(config: C, work: Worker[C]) -> Report:
 
 
 def _run_local_rank(rank: int, config: C, work: Worker[C]) -> Report:
-    """One local rank. It prints an error of ringattn as one line, which the parent process repeats."""
+    """Run one local rank. Prints a ringattn error as one line, which the parent process repeats."""
     try:
         return work(config, TorchDist(timeout=config.timeout))
     except RingAttentionError as error:
@@ -158,13 +158,13 @@ def _run_local_rank(rank: int, config: C, work: Worker[C]) -> Report:
 
 
 def _set_cuda_device(launch: Launch, setting: str) -> torch.device:
-    """Make a rank's own CUDA device the current device, and return it. Raises InvalidInput where there is none."""
+    """Make this rank's CUDA device current and return it. Raises InvalidInput if there is none."""
     if not torch.cuda.is_available():
         raise InvalidInput(
-            f"{setting} needs a CUDA device, and this rank sees none (ringattn doctor says why); leave it out, or try "
-            "transport=gloo, for CPU tensors"
+            f"{setting} needs a CUDA device, but this rank sees none (see ringattn doctor); leave it out, or try "
+            "transport=gloo for CPU tensors"
         )
-    # The modulo is for launchers that show each rank only its own device.
+    # Modulo, because some launchers show each rank only its own device.
     device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
@@ -173,7 +173,7 @@ def _set_cuda_device(launch: Launch, setting: str) -> torch.device:
 def _run_under_torchrun(launch: Launch, config: C, work: Worker[C]) -> Report:
     """Run this process's rank of a torchrun job."""
     torch.set_num_threads(config.threads or int(os.environ.get("OMP_NUM_THREADS", "1")))
-    # Before the group is made: NCCL then connects the devices at once, and no rank takes the first device.
+    # Set the device before creating the group: NCCL then connects at once, and ranks do not all use device 0.
     device = _set_cuda_device(launch, "transport=nccl") if config.transport.spec == "nccl" else None
     init_process_group(launch, backend=config.transport.spec, timeout=config.timeout, device=device)
     try:
@@ -183,12 +183,12 @@ def _run_under_torchrun(launch: Launch, config: C, work: Worker[C]) -> Report:
 
 
 def _run_under_mpi(launch: Launch, config: C, work: Worker[C], verb: str) -> Report:
-    """Run this process's rank of an mpirun job, or of an srun job whose Slurm speaks the MPI library's PMI."""
+    """Run this process's rank of an mpirun job, or of an srun job if Slurm supports the MPI library's PMI."""
     if launch.kind in ("none", "torchrun"):
         how = "torchrun started this job" if launch.kind == "torchrun" else "no MPI launcher started this process"
         raise InvalidInput(
             f"transport=mpi: {how}; start it with mpirun -n {config.ranks} ringattn {verb} transport=mpi ... "
-            f"(where mpirun or mpi4py is missing: {INSTALL})"
+            f"(if mpirun or mpi4py is missing: {INSTALL})"
         )
     torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // max(launch.local_world, 1)))
     load()
@@ -198,7 +198,7 @@ def _run_under_mpi(launch: Launch, config: C, work: Worker[C], verb: str) -> Rep
         transport = Mpi(timeout=config.timeout, gpu_aware=config.transport.gpu_aware)
         if transport.size != launch.world:
             raise InvalidInput(
-                f"{launch.kind} started {launch.world} processes, and MPI in this one knows of {transport.size}: "
-                "mpirun and mpi4py belong to different MPI libraries; use the mpirun that ringattn doctor names"
+                f"{launch.kind} started {launch.world} processes, but MPI sees {transport.size}: mpirun and mpi4py "
+                "belong to different MPI libraries; use the mpirun that ringattn doctor shows"
             )
         return work(config, transport)

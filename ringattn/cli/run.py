@@ -1,4 +1,4 @@
-"""ringattn run: attention over one input, timed, counted, and compared with the oracle."""
+"""ringattn run: run attention over one input; time it, count its messages, and compare it with the oracle."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from .run_offloaded import OffloadedRun
 
 
 def main(config: RunConfig) -> dict[str, Any] | None:
-    """Run on virtual ranks, chunk by chunk, as one rank of a launched job, or on local ranks started here.
+    """Run attention: on virtual ranks, offloaded chunk by chunk, as one rank of a launched job, or on new local ranks.
 
-    Returns the report; None on other ranks of a launched job.
+    Returns the report; None on ranks other than 0 of a launched job.
     """
     config.check()
     check_ranks(config, "virtual")
@@ -39,7 +39,7 @@ def main(config: RunConfig) -> dict[str, Any] | None:
     launcher = detect().kind
     if launcher != "none" and (config.offload is not None or is_virtual):
         setting = "transport=virtual" if config.offload is None else f"offload={config.offload}"
-        raise InvalidInput(f"{setting} is one process, not {launcher}'s; start ringattn run without {launcher}")
+        raise InvalidInput(f"{setting} runs in one process; start ringattn run without {launcher}")
     if config.offload is None and not is_virtual:
         plan = None
         if launcher == "none" and config.transport.spec == "gloo":
@@ -53,7 +53,10 @@ def main(config: RunConfig) -> dict[str, Any] | None:
 
 
 def _count_cores(config: RunConfig) -> None:
-    """Tell the machine where local ranks share cores, unless it has nodes of its own: `auto` counts that."""
+    """Set `cores` and `ranks_per_node` of the machine if local ranks share cores, so that `auto` takes it into account.
+
+    Does nothing if the machine already has nodes.
+    """
     machine, count = config.machine.made(ranks=config.ranks), os.cpu_count() or 1
     cores = machine.cores or max(1, count // (config.threads or max(1, count // config.ranks)))
     given = vars(config.machine)
@@ -62,21 +65,21 @@ def _count_cores(config: RunConfig) -> None:
 
 
 def _check_paths(config: RunConfig) -> None:
-    """Raise InvalidInput where an output would replace the input or the other output, or has another format."""
+    """Raise InvalidInput if an output would overwrite the input or another output, or has the wrong file type."""
     source, output, report = config.input.path, config.output.path, config.output.report
     if source is not None and output is not None and Path(source).resolve() == Path(output).resolve():
-        raise InvalidInput(f"output.path={output} is the input, which would be lost; give another path")
+        raise InvalidInput(f"output.path={output} is the input, which it would overwrite; give another path")
     if output is not None and Path(output).suffix != ".safetensors":
         raise InvalidInput(
-            f"output.path={output}: safetensors is what is written; give a path that ends in .safetensors"
+            f"output.path={output}: the output is a safetensors file; give a path that ends in .safetensors"
         )
     for other in (source, output) if report not in (None, STDOUT) else ():
         if other is not None and report is not None and Path(other).resolve() == Path(report).resolve():
-            raise InvalidInput(f"output.report={report} is {other}, which would be lost; give another path")
+            raise InvalidInput(f"output.report={report} would overwrite {other}; give another path")
 
 
 def _plan_for_ranks(config: RunConfig) -> Plan | None:
-    """The plan of the ranks that this process starts; None with mode=decode. Raises errors once, before any starts."""
+    """The plan of the local ranks; None with mode=decode. Checks everything here, so errors are raised only once."""
     if config.mode == "decode":
         DecodeRun(config, None).open()
         return None
@@ -87,12 +90,12 @@ def _plan_for_ranks(config: RunConfig) -> Plan | None:
 
 
 def _worker(config: RunConfig, transport: Transport, plan: Plan | None) -> dict[str, Any] | None:
-    """What a rank does; it plans itself where a launcher started it, and `plan` is None."""
+    """Run one rank. `plan` is None under a launcher: then each rank makes the plan itself."""
     return DecodeRun(config, transport).run() if config.mode == "decode" else RankRun(config, transport, plan).run()
 
 
 class RankRun(Run):
-    """This process is one rank of a transport, which carries all that the ranks exchange, measurements too."""
+    """A run in which this process is one rank; the transport carries everything, including measurements."""
 
     def __init__(self, config: RunConfig, transport: Transport, plan: Plan | None) -> None:
         super().__init__(config, plan)
@@ -137,7 +140,7 @@ class RankRun(Run):
         return f"rank {rank}"
 
     def write(self, path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Rank 0 receives shard after shard and writes them: it alone holds the whole output."""
+        """Gather the shards on rank 0, which alone holds the whole output, and write them there."""
         layout = self.plan.layout
         sequences = []
         for x in (out.contiguous(), lse.unsqueeze(-1).contiguous()):
@@ -155,13 +158,13 @@ class RankRun(Run):
                 save_output(path, sequences[0], sequences[1].squeeze(-1))
 
     def _exchange(self, stage: str, record: bytes) -> list[bytes]:
-        """The records of every rank, in rank order."""
+        """Exchange `record`; returns the records of all ranks, in rank order."""
         with Exchange(self.transport, stage) as exchange:
             exchange.mine = record
         return exchange.records
 
     def _reduce(self, x: torch.Tensor, top: bool) -> None:
-        """Sum a tensor over all ranks, or take the maximum where `top`, in place."""
+        """Reduce a tensor over all ranks in place: the sum, or with `top` the maximum."""
         records = self._exchange("oracle", x.numpy().tobytes())
         parts = [torch.frombuffer(bytearray(record), dtype=x.dtype) for record in records]
         stacked = torch.stack(parts).view(self.ranks, *x.shape)

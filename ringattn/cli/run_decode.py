@@ -1,4 +1,4 @@
-"""ringattn run mode=decode: a prompt in chunks, then new tokens one by one, over a K/V cache sharded over ranks."""
+"""ringattn run mode=decode: a prompt in chunks, then tokens one at a time, with a K/V cache sharded over ranks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .ranks import rank_device
 
 
 class DecodeRun:
-    """The virtual ranks of this process (`transport` None), or one rank of a transport."""
+    """A decode on the virtual ranks of this process (`transport` None), or on one rank of a transport."""
 
     def __init__(self, config: RunConfig, transport: Transport | None) -> None:
         sizes = (parse_size(x, name) for x, name in ((config.context, "context"), (config.new, "new")))
         self.context, self.new = sizes
         self.chunk = self.context if config.chunk is None else parse_size(config.chunk, "chunk")
         if not min(self.context, self.new, self.chunk, config.batch):
-            raise InvalidInput("mode=decode needs a token or more of context=, new= and chunk=, and a row of batch=")
+            raise InvalidInput("mode=decode needs context=, new=, chunk= and batch= of at least 1")
         self.config, self.transport = replace(config, tokens=self.context + self.new), transport
         self.pattern = parse_pattern(config.pattern.spec)
         total, heads = self.context + self.new, range(config.heads)
@@ -44,12 +44,12 @@ class DecodeRun:
         )
         if alone != causal:
             raise InvalidInput(
-                f"mode=decode pattern={config.pattern.spec}: tokens see later ones, which a step does not have; try "
+                f"mode=decode pattern={config.pattern.spec}: tokens see later ones, but decoding is causal; try "
                 f"'Causal() & ({config.pattern.spec})'"
             )
 
     def run(self) -> dict[str, Any] | None:
-        """Generate, compare with the oracle, and report; rank 0 returns the report."""
+        """Decode, compare with the oracle, and print; returns the report on rank 0, None on the others."""
         config, transport = self.config, self.transport
         source, total = self.open(), self.context + self.new
         who: dict[str, Any] = {"ranks": config.ranks} if transport is None else {"transport": transport}
@@ -100,15 +100,15 @@ class DecodeRun:
         return record
 
     def open(self) -> InputSource:
-        """The input. Raises InvalidInput, where the report cannot be written, too."""
+        """The input. Raises InvalidInput, also if the report cannot be written."""
         source, total = open_source(self.config), self.context + self.new
         if source.shape.tokens != total:
-            raise InvalidInput(f"context + new = {total:,}, and the input has {source.shape.tokens:,} tokens")
+            raise InvalidInput(f"context + new = {total:,}, but the input has {source.shape.tokens:,} tokens")
         check_json(self.config.output.report)
         return source
 
     def _time(self, call: Any) -> tuple[float, torch.Tensor]:
-        """The seconds of a call, from the start of all processes, and its result."""
+        """(seconds, result) of a call, timed after all processes have met."""
         self._tell_all({})
         start = time.perf_counter()
         out = call()
@@ -117,7 +117,7 @@ class DecodeRun:
         return time.perf_counter() - start, out
 
     def _tell_all(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """What every process tells, in rank order."""
+        """The records of all processes, in rank order; `mine` is this one's."""
         if self.transport is None:
             return [mine]
         with Exchange(self.transport, "decode") as exchange:
@@ -125,7 +125,7 @@ class DecodeRun:
         return [json.loads(record) for record in exchange.records]
 
     def _error(self, out: torch.Tensor, source: InputSource) -> float | None:
-        """The largest error of the last new tokens, relative to the largest output of the oracle."""
+        """The largest error of the last new tokens, relative to the largest oracle output; None if sample=0."""
         count, total = min(self.config.sample, self.new), self.context + self.new
         if not count:
             return None

@@ -1,4 +1,4 @@
-"""What every kind of `ringattn run` does: warm up, time, count, compare with the oracle, write, report."""
+"""The steps shared by all kinds of `ringattn run`: warm up, time, count, compare with the oracle, write, report."""
 
 from __future__ import annotations
 
@@ -44,38 +44,38 @@ from .config.schema import RunConfig
 from .inputs import NAMES, InputSource, open_source
 
 T = TypeVar("T")
-#: Ranks whose steps are counted to tell how far a run is.
+#: Ranks whose steps are counted to estimate the total for the progress display.
 SAMPLED_RANKS = 16
 
 
 def plan_run(config: RunConfig, source: InputSource, ranks: int) -> Plan:
-    """The plan of a configuration with the sizes of its input, on the device of its transport. Raises InvalidInput."""
+    """The plan of a configuration, with the sizes of the input and the device of the transport. Raises InvalidInput."""
     device = "cuda" if config.transport.spec == "nccl" or config.transport.gpu_aware else "cpu"
     plan = plan_from_config(config, config.machine.made(device, ranks), ranks=ranks, **vars(source.shape))
     if plan.layout.stacked > 1:
         raise InvalidInput(
-            f"pattern={plan.pattern.unstacked!r}: ringattn run has one pattern for all rows of the batch; try ringattn "
-            "plan, or ringattn.virtual_attention in a program"
+            f"pattern={plan.pattern.unstacked!r}: in ringattn run, all sequences of a batch share one pattern; try "
+            "ringattn plan, or ringattn.virtual_attention in a program"
         )
     return plan
 
 
 def check_memory(plan: Plan, rows: int) -> None:
-    """Raise InvalidInput where q, k, v and the output of `rows` rows do not fit into the free memory."""
+    """Raise InvalidInput if q, k, v and the output of `rows` rows do not fit into the free memory."""
     item = ITEM_BYTES[plan.dtype]
     row_bytes = (plan.heads + plan.kv_heads) * (plan.head_dim + plan.value_dim) * item + plan.heads * max(item, 4)
     needed, free = plan.batch * rows * row_bytes, memory.free()
     if free is not None and needed > free:
         raise InvalidInput(
             f"q, k, v and the output of {plural(rows, 'token')} (batch {plan.batch:,}, {plan.heads:,} heads, head_dim "
-            f"{plan.head_dim:,}) take {size(needed)} here, and this machine has {size(free)} free; try fewer tokens=, "
+            f"{plan.head_dim:,}) take {size(needed)} here, but this machine has {size(free)} free; try fewer tokens=, "
             "ringattn simulate, or offload=disk with input=file"
         )
 
 
 @dataclass
 class RankMeasurements:
-    """What one process measured: seconds of each timed run and bytes sent, by pass, and bytes of memory.
+    """Measurements of one process: by pass, the seconds of each timed run and the bytes sent; bytes of memory.
 
     `peak` and `before` are resident bytes of the host. `device_peak` and `device_before` are bytes of tensors on the
     CUDA device; None without one.
@@ -87,20 +87,19 @@ class RankMeasurements:
     before: int = 0
     device_peak: int | None = None
     device_before: int | None = None
-    #: The spans of the last run where a trace is asked for, in seconds from its begin.
+    #: The spans of the last run, in seconds from its start; only filled if a trace is requested.
     spans: list[Span] = field(default_factory=list)
 
 
 class Run:
-    """Virtual ranks in one process with the whole input. Runs on several processes, or on parts of the input, override
-    its methods."""
+    """A run of virtual ranks in one process with the whole input. Subclasses run on several processes or offloaded."""
 
     rank = 0
     plan: Plan
     inputs: tuple[torch.Tensor, ...]
-    #: What the report says of the counted bytes.
+    #: The verb for the counted bytes in the report.
     bytes_verb = "sent"
-    #: Called with the units of work that are done, their number and their noun.
+    #: Progress callback: called with (units done, units in total, noun).
     tell: Listener
 
     def __init__(self, config: RunConfig, plan: Plan | None = None) -> None:
@@ -109,7 +108,7 @@ class Run:
         self.cotangent: torch.Tensor | None = None
 
     def run(self) -> dict[str, Any] | None:
-        """Open the input, measure, compare with the oracle, write the output, and report; rank 0 returns the report."""
+        """Open the input, measure, compare with the oracle, write the output, print; returns the report on rank 0."""
         with show_progress(Console(file=progress_stream()), shown=self.rank == 0) as self.tell:
             self.open()
             out, lse, measurements = self.measure()
@@ -131,31 +130,31 @@ class Run:
             self.inputs = tuple(x.requires_grad_() for x in self.inputs)
 
     def check_plan(self) -> None:
-        """Raise InvalidInput where this machine cannot execute the plan."""
+        """Raise InvalidInput if this machine cannot execute the plan."""
         check_memory(self.plan, self.plan.tokens)
 
     def load(self, source: InputSource) -> tuple[torch.Tensor, ...]:
-        """q, k and v of this process."""
+        """(q, k, v) of this process."""
         return tuple(source.rows(name, range(self.plan.tokens)) for name in NAMES)
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output and the log-sum-exp of a forward."""
+        """Run a forward; returns (out, lse)."""
         q, k, v = self.inputs
         out, lse = virtual_attention(q, k, v, self.plan.pattern, ranks=self.ranks, **self.options())
         return out, lse
 
     def backward(self, out: torch.Tensor) -> object:
-        """Run a backward. Every backward of this run has the same random cotangent."""
+        """Run a backward; all backwards of this run use the same random cotangent."""
         if self.cotangent is None:
             self.cotangent = torch.randn_like(out)
         return torch.autograd.grad(out, self.inputs, self.cotangent)
 
     def count_bytes(self, *, backward: bool) -> int:
-        """The bytes that this process has sent in the pass that has just ended."""
-        return self.plan.bytes_sent(backward=backward)  # virtual messages are the planned messages, one for one
+        """The bytes that this process sent in the pass that just ended."""
+        return self.plan.bytes_sent(backward=backward)  # virtual messages are exactly the planned ones
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait for all processes."""
 
     def collect(self, measurements: RankMeasurements) -> list[RankMeasurements]:
         """The measurements of every process, in rank order."""
@@ -178,7 +177,7 @@ class Run:
         return "of the process"
 
     def options(self) -> dict[str, Any]:
-        """Options of the attention call. The layout and the schedule are those of the plan, which resolved `auto`."""
+        """Options of the attention call; layout and schedule come from the plan, which resolved "auto"."""
         return {
             "layout": self.plan.layout,
             "schedule": self.plan.schedule,
@@ -191,16 +190,16 @@ class Run:
         }
 
     def measure(self) -> tuple[torch.Tensor, torch.Tensor, RankMeasurements]:
-        """The output, the log-sum-exp, and the measurements of `repeat` timed runs after one warm-up.
+        """(out, lse, measurements) of `repeat` timed runs after one warm-up.
 
-        The peak of memory is the peak of the first timed run.
+        Peak memory is that of the first timed run.
         """
         steps, total = count(1), self._count_posts() * (self.config.repeat + 1)
         with Trace(lambda rank: self.tell(min(next(steps), total), total, "steps")) as trace:
             return self._measure(trace)
 
     def _count_posts(self) -> int:
-        """About how many steps with messages this process runs in a forward, and in a backward where one is timed."""
+        """Estimated number of message steps of this process in one run: a forward and, if timed, a backward."""
         ranks = self.executed_ranks()
         sample = ranks[:: -(-len(ranks) // SAMPLED_RANKS)]
         plans = [self.plan.for_rank(rank) for rank in sample]
@@ -236,8 +235,7 @@ class Run:
         return out.detach(), lse.detach(), measurements
 
     def _time(self, measurements: RankMeasurements, name: str, call: Callable[[], T]) -> T:
-        """The result of a pass; its bytes and its seconds, from the start of all processes to the end of all, are
-        added."""
+        """Run a pass and return its result; `measurements` gets its bytes, and its seconds until all processes end."""
         self.barrier()
         self._begun = start = time.perf_counter()
         result = call()
@@ -256,7 +254,7 @@ class Run:
     ) -> float | None:
         """The largest error of the sampled rows at `positions`, relative to the largest oracle output.
 
-        `reduce` sums a float64 tensor over all processes, or takes the maximum, in place.
+        `reduce(x, top)` reduces a float64 tensor over all processes in place: the sum, or with `top` the maximum.
         """
         rows = sampled_rows(self.plan.tokens, self.config.sample)
         if not rows or not out.shape[0]:
@@ -277,7 +275,7 @@ class Run:
         return float(largest) / max(float(truth.abs().max()), torch.finfo(torch.float64).tiny)
 
     def report(self, processes: list[RankMeasurements], error: float | None) -> dict[str, Any]:
-        """Print and return the measurements of all processes, and write them as JSON where a path is given."""
+        """Print and return the measurements of all processes; write them as JSON if a path is given."""
         if self.config.trace is not None:
             write_trace(self.config.trace, "measured", [span for process in processes for span in process.spans])
         record = self.record(processes, error)
@@ -351,7 +349,7 @@ class Run:
             print_choice(plan.choice)
 
     def _pass_numbers(self, name: str, timed: dict[str, Any]) -> list[Number]:
-        """The numbers of a forward or a backward: time, rate, and bytes beside the planned bytes."""
+        """The numbers of a forward or a backward: time, rate, and bytes compared with the planned bytes."""
         times, sent, planned = timed["seconds"], sum(timed[f"bytes_{self.bytes_verb}"]), timed["planned_bytes"]
         spread = f"{duration(min(times))} .. {duration(max(times))} over {plural(len(times), 'run')}"
         comparison = "as planned" if sent == planned else f"NOT AS PLANNED: {planned:,}"
@@ -365,7 +363,7 @@ class Run:
 
 
 def _memory_numbers(process: dict[str, Any]) -> list[Number]:
-    """The peak of the host's memory; on a CUDA device, first the peak of what PyTorch allocated there."""
+    """Peak memory of the host; on a CUDA device, preceded by the peak of PyTorch's allocations there."""
     kinds = [("peak memory", "", "resident")]
     if process["device_peak_bytes"] is not None:
         kinds = [("peak device memory", "device_", "allocated"), ("peak host memory", "", "resident")]
@@ -379,7 +377,7 @@ def _memory_numbers(process: dict[str, Any]) -> list[Number]:
 
 
 def check_outputs(config: RunConfig) -> None:
-    """Raise InvalidInput where the output or the report of a run cannot be written."""
+    """Raise InvalidInput if an output file of a run cannot be written."""
     if config.output.path is not None:
         check_writable(Path(config.output.path))
     check_json(config.output.report)
@@ -387,6 +385,6 @@ def check_outputs(config: RunConfig) -> None:
 
 
 def save_output(path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Write out and lse to a safetensors file, whole or not at all."""
+    """Write out and lse to a safetensors file atomically."""
     with writing(path, SafetensorError) as temporary:
         save_file({"out": out.contiguous(), "lse": lse.contiguous()}, temporary)

@@ -1,4 +1,4 @@
-"""ringattn run offload=host|disk: one device computes chunk after chunk of tensors in host memory, or in a file."""
+"""ringattn run offload=host|disk: one device computes chunk by chunk, with tensors in host memory or in a file."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class _FileStorage:
-    """Tensors in files: inputs are mapped as they are read, results as they are written."""
+    """Tensors in files: memory-mapped inputs and results."""
 
     source: FileSource
     results: dict[str, StoredTensor]
     output_scale: float
 
     def rows(self, name: str, r: range) -> torch.Tensor:
-        """Rows `r` of an input or a result; of dout, times the factor of the pattern's output."""
+        """Rows `r` of an input or a result; dout is multiplied by the pattern's output scale."""
         if name in self.results:
             return self.results[name].rows(r)
         x = self.source.view(name, r)
@@ -44,7 +44,7 @@ class _FileStorage:
 
 
 class OffloadedRun(Run):
-    """One process with one device, which holds a chunk of the sequence at a time."""
+    """A run in one process, whose device holds one chunk of the sequence at a time."""
 
     bytes_verb = "copied"
     storage: Storage
@@ -54,7 +54,7 @@ class OffloadedRun(Run):
         self.stack = ExitStack()
 
     def run(self) -> dict[str, Any] | None:
-        with self.stack:  # an error leaves no file
+        with self.stack:  # on an error, removes the unfinished output
             return super().run()
 
     def open(self) -> None:
@@ -88,7 +88,7 @@ class OffloadedRun(Run):
             self._open_memory(source, results)
 
     def _open_memory(self, source: InputSource, results: Shapes) -> None:
-        """Read the inputs into host memory, and allocate the results there."""
+        """Read the inputs into host memory and allocate the results there."""
         check_memory(self.plan, self.plan.tokens)
         sequence, shape = range(self.plan.tokens), source.shape
         tensors = {name: source.rows(name, sequence) for name in NAMES}
@@ -100,25 +100,25 @@ class OffloadedRun(Run):
         self.storage = HostTensors(tensors)
 
     def _open_files(self, source: InputSource, results: Shapes) -> None:
-        """Map the inputs from their file, and create the file of the results."""
+        """Map the inputs from their file and create the file for the results."""
         config = self.config
         if not isinstance(source, FileSource):
             raise InvalidInput(
                 f"offload=disk reads input=file input.path=..., not input={config.input.name}; try offload=host"
             )
         if config.output.path is None:
-            raise InvalidInput("offload=disk writes its results to a file as they are made; name it with output.path=")
+            raise InvalidInput("offload=disk writes its results directly to a file; give its path with output.path=")
         if config.backward:
             if "dout" not in source.tensors:
                 raise InvalidInput(
                     f"backward=true with offload=disk: {config.input.path} has no tensor 'dout', the gradient of the "
-                    "output; add it, or try offload=host, which makes a random one"
+                    "output; add it, or try offload=host, which uses a random one"
                 )
             (shape, dtype), dout = results["out"], source.tensors["dout"]
             found = tuple(dout.shape)
             if (found, dout.dtype) != (shape, dtype):
                 raise InvalidInput(
-                    f"{config.input.path}: dout must be {dtype} {shape} as out is, but is {dout.dtype} {found}"
+                    f"{config.input.path}: dout must be {dtype} {shape} like out, but is {dout.dtype} {found}"
                 )
         temporary = self.stack.enter_context(replacing(Path(config.output.path)))
         self.storage = _FileStorage(source, create_safetensors(temporary, results), self.plan.pattern.output_scale)
@@ -135,7 +135,7 @@ class OffloadedRun(Run):
 
     def measure(self) -> tuple[torch.Tensor, torch.Tensor, RankMeasurements]:
         measured = super().measure()
-        if self.plan.pattern.output_scale != 1:  # the backward reads the output without this factor
+        if self.plan.pattern.output_scale != 1:  # scale only now: the backward needs the unscaled output
             for rank in range(self.ranks):
                 for rows in self.plan.layout.shard(rank):
                     self.storage.rows("out", rows).mul_(self.plan.pattern.output_scale)
@@ -148,7 +148,7 @@ class OffloadedRun(Run):
         return copied
 
     def write(self, path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
-        if self.config.offload == "host":  # the results of offload=disk are in their file already
+        if self.config.offload == "host":  # offload=disk has already written its results
             save_output(path, out, lse)
 
     def where(self) -> str:
@@ -159,7 +159,7 @@ class OffloadedRun(Run):
 
 
 def _unallocated_inputs(source: InputSource) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v with the shapes of an input, and with memory for a single number each."""
+    """(q, k, v) with the shapes of an input, but with memory for only one number each."""
     shape = source.shape
     number = torch.empty((), dtype=shape.dtype, device="cpu")
     q = number.expand(shape.batch, shape.heads, shape.tokens, shape.head_dim)

@@ -1,4 +1,4 @@
-"""How SIGINT and SIGTERM end a command: with one line on standard error, and the exit status of a shell."""
+"""Ends a command on SIGINT or SIGTERM, with one line on standard error and the conventional exit status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..transport.launcher import TERMINATED, terminable
 
 #: Exit status after Ctrl-C.
 INTERRUPTED = 130
-#: By signal: the word that is printed, the exit status, and Python's own handler.
+#: For each signal: the word to print, the exit status, and Python's default handler.
 SIGNALS: dict[int, tuple[str, int, Any]] = {
     signal.SIGINT: ("interrupted", INTERRUPTED, signal.default_int_handler),
     signal.SIGTERM: ("terminated", TERMINATED, signal.SIG_DFL),
@@ -23,10 +23,10 @@ SIGNALS: dict[int, tuple[str, int, Any]] = {
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Within the block a signal ends the process, which has nothing to tidy up.
+    """Within the block, a signal ends the process at once, without cleanup.
 
-    An exception could be raised within imports, Hydra or OmegaConf, which would take it for an error of their own.
-    Signals that somebody else handles or ignores stay as they are.
+    An exception might be raised inside imports, Hydra or OmegaConf, which would handle it as one of their own errors.
+    Signals with other handlers, or ignored ones, stay as they are.
     """
     ours = {number: handler for number, (_, _, handler) in SIGNALS.items() if _handler(number) == handler}
     try:
@@ -40,10 +40,10 @@ def ending_at_once() -> Iterator[None]:
 
 @contextmanager
 def ending_tidily(launched: bool) -> Iterator[None]:
-    """Within the block, which is part of `ending_at_once`, a signal raises, and ends the process after the block.
+    """Within the block, nested in `ending_at_once`, a signal raises an exception: the process cleans up, then exits.
 
-    `launched`: this process is a rank of a launched job, which SIGTERM ends at once: a rank may wait in a collective,
-    where Python receives no signal.
+    `launched`: this process is a rank of a launched job; SIGTERM then ends it at once, as it may be waiting in a
+    collective, where Python handles no signals.
     """
     ours = [number for number in SIGNALS if _handler(number) == _end]
     try:
@@ -64,7 +64,7 @@ def ending_tidily(launched: bool) -> Iterator[None]:
 
 
 def _handler(number: int) -> Any:
-    """The handler of a signal; None outside the main thread, which alone can set handlers."""
+    """The handler of a signal; None outside the main thread, as only that can set handlers."""
     return signal.getsignal(number) if threading.current_thread() is threading.main_thread() else None
 
 

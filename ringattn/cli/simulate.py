@@ -1,4 +1,4 @@
-"""ringattn simulate: a plan's time on a machine, by models, without torch. Other modes execute the plan."""
+"""ringattn simulate: predict the time of a plan on a machine, without torch; other modes execute the plan."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from .config.build import plans_from_config, simulate_options
 from .config.groups import check_choice, refuse
 from .config.schema import SimulateConfig
 
-#: What runs each mode but "timing", called with its configuration. "study" and "model" follow from other settings.
+#: The function that runs each mode except "timing". "study" and "model" are chosen by other settings.
 MODES: Registry[Callable[[SimulateConfig], dict[str, Any] | None]] = Registry(
     "modes", {"numerics": "cli.simulate_numerics:main"}
 )
-#: The most ranks and steps of a trace.
+#: The most ranks and steps in a trace.
 TRACED_RANKS, TRACED_STEPS = 64, 256
-#: What of a timeline is written as it is.
+#: Attributes of a timeline that are written to JSON unchanged.
 RECORDED = (
     *("solver", "why", "compared", "kind", "seconds", "compute", "exposed", "interval", "memory", "total"),
     *("joules", "price"),
@@ -48,15 +48,15 @@ RECORDED = (
 
 
 def main(config: SimulateConfig) -> dict[str, Any] | None:
-    """Print the timeline of a forward, and with backward=true of a backward; write the numbers as JSON to a path.
+    """Print the timeline of a forward, and with backward=true of a backward; write the numbers as JSON if asked.
 
-    Returns the numbers of mode=numerics, whose jobs are not points of one study.
+    With mode=numerics returns the numbers, for the table of a `-m` sweep; with mode=timing None.
     """
     is_study = config.mode == "timing" and bool(config.study.axes or config.study.together)
     if is_study or config.model.spec is not None or config.mode not in ("timing", *MODES.builtin):
         MODES.check_installed()
     check_choice("mode", config.mode, ("timing", *(name for name in MODES if name not in ("model", "study"))))
-    if is_study:  # its points are checked
+    if is_study:  # the study checks its points
         return MODES["study"](config)
     config.check()
     if config.model.spec is not None or config.mode != "timing":
@@ -88,7 +88,7 @@ def main(config: SimulateConfig) -> dict[str, Any] | None:
 
 
 def _trace_spans(plan: Plan, machine: Machine, timelines: list[Timeline], faults: dict[str, Any]) -> Iterator[Row]:
-    """When the first ranks begin their first steps, and when their messages travel, one pass after the other."""
+    """Trace rows of the first steps and messages of the first ranks, one pass after the other."""
     since, ranks, steps = 0.0, range(min(plan.ranks, TRACED_RANKS)), range(TRACED_STEPS)
     for timeline in timelines:
         backward = timeline.direction == "backward"
@@ -115,7 +115,7 @@ def _print(plan: Plan, machine: Machine, timelines: list[Timeline], tables: dict
 
 
 def _machine_numbers(machine: Machine) -> list[Number]:
-    """The numbers that a machine has, each with its source."""
+    """The numbers of a machine that are set, each with its source."""
     numbers = []
     for name in MACHINE_NUMBERS:
         value = getattr(machine, name)
@@ -132,10 +132,10 @@ def _machine_numbers(machine: Machine) -> list[Number]:
 
 
 def _timeline_numbers(timeline: Timeline) -> list[Number]:
-    """The numbers of a pass, each with its kind."""
+    """The numbers of a pass, each with its kind ("counted", "modelled", ...)."""
 
     def share(seconds: float) -> str:
-        less = " less" if seconds < 0 else ""  # sampled runs with jitter may take less
+        less = " less" if seconds < 0 else ""  # sampled jitter can shorten a run
         return f"{duration(abs(seconds))} = {abs(seconds) / timeline.seconds:.2%}{less}" if timeline.seconds else "0"
 
     machine, traffic, kind = timeline.machine, timeline.traffic, timeline.kind
@@ -169,7 +169,7 @@ def _timeline_numbers(timeline: Timeline) -> list[Number]:
 
 
 def _job_numbers(timeline: Timeline) -> list[Number]:
-    """Failures, checkpoints, energy and cost, of the job or of one pass."""
+    """Failures, checkpoints, energy and cost of the job, or of one pass if `passes` is not set."""
     numbers, unit, included, kind = [], "pass", "", timeline.kind
     if timeline.machine.mtbf is not None:
         numbers.append(Number("a failure every", duration(timeline.machine.mtbf / timeline.ranks), "modelled"))
@@ -191,12 +191,12 @@ def _job_numbers(timeline: Timeline) -> list[Number]:
 
 
 def machine_record(machine: Machine) -> dict[str, Any]:
-    """The numbers of a machine with their sources, as plain data."""
+    """The value and source of each number of a machine, as plain data."""
     return {name: {"value": getattr(machine, name), "source": machine.source(name)} for name in MACHINE_NUMBERS}
 
 
 def _record(plan: Plan, machine: Machine, timelines: list[Timeline], tables: dict[str, list[Number]]) -> dict[str, Any]:
-    """The numbers as plain data: seconds, bytes and joules, with the kinds that are printed."""
+    """The JSON record: seconds, bytes and joules, with the kind of each printed number."""
     return {
         "plan": json.loads(plan.to_json()),
         "machine": machine_record(machine),

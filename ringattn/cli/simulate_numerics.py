@@ -1,4 +1,4 @@
-"""ringattn simulate mode=numerics: a plan's virtual ranks executed, and compared with oracles and a ledger."""
+"""ringattn simulate mode=numerics: execute a plan on virtual ranks and compare with oracles and a ledger."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ from .config.groups import NumericsGroup, check_choice, check_least, default_of
 from .config.schema import SimulateConfig, parse_size
 from .ranks import check_threads
 
-#: The most ranks of a plan: the simulator follows each block along all ranks, however few ranks have sampled rows.
+#: The most ranks of a plan: the simulator follows each block through all ranks, even if few have sampled rows.
 MAX_RANKS = 1 << 24
 
 
 def main(config: SimulateConfig) -> dict[str, Any]:
-    """Execute, print, and write JSON to a path. Returns what is written.
+    """Execute the plan, print the report, and write it as JSON if a path is given; returns the JSON record.
 
-    Raises NumericsFailure where the numbers or the ledger of a plan are wrong, or where a requested fault stays
-    unnoticed.
+    Raises NumericsFailure if the numbers or the ledger are wrong, or if an injected fault is not noticed.
     """
     refuse_windows("mode=numerics")
     options = config.numerics
@@ -45,7 +44,7 @@ def main(config: SimulateConfig) -> dict[str, Any]:
     torch.set_num_threads(options.threads)
     if config.ranks > MAX_RANKS:
         raise InvalidInput(
-            f"ranks={config.ranks:,}: mode=numerics walks along all ranks, at most {MAX_RANKS:,}; try fewer ranks"
+            f"ranks={config.ranks:,}: mode=numerics visits all ranks, at most {MAX_RANKS:,}; try fewer ranks"
         )
     plan = plan_from_config(config)
     if plan.ulysses_size > 1 and config.schedule.spec == "auto":  # the simulator does not execute Ulysses groups
@@ -53,7 +52,7 @@ def main(config: SimulateConfig) -> dict[str, Any]:
         candidate = plan.choice.fastest_without_ulysses()
         plan = plan_from_config(config, layout=candidate.layout, schedule=candidate.schedule)
     if plan.forward_rotates == "q" and options.mode == "sample" and config.rotate.startswith("auto"):
-        plan = plan_from_config(config, rotate="kv")  # sampled rows wait for keys
+        plan = plan_from_config(config, rotate="kv")  # sampled rows need pass-KV
     rows, ranks = _sample_rows(plan, config), _executed_ranks(plan, options)
     fault = _make_fault(plan, options, rows, ranks)
     with show_progress(get_console()) as tell, listening(tell):
@@ -78,16 +77,14 @@ def main(config: SimulateConfig) -> dict[str, Any]:
     if config.output.path is not None:
         write_json(config.output.path, record)
     if fault is None and not report.passed:
-        raise NumericsFailure(
-            f"the numerics of this plan are wrong: {_describe_catch(report)}; the lines above say where"
-        )
+        raise NumericsFailure(f"the numerics of this plan are wrong: {_describe_catch(report)}; see the lines above")
     if fault is not None and report.passed:
-        raise NumericsFailure(f"the fault {fault} was not noticed by the ledger nor by the numbers")
+        raise NumericsFailure(f"neither the ledger nor the numbers noticed the fault {fault}")
     return record
 
 
 def _sample_rows(plan: Plan, config: SimulateConfig) -> list[int]:
-    """The positions of the sampled query rows; none where whole ranks are executed. Raises InvalidInput."""
+    """The positions of the sampled query rows; [] with numerics.mode=all. Raises InvalidInput."""
     options = config.numerics
     if options.mode != "sample":
         return []
@@ -95,19 +92,19 @@ def _sample_rows(plan: Plan, config: SimulateConfig) -> list[int]:
         return [parse_size(row, "numerics.rows") for row in options.rows]
     count = parse_size(options.rows, "numerics.rows")
     if count < 1:
-        raise InvalidInput(f"numerics.rows={options.rows}: at least one row is needed, or a list of positions")
+        raise InvalidInput(f"numerics.rows={options.rows}: give at least one row, or a list of positions")
     rows = chosen_rows(plan, count, options.spread, config.seed)
     if len(rows) < count and options.rows != default_of(options, "rows"):
         where = f" on at most {plural(options.spread, 'rank')}" if options.spread is not None else ""
         raise InvalidInput(
-            f"numerics.rows={options.rows}: a sequence of {plural(plan.q_tokens, 'token')} has "
+            f"numerics.rows={options.rows}: a sequence of {plural(plan.q_tokens, 'token')} has only "
             f"{plural(len(rows), 'query row')}{where}; try numerics.rows={len(rows)}"
         )
     return rows
 
 
 def _executed_ranks(plan: Plan, options: NumericsGroup) -> range | None:
-    """The executed ranks; None: all. Raises InvalidInput."""
+    """The ranks to execute; None: all. Raises InvalidInput."""
     stop = plan.ranks if options.count is None else options.first + options.count
     if not 0 <= options.first < stop <= plan.ranks:
         raise InvalidInput(
@@ -118,20 +115,20 @@ def _executed_ranks(plan: Plan, options: NumericsGroup) -> range | None:
 
 
 def _make_fault(plan: Plan, options: NumericsGroup, rows: Sequence[int], ranks: range | None) -> Fault | None:
-    """The fault of a configuration, at an executed rank; None without a fault. Raises InvalidInput."""
+    """The fault to inject, at an executed rank; None if no fault is configured. Raises InvalidInput."""
     if options.fault is None:
         return None
     owner_of = plan.layout_of("q").owner
     executed = sorted({owner_of(row) for row in rows} if rows else set(ranks or range(plan.ranks)))
     rank = options.fault_rank
     if rank is None and rows:
-        rank = owner_of(rows[-1])  # under a causal mask the last row reads most keys
+        rank = owner_of(rows[-1])  # under a causal mask, the last row reads the most keys
     elif rank is None:
         rank = executed[len(executed) // 2]
     if rank not in executed:
         ranks_text = ", ".join(map(str, executed[:8]))
         raise InvalidInput(
-            f"numerics.fault_rank={rank} is not executed, so that its fault shows nowhere; try {ranks_text}"
+            f"numerics.fault_rank={rank} is not executed, so its fault would have no effect; try {ranks_text}"
         )
     owner = options.fault_owner
     if owner is None:
@@ -146,7 +143,7 @@ def _describe_catch(report: NumericsReport) -> str:
 
 
 def _record(report: NumericsReport, numbers: list[Number], fault: Fault | None) -> dict[str, Any]:
-    """The report as plain data, with the kinds that are printed."""
+    """The report as plain data, with the kind of each printed number."""
     values = {name: value for name, value in vars(report).items() if name != "plan"}
     return {
         "plan": json.loads(report.plan.to_json()),

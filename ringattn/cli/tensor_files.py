@@ -1,4 +1,4 @@
-"""Tensors in files, read and written by rows; only of an npz file the arrays are in memory as a whole."""
+"""Tensors in safetensors files, read and written by rows, and in npz files, loaded as a whole."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import InvalidInput
 
-#: The dtypes that are read and written, by their names in safetensors files.
+#: The supported dtypes, by their names in safetensors files.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """An uncompressed tensor [B, heads, N, ...] within a file, from byte `offset` on."""
+    """An uncompressed tensor [B, heads, N, ...] in a file, starting at byte `offset`."""
 
     path: Path
     offset: int
@@ -33,7 +33,7 @@ class StoredTensor:
     writable: bool = False
 
     def rows(self, r: range) -> torch.Tensor:
-        """Rows `r` of dim 2, mapped from the file until the tensor is dropped; changes reach the file if `writable`."""
+        """Rows `r` of dim 2, memory-mapped from the file; changes are written to the file if `writable`."""
         numpy_dtype = {8: np.int64, 4: np.int32, 2: np.int16}[self.dtype.itemsize]
         mode: Literal["r+", "c"] = "r+" if self.writable else "c"
         mapped = np.memmap(self.path, dtype=numpy_dtype, mode=mode, offset=self.offset, shape=self.shape)
@@ -41,15 +41,15 @@ class StoredTensor:
 
 
 def create_safetensors(path: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, StoredTensor]:
-    """The writable tensors of a new safetensors file of zeros, with these shapes and dtypes.
+    """Create a safetensors file of zeros with these shapes and dtypes; returns its writable tensors.
 
-    The format: https://github.com/huggingface/safetensors#format. The file is allocated here, so that a full disk
-    raises InvalidInput now, instead of ending a process that writes to mapped memory later. An error leaves the file
-    behind: pass a path of `files.replacing`.
+    Format: https://github.com/huggingface/safetensors#format. Allocates the whole file, so that a full disk raises
+    InvalidInput now instead of killing the process at a later write to mapped memory. On an error the file remains:
+    pass a path from `files.replacing`.
     """
     dtype_names = {dtype: name for name, dtype in DTYPES.items()}
     header, offsets, end = {}, {}, 0
-    # The widest dtypes come first, so that every number is aligned.
+    # Widest dtypes first, so that every number is aligned.
     for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
         offsets[name], start = end, end
         end += prod(shape) * dtype.itemsize
@@ -61,11 +61,11 @@ def create_safetensors(path: Path, tensors: Mapping[str, tuple[Sequence[int], to
         with path.open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             file.truncate(first + end)
-            if end and hasattr(os, "posix_fallocate"):  # missing on macOS, where writing meets a full disk
+            if end and hasattr(os, "posix_fallocate"):  # macOS lacks it: there, a full disk shows only on writing
                 os.posix_fallocate(file.fileno(), first, end)
     except OSError as error:
         raise InvalidInput(
-            f"output: {first + end:,} bytes cannot be written to {path.parent} ({error.strerror or error}); "
+            f"output: cannot write {first + end:,} bytes to {path.parent} ({error.strerror or error}); "
             "give another output.path="
         ) from None
     return {
@@ -75,12 +75,12 @@ def create_safetensors(path: Path, tensors: Mapping[str, tuple[Sequence[int], to
 
 
 def read_safetensors(path: Path, names: Collection[str]) -> dict[str, StoredTensor]:
-    """The tensors that a safetensors file has under these names. Raises InvalidInput."""
+    """The tensors of a safetensors file, for those of `names` that it has. Raises InvalidInput."""
     try:
-        with safe_open(path, "pt") as checked:  # checks the header, and that no bytes are missing
+        with safe_open(path, "pt") as checked:  # checks the header and the file size
             stored_names = list(checked.keys())
     except (SafetensorError, OSError) as error:
-        raise InvalidInput(f"input.path={path}: not a whole safetensors file ({error}); write it again") from None
+        raise InvalidInput(f"input.path={path}: not a complete safetensors file ({error}); write it again") from None
     with path.open("rb") as file:
         (header_bytes,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(header_bytes))
@@ -97,7 +97,7 @@ def read_safetensors(path: Path, names: Collection[str]) -> dict[str, StoredTens
 
 
 def read_npz(path: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """The arrays that an npz file has under these names. Raises InvalidInput."""
+    """The arrays of an npz file, for those of `names` that it has. Raises InvalidInput."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             tensors = {name: torch.from_numpy(arrays[name]) for name in names if name in arrays}

@@ -1,1 +1,1 @@
-"""What a cluster would do: times, numerics, models of training, advice, calibration. No job on ranks imports this."""
+"""Simulates what a plan does on a cluster: its time (`timing`) and its numerics (`numerics`)."""

@@ -142,13 +142,13 @@ def test_cuda_ranks_compute_16_bits_where_no_dtype_is_given() -> None:
         (CalibrateConfig(), {"ranks": 3, "transport.spec": "none"}, "ranks=3 has no meaning with"),
         (SimulateConfig(mode="validate"), {"machine.spec": "cuda"}, "machine=cuda has no meaning with mode=validate"),
         (SimulateConfig(mode="validate"), {"machine.watts": 3.0}, "machine.watts=3.0 has no meaning with mode="),
-        (SimulateConfig(mode="validate"), {"machine.path": "m", "validate.rows": [8]}, "beside machine.path="),
+        (SimulateConfig(mode="validate"), {"machine.path": "m", "validate.rows": [8]}, "with machine.path="),
         (SimulateConfig(mode="published"), {"tokens": 64}, "tokens=64 has no meaning with mode=published"),
-        (SimulateConfig(), {"shard": "1k", "tokens": "4k"}, "tokens=4k has no meaning beside shard="),
+        (SimulateConfig(), {"shard": "1k", "tokens": "4k"}, "tokens=4k has no meaning with shard="),
         (SimulateConfig(), {"study.plots": []}, "study.plots=[] has no meaning without a study"),
         (SimulateConfig(), {"model.spec": "llama3_8b", "ranks": 4}, "ranks=4 has no meaning with a model"),
         (SimulateConfig(), {"model.spec": "llama3_8b", "phase": "prefill", "pp": 2}, "pp=2 has no meaning with phase="),
-        (PlanConfig(), {"machine.spec": "cpu", "schedule.spec": "ring"}, "for a named layout and schedule; try"),
+        (PlanConfig(), {"machine.spec": "cpu", "schedule.spec": "ring"}, "with a named layout and schedule; try"),
         (RunConfig(), {"input.name": "file", "heads": 4}, "heads=4 has no meaning with input=file"),
         (RunConfig(), {"chunk": "1k"}, "chunk=1k has no meaning without offload="),
         (RunConfig(), {"offload": "host", "layout.spec": "zigzag"}, "layout=zigzag has no meaning with offload=host"),
@@ -178,11 +178,11 @@ def test_defaults_of_schemas_are_those_of_the_command_line(verb: str) -> None:
 def test_numerics_are_asked_for_what_there_is(tmp_path: Path) -> None:
     path, one = tmp_path / "a.json", {"ranks": 1, "numerics.fault": "drop"}
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"numerics.rows": "1e9"}, "a sequence of 256 tokens has 256 query rows; try numerics.rows=256"),
-        ({"numerics.rows": 100, "numerics.spread": 1}, "has 64 query rows on at most 1 rank; try numerics.rows=64"),
-        (one, "fault 'drop' harms what comes from another rank; try ranks=2"),
-        ({**one, "numerics.mode": "all", "numerics.fault": "lost", "backward": True}, "fault 'lost' harms what comes"),
-        ({"backward": True}, "sampled rows follow the forward alone"),
+        ({"numerics.rows": "1e9"}, "a sequence of 256 tokens has only 256 query rows; try numerics.rows=256"),
+        ({"numerics.rows": 100, "numerics.spread": 1}, "only 64 query rows on at most 1 rank; try numerics.rows=64"),
+        (one, "fault 'drop' changes data from another rank; try ranks=2"),
+        ({**one, "numerics.mode": "all", "numerics.fault": "lost", "backward": True}, "fault 'lost' changes data"),
+        ({"backward": True}, "mode='sample' executes only the forward"),
         ({"seed": -1}, "seed=-1: expected an integer >= 0"),
     ]
     for options, words in cases:
@@ -201,14 +201,14 @@ EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7)
 
 def test_why_shards_are_not_alike() -> None:
     for tokens, ranks, layout, words in (
-        (64, 100, "contiguous", "100 ranks are more than 64 tokens, so that some ranks have none"),
+        (64, 100, "contiguous", "100 ranks are more than 64 tokens, so some ranks have none"),
         (66, 4, "contiguous", "66 tokens do not divide into 4 equal chunks"),
         (68, 4, "zigzag", "68 tokens do not divide into 8 equal chunks"),
         (1, 8192, "contiguous", "8,192 ranks are more than 1 token,"),
     ):
         plan = make_plan(ra.Causal(), tokens=tokens, ranks=ranks, layout=layout, schedule="ring")
         if ranks > 4096:
-            with pytest.raises(ra.Unsupported, match=r"so that some ranks have none; .*ranks of equal size"):
+            with pytest.raises(ra.Unsupported, match=r"so some ranks have none; .*ranks of equal size"):
                 simulate(plan, EVEN)
         else:
             assert words in simulate(plan, EVEN).why
@@ -245,10 +245,10 @@ def test_speeds_of_something_else_are_told() -> None:
     sizes = {"tokens": 64, "ranks": 4, "schedule": "ring"}
     one, many, far = (dataclasses.replace(EVEN, kernel=kernel(**made)) for made in KERNELS)
     cases: list[tuple[Any, dict[str, Any], list[str]]] = [
-        ("cuda", {}, ["flops=5e+14 of this machine are those of bfloat16, and float32 is taken to be as fast [ass"]),
+        ("cuda", {}, ["flops=5e+14 of this machine are for bfloat16, and float32 is as fast [ass"]),
         ("cuda", {"dtype": "float16"}, []),
         ("cpu", {"ranks": 2}, []),
-        ("cpu", {}, ["each of 4 ranks is taken to have a core of its own [assumed]"]),
+        ("cpu", {}, ["each of 4 ranks has its own core [assumed]"]),
         ("cpu", {"ranks": 2, "dtype": "bfloat16"}, ["those of float32"]),
         ("gtx1080_pcie", {}, []),
         (ra.MACHINES["cuda"].changed(flops=1e14), {}, []),

@@ -144,7 +144,7 @@ def test_no_file_sets_hydra_which_would_run_code(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
     told = refused("plan", folder, "pattern=mine", "ranks=2", "tokens=64")
-    assert not (tmp_path / "copied").exists() and f"{path}.yaml: a config file cannot set Hydra" in told
+    assert not (tmp_path / "copied").exists() and f"{path}.yaml: a config file cannot configure Hydra" in told
 
 
 @pytest.mark.parametrize("verb", [(), ("run",)])

@@ -62,7 +62,7 @@ def test_a_disk_that_gets_full(tmp_path: Path) -> None:
         (("plan", "ranks=2"), ""),
         (("simulate", "ranks=2"), ""),
         (("simulate", "mode=numerics", "ranks=2", "tokens=64"), ""),
-        (("run", "transport=virtual", *SMALL), "Hydra's record of the job cannot be written (No such file"),
+        (("run", "transport=virtual", *SMALL), "cannot write Hydra's record of the job (No such file"),
         (("plan", "-m", "ranks=2,4"), "try another folder, such as hydra.sweep.dir=/tmp/ringattn"),
         (("simulate", "-m", "ranks=2,4"), "output outputs: cannot be a folder"),
     ],
@@ -77,7 +77,7 @@ def test_folders_that_cannot_be_written(inside: Inside, arguments: tuple[str, ..
 def test_standard_output_on_a_full_disk(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = started("simulate", "ranks=2", cwd=tmp_path, stdout=full, status=2)
-    told = "ringattn: standard output: could not be written (No space left on device); make room where it goes\n"
+    told = "ringattn: cannot write to standard output (No space left on device); free some space there\n"
     assert done.stderr == told
 
 

@@ -149,11 +149,11 @@ WRITTEN = {"offload": "disk", "path": "results/x.safetensors"}
     [
         ({"offload": "tape"}, "offload=tape: expected one of host, disk"),
         ({"offload": "disk", "input": InputGroup("text")}, "offload=disk reads input=file input.path=..., not input=t"),
-        ({"offload": "disk"}, "name it with output.path="),
+        ({"offload": "disk"}, "give its path with output.path="),
         ({**WRITTEN, "backward": True}, "no tensor 'dout', the gradient of the output"),
         (
             {**WRITTEN, "backward": True, "input": InputGroup("file", "short.safetensors")},
-            "dout must be torch.float32 (2, 4, 301, 6) as out is, but is torch.float32 (2, 4, 300, 6)",
+            "dout must be torch.float32 (2, 4, 301, 6) like out, but is torch.float32 (2, 4, 300, 6)",
         ),
         ({"offload": "disk", "path": "no/x.safetensors"}, "the folder no does not exist"),
         ({"offload": "host", "chunk": 0}, "chunk=0 must be an integer >= 1"),
@@ -174,7 +174,7 @@ def test_wrong_calls(options: dict[str, object], words: str, tmp_path: Path, res
 def test_stream_is_not_for_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidInput, match="offload=host is one process, not torchrun's"):
+    with pytest.raises(InvalidInput, match="offload=host runs in one process; start ringattn run without torchrun"):
         main(config(offload="host"))
-    with pytest.raises(InvalidInput, match="transport=virtual is one process, not torchrun's"):
+    with pytest.raises(InvalidInput, match="transport=virtual runs in one process; start ringattn run without"):
         main(config(chunk=None, transport=TransportGroup("virtual")))

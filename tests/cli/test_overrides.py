@@ -50,7 +50,7 @@ def test_overrides_as_hydra_takes_them(verb: str, override: str, wanted: list[st
     ("override", "words"),
     [
         *((f"output.path={value}", "output.path=: the value is empty; give one, or") for value in ("", "''", '""')),
-        ("~ranks", "~ranks: a key of ringattn cannot be removed"),
+        ("~ranks", "~ranks: keys of ringattn cannot be removed"),
     ],
 )
 def test_overrides_that_are_refused(override: str, words: str) -> None:
@@ -78,7 +78,7 @@ def test_options_stand_anywhere() -> None:
     [
         (["pattern.left=5"], "pattern.left=5 has no meaning with pattern=Causal(); leave it out"),
         (["schedule=ring", "schedule.ranks_per_node=2"], "schedule.ranks_per_node=2 has no meaning with schedule=ring"),
-        (["pattern=documents"], "pattern.lengths=... is missing, which Causal() & Documents(${.lengths}) needs"),
+        (["pattern=documents"], "pattern.lengths=... is missing; Causal() & Documents(${.lengths}) needs it"),
     ],
 )
 def test_parameters_are_those_of_the_option(overrides: list[str], words: str) -> None:
@@ -90,7 +90,7 @@ def test_parameters_are_those_of_the_option(overrides: list[str], words: str) ->
 @pytest.mark.parametrize("number", [3, 10])
 def test_a_launcher_says_how_many_ranks_there_are(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "detect", lambda: Launch("mpich", 0, 4, 0, 4))
-    with pytest.raises(InvalidInput, match=f"ranks={number}: mpich started 4, and as many take part; leave ranks out"):
+    with pytest.raises(InvalidInput, match=f"ranks={number}: mpich started 4 ranks; leave ranks out"):
         ranks.check_ranks(RunConfig(ranks=number), "virtual")
     for config in (RunConfig(ranks=4), RunConfig()):
         ranks.check_ranks(config, "virtual")
@@ -105,7 +105,7 @@ def test_nodes_must_fit() -> None:
         assert MachineGroup("cpu", ranks_per_node=inner).made(ranks=8).ranks_per_node == inner
     assert MachineGroup("h100_nvlink_ib").made(ranks=12).ranks_per_node == 8, "a preset's nodes are not the user's"
     for name, value in (("node_latency", 1e-6), ("node_bandwidth", 1e11), ("shared_nic", True)):
-        with pytest.raises(InvalidInput, match=rf"machine\.{name}=.* every rank is a node by itself; give machine\.ra"):
+        with pytest.raises(InvalidInput, match=rf"machine\.{name}=.* every node has one rank; give machine\.ra"):
             MachineGroup("cpu", **{name: value}).made(ranks=8)
         assert getattr(MachineGroup("cpu", ranks_per_node=2, **{name: value}).made(ranks=8), name) == value
         assert MachineGroup("h100_nvlink_ib", **{name: value}).made().ranks_per_node == 8

@@ -95,7 +95,7 @@ def test_a_preset_tells_that_its_rates_and_band_are_of_16_bit_inputs() -> None:
     notes = {dtype: " ".join(ra.simulate(plan, machine).notes) for dtype, plan in plans.items()}
     assert "published passes took" in notes["bfloat16"] and "16-bit" not in notes["bfloat16"]
     assert "published passes took" not in notes["float32"]
-    assert "those of 16-bit inputs, and a pair of float32 is taken to take 8 times as long" in notes["float32"]
+    assert "are for 16-bit inputs, and pairs of float32 take 8 times as long" in notes["float32"]
 
 
 @pytest.mark.parametrize("pattern", ["strided_blocks(128, stride=8)", "Causal() & Documents([256, 768] * 32)"])

@@ -35,7 +35,7 @@ def test_the_files_are_executable_and_pass_their_arguments_on() -> None:
     ("name", "transport", "wrong", "words"),
     [
         pytest.param(
-            *("torchrun.sh", "gloo", ("input=file", "input.path=cut.safetensors"), "not a whole safetensors file"),
+            *("torchrun.sh", "gloo", ("input=file", "input.path=cut.safetensors"), "not a complete safetensors file"),
             marks=pytest.mark.multi,
         ),
         pytest.param("mpirun.sh", "mpi", ("token=96",), "did you mean 'tokens'?", marks=pytest.mark.mpi),
@@ -82,7 +82,7 @@ def test_torchrun_shows_the_traceback(start: Callable[..., Any], tmp_path: Path)
 
 def test_torchrun_on_many_nodes_asks_for_their_place(start: Callable[..., Any]) -> None:
     done = start([str(LAUNCH / "torchrun.sh")], env={"NODES": "2"}, timeout=10)
-    assert done.returncode != 0 and "HEAD=host:port of the first node is needed" in done.stderr
+    assert done.returncode != 0 and "NODES > 1 needs HEAD=host:port of the first node" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["torchrun.sh", "mpirun.sh", "slurm.sbatch"])

@@ -133,7 +133,7 @@ def test_the_command_under_mpirun(start: Run, mpirun_path: str, inside: Run, tmp
         ("2", ("tokens=64", "output.path=no/such/x.safetensors"), "the folder no/such does not exist"),
         pytest.param(
             *("1", ("transport.gpu_aware=true", "tokens=64")),
-            "transport.gpu_aware=true needs a CUDA device, and this rank sees none",
+            "transport.gpu_aware=true needs a CUDA device, but this rank sees none",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU"),
         ),
     ],
@@ -201,7 +201,7 @@ def test_ranks_of_another_mpi_are_told_so(start: Run, tmp_path: Path) -> None:
     env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     done = start([sys.executable, "-m", "ringattn", "run", "transport=mpi", "tokens=64"], cwd=tmp_path, env=env)
     assert done.returncode == 2
-    assert "openmpi started 2 processes, and MPI in this one knows of 1" in done.stderr
+    assert "openmpi started 2 processes, but MPI sees 1:" in done.stderr
 
 
 def test_a_sweep_has_one_folder(start: Run, mpirun_path: str, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""The command line's configuration: its schema, overrides, checks, and what is built from them."""
+"""The configuration of the command line: schemas, overrides, checks, and the objects built from it."""

@@ -1,4 +1,4 @@
-"""The plan, the machine and the options of a simulation that a configuration describes."""
+"""Builds plans and simulation options from a configuration."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from ...pattern import parse_pattern, parse_patterns
 from ...plan.plan import Plan
 from .schema import ProblemSizes, SimulateConfig
 
-#: The largest sizes that plans are made for, and why. Models have some hundred heads.
+#: The largest sizes accepted for a plan, and the reason for each limit. Models have a few hundred heads.
 LIMITS = {
-    "heads": (4096, "a plan looks at every head; batch= costs it nothing"),
-    "head_dim": (1 << 16, "no kernel takes more"),
+    "heads": (4096, "planning visits every head; batch= costs nothing"),
+    "head_dim": (1 << 16, "no kernel supports more"),
     "batch": (1 << 31, "bytes are counted in 64 bits"),
 }
 
 
 def plan_from_config(config: ProblemSizes, machine: Machine | None = None, **replaced: Any) -> Plan:
-    """The plan of a configuration, see `plans_from_config`. Raises InvalidInput, also for several patterns."""
+    """The plan of a configuration with a single pattern, see `plans_from_config`. Raises InvalidInput."""
     parse_pattern(config.pattern.spec)
     return plans_from_config(config, machine, **replaced)[0]
 
 
 def plans_from_config(config: ProblemSizes, machine: Machine | None = None, **replaced: Any) -> tuple[Plan, ...]:
-    """The plan of each pattern of a configuration. Raises InvalidInput.
+    """One plan for each pattern of a configuration. Raises InvalidInput.
 
-    `machine` saves making the machine of the configuration again. `replaced` are arguments of `make_plan` that take
-    the place of settings, such as the sizes of an input file.
+    Pass `machine` if the machine of the configuration is already built. `replaced` are arguments of `make_plan` that
+    override the configuration, such as the sizes of an input file.
     """
     names = ("ranks", "heads", "kv_heads", "head_dim", "dtype", "batch", "comm_dtype", "rotate")
     arguments: dict[str, Any] = {
@@ -44,14 +44,14 @@ def plans_from_config(config: ProblemSizes, machine: Machine | None = None, **re
     }
     for name, (limit, why) in LIMITS.items():
         if arguments[name] > limit:
-            raise InvalidInput(f"{name}={arguments[name]:,}: {limit:,} is the most that is planned for: {why}")
+            raise InvalidInput(f"{name}={arguments[name]:,}: must be at most {limit:,}: {why}")
     if machine is None:
         machine = config.machine.made(ranks=config.ranks)
     return make_plans(parse_patterns(config.pattern.spec), config.pattern.weights, machine=machine, **arguments)
 
 
 def simulate_options(config: SimulateConfig) -> dict[str, Any]:
-    """The options of `timing.simulate` in a configuration. Raises InvalidInput for stalls that cannot be read."""
+    """Keyword arguments for `timing.simulate` from a configuration. Raises InvalidInput for malformed stalls."""
     from ...simulator.timing.solvers.recurrence import Stall  # only simulate needs the timing model
 
     try:

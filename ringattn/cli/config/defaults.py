@@ -1,4 +1,4 @@
-"""Defaults of the command line: conf/VERB.yaml states each, and the dataclasses of settings read theirs from it."""
+"""Defaults of the command line: the settings dataclasses take theirs from conf/VERB.yaml."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def conf_dir() -> Path:
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """The settings of a config file as plain data, interpolations and ??? as they are written. Raises InvalidInput."""
+    """The settings of a config file as plain data; interpolations and ??? stay unresolved. Raises InvalidInput."""
     content = decode(read_text(path, "config"), object, str(path), yaml=True)
-    # Hydra refuses another value than a mapping where the file is used.
+    # Hydra raises an error for anything but a mapping when the file is used.
     return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
 
 
 def default_options(verb: str) -> dict[str, str | None]:
-    """The config groups of a verb, each with the option that it has by default; None: no option."""
+    """The default option of each config group of a verb; None: no option."""
     entries = load_config(conf_dir() / f"{verb}.yaml")["defaults"]
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
 @cache
 def read_defaults(verb: str) -> dict[str, Any]:
-    """The settings of a verb with the values that conf/VERB.yaml gives them, and those of its default options."""
+    """The default settings of a verb: the values in conf/VERB.yaml, with the values of its default group options."""
     found = {}
     for group, option in default_options(verb).items():
         path = conf_dir() / group / f"{option}.yaml"
-        # An option without a file is a preset of a machine.
+        # An option without a file is a machine preset.
         found[group] = load_config(path) if path.is_file() else None if option is None else {"spec": option}
     settings = load_config(conf_dir() / f"{verb}.yaml")
     return {**found, **{key: value for key, value in settings.items() if key != "defaults"}}
@@ -49,8 +49,10 @@ def read_defaults(verb: str) -> dict[str, Any]:
 
 @dataclass_transform()
 def settings_of(verb: str, section: str = "") -> Callable[[type[T]], type[T]]:
-    """A decorator in place of `dataclass`: every field has the default of its key in conf/VERB.yaml, or in a section
-    of that file such as "study.execute"."""
+    """A decorator that replaces `dataclass`: each field gets the default of the key with its name in conf/VERB.yaml.
+
+    `section`, such as "study.execute", names a section of that file to read instead of its top level.
+    """
 
     def decorate(schema: type[T]) -> type[T]:
         defaults = read_defaults(verb)
@@ -58,7 +60,7 @@ def settings_of(verb: str, section: str = "") -> Callable[[type[T]], type[T]]:
             defaults = defaults[part]
         for name, kind in get_type_hints(schema).items():
             value = defaults[name]
-            schema.__annotations__[name] = kind  # also of base classes: each verb has defaults of its own
+            schema.__annotations__[name] = kind  # includes fields of base classes: every verb has its own defaults
             made_anew = is_dataclass(kind) or isinstance(value, list | dict)
             setattr(schema, name, field(default_factory=partial(_make, kind, value)) if made_anew else value)
         return dataclass(schema)
@@ -67,7 +69,7 @@ def settings_of(verb: str, section: str = "") -> Callable[[type[T]], type[T]]:
 
 
 def _make(kind: Any, value: Any) -> Any:
-    """A new value of a key that has this type."""
+    """A fresh default: `value` as an object of type `kind`."""
     if isinstance(kind, type) and is_dataclass(kind):
         kinds = get_type_hints(kind)
         return kind(**{name: _make(kinds[name], each) for name, each in (value or {}).items()})

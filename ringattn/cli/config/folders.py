@@ -1,4 +1,4 @@
-"""The YAML files of config groups, ours and a user's, and the help of a verb, which they explain."""
+"""The YAML files of config groups, built-in and user-defined, and the --help text of a verb made from them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .defaults import conf_dir, default_options, load_config
 from .groups import PARAMETER_GROUPS
 from .overrides import JSON_KEYS, WRITTEN
 
-#: Options of every verb; --json is an option of the verbs in `JSON_KEYS` only, and --compare of report only.
+#: Command-line options. Every verb has all of them, except --json (verbs in `JSON_KEYS`) and --compare (report).
 OPTIONS = {
-    "-m": "one job for each combination of values, such as ranks=2,4,8; for simulate, one study",
-    "--json": "print the numbers as JSON, and nothing else, on standard output",
-    "--compare OLD NEW": "ratios of two results' medians, such as --compare old.jsonl new.jsonl noise=0.1",
+    "-m": "run one job per combination of values, such as ranks=2,4,8; for simulate: one study",
+    "--json": "print only the numbers, as JSON",
+    "--compare OLD NEW": "print the ratios of two results' medians: --compare old.jsonl new.jsonl noise=0.1",
     "--cfg job --resolve": "print the configuration that would run",
-    "--config-dir FOLDER": "read config groups from this folder, too: FOLDER/pattern/mine.yaml is pattern=mine",
-    "--hydra-help": "options of Hydra, on which this command line is built",
+    "--config-dir FOLDER": "also read config groups from this folder: FOLDER/pattern/mine.yaml adds pattern=mine",
+    "--hydra-help": "options of Hydra, which implements this command line",
 }
 
 
 def user_folders(config_dir: str | None, overrides: Sequence[str]) -> list[Path]:
-    """The config folders that `--config-dir` and `hydra.searchpath` name. Raises InvalidInput for one that is none."""
+    """The config folders given by `--config-dir` and `hydra.searchpath`. Raises InvalidInput if one is missing."""
     named = [] if config_dir is None else [config_dir]
     for override in overrides:
-        if override.lstrip("+").startswith("hydra.searchpath="):  # pkg:// is an installed package, which is no folder
+        if override.lstrip("+").startswith("hydra.searchpath="):  # pkg:// is an installed package
             entries = re.split(r"[\[\],'\"\s]+", override.partition("=")[2])
             named += [entry.removeprefix("file://") for entry in entries if entry and not entry.startswith("pkg://")]
     for name in named:
@@ -42,22 +42,22 @@ def user_folders(config_dir: str | None, overrides: Sequence[str]) -> list[Path]
 
 
 def _check_file(path: Path, folder: Path) -> None:
-    """Raise InvalidInput where a config file of a user sets Hydra, whose callbacks and handlers run code."""
+    """Raise InvalidInput if a user's config file configures Hydra: its callbacks and log handlers can run code."""
     content = load_config(path)
     headers = re.findall(r"^# *@package.*", read_text(path, "config"), re.MULTILINE)
     names = " ".join(map(str, (path.relative_to(folder), *headers, *content, content.get("defaults"))))
     if re.search(r"(?<![\w-])hydra(?![\w-])", names):
         raise InvalidInput(
-            f"{path}: a config file cannot set Hydra, which may run code; give what it sets on the command line, "
+            f"{path}: a config file cannot configure Hydra, which could run code; set it on the command line, "
             "such as hydra.run.dir=/tmp/ringattn"
         )
 
 
 def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path]) -> str:
-    """The help text of a verb: examples and its keys with defaults as its YAML has them, groups, options.
+    """The --help text of a verb: examples and keys with defaults from its YAML file, then groups and options.
 
-    `topics` are groups, whose options and numbers are then all that is told. Raises InvalidInput for an unknown topic,
-    and where a config file cannot be read.
+    With `topics`, names of groups, only their options and parameters. Raises InvalidInput for an unknown topic or an
+    unreadable config file.
     """
     path = conf_dir() / f"{verb}.yaml"
     head, _, keys = path.read_text(encoding="utf-8").partition("\n\n")
@@ -71,7 +71,7 @@ def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path]) -> str:
     lines = [*heading(head), "", f"usage: ringattn {verb} [key=value ...] [options]"]
     lines += ["", "keys, with their defaults (a key within a section is section.key)", *keys.splitlines()]
     if groups:
-        lines += ["", f"groups, each told by ringattn {verb} --help GROUP"]
+        lines += ["", f"groups; ringattn {verb} --help GROUP explains one"]
         lines += [f"  {line}" for told in groups.values() for line in told[1:3]]
     if verb == "report":
         lines += ["", f"suites: {', '.join(sorted(entry_points(group='ringattn.bench_suites').names))}"]
@@ -81,7 +81,7 @@ def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path]) -> str:
 
 
 def _group_lines(group: str, default: str, folders: Sequence[Path]) -> list[str]:
-    """The lines of a config group: each option with its comment and its parameters; the first folder that has one."""
+    """The help lines of a config group: each option with its comment and parameters, from the first folder with it."""
     texts = {name: f"# {preset.about}" for name, preset in PRESETS.items()} if group == "machine" else {}
     for folder in reversed(folders):
         texts |= {path.stem: path.read_text(encoding="utf-8") for path in (folder / group).glob("*.yaml")}
@@ -99,7 +99,7 @@ def _group_lines(group: str, default: str, folders: Sequence[Path]) -> list[str]
 
 
 def heading(text: str) -> list[str]:
-    """What a config file says of its verb or option: the comment lines at its top."""
+    """The comment lines at the top of a config file, which describe its verb or option."""
     lines = [line for line in text.splitlines() if not line.startswith("# @package")]
     end = next((place for place, line in enumerate(lines) if not line.startswith("# ")), len(lines))
     return [line.removeprefix("# ") for line in lines[:end]] or [""]

@@ -1,4 +1,4 @@
-"""Config groups of the command line: the dataclasses that hold one option of each group."""
+"""Dataclasses for the config groups of the command line: each holds the chosen option of its group."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from ...machine.presets import get_machine
 from ...text import did_you_mean
 from .defaults import settings_of
 
-#: A whole number as people write it: 4096, 1e9 or 64k. `schema.parse_size` reads it.
+#: A whole number in human notation: 4096, 1e9 or 64k. `schema.parse_size` parses it.
 Size = int | float | str
-#: Groups whose options are a text with parameters.
+#: Groups whose `spec` is a text with parameters.
 PARAMETER_GROUPS = ("pattern", "layout", "schedule")
 
 
 def default_of(settings: object, name: str) -> Any:
-    """The default of a setting."""
+    """The default of the field `name` of a settings object."""
     return getattr(type(settings)(), name)
 
 
 def refuse(config: object, keys: str, reason: str) -> None:
-    """Raise InvalidInput where one of these keys, separated by blanks, is not its default: it has no effect here."""
+    """Raise InvalidInput if any of `keys` (separated by blanks) was changed from its default, as it has no effect here.
+
+    `reason` completes the message "key=value has no meaning ...".
+    """
     default = type(config)()
     for key in keys.split():
         value, plain = (reduce(getattr, key.split("."), whole) for whole in (config, default))
@@ -37,7 +40,7 @@ def refuse(config: object, keys: str, reason: str) -> None:
 
 
 def _changed(key: str, value: object, default: object) -> Iterator[str]:
-    """The text key=value of each setting that differs from its default."""
+    """The text "key=value" of each setting that differs from its default."""
     if is_dataclass(default):
         for one in fields(default):
             yield from _changed(f"{key}.{one.name}", getattr(value, one.name), getattr(default, one.name))
@@ -46,20 +49,20 @@ def _changed(key: str, value: object, default: object) -> Iterator[str]:
 
 
 def check_choice(key: str, value: str, names: Collection[str]) -> None:
-    """Raise InvalidInput where the value of a key is none of these names."""
+    """Raise InvalidInput if the value of a key is not one of `names`."""
     if value not in names:
         raise InvalidInput(f"{key}={value}: {did_you_mean(value, names)}expected one of {', '.join(names)}")
 
 
 def check_least(config: object, prefix: str = "", **least: int) -> None:
-    """Raise InvalidInput where a number is below its least; `prefix` is that of its group."""
+    """Raise InvalidInput if a setting is below its minimum, given as name=minimum; `prefix` precedes its name."""
     for name, number in least.items():
         if getattr(config, name) < number:
             raise InvalidInput(f"{prefix}{name}={getattr(config, name)}: must be at least {number}")
 
 
 def check_file(group: str, spec: str | None, path: str | None, what: str) -> None:
-    """Raise InvalidInput unless a group has the option `file` and a path, which is of `what`, or neither."""
+    """Raise InvalidInput unless a group has both the option `file` and a path, or neither; `what`: the kind of file."""
     if spec == "file" and path is None:
         raise InvalidInput(f"{group}=file needs {group}.path=..., {what}; or give its path as {group}=./my.file")
     if spec != "file" and path is not None:
@@ -67,23 +70,23 @@ def check_file(group: str, spec: str | None, path: str | None, what: str) -> Non
 
 
 def refuse_stdout(name: str, path: str | None, instead: str) -> None:
-    """Raise InvalidInput where an output that cannot be printed is sent to standard output."""
+    """Raise InvalidInput if `path` is standard output, for an output that cannot be printed; `instead`: what to do."""
     if path == STDOUT:
         raise InvalidInput(f"{name}=-: {instead}")
 
 
 @dataclass
 class ConfigGroup:
-    """One option of a config group. `spec` is the text that the library parses; other fields are its parameters."""
+    """The chosen option of a config group. `spec` is the text that the library parses; other fields fill it in."""
 
     spec: str = "???"
 
 
 @dataclass
 class PatternGroup(ConfigGroup):
-    """A pattern: its Python repr, and the parameters that conf/pattern/*.yaml put into that text.
+    """A pattern: `spec` is its Python repr, into which conf/pattern/*.yaml insert the other fields.
 
-    Of a list of patterns, `weights` are the layers of each.
+    For a list of patterns, `weights` are the numbers of layers with each.
     """
 
     weights: list[int] | None = None
@@ -101,7 +104,7 @@ class PatternGroup(ConfigGroup):
 
 @dataclass
 class LayoutGroup(ConfigGroup):
-    """A layout: its name with parameters, such as striped(64). `chunk` is a number of tokens, or "auto"."""
+    """A layout: its name with parameters, such as striped(64). `chunk` is a number of tokens or "auto"."""
 
     block: int | None = None
     chunk: Size | None = None
@@ -120,7 +123,7 @@ Group = TypeVar("Group")
 
 
 def with_machine_numbers(group: type[Group]) -> type[Group]:
-    """The class with an optional key for each number of a machine, None by default; apply it before `dataclass`."""
+    """Class decorator, applied before `dataclass`: add a field, None by default, for each number of a machine."""
     for name, number in MACHINE_NUMBERS.items():
         group.__annotations__[name] = f"{number.python_type.__name__} | None"
         setattr(group, name, None)
@@ -130,15 +133,15 @@ def with_machine_numbers(group: type[Group]) -> type[Group]:
 @dataclass
 @with_machine_numbers
 class MachineGroup(ConfigGroup):
-    """A preset or a machine file, and the numbers that replace its own; a number that is None replaces nothing."""
+    """A machine preset or machine file, and numbers that override it; None keeps its number."""
 
     path: str | None = None
     extrapolate: bool = False
 
     def made(self, device: str = "cpu", ranks: int | None = None) -> Machine:
-        """The machine. The preset `auto` is the default of the device type, and `file` is the machine file at `path`.
+        """Build the machine. "auto" is the default preset for `device`; "file" reads the machine file at `path`.
 
-        Raises InvalidInput where the given numbers do not fit together, or do not fit the number of ranks.
+        Raises InvalidInput if the given numbers contradict each other or do not fit the number of ranks.
         """
         check_file("machine", self.spec, self.path, "a file of ringattn calibrate output.path=machine.yaml")
         if self.path is not None:
@@ -147,7 +150,7 @@ class MachineGroup(ConfigGroup):
             machine = get_machine(None if self.spec == "auto" else self.spec, device)
         replaced = {name: value for name in MACHINE_NUMBERS if (value := getattr(self, name)) is not None}
         if "flops" in replaced:
-            replaced["kernel"] = None  # measured kernel times would take precedence over the given flops
+            replaced["kernel"] = None  # measured kernel times would override the given flops
         machine = machine.changed(**replaced)
         _check_nodes(machine, replaced, ranks)
         if self.extrapolate and machine.kernel is not None:
@@ -156,7 +159,7 @@ class MachineGroup(ConfigGroup):
 
 
 def _check_nodes(machine: Machine, replaced: Mapping[str, object], ranks: int | None) -> None:
-    """Raise InvalidInput where numbers of nodes that the user gave do not fit together, or do not fit the ranks."""
+    """Raise InvalidInput if the user's node settings contradict each other or do not fit the number of ranks."""
     size = machine.ranks_per_node
     if "ranks_per_node" in replaced and ranks is not None and ranks > size and ranks % size:
         raise InvalidInput(
@@ -166,14 +169,14 @@ def _check_nodes(machine: Machine, replaced: Mapping[str, object], ranks: int | 
     for name in ("node_latency", "node_bandwidth", "switch", "shared_nic"):
         if replaced.get(name) not in (None, False) and size == 1:
             raise InvalidInput(
-                f"machine.{name}={replaced[name]} is for nodes with several ranks, and here every rank is a node by "
-                "itself; give machine.ranks_per_node=, the ranks of a node"
+                f"machine.{name}={replaced[name]} is for nodes with several ranks, but here every node has one rank; "
+                "give machine.ranks_per_node="
             )
 
 
 @dataclass
 class ModelGroup:
-    """A model by name, or the Hugging Face config at `path`; without either, `simulate` takes a plan alone."""
+    """A model by name, or the Hugging Face config at `path`; with neither, `simulate` uses a plan without a model."""
 
     spec: str | None = None
     path: str | None = None
@@ -181,7 +184,7 @@ class ModelGroup:
 
 @dataclass
 class TransportGroup(ConfigGroup):
-    """A transport. `gpu_aware` hands CUDA tensors to MPI; `check` is the option of attention."""
+    """A transport. `gpu_aware` passes CUDA tensors to MPI; `check` is the option of that name of `ra.attention`."""
 
     gpu_aware: bool = False
     check: str | None = None
@@ -198,18 +201,18 @@ class InputGroup:
 
 @settings_of("simulate", "numerics")
 class NumericsGroup:
-    """What `simulate mode=numerics` executes.
+    """The settings of `simulate mode=numerics`.
 
-    mode="sample" executes `rows` query rows (their number, or their positions) on at most `spread` ranks. mode="all"
-    executes whole ranks: `count` ranks (None: all) from rank `first` on, about `together` ranks at a time.
+    mode="sample" executes `rows` query rows (a number of rows, or their positions) on at most `spread` ranks.
+    mode="all" executes whole ranks: `count` ranks (None: all) from rank `first` on, about `together` at a time.
 
-    `fault` harms the visit of rank `fault_rank` to the block of rank `fault_owner`. Without `fault_rank`, the fault is
-    at the rank of the last sampled row, or at the middle rank; without `fault_owner`, in the block of the rank before.
-    The faults "lost" and "scaled" harm the gradients that return to the rank of the first sampled row.
+    `fault` is injected into the visit of rank `fault_rank` to the block of rank `fault_owner`. Default `fault_rank`:
+    the rank of the last sampled row, or the middle rank with mode="all"; default `fault_owner`: the rank before it.
+    The faults "lost" and "scaled" affect the gradients that return to the rank of the first sampled row.
     """
 
     mode: str
-    #: A size, or a list of sizes: OmegaConf has no union of the two.
+    #: A size or a list of sizes; OmegaConf does not support a union of the two.
     rows: Any
     spread: int | None
     first: int
@@ -224,23 +227,23 @@ class NumericsGroup:
 
 @dataclass
 class OutputGroup:
-    """The file or folder that a command writes; None: nothing."""
+    """`path`: the file or folder to write; None: write nothing."""
 
     path: str | None
 
 
 @settings_of("run", "output")
 class RunOutputGroup(OutputGroup):
-    """The tensors that `ringattn run` writes to `path`, and the printed numbers that it writes to `report` as JSON."""
+    """Output files of `ringattn run`: tensors at `path`, the printed numbers as JSON at `report`."""
 
     report: str | None
 
 
 @settings_of("simulate", "study.execute")
 class ExecuteGroup:
-    """What the numerics simulator executes of each plan of a study, in fp64.
+    """Settings for executing the plans of a study with the numerics simulator, in fp64.
 
-    `budget` is in seconds at assumed rates, so that every machine executes the same plans; None: nothing is executed.
+    `budget` is in seconds at assumed rates, so every machine executes the same plans; None: execute nothing.
     """
 
     budget: float | None
@@ -252,9 +255,9 @@ class ExecuteGroup:
 
 @settings_of("simulate", "study")
 class StudyGroup:
-    """The points of a study: every combination of the values of `axes` with every entry of `together`.
+    """The points of a study: every combination of the values in `axes`, with each entry of `together`.
 
-    Keys are keys of `simulate`, or label.NAME, which becomes a column of the tables. `extrapolate` is a Size or None.
+    Keys are keys of `simulate`; label.NAME adds a column to the tables. `extrapolate` is a Size or None.
     """
 
     name: str

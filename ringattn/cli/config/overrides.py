@@ -1,4 +1,4 @@
-"""The words of a command line as Hydra takes them, comma lists as axes of a study, and Hydra's errors in one line."""
+"""Translates command-line words into Hydra overrides, comma lists into study axes, and Hydra's errors into one line."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from .schema import SCHEMAS, parse_size
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-#: Groups whose value may also be written in full, each with an example.
+#: Groups whose value may be written in full instead of by option name, each with an example.
 WRITTEN = {
     "pattern": 'pattern="Causal() & Window(4096)"',
     "layout": '"layout=striped(64)"',
     "schedule": '"schedule=ulysses(4, direct)"',
     "kernel": "kernel=aten_cuda:flash",
 }
-#: By verb: the key whose value `-` prints JSON, and nothing else, on standard output.
+#: For each verb: the key that, set to `-`, prints only JSON on standard output.
 JSON_KEYS = {"run": "output.report", "plan": "output.path", "simulate": "output.path", "advise": "output.path"}
-#: A whole number as people write it, such as 4096, 1_000, 1e9, 64k or 2GiB.
+#: Matches a whole number in human notation, such as 4096, 1_000, 1e9, 64k or 2GiB.
 SIZE = re.compile(r"(?<![\w.])\d[\d._]*(?:e\+?\d+)?(?:[kmgt](?:ib)?)?(?![\w.])", re.IGNORECASE)
-#: What OmegaConf says of a value that is not of the type of its key; and of each type, what to write.
+#: Matches OmegaConf's message for a value of the wrong type; and for each type, what to write instead.
 WRONG_TYPE = re.compile(r"Value '(.*?)'(?: of type '\w+')? (?:could not be converted to|is not a valid) (\w+)", re.S)
 TYPES = {"Integer": "a whole number, such as 8 or 64k", "Float": "a number, such as 2.5", "bool": "true or false"}
 
 
 class _OptionParser(argparse.ArgumentParser):
-    """A parser of options that raises its errors."""
+    """An argument parser that raises InvalidInput instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise InvalidInput(f"{message}; ringattn --help and ringattn VERB --help show options and keys")
+        raise InvalidInput(f"{message}; see ringattn --help and ringattn VERB --help for options and keys")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """The verb and its overrides as `words`, options for Hydra as `options`, and our own options by name.
+    """A namespace with the verb and its overrides as `words`, Hydra's options as `options`, and our options by name.
 
-    Options may stand anywhere. Raises InvalidInput for an unknown option.
+    Options may appear anywhere. Raises InvalidInput for an unknown option.
     """
     parser = _OptionParser(add_help=False, allow_abbrev=False)
     parser.add_argument("words", nargs="*")
@@ -76,22 +76,22 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         key = flag.lstrip("-").replace("-", "_")
         if any(key in read_defaults(verb) for verb in found.words[:1] if verb in SCHEMAS):
             hint = f"write {key}={value}; "
-        raise InvalidInput(f"{others[0]}: unknown option; {hint}values of keys are written key=value, without dashes")
+        raise InvalidInput(f"{others[0]}: unknown option; {hint}settings are written key=value, without dashes")
     values = {action.option_strings[0]: getattr(found, action.dest) for action in of_hydra._group_actions}
     found.options = [x if y is True else f"{x}={y}" for x, y in values.items() if y]
     return found
 
 
 def prepare(verb: str, overrides: Sequence[str]) -> list[str]:
-    """The overrides of a verb as Hydra takes them: patterns quoted, sizes in digits. Raises InvalidInput."""
+    """The overrides of a verb in Hydra's syntax: patterns quoted, sizes in digits. Raises InvalidInput."""
     verb = "report" if verb == "bench" else verb
     return [part for override in overrides for part in _prepare_override(verb, override)]
 
 
 def _prepare_override(verb: str, override: str) -> list[str]:
-    """An override as Hydra takes it: one or two. Raises InvalidInput."""
+    """One override in Hydra's syntax, as one or two overrides. Raises InvalidInput."""
     if override.startswith("~") and not override.startswith("~hydra"):
-        raise InvalidInput(f"{override}: a key of ringattn cannot be removed; leave it out for its default")
+        raise InvalidInput(f"{override}: keys of ringattn cannot be removed; omit it to use its default")
     match = re.fullmatch(r"(\+{0,2})([\w./@-]+)=(.*)", override, re.DOTALL)
     if match is None or match[2].startswith("hydra"):
         return [override]
@@ -99,31 +99,31 @@ def _prepare_override(verb: str, override: str) -> list[str]:
     if value in ("", "''", '""'):
         raise InvalidInput(f"{key}=: the value is empty; give one, or leave {key} out")
     if key.startswith("study.axes."):
-        return [f"++{key}={value}"]  # Hydra's ++ takes axes that the study has, and new axes
-    if (verb, key) == ("advise", "model"):  # of a model's config file, advise takes the name alone
+        return [f"++{key}={value}"]  # ++ both overrides an existing axis and adds a new one
+    if (verb, key) == ("advise", "model"):  # advise has no group options in conf/model, only a model name
         return [f"model.spec={quote(value)}"]
     if not plus and is_written(key, value):
         return [f"{key}=custom", f"{key}.spec={','.join(map(quote, split_commas(value)))}"]
     if not plus and re.search(r"[/.]", value) and (conf_dir() / key / "file.yaml").is_file():
         return [f"{key}=file", f"{key}.path={quote(value)}"]
     if list[str] in _types(SCHEMAS[verb], key) and re.fullmatch(r"[\w./-]+", value) and value != "null":
-        value = f"[{value}]"  # one name is a list of one
-    plus = plus if key == "study.axes" else ""  # elsewhere + would add keys that nothing reads
+        value = f"[{value}]"  # a single name becomes a list
+    plus = plus if key == "study.axes" else ""  # for other keys, + would add one that nothing reads
     return [f"{plus}{key}={in_digits(SCHEMAS[verb], key, value)}"]
 
 
 def is_written(group: str, value: str) -> bool:
-    """Whether a value is no name of an option: it has a call, or names a part of another package."""
+    """True if a group's value is not an option name: it contains a call, or a name that an installed package adds."""
     return group in WRITTEN and bool({*"(:"} & {*value} or _installed(group) & {*split_commas(value)})
 
 
 def _installed(group: str) -> set[str]:
-    """The names that installed packages add to a group."""
+    """Names that installed packages add to a group."""
     return entry_points(group=f"ringattn.{group}s").names
 
 
 def in_digits(schema: Any, key: str, value: str) -> str:
-    """The value of a key with its sizes in digits, such as 2,8k, where the key takes numbers and no text."""
+    """`value` with sizes such as 8k written out in digits, if the key takes numbers and not text."""
     kinds = _types(schema, key)
     if str in kinds or not {int, float} & {*kinds}:
         return value
@@ -133,22 +133,22 @@ def in_digits(schema: Any, key: str, value: str) -> str:
 
 
 def _types(schema: Any, key: str) -> tuple[Any, ...]:
-    """The types that a key takes: (int, None's type) of `int | None`."""
+    """The types that a key accepts: (int, NoneType) for `int | None`."""
     for name in key.split("."):
         schema = get_type_hints(schema).get(name) if dataclasses.is_dataclass(schema) else None
     return get_args(schema) if isinstance(schema, UnionType) else (schema,)
 
 
 def quote(value: str) -> str:
-    """The value in single quotes, which replace quotes of its own."""
+    """The value in single quotes, replacing any quotes around it."""
     bare = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
     return "'" + bare.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def as_study(overrides: list[str]) -> list[str]:
-    """The overrides with their comma lists moved into study.axes. Raises InvalidInput where no key has several values.
+    """The overrides with comma lists moved into study.axes. Raises InvalidInput if no key has several values.
 
-    Settings of the study, its output and Hydra have one value for all points.
+    Settings of study, output and Hydra stay as they are: they apply to all points.
     """
     others, axes = [], {}
     for override in overrides:
@@ -156,7 +156,7 @@ def as_study(overrides: list[str]) -> list[str]:
         values = [] if key.lstrip("+~").startswith(("study", "output", "hydra")) else _values(override)
         if len(values) > 1:
             axes[key] = values
-            others += [f"model={values[0]}"] if key == "model" else []  # its machine, layout and schedule
+            others += [f"model={values[0]}"] if key == "model" else []  # for its machine, layout, schedule
         else:
             others.append(override)
     if not axes and not any(override.startswith("study=") for override in others):
@@ -166,19 +166,19 @@ def as_study(overrides: list[str]) -> list[str]:
 
 
 def _values(override: str) -> list[str]:
-    """The values of an override: a comma list, or one of Hydra's functions such as range(1,4)."""
+    """The values of a sweep override (a comma list, or a Hydra function such as range(1,4)); [] if not a sweep."""
     parser: Any = import_module("hydra.core.override_parser.overrides_parser").OverridesParser
     try:
         parsed = parser.create().parse_override(override)
-    except import_module("hydra.errors").HydraException:  # patterns and schedules that are written in full
+    except import_module("hydra.errors").HydraException:  # a pattern or schedule written in full
         return split_commas(override.partition("=")[2])
     return [str(value) for value in parsed.sweep_string_iterator()] if parsed.is_sweep_override() else []
 
 
 def check_jobs(verb: str, arguments: Sequence[str]) -> None:
-    """Check the jobs of `-m` before the first runs: options, types of values, and one output file for many jobs.
+    """Check all jobs of `-m` before the first one runs: options, value types, and that no two share an output file.
 
-    Raises InvalidInput or an error of Hydra.
+    Raises InvalidInput or a Hydra error.
     """
     sweeper: Any = import_module("hydra._internal.core_plugins.basic_sweeper").BasicSweeper
     parser: Any = import_module("hydra.core.override_parser.overrides_parser").OverridesParser
@@ -191,17 +191,17 @@ def check_jobs(verb: str, arguments: Sequence[str]) -> None:
         composed: Any = compose(verb, job)
         check_parameters(composed)
         outputs = import_module("omegaconf").OmegaConf.to_container(composed).get("output", {})
-        for key, path in outputs.items() if verb != "report" else ():  # a suite names its files itself
+        for key, path in outputs.items() if verb != "report" else ():  # a suite names its own files
             if path not in (None, STDOUT) and "${hydra:" not in path:
                 numbered = Path(path).with_name(f"{Path(path).stem}_${{hydra:job.num}}{Path(path).suffix}")
                 raise InvalidInput(
-                    f"output.{key}={path} with -m: every job would replace the output of the one before; let the path "
-                    f"name the job, such as 'output.{key}={numbered}'"
+                    f"output.{key}={path} with -m: each job would overwrite the previous output; put the job "
+                    f"number into the path, such as 'output.{key}={numbered}'"
                 )
 
 
 def compose(verb: str, overrides: Sequence[str]) -> DictConfig:
-    """The configuration of a verb as Hydra composes it, not resolved; within a job, from the folders of the job."""
+    """The configuration of a verb, composed by Hydra and unresolved; within a job, from that job's config folders."""
     hydra = import_module("hydra")
     store_schemas(verb)
     if import_module("hydra.core.global_hydra").GlobalHydra.instance().is_initialized():
@@ -213,7 +213,7 @@ def compose(verb: str, overrides: Sequence[str]) -> DictConfig:
 
 @cache
 def store_schemas(*verbs: str) -> None:
-    """Tell Hydra the schemas of these verbs, or of all where none is named, and the presets of machines."""
+    """Register the schemas of these verbs (default: all) and the machine presets with Hydra."""
     store = import_module("hydra.core.config_store").ConfigStore.instance()
     for verb in verbs or SCHEMAS:
         store.store(name=f"{verb}_schema", node=SCHEMAS[verb])
@@ -222,21 +222,21 @@ def store_schemas(*verbs: str) -> None:
 
 
 def check_parameters(composed: DictConfig) -> None:
-    """Raise InvalidInput where the option of a group lacks a parameter, or has one that its text does not name."""
+    """Raise InvalidInput if the option of a group lacks a parameter, or was given one that its `spec` does not use."""
     to_container = import_module("omegaconf").OmegaConf.to_container
     for group in PARAMETER_GROUPS:
         values = to_container(composed[group]) if group in composed else {"spec": ""}
         spec = values.pop("spec")
         for name, value in values.items():
             if value is None and f"${{.{name}}}" in spec:
-                raise InvalidInput(f"{group}.{name}=... is missing, which {spec} needs")
-            listed = name == "weights" and spec.startswith("[")  # of a list of patterns
+                raise InvalidInput(f"{group}.{name}=... is missing; {spec} needs it")
+            listed = name == "weights" and spec.startswith("[")  # weights of a list of patterns
             if value is not None and f"${{.{name}}}" not in spec and not listed:
                 raise InvalidInput(f"{group}.{name}={value} has no meaning with {group}={spec}; leave it out")
 
 
 def explain(verb: str, error: Exception) -> InvalidInput:
-    """An error of Hydra or OmegaConf in one line, with a hint for a misspelled key or option."""
+    """A Hydra or OmegaConf error as a one-line InvalidInput, with a hint for a misspelled key or option."""
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)

@@ -1,4 +1,4 @@
-"""Schemas of the verbs of the command line, and sizes such as 64k."""
+"""Settings dataclasses of the verbs of the command line, and the parser of sizes such as 64k."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from .groups import (
     refuse,
 )
 
-#: The largest size: the largest integer of 64 bits.
+#: The largest size: the largest signed 64-bit integer.
 MAX_SIZE = (1 << 63) - 1
 #: Factors of the suffixes of a size.
 _SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def parse_size(value: Size, name: str = "size") -> int:
-    """The whole number that a size such as 4096, 1_000_000, 64k, 1M, 2GiB (powers of 1024) or 1e9 stands for.
+    """The integer value of a size such as 4096, 1_000_000, 1e9, or 64k, 1M, 2GiB (powers of 1024).
 
-    Raises InvalidInput, naming the setting `name`, where `value` is not a whole number >= 0, or above `MAX_SIZE`.
+    Raises InvalidInput, naming the setting `name`, if `value` is not a whole number in 0 .. `MAX_SIZE`.
     """
     text = str(value).strip().replace("_", "").lower()
     match = re.fullmatch(r"0*(\d+?(?:\.\d+)?(?:e\+?\d+)?)(?:([kmgt])(?:ib)?)?", text)
     number = math.nan
-    if match is not None:  # of so many digits int() would be slow
+    if match is not None:  # int() is slow for very many digits
         digits = match[1] if re.search(r"[.e]", match[1]) or len(match[1]) < 99 else "9" * 99
         number = (int(digits) if digits.isdigit() else float(digits)) * _SUFFIXES[match[2] or ""]
     if not math.isfinite(number) or number != int(number):
@@ -52,22 +52,21 @@ def parse_size(value: Size, name: str = "size") -> int:
         raise InvalidInput(f"{name}={value}: {problem}; write 4096, 64k (65,536), 1M (1,048,576) or 1e9")
     if number > MAX_SIZE:
         raise InvalidInput(
-            f"{name}={shorten(str(value), 40)}: is larger than 2^63 - 1 = {MAX_SIZE:,}, the largest size; give a "
-            "smaller number"
+            f"{name}={shorten(str(value), 40)}: must be at most 2^63 - 1 = {MAX_SIZE:,}; give a smaller number"
         )
     return int(number)
 
 
 @dataclass
 class ProblemSizes:
-    """The settings that `run`, `plan` and `simulate` share; each has defaults of its own."""
+    """The settings shared by `run`, `plan` and `simulate`, which have different defaults."""
 
     pattern: PatternGroup
     layout: LayoutGroup
     schedule: ScheduleGroup
     machine: MachineGroup
     output: OutputGroup
-    #: Only Hydra reads it: an experiment sets other keys.
+    #: Read only by Hydra: an experiment sets other keys.
     experiment: Any
     ranks: int
     tokens: Size
@@ -114,45 +113,45 @@ class RunConfig(ProblemSizes):
     trace: str | None
 
     def __post_init__(self) -> None:
-        if self.dtype == "auto":  # the fast ops of CUDA compute 16 bits; the dtype of a file is its own
+        if self.dtype == "auto":  # fast CUDA ops need 16 bits; a file has its own dtype
             on_cuda = self.transport.spec == "nccl" or self.transport.gpu_aware
             self.dtype = "bfloat16" if on_cuda and self.input.name != "file" else "float32"
 
     def check(self) -> None:
-        """Raise InvalidInput for a setting that has no effect beside the others."""
+        """Raise InvalidInput for a setting that has no effect in combination with the others."""
         check_choice("mode", self.mode, ("attention", "decode"))
         if self.mode == "decode":
             unused = "tokens offload device backward repeat schedule comm_dtype rotate trace output.path"
-            refuse(self, unused, "with mode=decode, whose tokens are context= and new=")
+            refuse(self, unused, "with mode=decode, which takes context= and new=")
         else:
             refuse(self, "context new merge windows", "without mode=decode")
         if self.offload is None:
             refuse(self, "device" if self.mode == "decode" else "chunk device", "without offload=host or offload=disk")
-        else:  # one process computes chunk after chunk, and sends nothing
+        else:  # one process computes chunk by chunk and sends nothing
             rings = "transport ranks layout schedule machine comm_dtype rotate timeout"
-            refuse(self, rings, f"with offload={self.offload}, one process without messages (chunk= sets rows)")
+            refuse(self, rings, f"with offload={self.offload}, one process without messages (chunk= sets its rows)")
         if self.input.name == "file":
             sizes = "tokens heads kv_heads head_dim batch dtype input.seed"
-            refuse(self, sizes, "with input=file, whose tensors have it")
+            refuse(self, sizes, "with input=file, where the file determines it")
         if self.input.name == "random":
             refuse(self, "input.path", "with input=random")
 
 
 @dataclass
 class TwoSides(ProblemSizes):
-    """The settings that `plan` and `simulate` share, whose queries may be other positions than the keys."""
+    """The settings shared by `plan` and `simulate`, where queries may have other positions than the keys."""
 
     q_tokens: Size | None
     q_first: Size | None
 
     @property
     def is_square(self) -> bool:
-        """Whether the queries are the tokens of the keys."""
+        """True if the queries have the positions of the keys."""
         return self.q_tokens is None and self.q_first is None
 
     @property
     def chooses(self) -> bool:
-        """Whether something of the plan is chosen by the machine."""
+        """True if the layout, the schedule or `rotate` is chosen with the machine's numbers."""
         by_time = not self.is_square and self.rotate.startswith("auto")
         return by_time or "auto" in (self.layout.spec, self.schedule.spec)
 
@@ -166,7 +165,7 @@ class TwoSides(ProblemSizes):
         first = tokens - count if first is None else first
         if count < 0 or first < 0:
             wrong = f"q_first={self.q_first}" if count < 0 else f"q_tokens={self.q_tokens}"
-            raise InvalidInput(f"{wrong}: there are {tokens:,} keys; give both q_first= and q_tokens=, or fewer")
+            raise InvalidInput(f"{wrong}: there are only {tokens:,} keys; give both q_first= and q_tokens=, or less")
         return {"q_layout": f"shifted({self.layout.spec}, {first})", "q_tokens": count}
 
 
@@ -177,18 +176,18 @@ class PlanConfig(TwoSides):
     ascii: bool
 
     def check(self) -> None:
-        """Raise InvalidInput for a machine that nothing is chosen by."""
+        """Raise InvalidInput if a machine is given but has no effect on the plan."""
         if not self.chooses:
-            refuse(self, "machine", "for a named layout and schedule; try schedule=auto, or ringattn simulate")
+            refuse(self, "machine", "with a named layout and schedule; try schedule=auto, or ringattn simulate")
 
 
 @settings_of("simulate", "validate")
 class ValidateGroup:
     """The settings of `simulate mode=validate`.
 
-    `ranks` are the numbers of ranks to validate on; the first is calibrated, the others are held out. Without a
-    machine file, `rows`, `widths` and `messages` are calibrated first. `held_out` are the rows per rank of the compared
-    passes; None: sizes between the calibrated rows.
+    `ranks`: numbers of ranks to validate on; calibration uses the first, the others are held out. `rows`, `widths` and
+    `messages`: sizes to calibrate first if there is no machine file. `held_out`: rows per rank of the compared passes;
+    None: sizes between the calibrated rows.
     """
 
     ranks: list[int]
@@ -206,7 +205,7 @@ class ValidateGroup:
 class SimulateConfig(TwoSides):
     """The settings of `ringattn simulate`; conf/simulate.yaml explains each.
 
-    `slow`, `slow_links` and `stalls` are mappings or lists, which `timing.simulate` checks.
+    `slow`, `slow_links` and `stalls` are mappings or lists; `timing.simulate` checks them.
     """
 
     mode: str
@@ -243,12 +242,12 @@ class SimulateConfig(TwoSides):
             self.dtype = "float64" if self.mode == "numerics" else "bfloat16" if self.model.spec else "float32"
 
     def check(self) -> None:
-        """Raise InvalidInput for a setting that has no effect beside the others."""
+        """Raise InvalidInput for a setting that has no effect in combination with the others."""
         models = "phase chunk merge windows cp dp tp ep pp micro_batches interleaved checkpointing sharding fp8"
         faults = "slow slow_links stalls passes solver"
         sizes = "pattern ranks shard kv_heads comm_dtype rotate backward seed q_tokens q_first"
         if self.shard is not None:
-            refuse(self, "tokens", "beside shard=, which sets the tokens (shard x ranks); give shard=null")
+            refuse(self, "tokens", "with shard=, which sets the tokens to shard x ranks (shard=null unsets it)")
         if self.model.spec is not None:
             self._check_model(f"{sizes} {faults}")
             return
@@ -274,14 +273,14 @@ class SimulateConfig(TwoSides):
             if self.machine.path is None:
                 refuse(self, "machine", "with mode=validate, which measures this machine")
             else:
-                refuse(self, "validate.rows validate.widths validate.messages", "beside machine.path=")
+                refuse(self, "validate.rows validate.widths validate.messages", "with machine.path=")
         elif self.mode == "numerics":
             self._check_numerics()
         else:
             self._check_timing()
 
     def _check_model(self, without: str) -> None:
-        reason = "with a model, which has sizes of its own (cp=, dp= and tp= set the ranks)"
+        reason = "with a model, which sets its own sizes (cp=, dp= and tp= set the ranks)"
         refuse(self, f"mode validate numerics trace heads head_dim {without}", reason)
         if self.phase != "training":
             refuse(self, "checkpointing sharding fp8 ep pp micro_batches interleaved", f"with phase={self.phase}")
@@ -293,7 +292,7 @@ class SimulateConfig(TwoSides):
     def _check_numerics(self) -> None:
         refuse(self, "validate", "with mode=numerics")
         if not self.chooses:
-            refuse(self, "machine", "with mode=numerics, unless layout=auto or schedule=auto choose by it")
+            refuse(self, "machine", "with mode=numerics, unless layout=auto or schedule=auto uses it")
         unread = {"sample": "numerics.first numerics.count numerics.together", "all": "numerics.rows numerics.spread"}
         refuse(self, unread.get(self.numerics.mode, ""), f"with numerics.mode={self.numerics.mode}")
         if self.numerics.fault is None:
@@ -303,30 +302,30 @@ class SimulateConfig(TwoSides):
         refuse(self, "validate numerics", "with mode=timing")
         machine = self.machine.made()
         if not machine.jitter:
-            refuse(self, "seed", "without machine.jitter=..., whose samples it draws")
+            refuse(self, "seed", "without machine.jitter=..., which it seeds")
         if not machine.mtbf or not self.passes:
             refuse(self, "machine.checkpoint machine.restart", "without machine.mtbf=... and passes=...")
         if "allgather" not in self.schedule.spec and "auto" not in self.schedule.spec:
-            refuse(self, "machine.one_gather", "without schedule=allgather, whose messages it joins")
+            refuse(self, "machine.one_gather", "without schedule=allgather, whose messages it combines")
         if machine.kernel is None:
-            refuse(self, "machine.extrapolate", "without kernel times, which only machine=file brings")
+            refuse(self, "machine.extrapolate", "without kernel times, which only machine=file has")
 
     def length(self) -> int:
-        """The tokens, which are 0 for a point of a study that is refused. Raises InvalidInput."""
+        """The tokens of the sequence; may be 0. Raises InvalidInput for a size that cannot be parsed."""
         return super().size() if self.shard is None else parse_size(self.shard, "shard") * self.ranks
 
     def size(self) -> int:
-        """The tokens of the sequence. Raises InvalidInput where the sequence is empty."""
+        """The tokens of the sequence. Raises InvalidInput if it is empty."""
         tokens = self.length()
-        if not tokens and self.ranks:  # with ranks=0, the error is about the ranks, and is raised elsewhere
+        if not tokens and self.ranks:  # for ranks=0, other code raises an error about the ranks
             name = "tokens" if self.shard is None else "shard"
-            raise InvalidInput(f"{name}=0: without tokens there is nothing to simulate; try {name}=64k")
+            raise InvalidInput(f"{name}=0: there is nothing to simulate; try {name}=64k")
         return tokens
 
 
 @settings_of("doctor")
 class DoctorConfig:
-    """The setting of `ringattn doctor`; conf/doctor.yaml explains it."""
+    """The settings of `ringattn doctor`; conf/doctor.yaml explains them."""
 
     capability: str | None
 

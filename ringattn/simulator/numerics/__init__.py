@@ -1,4 +1,4 @@
-"""The numerics simulator: a plan's own messages, kernels and merges over virtual ranks, with inputs made on demand."""
+"""The numerics simulator: executes a plan's messages, kernels and merges on virtual ranks, with generated inputs."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def numerics(
     seed: int = 0,
     fault: Fault | None = None,
 ) -> NumericsReport:
-    """The report of executing a plan on virtual ranks with inputs made on demand, checked by oracles and a ledger.
+    """Execute a plan on virtual ranks with generated inputs, check it with oracles and a ledger, and return the report.
 
-    mode="sample" executes, in fp64, every message of the ranks that hold `rows`: query positions, or how many
-    positions to choose on at most `spread` ranks. Memory grows neither with tokens nor with ranks. mode="all" executes
-    all rows of `ranks` (default: all ranks) from end to end, about `together` ranks at a time, in fp64 or
-    fp32. `backward` adds their gradients; the ranks must then see only each other, as in a forward in which queries
-    travel. Queries and keys are those of the plan's two layouts.
+    mode="sample" executes, in fp64, every message of the ranks that hold `rows`: a list of query positions, or how
+    many positions to choose on at most `spread` ranks. Memory grows neither with tokens nor with ranks. mode="all"
+    executes all rows of `ranks` (default: all ranks), about `together` ranks at a time, in fp64 or fp32. `backward`
+    adds their gradients. With `backward`, or with pass-Q in the forward, `ranks` may exchange messages only among
+    themselves. Query and key positions come from the plan's two layouts.
 
-    `period` is the period of K and V, a prime; with None they do not repeat, and the oracle reads every key of a
-    compared row. The tiles of one row are compared with the pattern's independent `visible`. `seed` fixes all inputs.
-    `fault` harms one visit. Raises InvalidInput or Unsupported before anything is executed.
+    K and V repeat with `period`, a prime; with None they do not repeat, and the oracle reads every key of a compared
+    row. For one row, the pattern's tiles are also checked against its independent `visible`. `seed` determines all
+    inputs. `fault` is injected into one visit. Raises InvalidInput or Unsupported before executing anything.
     """
     if mode not in MODES:
         raise InvalidInput(f"mode={mode!r}: {did_you_mean(mode, MODES)}expected {' or '.join(MODES)}")
@@ -52,17 +52,17 @@ def numerics(
         layout = plan.layout_of("q")
         places = layout.positions(max(ranks or range(plan.ranks), key=layout.rows)).tolist()  # the longest shard
     elif ranks is not None:
-        raise InvalidInput("mode='sample' executes query rows; ranks= is of mode='all'")
+        raise InvalidInput("ranks= needs mode='all'; mode='sample' takes rows=")
     elif backward:
         raise InvalidInput(
-            "sampled rows follow the forward alone; for backward=True try mode='all' (numerics.mode=all)"
+            "mode='sample' executes only the forward; for backward=True try mode='all' (numerics.mode=all)"
         )
     else:
         places = chosen_rows(plan, rows, spread, seed) if isinstance(rows, int) else list(rows)
         report = sample(plan, source, rows=places, fault=fault)
     if not places:
         return report
-    # Neither end of the sequence where there is another row: a mask that is off by one may be right there.
+    # Check a row in the middle: at the ends of the sequence, a mask that is off by one may still be right.
     row = sorted(places)[len(places) // 2]
     report.mask_keys, report.wrong_mask_keys = count_mask_errors(plan.pattern, source, row, seed)
     return report

@@ -1,7 +1,7 @@
-"""Faults on purpose: one visit or one message is changed, and the oracles and the ledger must notice.
+"""Fault injection: change one visit or one message; the oracles and the ledger must notice.
 
-A fault hits the visit of one rank to the block of another rank. It changes what the plan computes (drop, duplicate,
-band) or what arrives (owner, swap, stale, hop, lost, scaled). The executor and the kernels do not know about faults.
+A fault affects the visit of one rank to the block of another. It changes what the plan computes (drop, duplicate,
+band) or what arrives (owner, swap, stale, hop, lost, scaled). The executor and the kernels know nothing about faults.
 """
 
 from __future__ import annotations
@@ -34,42 +34,39 @@ FAULT_KINDS = {
     "lost": "the sums that arrive at the rank for the block of the owner are zeros",
     "scaled": "the sums that arrive at the rank for the block of the owner are 1 % too large",
 }
-#: The factor by which a fault multiplies arriving sums: gradients and, where queries travel, (out, lse).
+#: The factor by which a fault multiplies arriving sums: gradients and, with pass-Q, (out, lse).
 GRADIENT_FAULTS = {"lost": 0.0, "scaled": 1.01}
 _PLANNED, _REPLACED = ("drop", "duplicate", "band"), ("owner", "swap", "stale", "hop")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in the visit of `rank` to the block of `owner`, as the forward visits: blocks of keys, or of queries."""
+    """A fault in the visit of `rank` to the block of `owner`, of keys or, with pass-Q in the forward, queries."""
 
     kind: str
     rank: int
     owner: int
 
     def check(self, plan: Plan, *, backward: bool) -> None:
-        """Raise InvalidInput where the plan has no such visit."""
+        """Raise InvalidInput if the plan has no such visit."""
         if self.kind not in FAULT_KINDS:
             hint = did_you_mean(self.kind, FAULT_KINDS)
             raise InvalidInput(f"fault {self.kind!r}: {hint}expected {', '.join(FAULT_KINDS)}")
         if plan.ranks == 1:
-            raise InvalidInput(f"fault {self.kind!r} harms what comes from another rank; try ranks=2 or more")
+            raise InvalidInput(f"fault {self.kind!r} changes data from another rank; try ranks=2 or more")
         for number in (self.rank, self.owner):
             if not 0 <= number < plan.ranks:
-                raise InvalidInput(f"the fault names rank {number}, the plan has ranks 0 .. {plan.ranks - 1}")
+                raise InvalidInput(f"fault at rank {number}: the plan has ranks 0 .. {plan.ranks - 1}")
         if self.kind in GRADIENT_FAULTS:
             if not backward and plan.forward_rotates == "kv":
-                raise InvalidInput(f"fault {self.kind!r} harms gradients, so it needs a backward; try backward=True")
+                raise InvalidInput(f"fault {self.kind!r} changes gradients and needs a backward; try backward=True")
             return
         if self.rank == self.owner or not plan.demand.visits(*self.sides(plan)):
-            raise InvalidInput(
-                f"rank {self.rank} receives no block of rank {self.owner} that it visits: nothing to harm; try another "
-                "owner"
-            )
+            raise InvalidInput(f"rank {self.rank} visits no block received from rank {self.owner}; try another owner")
         near = (self.rank, self.owner, *(self._neighbour(sign, plan.ranks) for sign in (+1, -1)))
         layout = plan.layout_of("kv" if plan.forward_rotates == "kv" else "query")
         if self.kind in _REPLACED and len({layout.rows(owner) for owner in near}) > 1:
-            raise InvalidInput(f"fault {self.kind!r} puts a block in place of another: shards must be equally long")
+            raise InvalidInput(f"fault {self.kind!r} replaces a block by another: it needs shards of equal length")
 
     def sides(self, plan: Plan) -> tuple[int, int]:
         """(rank of the queries, rank of the keys) of the visit."""
@@ -87,7 +84,7 @@ class Fault:
                     tensors[i].copy_(source.block(plan, part._replace(owner=home))[i][0])
 
     def delivered(self, rank: int, owner: int, ranks: int) -> tuple[int, int]:
-        """(owner of keys, owner of values or queries) of what arrives at `rank` in place of the block of `owner`."""
+        """(owner of the keys, owner of the values or queries) that arrive at `rank` instead of the block of `owner`."""
         if rank != self.rank or self.kind not in _REPLACED:
             return owner, owner
         other = self._neighbour(+1 if self.kind == "stale" else -1, ranks)
@@ -103,7 +100,7 @@ class Fault:
 
 
 class _FaultyDemand(KeyDemand):
-    """Key demand in which one visit is left out, is computed twice, or has a wrong band."""
+    """Key demand with one visit left out, computed twice, or with a wrong band."""
 
     def __init__(self, demand: KeyDemand, fault: Fault, sides: tuple[int, int]) -> None:
         super().__init__(demand.pattern, demand.layout, demand.heads, demand.kv_heads, demand.readers)
@@ -112,12 +109,12 @@ class _FaultyDemand(KeyDemand):
     def works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
         works = super().works(rank, owner, row_set)
         if isinstance(row_set, RowSet) or (rank, owner) != self.sides:
-            return works  # works of a row set are narrowed from works of the whole block, which are wrong already
+            return works  # works of a row set are narrowed from those of the whole block, which are already changed
         return {"drop": (), "duplicate": 2 * works}.get(self.fault.kind, tuple(map(_off_by_one, works)))
 
 
 def _off_by_one(work: Work) -> Work:
-    """One key more for every row where the band is bounded; one key less for all rows where it is not."""
+    """The work with one key more for every row if its band is bounded; else with one key less for all rows."""
     if work.hi is not None:
         return replace(work, hi=work.hi + 1)
     if work.lo is not None:
@@ -129,7 +126,7 @@ def _off_by_one(work: Work) -> Work:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultyPlan(Plan):
-    """A plan with the steps of `base` and a fault in what a visit computes."""
+    """A plan with the steps of `base`, but a fault in what one visit computes."""
 
     base: Plan
     fault: Fault
@@ -143,7 +140,7 @@ class FaultyPlan(Plan):
 
 
 def with_fault(plan: Plan, fault: Fault) -> Plan:
-    """The plan with a fault in what it computes; the same plan where the fault is in what arrives."""
+    """The plan with the fault built in, if it changes what is computed; else, for changed messages, the same plan."""
     if fault.kind not in _PLANNED:
         return plan
     inputs = {entry.name: getattr(plan, entry.name) for entry in fields(Plan)}

@@ -1,17 +1,17 @@
-"""The ledger: a 64-bit hash of the computed pairs, read from the data, against the hash of the pattern's pairs.
+"""The ledger: compares a 64-bit hash of the pairs that kernels compute with the hash of the pattern's pairs.
 
-For every query row and head the hash is the sum over visits of
+For every query row and head, the hash is the sum over visits of
 
     a(owner) * count + b(owner) * sum of key positions + c(owner) * sum of their squares        (mod 2^64)
 
-with pseudo-random coefficients of the owner. The sum is a multiset hash: the order of the visits and the way a visit
-is split into kernel calls do not change it; a visit that is lost, doubled or of the wrong rows does. The computed
-pairs are read where a kernel is called, from the tags that `RowSource` writes into q, k and v. The expected pairs
-come from the tiles of the pattern and the ranges of the layout, in closed form. Neither side asks the schedule.
+with pseudo-random coefficients for each owner. This is a multiset hash: it does not depend on the order of visits or
+on how a visit is split into kernel calls, but changes if a visit is lost, doubled or uses the wrong rows. The computed
+pairs are read at each kernel call from the tags that `RowSource` writes into q, k and v. The expected pairs come from
+the pattern's tiles and the layout's ranges, in closed form. Neither side uses the schedule.
 
-In a backward the gradients themselves carry a count. Some columns of dk, dv and dq are 0 by construction; for each
-row these columns sum a small weight of every row that it met. The counts travel with the gradients, so that a
-gradient that is lost on its way home is missing from the count.
+In a backward, the gradients carry counts. Some columns of dk, dv and dq are 0 by construction; in each row, these
+columns sum a small weight of every row that it met. The counts travel with the gradients, so a gradient that is lost
+on the way to its owner is missing from the count.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ...pattern.tile import intersect
 from ...plan.work import Work
 from .source import K_TAG, Q_TAG, RAMP, RowSource
 
-#: Cells of a (rows x shard ranges) array that are computed at a time.
+#: Elements of a (rows x shard ranges) array computed at a time.
 CELLS = 1 << 18
-#: A row has a weight of 1 .. WEIGHTS, so that fp32 sums the weights of more than a million rows exactly.
+#: Weights of rows are 1 .. WEIGHTS: small enough for exact fp32 sums over more than a million rows.
 WEIGHTS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-#: The position that stands for tags of K and V that contradict each other or are not positions.
+#: Stands for an invalid position: tags of K and V that contradict each other or are not whole numbers.
 STRAY = -(1 << 40)
 
 
@@ -50,36 +50,39 @@ def scramble(x: np.ndarray, salt: int) -> np.ndarray:
 
 
 def weights(positions: np.ndarray) -> np.ndarray:
-    """The weight of a row in the counts of a backward: 1 .. WEIGHTS, int64."""
+    """The weight of each row in the counts of a backward: 1 .. WEIGHTS, int64."""
     return (scramble(positions, 7) % np.uint64(WEIGHTS)).astype(np.int64) + 1
 
 
 def coefficients(owner: np.ndarray) -> np.ndarray:
-    """The coefficients a, b and c of each owner: uint64 [3, ...]."""
+    """The coefficients (a, b, c) of each owner: uint64 [3, ...]."""
     salts = np.arange(3, dtype=np.int64).reshape(3, *[1] * owner.ndim)
     return scramble(owner[None] * 4 + salts, 0)
 
 
 def entry(coefficient: np.ndarray, count: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """What a visit adds to a hash, uint64. The moments of its keys broadcast with `coefficient[0]`."""
+    """The contribution of a visit to a hash, uint64, from the count, sum and sum of squares of its key positions.
+
+    The three broadcast with `coefficient[0]`.
+    """
     with np.errstate(over="ignore"):
         return coefficient[0] * count.astype(np.uint64) + coefficient[1] * first + coefficient[2] * second
 
 
 class PairLedger:
-    """Hashes (uint64) and numbers of pairs (int64) of some query rows, [H, rows], by ascending position."""
+    """Hashes (uint64) and numbers of pairs (int64) of some query rows, [H, rows], in ascending order of position."""
 
     def __init__(self, positions: np.ndarray, heads: int) -> None:
         self.positions = np.sort(positions)
         self.hashes = np.zeros((heads, len(positions)), dtype=np.uint64)
         self.pairs = np.zeros((heads, len(positions)), dtype=np.int64)
-        #: Computed rows that are not among `positions`.
+        #: Number of computed rows that are not among `positions`.
         self.strays = 0
-        #: Kernel calls.
+        #: Number of kernel calls.
         self.calls = 0
 
     def add(self, head: int, positions: np.ndarray, hashes: np.ndarray, pairs: np.ndarray) -> None:
-        """Add the hashes and numbers of pairs of the rows at `positions` of a head; each array is [rows]."""
+        """Add the hashes and numbers of pairs of one head's rows at `positions`; each array is [rows]."""
         index = np.searchsorted(self.positions, positions)
         index[index == len(self.positions)] = 0
         known = self.positions[index] == positions
@@ -90,12 +93,12 @@ class PairLedger:
         np.add.at(self.pairs[head], index, pairs)
 
     def wrong(self, other: PairLedger) -> int:
-        """How many rows, over all heads, differ in hash or number of pairs, plus the strays of both ledgers."""
+        """Rows, over all heads, that differ in hash or number of pairs, plus the strays of both ledgers."""
         return int(((self.hashes != other.hashes) | (self.pairs != other.pairs)).sum()) + self.strays + other.strays
 
 
 class AuditingKernel(Kernel):
-    """A kernel that records in a ledger the pairs that it computes, and writes counts into the gradients."""
+    """A kernel that records the pairs that it computes in a ledger, and writes counts into the gradients."""
 
     def __init__(self, inner: Kernel, source: RowSource, layout: Layout, ledger: PairLedger) -> None:
         self.inner, self.source, self.layout, self.ledger = inner, source, layout, ledger
@@ -160,10 +163,10 @@ class AuditingKernel(Kernel):
             self.ledger.add(head, at, seen[:, i // group].ravel(), pairs[:, i // group].ravel())
 
     def keys(self, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
-        """Positions of keys, int64 [B, K, keys]: as the tags of V tell them, STRAY where the tags of K contradict."""
+        """Positions of keys, int64 [B, K, keys], from the tags of V; STRAY where the tags of K contradict them."""
         of_k, of_v = self._read(k[..., K_TAG]), self._read(v[..., RAMP])
         period = self.source.period
-        # numpy divides by a number with a product; its remainder is four times slower.
+        # Instead of of_v % period, which numpy computes four times slower.
         agree = of_k == (of_v if period is None else of_v - of_v // period * period)
         return of_v if agree.all() else np.where(agree, of_v, STRAY)
 
@@ -183,14 +186,14 @@ class AuditingKernel(Kernel):
 
 
 def _bounds(i: np.ndarray, keys: int, lo: int | None, hi: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """(low, high): row i sees keys low .. high - 1, the keys j with lo <= i - j <= hi."""
+    """(low, high): row i sees keys low .. high - 1, that is, the keys j with lo <= i - j <= hi."""
     low = np.zeros_like(i) if hi is None else np.clip(i - hi, 0, keys)
     high = np.full_like(i, keys) if lo is None else np.clip(i - lo + 1, 0, keys)
     return low, np.maximum(high, low)
 
 
 def _between(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Sums of x [..., keys] from low to high - 1, [..., rows]."""
+    """Sums of x [..., keys] over low .. high - 1 for each row: [..., rows]."""
     total = np.zeros((*x.shape[:-1], x.shape[-1] + 1), dtype=x.dtype)
     np.cumsum(x, -1, out=total[..., 1:])
     return total[..., high] - total[..., low]
@@ -201,7 +204,7 @@ def _between(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The ranges of all shards in ascending order: ranges of step 1 as arrays, others as a tuple of (range, owner)."""
+    """The ranges of all shards: those of step 1 as arrays, ascending; the others as a tuple of (range, owner)."""
 
     start: np.ndarray
     stop: np.ndarray
@@ -211,7 +214,7 @@ class Pieces:
 
 @lru_cache(maxsize=4)
 def pieces(layout: Layout) -> Pieces:
-    """The ranges of all shards of a layout, 24 bytes for each."""
+    """The ranges of all shards of a layout; takes 24 bytes per range."""
     starts, stops, owners = (array("q") for _ in range(3))
     others: list[tuple[range, int]] = []
     for rank in range(layout.ranks):
@@ -228,9 +231,9 @@ def pieces(layout: Layout) -> Pieces:
 
 
 def expect(pattern: Pattern, layout: Layout, q: range, heads: int, ledger: PairLedger) -> np.ndarray:
-    """Record in a ledger the pairs that the pattern gives the positions `q` in all heads, in closed form.
+    """Add the pairs that the pattern keeps for the query positions `q`, in all heads, to a ledger, in closed form.
 
-    Returns the owners, ascending, of the blocks in which some row of `q` sees a key.
+    Returns the owners of the blocks in which some row of `q` sees a key, ascending.
     """
     met = [np.empty(0, dtype=np.int64)]
     for tile in (tile for keys in layout.domain for tile in pattern.tiles(q, keys, range(heads))):
@@ -245,8 +248,8 @@ def expect(pattern: Pattern, layout: Layout, q: range, heads: int, ledger: PairL
 
 
 def seen_pieces(tile: Tile, layout: Layout) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, int]]:
-    """Yield (owners [S], first position, count, step) of the keys that each row of a tile sees in S shard ranges;
-    [rows, S]."""
+    """For batches of S shard ranges, yield (owners [S], first position [rows, S], count [rows, S], step) of the keys
+    that each row of a tile sees in each range."""
     all_ = pieces(layout)
     low, high = np.searchsorted(all_.stop, tile.k[0], "right"), np.searchsorted(all_.start, tile.k[-1], "right")
     rows = np.arange(tile.q.start, tile.q.stop, tile.q.step)[:, None]
@@ -286,8 +289,9 @@ def moments(first: np.ndarray, count: np.ndarray, step: int) -> tuple[np.ndarray
 
 
 def expected_counts(pattern: Pattern, others: Sequence[range], rows: range, heads: int, *, keys: bool) -> np.ndarray:
-    """The counts that gradients must carry, int64 [heads, rows]: for each position of `rows` (keys, or queries) and
-    each head the summed weights of the rows of `others` that it meets."""
+    """The counts that gradients must carry, int64 [heads, rows]: for each head and position of `rows` the sum of the
+    weights of the positions in `others` that it meets. `keys`: `rows` are keys and `others` queries, else vice versa.
+    """
     found = np.zeros((heads, len(rows)), dtype=np.int64)
     sides = ((other, rows) if keys else (rows, other) for other in others)
     tiles = (tile for q, k in sides for tile in pattern.tiles(q, k, range(heads)))

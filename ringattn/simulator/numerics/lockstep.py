@@ -1,9 +1,9 @@
-"""Batched ranks: ranks whose plans differ only by a shift run as one program on a batch of all of them.
+"""Batched ranks: ranks whose plans differ only by a shift run together as one program.
 
-Their queries, keys and values are stacked along the batch dimension, so that one kernel call serves them all, and a
-message is a batch of messages, one per rank. The transport in this file delivers the message of each rank to its
-receiver, in whichever batch that is. Steps, buffers, merges and gradients are those of the executor, and thousands of
-ranks take as many calls as a few.
+Their queries, keys and values are stacked along the batch dimension: one kernel call serves all of them, and a message
+is a batch of messages, one per rank. The transport in this file delivers each rank's message to its receiver, which
+may be in another batch. The executor runs the steps, buffers, merges and gradients as usual, and thousands of ranks
+take no more calls than a few.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ...transport.base import Message, Post, Program
 from ...transport.virtual import WATCHED, in_turns
 
 T = TypeVar("T")
-#: Stands for the batch of a rank that is not executed.
+#: Stands for the batch of ranks that are not executed.
 OUTSIDE = -1
 
 
 @dataclass(frozen=True)
 class BatchedRanks:
-    """Ranks of one plan shape, ascending. They run the program of the first rank."""
+    """Ranks whose plans have the same shape, ascending. They run the program of the first rank."""
 
     whole: Plan
     ranks: tuple[int, ...]
@@ -41,19 +41,19 @@ class BatchedRanks:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan with one batch element per member, whose demand shares the answers of the whole plan's."""
+        """The whole plan with one batch element per member; its demand shares the whole plan's cached answers."""
         plan = replace(self.whole, batch=len(self.ranks), rotate=settled(self.whole))
         plan.demand.share_answers(self.whole.demand)
         return plan
 
 
 def settled(plan: Plan) -> str:
-    """`rotate` with what travels in each pass of a plan, which a changed plan would choose anew."""
+    """The `rotate` argument that fixes what a plan rotates in each pass, so that a changed copy does not re-choose."""
     return f"{plan.forward_rotates}, {plan.rotates}"
 
 
 def shape(plan: Plan, rank: int, *, backward: bool) -> object:
-    """A value that two ranks share exactly where one program can run both: steps and works relative to the rank."""
+    """A value that is equal for two ranks iff one program can run both: steps and works relative to the rank."""
     size, mine = plan.ranks, plan.for_rank(rank)
 
     def away(part: Part) -> object:
@@ -75,7 +75,7 @@ def shape(plan: Plan, rank: int, *, backward: bool) -> object:
 
 
 def batch_ranks(plan: Plan, ranks: Iterable[int], *, backward: bool) -> list[BatchedRanks]:
-    """`ranks` batched by the shape of their plans."""
+    """Group `ranks` into batches of the same plan shape."""
     found: dict[object, list[int]] = {}
     for rank in ranks:
         found.setdefault(shape(plan, rank, backward=backward), []).append(rank)
@@ -83,8 +83,10 @@ def batch_ranks(plan: Plan, ranks: Iterable[int], *, backward: bool) -> list[Bat
 
 
 def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[int]]:
-    """`ranks` split into groups that send no messages to each other. Raises InvalidInput where a backward, or a forward
-    in which queries travel, needs others."""
+    """Split `ranks` into groups that send no messages to each other.
+
+    Raises InvalidInput if a backward, or a pass-Q forward, needs ranks that are not in `ranks`.
+    """
     inside, todo, found = set(ranks), set(ranks), []
     sums = "gradients" if backward else None if plan.forward_rotates == "kv" else "(out, lse) of queries"
     for start in ranks:
@@ -113,7 +115,7 @@ def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[
 
 @dataclass
 class _BatchSend:
-    """A posted batch of messages; `left` holds the batches that have not received their part."""
+    """A posted batch of messages; `left` are the receiving batches that have not yet copied their part."""
 
     views: list[torch.Tensor]
     left: set[int]
@@ -143,17 +145,17 @@ class _BatchTicket:
         return all(flight.done for flight in self.flights)
 
 
-#: Changes what arrived, in place: (rank, part, tensors [heads, rows, width] of the part).
+#: Changes an arrived part in place: called with (rank, part, tensors [heads, rows, width] of the part).
 Tamper = Callable[[int, Part, Sequence[torch.Tensor]], None]
-#: Gives K and V of a part whose owner is not executed.
+#: Returns K and V of a part, for messages from ranks that are not executed.
 Answer = Callable[[Part], tuple[torch.Tensor, ...]]
 
 
 class Lockstep:
-    """Runs one program per batch. Receive buffers hold NaN until they are filled.
+    """The transport of batched ranks: runs one program per batch. Receive buffers hold NaN until they are filled.
 
-    `answer` gives the messages of ranks that are not executed; it knows only blocks of K/V. Messages to such ranks
-    are dropped, and counted as all others.
+    `answer` provides the messages from ranks that are not executed, for blocks of K/V only. Messages to such ranks are
+    counted, then dropped.
     """
 
     def __init__(
@@ -171,17 +173,17 @@ class Lockstep:
         self._open: list[_BatchRecv] = []
 
     def run(self, programs: Sequence[Program[T]]) -> list[T]:
-        """The results of the batches' programs, in order, which run to the end in turns."""
+        """Run the programs of all batches in turns to their ends; returns their results in order."""
         results = in_turns(programs, self._post, lambda ticket: ticket.ready, self._stuck)
-        assert not self._open, "messages that nobody sent"
-        assert all(send.done for send in self._sent.values()), "messages that nobody received"
+        assert not self._open, "some received messages were never sent"
+        assert all(send.done for send in self._sent.values()), "some sent messages were never received"
         return results
 
     def _stuck(self, waiting: Mapping[int, _BatchTicket]) -> str:
         return "; ".join(f"rank {self.members[c].first}, {t.label}" for c, t in [*waiting.items()][:8])
 
     def _known(self, batched: BatchedRanks) -> tuple[dict[tuple[int, int], Hop], dict[tuple[int, int], Hop]]:
-        """The sends and the receives of batched ranks by peer and tag."""
+        """(sends, receives) of batched ranks, each by (peer, tag)."""
         mine = batched.plan.for_rank(batched.first)
         steps: tuple[Step, ...] = mine.backward if self.backward else mine.forward
         sends = {(hop.peer, hop.tag): hop for step in steps for hop in step.sends}
@@ -209,7 +211,7 @@ class Lockstep:
         return ticket
 
     def _arrive(self, recv: _BatchRecv) -> bool:
-        """Whether all senders of a batch of receives have posted; if so, the batch is filled."""
+        """Fill a batch of receives if all its senders have posted; returns whether it did."""
         batched = self.members[recv.batch]
         away = (recv.hop.peer - batched.first) % self.size
         route = self._route(recv.batch, away)
@@ -236,7 +238,7 @@ class Lockstep:
         return True
 
     def _answer(self, batched: BatchedRanks, recv: _BatchRecv, index: slice | np.ndarray) -> None:
-        """Fill the messages that come from ranks that are not executed."""
+        """Fill the messages from ranks that are not executed."""
         for i in range(len(batched.ranks))[index] if isinstance(index, slice) else index.tolist():
             for part, tensors in _parts(batched, recv, i):
                 assert part.kind == "kv", "queries and sums come from executed ranks only"
@@ -245,8 +247,7 @@ class Lockstep:
             self.answered += 1
 
     def _route(self, c: int, away: int) -> list[tuple[int, Any, Any]]:
-        """(other batch, indices in `c`, indices there) of the ranks that are `away` ranks from the members of batch
-        `c`."""
+        """The ranks `away` ranks after the members of batch `c`: (their batch, indices in `c`, indices there)."""
         if (c, away) not in self._routes:
             peers = [self._home.get((rank + away) % self.size, (OUTSIDE, 0)) for rank in self.members[c].ranks]
             homes, there = np.array([home for home, _ in peers]), np.array([i for _, i in peers])
@@ -259,14 +260,14 @@ class Lockstep:
 
 
 def _even(a: np.ndarray, b: np.ndarray) -> tuple[Any, Any]:
-    """Both index arrays as slices where both are consecutive, else as they are."""
+    """Both index arrays as slices if both are consecutive, else unchanged."""
     if all((np.diff(x) == 1).all() for x in (a, b)):
         return slice(int(a[0]), int(a[-1]) + 1), slice(int(b[0]), int(b[-1]) + 1)
     return a, b
 
 
 def _parts(batched: BatchedRanks, recv: _BatchRecv, index: int) -> Iterator[tuple[Part, list[torch.Tensor]]]:
-    """Yield each part of a member's message, as the member counts owners, and its tensors [heads, rows, width]."""
+    """Yield each part of a member's message, its owner shifted for the member, and its tensors [heads, rows, width]."""
     views, by = iter(recv.views), batched.ranks[index] - batched.first
     for part in recv.hop.parts:
         tensors = [next(views)[index] for _ in batched.plan.part_widths(part.kind)]
@@ -274,6 +275,6 @@ def _parts(batched: BatchedRanks, recv: _BatchRecv, index: int) -> Iterator[tupl
 
 
 def _views(batched: BatchedRanks, hop: Hop, message: Message) -> list[torch.Tensor]:
-    """The tensors of a batch of messages, [members, heads, rows, width] each."""
+    """The tensors of a batch of messages, each [members, heads, rows, width]."""
     views = message_views(message.data, batched.plan, hop.parts)
     return [x for part in hop.parts for x in views[part]]

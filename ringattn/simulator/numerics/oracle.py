@@ -1,8 +1,8 @@
-"""The oracle: softmaxes over all keys of a row, in fp64, without a schedule, an executor or a merge.
+"""The oracle: attention of single rows over all their keys, in fp64, without a schedule, an executor or merges.
 
-Of inputs made on demand, the tiles of the pattern tell which keys a row sees (`exact_rows`) and which queries see a key
-(`exact_keys`), and the dense mask of one row whether the tiles are right (`count_mask_errors`). Of tensors that exist,
-dense masks tell it (`oracle_rows`).
+For generated inputs, `exact_rows` and `exact_keys` take the visible pairs from the pattern's tiles, and
+`count_mask_errors` checks the tiles against the dense mask of one row. For given tensors, `oracle_rows` uses dense
+masks.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 from ...pattern import Pattern, Tile
 from .source import RAMP, RowSource
 
-#: Pairs of a head and a key that are compared with the mask of a row.
+#: (head, key) pairs of one row that are compared with its mask.
 MASK_CELLS = 1 << 20
-#: Keys that are converted to fp64 at a time.
+#: Keys converted to fp64 at a time.
 KEYS = 1 << 16
 
-#: Reduces a float64 tensor over the ranks in place: the maximum where the flag is True, else the sum.
+#: Reduces a float64 tensor over all ranks in place: the maximum if the flag is True, else the sum.
 Reduce = Callable[[torch.Tensor, bool], None]
-#: Keys, or queries, of a tile that are computed at a time.
+#: Keys (or queries) of a tile computed at a time.
 AT_A_TIME = 1 << 12
 
 
 @dataclass(frozen=True)
 class ExactRows:
-    """Attention of some query rows: out [H, rows, Dv], lse [H, rows], dq [H, rows, D]; fp64."""
+    """Exact results of some query rows: out [H, rows, Dv], lse [H, rows], dq [H, rows, D]; fp64."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -38,8 +38,8 @@ class ExactRows:
 
 @dataclass(frozen=True)
 class ExactQueries:
-    """Query rows by ascending position: q [H, rows, D], grad [H, rows, Dv] (that of the rows' sums before the pattern's
-    scale), lse and delta = rowsum(grad * out) [H, rows]; fp64."""
+    """Query rows in ascending order of position: q [H, rows, D], grad [H, rows, Dv] (of the output before the pattern's
+    output scale), lse and delta = rowsum(grad * out) [H, rows]; fp64."""
 
     positions: np.ndarray
     q: torch.Tensor
@@ -49,15 +49,15 @@ class ExactQueries:
 
 
 def exact_rows(pattern: Pattern, source: RowSource, rows: Sequence[range], scale: float) -> ExactRows:
-    """Attention of the query positions `rows` over all keys that each of them sees, and the gradient of each query.
+    """Exact attention, and gradients, of the query positions `rows` over all keys that each of them sees.
 
-    `pattern` is bound to the heads and positions, here and below.
+    Here and below, `pattern` is already bound to the heads and positions.
     """
     q, grad = (source.join(name, rows)[0].double() for name in ("q", "grad"))
     grad = grad * pattern.output_scale
     shape = q.shape[:2]
     top, norm = q.new_full(shape, -torch.inf), q.new_zeros(shape)
-    # For each row the sums over its keys of p v, p (grad . v) k and p k, where p / norm is the weight of a key.
+    # For each row: the sums over its keys of p v, p (grad . v) k and p k, where p / norm is the weight of a key.
     values, pulled, mean = torch.zeros_like(grad), torch.zeros_like(q), torch.zeros_like(q)
     first = 0
     for r in rows:
@@ -75,7 +75,7 @@ def exact_rows(pattern: Pattern, source: RowSource, rows: Sequence[range], scale
                 more = p * times
                 top[heads, at], norm[heads, at] = now, norm[heads, at] * keep + more.sum(-1)
                 value = more @ v
-                value[..., RAMP] = (p * total).sum(-1) * source.unit  # v[..., RAMP] tells positions
+                value[..., RAMP] = (p * total).sum(-1) * source.unit  # v[..., RAMP] holds positions
                 given = more * (grad[heads, at] @ v.mT)
                 for sums, x in ((values, value), (pulled, given @ k), (mean, more @ k)):
                     sums[heads, at] = sums[heads, at] * keep[..., None] + x
@@ -89,8 +89,10 @@ def exact_rows(pattern: Pattern, source: RowSource, rows: Sequence[range], scale
 def exact_keys(
     pattern: Pattern, source: RowSource, rows: Sequence[range], scale: float, seen_by: ExactQueries
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dk [K, rows, D] and dv [K, rows, Dv] of the key positions `rows`, from all queries that see each of them; NaN
-    where one of these queries is not in `seen_by`."""
+    """Exact (dk [K, rows, D], dv [K, rows, Dv]) of the key positions `rows`, over all queries that see each of them.
+
+    NaN for a key that is seen by a query outside `seen_by`.
+    """
     group = source.heads // source.kv_heads
     k, v = (source.join(name, rows)[0].double() for name in ("k", "v"))
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
@@ -118,26 +120,25 @@ def exact_keys(
 
 
 def _of_queries(known: ExactQueries, part: range, heads: torch.Tensor) -> list[torch.Tensor]:
-    """q, grad, lse and delta of the positions `part`; the lse of an unknown position is NaN."""
+    """[q, grad, lse, delta] of the positions `part`; lse is NaN for positions that are not in `known`."""
     place = np.arange(part.start, part.stop, part.step)
     index = np.searchsorted(known.positions, place).clip(max=len(known.positions) - 1)
     some: slice | torch.Tensor = torch.from_numpy(index)
     if (np.diff(index) == 1).all():
-        some = slice(int(index[0]), int(index[-1]) + 1)  # a view, where an index would copy
+        some = slice(int(index[0]), int(index[-1]) + 1)  # a view instead of a copy
     q, grad, lse, delta = (x[heads][:, some] for x in (known.q, known.grad, known.lse, known.delta))
     missing = torch.from_numpy(known.positions[index] != place)
     return [q, grad, lse.masked_fill(missing, torch.nan), delta]
 
 
 def _classes(tile: Tile, period: int | None) -> Iterator[tuple[range, torch.Tensor, torch.Tensor]]:
-    """Yield (keys, how often each row of a tile sees a key like each of them, the sum of the positions of these), both
-    [rows, keys].
+    """Yield (keys, number of keys like each that a row sees, sum of their positions), the last two [rows, keys].
 
-    Keys whose places in the tile are equal modulo the period are alike; without a period each is alike to itself alone.
+    Two keys are alike if their indices in the tile are equal modulo the period; without a period, no two are.
     """
     rows = _places(tile.q)[:, None]
     for part in _parts(tile.k) if period is None else [tile.k]:
-        # Row x sees the places low .. high - 1 of `part`: those of keys y with lo <= x - y <= hi.
+        # Row x sees indices low .. high - 1 of `part`: the keys y with lo <= x - y <= hi.
         low, high = torch.zeros_like(rows), torch.full_like(rows, len(part))
         if tile.hi is not None:
             low = (-((part.start + tile.hi - rows) // part.step)).clamp(min=0)
@@ -161,10 +162,10 @@ def _places(r: range) -> torch.Tensor:
 
 
 def count_mask_errors(pattern: Pattern, source: RowSource, position: int, seed: int = 0) -> tuple[int, int]:
-    """(compared keys, keys that the tiles and `visible` count differently) of one row, over all heads.
+    """(compared keys, keys for which the tiles and `visible` differ) of one row, over all heads.
 
-    All keys are compared where heads * positions are at most MASK_CELLS; else the keys beside each end of a run of
-    adjacent keys, and random ones.
+    Compares all keys if heads * positions <= MASK_CELLS; else the keys near each end of a run of adjacent keys, and
+    random ones.
     """
     heads, end = source.heads, source.end
     per_head = max(MASK_CELLS // heads, 1)
@@ -188,7 +189,7 @@ def count_mask_errors(pattern: Pattern, source: RowSource, position: int, seed: 
 
 
 def _count_ranges(ranges: Sequence[range], keys: np.ndarray) -> np.ndarray:
-    """In how many of the ranges each key is, int64 [keys]."""
+    """The number of ranges that contain each key, int64 [keys]."""
     runs = [r for r in ranges if r.step == 1]
     starts = np.sort(np.array([r.start for r in runs], dtype=np.int64))
     stops = np.sort(np.array([r.stop for r in runs], dtype=np.int64))
@@ -200,7 +201,7 @@ def _count_ranges(ranges: Sequence[range], keys: np.ndarray) -> np.ndarray:
 
 
 def sampled_rows(tokens: int, count: int, seed: int = 0) -> list[int]:
-    """`count` distinct positions, the first and the last position among them."""
+    """`count` distinct positions, including the first and the last."""
     if count <= 0 or not tokens:
         return []
     inner = np.random.default_rng(seed).permutation(tokens)
@@ -208,7 +209,7 @@ def sampled_rows(tokens: int, count: int, seed: int = 0) -> list[int]:
 
 
 def places(rows: list[int], positions: np.ndarray) -> dict[int, int]:
-    """For each of `rows` that is among `positions`, its index there."""
+    """{row: its index in `positions`}, for each of `rows` that is there."""
     return {int(positions[i]): int(i) for i in np.flatnonzero(np.isin(positions, rows))}
 
 
@@ -218,8 +219,8 @@ def oracle_rows(
 ) -> torch.Tensor:  # fmt: skip
     """Attention outputs of the query positions `rows`, [B, H, len(rows), Dv] in fp64, over the keys of all ranks.
 
-    q, k, v are this rank's shards, `positions` [n] their global positions. Every rank attends its own keys by the
-    pattern's dense mask row; the ranks then add their outputs, weighted by their log-sum-exps.
+    q, k, v are this rank's shards, and `positions` [n] their global positions. Every rank attends its own keys with the
+    pattern's dense mask rows; then the ranks sum their outputs, weighted by their log-sum-exps.
     """
     batch, heads, _, width = q.shape
     place, group = places(rows, positions), heads // k.shape[1]
@@ -251,7 +252,7 @@ def oracle_rows(
 def oracle_rows_alone(
     pattern: Pattern, rows: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
-    """As `oracle_rows`, of whole tensors in one process, with the scale of outputs that the pattern has."""
+    """Like `oracle_rows`, for whole tensors in one process, with the pattern's output scale applied."""
     _, heads, tokens, head_dim = q.shape
     bound = pattern.bind(heads, tokens)
     exact = oracle_rows(bound, tokens, rows, head_dim**-0.5, np.arange(tokens), q, k, v, lambda x, most: None)

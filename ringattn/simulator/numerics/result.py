@@ -1,4 +1,4 @@
-"""The report of a numerics simulation, with the kind of every number."""
+"""The report of a numerics simulation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...text import duration, plural, size
 from ..reporting.console import Number
 from .ledger import PairLedger
 
-#: Which parts of a real run each mode executes.
+#: The parts of a real run that each mode executes.
 MODES = {
     "sample": "sample: messages, kernel and merges of chosen rows; only mode=all runs the executor and a transport",
     "all": "all: the executor, with copies between ranks of one process as its transport",
@@ -20,27 +20,29 @@ MODES = {
 
 @dataclass
 class NumericsReport:
-    """What was executed and compared so far. Each error is the largest absolute error over the largest entry of the
-    truth, or over 1 where that entry is smaller."""
+    """What was executed and compared so far.
+
+    Each error is the largest absolute error, divided by the largest entry of the truth or by 1 if that is larger.
+    """
 
     plan: Plan
     #: "sample" or "all".
     mode: str
-    #: Executed ranks.
+    #: Number of executed ranks.
     ranks: int
-    #: The largest error that passes.
+    #: The largest accepted error.
     tolerance: float
-    #: Query rows that were compared with an oracle.
+    #: Number of query rows compared with an oracle.
     rows: int = 0
-    #: Blocks that the executed ranks visited, and blocks that the pattern asks for.
+    #: Visits of the executed ranks, and the visits that the pattern requires.
     visits: int = 0
     visits_expected: int = 0
     #: Computed (query, key, head, branch) pairs of the compared rows (sample) or the executed ranks (all).
     pairs: int = 0
     pairs_expected: int = 0
-    #: Rows, over all heads, whose ledger differs from the expected ledger.
+    #: Number of rows, over all heads, whose ledger entries differ from the expected ones.
     wrong: int = 0
-    #: Rows of gradients, over all heads, with unexpected counts; None without a backward.
+    #: Number of gradient rows, over all heads, with wrong counts; None without a backward.
     wrong_gradients: int | None = None
     error: float = 0.0
     lse_error: float = 0.0
@@ -48,54 +50,54 @@ class NumericsReport:
     gradient_error: float | None = None
     seconds: float = 0.0
     calls: int = 0
-    #: The most ranks that ran at a time (all).
+    #: The most ranks executed at a time (all).
     live: int = 0
-    #: Key rows whose dk and dv were compared with an oracle; dq was compared on the compared query rows.
+    #: Number of key rows whose dk and dv were compared with an oracle; dq is compared on the query rows (`rows`).
     keys: int = 0
-    #: The error of products of the gradients over all executed rows, over the root of their summed squares, or over 1.
+    #: The error of products of gradients over all executed rows, over the root of their summed squares, or over 1.
     product_error: float | None = None
-    #: What the executed ranks sent, and what the plan says that they send (all).
+    #: What the executed ranks sent, and what the plan says they send (all).
     sent_bytes: int = 0
     sent_messages: int = 0
     planned_bytes: int = 0
     planned_messages: int = 0
-    #: Messages of ranks that were not executed; the source made them.
+    #: Messages from ranks that were not executed, provided by the input source.
     answered: int = 0
-    #: Blocks that an executed rank receives and that no rank sends (sample; in `all` the transport finds these).
+    #: Blocks that an executed rank expects but no rank sends (sample; in "all", the transport finds these).
     unsent: int = 0
-    #: Keys of one row, over all heads, whose number of tiles was compared with the pattern's `visible`, and keys where
-    #: the two differ.
+    #: Keys of one row, over all heads, for which the tiles were compared with the pattern's `visible`, and keys for
+    #: which they differ.
     mask_keys: int = 0
     wrong_mask_keys: int = 0
 
     def add_ledger(self, computed: PairLedger, wanted: PairLedger) -> None:
-        """Count the pairs of two ledgers, and the rows in which they differ."""
+        """Add the pairs of two ledgers and the number of rows in which they differ."""
         self.wrong += computed.wrong(wanted)
         self.pairs += int(computed.pairs.sum())
         self.pairs_expected += int(wanted.pairs.sum())
         self.calls += computed.calls
 
     def compare(self, out: torch.Tensor, lse: torch.Tensor, true_out: torch.Tensor, true_lse: torch.Tensor) -> None:
-        """Compare outputs and log-sum-exps with the truth."""
+        """Compare outputs and log-sum-exps with the truth; keeps the largest errors."""
         self.error = max(self.error, gap(out, true_out))
         self.lse_error = max(self.lse_error, gap(lse, true_lse))
 
     def compare_gradient(self, found: torch.Tensor, exact: torch.Tensor, tag: int) -> None:
-        """Compare a gradient, except for the column `tag`, which holds a count."""
+        """Compare a gradient with the truth, except for the column `tag`, which holds a count."""
         worst = gap(*(x.index_fill(-1, torch.tensor(tag % x.shape[-1], device="cpu"), 0.0) for x in (found, exact)))
         self.gradient_error = max(self.gradient_error or 0.0, worst)
 
     @property
     def complete(self) -> bool:
-        """Whether every ledger equals the expected ledger, what is sent is what is planned, every block that arrives
-        was sent, and the tiles are the mask."""
+        """True if the ledgers match, the sent messages are the planned ones, no expected block is unsent, and the tiles
+        match the mask."""
         wrong = (self.wrong, self.wrong_gradients, self.unsent, self.wrong_mask_keys)
         found = self.visits, self.sent_bytes, self.sent_messages
         return not any(wrong) and found == (self.visits_expected, self.planned_bytes, self.planned_messages)
 
     @property
     def accurate(self) -> bool:
-        """Whether no error is NaN or above the tolerance."""
+        """True if no error is NaN or above the tolerance."""
         errors = (self.error, self.lse_error, self.gradient_error or 0.0, self.product_error or 0.0)
         return all(error <= self.tolerance for error in errors)
 
@@ -129,11 +131,11 @@ class NumericsReport:
         if self.live:
             planned = f"{size(self.planned_bytes)} in {plural(self.planned_messages, 'message')}"
             sent = f"{size(self.sent_bytes)} in {plural(self.sent_messages, 'message')}"
-            found.append(Number("sends", f"{sent}, planned are {planned}", "counted"))
+            found.append(Number("sends", f"{sent}, planned {planned}", "counted"))
         if self.unsent:
             found.append(Number("never sent", plural(self.unsent, "received block"), "counted"))
         if self.mask_keys:
-            text = f"{plural(self.mask_keys, 'key')} of one row, {self.wrong_mask_keys:,} seen by tiles or visible only"
+            text = f"{plural(self.mask_keys, 'key')} of one row, {self.wrong_mask_keys:,} differ"
             found.append(Number("tiles against visible", text, "counted"))
         if self.answered:
             text = f"{self.answered:,} messages of ranks that were not executed"
@@ -144,8 +146,10 @@ class NumericsReport:
 
 
 def gap(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Largest error over the largest entry of `exact`, or over 1 where that is smaller; infinite where an entry is
-    NaN or infinite in only one of the tensors."""
+    """The largest error, divided by the largest entry of `exact` or by 1 if that is larger.
+
+    Infinite if an entry is NaN or infinite in only one of the tensors.
+    """
     found, seen = found.double(), exact.isfinite()
     if not torch.equal(found.isfinite(), seen):
         return float("inf")

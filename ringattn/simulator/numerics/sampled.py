@@ -1,10 +1,10 @@
-"""Sampled query rows over the whole sequence: every message of their ranks is executed, rows of other ranks are not.
+"""Executes sampled query rows over the whole sequence: every message of their ranks, but no rows of other ranks.
 
-One walk over the owners of blocks serves all rows: K/V of an owner are made when a message brings them, and are shared
-by the sampled ranks that wait for the same block. Messages come from the schedule's route one by one, so that memory
-does not grow with the number of steps; a route lists them in arcs that can be followed at the same time
-(`Route.arcs`). Ranks merge in the order of the walk, not in the order of time. In fp64 that changes rounding only;
-`whole` keeps the order of a real run.
+One walk over the block owners serves all rows: K/V of an owner are generated when a message delivers them, and shared
+by the sampled ranks that wait for the same block. Messages come from the schedule's route one by one, so memory does
+not grow with the number of steps; a route lists them in arcs that can be followed simultaneously (`Route.arcs`).
+Ranks merge in the order of the walk, not of time. In fp64 this only changes rounding; `whole` keeps the order of a
+real run.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from .oracle import exact_rows
 from .result import NumericsReport
 from .source import RowSource
 
-#: The largest fp64 error that passes: 262,144 merges drift by less than 1e-12.
+#: The largest accepted fp64 error; 262,144 merges drift by less than 1e-12.
 TOLERANCE = 1e-11
-#: Messages after which cached answers of the demand are dropped: a billion tokens have too many answers.
+#: Messages after which the demand's cache is cleared: for a billion tokens it would grow too large.
 REMEMBERED = 4096
 
-#: The rows that share a work without a band, by (work, turn); rows count in the order of `Walk.homes`.
+#: The rows that share a work without a band, by (work, turn); rows are numbered in the order of `Walk.homes`.
 Calls = dict[tuple[Work, int], list[int]]
 
 
 def chosen_rows(plan: Plan, number: int, ranks: int | None = None, seed: int = 0) -> list[int]:
-    """`number` distinct query positions on at most `ranks` ranks (default: `number`), the first and the last position
-    of the sequence among them."""
+    """`number` distinct query positions on at most `ranks` ranks (default: `number`), including the first and the last
+    position of the sequence if `ranks` allows it."""
     check_seed(seed)
     random = np.random.default_rng(seed)
     layout, firsts = plan.layout_of("q"), [*accumulate(map(len, plan.layout_of("q").domain), initial=0)]
@@ -66,29 +66,27 @@ def chosen_rows(plan: Plan, number: int, ranks: int | None = None, seed: int = 0
             shard = layout.positions(sorted(homes)[int(random.integers(len(homes)))])
             row = int(shard[int(random.integers(len(shard)))])
             if all(layout.rows(h) <= sum(layout.owner(r) == h for r in rows) for h in homes):
-                break  # these ranks have no row left
+                break  # these ranks have no rows left
         rows.add(row)
         homes.add(layout.owner(row))
     return sorted(rows)
 
 
 def sample(plan: Plan, source: RowSource, *, rows: list[int], fault: Fault | None = None) -> NumericsReport:
-    """The report of executing, for the query positions `rows`, every message of their ranks; the oracle checks the
-    results.
+    """Execute every message of the ranks that hold the query positions `rows`, check the rows with the oracle, and
+    return the report.
 
-    Memory grows with the number of ranks by the 24 bytes per rank that the expected ledger takes. Raises InvalidInput
-    where the plan is not fp64, Unsupported where it uses Ulysses.
+    Memory grows by 24 bytes per rank of the plan, for the expected ledger. Raises InvalidInput if the plan is not fp64,
+    Unsupported if it uses Ulysses.
     """
     check_plan(plan)
     get_route(plan)
     if plan.dtype != "float64":
-        raise InvalidInput(
-            f"dtype {plan.dtype}: sampled rows are exact in fp64 only; make the plan with dtype='float64'"
-        )
+        raise InvalidInput(f"dtype {plan.dtype}: sampled rows need fp64; make the plan with dtype='float64'")
     domain = plan.layout_of("q").domain
     if not rows or any(not any(row in run for run in domain) for row in rows) or len(set(rows)) != len(rows):
         positions = ", ".join(f"{run[0]} .. {run[-1]}" for run in domain[:8])
-        raise InvalidInput(f"rows must be distinct query positions {positions}, at least one; got {rows[:8]}")
+        raise InvalidInput(f"rows must be one or more distinct query positions in {positions}; got {rows[:8]}")
     if fault is not None:
         fault.check(plan, backward=False)
     begun = time.perf_counter()
@@ -125,10 +123,10 @@ def sample(plan: Plan, source: RowSource, *, rows: list[int], fault: Fault | Non
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise Unsupported where the ranks of a plan exchange heads, or round what they send."""
+    """Raise Unsupported if the ranks of a plan exchange heads, or round what they send."""
     if plan.comm_dtype is not None:
         raise Unsupported(
-            f"comm_dtype={plan.comm_dtype} would round the tags that tell positions; make the plan without it"
+            f"comm_dtype={plan.comm_dtype} would round the tags that encode positions; make the plan without it"
         )
     if plan.ulysses_size > 1:
         raise Unsupported(
@@ -138,7 +136,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def _homes(plan: Plan, rows: list[int]) -> tuple[list[int], list[tuple[int, tuple[int, ...]]]]:
-    """(rows in the order of their ranks, (rank, local indices of its rows) for each rank)."""
+    """(rows ordered by rank, [(rank, local indices of its rows), ...])."""
     by_rank: dict[int, list[tuple[int, int]]] = {}
     layout = plan.layout_of("q")
     for row in rows:
@@ -152,7 +150,7 @@ def _homes(plan: Plan, rows: list[int]) -> tuple[list[int], list[tuple[int, tupl
 
 @dataclass
 class SampledArc:
-    """An arc of a sampled rank: the local indices of its rows, the number of the first row, and the next visit."""
+    """An arc of a sampled rank: local indices of its rows, number of its first row, and its next visit."""
 
     rank: int
     local: tuple[int, ...]
@@ -164,23 +162,23 @@ class SampledArc:
 
 @dataclass
 class Walk:
-    """All visits of some rows of some ranks."""
+    """The walk over all visits of the sampled rows."""
 
     plan: Plan
     source: RowSource
-    #: Ranks, ascending, with the local indices of their rows.
+    #: (rank, local indices of its rows), ascending.
     homes: Sequence[tuple[int, tuple[int, ...]]]
     fault: Fault | None = None
     streams: list[SampledArc] = field(default_factory=list)
     route: Route = field(init=False)
-    #: Blocks that the plan of a sampled rank receives and that no plan of a rank sends.
+    #: Blocks that a sampled rank expects but no rank sends.
     unsent: int = 0
 
     def __post_init__(self) -> None:
         self.route = get_route(self.plan)
         arcs = [self._arcs(rank) for rank, _ in self.homes]
-        # Where arcs are the owners after and before a rank, an owner is met by the last arcs of the ranks above it,
-        # then by the first arcs of those below.
+        # If arcs are the owners after and before a rank, the walk meets an owner first on the last arcs of the ranks
+        # above it, then on the first arcs of those below.
         for arc in reversed(range(max(map(len, arcs)))):
             first = 0
             for (rank, local), mine in zip(self.homes, arcs, strict=True):
@@ -189,9 +187,9 @@ class Walk:
                 first += len(local)
 
     def visits(self) -> Iterator[tuple[RowViews, Calls]]:
-        """Visit owner after owner, always the nearest owner that an arc waits for, until no arc waits.
+        """Visit the owners one by one, always the nearest one that an arc waits for, until no arc waits.
 
-        Yields the works of each visit after the keys and values as they arrived.
+        Yields (keys and values as they arrived, works) of each visit.
         """
         size, at, hops = self.plan.ranks, 0, 0
         for one in reversed(self.streams):
@@ -218,7 +216,7 @@ class Walk:
                         yield RowViews(blocks[came[0]][0], blocks[came[1]][1]), calls
                 for one in group:
                     one.visits += one.rank in seen
-            for one in reversed(here):  # the farthest first: what is known of it holds for those that are nearer
+            for one in reversed(here):  # farthest first: its cached answers help the nearer ones
                 one.next = next(one.blocks, None)
             hops += len(here)
             if hops > REMEMBERED:
@@ -226,13 +224,13 @@ class Walk:
                 self.plan.demand.cache.clear()
 
     def _arcs(self, rank: int) -> list[Iterator[tuple[int, RowSets]]]:
-        """For each arc the (owner, row sets) of the blocks that a rank has or receives; its own block comes first."""
+        """For each arc, the (owner, row sets) of the blocks that a rank has or receives; its own block comes first."""
         arcs = [map(self._arrive, arc) for arc in self.route.arcs(rank)]
         own: Iterator[tuple[int, RowSets]] = iter([(rank, WHOLE_BLOCK)])
         return [chain(own, *arcs[:1]), *arcs[1:]]
 
     def _arrive(self, edge: Edge) -> tuple[int, RowSets]:
-        """(owner, row sets) of what arrives on an edge, which the plan of its source must send."""
+        """(owner, row sets) of what arrives on an edge; counts it in `unsent` if its source does not send it."""
         self.unsent += edge not in self.route.departures(edge.source, (edge.owner, edge.target))
         return edge.owner, self.route.carried(edge)
 
@@ -245,28 +243,28 @@ class Walk:
                 seen.add(one.rank)
                 rows = [one.first + place for place in places]
                 while not set(rows).isdisjoint(calls.get((work, turn), ())):
-                    turn += 1  # another arc of the rank brought the same keys
+                    turn += 1  # another arc of the rank delivered the same keys
                 calls.setdefault((work, turn), []).extend(rows)
         return calls
 
 
 def get_route(plan: Plan) -> Route:
-    """The route of a plan's keys and values. Raises Unsupported where the schedule has no route, or queries travel."""
+    """The route of a plan's keys and values. Raises Unsupported for a schedule without routes, and for pass-Q."""
     if plan.forward_rotates == "q":
         raise Unsupported(
-            "sampled rows wait for keys, and queries travel here; try rotate='kv', or mode='all' (numerics.mode=all)"
+            "sampled rows need pass-KV, but this plan is pass-Q; try rotate='kv', or mode='all' (numerics.mode=all)"
         )
     route = make_schedule(plan.schedule, plan.demand)
     if not isinstance(route, Route):
         raise Unsupported(
-            f"schedule {plan.schedule} brings all blocks at once: there are no hops to follow one by one; try ring, "
+            f"schedule {plan.schedule} delivers all blocks at once, so there are no hops to follow; try ring, "
             "direct or double_ring, or mode='all'"
         )
     return route
 
 
 def split_calls(kernel: Kernel, calls: Calls) -> Iterator[tuple[Work, slice | torch.Tensor]]:
-    """Yield (call of the kernel, index of its rows) of all works; the rows of a call count from 0."""
+    """Yield (kernel call, index of its rows) for all works; the rows of a call are numbered from 0."""
     for (work, _), rows in calls.items():
         for call in kernel.split(Work(work.heads, work.kv, range(len(rows)), work.k)) if rows else ():
             index = _index_rows(tuple(rows[call.q.start : call.q.stop : call.q.step]))
@@ -275,7 +273,7 @@ def split_calls(kernel: Kernel, calls: Calls) -> Iterator[tuple[Work, slice | to
 
 @lru_cache(maxsize=4096)
 def _index_rows(rows: tuple[int, ...]) -> slice | torch.Tensor:
-    """Rows as an index of a dimension: a slice where the rows are consecutive."""
+    """Rows as an index: a slice if they are consecutive, else a tensor."""
     if rows[-1] - rows[0] == len(rows) - 1 and list(rows) == sorted(rows):
         return slice(rows[0], rows[-1] + 1)
     return torch.tensor(rows, device="cpu")
@@ -283,9 +281,9 @@ def _index_rows(rows: tuple[int, ...]) -> slice | torch.Tensor:
 
 @lru_cache(maxsize=1024)
 def _lowered(works: tuple[Work, ...], local: tuple[int, ...]) -> tuple[tuple[Work, int, tuple[int, ...]], ...]:
-    """Works without a band for the rows `local`, each with the indices of the rows that share it.
+    """(work without a band, turn, indices of the rows in `local` that share it) for the rows `local`.
 
-    A row that sees the same keys in several branches has the work several times; a number tells these apart.
+    A row that sees the same keys in several branches has the same work several times, with different turns.
     """
     found: dict[tuple[Work, int], list[int]] = {}
     for work in works:

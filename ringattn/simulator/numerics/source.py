@@ -1,17 +1,16 @@
-"""Inputs made on demand: every row is a pure function of (seed, tensor, position); no whole tensor exists.
+"""Generated inputs: every row is a pure function of (seed, tensor, position), so no tensor has to exist as a whole.
 
-Some columns are fixed, so that the data alone tells the position of a row, whatever a plan or a transport says:
+Some columns are fixed, so that the data alone identifies the position of a row, independently of plan and transport:
 
     q[..., -2] = position, q[..., -1] = 0        v[..., 0] = 1 (every softmax gives 1), v[..., 1] = position
     k[..., -2] = 0, k[..., -1] = position        grad[..., 1] = 0
 
-in units of 1 / 2^bits, which are exact. Each tag meets a 0 in the product of q and k, so that logits do not see tags.
-For the same reason the gradients of k[..., -1], v[..., 1] and q[..., -2] are 0, and these columns are free to carry a
-count.
+in units of 1 / 2^bits, which are exact. In the product of q and k each tag meets a 0, so tags do not affect logits.
+For the same reason the gradients of k[..., -1], v[..., 1] and q[..., -2] are 0, and these columns can carry counts.
 
 With a `period` m, row p of k equals row p mod m, and so does row p of v except for its position tag. Attention over
-any number of keys is then attention over m keys with integer multiplicities. m is a prime that does not divide the
-shard, so that no two shards are alike.
+any number of keys then becomes attention over m keys with integer multiplicities. m is a prime that does not divide
+the shard length, so no two shards are equal.
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ from ...plan.steps import Kind, Part
 
 Name = Literal["q", "k", "v", "grad"]
 NAMES: tuple[Name, ...] = ("q", "k", "v", "grad")
-#: The tensors of a block that travels in a forward.
+#: The tensors of a block sent in a forward.
 BLOCK_NAMES: dict[Kind, tuple[Name, ...]] = {"kv": ("k", "v"), "query": ("q",)}
-#: Columns that tell positions, and the column of ones.
+#: Columns with positions (Q_TAG, K_TAG, RAMP), and the column of ones.
 Q_TAG, K_TAG, ONES, RAMP = -2, -1, 0, 1
-#: Integers up to 2^bits are exact.
+#: Integers up to 2^bits are exact in each dtype.
 BITS = {"float64": 53, "float32": 24}
-#: Rows made at a time.
+#: Rows generated at a time.
 CHUNK = 1 << 14
-#: The default period; a shard that is a multiple of it gets another period.
+#: The default period; a shard length that is a multiple of it needs another one.
 PERIOD = 4099
 
 
 @dataclass
 class RowSource:
-    """q, k, v and the cotangent `grad` of out, for one element of a batch. Make one with `make_source`.
+    """Generates q, k, v and the cotangent `grad` of out, for one batch element. Create it with `make_source`.
 
-    `queries` and `keys` are the positions of each, as ascending runs.
+    `queries` and `keys` are their positions, as ascending runs.
     """
 
     queries: tuple[range, ...]
@@ -63,7 +62,7 @@ class RowSource:
     dtype: torch.dtype
     seed: int = 0
     period: int | None = None
-    #: Rows that a periodic table holds beyond one period, so that a shard is a view of the table.
+    #: Rows beyond one period in a periodic table, so that a shard is a view of the table.
     margin: int = 0
     _tables: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
@@ -74,11 +73,11 @@ class RowSource:
 
     @property
     def end(self) -> int:
-        """The first position after those of all queries and keys."""
+        """The first position after all queries and keys."""
         return max((runs[-1].stop for runs in (self.queries, self.keys) if runs), default=0)
 
     def rows(self, name: Name, r: range) -> torch.Tensor:
-        """Rows at positions `r` of a tensor, [1, heads, len(r), width]. The result must not be written to."""
+        """Rows at positions `r` of a tensor, [1, heads, len(r), width]. Do not write to the result."""
         if self.period is None or name in ("q", "grad"):
             return self._fresh(name, r)
         if name not in self._tables:
@@ -97,7 +96,7 @@ class RowSource:
         return found
 
     def block(self, plan: Plan, part: Part) -> tuple[torch.Tensor, ...]:
-        """The tensors of a part of a block, K and V or q, [1, heads, rows, width] each."""
+        """The tensors of a part of a block, (k, v) or (q,), each [1, heads, rows, width]."""
         layout, row_set, names = plan.layout_of(part.kind), part.row_set, BLOCK_NAMES[part.kind]
         if isinstance(row_set, AllRows):
             return tuple(self.join(name, layout.shard(part.owner)) for name in names)
@@ -109,12 +108,12 @@ class RowSource:
         return tuple(torch.cat([self.join(name, runs)[:, [head]] for head, runs in each], 1) for name in names)
 
     def join(self, name: Name, runs: Sequence[range]) -> torch.Tensor:
-        """Rows at the positions of any number of ranges, in their order."""
+        """Rows at the positions of all `runs`, concatenated in their order."""
         parts = [self.rows(name, r) for r in runs or (range(0),)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def stacked(self, name: Name, layout: Layout, ranks: Sequence[int]) -> torch.Tensor:
-        """The shards of ranks with equally many rows as a batch: [ranks, heads, rows, width]."""
+        """The shards of ranks, all of equal length, as a batch: [ranks, heads, rows, width]."""
         shards = [layout.shard(rank) for rank in ranks]
         if all(len(s) == 1 and s[0].step == 1 for s in shards) and all(
             a[0].stop == b[0].start for a, b in pairwise(shards)
@@ -149,26 +148,26 @@ class RowSource:
 
 
 class TensorSource(RowSource):
-    """A source that reads whole tensors, [1, heads, N, width] each."""
+    """A source that holds whole tensors, each [1, heads, N, width]."""
 
     tensors: dict[str, torch.Tensor]
 
     @classmethod
     def of(cls, source: RowSource) -> TensorSource:
-        """A source that holds all rows of another source, made once."""
+        """A source that holds all rows of another source."""
         s = source
         made = cls(s.queries, s.keys, s.heads, s.kv_heads, s.head_dim, s.value_dim, s.dtype, s.seed, s.period)
         made.tensors = {name: s.rows(name, range(s.end)) for name in NAMES}
         return made
 
     def rows(self, name: Name, r: range) -> torch.Tensor:
-        if r.stop > self.end:  # rows beyond the sequence complete a period
+        if r.stop > self.end:  # a period may extend beyond the sequence
             return self._fresh(name, r)
         return self.tensors[name][:, :, r.start : r.stop : r.step]
 
 
 def placed(layout: Layout, owner: int, local: Sequence[range]) -> list[range]:
-    """The positions, as ranges in the same order, of local row ranges of the shard of `owner`."""
+    """The positions of local row ranges of the shard of `owner`, as ranges in the same order."""
     ranges, shard = [], layout.shard(owner)
     for run in local:
         first = 0
@@ -182,20 +181,20 @@ def placed(layout: Layout, owner: int, local: Sequence[range]) -> list[range]:
 
 
 def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> RowSource:
-    """The inputs of a plan. K and V repeat with `period`, a prime, or not at all (None). Raises InvalidInput."""
+    """The inputs of a plan; K and V repeat with `period`, a prime, or not at all (None). Raises InvalidInput."""
     domains = plan.layout_of("q").domain, plan.layout.domain
     sizes = plan.heads, plan.kv_heads, plan.head_dim, plan.value_dim
     longest = plan.layout.rows(0)
     source = RowSource(*domains, *sizes, getattr(torch, plan.dtype), seed, period, min(longest + 1, 1 << 16))
     if plan.dtype not in BITS or source.end > 1 << BITS[plan.dtype]:
         raise InvalidInput(
-            f"dtype {plan.dtype} does not hold the {source.end:,} positions of the sequence exactly, which "
-            "tell shards apart; try dtype='float64' (float32: up to 16,777,216 tokens)"
+            f"dtype {plan.dtype} cannot represent the {source.end:,} positions of the sequence exactly; "
+            "try dtype='float64' (float32: up to 16,777,216 tokens)"
         )
     if min(plan.head_dim, plan.value_dim) < 3:
         raise InvalidInput(
-            f"head_dim={plan.head_dim} and value_dim={plan.value_dim}: two columns tell positions, so that at least 3 "
-            "are needed; try 16"
+            f"head_dim={plan.head_dim} and value_dim={plan.value_dim}: at least 3 are needed, as two columns hold "
+            "positions; try 16"
         )
     if plan.batch != 1:
         raise InvalidInput(
@@ -203,11 +202,11 @@ def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> RowS
         )
     if period is not None:
         if isinstance(period, bool) or not isinstance(period, int) or not _prime(period):
-            raise InvalidInput(f"period={period!r} must be a prime, so that no two shards begin alike; try {PERIOD}")
+            raise InvalidInput(f"period={period!r} must be a prime, so that no two shards are equal; try {PERIOD}")
         if longest and longest % period == 0:
             raise InvalidInput(
-                f"period={period} divides the {longest:,} rows of a shard: all shards would be alike, and a swap "
-                f"of two would not show; try another prime such as {PERIOD}"
+                f"period={period} divides the {longest:,} rows of a shard: all shards would be equal, and swapping "
+                f"two would go unnoticed; try another prime such as {PERIOD}"
             )
     return source
 

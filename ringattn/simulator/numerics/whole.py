@@ -1,8 +1,8 @@
-"""All ranks of a plan, or many, executed in this process: batched ranks in lockstep, groups of ranks in turns.
+"""Executes all or many ranks of a plan in this process: batched ranks in lockstep, groups of ranks one after another.
 
-Ranks that send no messages to each other run in turns, as many at a time as the caller allows, so that memory grows
-with that number and not with the sequence. Without a backward, connected ranks may be split into groups too: only
-blocks of K/V cross the border, and the source makes these again.
+Ranks that send no messages to each other run in groups of at most the size that the caller allows, so memory grows
+with that size and not with the sequence. Without a backward, connected ranks can be split into groups, too: only
+blocks of K/V cross group borders, and the source generates these again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .result import NumericsReport
 from .sampled import TOLERANCE, check_plan
 from .source import K_TAG, Q_TAG, RAMP, Name, RowSource, placed
 
-#: Ranks that run together by default: batches of more ranks do not fit into caches.
+#: Default number of ranks that run together: larger batches do not fit into caches.
 TOGETHER = 128
-#: Query rows, and key rows, of every rank that are compared with an oracle.
+#: Query rows, and key rows, of each rank that are compared with an oracle.
 COMPARED = 16
 
 Tensors = tuple[torch.Tensor, ...]
@@ -40,7 +40,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of the ranks of one batch: out [ranks, H, n, Dv], lse [ranks, H, n], and (dq, dk, dv) or ()."""
+    """Results of the ranks of one batch: out [ranks, H, n, Dv], lse [ranks, H, n], grads (dq, dk, dv) or ()."""
 
     ranks: tuple[int, ...]
     out: torch.Tensor
@@ -53,7 +53,7 @@ RankGroup = tuple[BatchedRanks, ...]
 
 
 def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: int = TOGETHER) -> list[RankGroup]:
-    """Groups of about `together` ranks, each split into batches. Raises InvalidInput where sums would leave `ranks`."""
+    """Groups of about `together` ranks, each split into batches. Raises InvalidInput if sums would leave `ranks`."""
     check_plan(plan)
     found: list[list[int]] = [[]]
     for part in connected(plan, ranks, backward=backward):
@@ -70,8 +70,10 @@ def execute(
     group: RankGroup, source: RowSource, kernel: Callable[[], Kernel], scale: float, *, grads: bool,
     fault: Fault | None = None,
 ) -> tuple[list[Outcome], list[Lockstep]]:  # fmt: skip
-    """(outcome of each batch, the passes) of a group of ranks, forward and, with `grads`, backward from the cotangent
-    of the source."""
+    """Run the forward and, with `grads`, the backward of a group of ranks; returns (outcome of each batch, passes).
+
+    The cotangent comes from the source.
+    """
     plan, answer = group[0].whole, partial(source.block, group[0].whole)
     q_layout = plan.layout_of("q")
     sides: tuple[tuple[Name, Layout], ...] = ("q", q_layout), ("k", plan.layout), ("v", plan.layout)
@@ -93,7 +95,7 @@ def execute(
 
 @dataclass
 class _Compared:
-    """Counts and errors of everything that was compared so far."""
+    """Compares results with oracles and ledgers, and adds counts and errors to the report."""
 
     report: NumericsReport
     source: RowSource
@@ -104,7 +106,7 @@ class _Compared:
         self.q_layout = self.plan.layout_of("q")
 
     def rows_of(self, outcome: Outcome) -> None:
-        """`COMPARED` rows of every rank, of the output and of dq where there is one, against `exact_rows`."""
+        """Compare `COMPARED` rows of every rank, of the output and dq if there is one, with `exact_rows`."""
         for i, rank in enumerate(outcome.ranks):
             local = self._chosen(outcome.out.shape[2])
             if not local:
@@ -118,8 +120,10 @@ class _Compared:
             self.report.rows += len(local)
 
     def _chosen(self, rows: int) -> range:
-        """At most `COMPARED` local rows of a shard, from a random row on. The step is odd, so that a dilation by a
-        power of two does not always hide the same rows."""
+        """At most `COMPARED` evenly spaced local rows of a shard, from a random row on.
+
+        The step is odd, so that a dilation by a power of two does not always hide the same rows.
+        """
         step = max(1, rows // COMPARED)
         step -= 1 - step % 2
         count = min(rows, COMPARED)
@@ -147,8 +151,10 @@ class _Compared:
         self.report.wrong_gradients = (self.report.wrong_gradients or 0) + wrong
 
     def gradients_of(self, outcomes: Sequence[Outcome]) -> None:
-        """Compare gradients of ranks that see only each other: dk and dv of some key rows of every rank, and products
-        over all rows."""
+        """Compare dk and dv of some key rows of every rank, and products of gradients over all rows.
+
+        The ranks must exchange gradients only among themselves.
+        """
         home = {rank: (o, i) for o in outcomes for i, rank in enumerate(o.ranks)}
         for ranks in connected(self.plan, sorted(home), backward=True):
             if any(map(self.plan.layout.rows, ranks)):
@@ -163,7 +169,7 @@ class _Compared:
         out, lse = (
             torch.cat(parts, 1).double() for parts in ([o.out[i] for o, i in mine], [o.lse[i] for o, i in mine])
         )
-        delta = (grad * out).sum(-1)  # `out` has the scale of the pattern
+        delta = (grad * out).sum(-1)  # `out` includes the pattern's output scale
         self._products([r for rank in ranks for r in layout.shard(rank)], mine, (q, grad, out, delta))
         grad *= self.plan.pattern.output_scale
         sorted_ = [x.index_select(1, order) for x in (q, grad, lse, delta)]
@@ -181,19 +187,19 @@ class _Compared:
     def _products(
         self, runs: Sequence[range], mine: Sequence[tuple[Outcome, int]], of_queries: Sequence[torch.Tensor]
     ) -> None:
-        """Compare products over all rows that must be equal: v^T dv is out^T dO, and k^T dk is dq^T q.
+        """Compare products over all rows that must be equal: v^T dv = out^T dO and k^T dk = dq^T q.
 
-        With the weights P and the gradients dS of logits these are v^T P^T dO and k^T dS^T q. Each row of q, k and v is
-        another factor, so that rows that changed places, or one wrong row, show. `runs` are the positions of the keys,
-        `of_queries` are q, dO, out and delta of the rows of all queries.
+        With the weights P and the gradients dS of the logits, these are v^T P^T dO and k^T dS^T q. Each row of q, k and
+        v has different values, so swapped rows or a single wrong row change the products. `runs` are the positions of
+        the keys, `of_queries` are (q, dO, out, delta) of all query rows.
         """
         q, grad, out, delta = of_queries
         dq, dk, dv = (torch.cat([o.grads[place][i] for o, i in mine], 1).double() for place in range(3))
         k, v = (self.source.join(name, runs)[0].double() for name in ("k", "v"))
         dq[..., Q_TAG], dk[..., K_TAG], dv[..., RAMP] = 0, 0, 0  # these columns hold counts
-        # A column of ones: dk sums to 0, as the gradients of the logits of a row do.
+        # A column of ones: dk sums to 0, because the gradients of the logits of each row do.
         k = k.index_fill(-1, torch.tensor(k.shape[-1] + Q_TAG, device="cpu"), 1.0)
-        # There, and where k tells positions, sums of dS k are differences of numbers as large as delta.
+        # In this column and in that of the positions, sums of dS k are differences of numbers as large as delta.
         rounded = dq.abs()
         rounded[..., [Q_TAG, K_TAG]] += self.scale * delta.abs()[..., None]
         for (a, b), (c, d), size in (((v, dv), (out, grad), out), ((k, dk), (dq, q), rounded)):
@@ -205,7 +211,7 @@ class _Compared:
 
 
 def _expected(plan: Plan, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Expected counts of the query rows [H, n] and the key rows [K, n] of a rank, in local order."""
+    """(expected counts of the query rows [H, n], of the key rows [K, n]) of a rank, in local order."""
     layout, q_layout, heads = plan.layout, plan.layout_of("q"), plan.heads
     found = []
     for mine, others, keys in ((q_layout, layout, False), (layout, q_layout, True)):
@@ -225,11 +231,11 @@ def whole(
     together: int = TOGETHER,
     fault: Fault | None = None,
 ) -> NumericsReport:
-    """The report of executing `ranks` (default: all) from end to end, with a ledger of all their rows.
+    """Execute all rows of `ranks` (default: all ranks), with a ledger of all rows, and return the report.
 
-    `COMPARED` query rows of each rank are compared with `exact_rows`. With `grads`, `exact_rows` also checks dq of
-    these rows, `exact_keys` checks dk and dv of as many key rows, and products of the gradients of all rows are
-    checked. Raises InvalidInput or Unsupported.
+    Compares `COMPARED` query rows of each rank with `exact_rows`. With `grads`, also compares dq of these rows, dk and
+    dv of as many key rows with `exact_keys`, and products of the gradients over all rows. Raises InvalidInput or
+    Unsupported.
     """
     if fault is not None:
         fault.check(plan, backward=grads)
@@ -241,7 +247,7 @@ def whole(
     scale = plan.head_dim**-0.5
     one = source.rows("q", range(1))
     plain = get_kernel("auto", one, one, one)
-    # In fp32, what rounding a sum of as many terms as there are keys comes to.
+    # In fp32: the rounding of a sum over all keys.
     tolerance = TOLERANCE if plan.dtype == "float64" else torch.finfo(torch.float32).eps * (8 + plan.tokens**0.5)
     steps = (step for rank in mine for step in plan.for_rank(rank).forward)
     visits = sum(len({part.owner for part in step.visits}) for step in steps)

@@ -1,1 +1,1 @@
-"""What people read: tables, progress, pages, plots; and journals, by which interrupted work goes on."""
+"""Output for people: tables and progress on the console, and trace files."""

@@ -1,4 +1,4 @@
-"""What people read on a console: tables, whose numbers say where they come from, and progress."""
+"""Console output: tables in which each number has its kind (measured, counted, ...), and progress."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from ...text import duration, durations, plural, rate, size
 from ...transport.launcher import progress_stream
 from ..progress import Listener
 
-#: Columns of standard output where it is not a terminal: wide enough for every table.
+#: Width of standard output in columns if it is not a terminal: enough for every table.
 WIDTH = 120
-#: Where there is no terminal: seconds between two lines of progress, and the lines for the whole work of `tenths`.
+#: Without a terminal: seconds between two progress lines, and the number of lines for all the work with `tenths`.
 INTERVAL, LINES = 25.0, 10
 
 
 @dataclass(frozen=True)
 class Number:
-    """A figure as text, and where it comes from: measured, counted, modelled, extrapolated, or nothing to say."""
+    """A named value as text, and its kind: measured, counted, modelled, extrapolated, or "" for none."""
 
     name: str
     value: str
@@ -44,12 +44,12 @@ def describe_sizes(plan: Plan) -> str:
 
 
 def describe_plan(plan: Plan, rank_noun: str = "rank") -> str:
-    """A plan in one line; `rank_noun` is the word for its ranks."""
+    """A one-line description of a plan; `rank_noun` is the word for its ranks."""
     return f"{describe_sides(plan, rank_noun)}, {plan.schedule}, {describe_sizes(plan)}"
 
 
 def describe_sides(plan: Plan, rank_noun: str = "rank") -> str:
-    """The pattern of a plan, its tokens, and how ranks share them."""
+    """The pattern, tokens, layout and number of ranks of a plan, as text."""
     queries = "" if plan.q_layout is None else f"{plural(plan.q_tokens, 'query token')}, {plan.q_layout.name}, and "
     what = "token" if plan.q_layout is None else "key"
     return (
@@ -59,7 +59,7 @@ def describe_sides(plan: Plan, rank_noun: str = "rank") -> str:
 
 
 def format_quantity(name: str, value: float | bool) -> str:
-    """A number of a machine with its unit."""
+    """The machine number `name` with its unit, as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     unit = MACHINE_NUMBERS[name].unit
@@ -87,7 +87,7 @@ def print_numbers(title: str, numbers: Iterable[Number]) -> None:
 
 
 def print_grid(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table with a header. The first column is flush left, the others are flush right."""
+    """Print a table with a header; the first column is left-aligned, the others right-aligned."""
     table = Table(title=escape(title) or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for i, name in enumerate(header):
         table.add_column(escape(name), justify="left" if i == 0 else "right", no_wrap=True)
@@ -97,18 +97,18 @@ def print_grid(title: str, header: Sequence[str], rows: Iterable[Sequence[str]])
 
 
 def print_paragraph(text: str) -> None:
-    """Print a text in lines that fit the terminal."""
+    """Print a text wrapped to the width of the terminal."""
     lines = textwrap.wrap(text, get_console().width, break_long_words=False, break_on_hyphens=False)
     print_plain("\n".join(lines))
 
 
 def print_plain(text: str) -> None:
-    """Print a text as it is: without colours, markup or wrapping."""
+    """Print a text unchanged: without colours, markup or wrapping."""
     get_console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_table(table: Table) -> None:
-    """Print a table; on what is not a terminal, without the blanks at the ends of its lines."""
+    """Print a table; without trailing blanks if the output is not a terminal."""
     console = get_console()
     if console.is_terminal:
         console.print(table)
@@ -119,7 +119,7 @@ def _print_table(table: Table) -> None:
 
 
 def print_choice(choice: Choice, max_rows: int = 8) -> None:
-    """Print what `auto` compared: candidates from fast to slow, candidates left out, and the reason for the choice."""
+    """Print what `auto` compared: candidates from fastest to slowest, those left out, and the reason for the choice."""
     timed = sorted((p.seconds, i, c, p) for i, c in enumerate(choice.candidates) if (p := c.prediction))
     rows = [
         (
@@ -147,7 +147,7 @@ def print_choice(choice: Choice, max_rows: int = 8) -> None:
 
 
 def choice_record(choice: Choice | None) -> dict[str, Any] | None:
-    """What `auto` compared, what it picked and why, as plain data; None where nothing was chosen."""
+    """What `auto` compared, what it picked and why, as plain data; None for no choice."""
     if choice is None:
         return None
     return {
@@ -159,13 +159,13 @@ def choice_record(choice: Choice | None) -> dict[str, Any] | None:
 
 
 def get_console() -> Console:
-    """Standard output as it is now; `WIDTH` columns wide where it is not a terminal."""
+    """A console on the current standard output; `WIDTH` columns wide if that is not a terminal."""
     console = _Console()
     return console if console.is_terminal else _Console(width=WIDTH)
 
 
 class _Console(Console):
-    """A console that raises BrokenPipeError where the reader of standard output is gone: `main` ends the command."""
+    """A console that raises BrokenPipeError if the reader of standard output is gone; `main` then ends the command."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -173,11 +173,11 @@ class _Console(Console):
 
 @contextmanager
 def show_progress(console: Console, *, shown: bool = True, tenths: bool = False) -> Iterator[Listener]:
-    """A function that shows progress while the block runs: call it with the units done, their count and their noun.
+    """Context manager that yields a progress callback: call it with (units done, units in total, noun).
 
-    A terminal shows a bar, which moves from the start on and is gone after the block. Elsewhere a line with the time
-    left goes to standard error every `INTERVAL` seconds, also in the middle of a unit, and with `tenths` at every tenth
-    of the work. shown=False shows nothing.
+    On a terminal it draws a bar, removed after the block. Elsewhere it prints a line with the time left to standard
+    error every `INTERVAL` seconds, even within a unit, and with `tenths` at every tenth of the work. shown=False shows
+    nothing.
     """
     if not shown:
         yield lambda done, count, noun: None
@@ -193,8 +193,11 @@ def show_progress(console: Console, *, shown: bool = True, tenths: bool = False)
 
 @contextmanager
 def announcing(*, shown: bool = True) -> Iterator[Callable[[str], None]]:
-    """A function that prints what is measured next. Meanwhile standard error shows that work goes on: a terminal at
-    once, else a line every `INTERVAL` seconds. shown=False shows nothing."""
+    """Context manager that yields a function to announce what is measured next.
+
+    In the meantime a terminal shows a spinner; otherwise standard error gets a line every `INTERVAL` seconds.
+    shown=False shows nothing.
+    """
     if not shown:
         yield lambda text: None
         return
@@ -210,9 +213,9 @@ def announcing(*, shown: bool = True) -> Iterator[Callable[[str], None]]:
 
 
 class ProgressLines:
-    """Progress as lines of text, a line every `INTERVAL` seconds, and with `tenths` at every tenth of the work.
+    """Prints progress lines: one every `INTERVAL` seconds, and with `tenths` at every tenth of the work.
 
-    A thread repeats the last line where a unit of work takes longer; `end` ends the thread.
+    A thread repeats the last line if a unit of work takes longer than that; leaving the context ends the thread.
     """
 
     def __init__(self, console: Console, tenths: bool) -> None:
@@ -234,17 +237,17 @@ class ProgressLines:
         self.spoken.set()
 
     def update(self, text: str) -> None:
-        """What the next lines say."""
+        """Set the text of the next lines."""
         self.text = text
         self.spoken.set()
 
     def __call__(self, done: int, count: int, noun: str) -> None:
-        """Take note that `done` of `count` units of work are done."""
+        """Record that `done` of `count` units of work are done."""
         now, tenth = time.monotonic(), done * LINES // count
-        if noun != self.noun or done < self.first:  # another loop has begun
+        if noun != self.noun or done < self.first:  # a new loop
             self.noun, self.tenth, self.first, self.start = noun, -1, done, now
         self.text = f"{noun}: {done:,} of {count:,}"
-        if done - self.first >= count / LINES and now - self.start >= 1:  # the first units tell little
+        if done - self.first >= count / LINES and now - self.start >= 1:  # too early to estimate before
             self.text += f", about {duration((count - done) * (now - self.start) / (done - self.first))} left"
         if (self.tenths and tenth != self.tenth) or now - self.last_line >= INTERVAL:
             self.tenth, self.last_line = tenth, now

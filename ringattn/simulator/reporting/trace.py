@@ -1,4 +1,4 @@
-"""Spans of ranks, measured or modelled, as a file for Perfetto (ui.perfetto.dev) and chrome://tracing."""
+"""Writes spans of ranks, measured or modelled, to a file for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from ...transport.trace import Span
     from ..timing.window import StepWindow
 
-#: The processes of a trace: ranks, and messages by sender; from this number on for each kind of number.
+#: For each kind of number, the first of two processes in a trace: ranks, then messages by sender.
 PROCESSES = {"measured": 0, "modelled": 2}
-#: Traces count microseconds.
+#: Traces are in microseconds.
 MICROSECONDS = 1e6
 #: A span of a rank: (rank, name, start, end, peer), the fields of `transport.trace.Span`.
 Row = tuple[int, str, float, float, int | None]
 
 
 def write_trace(path: str, kind: str, spans: Iterable[Span | Row]) -> None:
-    """Write spans in seconds, which are "measured" or "modelled": a row for each rank, and one for its messages."""
+    """Write spans (in seconds), of kind "measured" or "modelled": one row per rank and one for its messages."""
     ranks, messages = PROCESSES[kind], PROCESSES[kind] + 1
     titles = ((ranks, "ranks"), (messages, "messages by sender"))
     events = [_name("process_name", process, 0, f"{title}, {kind}") for process, title in titles]
@@ -45,7 +45,7 @@ def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
 
 
 def modelled_spans(window: StepWindow, direction: str, since: float = 0.0) -> Iterator[Row]:
-    """The spans of a window of a modelled pass that begins `since` seconds after the trace."""
+    """The spans of a window of a modelled pass that starts `since` seconds into the trace."""
     for row, step in enumerate(window.steps):
         label = f"{direction} step {step}"
         for column, rank in enumerate(window.ranks):

@@ -1,4 +1,4 @@
-"""`auto`: the layout and the schedule with the least predicted time, and the reason."""
+"""`auto`: chooses the layout and schedule with the least predicted time, and explains the choice."""
 
 from __future__ import annotations
 
@@ -28,42 +28,42 @@ from .forecast import COUNTED, SAMPLED_STEPS, count_exchanges, count_pairs, esti
 from .kernel_seconds import pair_seconds
 from .rates import Rates
 
-#: Layouts that `auto` compares; the first of equally fast layouts is taken.
+#: Layouts that `auto` compares; of equally fast ones it takes the first.
 LAYOUTS = ("contiguous", "zigzag", "striped(64)", "balanced")
-#: Above this many ranks `auto` tries neither all-gather (P - 1 messages) nor balanced (which counts 8 P chunks).
+#: Above this many ranks `auto` tries neither allgather (P - 1 messages) nor balanced (counts 8 P chunks).
 MANY = 256
-#: Of more ranks, no rectangle is simulated for a choice, and bytes say what travels in its forward.
+#: For rectangles on more ranks, nothing is simulated: pass-KV or pass-Q in the forward is chosen by bytes.
 WHOLE = 16
-#: What travels in a forward where queries do.
+#: The parts sent in a pass-Q forward.
 _WITH_QUERIES: tuple[Kind, ...] = ("query", "part")
-#: An estimate that takes more than LOOKUPS lookups of tiles is made again from FEWER steps; where that takes as many,
+#: An estimate that needs more than LOOKUPS tile lookups is repeated with FEWER steps; if that needs too many as well,
 #: there is no estimate.
 LOOKUPS, FEWER = 20_000, 4
-#: Thread blocks that fill any GPU.
+#: Enough thread blocks to fill any GPU.
 FULL = 1e12
-#: Predicted times within this factor are equal: the first in the order of the candidates, the simplest, is taken.
+#: Predicted times within this factor count as equal: the first candidate, which is the simplest, is taken.
 EQUAL = 1.02
 #: The budget of `count_lookups`: about a second.
 BUDGET = 72_000
-#: A lookup between rows with steps costs as much as this many lookups between adjacent rows.
+#: A lookup for rows with a step > 1 costs as much as this many lookups for adjacent rows.
 STRIDED = 10
-#: An answer that a pattern gives for a whole rectangle, without tiles, costs as much as this many lookups.
+#: A pattern's own answer for a whole rectangle, without tiles, costs as much as this many lookups.
 WHOLE_RECTANGLE = 10
 
 
 def list_schedules(plan: Plan, machine: Machine) -> tuple[str, ...]:
-    """Schedules that `auto` compares for the sizes of a plan, the ring first; of equally fast ones, the first wins."""
+    """Schedules that `auto` compares for a plan's sizes, the ring first; of equally fast ones it takes the first."""
     rings = _list_between(plan.ranks, machine.ranks_per_node)
     sizes = list_ulysses_sizes(plan)
     groups = {size: _list_between(plan.ranks // size, machine.ranks_per_node // size) for size in sizes}
-    # The rings first: what another schedule between the same groups may gain is known from them.
+    # Rings first: they bound what another schedule between the same groups may gain.
     ulysses = [f"ulysses({size}, ring)" for size in sizes]
     others = [f"ulysses({size}, {name})" for size, names in groups.items() for name in names[1:]]
     return (*rings, *ulysses, *others)
 
 
 def _list_between(ranks: int, inner: int) -> list[str]:
-    """Schedules between `ranks` ranks or groups, `inner` of them in a node; those of two are all one ring."""
+    """Schedules between `ranks` ranks or groups, `inner` of them per node."""
     if ranks <= 2:
         return ["ring"] if ranks == 1 else ["ring", "direct", "allgather"]
     double_ring = [f"double_ring({inner})"] if 1 < inner < ranks and ranks % inner == 0 else []
@@ -71,7 +71,7 @@ def _list_between(ranks: int, inner: int) -> list[str]:
 
 
 def list_ulysses_sizes(plan: Plan) -> list[int]:
-    """Sizes of Ulysses groups that divide the ranks and the heads; of K/V heads, they may also be a multiple."""
+    """Sizes of Ulysses groups that divide the ranks and the heads, and divide or are a multiple of the K/V heads."""
     most = gcd(plan.ranks, plan.heads)
     sizes = [size for size in range(2, most + 1) if most % size == 0]
     return [size for size in sizes if plan.kv_heads % size == 0 or size % plan.kv_heads == 0]
@@ -85,10 +85,10 @@ def list_layouts(ranks: int) -> tuple[str, ...]:
 def choose(
     make: Callable[[Layout, str], Plan], layouts: Sequence[Layout], names: Sequence[str] | None, machine: Machine
 ) -> Plan:
-    """The best plan of all `layouts` with the schedules `names` (None: those of `auto`), with its `choice`. Pure.
+    """The fastest plan over all `layouts` and the schedules `names` (None: those of `auto`), with its `choice`. Pure.
 
-    `make` makes the plan of a layout and a schedule. No clock is read, so that all ranks choose alike. A schedule that
-    was not named is taken only where the ring on the same layout was estimated, or was left out by its bound.
+    `make` makes the plan for a layout and a schedule. Reads no clock, so that all ranks choose the same plan. Schedules
+    beyond `names` are compared only if the ring on the same layout has an estimate or was left out by its bound.
     """
     first = make(layouts[0], names[0] if names else "ring")
     reason = _explain_idle(first)
@@ -111,24 +111,24 @@ def choose(
                 compared.leave_out(layout, "allgather", f"a message to each of more than {MANY} ranks")
     candidates, plans = tuple(compared.candidates), compared.plans
     if not plans:
-        why = f"an estimate takes more than {LOOKUPS:,} lookups of tiles: it was taken without a comparison"
+        why = f"an estimate needs more than {LOOKUPS:,} tile lookups: taken without a comparison"
         return _take_first(first, candidates, why, machine)
     return _take_best(candidates, plans, machine)
 
 
 def predict(plan: Plan, machine: Machine) -> Prediction:
-    """The modelled time of a forward, as `auto` estimates it: the sum over a rank's steps of max(visits, messages).
+    """The estimated time of a forward, as `auto` compares it: the sum over a rank's steps of max(visits, messages).
 
-    The time is that of the slowest rank that is looked at; bytes and messages are the most of any of them. All ranks
-    are taken to begin each step together, but for few ranks, so that they wait for messages alone. The messages of a
-    step follow each other, except that messages within a node and between nodes travel at the same time. A shared card
-    carries the bytes of its whole node. A message that may last several steps counts in equal parts against each of
-    them. Ranks that share cores compute longer. Where queries are other positions than the keys or travel in the
-    forward, every step of every rank is simulated. Raises Unsupported where the schedule has no routes.
+    The time is that of the slowest rank examined; bytes and messages are the maximum over these ranks. Except on few
+    ranks, all ranks are assumed to begin each step together, so that they wait only for messages. Messages of a step
+    are sequential, but those within a node overlap those between nodes. A shared card carries the bytes of its whole
+    node. A message that may last several steps is divided equally among them. Ranks that share cores compute longer.
+    For rectangles and for pass-Q in the forward, every step of every rank is simulated. Raises Unsupported if the
+    schedule has no routes.
     """
     if plan.is_plain:
         return estimate(plan, machine, plan.ring_plan(0)[0].demand)[0]
-    from .simulation import simulate  # few plans are of this kind
+    from .simulation import simulate  # rarely needed
 
     found = simulate(plan, machine, solver="events")
     sent, messages = (max(map(count, range(plan.ranks))) for count in (plan.bytes_sent, plan.messages))
@@ -138,9 +138,10 @@ def predict(plan: Plan, machine: Machine) -> Prediction:
 def choose_layout(
     plans: Sequence[Sequence[Plan]], weights: Sequence[int], machine: Machine | str | None
 ) -> tuple[Plan, ...]:
-    """The plans of a model's masks, given for each layout, of the layout whose forwards take the least time. Pure.
+    """The plans of a model's masks on the layout whose forwards take the least total time. Pure.
 
-    The forward of a mask counts `weights` times. A layout on which a mask has no estimate is taken only as the first.
+    `plans[i]` are the plans of all masks on layout i; the forward of mask j counts `weights[j]` times. Layouts on which
+    a mask has no estimate are left out, unless all are: then the first is taken.
     """
     on = get_machine(machine)
     alone = [
@@ -166,17 +167,17 @@ def choose_rectangle(
     rotates: Sequence[str],
     machine: Machine,
 ) -> Plan:
-    """The best plan of queries and keys at different positions, by every step of every rank, with its `choice`. Pure.
+    """The fastest plan of a rectangle, by simulating every step of every rank, with its `choice`. Pure.
 
-    `make` makes the plan of a layout of the keys, a schedule and a `rotate`. As `choose` for the schedules `names`
-    (None: those of `auto`). The layout and the form that are fastest in the ring are taken for the other schedules. Of
-    more than WHOLE ranks nothing is simulated: bytes say what travels, by the first layout and schedule.
+    `make` makes the plan for a layout of the keys, a schedule and a `rotate`; `names` as in `choose`. The layout and
+    `rotate` that are fastest in the ring are used for the other schedules. Above WHOLE ranks nothing is simulated: the
+    first layout and schedule are taken, and the `rotate` that sends fewer bytes.
     """
     name, *others = names or ["ring"]
     first = make(layouts[0], name, rotates[0])
     reason = _explain_idle(first)
     if not reason and first.ranks > WHOLE:
-        reason = f"{first.ranks:,} ranks are more than the {WHOLE} whose steps are all simulated for a choice"
+        reason = f"{first.ranks:,} ranks are more than the {WHOLE} up to which all steps are simulated for a choice"
         keys = first.block_bytes("kv", first.kv_heads * first.tokens)
         queries = sum(first.block_bytes(kind, first.heads * first.q_tokens) for kind in _WITH_QUERIES)
         first = make(layouts[0], name, rotates[-1 if queries < keys else 0])
@@ -202,7 +203,7 @@ def choose_rectangle(
     for name in list_schedules(first, machine)[1:] if names is None else others:
         fastest = min(candidate.seconds for candidate in plans)
         if fastest <= min(candidate.prediction.compute for candidate in plans if candidate.prediction) * EQUAL:
-            why = f"no schedule takes less than its visits, {duration(fastest)} to within {EQUAL - 1:.0%}"
+            why = f"no schedule can take less than its visits, which is {duration(fastest)} within {EQUAL - 1:.0%}"
         elif machine.memory is not None and bound_memory(make(best.layout.base, name, best.rotate)) > machine.memory:
             why = "it does not fit into the memory of a rank"
         else:
@@ -213,7 +214,7 @@ def choose_rectangle(
 
 
 def _take_best(candidates: tuple[Candidate, ...], plans: dict[Candidate, Plan], machine: Machine) -> Plan:
-    """The plan of the first candidate that is as fast as any."""
+    """The plan of the first candidate whose time equals the least one (within EQUAL)."""
     by_time = sorted(plans, key=lambda candidate: candidate.seconds)  # stable
     best = next(
         candidate for candidate in candidates if candidate in plans and candidate.seconds <= by_time[0].seconds * EQUAL
@@ -224,42 +225,42 @@ def _take_best(candidates: tuple[Candidate, ...], plans: dict[Candidate, Plan], 
 
 
 class _Comparison:
-    """Candidates in the order in which they were added, and the plans of the candidates with an estimate."""
+    """Collects candidates, in the order of adding, and the plans of those with an estimate."""
 
     def __init__(self, make: Callable[[Layout, str], Plan], machine: Machine, first: Plan) -> None:
         self.make, self.machine = make, machine
         self._pattern = Metered(first.pattern, LOOKUPS)
         self.candidates: list[Candidate] = []
         self.plans: dict[Candidate, Plan] = {}
-        #: By layout and size of the Ulysses groups: schedules of one key, and the chosen plan, ask the same questions.
+        #: Demands by (layout, Ulysses group size), shared by all their schedules and by the chosen plan.
         self._demands: dict[tuple[Layout, int], KeyDemand] = {}
-        #: By layout and size, the least seconds of any schedule between the groups, which have the visits of the first.
+        #: Lower bounds in seconds by (layout, Ulysses group size): all their schedules have the same visits.
         self._least: dict[tuple[Layout, int], float] = {}
 
     def leave_out(self, layout: Layout, name: str, why: str) -> None:
-        """Note a candidate that is not compared."""
+        """Record a candidate that is not compared."""
         self.candidates.append(Candidate(layout.name, name, None, why))
 
     def add_all(self, layout: Layout, names: Sequence[str]) -> None:
-        """Compare schedules, the ring first among them, as long as a bound leaves something to gain."""
+        """Compare schedules, the ring first; skip those whose lower bound shows that they cannot win."""
         for name in names:
             plan = self.make(layout, name)
             fastest = min((candidate.seconds for candidate in self.plans), default=inf)
             least = self._bound(plan) if self.plans else 0.0
             if fastest <= least * EQUAL:
                 slow, fast = durations((least, fastest))
-                why = f"its steps take at least {slow}, where the best takes {fast}"
+                why = f"its steps take at least {slow}, and the best takes {fast}"
                 self.leave_out(layout, name, why)
             elif name != names[0] and self.machine.memory is not None and bound_memory(plan) > self.machine.memory:
                 self.leave_out(layout, name, "it does not fit into the memory of a rank")
             elif not self.add(layout, name) and name == names[0]:
                 for other in names[1:]:
-                    why = "the ring, which it would be compared with, has no estimate on this layout"
+                    why = "the ring, its reference, has no estimate on this layout"
                     self.leave_out(layout, other, why)
                 return
 
     def add(self, layout: Layout, name: str) -> bool:
-        """Compare a schedule on a layout; False where it has no estimate."""
+        """Compare a schedule on a layout; returns False if it has no estimate."""
         plan = self.make(layout, name)
         for steps in (SAMPLED_STEPS, FEWER):
             demand = self._metered_demand(plan)
@@ -268,7 +269,7 @@ class _Comparison:
                 prediction, basis = estimate(plan, self.machine, demand, steps)
             except TooMany:
                 continue
-            except Unsupported as error:  # the kernel times of the machine end before the tiles of larger shards
+            except Unsupported as error:  # the tiles of large shards exceed the machine's kernel times
                 if not self.plans:
                     raise
                 self.leave_out(layout, plan.schedule, str(error))
@@ -277,15 +278,15 @@ class _Comparison:
             self.candidates.append(candidate)
             self.plans[candidate] = plan
             steps = 2 if prediction.messages > 2 * (plan.ulysses_size - 1) else 1
-            # Where ranks share cores, what they wait for them depends on the steps of each schedule.
+            # With shared cores, the waiting for them differs between schedules.
             if Rates(plan, self.machine, backward=False).cores is None:
                 self._least.setdefault((layout, plan.ulysses_size), self._add_calls(plan, prediction.compute, steps))
             return True
-        self.leave_out(layout, plan.schedule, f"an estimate takes more than {LOOKUPS:,} lookups of tiles")
+        self.leave_out(layout, plan.schedule, f"an estimate needs more than {LOOKUPS:,} tile lookups")
         return False
 
     def _bound(self, plan: Plan) -> float:
-        """The least seconds of a plan: by the visits of another schedule between its groups, or the mean of ranks."""
+        """A lower bound in seconds: from the visits of another schedule between the same groups, or the mean visits."""
         known = self._least.get((plan.layout, plan.ulysses_size))
         if known is not None:
             return known
@@ -298,7 +299,7 @@ class _Comparison:
         return self._add_calls(plan, seconds * self._mean_pairs)
 
     def _add_calls(self, plan: Plan, visits: float, steps: int = 1) -> float:
-        """The least seconds of a plan whose visits take `visits` seconds in `steps` steps or more."""
+        """A lower bound in seconds for a plan whose visits take `visits` seconds in at least `steps` steps."""
         exchange, _, exchanges = count_exchanges(plan, self.machine)
         least = max(visits + exchange, host_seconds(self.machine, steps + exchanges))
         return least + Rates(plan, self.machine, backward=False).call
@@ -311,7 +312,7 @@ class _Comparison:
         return sum(count_pairs(demand, rank) for rank in spaced) / len(spaced)
 
     def _metered_demand(self, plan: Plan) -> KeyDemand:
-        """The demand of a plan, or of its first ring plan, with a full budget of lookups, and all answers so far."""
+        """The demand of a plan (of its first ring plan) with a full budget of lookups and the answers cached so far."""
         key = plan.layout, plan.ulysses_size
         if key not in self._demands:
             ring_plan = plan.ring_plan(0)[0]
@@ -322,24 +323,24 @@ class _Comparison:
 
 
 def _explain_idle(plan: Plan) -> str:
-    """Why nothing needs to be chosen for a plan; "" where something does."""
+    """Why there is nothing to choose for a plan; "" if there is."""
     if plan.ranks == 1:
         return "one rank sends nothing"
     if not plan.tokens or not plan.q_tokens or not plan.batch:
         return "an empty input moves nothing"
     if plan.pattern.transient:
-        return "the pattern is another one in every call"
+        return "the pattern changes in every call"
     return ""
 
 
 def _take_first(plan: Plan, candidates: tuple[Candidate, ...], why: str, machine: Machine) -> Plan:
-    """The plan, chosen without a comparison."""
+    """The plan with a choice that says `why` nothing was compared."""
     picked = Candidate(plan.layout.name, plan.schedule, None)
     return plan.with_choice(Choice(candidates, picked, f"{picked}: {why}", machine))
 
 
 def _explain(best: Candidate, others: list[Candidate], rates: Rates) -> str:
-    """Why `best` is taken, in one sentence; `others` by time."""
+    """One sentence on why `best` is taken; `others` are ordered by time."""
     prediction = best.prediction
     assert prediction is not None
     share = prediction.exposed / prediction.seconds if prediction.seconds else 0.0
@@ -358,18 +359,18 @@ def _explain(best: Candidate, others: list[Candidate], rates: Rates) -> str:
     other = others[0]
     ratio = other.seconds / prediction.seconds if prediction.seconds else 1.0
     if ratio < 1:
-        return f"{text}; {other} takes {1 - ratio:.1%} less, too little to leave the simpler choice"
+        return f"{text}; {other} takes {1 - ratio:.1%} less, too little to give up the simpler choice"
     if ratio <= EQUAL:
-        return f"{text}; the next, {other}, takes as long to within {EQUAL - 1:.0%}"
+        return f"{text}; the next, {other}, takes the same time within {EQUAL - 1:.0%}"
     return f"{text}; the next, {other}, takes {ratio:.2f} times as long"
 
 
 class TooMany(Exception):
-    """The budget of lookups is spent."""
+    """Raised when the budget of lookups is used up."""
 
 
 def _ask(name: str) -> Any:
-    """A method that asks the pattern where it answers for whole rectangles itself, else the metered tiles."""
+    """A method of Metered that uses the pattern's own method `name` if it overrides it, else the metered tiles."""
 
     def ask(self: Metered, *arguments: Any) -> Any:
         if getattr(type(self.pattern), name) is getattr(Pattern, name):
@@ -381,7 +382,7 @@ def _ask(name: str) -> Any:
 
 
 class Metered(PatternView):
-    """The same pattern, which counts the lookups of its tiles. Raises TooMany when `left`, the budget, is spent."""
+    """A view of a pattern that counts tile lookups. Raises TooMany when the budget, `left`, is used up."""
 
     def __init__(self, pattern: Pattern, budget: int) -> None:
         self.pattern, self.left = pattern, budget
@@ -413,11 +414,11 @@ class Metered(PatternView):
 
 
 def count_lookups(plan: Plan, rank: int) -> int | None:
-    """The number of lookups of tiles that the steps of a rank take; None where it exceeds BUDGET.
+    """The number of tile lookups that the steps of a rank need; None if it exceeds BUDGET.
 
-    Afterwards the plan has the answers, and makes these steps without a second search.
+    The plan caches the answers, so that making these steps needs no second search.
     """
-    ring_plan, place = plan.ring_plan(rank)  # with Ulysses groups, the plan between the groups asks
+    ring_plan, place = plan.ring_plan(rank)  # with Ulysses groups, the plan between the groups
     if not plan.batch:
         return 0
     metered = Metered(ring_plan.pattern, BUDGET)

@@ -1,4 +1,4 @@
-"""Models of what a run needs beside time: memory of a rank, failures and checkpoints of a job."""
+"""Models of costs other than time: memory of a rank, failures and checkpoints of a job."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 SECONDS_PER_HOUR = 3600.0
 JOULES_PER_KWH = 3.6e6
-#: The shard sizes of at most this many ranks are compared; a larger ring is taken to have shards of equal size.
+#: Up to this many ranks, the longest shard is searched for; above, shards are assumed to be of equal length.
 MOST_COMPARED = 4096
-#: A job does not finish where the next checkpoint or a restart takes more than this many mean times between failures.
+#: A job never finishes if the next checkpoint or a restart takes more than this many mean times between failures.
 HOPELESS = 50
 
 
 def bound_memory(plan: Plan) -> int:
-    """An upper bound of the bytes of one rank in a forward, found without planning the steps of any rank."""
+    """An upper bound on the bytes of one rank in a forward, without planning the steps of any rank."""
     block = _block_bytes(plan, ("kv",))
     blocks = {"allgather": plan.ranks, "ring": 2, "direct": 2}.get(plan.schedule, 3) if plan.ranks > 1 else 0
     receiving = blocks * block
@@ -41,14 +41,14 @@ def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) 
 
     A forward holds the inputs, output and lse, receive buffers, and the output of one visit. A backward holds what the
     forward saved, the incoming gradient, accumulators of the gradients, the block that the forward saved, message
-    buffers, and the gradients of one visit. Blocks count in full, so that a plan that sends parts of blocks needs less.
-    Not counted are the fp32 copies in which CPUs compute 16-bit inputs. Measured peaks of dense rings differ from the
-    sum by at most a tenth (README).
+    buffers, and the gradients of one visit. Blocks count in full, so a plan that sends parts of blocks needs less. The
+    fp32 copies that CPUs make of 16-bit inputs are not counted. Measured peaks of dense rings differ from the sum by at
+    most a tenth (README).
 
-    `receiving` are the bytes of the receive buffers of a forward, for callers that know them; None: they are computed.
+    `receiving` are the bytes of the receive buffers of a forward, if the caller knows them; None: they are computed.
     """
     item = ITEM_BYTES[plan.dtype]
-    wide = max(item, 4)  # accumulators and lse are in fp32, or in fp64 for fp64 inputs
+    wide = max(item, 4)  # accumulators and lse are fp32, or fp64 for fp64 inputs
     tokens, keys = (plan.batch * _longest_shard(plan.layout_of(kind)) for kind in ("q", "kv"))
     inputs = tokens * plan.heads * plan.head_dim + keys * plan.kv_heads * (plan.head_dim + plan.value_dim)
     output = plan.heads * plan.value_dim
@@ -87,17 +87,17 @@ def _longest_shard(layout: Layout) -> int:
 
 
 def _block_bytes(plan: Plan, kinds: tuple[Kind, ...]) -> int:
-    """Bytes of a message with the whole block of rank 0, whose shard is at most one token shorter than the longest."""
+    """Bytes of a message with the whole block of rank 0, which is at most one token shorter than the longest shard."""
     return sum(plan.part_bytes(Part(kind, 0)) for kind in kinds)
 
 
 def _buffer_bytes(plan: Plan, kinds: tuple[Kind, ...], backward: bool) -> int:
     """Bytes of the message buffers of one pass.
 
-    The schedules `ring` and `direct` have two blocks: the block in use, which is sent on, and the block that arrives.
-    Their backward also has two blocks of gradients. On more than three ranks the gradients share messages with the
-    blocks, except in the first message, which is shorter and leaves its two buffers behind. One more buffer holds the
-    gradients of a visit. Every other schedule has one block, and what sampled ranks receive at once.
+    Schedules `ring` and `direct` hold two blocks: the one in use, which is sent on, and the one that arrives. Their
+    backward also holds two blocks of gradients. On more than three ranks, gradients share messages with the blocks,
+    except in the first message, which is shorter and leaves its two buffers allocated. One more buffer holds the
+    gradients of a visit. Every other schedule holds one block plus the most that a sampled rank receives at once.
     """
     if plan.ranks == 1 or not plan.batch:
         return 0
@@ -114,7 +114,7 @@ def _buffer_bytes(plan: Plan, kinds: tuple[Kind, ...], backward: bool) -> int:
 
 
 def _most_received(plan: Plan, backward: bool) -> int:
-    """The most bytes that a sampled rank is receiving at the same time."""
+    """The most bytes that any sampled rank receives at the same time."""
     most = 0
     for rank in timed_ranks(plan.ranks):
         steps = plan.for_rank(rank).backward if backward else plan.for_rank(rank).forward
@@ -126,9 +126,9 @@ def _most_received(plan: Plan, backward: bool) -> int:
 
 
 def checkpoint_bytes(plan: Plan, *, backward: bool = False) -> int:
-    """Bytes that one rank writes to continue a pass later: out and lse of a forward, or dq, dk and dv of a backward.
+    """Bytes of one rank's checkpoint of a pass: out and lse of a forward, or dq, dk and dv of a backward.
 
-    The inputs are taken to be stored elsewhere, and the number of the step is not counted.
+    Inputs are assumed to be stored elsewhere; the step number is not counted.
     """
     tokens, keys = (-(-count // plan.ranks) for count in (plan.q_tokens, plan.tokens))
     numbers = tokens * plan.heads * (plan.value_dim + 1)
@@ -138,7 +138,7 @@ def checkpoint_bytes(plan: Plan, *, backward: bool = False) -> int:
 
 
 def young_daly(write: float, mtbf: float) -> float:
-    """Seconds of work between two checkpoints that lose the least time, to first order.
+    """The interval between checkpoints, in seconds of work, that loses the least time, to first order.
 
     sqrt(2 C M) for checkpoints of C = `write` seconds and M = `mtbf` seconds between failures (J. W. Young, "A first
     order approximation to the optimum checkpoint interval", 1974; J. T. Daly, "A higher order estimate of the optimum
@@ -148,11 +148,11 @@ def young_daly(write: float, mtbf: float) -> float:
 
 
 def expected_seconds(work: float, interval: float, write: float, restart: float, mtbf: float) -> float:
-    """Expected seconds until `work` seconds of work are done, failures and checkpoints included.
+    """Expected seconds until `work` seconds of work are done, including failures and checkpoints.
 
-    A checkpoint of `write` seconds follows each `interval` seconds of work except the last, so that work no longer than
-    an interval has no checkpoint. Failures are a Poisson process with `mtbf` seconds between failures, also while
-    checkpoints are written and during the `restart` seconds after a failure. An interval then takes
+    A checkpoint of `write` seconds follows each `interval` seconds of work except the last, so work no longer than an
+    interval has no checkpoint. Failures are a Poisson process with a mean of `mtbf` seconds between them, also while a
+    checkpoint is written and during the `restart` seconds after a failure. An interval then takes
     M exp(R / M) (exp((tau + C) / M) - 1) seconds with tau = `interval`, C = `write`, R = `restart` and M = `mtbf` (Daly
     2006, equation 13).
     """
@@ -166,11 +166,11 @@ def expected_seconds(work: float, interval: float, write: float, restart: float,
 class Failures:
     """Failures and checkpoints of a job. Times in seconds."""
 
-    #: Mean time between two failures of any ranks.
+    #: Mean time between two failures, of any rank.
     mean: float
     #: Time of one checkpoint.
     write: float
-    #: Work between two checkpoints; the whole work of a job too short for a checkpoint.
+    #: Work between two checkpoints; all the work if the job is too short for a checkpoint.
     interval: float
     #: Expected time until the result.
     expected: float
@@ -178,9 +178,9 @@ class Failures:
 
 
 def failures(plan: Plan, machine: Machine, work: float, *, backward: bool = False) -> Failures | None:
-    """Failures of a job that keeps all ranks busy for `work` seconds; None where the machine has no mtbf.
+    """Failures of a job that keeps all ranks busy for `work` seconds; None if the machine has no mtbf.
 
-    Raises InvalidInput where the machine has an mtbf without checkpoint and restart, or fails before a checkpoint ends.
+    Raises InvalidInput for an mtbf without checkpoint and restart, or too short for checkpoints to complete.
     """
     if machine.mtbf is None:
         return None
@@ -198,7 +198,7 @@ def failures(plan: Plan, machine: Machine, work: float, *, backward: bool = Fals
     if max(interval + (write if checkpoints else 0.0), machine.restart) > HOPELESS * mtbf:
         raise InvalidInput(
             f"machine: {plan.ranks:,} ranks fail every {duration(mtbf)}, long before a checkpoint of {duration(write)} "
-            f"or a restart of {duration(machine.restart)} ends, so that the result is never reached; try a larger mtbf "
+            f"or a restart of {duration(machine.restart)} ends, so the job never finishes; try a larger mtbf "
             "or fewer ranks"
         )
     expected = expected_seconds(work, interval, write, machine.restart, mtbf)

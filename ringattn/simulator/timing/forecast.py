@@ -1,7 +1,7 @@
-"""The estimated time of a forward from few ranks and few steps: `auto` compares plans by it, at a bounded cost.
+"""Estimates the time of a forward from few ranks and steps, at a bounded cost, so that `auto` can compare plans.
 
-Where few blocks come to a rank, the estimate looks at all steps of the rank. Of other ranks, evenly spaced steps stand
-for the steps between them, and the time of the visits is scaled to the exact number of the rank's pairs.
+For a rank that receives few blocks, all its steps are examined. For other ranks, evenly spaced steps represent the
+steps between them, and the time of the visits is scaled to the rank's exact number of pairs.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ from .solvers.event_loop import share_cores
 if TYPE_CHECKING:
     from ...plan.plan import Plan
 
-#: Plans of up to this many ranks: all ranks are looked at. Of more, the busiest among COUNTED ranks, and the ends.
+#: Up to ALL ranks, all are examined; above, the busiest of COUNTED ranks, and the ends.
 ALL, COUNTED = 8, 16
-#: Where more blocks than this come to a rank, about this many of its steps are looked at.
+#: If a rank receives more blocks than this, about this many of its steps are examined.
 SAMPLED_STEPS = 16
-#: The seconds of a pair are taken from the first so many tiles of a visit, and from no visit after as many.
+#: Seconds of a pair come from the first ENOUGH_TILES tiles of a visit; after as many tiles, no further visit is read.
 ENOUGH_TILES = 256
 
 
 def estimate(plan: Plan, machine: Machine, demand: KeyDemand, most: int = SAMPLED_STEPS) -> tuple[Prediction, str]:
-    """The prediction of a forward, and how many ranks and steps it was made from.
+    """(prediction of a forward, text on how many ranks and steps it is based on).
 
-    `demand` answers in place of the plan's demand; with Ulysses groups, of the demand between their first members. At
-    most about `most` steps of a rank are looked at.
+    `demand` replaces the plan's demand; with Ulysses groups, the demand between their first members. At most about
+    `most` steps of a rank are examined.
     """
     size, ring_plan = plan.ulysses_size, plan.ring_plan(0)[0]
     rates, between = Rates(plan, machine, backward=False), machine
     if size > 1:
-        # The ranks with the same place in their groups run one ring: this many of them are in one node.
+        # Ranks with the same place in their groups form one ring; `per_node` of them share a node.
         per_node = ring_plan.ranks if machine.ranks_per_node >= plan.ranks else max(machine.ranks_per_node // size, 1)
         between = replace(machine, ranks_per_node=per_node, one_gather=False)
     crowd = min(size, machine.ranks_per_node)
     ring, started, basis = _RingEstimate(ring_plan, between, demand, crowd, most).make()
-    # The last exchange follows the last visit, and the first precedes all visits: nothing hides the exchanges.
+    # The first exchange precedes all visits and the last follows them: nothing hides them.
     exchange, sent, exchanges = count_exchanges(plan, machine)
     seconds = max(ring.seconds + exchange, host_seconds(machine, started + exchanges)) + rates.call
     messages = ring.messages + exchanges * (size - 1)
-    exposed = max(seconds - ring.compute, 0.0)  # the two sums round differently
+    exposed = max(seconds - ring.compute, 0.0)  # the sums round differently
     return Prediction(seconds, ring.compute, exposed, ring.bytes + sent, messages), basis
 
 
 def host_seconds(machine: Machine, calls: int) -> float:
-    """Seconds in which the host starts `calls` visits, and steps without a visit, of a pass."""
+    """Seconds that the host needs to start the `calls` of a pass: visits, and steps without a visit."""
     return (machine.host_call or 0.0) + calls * (machine.host or 0.0)
 
 
 def count_exchanges(plan: Plan, machine: Machine) -> tuple[float, int, int]:
-    """(seconds, bytes that a rank sends, exchanges) of exchanging tokens for heads and back in a Ulysses group."""
+    """(seconds, bytes sent by a rank, exchanges) for exchanging tokens for heads, and back, in a Ulysses group."""
     peers = plan.ulysses_size - 1
     near = min(plan.ulysses_size, machine.ranks_per_node) - 1
     kinds: tuple[Kind, ...] = ("qkv", "out") if peers else ()
@@ -80,7 +80,7 @@ def count_exchanges(plan: Plan, machine: Machine) -> tuple[float, int, int]:
 
 
 def _seconds(machine: Machine, messages: float, size: float, near: bool, crowd: int = 1) -> float:
-    """Seconds of messages of `size` bytes in all; between nodes, `crowd` ranks with as many bytes share the card."""
+    """Seconds of messages of `size` bytes in total; between nodes, `crowd` ranks with as many bytes share a card."""
     latency, bandwidth = machine.rates(near)
     return messages * latency + size / bandwidth * (crowd if machine.shared_nic and not near else 1)
 
@@ -94,7 +94,7 @@ def count_pairs(demand: KeyDemand, rank: int) -> int:
 
 @cached
 def _merged_rows(demand: KeyDemand, rank: int, owner: int) -> int:
-    """The number of (query row, head) of a rank that see a key of the block of `owner`: a merge goes through them."""
+    """The number of (query row, head) of a rank that see a key of the block of `owner` and so need a merge."""
     rows = demand.layout.rows(rank) * demand.heads
     if demand.pairs(rank, owner) == rows * demand.layout.rows(owner):
         return rows
@@ -104,7 +104,7 @@ def _merged_rows(demand: KeyDemand, rank: int, owner: int) -> int:
 class _RingEstimate:
     """The estimate of a plan without Ulysses groups.
 
-    `crowd` ranks of a node stand for each rank of the plan: the members of a Ulysses group.
+    Each rank of the plan stands for `crowd` ranks of a node: the members of a Ulysses group.
     """
 
     def __init__(self, plan: Plan, machine: Machine, demand: KeyDemand, crowd: int, most: int) -> None:
@@ -113,18 +113,18 @@ class _RingEstimate:
         self.gathers = isinstance(schedule, AllGatherSchedule)
         route = DirectSchedule(demand) if self.gathers else schedule  # the same visits
         if not isinstance(route, Route):
-            raise Unsupported(f"the schedule {plan.schedule} has no routes, from which auto estimates its time")
+            raise Unsupported(f"the schedule {plan.schedule} has no routes, so auto cannot estimate its time")
         self.route: Route = route
         self.row_bytes = plan.part_bytes(Part("kv", 0, ONE_ROW))
         self.rates = Rates(plan, machine, backward=False)
         self.edge_bytes: dict[Edge, int] = {}
-        #: By (rank, step): seconds that the rank works, and the edges to it that are in flight.
+        #: By (rank, step): seconds of work, and the edges to the rank that are in flight.
         self.times: dict[tuple[int, int], tuple[float, list[Edge]]] = {}
-        #: By step, the most seconds of a rank, times the number of steps that the step stands for.
+        #: By step: the most seconds of any rank, times the number of steps that it represents.
         self.slowest: defaultdict[int, float] = defaultdict(float)
 
     def make(self) -> tuple[Prediction, int, str]:
-        """(the time of the slowest rank that was looked at, the calls that the host starts, what was looked at)."""
+        """(prediction for the slowest examined rank, calls that the host starts, text on what was examined)."""
         chosen = self._choose_ranks()
         arrivals = {rank: list(islice(self.route.arrivals(rank), self.most + 1)) for rank in chosen}
         few = max(map(len, arrivals.values())) <= self.most
@@ -143,7 +143,7 @@ class _RingEstimate:
         seconds = slowest.seconds
         if few and len(chosen) == self.plan.ranks and not self.gathers:
             seconds = self._run_together()
-        elif self.route.ranks_per_node > 1:  # the ranks of a node wait for the slowest message to any of them
+        elif self.route.ranks_per_node > 1:  # ranks of a node wait for the slowest message to any of them
             seconds = sum(self.slowest.values())
         slowest = replace(
             slowest,
@@ -158,17 +158,17 @@ class _RingEstimate:
         return slowest, 2 if self.rates.one_gather else started, ", ".join(basis)
 
     def _choose_ranks(self) -> list[int]:
-        """The ranks that are looked at, ascending: all of up to ALL ranks."""
+        """The ranks to examine, ascending; all up to ALL ranks."""
         ranks, inner = self.plan.ranks, self.machine.ranks_per_node
         if ranks <= ALL:
             return list(range(ranks))
         busiest = max(sampled_ranks(ranks, COUNTED, ends=True), key=lambda rank: count_pairs(self.demand, rank))
-        # Ranks wait for each other, so that a link between nodes sets the pace of all ranks: look at its ends.
+        # Ranks wait for each other, so a link between nodes sets the pace of all ranks: examine its ends.
         ends_of_links = (inner - 1, ranks - inner) if 1 < inner < ranks else ()
         return sorted({0, busiest, ranks - 1, *ends_of_links})
 
     def _sample_steps(self, last: int) -> list[tuple[int, float]]:
-        """(step, weight) of steps that stand for the steps 0 .. `last`."""
+        """(step, weight) of the steps that represent steps 0 .. `last`."""
         inner = self.route.ranks_per_node
         if inner == 1:
             return _spread(last + 1, self.most)
@@ -176,7 +176,7 @@ class _RingEstimate:
         return [(t * inner + j, a * b) for (t, a), (j, b) in product(outside, inside)]
 
     def _predict_rank(self, rank: int, steps: list[tuple[int, float]]) -> Prediction:
-        """The forward of a rank, from (step, weight) pairs."""
+        """The prediction for the forward of a rank, from (step, weight) pairs."""
         owners = [self._met(rank, step) for step, _ in steps]
         pairs = [self._pairs(rank, step) for step, _ in steps]
         weighted = sum(weight * count for (_, weight), count in zip(steps, pairs, strict=True))
@@ -214,7 +214,10 @@ class _RingEstimate:
         return sum(self.demand.pairs(rank, owner) for owner in dict.fromkeys(self._met(rank, step)))
 
     def _stretch(self, rank: int, pairs: Callable[[int], int]) -> float:
-        """How many times as long a rank works as on a core of its own, while each rank of its node has some pairs."""
+        """The factor by which a rank works longer than on its own core, as the ranks of its node share cores.
+
+        `pairs` gives the pairs of each rank.
+        """
         node, cores = self.machine.node(rank, self.plan.ranks), self.machine.cores
         if cores is None or cores >= len(node) * self.crowd:
             return 1.0
@@ -223,7 +226,7 @@ class _RingEstimate:
         return share_cores(loads, cores)[index] / loads[index] if loads[index] else 1.0
 
     def _in_flight(self, rank: int, step: int) -> Iterator[Edge]:
-        """The edges to a rank that are in flight at a step and carry rows."""
+        """The edges to a rank that carry rows and are in flight at a step."""
         inner = self.route.ranks_per_node
         for arrival in {step + 1, step - step % inner + inner}:
             for edge in self.route.edges_at(rank, arrival):
@@ -231,13 +234,13 @@ class _RingEstimate:
                     yield edge
 
     def _message_seconds(self, edge: Edge) -> float:
-        """Seconds of a message at each of its steps, an equal part."""
+        """Seconds of a message per step; it is divided equally among its steps."""
         near, size = self._near(edge), float(self._edge_bytes(edge))
         if not near and self.machine.shared_nic:
             node = self.machine.node(edge.target, self.plan.ranks)
             arriving = (other for member in node for other in self.route.edges_at(member, edge.step))
             alike = [other for other in arriving if other.post == edge.post and not self._near(other)]
-            others = [other for other in alike if other.target != edge.target]  # each own message waits for a part
+            others = [other for other in alike if other.target != edge.target]  # shared equally among the own messages
             size += sum(map(self._edge_bytes, others)) / (len(alike) - len(others))
         if near:
             size *= self.rates.crowd(edge.source, edge.target, self.crowd)
@@ -246,7 +249,7 @@ class _RingEstimate:
     def _run_together(self) -> float:
         """Seconds until all ranks have finished.
 
-        A message begins when its sender and its receiver have begun the step, and both of them wait for the message.
+        A message begins when both its sender and its receiver have begun the step; both wait for its end.
         """
         begun = [0.0] * self.plan.ranks
         for step in sorted({step for _, step in self.times}):
@@ -255,7 +258,7 @@ class _RingEstimate:
                 worked, arriving = self.times.get((rank, step), (0.0, []))
                 after[rank] += worked
                 edges += arriving
-            # By (rank, within a node, receiving): messages of a rank in one direction over one link follow each other.
+            # By (rank, within a node, receiving): messages of a rank in one direction over one link type queue up.
             busy: defaultdict[tuple[int, bool, bool], float] = defaultdict(float)
             for edge in edges:
                 busy[edge.target, self._near(edge), True] += self._message_seconds(edge)
@@ -269,7 +272,7 @@ class _RingEstimate:
         return max(begun)
 
     def _gather(self, rank: int) -> tuple[float, float, float]:
-        """(seconds, bytes, messages) of an all-gather: the block of a rank goes to each other rank."""
+        """(seconds, bytes, messages) of an all-gather, in which each rank sends its block to every other rank."""
         block = self.row_bytes * self.demand.block_heads * self.demand.layout.rows(rank)
         inside = len(self.machine.node(rank, self.plan.ranks)) - 1
         seconds = [0.0]
@@ -283,7 +286,7 @@ class _RingEstimate:
         return max(seconds), block * (self.plan.ranks - 1), self.plan.ranks - 1
 
     def _near(self, edge: Edge) -> bool:
-        """Whether the edge lies within a node."""
+        """True if the edge is within a node."""
         return self.machine.link(edge.source, edge.target)[0]
 
     def _edge_bytes(self, edge: Edge) -> int:
@@ -293,16 +296,16 @@ class _RingEstimate:
 
 
 def _describe(some: int, every: int, noun: str) -> str:
-    """How many of some things were looked at."""
+    """Text on how many of all things were examined."""
     if every == 1:
         return f"the only {noun}"
     return f"{some:,} of {every:,} {noun}s" if some < every else f"all {every:,} {noun}s"
 
 
 def _spread(count: int, most: int) -> list[tuple[int, float]]:
-    """(number, weight) pairs that stand for 0 .. count - 1: all up to `most`, else first, last and some between.
+    """(index, weight) pairs that represent 0 .. count - 1: all up to `most`, else the first, the last and some between.
 
-    The weights add up to `count`: each number between stands for an equal part of the numbers between.
+    The weights sum to `count`; each index between represents an equal part of the indices between.
     """
     if count <= max(most, 2):
         return [(i, 1.0) for i in range(count)]

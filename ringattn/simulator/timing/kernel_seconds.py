@@ -1,4 +1,4 @@
-"""Seconds of a plan's pairs by measured kernel times or modelled rates, averaged over the visits of sampled ranks."""
+"""Seconds per pair of a plan, from measured kernel times or modelled rates, averaged over visits of sampled ranks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ...plan.demand import sampled_ranks
 from ...plan.plan import Plan
 from ...plan.work import Work
 
-#: Ranks of a plan that are sampled: at most MOST_RANKS, and fewer the more ranks there are, as the steps of one rank of
-#: a dense pattern are as many as the ranks; about PLANNED_STEPS steps in all, but never fewer than FEWEST_RANKS ranks.
+#: The number of sampled ranks: at most MOST_RANKS and at least FEWEST_RANKS, and between them about PLANNED_STEPS steps
+#: in total, as each rank of a dense pattern has as many steps as there are ranks.
 MOST_RANKS, FEWEST_RANKS, PLANNED_STEPS = 8, 3, 192
 #: The largest share of a plan's pairs that may lie in tiles more than `BEYOND` times larger than the measured ones.
 MOST_STRAY = 0.1
-#: Blocks of distant owners that are sampled per rank, beside its own block and its neighbours' blocks.
+#: Blocks of distant owners sampled per rank, in addition to its own block and its neighbours' blocks.
 SAMPLED_OWNERS = 8
 
 
 def timed_ranks(ranks: int, most: int = MOST_RANKS) -> list[int]:
-    """The ranks whose visits stand for those of all, from first to last."""
+    """The ranks whose visits represent those of all ranks, ascending, including the first and the last."""
     return sampled_ranks(ranks, most, FEWEST_RANKS, PLANNED_STEPS, ends=True)
 
 
@@ -33,9 +33,9 @@ def pair_seconds(
 ) -> float:
     """Seconds of the attention kernel per (query, key, head, branch) pair, for the whole batch.
 
-    By measured kernel times where the machine has them, else by modelled rates, both averaged over the visits of at
-    most `most` sampled ranks (the rates over the first `enough` tiles of these visits), and else by its flops:
-    2 (D + Dv) FLOPs per pair in a forward.
+    From measured kernel times if the machine has them, else from modelled rates, else from its flops: 2 (D + Dv) FLOPs
+    per pair in a forward. Times and rates are averaged over the visits of at most `most` sampled ranks (rates: over the
+    first `enough` tiles of these visits).
     """
     flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0)
     ring_ranks = tuple(timed_ranks(plan.ring_plan(0)[0].ranks, most=most))
@@ -50,11 +50,11 @@ def pair_seconds(
 
 @cached
 def seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bool, ranks: tuple[int, ...]) -> float:
-    """Seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits of `ranks`.
+    """Measured seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits.
 
-    `flops` are the FLOPs of one pair. `ranks` are ranks of `plan.ring_plan(0)`, which differs from the plan where it
-    has Ulysses groups. Raises Unsupported where more than a tenth of the pairs lie in tiles of more than twice the
-    measured sizes, or where dtype or head dim are far from the measured ones.
+    `flops` are the FLOPs of one pair. `ranks` are the averaged ranks of `plan.ring_plan(0)`, which differs
+    from the plan if it has Ulysses groups. Raises Unsupported if more than a tenth of the pairs lie in tiles of more
+    than twice the measured sizes, or if dtype or head dim are far from the measured ones.
     """
     times.check(plan.dtype, plan.head_dim)
     seconds = pairs = stray_pairs = 0.0
@@ -82,9 +82,9 @@ def seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: boo
 
 
 def visit_seconds(ring_plan: Plan, times: KernelTimes, flops: float, backward: bool, rank: int, owner: int) -> float:
-    """Seconds of the kernel for the visit of a rank's queries to an owner's keys, per element of the batch.
+    """Measured seconds of the kernel for the visit of a rank's queries to an owner's keys, per batch element.
 
-    `flops` are the FLOPs of one pair. The overhead of a call is spread over the batch.
+    `flops` are the FLOPs of one pair. The overhead of a call is divided among the batch elements.
     """
     seconds = 0.0
     for work in ring_plan.demand.joined_works(rank, owner):
@@ -97,11 +97,11 @@ def visit_seconds(ring_plan: Plan, times: KernelTimes, flops: float, backward: b
 def modelled_seconds_per_pair(
     plan: Plan, rates: KernelRates, gathered: bool, backward: bool, ranks: Sequence[int], enough: int | None = None
 ) -> float:
-    """Seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits of `ranks`.
+    """Modelled seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits.
 
-    `gathered`: all visits of a rank are one call, so that only its own visit starts a kernel and moves rows. The first
-    `enough` tiles of a visit stand for the others, and visits that follow after as many are left out: tiles of one
-    pattern are much alike.
+    `ranks`: whose visits are averaged. `gathered`: all visits of a rank are one call, so only its own visit starts a
+    kernel and moves rows. The first `enough` tiles of a visit represent the others, and after as many tiles further
+    visits are skipped: tiles of one pattern are much alike.
     """
 
     def compute() -> float:
@@ -113,7 +113,7 @@ def modelled_seconds_per_pair(
             works = [(work, len(work.heads) * work.repeat * plan.batch) for work in listed]
             seen = [heads * _pairs_per_head(work) for work, heads in works]
             tiles += sum(len(work.k) * work.repeat for work in listed)
-            # The pairs of the whole visit over those of the listed works.
+            # Pairs of the whole visit / pairs of the listed works.
             share = 1.0 if whole else plan.batch * ring_plan.demand.pairs(rank, owner) / sum(seen)
             # One call computes the works of a visit.
             blocks = share * sum(heads * -(-(work.keys if backward else len(work.q)) // BLOCK) for work, heads in works)
@@ -129,15 +129,15 @@ def modelled_seconds_per_pair(
                 break
         return seconds / pairs if pairs else 0.0
 
-    # Plans that share their answers, with other schedules, share this one.
+    # Cached with the demand, so that plans with other schedules share it.
     key = modelled_seconds_per_pair, rates, gathered, backward, enough, *plan.sizes.values(), *ranks
     return plan.ring_plan(0)[0].demand.cache.answer(key, compute)
 
 
 def _sample_visits(plan: Plan, ranks: Iterable[int]) -> Iterator[tuple[float, int, int]]:
-    """(weight, rank, owner) of sampled visits: of `ranks` to their own, the neighbours' and evenly spaced other blocks.
+    """(weight, rank, owner) of sampled visits: of `ranks` to their own, neighbouring and evenly spaced other blocks.
 
-    The weight is the number of visits that a sampled visit stands for. A few owners are all sampled.
+    The weight is the number of visits that a sampled visit represents. If there are few owners, all are sampled.
     """
     world = plan.ranks
     near = sorted({0, 1 % world, (world - 1) % world})
@@ -158,19 +158,19 @@ def _pairs_per_head(work: Work) -> int:
 
 
 def lower_to_tiles(work: Work) -> Iterator[tuple[str, int, int, int]]:
-    """(shape, rows, keys, pairs) of the tiles that kernels make of a work; pairs are over all heads and repetitions."""
+    """(shape, rows, keys, pairs) of the tiles into which kernels split a work; pairs of all heads and repetitions."""
     rows, keys, repeats = len(work.q), work.keys, len(work.heads) * work.repeat
     pairs = _pairs_per_head(work) * repeats
     if work.dense:
         yield "dense", rows, keys, pairs
         return
     if work.hi is not None:
-        # A rate counts the pairs that are seen; what a kernel computes beside them goes with the width of the band.
+        # A rate counts only visible pairs; the pairs that a kernel computes in excess depend on the width of the band.
         width = pairs // (rows * repeats) if work.lo is None else min(work.hi - work.lo + 1, keys)
         yield "band", rows, max(width, 1), pairs
         return
     assert work.lo is not None
-    # The kernels split the work into the keys that every row sees and a triangle.
+    # Kernels split the work into the keys that every row sees and a triangle.
     seen_by_all = min(max(-work.lo, 0), keys)
     dense_pairs = rows * seen_by_all * repeats
     if seen_by_all:

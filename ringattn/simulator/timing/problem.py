@@ -1,4 +1,4 @@
-"""Timing problems: a plan on a machine, and its ring where the numbers of all ranks are known at once."""
+"""Timing problems: a plan on a machine and, if the numbers of all ranks are known at once, its ring."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .band.messages import NeighborCosts, scale_by_slow_ranks
 from .rates import Faults, Rates
 from .solvers.recurrence import NeighborMessages, Phase, Ring
 
-#: The most ranks whose visits are counted, which takes memory for each rank.
+#: The most ranks whose visits are counted; counting takes memory for each rank.
 MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
 class RingProblem:
-    """A ring whose numbers are known of all ranks at once. `compared` names the facts of the plan that prove the
-    numbers. Raises InvalidInput for stalls after the last step.
+    """A ring whose numbers are known for all ranks at once. Raises InvalidInput for stalls after the last step.
 
-    `counts` gives the numbers where they differ from rank to rank and from step to step.
+    `compared` says which facts of the plan prove the numbers. `counts` provides them if they differ between ranks and
+    steps; None if all visits are equal.
     """
 
     ring: Ring
@@ -34,17 +34,17 @@ class RingProblem:
     def __post_init__(self) -> None:
         for stall in self.ring.stalls:
             if stall.step >= self.steps:
-                raise InvalidInput(f"{stall}: the pass has the steps 0 .. {self.steps - 1}; try a step among these")
+                raise InvalidInput(f"{stall}: the pass has steps 0 .. {self.steps - 1}; try one of these")
 
     @property
     def calls(self) -> int:
-        """Visits of the rank with the most, and its steps without a visit."""
+        """Visits plus steps without a visit, of the rank with the most."""
         return self.steps if self.counts is None else self.counts.calls
 
 
 @dataclass(frozen=True)
 class TimingProblem:
-    """A plan on a machine, as solvers take it: its ring, or in `not_a_ring` why the plan has none."""
+    """The input of solvers: a plan on a machine, with its ring, or in `not_a_ring` the reason why it has none."""
 
     rates: Rates
     faults: Faults
@@ -59,16 +59,16 @@ def make_timing_problem(rates: Rates, faults: Faults) -> TimingProblem:
 
 
 def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:
-    """The ring problem of a plan, or why the numbers of all ranks are not known at once."""
+    """The ring problem of a plan, or the reason why the numbers of all ranks are not known at once."""
     plan = rates.plan
     if not plan.is_plain:
-        return "queries are other positions than the keys, or travel in the forward"
+        return "queries have other positions than the keys, or the forward is pass-Q"
     if plan.schedule != "ring":
-        return f"the schedule {plan.schedule} is no ring"
+        return f"the schedule {plan.schedule} is not a ring"
     band = find_band(plan)
     if band is None:
         return explain_unequal(plan) or "the mask is not one band over contiguous or zigzag ranks"
-    # Where queries travel, a block of queries visits the keys that it sees.
+    # With pass-Q, a block of queries visits the keys that it sees.
     directions = tuple(RingSchedule(plan.query_demand if rates.passes_q else plan.demand).directions)
     if rates.machine.shared_nic and rates.machine.ranks_per_node > 1 and len(directions) > 1:
         return "both directions share a node's NIC"
@@ -88,18 +88,17 @@ def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:
 
 
 def _make_dense_problem(rates: Rates, faults: Faults, band: Band, directions: tuple[Direction, ...]) -> RingProblem:
-    """The problem of a dense mask: all visits and all blocks are equal, and every block goes on to the last rank."""
+    """The problem of a dense mask: all visits and blocks are equal, and every block travels to the last rank."""
     plan, ranks = rates.plan, rates.plan.ranks
     pairs = band.rows**2 * band.heads
     compute = scale_by_slow_ranks(pairs * rates.pair, faults)
     merge = scale_by_slow_ranks(rates.merge(band.rows * band.heads), faults)
     traffic, hops = BandTraffic.of(plan, rates.backward), ranks - 1
-    # The rank after the last receiver is the owner: sums that go there directly make one more hop, after the last
-    # visit.
+    # The rank after the last receiver is the owner: sums sent there directly make one more hop, after the last visit.
     last_row_bytes = 0 if traffic.to_owner or not hops else traffic.direct_row_bytes
     sign = (-1 if traffic.to_owner else 1) * (directions[0].sign if directions else 1)
     last = ranks + (last_row_bytes > 0)
-    # Steps at which rows begin or cease to move, or the first visit ends whose result is not merged.
+    # Steps at which rows start or stop moving, or at which the first visit, which needs no merge, ends.
     changes = {step for moving in traffic.moving for step in (2 * moving.lag, hops + moving.lag)}
     bounds = sorted({0, *(() if rates.backward else (1,)), ranks, last, *(step for step in changes if step < last)})
     phases = []
@@ -118,7 +117,7 @@ def _make_dense_problem(rates: Rates, faults: Faults, band: Band, directions: tu
 
 
 def _describe_band(band: Band) -> str:
-    """What was compared to find a band, in words for the report."""
+    """For the report: what was compared to find the band."""
     low, high = "-inf" if band.lo is None else f"{band.lo:,}", "inf" if band.hi is None else f"{band.hi:,}"
     mask = "all pairs" if band.dense else f"{low} <= q - k <= {high}"
     return (

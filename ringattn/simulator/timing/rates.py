@@ -1,4 +1,4 @@
-"""Seconds of pairs, merges and messages of a plan on a machine, which all solvers share; slow ranks and links."""
+"""Seconds of the pairs, merges and messages of a plan on a machine, shared by all solvers; slow ranks and links."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .solvers.recurrence import Stall
 if TYPE_CHECKING:
     from ...plan.plan import Plan
 
-#: Factors on the times of ranks: one factor per rank, or factors by rank, where all other ranks have factor 1.
+#: Factors on the times of ranks: one per rank, or a mapping by rank, with factor 1 for all others.
 Factors = Mapping[int, float] | Sequence[float] | np.ndarray
 #: How often a merge moves the bytes of a visit's partial (out, lse): it reads the partial, and reads and writes the
 #: accumulator.
 MERGE_PASSES = 3
-#: Ranks up to which all visits are looked at one by one, where measured kernels or hosts need them.
+#: Up to this many ranks, measured kernel times and host times are computed visit by visit.
 FEW_RANKS = 64
 
 
 @dataclass(frozen=True)
 class Faults:
-    """What differs from the machine: slow (or fast) ranks, slow links, and stalls of single visits."""
+    """Deviations from the machine: slow (or fast) ranks, slow links, and stalls of single visits."""
 
     #: Factor on the visits and merges of each rank, float64 [ranks]; None: 1.
     slow: np.ndarray | None = None
@@ -38,19 +38,19 @@ class Faults:
     stalls: tuple[Stall, ...] = field(default=())
 
     def __bool__(self) -> bool:
-        """Whether there is any fault."""
+        """True if there is any fault."""
         return self.slow is not None or self.slow_links is not None or bool(self.stalls)
 
     def at(self, ranks: np.ndarray) -> Faults:
-        """The factors of `ranks`, in the shape of `ranks`; stalls are left out."""
+        """The faults of `ranks`, with factors in the shape of `ranks`, without stalls."""
         slow, slow_links = (None if factors is None else factors[ranks] for factors in (self.slow, self.slow_links))
         return Faults(slow, slow_links)
 
 
 def parse_factors(name: str, factors: Factors | None, ranks: int) -> np.ndarray | None:
-    """The factors of all ranks as float64 [ranks]; None where all factors are 1.
+    """The factors of all ranks as float64 [ranks]; None if all are 1.
 
-    `name` is the name of the argument in messages. Raises InvalidInput where a rank or a factor is not allowed.
+    `name` is the argument's name in messages. Raises InvalidInput for an invalid rank or factor.
     """
     if factors is None:
         return None
@@ -91,12 +91,12 @@ class Rates:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether each visit has the measured seconds of its own tiles, as in plans of few ranks; else the mean."""
+        """True if each visit has the measured seconds of its own tiles (on few ranks); else visits have the mean."""
         return self.machine.kernel is not None and self.plan.ranks <= FEW_RANKS
 
     def visits(self, ring_plan: Plan, visits: Sequence[tuple[int, int]]) -> float:
-        """Seconds of the kernel for some visits, (rank of the queries, rank of the keys) in `ring_plan`."""
-        per_pair = self.pair  # refuses tiles that are far larger than the measured ones
+        """Seconds of the kernel for `visits`, pairs (rank of the queries, rank of the keys) in `ring_plan`."""
+        per_pair = self.pair  # raises for tiles far larger than the measured ones
         if self.machine.kernel is None or not self.one_by_one:
             return per_pair * sum(ring_plan.demand.pairs(*visit) for visit in visits)
         flops = 2 * (self.plan.head_dim + self.plan.value_dim) * (BACKWARD if self.backward else 1.0)
@@ -105,22 +105,22 @@ class Rates:
 
     @property
     def cores(self) -> int | None:
-        """The cores that the ranks of a node share; None where every rank has its own."""
+        """The number of cores that the ranks of a node share; None if every rank has its own."""
         cores, node = self.machine.cores, min(self.machine.ranks_per_node, self.plan.ranks)
         return None if cores is None or cores >= node else cores
 
     @property
     def call(self) -> float:
-        """Seconds of a call beside its visits and messages, which the cores of a node compute for each of its ranks.
+        """Seconds of a call in addition to its visits and messages; a node's cores spend them for each of its ranks.
 
-        Where ranks wait for each other's records (`deferred`), they include ceil(log2 P) rounds, round k with the rank
-        2^k further on: before the first message all ranks compare what they are about to do.
+        Unless the machine compares calls deferred, they include ceil(log2 P) rounds, round k with the rank 2^k further
+        on, in which all ranks compare their calls before the first message.
         """
         node = min(self.machine.ranks_per_node, self.plan.ranks)
         call, deferred = self._of_direction("call"), self.machine.deferred
         seconds = call or 0.0
         if deferred is False or (deferred is None and call is not None and self.machine.host is None):
-            # A rank at the end of its node has every round with another node.
+            # For a rank at the end of its node, every round is with another node.
             latency, _ = self.machine.rates(node == self.plan.ranks)
             seconds += (self.plan.ranks - 1).bit_length() * latency
         if sweep := self._of_direction("sweep"):
@@ -128,41 +128,41 @@ class Rates:
         return seconds * node / (self.cores or node)
 
     def _of_direction(self, name: str) -> float | None:
-        """A number of the machine that a backward may have of its own."""
+        """The machine number `name`; in a backward, the number for backwards if there is one."""
         value: float | None = getattr(self.machine, f"{name}_backward") if self.backward else None
         return getattr(self.machine, name) if value is None else value
 
     @property
     def passes_q(self) -> bool:
-        """Whether blocks of queries travel to the keys, instead of blocks of keys to the queries."""
+        """True if the pass is pass-Q: blocks of queries travel to the keys."""
         return (self.plan.rotates if self.backward else self.plan.forward_rotates) == "q"
 
     @property
     def gamma(self) -> float:
-        """The interference: the part of the longest message's time by which a visit takes longer; 0: not modelled.
+        """Interference: the fraction of the longest message's time by which a visit takes longer; 0: not modelled.
 
-        All of it where ranks share cores: another rank computes on the core that copies a message.
+        1 if ranks share cores, as another rank computes on the core that copies a message.
         """
         gamma = self.machine.gamma or 0.0
         return 1.0 if gamma and self.cores is not None else gamma
 
     @property
     def one_gather(self) -> bool:
-        """Whether the plan gathers all keys in one collective call, and computes with them in one kernel call."""
+        """True if the plan gathers all keys in one collective call and then makes one kernel call."""
         return self.machine.one_gather and self.plan.schedule == "allgather"
 
     def gather_factors(self, near: bool, messages: int, node: int) -> tuple[float, float]:
-        """Factors on latency and bytes of each of `messages` that a rank posts at once over one kind of link.
+        """(factor on latency, factor on bytes) for each of `messages` that a rank posts at once over one link type.
 
-        A collective starts once. Every byte enters a node once, over the cards of its `node` ranks, and then passes
-        every rank of the node: 1 and 1 for messages that are no part of one.
+        A collective starts only once; every byte enters a node once, over the cards of its `node` ranks, and then
+        passes every rank of the node. (1, 1) for messages outside a collective.
         """
         if not self.one_gather:
             return 1.0, 1.0
         return 1 / messages, (self.plan.ranks - 1) / (node - 1) if near else 1 / node
 
     def crowd(self, source: Any, target: Any, group: int = 1) -> Any:
-        """`Machine.crowd` among the plan's ranks, or within a Ulysses group. One collective has its links alone: 1."""
+        """`Machine.crowd` among the plan's ranks, or within a Ulysses group; 1 for a collective: it shares no links."""
         machine, size = self.machine, self.plan.ulysses_size
         if self.one_gather:
             return 1
@@ -173,8 +173,8 @@ class Rates:
     def merge(self, rows: int) -> float:
         """Seconds to merge one visit into out and lse of `rows` (query row, head), or to add its dQ, dK and dV.
 
-        The accumulators are in fp32, or in fp64 for fp64 inputs. 0 where the machine has no rate of merging, and where
-        one call has all gathered keys. A backward is taken to meet as many keys as query rows.
+        The accumulators are fp32, or fp64 for fp64 inputs. 0 if the machine has no merge rate, or if one call has all
+        gathered keys. A backward is assumed to visit as many keys as query rows.
         """
         if self.machine.merge is None or self.one_gather:
             return 0.0
@@ -186,10 +186,10 @@ class Rates:
         return MERGE_PASSES * size / self.machine.merge
 
     def merged_rows(self, ring_plan: Plan, queries: int, keys: int) -> int:
-        """(query row, head) that the visit of a rank's queries to a rank's keys merges, or adds gradients to.
+        """The number of (query row, head) that the visit of rank `queries` to rank `keys` merges, or adds gradients to.
 
-        Where visits have seconds of their own, each work of a forward counts: the rows of several works, such as the
-        branches of a dilated mask, are merged as often, and copied to their places even where they are the first.
+        With `one_by_one`, each work of a forward counts: rows in several works, such as the branches of a dilated mask,
+        are merged once per work, and copied to their places even at their first visit.
         """
         own = queries == keys
         if self.machine.merge is None:
@@ -202,18 +202,18 @@ class Rates:
         return ring_plan.query_demand.count_needed(needed, queries) if self.merges(own) else 0
 
     def merges(self, own: bool | np.ndarray) -> np.ndarray:
-        """Whether a visit to the own block (`own`), or to another rank's block, is merged: bool in the shape of `own`.
+        """Whether a visit to a rank's own block (`own`), or to another's, is merged: bool in the shape of `own`.
 
-        The own block comes first in a forward, so that there is no partial result to merge with. Two simplifications:
-        rows that see no key of the own block are taken to be merged at their first visit, too, which is in truth a
-        copy; and rows shared by several kernel calls of one visit are taken to be merged once.
+        The own block comes first in a forward, so there is no partial result to merge with. Two simplifications: rows
+        that see no key of the own block count as merged at their first visit, too (really a copy), and rows in several
+        kernel calls of one visit count as merged once.
         """
         return np.logical_or(self.backward, np.logical_not(own))
 
     def near(self, sign: int, ranks: np.ndarray | None = None) -> np.ndarray:
-        """Whether rank r and its neighbour r + sign are on one node: bool in the shape of `ranks`, or for None [ranks].
+        """Whether ranks r and r + sign are on one node: bool in the shape of `ranks`, or [all ranks] for None.
 
-        The array has no dimension where the answer is the same for all ranks.
+        A scalar array if the answer is the same for all ranks.
         """
         per_node, world = self.machine.ranks_per_node, self.plan.ranks
         if per_node == 1 or per_node >= world:
@@ -228,9 +228,9 @@ class Rates:
         return self.plan.cache.answer((Rates.near, per_node, sign), compare_all)
 
     def message(self, size: np.ndarray | float, near: np.ndarray, crowd: Any = 1) -> np.ndarray:
-        """Seconds of messages of `size` bytes, within a node where `near`.
+        """Seconds of messages of `size` bytes, within a node where `near` is True.
 
-        There, `crowd` messages share a link; neighbours have it alone.
+        Within a node, `crowd` messages share a link; between nodes, neighbours share none.
         """
         latency, bandwidth = (
             np.where(near, within, between)

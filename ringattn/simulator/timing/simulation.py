@@ -1,4 +1,4 @@
-"""simulate: the modelled time of a plan on a machine, by the cheapest solver that is exact for the plan."""
+"""`simulate`: the modelled time of a plan on a machine, by the cheapest solver that is exact for the plan."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from .solvers.recurrence import Stall
 from .solvers.stencil import MOST_COUNTED, check_size, solve_by_stencil
 from .timeline import Timeline, note_assumptions
 
-#: The most ranks of any plan, and the most bytes of all their tensors: messages are counted in 64 bits.
+#: The most ranks of a plan, and the most bytes of all their tensors: messages are counted in 64 bits.
 MOST_OF_ANY, MOST_BYTES = 1 << 24, 1 << 58
-#: More passes than this are a mistake: even at a microsecond each they would take 30 years.
+#: More passes than this must be a mistake: even at a microsecond each they would take 30 years.
 MOST_PASSES = 10**15
-#: By name, the cheapest first: a solver, which gives None where a problem lacks what it needs, and what that is.
+#: Solvers by name, the cheapest first: (function that returns None if the problem lacks what it needs, that need).
 SOLVERS: dict[str, tuple[Callable[[TimingProblem], Solved | None], str]] = {
     "periodic": (
         lambda problem: solve_ring("periodic", problem, solve_periodic),
         "ranks that repeat with a period, and no stalls",
     ),
-    "stencil": (solve_by_stencil, "a ring whose numbers are known of all ranks at once"),
+    "stencil": (solve_by_stencil, "a ring whose numbers are known for all ranks at once"),
     "events": (solve_by_events, "a plan of a few thousand ranks"),
 }
 
@@ -56,12 +56,12 @@ def simulate(
     """The modelled time of a forward, or of a backward, of `plan` on `machine` (a Machine, "cpu" or "cuda").
 
     `slow` are factors on the visits of each rank (a dict by rank, or one factor per rank), `slow_links` factors on the
-    messages that each rank sends, `stalls` single visits that take longer. `passes` states a job: how often the pass is
-    made. Energy and cost are those of the job, with its failures and checkpoints, or of one pass without a job.
+    messages that each rank sends, `stalls` single visits that take longer. `passes` defines a job: how often it makes
+    the pass. Energy and cost are those of the job, with its failures and checkpoints; without a job, of one pass.
 
-    `solver` names one algorithm (periodic, stencil or events) instead of the cheapest exact solver. Solver events may
-    simulate a smaller plan with the same times. Jitter is sampled with `seed` beside the solver. Raises InvalidInput
-    for wrong arguments, and Unsupported where no solver models the request.
+    `solver` selects an algorithm (periodic, stencil or events) instead of the cheapest exact one. Solver events may
+    simulate a smaller plan with the same times. Jitter is sampled separately, with `seed`. Raises InvalidInput for
+    wrong arguments, and Unsupported if no solver can model the request.
     """
     _check_options(plan, backward, stalls, passes, solver)
     check_seed(seed)
@@ -87,7 +87,7 @@ def simulate(
 
 
 def simulate_passes(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> list[Timeline]:
-    """The timeline of the forward, and of the backward where `backward` is set."""
+    """The timelines of the forward and, if `backward` is set, of the backward."""
     directions = (False, True) if backward else (False,)
     return [simulate(plan, machine, backward=direction, **options) for direction in directions]
 
@@ -101,25 +101,25 @@ def _check_options(plan: Plan, backward: object, stalls: Sequence[Stall], passes
     held = own_bytes(plan)
     if plan.ranks > MOST_OF_ANY or held * plan.ranks > MOST_BYTES:
         raise InvalidInput(
-            f"{plan.ranks:,} ranks with {held:,} bytes each: at most {MOST_OF_ANY:,} ranks with {MOST_BYTES:,} bytes "
-            "in all are simulated; try fewer ranks or tokens"
+            f"{plan.ranks:,} ranks with {held:,} bytes each: must be at most {MOST_OF_ANY:,} ranks with "
+            f"{MOST_BYTES:,} bytes in total; try fewer ranks or tokens"
         )
     if not plan.batch:
-        raise InvalidInput("batch=0: without a sequence there is nothing to simulate; try batch=1")
+        raise InvalidInput("batch=0: there is nothing to simulate; try batch=1")
     if passes is not None and not 1 <= passes <= MOST_PASSES:
         shown = "" if passes > 0 else f"={passes!r}"  # a number may have thousands of digits
         raise InvalidInput(
-            f"passes{shown}: expected how often the job makes the pass, from 1 to {MOST_PASSES:.0e}, or None for no job"
+            f"passes{shown}: expected the number of passes of a job, 1 .. {MOST_PASSES:.0e}, or None for no job"
         )
     for stall in stalls:
         if not isinstance(stall, Stall):
-            raise InvalidInput(f"stalls: {stall!r} is no Stall(rank, step, seconds)")
+            raise InvalidInput(f"stalls: {stall!r} is not a Stall(rank, step, seconds)")
         if not (0 <= stall.rank < plan.ranks and stall.step >= 0 and 0 <= stall.seconds < float("inf")):
             raise InvalidInput(f"{stall}: expected a rank 0 .. {plan.ranks - 1}, a step >= 0 and seconds >= 0")
 
 
 def _solve(problem: TimingProblem, solver: str) -> Solved:
-    """The result of the named solver, or with "auto" of the first solver whose needs the problem meets."""
+    """The result of the named solver, or with "auto" of the first solver that can solve the problem."""
     for solve in (solve for name, (solve, _) in SOLVERS.items() if solver in ("auto", name)):
         solved = solve(problem)
         if solved is not None:
@@ -129,7 +129,7 @@ def _solve(problem: TimingProblem, solver: str) -> Solved:
 
 
 def _host_seconds(problem: TimingProblem) -> float:
-    """Seconds in which the host starts all calls of a pass, of the rank with the most; of many ranks some are asked."""
+    """Seconds that the host needs to start all calls of a pass, on the rank with the most; sampled on many ranks."""
     plan, machine = problem.rates.plan, problem.rates.machine
     if not machine.host and not machine.host_call:
         return 0.0
@@ -145,14 +145,14 @@ def _host_seconds(problem: TimingProblem) -> float:
 def _make_timeline(
     rates: Rates, solved: Solved, sample: SampledTime | None, passes: int | None, host: float
 ) -> Timeline:
-    """The report of a solved problem, with jitter, `host` seconds, the job's failures, energy and cost."""
+    """The timeline of a solved problem, with jitter, `host` seconds, and the job's failures, energy and cost."""
     plan, machine, seconds = rates.plan, rates.machine, solved.seconds
     solver, why, interval = solved.solver, solved.why, None
     compute, exposed = solved.loads.causes(seconds, solved.peers)
     exposed |= {"jitter": 0.0, "host": 0.0, "call": rates.call}
     if sample is not None:
-        # Times are maxima of sums, whose mean is at least the time of the mean visits. Interference may end earlier
-        # with jitter, as it ends with the message; then the time is at least what a rank computes.
+        # Times are maxima of sums, so their mean is at least the time with mean visits. Interference ends with the
+        # message and so may end earlier with jitter; then the time is at least what a rank computes.
         least = seconds if not machine.gamma else compute
         mean, low, high = (max(value, least) for value in (sample.seconds, sample.low, sample.high))
         exposed["jitter"], seconds = mean - seconds, mean
@@ -179,7 +179,7 @@ def _make_timeline(
         memory=memory(plan, backward=rates.backward),
         passes=passes,
         failures=job_failures,
-        # Ranks draw power, and cost, whether they are busy or not.
+        # Ranks draw power and cost money whether they are busy or not.
         joules=None if machine.watts is None else machine.watts * plan.ranks * total,
         price=None if machine.price is None else machine.price * plan.ranks * total / SECONDS_PER_HOUR,
         machine=machine,

@@ -1,4 +1,4 @@
-"""The result of a simulation of time."""
+"""`Timeline`, the result of `simulate`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .solvers.base import Traffic
 if TYPE_CHECKING:
     from ...plan.plan import Plan
 
-#: Keys of `Timeline.exposed` that are modelled only with a number of the machine, and the name of that number.
+#: Keys of `Timeline.exposed` that are modelled only if the machine has a certain number, and that number's name.
 CAUSES = {number.cause: name for name, number in MACHINE_NUMBERS.items() if number.cause}
 #: Cores of the host on which the preset cpu was measured.
 MEASURED_CORES = 2
-#: Effects that are not modelled on any machine.
+#: Effects that are never modelled.
 NEVER_MODELLED = ("contention inside the network, beyond the shared NIC of a node", "start-up of the program")
 
 
@@ -35,48 +35,48 @@ class Timeline:
     #: The name of the solver, and why it could be used.
     solver: str
     why: str
-    #: What of the plan was compared to show that a simpler problem takes as long; "" where every step was simulated.
+    #: What was compared in the plan to prove that a simpler problem takes as long; "" if every step was simulated.
     compared: str
     #: When each rank finishes, without jitter, float64 [ranks].
     finish: np.ndarray
     #: Mean seconds of visits per rank.
     compute: float
     #: Seconds by which the pass is longer than `compute`, by cause: imbalance (of the busiest rank), merge,
-    #: interference, stalls, wait for peers (what the pass takes longer where messages take no time), wait for messages
-    #: (the rest), jitter, host (starting steps) and call. With `compute` they sum to `seconds`.
+    #: interference, stalls, wait for peers (the waiting that would remain if messages took no time), wait for messages
+    #: (all other waiting), jitter, host (starting steps) and call. Together with `compute` they sum to `seconds`.
     exposed: dict[str, float]
-    #: The 95 % interval of the mean time with jitter, and whether it is extrapolated from smaller rings; None without
-    #: jitter.
+    #: The 95 % interval of the mean time with jitter (None without jitter), and whether the time is extrapolated from
+    #: smaller rings.
     interval: tuple[float, float] | None
     extrapolated: bool
     #: Counted bytes on links.
     traffic: Traffic
     #: Bytes of one rank by category.
     memory: dict[str, int]
-    #: How often the job makes the pass. None: no job is stated; energy and price are of one pass, without failures.
+    #: Passes of the job. None: no job; energy and price are those of one pass, without failures.
     passes: int | None
-    #: Failures and checkpoints of the job; None: not modelled, or no job is stated.
+    #: Failures and checkpoints of the job; None: not modelled, or no job.
     failures: Failures | None
     #: Energy [J] and price of the job, or of one pass; None: not modelled.
     joules: float | None
     price: float | None
     machine: Machine
-    #: What is assumed where the machine's speed belongs to another dtype, head dim or number of heads.
+    #: Assumptions, such as for a machine whose speed was measured with another dtype, head dim or number of heads.
     notes: tuple[str, ...] = ()
 
     @property
     def total(self) -> float:
-        """Seconds of the job, with failures and checkpoints where they are modelled; without a job, of one pass."""
+        """Seconds of the job, with failures and checkpoints if modelled; without a job, of one pass."""
         return (self.passes or 1) * self.seconds if self.failures is None else self.failures.expected
 
     @property
     def kind(self) -> str:
-        """The kind of number that `seconds` is: "modelled" or "extrapolated"."""
+        """The kind of `seconds`: "modelled" or "extrapolated"."""
         return "extrapolated" if self.extrapolated else "modelled"
 
     @property
     def fits(self) -> bool | None:
-        """Whether the memory of a rank is enough; None: not modelled."""
+        """True if the plan fits into the memory of a rank; None: not modelled."""
         return None if self.machine.memory is None else sum(self.memory.values()) <= self.machine.memory
 
     @property
@@ -88,43 +88,43 @@ class Timeline:
             if number.effect and getattr(self.machine, name) is None
         ]
         if self.machine.mtbf is not None and self.passes is None:
-            left_out.append("failures and checkpoints: a job has them; state a job with passes=...")
+            left_out.append("failures and checkpoints (define a job with passes=...)")
         return (*left_out, *NEVER_MODELLED)
 
 
 def note_assumptions(plan: Plan, machine: Machine) -> tuple[str, ...]:
-    """One sentence for each assumption about a plan's kernel, for the error band of a preset, and for shared cores.
+    """One sentence for each assumption about the kernel, the error band of a preset, and cores.
 
-    All published passes behind the bands have 16-bit inputs.
+    Error bands come from published passes, all with 16-bit inputs.
     """
     rows = plan.batch * -(-plan.tokens // plan.ranks)
     band = describe_band(machine.preset, rows) if ITEM_BYTES[plan.dtype] == 2 else ""
     cores = ""
     if machine.preset == "cpu" and plan.ranks > MEASURED_CORES and machine.cores is None:
         cores = (
-            f"each of {plan.ranks:,} ranks is taken to have a core of its own [assumed]; of one host give "
+            f"each of {plan.ranks:,} ranks has its own core [assumed]; on a single host, give "
             f"machine.ranks_per_node={plan.ranks} machine.cores=..."
         )
     return (*_note_kernel(plan, machine), *(note for note in (band, cores) if note))
 
 
 def _note_kernel(plan: Plan, machine: Machine) -> tuple[str, ...]:
-    """One sentence for each assumption about the speed of the kernel; dtypes of one size are taken to be alike."""
+    """One sentence for each assumption about the speed of the kernel; dtypes of one size count as equally fast."""
     times = machine.kernel
     rates = machine.kernel_rates
     if rates is not None and times is None:
         if ITEM_BYTES[plan.dtype] == 2:
             return ()
         return (
-            f"kernel rates of {rates.library} are those of 16-bit inputs, and a pair of {plan.dtype} is taken to take "
-            f"{rates.wide:g} times as long [assumed]; no published pass says how near that is; try dtype=bfloat16",
+            f"kernel rates of {rates.library} are for 16-bit inputs, and pairs of {plan.dtype} take "
+            f"{rates.wide:g} times as long [assumed], unchecked by published passes; try dtype=bfloat16",
         )
     if times is None:
         if machine.flops_dtype is None or ITEM_BYTES[machine.flops_dtype] == ITEM_BYTES[plan.dtype]:
             return ()
         return (
-            f"flops={machine.flops:g} of this machine are those of {machine.flops_dtype}, and {plan.dtype} is taken to "
-            f"be as fast [assumed]; try dtype={machine.flops_dtype}, or give machine.flops=... for {plan.dtype}",
+            f"flops={machine.flops:g} of this machine are for {machine.flops_dtype}, and {plan.dtype} is "
+            f"as fast [assumed]; try dtype={machine.flops_dtype}, or give machine.flops=... for {plan.dtype}",
         )
     compared = (
         ("dtype", times.dtype, plan.dtype),
@@ -132,7 +132,7 @@ def _note_kernel(plan: Plan, machine: Machine) -> tuple[str, ...]:
         ("heads", times.heads, plan.heads),
     )
     return tuple(
-        f"kernel times were measured with {name}={measured}, and {name}={planned} is taken to take as long per flop "
+        f"kernel times were measured with {name}={measured}, and {name}={planned} takes as long per flop "
         f"[assumed]; ringattn calibrate {name}={planned} measures it"
         for name, measured, planned in compared
         if measured not in (None, planned)

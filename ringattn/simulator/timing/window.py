@@ -1,4 +1,4 @@
-"""When some ranks begin some steps, for heat maps and traces: a window of ranks and steps, never all of them."""
+"""When a window of ranks begins a window of steps, for heat maps and traces."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .solvers.recurrence import NEVER, Phase, Ring, Stall
 if TYPE_CHECKING:
     from ...plan.plan import Plan
 
-#: Most ranks x steps that are computed to reach the end of a window.
+#: The most ranks x steps that are computed to reach the end of a window.
 REACHED = 1 << 31
 
 
 @dataclass(frozen=True)
 class TimedMessage:
-    """A message of the window: the time at which both ends are ready and it begins, and its duration, in seconds."""
+    """A message of a window: its start (when both ends have begun the step) and its duration, in seconds."""
 
     step: int
     source: int
@@ -36,16 +36,16 @@ class TimedMessage:
 
 @dataclass(frozen=True)
 class StepWindow:
-    """When `ranks` begin `steps`, in seconds and without jitter. A rank takes no time at a step of other ranks.
+    """When `ranks` begin `steps`, in seconds, without jitter. A rank takes no time in steps in which it does nothing.
 
-    All arrays are float64. `messages` is None where the solver does not know when messages begin.
+    All arrays are float64. `messages` is None if the solver does not know when messages begin.
     """
 
     ranks: range
     steps: range
-    #: Seconds at which a rank begins a step, and the step after the last: [steps + 1, ranks].
+    #: When each rank begins each step, and the step after the last: [steps + 1, ranks].
     begun: np.ndarray
-    #: Seconds for which a rank is busy in a step: [steps, ranks].
+    #: How long each rank is busy in each step: [steps, ranks].
     busy: np.ndarray
     messages: tuple[TimedMessage, ...] | None
 
@@ -61,9 +61,9 @@ def window(
     slow_links: Factors | None = None,
     stalls: Sequence[Stall] = (),
 ) -> StepWindow:
-    """The window of a pass; arguments as in `simulate`.
+    """The window of a pass; other arguments as in `simulate`.
 
-    Raises InvalidInput where the pass has no such ranks or steps, Unsupported where no solver knows their times.
+    Raises InvalidInput if the pass has no such ranks or steps, Unsupported if no solver can compute their times.
     """
     if not ranks or ranks.start < 0 or ranks.stop > plan.ranks or not steps or steps.start < 0:
         raise InvalidInput(
@@ -85,18 +85,18 @@ def window(
 
 
 def _clip(steps: range, count: int) -> range:
-    """Those of the steps that a pass of `count` steps has. Raises InvalidInput where it has none of them."""
+    """The part of `steps` within a pass of `count` steps. Raises InvalidInput if it is empty."""
     if steps.start >= count:
-        raise InvalidInput(f"the window begins at step {steps.start}, the pass has the steps 0 .. {count - 1}")
+        raise InvalidInput(f"the window begins at step {steps.start}, but the pass has steps 0 .. {count - 1}")
     return range(steps.start, min(steps.stop, count))
 
 
 def _solve_window(ring: Ring, ranks: range, steps: range) -> StepWindow:
-    """The window by the stencil of the ring."""
+    """The window of a ring, computed by the stencil."""
     if ring.ranks * steps.stop > REACHED:
         raise Unsupported(
-            f"{ring.ranks:,} ranks x {steps.stop:,} steps lie before the end of the window, and at most {REACHED:,} "
-            "are computed; try an earlier window"
+            f"the window ends after {ring.ranks:,} ranks x {steps.stop:,} steps, and at most {REACHED:,} are computed; "
+            "try an earlier window"
         )
     state, done, shown = DelayState(ring), 0, slice(ranks.start, ranks.stop)
     begun, busy = [], []
@@ -119,7 +119,7 @@ def _solve_window(ring: Ring, ranks: range, steps: range) -> StepWindow:
 
 
 def _list_messages(ring: Ring, phase: Phase, step: int, now: np.ndarray, ranks: range) -> list[TimedMessage]:
-    """The messages that `ranks` send at a step. Each begins when both ends begin the step."""
+    """The messages that `ranks` send at a step; each begins when both ends have begun the step."""
     direct = phase.direct
     sent = [*zip(direct.source.tolist(), direct.target.tolist(), direct.seconds.tolist(), strict=True)]
     for lane in phase.messages:

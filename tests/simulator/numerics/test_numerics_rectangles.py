@@ -80,12 +80,12 @@ def test_sampled_rows_of_rectangles_are_exact() -> None:
         compared += report.rows
     assert compared > 30
     square = make(ra.Causal(), rotate="q, kv")
-    with pytest.raises(Unsupported, match="sampled rows wait for keys"):
+    with pytest.raises(Unsupported, match="sampled rows need pass-KV"):
         numerics(square, rows=3, period=PERIOD)
     assert numerics(square, mode="all", backward=True, period=PERIOD).passed
     with pytest.raises(InvalidInput, match=r"exchanges \(out, lse\) of queries with rank"):
         numerics(square, mode="all", ranks=range(3), period=PERIOD)
-    with pytest.raises(InvalidInput, match=r"query positions 5 \.\. 9, at least one; got \[4\]"):
+    with pytest.raises(InvalidInput, match=r"query positions in 5 \.\. 9; got \[4\]"):
         numerics(make(ra.Causal(), 10, 2, q_layout="shifted(contiguous, 5)", q_tokens=5), rows=[4], period=None)
 
 

@@ -55,7 +55,7 @@ def test_the_command_line(inside: Inside, tmp_path: Path) -> None:
     sides = ("q_tokens=1k", "q_first=3k", "head_dim=8", "mode=numerics", "tokens=4k", "ranks=16", "numerics.period=37")
     for more, words in (  # a sample waits for keys, whatever is faster
         (("numerics.rows=3",), ("3 of 1,024 query rows", "1,024 query tokens, shifted(contiguous, 3072)")),
-        (("numerics.mode=all", "rotate=q"), (" messages, planned are ", "256 of 1,024 query rows")),
+        (("numerics.mode=all", "rotate=q"), (" messages, planned ", "256 of 1,024 query rows")),
     ):
         done = inside("simulate", *sides, *more)
         assert all(word in done.stdout for word in words)

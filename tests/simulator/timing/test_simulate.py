@@ -243,7 +243,7 @@ def test_energy_cost_and_failures_of_a_plan() -> None:
     assert failing.joules == pytest.approx(500 * 4 * failing.total)
     with pytest.raises(InvalidInput, match="mtbf needs checkpoint"):
         simulate(plan, replace(EVEN, mtbf=1e6), passes=10)
-    with pytest.raises(InvalidInput, match="the result is never reached"):
+    with pytest.raises(InvalidInput, match="the job never finishes"):
         failures(plan, replace(risky, mtbf=1e-3), 10.0)
 
 
@@ -252,7 +252,7 @@ def test_failures_and_checkpoints_belong_to_a_job() -> None:
     machine = replace(EVEN, watts=500.0, price=2.0, mtbf=1e9, checkpoint=1e3, restart=60.0)
     one = simulate(plan, machine)
     assert one.failures is None and one.total == one.seconds
-    assert any("failures and checkpoints: a job has them" in words for words in one.unmodelled)
+    assert any("failures and checkpoints (define a job" in words for words in one.unmodelled)
     assert one.price == pytest.approx(2 * 4 * one.seconds / 3600) and one.joules == pytest.approx(500 * 4 * one.seconds)
     short = simulate(plan, machine, passes=10)  # no checkpoint takes longer than the job
     assert short.failures is not None and short.failures.checkpoints == 0 and short.failures.write > short.total
@@ -274,20 +274,20 @@ def test_wrong_requests() -> None:
     big = make_plan(Full(), tokens=1 << 14, ranks=2048, schedule="allgather")
     for call, kind, words in (
         (lambda: simulate(plan, EVEN, solver="X"), InvalidInput, "solver='X': expected one of auto, periodic"),
-        (lambda: simulate(plan, EVEN, passes=0), InvalidInput, "passes=0: expected how often"),
-        (lambda: simulate(plan, EVEN, passes=10**300), InvalidInput, r"passes: .* from 1 to 1e\+15, or None for no jo"),
-        (lambda: simulate(none, EVEN), InvalidInput, "batch=0: without a sequence there is nothing"),
+        (lambda: simulate(plan, EVEN, passes=0), InvalidInput, "passes=0: expected the number of passes"),
+        (lambda: simulate(plan, EVEN, passes=10**300), InvalidInput, r"passes: .* 1 \.\. 1e\+15, or None for no job"),
+        (lambda: simulate(none, EVEN), InvalidInput, "batch=0: there is nothing"),
         (lambda: simulate(plan, EVEN, slow={7: 2.0}), InvalidInput, r"slow: rank 7 is not one of 0 \.\. 3"),
         (lambda: simulate(plan, EVEN, slow=[1.0]), InvalidInput, "a factor for each of 4 ranks"),
         (lambda: simulate(plan, EVEN, slow={1: 0.0}), InvalidInput, "factors must be finite and > 0"),
         (lambda: simulate(plan, EVEN, slow=3), InvalidInput, "slow: expected a factor for each of 4 ranks"),  # type: ignore[arg-type]
         (lambda: simulate(plan, EVEN, slow={1: "x"}), InvalidInput, "a factor is not a number .*'x'"),  # type: ignore[dict-item]
         (lambda: simulate(plan, EVEN, stalls=[Stall(9, 0, 1.0)]), InvalidInput, r"expected a rank 0 \.\. 3"),
-        (lambda: simulate(plan, EVEN, stalls=[(1, 0, 1.0)]), InvalidInput, "is no Stall"),  # type: ignore[list-item]
+        (lambda: simulate(plan, EVEN, stalls=[(1, 0, 1.0)]), InvalidInput, "is not a Stall"),  # type: ignore[list-item]
         (lambda: simulate(plan, EVEN, stalls=[Stall(0, 4, 1.0)]), InvalidInput, r"the steps 0 \.\. 3"),
-        (lambda: simulate(direct, EVEN, stalls=[Stall(0, 9, 1.0)]), InvalidInput, r"the pass has the steps 0 \.\. 3"),
+        (lambda: simulate(direct, EVEN, stalls=[Stall(0, 9, 1.0)]), InvalidInput, r"the pass has steps 0 \.\. 3"),
         (lambda: simulate(plan, EVEN, slow={1: 2.0}, solver="periodic"), Unsupported, "needs ranks that repeat with a"),
-        (lambda: simulate(direct, EVEN, solver="stencil"), Unsupported, "the schedule direct is no ring"),
+        (lambda: simulate(direct, EVEN, solver="stencil"), Unsupported, "the schedule direct is not a ring"),
         (lambda: simulate(many, EVEN), Unsupported, "8,192 ranks are more than the 4,096 .* must be: the mask"),
         (lambda: simulate(big, EVEN), Unsupported, "steps and messages are more than"),
         (lambda: simulate(plan, 3), InvalidInput, "unknown machine 3; expected cpu"),  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""Closed forms for masks of one band, which stay exact at 262,144 ranks."""
+"""Closed forms for masks of a single band: exact, also at 262,144 ranks."""

@@ -1,7 +1,7 @@
-"""Exact pairs and rows of all ranks at once, in closed form, for masks of one band over equal chunks.
+"""Exact pairs and rows of all ranks at once, in closed form, for a mask of a single band over equal chunks.
 
 The whole mask is one tile lo <= q - k <= hi, and every rank owns one chunk of n tokens (contiguous) or two (zigzag).
-Then the pairs of two chunks depend on their distance alone, so that counts of 262,144 ranks are a few array operations.
+The pairs of two chunks then depend only on their distance, so counting 262,144 ranks takes a few array operations.
 `KeyDemand` counts the same numbers visit by visit.
 """
 
@@ -24,9 +24,9 @@ from ....text import plural
 if TYPE_CHECKING:
     from ....plan.plan import Plan
 
-#: A chunk meets a limit of the band at two distances; the other offsets make up for the rounding of divisions.
+#: Offsets to try: a chunk meets a limit of the band at two distances; the others allow for rounding of divisions.
 AROUND = np.arange(-3, 4)
-#: Pairs of a visit, and pairs of one head in all visits of a rank, stay below this limit, so that int64 is exact.
+#: Limit on the pairs of a visit, and of one head in all visits of a rank, so that int64 does not overflow.
 MOST_PAIRS = 1 << 62
 
 
@@ -34,7 +34,7 @@ MOST_PAIRS = 1 << 62
 class Band:
     """A band lo <= q - k <= hi over chunks of `size` tokens; each rank owns 1 chunk, or 2 that mirror each other.
 
-    `lo` or `hi` is None where the band has no such limit. All `heads` have the same band.
+    `lo` or `hi` is None if the band has no such limit. All `heads` have the same band.
     """
 
     ranks: int
@@ -46,7 +46,7 @@ class Band:
 
     @property
     def dense(self) -> bool:
-        """Whether every query sees every key."""
+        """True if every query sees every key."""
         return self.lo is None and self.hi is None
 
     @property
@@ -61,7 +61,7 @@ class Band:
         return replace(self, lo=hi, hi=lo)
 
     def pairs_of_head(self, queriers: np.ndarray, owners: np.ndarray) -> np.ndarray:
-        """(query, key) pairs of visits that one head sees, int64, by ranks of equal shape."""
+        """Pairs of one head in the visits of `queriers` to `owners` (arrays of ranks, broadcast), int64."""
         total = np.zeros(np.broadcast_shapes(queriers.shape, owners.shape), dtype=np.int64)
         for query_chunk in self._chunks_of(queriers):
             for key_chunk in self._chunks_of(owners):
@@ -69,7 +69,7 @@ class Band:
         return total
 
     def rows_seeing(self, queriers: np.ndarray, owners: np.ndarray) -> np.ndarray:
-        """Query rows of visits that see a key, int64, by ranks of equal shape."""
+        """Query rows that see a key in the visits of `queriers` to `owners` (arrays of ranks, broadcast), int64."""
         n, shape = self.size, np.broadcast_shapes(queriers.shape, owners.shape)
         total = np.zeros(shape, dtype=np.int64)
         for query_chunk in self._chunks_of(queriers):
@@ -86,7 +86,7 @@ class Band:
         """Rows of each owner's block that ranks at distances first .. last in a direction see, int64 [owners]."""
         total = np.zeros(owners.shape, dtype=np.int64)
         low, high = (owners + first, owners + last) if sign > 0 else (owners - last, owners - first)
-        # Runs of query chunks first .. last, split where ranks wrap around; an empty run ends before it begins.
+        # Runs of query chunks first .. last, split where ranks wrap around; empty runs end before they begin.
         runs: list[tuple[np.ndarray, np.ndarray]] = []
         for turn in (-self.ranks, 0, self.ranks):
             run = np.maximum(low, turn) - turn, np.minimum(high, turn + self.ranks - 1) - turn
@@ -97,7 +97,7 @@ class Band:
         return total
 
     def chunk_pairs(self, distance: np.ndarray) -> np.ndarray:
-        """Pairs of one head between chunks, by the query chunk's distance from the key chunk, int64."""
+        """Pairs of one head between two chunks, int64; `distance` is query chunk - key chunk."""
         shift = distance * self.size
         pairs = np.full(shift.shape, self.size**2, dtype=np.int64)
         if self.hi is not None:
@@ -110,7 +110,7 @@ class Band:
         return [ranks] if self.chunks == 1 else [ranks, 2 * self.ranks - 1 - ranks]
 
     def _rows_seen(self, chunk: np.ndarray, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rows [start, stop) of a key chunk that query chunks first .. last see; start >= stop: none."""
+        """The rows [start, stop) of a key chunk that query chunks first .. last see; none if start >= stop."""
         n = self.size
         start = np.zeros(chunk.shape, dtype=np.int64)
         stop = np.full(chunk.shape, n, dtype=np.int64)
@@ -122,14 +122,14 @@ class Band:
 
 
 def _pairs_up_to(limit: np.ndarray, n: int) -> np.ndarray:
-    """Pairs (i, j) of 0 .. n-1 with i - j <= limit."""
+    """The number of pairs (i, j) in 0 .. n-1 with i - j <= limit."""
     below = np.clip(n + limit, 0, n)  # limit < 0: the pairs are a triangle with this side
     above = np.clip(n - 1 - limit, 0, n)
     return np.where(limit < 0, below * (below + 1) // 2, n * n - above * (above + 1) // 2)
 
 
 def _union_size(runs: list[tuple[np.ndarray, np.ndarray]], n: int) -> np.ndarray:
-    """How many of 0 .. n-1 lie in at least one of the runs [start, stop), elementwise."""
+    """How many of 0 .. n-1 lie in at least one of the runs [start, stop); elementwise."""
     starts = np.stack([np.where(start < stop, start, n) for start, stop in runs])
     stops = np.stack([np.where(start < stop, stop, 0) for start, stop in runs])
     order = np.argsort(starts, axis=0, kind="stable")
@@ -144,8 +144,8 @@ def _union_size(runs: list[tuple[np.ndarray, np.ndarray]], n: int) -> np.ndarray
 def find_band(plan: Plan) -> Band | None:
     """The band of a plan whose mask is one tile over equal chunks; None for other plans.
 
-    Tiles and layout say so, as integers: the first tile of the whole mask is the only tile and spans all heads, queries
-    and keys, and the tokens divide into equal chunks.
+    Decided exactly, with integers: the mask has a single tile, which spans all heads, queries and keys, and the tokens
+    divide into equal chunks.
     """
     tokens, heads, layout = plan.tokens, plan.heads, plan.layout
     chunks = {Contiguous: 1, Zigzag: 2}.get(type(layout), 0)
@@ -155,7 +155,7 @@ def find_band(plan: Plan) -> Band | None:
         return None
     tile = tiles[0]
     if tile.dense and not chunks and _has_even_shards(plan):
-        chunks = 1  # where every query sees every key, it does not matter which tokens a rank owns
+        chunks = 1  # for a dense mask it does not matter which tokens a rank owns
     if not chunks or tokens % (chunks * plan.ranks):
         return None
     size = tokens // (chunks * plan.ranks)
@@ -165,19 +165,19 @@ def find_band(plan: Plan) -> Band | None:
 
 
 def explain_unequal(plan: Plan) -> str:
-    """Why a plan's ranks differ whatever the mask; an empty string where they need not differ."""
+    """Why the ranks of a plan differ for any mask; "" if they need not."""
     tokens, ranks = plan.tokens, plan.ranks
     if ranks > tokens:
-        return f"{ranks:,} ranks are more than {plural(tokens, 'token')}, so that some ranks have none"
+        return f"{ranks:,} ranks are more than {plural(tokens, 'token')}, so some ranks have none"
     chunks = 2 * ranks if isinstance(plan.layout, Zigzag) else ranks
     if tokens % chunks:
-        return f"{tokens:,} tokens do not divide into {chunks:,} equal chunks, so that shards are unequal"
+        return f"{tokens:,} tokens do not divide into {chunks:,} equal chunks, so shards are unequal"
     return ""
 
 
 @cached
 def _has_even_shards(plan: Plan) -> bool:
-    """Whether all ranks own equally many tokens."""
+    """True if all ranks own the same number of tokens."""
     each, rest = divmod(plan.tokens, plan.ranks)
     return not rest and all(plan.layout.rows(rank) == each for rank in range(plan.ranks))
 
@@ -186,8 +186,8 @@ def _has_even_shards(plan: Plan) -> bool:
 class MovingRows:
     """Rows of blocks that move by one rank at every step; a row of all heads has `row_bytes` bytes.
 
-    Hop h of a block joins the ranks at distances h and h + 1 from its owner. The step of visits at distance t makes hop
-    t - `lag`; the first hop made is hop `lag`.
+    Hop h of a block connects the ranks at distances h and h + 1 from its owner. The step with visits at distance t
+    makes hop t - `lag`; the first hop is hop `lag`.
     """
 
     lag: int
@@ -196,12 +196,12 @@ class MovingRows:
 
 @dataclass(frozen=True)
 class BandTraffic:
-    """What travels in a pass; rows with the same sender, receiver and step share one message.
+    """What ranks send in a pass; rows with the same sender, receiver and step share one message.
 
-    `to_owner`: hops lead toward the owner, and steps go from the farthest distance down to 0. `direct_row_bytes` are
-    the bytes of a row that travels directly between its owner and its last receiver, at the step after the last
-    receiver's distance; 0 where no row does. With `to_owner`, direct rows are those that the last receivers have not
-    saved, sent by the owner; else they are the gradient sums of all rows, sent to the owner.
+    `to_owner`: hops lead toward the owner, and steps go from the farthest distance down to 0. `direct_row_bytes`: bytes
+    of a row sent directly between its owner and its last receiver, at the step after the last receiver's distance; 0 if
+    there are no such rows. With `to_owner`, the owner sends the direct rows that last receivers have not saved; else,
+    last receivers send the gradient sums of all rows to the owner.
     """
 
     moving: tuple[MovingRows, ...]
@@ -210,7 +210,7 @@ class BandTraffic:
 
     @classmethod
     def of(cls, plan: Plan, backward: bool) -> BandTraffic:
-        """The traffic of a ring plan, as `Route.forward`, `Route.backward` and `Route.queries` plan it."""
+        """The traffic of a ring plan, the same as planned by `Route.forward`, `Route.backward` and `Route.queries`."""
 
         def count_row_bytes(*kinds: Kind) -> int:
             one_row = RowSet((0,), ((range(1),),))
@@ -225,23 +225,22 @@ class BandTraffic:
         return cls(moving, False, count_row_bytes("dq"))
 
 
-# The few ranks at which pairs or rows of a band may change from one rank to the next, however many ranks there are.
-# Pairs and rows are made of clipped distances between chunks: they are constant but where a distance crosses a limit of
-# the band, or where ranks wrap around from the last to the first. A distance is a constant of the step plus 0, 1 or 2
-# times the rank, so that the breakpoints follow by solving for the rank. There may be more breakpoints than changes,
-# never fewer.
+# Breakpoints: the few ranks at which pairs or rows of a band may change from one rank to the next, for any number of
+# ranks. Pairs and rows are sums of clipped distances between chunks: they change only where a distance crosses a limit
+# of the band, or where ranks wrap around. A distance is a constant of the step plus 0, 1 or 2 times the rank; solving
+# for the rank gives the breakpoints. There may be more breakpoints than changes, never fewer.
 
 
 def find_rank_breakpoints(
     band: Band, directions: Sequence[Direction], traffic: BandTraffic, distance: np.ndarray
 ) -> np.ndarray:
-    """Ranks at which a run of equal ranks may begin, at steps that visit blocks from `distance`, int64 [steps, points].
+    """Ranks at which a run of equal ranks may begin, int64 [steps, points]; step i visits blocks from `distance[i]`.
 
-    The points of a step are in no order, may repeat, and include rank 0.
+    The points of a step are unordered, may repeat, and include rank 0.
     """
     points = [np.zeros((len(distance), 1), dtype=np.int64)]
     for direction in directions:
-        # Owners at which rows change, moved to the ranks that send the rows; then ranks at which pairs change.
+        # Ranks that send the rows of owners at which rows change; then ranks at which pairs change.
         for moving in traffic.moving:
             hops = distance - moving.lag
             turn = direction.sign * (hops + traffic.to_owner)[:, None]
@@ -251,28 +250,28 @@ def find_rank_breakpoints(
 
 
 def find_owner_breakpoints(band: Band, direction: Direction, hops: np.ndarray) -> np.ndarray:
-    """Owners at which a run may begin whose blocks send equally many rows on each hop, int64 [hops, points]."""
+    """Owners at which a run of owners with equal rows per hop may begin, int64 [hops, points]."""
     return _join(_row_points(band, direction, hops[:, None]), len(hops), band.ranks)
 
 
 def _join(points: Iterable[np.ndarray], steps: int, ranks: int) -> np.ndarray:
-    """Points [1 or steps, ...] of every step, [steps, points], with rank 0 for those outside of 0 .. ranks - 1."""
+    """Concatenate points [1 or steps, ...] to [steps, points]; points outside of 0 .. ranks - 1 become rank 0."""
     joined = np.concatenate([np.broadcast_to(point, (steps, point.shape[1])) for point in points], axis=1)
     return np.where((joined >= 0) & (joined < ranks), joined, 0)
 
 
 def _limit_distances(band: Band) -> np.ndarray:
-    """Distances of a query chunk from a key chunk at which the band may end, int64 [distances]."""
+    """Distances of a query chunk from a key chunk at which a limit of the band may lie, int64 [distances]."""
     limits = [limit // band.size for limit in (band.lo, band.hi) if limit is not None]
     return np.unique(np.concatenate([limit + AROUND for limit in limits])) if limits else np.zeros(1, dtype=np.int64)
 
 
 def _pair_points(band: Band, turn: np.ndarray) -> Iterator[np.ndarray]:
-    """Ranks at which pairs of visits change, where owner = rank - turn around the ring; and ranks beside a wrap."""
+    """Ranks at which the pairs of visits change (owner = rank - turn, modulo the ranks), and ranks beside a wrap."""
     ranks, limits = band.ranks, _limit_distances(band)
     yield turn % ranks + np.arange(-1, 2)
     if band.chunks == 2:
-        # The chunks of rank and of 2 ranks - 1 - owner are at a limit: rank + owner - (2 ranks - 1) = +- limit.
+        # Chunks rank and 2 ranks - 1 - owner are at a limit: rank + owner - (2 ranks - 1) = +- limit.
         for around in (-ranks, 0, ranks):
             for limit in (limits, -limits):
                 twice = turn + around + 2 * ranks - 1 + limit
@@ -281,14 +280,14 @@ def _pair_points(band: Band, turn: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _row_points(band: Band, direction: Direction, hops: np.ndarray) -> Iterator[np.ndarray]:
-    """Owners at which the rows change that ranks at distances hop + 1 .. direction.limit see."""
+    """Owners at which the number of rows that ranks at distances hop + 1 .. direction.limit see may change."""
     ranks, limits = band.ranks, _limit_distances(band)
     yield np.zeros((1, 1), dtype=np.int64)
-    # The nearest or farthest query chunk is that of the first or of the last rank, or its mirror. The key chunk is that
-    # of the owner, or its mirror.
+    # The nearest or farthest query chunk belongs to the first or last rank, or is its mirror; the key chunk is the
+    # owner's or its mirror.
     for end in (0, ranks, 2 * ranks) if band.chunks == 2 else (0, ranks):
         for limit in (limits, -limits):
             yield end + limit[None]
-    # The query chunk is at a distance from the owner around the ring: ranks wrap around, or it meets a mirrored chunk.
+    # The query chunk is at this distance from the owner: ranks wrap around, or it meets a mirrored chunk.
     for distance in (hops + 1, np.full((1, 1), direction.limit)):
         yield from _pair_points(band, -direction.sign * distance)

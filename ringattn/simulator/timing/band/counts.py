@@ -1,4 +1,4 @@
-"""Pairs, rows and bytes of a band's pass, of any ranks at any steps, counted exactly in closed form."""
+"""Pairs, rows and bytes of a band's pass, for any ranks at any steps, exact and in closed form."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .messages import (
     select_neighbors,
 )
 
-#: Counts of up to so many ranks x steps are cached with their plan.
+#: Counts of up to this many ranks x steps are cached with their plan.
 CACHED = 1 << 21
 
 
 @dataclass(frozen=True)
 class BandCounts:
-    """A pass of a band that is not dense, so that pairs and rows differ from rank to rank and from step to step.
+    """Counts of a pass whose band is not dense: pairs and rows differ between ranks and steps.
 
-    `band` and `directions` belong to the blocks that travel: where queries travel, the band is transposed.
+    `band` and `directions` describe the blocks that travel: with pass-Q, the band is transposed.
     """
 
     rates: Rates
@@ -47,7 +47,7 @@ class BandCounts:
 
     @cached_property
     def _reaches(self) -> list[int]:
-        """Hops of the block that goes farthest in each direction."""
+        """The most hops of any block, for each direction."""
         return self.rates.plan.cache.answer(
             ("reach", self.band, self.directions),
             lambda: [self._find_reach(direction) for direction in self.directions],
@@ -55,23 +55,23 @@ class BandCounts:
 
     @property
     def reach(self) -> int:
-        """Hops of the block that goes farthest."""
+        """The most hops of any block."""
         return max(self._reaches, default=0)
 
     @property
     def steps(self) -> int:
-        """Steps of the pass. Sums that last receivers send directly to the owners take one step after all visits."""
+        """Steps of the pass. Sums sent directly to owners by last receivers take one step after all visits."""
         last_sums = self.traffic.direct_row_bytes > 0 and not self.traffic.to_owner and self.reach > 0
         return self.reach + 1 + last_sums
 
     @property
     def calls(self) -> int:
-        """Visits of the rank with the most, and its steps without a visit."""
+        """Visits plus steps without a visit, of the rank with the most."""
         return self.steps - self.reach + sum(self._reaches)
 
     @cached_property
     def owner_messages(self) -> DirectMessages:
-        """What goes directly between owners and last receivers; its seconds are not known yet."""
+        """The messages sent directly between owners and last receivers, with seconds still 0."""
         return self.rates.plan.cache.answer(
             ("owner messages", self.band, self.directions, self.traffic),
             lambda: find_owner_messages(self.band, self.directions, self.traffic, self.reach),
@@ -84,24 +84,24 @@ class BandCounts:
 
     @cached_property
     def signs(self) -> tuple[int, ...]:
-        """Directions in which ranks send to a neighbor."""
+        """Directions (+1, -1) in which ranks send to a neighbor."""
         direct = [s for s in (1, -1) if len(select_neighbors(self.owner_messages, self.band.ranks, s))]
         return tuple(dict.fromkeys([*(self._message_sign(direction) for direction in self.directions), *direct]))
 
     @property
     def pair_seconds(self) -> float:
-        """Seconds of a pair that all heads see."""
+        """Seconds of one (query, key) pair in all heads."""
         return self.band.heads * self.rates.pair
 
     def distance(self, steps: np.ndarray) -> np.ndarray:
-        """The distance from a rank to the owner of the block that the rank visits at each step."""
+        """The distance between a rank and the owner of the block that it visits, at each step."""
         return self.reach - steps if self.traffic.to_owner else steps
 
     def count(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """The numbers of ranks at steps, int64 [2 + signs, ...].
+        """Counts of ranks at steps, int64 [2 + signs, ...]: pairs of one head, merged query rows, and bytes per sign.
 
-        Pairs of one head, query rows that are merged, and for each of `signs` the bytes that a rank sends to that
-        neighbor. RANKS_AT_A_TIME ranks are counted at a time.
+        The bytes are those sent to the neighbor in each of the directions `signs`. Counts RANKS_AT_A_TIME ranks at a
+        time.
         """
         steps = np.broadcast_to(steps, (len(ranks), *steps.shape[1:]))
         starts = range(0, max(len(ranks), 1), RANKS_AT_A_TIME)
@@ -110,16 +110,16 @@ class BandCounts:
         return np.concatenate([*counts], axis=1)
 
     def direct_breakpoints(self, first: int, last: int) -> np.ndarray:
-        """Where ranks begin to send other bytes to a neighbor in owner messages, at steps first .. last - 1.
+        """Where the bytes of owner messages to a neighbor change between ranks, at steps first .. last - 1.
 
-        int64 keys step * ranks + rank, with steps that count from `first`.
+        Keys (step - first) * ranks + rank, int64.
         """
         keys = self._neighbor_breakpoints
         low, high = np.searchsorted(keys, (first * self.band.ranks, last * self.band.ranks))
         return keys[low:high] - first * self.band.ranks
 
     def direct_costs(self, first: int, last: int) -> DirectCosts | None:
-        """The direct messages of steps first .. last - 1 on the machine; None where there are none."""
+        """The direct messages of steps first .. last - 1 with their seconds; None if there are none."""
         sent = self.direct_bytes.between(first, last)
         if not len(sent):
             return None
@@ -137,9 +137,9 @@ class BandCounts:
         direct_costs: DirectCosts | None = None,
         steps: np.ndarray | None = None,
     ) -> Phase:
-        """One step on the machine, without stalls, from what `count` gives for all ranks or for `ranks`.
+        """The phase of one step, without stalls; `counted` is the result of `count` for all ranks or for `ranks`.
 
-        `ranks` are neighbors along the last axis. `direct_costs` at `steps` lengthen the messages to neighbors.
+        `ranks` are neighbors along the last axis. `direct_costs` at `steps` delay the messages to neighbors.
         """
         faults = self.faults if ranks is None else self.faults.at(ranks)
         merge = scale_by_slow_ranks(self.rates.merge(self.band.heads), faults)
@@ -154,7 +154,7 @@ class BandCounts:
         return Phase(1, compute, merge * counted[1], messages, longest_direct=(sent, received))
 
     def make_ring(self) -> Ring:
-        """The ring of all ranks, one phase per step. Up to CACHED ranks x steps are counted once, else at every use."""
+        """The ring of all ranks, one phase per step. Up to CACHED ranks x steps, counts are cached."""
         cached: list[np.ndarray] | None = None
         if self.band.ranks * self.steps <= CACHED:
             cached = self.rates.plan.cache.answer(
@@ -170,19 +170,19 @@ class BandCounts:
         return Ring(self.band.ranks, make_phases, self.rates.gamma, stalls=self.faults.stalls)
 
     def _message_sign(self, direction: Direction) -> int:
-        """The sign of the hops of messages, to the owner or from it. Of two ranks, each is the other's next."""
+        """The sign of the hops of messages, to the owner or from it; with two ranks, each is the other's next: 1."""
         return 1 if self.band.ranks == 2 else -direction.sign if self.traffic.to_owner else direction.sign
 
     @cached_property
     def _neighbor_messages(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """By direction, of the owner messages to neighbors: step * ranks + sender, ascending, and bytes."""
+        """Owner messages to neighbors by direction: (keys step * ranks + sender, ascending; bytes)."""
         ranks = self.band.ranks
         by_sign = {sign: select_neighbors(self.owner_messages, ranks, sign) for sign in self.signs}
         return {sign: (sent.step * ranks + sent.source, sent.bytes) for sign, sent in by_sign.items() if len(sent)}
 
     @cached_property
     def _neighbor_breakpoints(self) -> np.ndarray:
-        """Ascending keys step * ranks + rank where ranks begin to send other bytes to a neighbor in owner messages."""
+        """Keys step * ranks + rank, ascending, at which the bytes of owner messages to a neighbor change."""
         points = [np.zeros(0, dtype=np.int64)]
         for keys, size in self._neighbor_messages.values():
             begins = np.append(True, (np.diff(keys) != 1) | (np.diff(size) != 0))
@@ -193,24 +193,24 @@ class BandCounts:
         return (self.count(self.ranks, np.asarray(step)) for step in range(self.steps))
 
     def _count_visits(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """Pairs of one head and query rows that are merged, int64 [2, ...]."""
+        """Pairs of one head, and merged query rows: int64 [2, ...]."""
         counted = np.zeros((2, *np.broadcast_shapes(ranks.shape, steps.shape)), dtype=np.int64)
         distance = self.distance(steps)
         for index, direction in enumerate(self.directions or (Direction(+1, 0),)):
-            # At distance 0 a rank visits its own block once, whatever the directions.
+            # At distance 0 a rank visits its own block once, not once per direction.
             visiting = (distance <= direction.limit) & ((distance > 0) | (index == 0))
             owner = (ranks - direction.sign * distance) % self.band.ranks
             counted[0] += self.band.pairs_of_head(ranks, owner) * visiting
             merged = visiting & self.rates.merges(distance == 0)
             if self.rates.machine.merge is not None and merged.any():
-                # Travelling keys are visited by queries of the rank, travelling queries visit keys of the rank.
+                # pass-KV: queries of the rank see keys of the owner; pass-Q: the other way round.
                 passes_q = self.rates.passes_q
                 band = self.band.transposed if passes_q else self.band
                 counted[1] += merged * band.rows_seeing(*((owner, ranks) if passes_q else (ranks, owner)))
         return counted
 
     def _count_sent(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """Bytes that ranks send to a neighbor, for each of `signs`: int64 [signs, ...]."""
+        """Bytes sent to a neighbor in each of the directions `signs`: int64 [signs, ...]."""
         sent_bytes = np.zeros((len(self.signs), *np.broadcast_shapes(ranks.shape, steps.shape)), dtype=np.int64)
         distance = self.distance(steps)
         for direction in self.directions:
@@ -229,13 +229,13 @@ class BandCounts:
     def _find_neighbor_costs(
         self, sent_bytes: np.ndarray, ranks: np.ndarray | None, direct_seconds: np.ndarray | None
     ) -> NeighborCosts:
-        """The messages of one step to neighbors on the machine, from their bytes by `signs`."""
+        """The messages of one step to neighbors, with their seconds, from their bytes by `signs`."""
         faults = self.faults if ranks is None else self.faults.at(ranks)
         sizes = [*zip(self.signs, sent_bytes, strict=True)]
         return NeighborCosts(self.rates, faults, sizes, ranks, direct_seconds)
 
     def _find_reach(self, direction: Direction) -> int:
-        """Hops of the block that goes farthest, by bisection: fewer rows are needed beyond a larger distance."""
+        """The most hops of any block, by bisection: the needed rows decrease with the distance."""
 
         def reaches(distance: int) -> bool:
             owners = np.unique(find_owner_breakpoints(self.band, direction, np.array([distance - 1])))

@@ -1,5 +1,5 @@
-"""The messages of a band's steps, of all ranks at once: between neighbors, and directly between owners of blocks and
-the last receivers of rows of the blocks; their bytes, and their seconds on a machine."""
+"""The messages of a band's steps for all ranks at once, with bytes and seconds on a machine: between neighbors, and
+directly between owners of blocks and the last receivers of their rows."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ..rates import Faults, Rates
 from ..solvers.recurrence import NEVER, DirectMessages, NeighborMessages, Value, shift_ranks
 from .band import Band, BandTraffic
 
-#: Bytes of a message: of each rank, or the same for all ranks.
+#: Bytes of a message: an array by rank, or one number for all ranks.
 Bytes = np.ndarray | float
-#: Ranks that are counted at a time, which bounds memory.
+#: Ranks counted at a time, to bound memory.
 RANKS_AT_A_TIME = 16384
-#: A rank between its neighbors.
+#: Offsets of a rank and its neighbors.
 AROUND = np.arange(-1, 2)
 
 
 class NeighborCosts:
-    """The messages of a step to neighbors, of all ranks or of `ranks`, which are neighbors along the last axis.
+    """Seconds of the messages of a step to neighbors, for all ranks or for `ranks`, neighbors along the last axis.
 
-    `sizes` are (direction, bytes), at most one entry per direction. Messages of one rank, step and kind of link follow
-    each other, so that each ends with the last of them at its sender or its receiver. `direct_seconds` are the seconds
-    of the direct messages that ranks send (0) and receive (1), between nodes (0) and within a node (1): float64 [2, 2,
-    ranks].
+    `sizes` are (direction, bytes), at most one entry per direction. Messages of one rank, step and link type are
+    sequential, and all end with the last of them, at the sender or the receiver. `direct_seconds` are the seconds of
+    the direct messages that ranks send (0) and receive (1), between nodes (0) and within a node (1): float64
+    [2, 2, ranks].
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class NeighborCosts:
         direct_seconds: np.ndarray | None = None,
     ) -> None:
         self.sizes = dict(sizes)
-        #: By direction: whether the receiver is in the sender's node.
+        #: By direction: True if the receiver is in the sender's node.
         self.near = {sign: rates.near(sign, ranks) for sign, _ in sizes}
-        #: Seconds of all messages that a rank sends, and receives, between nodes (0) and within its node (1).
+        #: Total seconds of the messages that a rank sends, or receives, between nodes (0) and within its node (1).
         self.sent: list[Value]
         self.received: list[Value]
         self.sent, self.received = (
@@ -66,21 +66,21 @@ class NeighborCosts:
 
 
 def scale_by_slow_ranks(seconds: Value, faults: Faults) -> Value:
-    """Seconds of visits or merges, times the factors of slow ranks."""
+    """Seconds of visits or merges, multiplied by the factors of slow ranks."""
     return seconds if faults.slow is None else seconds * faults.slow
 
 
 def _simplify(value: np.ndarray) -> Value:
-    """One number where all entries are equal, else the array."""
+    """A single number if all entries are equal, else the array."""
     value = np.atleast_1d(value)
     first = value.flat[0]
     return float(first) if bool((value == first).all()) else value
 
 
 def find_last_receivers(band: Band, direction: Direction) -> np.ndarray:
-    """(owner, distance, rows) of all rows whose last receiver in a direction is at that distance, int64 [3, entries].
+    """(owner, distance, rows): number of rows whose last receiver in a direction is at that distance: int64 [3, n].
 
-    Fewer rows are needed beyond a larger distance, so that distances between two with equally many rows are skipped.
+    The needed rows decrease with the distance, so the search skips distances between two with equal rows.
     """
     entries = [np.zeros((3, 0), dtype=np.int64)]
     for first in range(0, band.ranks, RANKS_AT_A_TIME):
@@ -89,8 +89,8 @@ def find_last_receivers(band: Band, direction: Direction) -> np.ndarray:
             band.rows_beyond(owners, direction.sign, distance, direction.limit) for distance in (1, direction.limit)
         )
         near, far = np.full_like(owners, 1), np.full_like(owners, direction.limit)
-        # Intervals (owner, near distance, far distance, rows from the near one on, rows from the far one on); most
-        # blocks go all the way.
+        # Intervals (owner, near distance, far distance, rows needed from near on, rows needed from far on); most blocks
+        # go all the way.
         intervals = [
             np.stack([owners, near, far, rows_near, rows_far]),
             np.stack([owners, far, far + 1, rows_far, 0 * rows_far]),
@@ -115,9 +115,9 @@ def find_last_receivers(band: Band, direction: Direction) -> np.ndarray:
 def find_owner_messages(
     band: Band, directions: Sequence[Direction], traffic: BandTraffic, reach: int
 ) -> DirectMessages:
-    """What goes directly between owners and last receivers, where the block that goes farthest makes `reach` hops.
+    """The messages sent directly between owners and last receivers, with seconds 0.
 
-    The seconds are 0.
+    `reach` is the most hops of any block.
     """
     entries = [np.zeros((4, 0), dtype=np.int64)]
     for direction in directions if traffic.direct_row_bytes else ():
@@ -138,7 +138,7 @@ def find_owner_messages(
 def select_neighbors(messages: DirectMessages, ranks: int, sign: int) -> DirectMessages:
     """The messages to the next rank (+1) or to the previous rank (-1); 0: to all other ranks.
 
-    Messages to neighbors join the sender's other rows. Of two ranks each is the next rank of the other.
+    Messages to neighbors are joined with the sender's other rows. With two ranks, each is the other's next rank.
     """
     distance = (messages.target - messages.source) % ranks
     signs = np.where(distance == 1, 1, np.where(distance == ranks - 1, -1, 0))
@@ -146,9 +146,9 @@ def select_neighbors(messages: DirectMessages, ranks: int, sign: int) -> DirectM
 
 
 def _find_saved(receiver: np.ndarray, distance: np.ndarray, rows: np.ndarray, block: int) -> np.ndarray:
-    """Which rows their last receivers save for the backward, as `Route.saved` says: bool [entries].
+    """Which rows their last receivers save for the backward, as in `Route.saved`: bool [entries].
 
-    A receiver saves its latest rows, as many as a block has, and its very latest rows in any case.
+    A receiver saves its latest rows, at most a block of them, but the very latest ones in any case.
     """
     order = np.lexsort((-distance, receiver))
     rows_before = np.cumsum(rows[order]) - rows[order]
@@ -160,17 +160,17 @@ def _find_saved(receiver: np.ndarray, distance: np.ndarray, rows: np.ndarray, bl
     return saved
 
 
-#: Gives the costs of messages to neighbors, of ranks in the middle of their neighbors [n, 3] at steps [n, 1].
+#: Returns the costs of messages to neighbors, for ranks [n, 3] (each rank between its neighbors) at steps [n, 1].
 FindNeighborCosts = Callable[[np.ndarray, np.ndarray], NeighborCosts]
 
 
 @dataclass(frozen=True)
 class DirectCosts:
-    """The direct messages of some steps of the pass, and the seconds that they cost the ranks at their ends.
+    """The direct messages of some steps of the pass, and the seconds that they cost at their ends.
 
     `end_keys` are step * ranks + rank of these ends, ascending. `end_seconds` are the seconds of the direct messages
     that an end sends and receives, float64 [2, 2, keys] as in NeighborCosts. `longest` are the seconds of the longest
-    that it sends (0) and receives (1), [2, keys].
+    one that it sends (0) and receives (1), [2, keys].
     """
 
     ranks: int
@@ -183,7 +183,7 @@ class DirectCosts:
     def of(
         cls, rates: Rates, faults: Faults, sent: DirectMessages, find_neighbor_costs: FindNeighborCosts
     ) -> DirectCosts:
-        """The costs of messages. As in NeighborCosts, a message ends with all of its rank, step and kind of link."""
+        """The costs of messages; as in NeighborCosts, messages of one rank, step and link type end together."""
         ranks, per_node = rates.plan.ranks, rates.machine.ranks_per_node
         near = sent.source // per_node == sent.target // per_node
         kind = near.astype(np.int64)
@@ -207,7 +207,7 @@ class DirectCosts:
         return cls(ranks, replace(sent, seconds=seconds), end_keys, end_seconds, longest)
 
     def at(self, ranks: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(end_seconds, longest) of any ranks at steps, [2, 2, ...] and [2, ...]; 0 without a direct message."""
+        """(end_seconds, longest) of `ranks` at `steps`, [2, 2, ...] and [2, ...]; 0 without a direct message."""
         keys = steps * self.ranks + ranks
         place = np.minimum(np.searchsorted(self.end_keys, keys), len(self.end_keys) - 1)
         is_end = self.end_keys[place] == keys

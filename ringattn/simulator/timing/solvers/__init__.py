@@ -1,1 +1,1 @@
-"""Solvers of timing problems. They differ in what they need, never in the times."""
+"""Solvers of timing problems. They differ in their requirements, never in the resulting times."""

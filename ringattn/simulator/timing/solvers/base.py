@@ -1,4 +1,4 @@
-"""What every solver returns: the times, loads and traffic of one pass."""
+"""The result of every solver: the times, loads and traffic of one pass."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ import numpy as np
 from ..problem import TimingProblem
 from .recurrence import Ring
 
-#: Two sums of the same numbers in different orders differ by at most this share.
+#: The relative difference up to which two sums of the same numbers, in different orders, count as equal.
 ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class Loads:
-    """Seconds of each rank in one pass, float64 [ranks], or [1] where all ranks are alike."""
+    """Seconds of each rank in one pass, float64 [ranks], or [1] if all ranks are alike."""
 
     #: Visits.
     compute: np.ndarray
     merge: np.ndarray
-    #: What messages add to visits.
+    #: Seconds that messages add to visits.
     interference: np.ndarray
     stalls: np.ndarray
 
     @classmethod
     def none(cls, ranks: int) -> Loads:
-        """Loads of 0 seconds, to be added to."""
+        """Loads of 0 seconds, to add to."""
         return cls(*(np.zeros(ranks) for _ in range(4)))
 
     @property
     def busiest(self) -> float:
-        """Seconds for which the busiest rank is busy."""
+        """Busy seconds of the busiest rank."""
         return float((self.compute + self.merge + self.interference + self.stalls).max())
 
     def waits(self, seconds: float) -> bool:
-        """Whether a pass of `seconds` is longer than its busiest rank is busy."""
+        """True if a pass of `seconds` is longer than the busiest rank is busy."""
         return seconds - self.busiest > ROUNDING * seconds
 
     def causes(self, seconds: float, peers: float | None) -> tuple[float, dict[str, float]]:
-        """The mean seconds of visits, and by cause what makes a pass of `seconds` longer; together they are `seconds`.
+        """(mean seconds of visits, additional seconds of a pass by cause); together they sum to `seconds`.
 
-        A cause counts by how much the busiest rank is busy longer once the cause is added. The rest is waiting: for
-        slow peers as far as a pass of `peers` seconds, whose messages take no time, waits too, and else for messages.
+        Each cause counts the seconds by which adding it makes the busiest rank busy longer. The rest is waiting: for
+        slow peers as far as it remains in a pass of `peers` seconds, in which messages take no time; else for messages.
         """
         busy = self.compute.copy()
         mean = float(busy.mean())
@@ -63,7 +63,7 @@ class Traffic:
 
     #: Bytes on all links.
     total: int
-    #: Bytes on the link that carries most.
+    #: Bytes on the busiest link.
     busiest: int
     #: Links that carry bytes.
     links: int
@@ -71,18 +71,18 @@ class Traffic:
 
     @classmethod
     def of(cls, carried: np.ndarray, messages: int, direct: np.ndarray) -> Traffic:
-        """The traffic of `messages` messages between neighbours, and of messages that skip ranks.
+        """The traffic of `messages` messages between neighbours, and of direct messages.
 
-        `carried` are the bytes of each link between neighbours, int64 [links]; `direct` are the bytes of the messages
-        that skip ranks, int64 [messages], each on a link of its own.
+        `carried` are the bytes on each link between neighbours, int64 [links]; `direct` the bytes of each direct
+        message, int64 [messages], each on its own link.
         """
         by_link = np.concatenate([carried[carried > 0], direct])
-        total = sum(by_link.tolist())  # in Python's integers: the sum over all ranks may exceed int64
+        total = sum(by_link.tolist())  # Python integers: the sum over all ranks may exceed int64
         return cls(total, int(by_link.max(initial=0)), len(by_link), messages + len(direct))
 
 
 def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
-    """The loads of the ranks of a ring, of one rank where all are alike, and the traffic of `copies` such rings."""
+    """(loads of the ranks of a ring, or of one rank if all are alike; traffic of `copies` such rings)."""
     alike = isinstance(ring.phases, tuple) and not ring.stalls and not any(phase.arrays for phase in ring.phases)
     loads = Loads.none(1 if alike else ring.ranks)
     carried: dict[int, np.ndarray] = {}
@@ -108,8 +108,7 @@ def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
 class RingTimes:
     """Times of a ring: seconds until the last rank has finished, and the finish of each rank, float64 [ranks].
 
-    `why` says why the times are exact, in words for the report. Where ranks repeat, `period` is a ring of the ranks of
-    one period.
+    `why` says for the report why the times are exact. If ranks repeat, `period` is a ring of the ranks of one period.
     """
 
     seconds: float
@@ -122,9 +121,9 @@ class RingTimes:
 class Solved:
     """A solved timing problem: times, loads and traffic of one pass.
 
-    `seconds` pass until the last rank has finished, and `finish` holds the seconds of each rank, float64 [ranks]. `why`
-    says why the solver could be used, and `compared` which facts of the plan were compared before the problem was
-    simplified; it is empty where every step was simulated.
+    `seconds` is when the last rank has finished, `finish` when each rank has, float64 [ranks]. `why` says why the
+    solver could be used, and `compared` which facts of the plan were compared to simplify the problem; "" if every
+    step was simulated.
     """
 
     solver: str
@@ -134,15 +133,15 @@ class Solved:
     loads: Loads
     traffic: Traffic
     compared: str = ""
-    #: Seconds until the last rank has finished where messages take no time and ranks still wait for each other. None:
-    #: the solver does not know, and all waiting counts as waiting for messages.
+    #: Seconds of the pass if messages took no time but ranks still waited for each other. None: unknown, and all
+    #: waiting counts as waiting for messages.
     peers: float | None = None
 
 
 def solve_ring(name: str, problem: TimingProblem, solve: Callable[[Ring], RingTimes | None]) -> Solved | None:
-    """What a solver called `name` says of a plan's ring, by `solve`, which finds the times of all ranks of a ring.
+    """Solve the ring of a problem with `solve`, which returns the times of a ring; `name` is the solver's name.
 
-    None where the plan has no ring, or where `solve` gives None: the ring lacks what the solver needs.
+    None if the plan has no ring, or if `solve` returns None because the ring lacks what it needs.
     """
     if problem.ring is None:
         return None
@@ -155,6 +154,6 @@ def solve_ring(name: str, problem: TimingProblem, solve: Callable[[Ring], RingTi
     peers = loads.busiest
     if loads.waits(times.seconds):
         instant = solve(whole.without_message_times())
-        assert instant is not None, "without the times of messages, ranks are no less alike"
+        assert instant is not None, "without message times, ranks repeat at least as well"
         peers = instant.seconds
     return Solved(name, times.seconds, times.finish, times.why, loads, traffic, problem.ring.compared, peers)

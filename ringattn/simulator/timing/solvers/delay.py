@@ -1,6 +1,6 @@
-"""The state of a ring between two steps, and its advance by the recurrence: every rank at every step, exactly.
+"""The state of a ring between two steps, advanced by the recurrence: every rank at every step, exactly.
 
-The state is kept in delay form: D = S - k * reference stays small, so that float64 loses nothing over 262,144 steps.
+The state is kept as a delay, D = S - k * reference, which stays small: float64 loses nothing over 262,144 steps.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import numpy as np
 from ...progress import track
 from .recurrence import NO_DIRECT, DirectMessages, Phase, Ring, instant, largest
 
-#: Steps between two reports of progress.
+#: Steps between two progress reports.
 DEPTH = 128
-#: A rank takes part in the maximum of the next rank, and of the previous one: (these ranks, their neighbors), and the
-#: rank at the end of the line, whose neighbor is at the other end.
+#: For the neighbor below and the one above: (ranks, their neighbors, the rank at one end, its neighbor at the other).
 NEIGHBORS = ((slice(1, None), slice(None, -1), 0, -1), (slice(None, -1), slice(1, None), -1, 0))
 
 
@@ -23,9 +22,8 @@ NEIGHBORS = ((slice(1, None), slice(None, -1), 0, -1), (slice(None, -1), slice(1
 class CoefficientChanges:
     """`steps` steps of a stencil whose coefficients (own, below, above) and busy seconds change at a few ranks.
 
-    The steps begin with the numbers `initial`, float64 [4, ranks], or keep the previous numbers where `initial` is
-    None. From step `step[i]` on, rank `rank[i]` has the numbers `values[:, i]`; points ascend with their step. `direct`
-    are the direct messages of the same steps.
+    The steps begin with the numbers `initial`, float64 [4, ranks]; None keeps the previous ones. From step `step[i]`
+    on, rank `rank[i]` has the numbers `values[:, i]`; `step` is ascending. `direct` are the direct messages.
     """
 
     steps: int
@@ -36,7 +34,7 @@ class CoefficientChanges:
     direct: DirectMessages = NO_DIRECT
 
     def instant(self) -> CoefficientChanges:
-        """The changes where messages take no time: a rank is busy for as long as before."""
+        """The changes if messages took no time; ranks are busy as long as before."""
 
         def change(values: np.ndarray) -> np.ndarray:
             return np.stack([values[3], instant(values[1]), instant(values[2]), values[3]])
@@ -46,18 +44,18 @@ class CoefficientChanges:
         return CoefficientChanges(self.steps, initial, self.step, self.rank, values, self.direct.instant())
 
 
-#: No rank and no step at which a coefficient changes.
+#: No changes: empty `step`, `rank` and `values`.
 NO_POINTS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((4, 0))
 
 
 class DelayState:
-    """The times at which ranks begin step `step`, relative to `step` x `reference`."""
+    """When each rank begins step `step`, relative to `step` x `reference`."""
 
     def __init__(self, ring: Ring) -> None:
         self.ring, self.step, self.reference = ring, 0, 0.0
-        #: Coefficients of the last step in delay form, float64 [3, ranks].
+        #: Coefficients of the last step, minus `reference`, float64 [3, ranks].
         self.coefficients = np.zeros((3, ring.ranks))
-        #: All that later steps depend on.
+        #: The delays, float64 [ranks]: all that later steps depend on.
         self.now = np.zeros(ring.ranks)
 
     def finish(self) -> np.ndarray:
@@ -65,12 +63,12 @@ class DelayState:
         return self.now + self.step * self.reference
 
     def skip(self, steps: int, gain: float) -> None:
-        """Skip steps after which the state is the same, but for `gain` seconds relative to the reference."""
+        """Skip steps that change the state only by a constant: `gain` seconds relative to the reference."""
         self.step += steps
         self.now = self.now + gain
 
     def advance(self, phase: Phase, steps: int) -> None:
-        """Advance by some steps of a phase; by one step of a phase with direct messages."""
+        """Advance by `steps` steps of a phase; only one step if it has direct messages."""
         if not self.step:
             longest = largest(self.ring.busy(phase), *(sent.seconds for sent in phase.messages))
             self.reference = float(np.max(longest))
@@ -80,9 +78,9 @@ class DelayState:
             self.advance_changes(CoefficientChanges(min(DEPTH, steps - done), None, *NO_POINTS, phase.direct))
 
     def advance_changes(self, changes: CoefficientChanges) -> None:
-        """Advance by the stencil max(now + own, below + left, above + right), and to the ends of direct messages.
+        """Advance by the stencil (see recurrence.py), and to the ends of direct messages.
 
-        The largest initial coefficient becomes the new reference.
+        The largest initial coefficient, if any, becomes the new reference.
         """
         if changes.initial is not None:
             longest = float(changes.initial[:3].max())
@@ -92,7 +90,7 @@ class DelayState:
             self.coefficients = changes.initial[:3] - longest
         steps, direct, values = changes.steps, changes.direct, changes.values[:3] - self.reference
         busy = self._find_busy(changes, values)
-        self.now = self.now.copy()  # others may hold the times before these steps
+        self.now = self.now.copy()  # the old array may be in use elsewhere
         self.now[: busy.start] += steps * self.coefficients[0, : busy.start]
         self.now[busy.stop :] += steps * self.coefficients[0, busy.stop :]
         coefficients = self.coefficients[:, busy]
@@ -118,16 +116,16 @@ class DelayState:
                 part = slice(first_message[k], first_message[k + 1])
                 ends = np.stack([direct.source[part], direct.target[part]]) - busy.start
                 ended = now[ends].max(axis=0) + (direct.seconds[part] - self.reference)
-                # Not broadcast: np.maximum.at of numpy 2.4 reads beyond the end of broadcast values.
+                # Do not broadcast: np.maximum.at of numpy 2.4 reads beyond the end of broadcast values.
                 np.maximum.at(then, ends.ravel(), np.concatenate([ended, ended]))
             now, then = then, now
         self.now[busy] = now
         self.step += steps
 
     def _find_busy(self, changes: CoefficientChanges, values: np.ndarray) -> slice:
-        """A run of ranks that holds all that do anything in some steps, and their neighbors.
+        """A run of ranks that includes all ranks that do anything in these steps, and their neighbors.
 
-        All ranks where the last has messages with the first. `values` are relative to the reference.
+        All ranks if the last exchanges messages with the first. `values` are relative to the reference.
         """
         own, below, above = self.coefficients
         works = np.flatnonzero((own != -self.reference) | np.isfinite(below) | np.isfinite(above))

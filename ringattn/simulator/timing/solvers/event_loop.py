@@ -1,14 +1,14 @@
-"""The steps of all ranks of a plan, message by message: for any schedule, and for nodes whose ranks share a card.
+"""Simulates all steps of all ranks, message by message: for any schedule, and for nodes whose ranks share a card.
 
-A message begins when both of its ends have begun the step at which they post it. The messages that a rank posts in one
-step over one kind of link follow each other, so that all of them end together. So the seconds of a message follow from
-the plan, and a rank begins its next step when its visits are done and the messages that are due have ended at both
-ends: a largest sum of seconds, which never shrinks where one of them grows.
+A message begins when both ends have begun the step at which they post it. Messages that a rank posts in one step over
+one link type are sequential and count as ending together. So the seconds of a message follow from the plan, and a rank
+begins its next step when its visits are done and the messages that are due have ended: a maximum of sums of seconds,
+which never decreases if one of them grows.
 
-A card that served its messages in the order of their arrival, or all that are on it at a time, would give some message
-less where another one arrives earlier, so that a faster machine could take longer. Here the plan alone says which
-messages share a card: those whose steps overlap, as if all of them began together and were served evenly. The visits
-that share cores are those of one step.
+If a card served messages in order of arrival, or shared its bandwidth among those present, then a message that arrives
+earlier could slow down another, and a faster machine could take longer. Therefore the plan alone decides which messages
+share a card: those whose steps overlap, as if all began together and were served evenly. Visits share cores if they
+belong to one step.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..rates import Faults, Rates
 from .base import Loads, Solved, Traffic
 from .jitter import draw_factors
 
-#: The most ranks, and about the most steps and messages of all ranks: each of them is an object of Python.
+#: The most ranks, and roughly the most steps and messages of all ranks: each is a Python object.
 MOST_RANKS, MOST_EVENTS = 4096, 1_000_000
-#: Ranks whose steps are counted, before the steps of all ranks are planned.
+#: Ranks whose steps are counted before the steps of all ranks are planned.
 RANKS_COUNTED_FIRST = 8
-#: A message at one of its ends: the number of the message, the `rank` at this end, which `sends` or receives it, and
-#: the steps of the pass at which the rank posts it and at whose end it waits for it. `near`: both ends are in one node.
-#: `latency` are the seconds of its start, `gap` those of its bytes.
+#: A message at one of its ends: the number of the message, the `rank` at this end, whether it `sends` or receives it,
+#: and the steps of the pass at which the rank posts it (`step`) and at whose end it waits for it (`until`). `near`:
+#: both ends are in one node. `latency`: seconds of its start; `gap`: seconds of its bytes.
 POST = np.dtype(
     [
         *((name, np.int64) for name in ("message", "rank", "step", "until", "bytes")),
@@ -46,9 +46,9 @@ POST = np.dtype(
 class EventPass:
     """Every step and every message of one pass.
 
-    `busy` are the seconds of each rank at each step of the pass, float64 [steps, ranks]; 0 where it does nothing. The
-    messages ascend by `step`, at which both `ends` post them; each end waits for them at the end of its step `until`:
-    int64 [2, messages], of the sender and the receiver. `seconds` and `bytes` are [messages].
+    `busy` are the seconds of each rank at each step of the pass, float64 [steps, ranks]; 0 if it does nothing. Messages
+    are ordered by `step`, at which both `ends` post them; each end waits for a message at the end of its step `until`.
+    `ends` and `until` are int64 [2, messages], for sender and receiver; `seconds` and `bytes` are [messages].
     """
 
     busy: np.ndarray
@@ -60,14 +60,14 @@ class EventPass:
     loads: Loads
 
     def begun(self, *, instant: bool = False) -> np.ndarray:
-        """When each rank begins each step, and at last finishes: float64 [steps + 1, ranks].
+        """When each rank begins each step and, in the last row, finishes: float64 [steps + 1, ranks].
 
-        `instant`: messages take no time.
+        `instant`: as if messages took no time.
         """
         steps, ranks = self.busy.shape
         seconds = np.zeros_like(self.seconds) if instant else self.seconds
         first = np.searchsorted(self.step, np.arange(steps + 1))
-        begun = np.zeros((steps + 1, ranks))  # a later step holds the end of the last message that it waits for
+        begun = np.zeros((steps + 1, ranks))  # later rows collect the ends of messages that the step waits for
         for step in range(steps):
             np.maximum(begun[step + 1], begun[step] + self.busy[step], out=begun[step + 1])
             part = slice(first[step], first[step + 1])
@@ -77,7 +77,7 @@ class EventPass:
         return begun
 
     def traffic(self, senders: range) -> Traffic:
-        """What these ranks send."""
+        """The traffic that these ranks send."""
         mine = np.isin(self.ends[0], senders)
         links, link = np.unique(self.ends[0, mine] * self.busy.shape[1] + self.ends[1, mine], return_inverse=True)
         carried = np.zeros(len(links), dtype=np.int64)
@@ -85,7 +85,7 @@ class EventPass:
         return Traffic.of(carried, len(link), np.zeros(0, dtype=np.int64))
 
     def solve(self, why: str) -> Solved:
-        """The times; `why` says in reports why every step was simulated."""
+        """Solve the pass; `why` is the reason, for reports, why every step was simulated."""
         finish = self.begun()[-1]
         peers = float(self.begun(instant=True)[-1].max())
         traffic = self.traffic(range(len(finish)))
@@ -95,7 +95,7 @@ class EventPass:
 def simulate_events(
     rates: Rates, faults: Faults, why: str = "every step of every rank", noise: np.random.Generator | None = None
 ) -> Solved:
-    """Simulate every step and message of a plan; `why` says in reports and errors why that is done.
+    """Simulate every step and message of a plan; `why` is the reason for reports and errors.
 
     With `noise`, visits vary by the machine's jitter. Raises as `list_events`.
     """
@@ -103,7 +103,7 @@ def simulate_events(
 
 
 def list_events(rates: Rates, faults: Faults, why: str, noise: np.random.Generator | None = None) -> EventPass:
-    """What all ranks do and send; arguments as of `simulate_events`.
+    """All steps and messages of all ranks; arguments as in `simulate_events`.
 
     Raises Unsupported for plans with too many ranks or steps, InvalidInput for stalls after the last step of the pass.
     """
@@ -136,7 +136,7 @@ def list_events(rates: Rates, faults: Faults, why: str, noise: np.random.Generat
             for first in range(0, plan.ranks, machine.ranks_per_node):
                 node = slice(first, first + machine.ranks_per_node)
                 shared = share_cores(step[node].tolist(), rates.cores)
-                loads.compute[node] += shared - step[node]  # all waiting for a core counts as visits
+                loads.compute[node] += shared - step[node]  # waiting for a core counts as visits
                 step[node] = shared
     for (rank, number), late in stalls.items():
         loads.stalls[rank] += late
@@ -152,8 +152,8 @@ def _check_size(rates: Rates, why: str) -> None:
     plan = rates.plan
     if plan.ranks > MOST_RANKS:
         raise Unsupported(
-            f"{plan.ranks:,} ranks are more than the {MOST_RANKS:,} that are simulated step by step, as this plan "
-            f"must be: {why}. Try schedule=ring with Full, Causal or Window on contiguous or zigzag ranks of equal "
+            f"{plan.ranks:,} ranks are more than the {MOST_RANKS:,} that can be simulated step by step, which this "
+            f"plan needs: {why}. Try schedule=ring with Full, Causal or Window on contiguous or zigzag ranks of equal "
             "size, the backward of such a plan without machine.shared_nic, or a mask that repeats on contiguous ranks "
             "of equal size"
         )
@@ -162,13 +162,13 @@ def _check_size(rates: Rates, why: str) -> None:
     events = sum(sizes) * plan.ranks // len(counted)
     if events > MOST_EVENTS:
         raise Unsupported(
-            f"about {events:,} steps and messages are more than the {MOST_EVENTS:,} that are simulated; try fewer "
+            f"about {events:,} steps and messages are more than the {MOST_EVENTS:,} that can be simulated; try fewer "
             "ranks, or a narrower mask"
         )
 
 
 def _list_steps(rates: Rates) -> tuple[list[tuple[Step, ...]], dict[int, int]]:
-    """(the steps of each rank, the step of the pass by clock): the clocks at which any rank has a step."""
+    """(steps of each rank, {clock: step of the pass}) for the clocks at which any rank has a step."""
     plan = rates.plan
     steps_of_ranks = [rank_steps(rates, rank) for rank in track(range(plan.ranks), plan.ranks, "ranks")]
     clocks = sorted({step.clock for steps in steps_of_ranks for step in steps})
@@ -176,11 +176,11 @@ def _list_steps(rates: Rates) -> tuple[list[tuple[Step, ...]], dict[int, int]]:
 
 
 def _stalls_by_step(faults: Faults, steps: int) -> dict[tuple[int, int], float]:
-    """Seconds of the stalls by (rank, step of the pass)."""
+    """Seconds of stalls by (rank, step of the pass)."""
     seconds: defaultdict[tuple[int, int], float] = defaultdict(float)
     for stall in faults.stalls:
         if stall.step >= steps:
-            raise InvalidInput(f"{stall}: the pass has the steps 0 .. {steps - 1}; try a step among these")
+            raise InvalidInput(f"{stall}: the pass has steps 0 .. {steps - 1}; try one of these")
         seconds[stall.rank, stall.step] += stall.seconds
     return seconds
 
@@ -188,9 +188,9 @@ def _stalls_by_step(faults: Faults, steps: int) -> dict[tuple[int, int], float]:
 def _busy_seconds(
     rates: Rates, faults: Faults, rank: int, step: Step, noise: np.random.Generator | None
 ) -> tuple[float, float]:
-    """Seconds of the visits of a step, and of merging their results."""
+    """(seconds of the visits of a step, seconds of merging their results)."""
     ring_plan, place = rates.plan.ring_plan(rank)
-    # Visits to several parts of one owner's block count as one visit. Where queries rotate, they come from the owner.
+    # Visits to several parts of one owner's block count as one. With pass-Q, the queries are the owner's.
     owners = sorted({part.owner for part in step.visits})
     step_visits = [(owner, place) if rates.passes_q else (place, owner) for owner in owners]
     slow = 1.0 if faults.slow is None else float(faults.slow[rank])
@@ -209,9 +209,9 @@ def _list_posts(
     numbers: Sequence[int],
     messages: dict[tuple[int, int, int], int],
 ) -> np.ndarray:
-    """What a rank posts in its steps, which have these numbers in the pass: POST [posts].
+    """What a rank posts in its steps, as POST [posts]; `numbers` are the steps' numbers in the pass.
 
-    `messages` numbers the messages of all ranks by (source, target, tag).
+    `messages` maps (source, target, tag) to the number of a message, for all ranks.
     """
     rows, node = [], rates.machine.node(rank, rates.plan.ranks)
     for number, step in zip(numbers, steps, strict=True):
@@ -233,7 +233,7 @@ def _list_posts(
 def _message_seconds(rates: Rates, posts: np.ndarray, count: int) -> np.ndarray:
     """Seconds of each of `count` messages, float64 [messages].
 
-    A message takes as long as all that a rank posts with it over its kind of link, at the end where these take longer.
+    A message takes as long as all that a rank posts with it over its link type, at the slower of its two ends.
     """
     at_end = (posts["step"] * rates.plan.ranks + posts["rank"]) * 4 + 2 * posts["sends"] + posts["near"]
     _, group = np.unique(at_end, return_inverse=True)
@@ -251,10 +251,10 @@ def _message_seconds(rates: Rates, posts: np.ndarray, count: int) -> np.ndarray:
 
 
 def share_evenly(first: np.ndarray, last: np.ndarray, gap: np.ndarray) -> np.ndarray:
-    """Seconds for which each message occupies a card that it is on from step `first` to the end of step `last`.
+    """Seconds that each message needs on a shared card, which it uses from step `first` to the end of step `last`.
 
-    A message of g = `gap` seconds among others of h seconds each takes the sum of min(g, h), its own g included: until
-    it has ended, every other message has been served for as long, or has ended. All arrays are [messages].
+    A message of g = `gap` seconds among others of h seconds each takes the sum of min(g, h), including its own g: until
+    it ends, every other message is served equally long, or has ended. All arrays are [messages].
     """
     seconds = np.zeros(len(gap))
     for begin, end in np.unique(np.stack([first, last]), axis=1).T:
@@ -267,9 +267,9 @@ def share_evenly(first: np.ndarray, last: np.ndarray, gap: np.ndarray) -> np.nda
 
 
 def share_cores(seconds: Sequence[float], cores: int) -> list[float]:
-    """When each of several visits ends that begin at 0 and would take `seconds` on a core of their own.
+    """When visits end that all begin at 0 on shared cores; `seconds` are their times on cores of their own.
 
-    While n of them last, each runs at min(1, cores / n) of its speed.
+    While n of them are running, each runs at min(1, cores / n) of its speed.
     """
     if len(seconds) <= cores:
         return list(seconds)
@@ -283,7 +283,7 @@ def share_cores(seconds: Sequence[float], cores: int) -> list[float]:
 
 
 def rank_steps(rates: Rates, rank: int) -> tuple[Step, ...]:
-    """The steps of a rank in the pass. Those of one collective gather have one call, which comes after the gather."""
+    """The steps of a rank in the pass. With a collective gather, all visits form one call after the gather."""
     steps = rates.plan.for_rank(rank).backward if rates.backward else rates.plan.forward_steps(rank)
     if not (rates.one_gather and steps):
         return steps

@@ -1,11 +1,10 @@
-"""Solver events: every step and message of a plan, or of a smaller plan with the same times.
+"""Solver events: simulates every step and message of a plan, or of a smaller plan with the same times.
 
-A smaller plan has the same times where a mask repeats and sees only so far: ranks own equal runs of tokens, and the
-mask and the nodes repeat every `period` ranks. A rank's finish depends on other ranks through messages alone. The
-messages that can delay it, one after another, were posted at ever earlier steps: so the finish depends on no rank
-farther away than the sum over steps of the longest distance of a message. Hence the first ranks, the last ranks and one
-period between them, each with as many ranks around as that distance, have the times of the same ranks in any longer
-plan.
+A smaller plan has the same times if the mask repeats and has a limited reach: ranks own equal runs of tokens, and mask
+and nodes repeat every `period` ranks. A rank's finish depends on other ranks only through messages. A chain of messages
+that delays it was posted at ever earlier steps, so the finish depends on no rank farther away than the sum over steps
+of the longest message distance. Hence the first ranks, the last ranks and one period between them, each with that many
+ranks around, have the same times in any longer plan.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from .event_loop import MOST_RANKS, list_events, rank_steps, simulate_events
 if TYPE_CHECKING:
     from ....plan.plan import Plan
 
-#: The longest period, in ranks, whose steps are looked at.
+#: The longest period in ranks that is considered.
 LONGEST_PERIOD = 32
-#: The largest difference of times that are equal but for the order of their sums, relative to the longest time.
+#: The largest difference, relative to the longest time, between times that differ only in the order of summation.
 CLOSE = 1e-12
-#: Plans of up to this many ranks are simulated whole.
+#: Plans of up to this many ranks are always simulated whole.
 SIMULATED_WHOLE = 64
 
 
 def solve_by_events(problem: TimingProblem) -> Solved:
-    """The solved problem of any plan of a few thousand ranks, or of more ranks where the plan repeats."""
+    """Solve any plan of up to a few thousand ranks, or of more ranks if the plan repeats."""
     rates, faults = problem.rates, problem.faults
     if problem.ring is not None:
         return simulate_events(rates, faults, "asked for")
     if rates.plan.ranks <= SIMULATED_WHOLE:
         why = "few ranks"
     elif faults or rates.machine.jitter:
-        why = "slow ranks, stalls and jitter have no copies in a smaller plan"
+        why = "slow ranks, stalls and jitter rule out a smaller plan"
     else:
         folded = simulate_folded(rates, problem.not_a_ring)
         if isinstance(folded, Solved):
@@ -61,16 +60,16 @@ class Fold:
     times: int
 
     def unfold(self, values: np.ndarray) -> np.ndarray:
-        """The values of all ranks of the whole plan, from the values of the smaller plan's ranks."""
+        """The values of all ranks of the whole plan, from those of the smaller plan."""
         middle = slice(self.first, self.first + self.period)
         parts = values[: self.first], np.tile(values[middle], self.times), values[middle.stop :]
         return np.concatenate(parts)
 
 
 def simulate_folded(rates: Rates, why: str) -> Solved | str:
-    """The solved plan without faults, by the events of a smaller plan; or why there is no such smaller plan.
+    """Solve a plan without faults by the events of a smaller plan; or return the reason why there is none.
 
-    `why` says why the plan is simulated step by step.
+    `why` is the reason why the plan is simulated step by step.
     """
     fold = find_fold(rates)
     if isinstance(fold, str):
@@ -101,15 +100,15 @@ def simulate_folded(rates: Rates, why: str) -> Solved | str:
 
 
 def find_fold(rates: Rates) -> Fold | str:
-    """The smaller plan, or why there is no such plan."""
+    """The smaller plan, or the reason why there is none."""
     plan, machine = rates.plan, rates.machine
     mask_period = plan.pattern.period
     if plan.schedule not in ("ring", "direct"):
         return f"the schedule {plan.schedule} is neither ring nor direct"
     if not plan.is_plain or not isinstance(plan.layout, Contiguous) or plan.tokens % plan.ranks or plan.tokens == 0:
-        return "the layout is not contiguous with as many tokens on every rank"
+        return "the layout is not contiguous with equal shards"
     if mask_period is None:
-        return "the mask does not repeat, or not for all lengths"
+        return "the mask does not repeat at all lengths"
     rows = plan.tokens // plan.ranks
     size = lcm(lcm(mask_period, rows) // rows, machine.ranks_per_node)
     if size > LONGEST_PERIOD or 4 * size > plan.ranks:
@@ -117,8 +116,8 @@ def find_fold(rates: Rates) -> Fold | str:
         return f"the mask and the nodes repeat every {size:,} ranks, and at most {most:,} are folded"
     around = _find_dependence(rates, size)
     first = -(-around // size) * size
-    # Four periods at least: a visit at one distance must not share its step, nor a neighboring step, with a visit that
-    # reaches as far the other way around the ring.
+    # At least four periods: a visit at one distance must not share its step, or a neighboring step, with a visit that
+    # reaches equally far in the other direction around the ring.
     least = 2 * first + 4 * size
     if least + size > min(plan.ranks, MOST_RANKS):
         return f"a rank depends on others up to {around:,} away"
@@ -129,13 +128,13 @@ def find_fold(rates: Rates) -> Fold | str:
 
 
 def _find_dependence(rates: Rates, size: int) -> int:
-    """The distance in ranks up to which a finish may depend on other ranks.
+    """The distance in ranks up to which a rank's finish may depend on other ranks.
 
-    To the distance that chains of messages reach is added: a message's time depends on what both ends, and with a
-    shared card the nodes of both ends, post with it, and a visit on shared cores on the visits of its node; the posts
-    on what ranks see, and whether ranks see as much as others do on whether the sequence ends where they look.
+    It is the reach of chains of messages, plus a margin: a message's time depends on the other posts of both ends (with
+    a shared card, of their nodes), a visit on shared cores depends on the other visits of its node, the posts depend on
+    what ranks see, and that depends on the ends of the sequence.
     """
-    nodes = 2 * size if rates.machine.shared_nic or rates.cores else 0  # a period is made of whole nodes
+    nodes = 2 * size if rates.machine.shared_nic or rates.cores else 0  # a period consists of whole nodes
     start = rates.plan.ranks // 2 // size * size
     farthest: defaultdict[int, int] = defaultdict(int)
     reach = 0
@@ -143,7 +142,7 @@ def _find_dependence(rates: Rates, size: int) -> int:
         for step in rank_steps(rates, rank):
             for hop in (*step.sends, *step.recvs):
                 distance = abs(hop.peer - rank)
-                # The tag holds the step at which both ends post the message.
+                # The tag encodes the step at which both ends post the message.
                 farthest[hop.tag // 2] = max(farthest[hop.tag // 2], distance)
                 reach = max(reach, distance, *(abs(part.owner - rank) for part in hop.parts))
     return sum(farthest.values()) + 4 * reach + size + nodes

@@ -1,9 +1,9 @@
-"""Visits whose times vary: sampled runs of the ring, or of smaller rings whose time per step is extrapolated.
+"""Visits with varying times: samples runs of the ring, or of smaller rings whose time per step is extrapolated.
 
-The time of a visit is its mean times a gamma variable of mean 1 (exponential where the standard deviation is the mean).
-In a ring of K steps the slowest rank has waited for the worst path through the times of its neighbors: last-passage
-percolation. The time is K rate + b K^(1/3), whose second term is both the drift and the fluctuation (Johansson 2000),
-so that T / K is a line in K^(-2/3).
+The time of a visit is its mean times a gamma variable of mean 1 (exponential if the standard deviation equals the
+mean). In a ring of K steps, the slowest rank has waited for the worst path through the times of its neighbors:
+last-passage percolation. The time is T = K rate + b K^(1/3), whose second term describes both drift and fluctuation
+(Johansson 2000), so T / K is linear in K^(-2/3).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .stencil import solve_stencil
 
 #: Runs per ring, and the two-sided 95 % quantile of Student's t with REPEATS - 1 degrees of freedom.
 REPEATS, STUDENT = 8, 2.365
-#: The most ranks x steps of a ring that is run itself, and the ranks of the uniform rings that stand for a larger ring.
+#: The most ranks x steps of a ring that is run itself; the ranks of the uniform rings that represent a larger one.
 MOST_RUN, SIZES = 1 << 21, (128, 256, 512, 1024)
 
 
@@ -29,7 +29,7 @@ MOST_RUN, SIZES = 1 << 21, (128, 256, 512, 1024)
 class SampledTime:
     """Mean seconds of runs with jitter, and the 95 % interval (`low`, `high`) of that mean.
 
-    `extrapolated` says whether smaller rings were run, and `why` names the runs in words for the report.
+    `extrapolated` is True if smaller rings were run; `why` describes the runs for the report.
     """
 
     seconds: float
@@ -40,13 +40,13 @@ class SampledTime:
 
 
 def check_seed(seed: object) -> None:
-    """Raise InvalidInput where a seed is not an integer that random numbers can start from."""
+    """Raise InvalidInput unless `seed` is an integer >= 0."""
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise InvalidInput(f"seed={seed!r}: expected an integer >= 0; try seed=0")
 
 
 def sample_ring(ring: Ring, jitter: float, seed: int) -> SampledTime:
-    """The time of a ring whose visits vary by `jitter`, the standard deviation over the mean.
+    """The time of a ring whose visits vary by `jitter` (standard deviation / mean).
 
     Raises Unsupported for rings that are too large to run and not uniform enough to extrapolate.
     """
@@ -59,11 +59,11 @@ def sample_ring(ring: Ring, jitter: float, seed: int) -> SampledTime:
     assert isinstance(ring.phases, tuple)
     if ring.stalls or any(phase.arrays for phase in ring.phases):
         raise Unsupported(
-            f"jitter on {ring.ranks:,} ranks x {steps:,} steps: more than {MOST_RUN:,} are extrapolated from smaller "
-            "rings, which needs all ranks and links alike; try a machine with ranks_per_node=1 and no slow ranks, or "
-            "fewer ranks"
+            f"jitter on {ring.ranks:,} ranks x {steps:,} steps: above {MOST_RUN:,}, times are extrapolated from "
+            "smaller rings, for which all ranks and links must be equal; try a machine with ranks_per_node=1 and no "
+            "slow ranks, or fewer ranks"
         )
-    # The longest phase, for as many steps as ranks, stands for all steps.
+    # The longest phase, for as many steps as ranks, represents all steps.
     longest = max(ring.phases, key=lambda phase: phase.steps)
 
     def extrapolate() -> float:
@@ -78,7 +78,7 @@ def sample_ring(ring: Ring, jitter: float, seed: int) -> SampledTime:
 
 
 def sample_runs(run: Callable[[], float], why: str, *, extrapolated: bool = False) -> SampledTime:
-    """The time of REPEATS runs, of which `run` returns the seconds; the other arguments are those of SampledTime."""
+    """The time over REPEATS runs; `run` returns the seconds of one. Other arguments as in SampledTime."""
     run_seconds = [run() for _ in track(range(REPEATS), REPEATS, "runs with jitter")]
     middle, half_width = mean(run_seconds), STUDENT * stdev(run_seconds) / len(run_seconds) ** 0.5
     return SampledTime(middle, middle - half_width, middle + half_width, extrapolated, why)

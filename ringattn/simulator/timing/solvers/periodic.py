@@ -1,8 +1,8 @@
-"""Solver periodic: ranks repeat with a period. One period stands for all, and steps that repeat are skipped.
+"""Solver periodic: for ranks that repeat with a period, solves one period and skips repeating steps.
 
-A ring whose numbers repeat every q ranks has starts that repeat, too: S_{r+q}(k) = S_r(k), by induction over k. A
-max-plus linear recurrence whose state at step k + p is the state at step k plus a constant repeats for ever (cyclicity:
-Baccelli, Cohen, Olsder, Quadrat, Synchronization and Linearity, section 3.7).
+If the numbers of a ring repeat every q ranks, so do its start times: S_{r+q}(k) = S_r(k), by induction over k. If the
+state of a max-plus linear recurrence at step k + p is the state at step k plus a constant, it repeats for ever
+(cyclicity: Baccelli, Cohen, Olsder, Quadrat, Synchronization and Linearity, section 3.7).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from .base import RingTimes
 from .delay import DelayState
 from .recurrence import NeighborMessages, Phase, Ring, Value
 
-#: The longest period that is searched, in ranks.
+#: The longest period in ranks to search for.
 LONGEST_PERIOD = 1024
-#: Two states are the same but for a constant where their differences spread by at most this part of a step's time. Each
-#: skipped period adds at most as much.
+#: Two states are equal up to a constant if their differences spread by at most this fraction of a step's time. Each
+#: skipped period adds at most this error.
 SPREAD = 4e-16
 
 
 def solve_periodic(ring: Ring) -> RingTimes | None:
     """The times of a ring whose ranks repeat with a period of at most LONGEST_PERIOD; None for other rings.
 
-    Exact but for SPREAD.
+    Exact up to SPREAD.
     """
     if callable(ring.phases) or ring.stalls:
         return None
@@ -37,12 +37,12 @@ def solve_periodic(ring: Ring) -> RingTimes | None:
     for phase in one_period.each_phase():
         skipped += _advance_phase(state, phase)
     finish = np.tile(state.finish(), ring.ranks // size)
-    why = f"ranks repeat every {size}; {skipped:,} of {state.step:,} steps are jumped over"
+    why = f"ranks repeat every {size}; {skipped:,} of {state.step:,} steps are skipped"
     return RingTimes(float(finish.max()), finish, why, one_period)
 
 
 def _find_period(ring: Ring) -> int | None:
-    """The smallest number of ranks after which all numbers repeat."""
+    """The smallest number of ranks after which all numbers repeat; None if there is none up to LONGEST_PERIOD."""
     assert not callable(ring.phases)
     arrays = [array for phase in ring.phases for array in phase.arrays]
     for size in range(1, min(max(ring.ranks // 2, 1), LONGEST_PERIOD) + 1):
@@ -62,10 +62,10 @@ def _take_ranks(phase: Phase, size: int) -> Phase:
 
 
 def _advance_phase(state: DelayState, phase: Phase) -> int:
-    """Advance the state by a phase, and return how many steps were skipped.
+    """Advance the state by a phase; returns the number of skipped steps.
 
-    The state is compared with the state of a marked step, for as many steps as a period may have. Marks are set ever
-    farther apart, so that most steps need no comparison.
+    Compares the states after a marked step with the marked one, for as many steps as a period may have. Marks are set
+    at growing distances, so most steps need no comparison.
     """
     remaining, apart = phase.steps, 2
     while remaining:
@@ -86,6 +86,6 @@ def _advance_phase(state: DelayState, phase: Phase) -> int:
 
 
 def _constant_gain(before: np.ndarray, after: np.ndarray, reference: float) -> float | None:
-    """Seconds between two states, relative to the reference; None where the states differ by more than a constant."""
+    """Seconds between two states, relative to the reference; None if they differ by more than a constant."""
     gains = after - before
     return float(gains.mean()) if np.ptp(gains) <= SPREAD * reference else None

@@ -1,16 +1,16 @@
-"""The ring as a recurrence for the times at which ranks begin steps, and the arithmetic that its solvers share.
+"""The ring as a recurrence for the times at which ranks begin steps, and arithmetic shared by its solvers.
 
-S_r(k) is the time at which rank r begins step k, c_r its visit, mu_r its merging, and l_r = latency_r + m_r /
-bandwidth_r the time of its message of m_r bytes to the next rank, which begins when both ranks have begun the step:
+S_r(k) is the time at which rank r begins step k, c_r the time of its visit, mu_r of its merge, and l_r = latency_r +
+m_r / bandwidth_r of its message of m_r bytes to the next rank, which begins when both ranks have begun the step:
 
     A_next(k) = max(S_r(k), S_next(k)) + l_r(k)
     S_r(k + 1) = max(S_r(k) + c_r(k) + gamma min(c_r(k), l) + mu_r(k), A_r(k), A_next(k))
 
-The last term is the end of the rank's own message, for which the executor waits. In the last formula l is the mean of
-the longest message that r sends in step k and the longest that r receives, and gamma the part of that time by which
-messages slow a visit. Each direction of travel has messages of its own. So the recurrence is a stencil of three ranks:
-S_r(k+1) = max(S_r(k) + a_r, S_{r-1}(k) + b_r, S_{r+1}(k) + d_r). The backward adds direct messages: a message between
-ranks r and q that are not neighbors begins at max(S_r(k), S_q(k)), and both ranks wait for its end.
+The last term is the end of the rank's own message, for which the executor waits. In the last formula, l is the mean of
+the longest message that r sends in step k and the longest that it receives, and gamma the fraction of that time by
+which messages slow a visit. Each direction of travel has its own messages. So the recurrence is a stencil of three
+ranks: S_r(k+1) = max(S_r(k) + a_r, S_{r-1}(k) + b_r, S_{r+1}(k) + d_r). The backward adds direct messages: a message
+between ranks r and q that are not neighbors begins at max(S_r(k), S_q(k)), and both ranks wait for its end.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True)
 class DirectMessages:
-    """Messages between owners of blocks and last receivers of their rows, one array entry per message.
+    """Messages between owners of blocks and the last receivers of their rows, one array entry per message.
 
-    A message begins when both ends, `source` and `target`, have started step `step` of the pass, and takes `seconds`.
-    Both ends wait for its end before they start the next step. Messages ascend by step, those of one step by source.
+    A message begins when both ends, `source` and `target`, have begun step `step` of the pass, and takes `seconds`.
+    Both ends wait for its end before they begin the next step. Messages are ordered by step, then by source.
     """
 
     step: np.ndarray
@@ -53,7 +53,7 @@ class DirectMessages:
         return self.select(slice(*np.searchsorted(self.step, (begin, end))))
 
     def instant(self) -> DirectMessages:
-        """The same messages, which take no time."""
+        """The same messages with zero seconds."""
         return replace(self, seconds=np.zeros(len(self)))
 
 
@@ -64,7 +64,7 @@ NO_DIRECT = DirectMessages(*np.zeros((5, 0), dtype=np.int64))
 class NeighborMessages:
     """Messages of one step in one direction: rank r sends `bytes` to rank r + sign.
 
-    `seconds` is l >= 0 by sender, or -inf where rank r sends nothing.
+    `seconds` is l >= 0 by sender, -inf if rank r sends nothing.
     """
 
     sign: int
@@ -76,8 +76,8 @@ class NeighborMessages:
 class Phase:
     """`steps` equal steps: each rank computes for `compute` seconds, merges for `merge`, and sends `messages`.
 
-    A phase of one step may have `direct` messages of that step, too. `longest_direct` holds the seconds of the longest
-    direct message that each rank sends, and of the longest that it receives, 0 where a rank has none.
+    A phase of one step may also have `direct` messages. `longest_direct` holds the seconds of the longest direct
+    message that each rank sends, and of the longest that it receives; 0 if it has none.
     """
 
     steps: int
@@ -89,14 +89,14 @@ class Phase:
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """The numbers that differ from rank to rank."""
+        """The numbers that differ between ranks."""
         sent = (value for lane in self.messages for value in (lane.seconds, lane.bytes))
         return [value for value in (self.compute, self.merge, *sent) if isinstance(value, np.ndarray)]
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A visit that takes `seconds` longer: the visit of `rank` at `step`, counted from 0 over the whole pass."""
+    """A visit that takes `seconds` longer: that of `rank` at `step`, counted from 0 over the whole pass."""
 
     rank: int
     step: int
@@ -105,9 +105,9 @@ class Stall:
 
 @dataclass(frozen=True)
 class Ring:
-    """A ring whose recurrence a solver evaluates.
+    """A ring with its phases: the input of the recurrence.
 
-    `phases` may be a function that yields the phases anew at each call, for rings with too many phases to hold.
+    `phases` may be a function that generates the phases at each call, for rings with too many phases to store.
     """
 
     ranks: int
@@ -128,21 +128,21 @@ class Ring:
                 late = np.zeros(self.ranks)
                 for stall in stalls:
                     late[stall.rank] += stall.seconds * (stall.step == first + begin)
-                # Messages do not lengthen a stall: its seconds are added to the merge, which has no interference.
+                # Messages do not lengthen a stall: add its seconds to the merge, which has no interference.
                 yield replace(phase, steps=end - begin, merge=phase.merge + late if late.any() else phase.merge)
             first += phase.steps
 
     def busy(self, phase: Phase) -> Value:
-        """Seconds for which ranks are busy in a step of a phase: visit, interference and merging."""
+        """Seconds that ranks are busy in a step of a phase: visit, interference and merge."""
         compute = phase.compute
         if self.gamma:
             compute = compute + self.gamma * np.minimum(compute, self.message_seconds(phase))
         return compute + phase.merge
 
     def message_seconds(self, phase: Phase) -> Value:
-        """The mean of the longest message that each rank sends in a step of a phase, and the longest that it receives.
+        """For each rank, the mean seconds of its longest sent and longest received message in a step of a phase.
 
-        A rank that only sends, or only receives, works for its messages half as long. 0 without messages.
+        A missing message counts as 0 seconds.
         """
         sent, received = phase.longest_direct
         for lane in phase.messages:
@@ -150,9 +150,9 @@ class Ring:
         return (sent + received) / 2
 
     def without_message_times(self) -> Ring:
-        """The ring whose messages take no time: ranks still wait until both ends have begun a step.
+        """The same ring with messages that take no time; ranks still wait until both ends have begun a step.
 
-        Ranks are busy for as long as before, interference included.
+        Ranks are busy as long as before, including interference.
         """
 
         def change(phase: Phase) -> Phase:
@@ -166,8 +166,8 @@ class Ring:
     def coefficients(self, phase: Phase) -> tuple[Value, Value, Value]:
         """The stencil (a, b, d) of a phase.
 
-        A rank begins its next step at least a seconds after its own last start, b after the start of the rank below,
-        and d after the start of the rank above.
+        A rank begins its next step at least a seconds after it began the last one, b seconds after the rank below did,
+        and d seconds after the rank above did.
         """
         own = self.busy(phase)
         below: Value = NEVER
@@ -180,21 +180,21 @@ class Ring:
 
 
 def instant(seconds: Value) -> Value:
-    """Message seconds or coefficients of 0 where there is a message, and NEVER where there is none."""
+    """Replace message seconds or coefficients by 0; NEVER, for no message, stays."""
     if isinstance(seconds, np.ndarray):
         return np.where(np.isfinite(seconds), 0.0, NEVER)
     return NEVER if seconds == NEVER else 0.0
 
 
 def shift_ranks(value: Value, sign: int) -> Value:
-    """The value of the rank that sends to each rank r: value[..., r - sign]."""
+    """For each rank r, the value of the rank that sends to it: value[..., r - sign]."""
     if not isinstance(value, np.ndarray) or not value.ndim:
         return value
-    # np.roll takes ten times as long on few ranks.
+    # For few ranks, np.roll is ten times slower.
     return np.concatenate((value[..., -sign:], value[..., :-sign]), axis=-1)
 
 
 def largest(*values: Value) -> Value:
-    """The elementwise maximum; a number where all values are numbers."""
+    """The elementwise maximum; a number if all values are numbers."""
     maximum: Value = reduce(np.maximum, values)
     return maximum

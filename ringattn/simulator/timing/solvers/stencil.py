@@ -1,8 +1,8 @@
-"""Solver stencil: the recurrence itself, every rank at every step.
+"""Solver stencil: evaluates the recurrence for every rank at every step.
 
-Of a band only the ranks whose numbers change are counted anew from one step to the next: those where ranks wrap around
-the ring, and those at the limits of the band. Sums over all steps follow from the changes, too: a number that grows by
-d at step k of K adds (K - k) d to its sum.
+For a band, only ranks whose numbers change from one step to the next are recounted: those where ranks wrap around the
+ring, and those at the limits of the band. Sums over all steps also follow from the changes: a number that grows by d at
+step k of K adds (K - k) d to its sum.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .base import Loads, RingTimes, Solved, Traffic, solve_ring
 from .delay import DEPTH, CoefficientChanges, DelayState
 from .recurrence import NO_DIRECT, Ring
 
-#: The most ranks x steps that are advanced, and where pairs and rows are counted at every step.
+#: The most ranks x steps: in general, and if pairs and rows are counted at every step.
 MOST, MOST_COUNTED = 1 << 38, 1 << 28
-#: All ranks are counted at a step at which more ranks change.
+#: If more ranks than this change at a step, all ranks are recounted.
 MANY = 4096
-#: Ranks on either side whose numbers a rank's coefficients depend on: a message of a neighbor ends with the other
-#: messages of the neighbor, which go to the neighbor's neighbors.
+#: Offsets of the ranks whose numbers affect a rank's coefficients: a neighbor's message ends together with its other
+#: messages, which go to the neighbor's neighbors.
 NEAR = np.arange(-2, 3)
 
 
 def solve_by_stencil(problem: TimingProblem) -> Solved | None:
-    """The solved ring of a plan in O(ranks x steps), None without a ring. Bands are counted only where they change.
+    """Solve the ring of a plan in O(ranks x steps); None without a ring. Bands are counted only where they change.
 
     Raises Unsupported for rings that are too large.
     """
@@ -64,20 +64,20 @@ def solve_stencil(ring: Ring) -> RingTimes:
 
 
 def check_size(problem: RingProblem, most: int, what: str = "") -> None:
-    """Raise Unsupported for more than `most` ranks x steps; `what` says of what kind."""
+    """Raise Unsupported for more than `most` ranks x steps; `what` qualifies them in the message."""
     ranks = problem.ring.ranks
     if ranks * problem.steps > most:
         raise Unsupported(
-            f"{ranks:,} ranks x {problem.steps:,} steps{what} are more than {most:,}, the most that solver "
-            "stencil goes through; try fewer ranks, or leave machine.jitter out"
+            f"{ranks:,} ranks x {problem.steps:,} steps{what} are more than {most:,}, the limit of solver "
+            "stencil; try fewer ranks, or leave machine.jitter out"
         )
 
 
 def find_changed_runs(counts: BandCounts, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(index of the step, start, stop) of runs of ranks [start, stop) whose numbers differ from the step before.
+    """(index of the step, start, stop) of runs of ranks [start, stop) whose numbers differ from the previous step.
 
-    `steps` are consecutive, and the first is left out. Ranks are counted at the breakpoints alone, where a run of equal
-    ranks may begin.
+    `steps` are consecutive; the first is left out. Ranks are counted only at breakpoints, where a run of equal ranks
+    may begin.
     """
     ranks = counts.band.ranks
     row_keys = ranks * np.arange(len(steps))[:, None]
@@ -91,7 +91,7 @@ def find_changed_runs(counts: BandCounts, steps: np.ndarray) -> tuple[np.ndarray
     values = counts.count(rank, steps[row])
     begins = np.append(True, (values[:, 1:] != values[:, :-1]).any(axis=0)) | (rank == 0)
     starts, values = keys[begins], values[:, begins]
-    # Between two of these keys neither the step nor the step before it has a breakpoint.
+    # Between two of these keys, neither the step nor the previous step has a breakpoint.
     both = np.unique(np.concatenate([starts, starts + ranks]))
     both = both[(both >= ranks) & (both < ranks * len(steps))]
     now, before = (np.searchsorted(starts, key, side="right") - 1 for key in (both, both - ranks))
@@ -102,21 +102,21 @@ def find_changed_runs(counts: BandCounts, steps: np.ndarray) -> tuple[np.ndarray
 
 
 class IncrementalSteps:
-    """Yields the changed coefficients of a band's steps once, in parts of DEPTH steps, and sums what ranks do and send.
+    """Yields the changed coefficients of a band's steps, in parts of DEPTH steps, and sums what ranks do and send.
 
-    `totals` and `interference_totals` are complete after the last part. `totals`, int64 [2 + 2 signs, ranks], holds
-    pairs of one head, query rows that are merged, bytes sent by direction, and messages by direction.
+    Iterate only once; then `totals` and `interference_totals` are complete. `totals`, int64 [2 + 2 signs, ranks], holds
+    pairs of one head, merged query rows, bytes sent by direction, and messages by direction.
     """
 
     def __init__(self, counts: BandCounts) -> None:
         self.counts, self.steps, self.ranks = counts, counts.steps, counts.band.ranks
-        #: Gives the coefficients of a phase; the phases are made here, step by step.
+        #: Used only to compute the coefficients of phases, which are made step by step.
         self.ring = Ring(self.ranks, (), counts.rates.gamma)
         width = 2 + 2 * len(counts.signs)
-        #: The numbers of the last step, and their sums over all steps.
+        #: The numbers of the last step counted, and their sums over all steps.
         self.now, self.totals = np.zeros((2, width, self.ranks), dtype=np.int64)
         self.interference_now, self.interference_totals = np.zeros((2, self.ranks))
-        #: Of the steps in hand.
+        #: The direct messages of the current steps.
         self.direct_costs: DirectCosts | None = None
 
     def __iter__(self) -> Iterator[CoefficientChanges]:
@@ -138,8 +138,10 @@ class IncrementalSteps:
                 yield CoefficientChanges(high - low, initial, points - low, ranks, values, direct)
 
     def _find_changed(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(index of the step, rank) where numbers change, or a direct message begins or has ended; at which steps at
-        more than MANY ranks, whose points may be missing."""
+        """(indices of steps, ranks, many): the points where numbers change, or a direct message begins or has ended.
+
+        `many`, bool [steps]: more than MANY ranks change at the step, and its points may be missing.
+        """
         run, start, stop = find_changed_runs(self.counts, steps)
         size = stop - start
         changed = np.bincount(run, weights=size, minlength=len(steps))
@@ -165,12 +167,12 @@ class IncrementalSteps:
     def _count_changed(
         self, row: np.ndarray, rank: np.ndarray, steps: np.ndarray, low: int, high: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(index of the step, rank, coefficients and busy seconds) of all ranks that change at steps[low:high].
+        """(indices of steps, ranks, coefficients and busy seconds) of all ranks that change at steps[low:high].
 
-        Ascending. `row` and `rank` are the points at which numbers change.
+        `row` and `rank` are the points at which numbers change.
         """
         keys = [(row * self.ranks)[:, None] + (rank[:, None] + NEAR) % self.ranks]
-        for stall in self.counts.faults.stalls:  # a stall begins at a step, and is over at the next step
+        for stall in self.counts.faults.stalls:  # a stall lasts one step
             rows = stall.step - int(steps[0]) + np.arange(2)
             keys.append(rows[(rows >= low) & (rows < high), None] * self.ranks + stall.rank)
         row, rank = np.divmod(np.unique(np.concatenate([key.ravel() for key in keys])), self.ranks)
@@ -181,7 +183,7 @@ class IncrementalSteps:
         return row, rank, values[..., middle]
 
     def _count(self, ranks: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Numbers as in `totals`, coefficients and busy seconds, and seconds of interference, of ranks at steps."""
+        """(numbers as in `totals`, coefficients and busy seconds, seconds of interference) of ranks at steps."""
         counted = self.counts.count(ranks, steps)
         phase = self.counts.make_phase(counted, ranks, self.direct_costs, steps)
         interference = self.ring.busy(phase) - phase.compute - phase.merge
@@ -195,7 +197,7 @@ class IncrementalSteps:
         return np.concatenate([counted, counted[2:] > 0]), values, interference + 0 * seconds_late
 
     def _add_changes(self, ranks: np.ndarray, steps: np.ndarray, numbers: np.ndarray, interference: np.ndarray) -> None:
-        """Add the changes of ranks at steps to the totals."""
+        """Add the changes of `ranks` at `steps` to the totals."""
         order = np.lexsort((steps, ranks))
         ranks, steps, numbers, interference = ranks[order], steps[order], numbers[:, order], interference[order]
         same_rank = np.zeros(len(ranks), dtype=bool)
@@ -211,7 +213,7 @@ class IncrementalSteps:
 
 
 def _sum_resources(counts: BandCounts, steps: IncrementalSteps) -> tuple[Loads, Traffic]:
-    """What ranks did and sent, after the last step."""
+    """(loads, traffic) of the pass, from the totals after the last step."""
     faults, signs = counts.faults, len(counts.signs)
     slow = np.ones(steps.ranks) if faults.slow is None else faults.slow
     pairs, merged_rows = steps.totals[:2]
