@@ -106,7 +106,7 @@ class Edge(NamedTuple):
 
 
 class Route(Schedule):
-    """A schedule whose blocks go along trees of ranks, one tree per owner; branches where no rank needs a row are cut."""
+    """A schedule whose blocks go along trees of ranks, one per owner, without branches where no rank needs a row."""
 
     #: The number of different values of `Edge.ring`.
     rings = 1
@@ -297,7 +297,7 @@ class Route(Schedule):
         return builder.steps()
 
     def departures(self, rank: int, block: tuple[int, int] | None = None) -> list[Edge]:
-        """The edges from `rank`; given `block` (owner, target), only those that bring the owner's block to the target."""
+        """The edges from `rank`; given `block` (owner, target), only those that bring the owner's block to target."""
         if block is None:
             onward = (e for edge in self.edges_by_owner(rank).values() for e in self.next_edges(edge))
             return [*self.first_edges(rank), *onward]
@@ -310,7 +310,7 @@ class Route(Schedule):
         return [edge for edge in edges if edge.target == target]
 
     def first_edges_to(self, owner: int, target: int) -> tuple[Edge, ...]:
-        """Those of `first_edges` that may go to `target`; routes with many first edges override this to find only those."""
+        """Those of `first_edges` that may go to `target`; routes with many first edges search only for these."""
         return self.first_edges(owner)
 
     def arrival(self, rank: int, owner: int) -> Edge | None:

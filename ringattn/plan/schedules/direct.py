@@ -68,7 +68,7 @@ class DirectSchedule(Route):
     def _count_sent(self, owner: int) -> int:
         """The number of rows that an owner sends, summed over heads.
 
-        If there are more than EXACT_RANKS ranks and more than LATEST need rows, LATEST evenly spaced ones stand for all.
+        With more than EXACT_RANKS ranks, if more than LATEST need rows, LATEST evenly spaced ones stand for all.
         """
         demand, ranks = self.demand, self.demand.layout.ranks
         edges = list(islice(self._edges_from(owner), LATEST + 1 if ranks > EXACT_RANKS else None))

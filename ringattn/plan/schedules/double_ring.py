@@ -14,7 +14,7 @@ from .ring import Direction, rows_along, runs
 
 
 class DoubleRingSchedule(Route):
-    """With n = ranks_per_node, a rank at place p computes at step t * n + j with the block of place p - j, t nodes back."""
+    """With n = ranks_per_node, at step t * n + j a rank computes with the block from j places and t nodes before it."""
 
     rings = 2
     numbered = True

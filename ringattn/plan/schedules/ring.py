@@ -216,8 +216,8 @@ def choose_directions(demand: BlockDemand) -> tuple[Direction, ...]:
     totals = [sum(rows_along(demand, blocks, direction) for direction in choice) for choice in choices]
     full = sum(map(demand.layout.rows, blocks)) * demand.block_heads * ranks
     one_way = min(totals[:2])
-    # On a tie, use one direction for a dense pattern, as it needs only two receive buffers, and both for a local pattern,
-    # as the blocks of the shorter arcs are found without looking at the whole ring.
+    # On a tie, use one direction for a dense pattern, as it needs only two receive buffers, and both for a local
+    # pattern, as the blocks of the shorter arcs are found without looking at the whole ring.
     if one_way < totals[2] or (one_way == totals[2] and 2 * one_way > full):
         return choices[totals.index(one_way)]
     return half
