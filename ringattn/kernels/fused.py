@@ -30,7 +30,7 @@ def add_(total: Tensor, part: Tensor) -> None:
 
 
 def _launch(kernel: Any, tensors: tuple[Tensor, ...], like: Tensor) -> None:
-    """Launch a kernel on every tile of `like` [B, H, n, D], with the tensors, their strides and the sizes as arguments."""
+    """Launch a kernel on every tile of `like` [B, H, n, D]; its arguments are the tensors, their strides and sizes."""
     batch, heads, rows, width = like.shape
     if not like.numel():
         return

@@ -37,7 +37,7 @@ def crop_to(x: Tensor, width: int) -> Tensor:
 
 
 def align(x: Tensor) -> Tensor:
-    """x, or a copy, such that CUDA kernels can read it: last stride 1, and every row starts at a multiple of 16 bytes."""
+    """x or a copy of it that CUDA kernels can read: last stride 1, and every row starts at a multiple of 16 bytes."""
     size = x.element_size()
     aligned = x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:-1])
     return x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
@@ -119,9 +119,8 @@ def hidden_column(scale: float, dtype: torch.dtype) -> float:
     """
     factor = EXTRA * abs(scale)
     column = min((HIDDEN / factor) ** 0.5 if factor else float("inf"), torch.finfo(dtype).max)
-    column = 2.0 ** (
-        frexp(column)[1] - 1
-    )  # a power of two is never rounded: via bf16, the 65504 of fp16 would become infinite
+    # A power of two is never rounded: by way of bf16, the 65504 of fp16 would become infinite.
+    column = 2.0 ** (frexp(column)[1] - 1)
     if not LEAST <= factor * column * column < float("inf"):
         raise Unsupported(
             f"key_padding_mask does not work with scale={scale} in {dtype}: no finite column hides a key; "
