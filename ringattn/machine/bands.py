@@ -14,7 +14,7 @@ SIZES = (0, 4096, 16384)
 
 @dataclass(frozen=True)
 class ErrorBand:
-    """90 % of `rows` published passes took `low` to `high` times as long as predicted by the model made without them."""
+    """90 % of `rows` published passes took `low` to `high` times as long as a model made without them predicts."""
 
     rows: int
     low: float
@@ -56,5 +56,5 @@ def describe_band(preset: str, tokens: int) -> str:
         return f"{preset} with {describe_sizes(index)}: no published measurement"
     return (
         f"{preset} with {describe_sizes(index)}: 90 % of {band.rows} published passes took {band.low:g} to "
-        f"{band.high:g} times as long as this model says, made without them"
+        f"{band.high:g} times as long as this model predicts without them"
     )

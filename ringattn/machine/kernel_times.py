@@ -162,7 +162,7 @@ FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 2, 9
 
 @dataclass(frozen=True)
 class KernelRates:
-    """The rates of one library's attention kernel on one GPU for 16-bit inputs; 32-bit inputs take `wide` times as long."""
+    """The rates of one library's attention kernel on one GPU, for 16-bit inputs; 32 bits take `wide` times as long."""
 
     #: flash-attn 2, flash-attn 3, cudnn, ...
     library: str
