@@ -219,8 +219,8 @@ def test_documents_of_tensors() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (Documents, "lengths or cu_seqlens, one of them"),
-        (lambda: Documents([1], cu_seqlens=[0, 1]), "lengths or cu_seqlens, one of them"),
+        (Documents, "either lengths or cu_seqlens"),
+        (lambda: Documents([1], cu_seqlens=[0, 1]), "either lengths or cu_seqlens"),
         (lambda: Documents(cu_seqlens=[1, 5]), "begin with 0, never decrease"),
         (lambda: Documents(cu_seqlens=[]), "begin with 0, never decrease"),
         (lambda: Documents(torch.tensor([0, 9, 5])), "got [0, 9, 5]"),

@@ -1,4 +1,4 @@
-"""Attention kernels: one interface over the ops of well-kept libraries. One kernel per file, imported when chosen."""
+"""Attention kernels: one interface to the ops of maintained libraries. One kernel per file, imported when chosen."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .base import Kernel
 if TYPE_CHECKING:
     from .dropout import Dropout
 
-#: Kernels by name. An installed package adds a subclass of `Kernel` by an entry point of the group "ringattn.kernels".
+#: Kernels by name. An installed package adds a `Kernel` subclass through an entry point in group "ringattn.kernels".
 KERNELS: Registry[type[Kernel]] = Registry(
     "kernels",
     {
@@ -53,12 +53,12 @@ def get_kernel(
 ) -> Kernel:
     """The kernel called `name`, checked against q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv].
 
-    "auto" chooses one of this package's kernels by the device, see `AUTO`, or "reference" for a `softcap` or
-    a `dropout`. A name is never replaced by another kernel: raises InvalidInput for an unknown name, Unsupported if the
-    kernel cannot compute the tensors, or what is asked for.
+    "auto" chooses one of this package's kernels by the device, see `AUTO`, or "reference" if there is a `softcap` or
+    `dropout`. An explicit name is never replaced by another kernel: raises InvalidInput for an unknown name, and
+    Unsupported if the kernel cannot compute these tensors or options.
     """
     if q.is_meta and q.device.type not in AUTO:
-        raise InvalidInput("q is a tensor on meta, which has no numbers; try to_empty(device='cpu') and load them")
+        raise InvalidInput("q is on the meta device and has no values; try to_empty(device='cpu') and load them")
     asked = {key: value for key, value in (("softcap", softcap), ("dropout", dropout)) if value is not None}
     if name == "auto":
         name = "reference" if asked else AUTO.get(q.device.type, "reference")
@@ -72,7 +72,7 @@ def get_kernel(
 
 
 def split_kernel(name: str) -> tuple[str, str]:
-    """(kernel, choice or "") of a name such as "aten_cuda:flash". Raises InvalidInput for a name of no kernel."""
+    """(kernel, choice or "") of a name such as "aten_cuda:flash". Raises InvalidInput for an unknown name."""
     base, colon, choice = name.partition(":")
     if base not in KERNELS or (colon and choice not in KERNELS[base].choices):
         names = ["auto", *available()]
@@ -81,9 +81,9 @@ def split_kernel(name: str) -> tuple[str, str]:
 
 
 def available() -> dict[str, str]:
-    """For each kernel "ok", or why it cannot run on this machine. Imports all kernels.
+    """For each kernel, "ok" or the reason why it cannot run on this machine. Imports all kernels.
 
-    Keys are the names that `get_kernel` takes, but for "auto": each kernel and its choices, as "name:choice".
+    Keys are the names that `get_kernel` takes, except "auto": each kernel and each of its choices, as "name:choice".
     """
     states: dict[str, str] = {}
     for name in KERNELS:
@@ -97,17 +97,17 @@ def available() -> dict[str, str]:
     return states
 
 
-#: What computes merges and sums: "torch", "triton", or "auto", which is triton for CUDA tensors where Triton can run.
+#: What computes merges and sums: "torch", "triton", or "auto": triton for CUDA tensors if Triton can run, else torch.
 MERGES = ("auto", "torch", "triton")
-#: One choice for all threads: torch runs a backward on CUDA in threads of its own.
+#: One choice for all threads, because torch runs a backward on CUDA in its own threads.
 _choice = "auto"
 
 
 @contextmanager
 def merging(choice: str) -> Iterator[None]:
-    """Merges and sums of gradients are computed by `choice` inside the with statement, in all threads.
+    """Context manager in which `choice` computes merges and sums of gradients, in all threads.
 
-    Raises InvalidInput for an unknown choice, and Unsupported for "triton" where Triton cannot run.
+    Raises InvalidInput for an unknown choice, and Unsupported for "triton" if Triton cannot run.
     """
     global _choice
     if choice not in MERGES:
@@ -123,7 +123,7 @@ def merging(choice: str) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def missing() -> str | None:
-    """Why Triton cannot run here; None if it can. Triton compiles a small C file for the Python that runs."""
+    """Why Triton cannot run here; None if it can. Triton compiles a small C file for the running Python."""
     if find_spec("triton") is None:
         return "Triton is not installed; try pip install 'ringattn[triton]'"
     if _fused().INTERPRETED:
@@ -140,13 +140,13 @@ def _fused() -> ModuleType:
 
 
 def fused_kernels(device: torch.device) -> ModuleType | None:
-    """The module of Triton kernels where Triton computes for tensors on this device; None where torch does."""
+    """The module of Triton kernels if Triton merges and sums tensors on this device; None if torch does."""
     return _fused() if _by_triton(_choice, device) else None
 
 
 @lru_cache(maxsize=64)
 def _by_triton(choice: str, device: torch.device) -> bool:
-    """Whether Triton computes for tensors on this device."""
+    """Whether Triton merges and sums tensors on this device."""
     if choice == "triton":
         if device.type != "cuda" and not _fused().INTERPRETED:
             raise Unsupported(f"merges by triton need tensors on a cuda device, got {device}; try merging('auto')")

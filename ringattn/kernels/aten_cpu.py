@@ -1,4 +1,4 @@
-"""The flash attention op that PyTorch ships for CPUs, called on strided views."""
+"""A kernel that calls PyTorch's flash attention op for CPUs on strided views."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .pad import crop_to, pad_to
 
 #: A banded work of at most this many pairs is one masked call: splitting would cost more time than it saves.
 SMALL = 256 * 256
-#: Most rows of a triangle that is one call, of which the op computes all pairs; in bf16 small calls take longer.
+#: Maximum rows of a triangle that is one call, in which the op computes all pairs; in bf16 small calls take longer.
 TRIANGLE_ROWS, BF16_TRIANGLE_ROWS = 128, 2048
-#: Query rows times heads per call, which bounds the memory of a call and still occupies many threads. The same bound on
-#: keys times heads limits how many repetitions are one call, because a backward allocates their gradients.
+#: Query rows x heads per call, which bounds the memory of a call and still occupies many threads. The same bound on
+#: keys x heads limits how many repetitions are one call, because a backward allocates their gradients.
 CALL_ROWS = 1 << 14
-#: Below this number of keys the op answers out 0 and lse 0 for a row whose logits are all NaN (fp64: below half of it).
+#: With fewer keys, the op returns out 0 and lse 0 for a row whose logits are all NaN (fp64: with fewer than half).
 LANES = 16
 #: (share, least) of `cut_strips`, measured at widths of 64 to 1,024. A backward adds to dK and dV in each strip.
 FORWARD, BACKWARD = (8, 32), (2, 64)
@@ -30,28 +30,28 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 def bf16_is_fast(*, backward: bool) -> bool:
-    """Whether this CPU computes a forward, or a backward, in bf16 faster than in fp32.
+    """Whether this CPU computes a forward, or a backward, faster in bf16 than in fp32.
 
-    A matrix unit (AMX) does for both. Without one a forward takes as long in bf16 as in fp32, but a backward, with
-    products of bf16 (AVX512_BF16), 0.6 of the time (an EPYC, 2,048 and 4,096 tokens).
+    A matrix unit (AMX) speeds up both. Without one, a forward takes as long in bf16 as in fp32, while a backward with
+    bf16 products (AVX512_BF16) takes 0.6 of the time (measured on an EPYC, 2,048 and 4,096 tokens).
     """
     return torch.cpu._is_amx_tile_supported() or (backward and torch.cpu._is_avx512_bf16_supported())
 
 
 class AtenCpu(Kernel):
-    """`aten::_scaled_dot_product_flash_attention_for_cpu` in fp64 and fp32; 16-bit inputs are computed in fp32, but for
-    bf16 where `bf16_is_fast`.
+    """`aten::_scaled_dot_product_flash_attention_for_cpu` in fp64 and fp32. It computes 16-bit inputs in fp32, except
+    bf16 if `bf16_is_fast`.
 
     On CPUs native fp16 matrix products are hundreds of times slower than fp32. fp32 partials also keep the error of
-    many visits at the error of one rounding. What is computed in bf16 (out, dq, dk, dv of every call) is rounded to
-    bf16, and summed over calls in fp32. The error against fp64 (root mean square) of 4,096 causal tokens on 4 ranks:
-    out 2.3e-3, dk 3.8e-3; by fp32 partials 1.6e-3, 1.8e-3; of one call of torch in bf16 2.1e-3, 6.5e-3. The op shares
-    key/value heads itself. A value head dim that differs from the head dim of q is padded, which changes no number.
+    many visits at the error of one rounding. In bf16, out, dq, dk and dv of every call are rounded to bf16, and summed
+    over calls in fp32. The error against fp64 (root mean square) for 4,096 causal tokens on 4 ranks is out 2.3e-3, dk
+    3.8e-3 in bf16; 1.6e-3, 1.8e-3 with fp32 partials; 2.1e-3, 6.5e-3 in a single call of torch in bf16. The op supports
+    shared key/value heads. A value head dim that differs from the head dim of q is padded, which changes no number.
     """
 
-    #: `strip_keys`: the bound on keys times heads of strips. A forward allocates nothing for keys, unless in 16 bit.
+    #: `strip_keys`: the bound on keys x heads of strips. A forward allocates nothing for keys, except in 16 bits.
     name, strips, strip_keys = "aten_cpu", FORWARD, 4 * CALL_ROWS
-    #: The most rows of a triangle that is one call.
+    #: Maximum rows of a triangle that is one call.
     triangle_rows = TRIANGLE_ROWS
     dtype = torch.float32
 
@@ -127,7 +127,7 @@ def _triangle_rows(dtype: torch.dtype, *, backward: bool) -> int:
 def _ready(width: int, *tensors: Tensor, backward: bool) -> list[Tensor]:
     """The tensors with `width` columns, in a dtype that the op computes fast.
 
-    The last stride is 1: for other strides the op silently reads wrong numbers.
+    The last stride is 1: with other strides the op silently reads wrong numbers.
     """
     ready = []
     for x in tensors:

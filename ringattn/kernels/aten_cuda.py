@@ -1,7 +1,7 @@
-"""The three attention ops that PyTorch ships for CUDA: flash, cuDNN and memory-efficient.
+"""A kernel for PyTorch's three CUDA attention ops: flash, cuDNN and memory-efficient.
 
-Tests run this file on emulated ops, whose rules come from the sources of the ops and from runs on an H200 with torch
-2.11. On a machine with a GPU, `scripts/gpu` checks every choice.
+Tests run this file on emulated ops, whose rules come from the source code of the ops and from runs on an H200 with
+torch 2.11. On a machine with a GPU, `scripts/gpu` checks every choice.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from .cuda_device import HALF_DTYPES, OPS, CudaDevice, efficient_mask, efficient
 from .packing import cumulative, pack
 from .pad import align, crop_to, pad_to
 
-#: Largest second or third dimension of a CUDA grid, where the ops put heads, or batch times heads.
+#: Largest second or third dimension of a CUDA grid, where the ops put heads, or batch x heads.
 GRID = 65_535
-#: (cum_seq_q, cum_seq_k, max_q, max_k) of flash; None for the first two of a call that is not packed.
+#: (cum_seq_q, cum_seq_k, max_q, max_k) of flash; the first two are None if the call is not packed.
 Lengths = tuple[Tensor | None, Tensor | None, int, int]
 
 _aten = torch.ops.aten
 
 
 class AtenCuda(Kernel):
-    """One of the three ops, or, without a choice, for each call the fastest op that computes the call.
+    """One of the three ops or, without a choice, the fastest op that can compute each call.
 
-    Flash computes any band, after cuts; the memory-efficient op does so where flash cannot run: for fp32, on devices
-    before compute capability 8.0, and where torch.backends.cuda.enable_flash_sdp(False) is in force. cuDNN computes
-    dense and causal calls in 16 bits, where `CudaDevice` finds it right and fast, and where no determinism is asked,
-    neither by `deterministic` nor by torch.use_deterministic_algorithms. cuDNN builds a plan for each shape and stride,
-    so flash computes works whose shapes do not come again: of documents, and of blocks selected for one call. With the
-    choice "cudnn" the op of the bands computes the other calls. An implementation that
-    torch.nn.attention.activate_flash_attention_impl has put in place of FlashAttention 2, "FA3" or "FA4", takes the
-    calls of flash, and those of cuDNN. Head dims up to 256.
+    - Flash computes any band, after cuts.
+    - The memory-efficient op does so if flash cannot run: for fp32, on devices before compute capability 8.0, and after
+      torch.backends.cuda.enable_flash_sdp(False).
+    - cuDNN computes dense and causal calls in 16 bits if `CudaDevice` considers it correct and fast, unless
+      `deterministic` or torch.use_deterministic_algorithms asks for determinism. It builds a plan for each shape and
+      stride, so flash computes works whose shapes will not recur: of documents, and of blocks selected for one call.
+      With the choice "cudnn", flash or the memory-efficient op (`band_op`) computes the calls that cuDNN cannot.
+    - If torch.nn.attention.activate_flash_attention_impl has replaced FlashAttention 2 by "FA3" or "FA4", that computes
+      the calls of flash, and those of cuDNN.
 
-    Short works of a visit, such as documents, dilated classes and rows of blocks, are one call of flash with cumulative
-    lengths, "varlen", see `packing`. With the choice "cudnn" they are calls of their own.
+    Head dims up to 256. Short works of a visit, such as documents, dilated classes and rows of blocks, are packed into
+    one flash call with cumulative lengths, "varlen", see `packing`; with the choice "cudnn" they stay separate calls.
 
-    What the device and torch's switches allow is read once, in `check`; the backward keeps to it.
+    `check` reads once what the device and torch's switches allow; the backward uses the same.
     """
 
     choices: ClassVar[tuple[str, ...]] = OPS
@@ -72,7 +73,7 @@ class AtenCuda(Kernel):
 
     @cached_property
     def band_op(self) -> str:
-        """The op of the calls that cuDNN does not compute: "flash" or "efficient"."""
+        """The op for calls that cuDNN does not compute: "flash" or "efficient"."""
         if self.choice in ("flash", "efficient"):
             return self.choice
         half = self.dtype in HALF_DTYPES
@@ -91,7 +92,7 @@ class AtenCuda(Kernel):
         self.use(CudaDevice.read(q.device), max(q.shape[-1], v.shape[-1]))
 
     def use(self, device: CudaDevice, width: int) -> None:
-        """Settle on the ops for tensors of `width` columns on `device`. Raises Unsupported if there is none."""
+        """Choose the ops for tensors of `width` columns on `device`. Raises Unsupported if none can compute them."""
         if width > 256:
             raise Unsupported(f"kernel {self.name} takes head dims up to 256, got {width}; try kernel=reference")
         self.device = device
@@ -107,7 +108,7 @@ class AtenCuda(Kernel):
             told = "; ".join(f"{op}: {reasons[op]}" for op in ("flash", "efficient"))
             raise Unsupported(f"kernel {self.name}: no op computes bands here; {told}; try kernel=reference")
         self.band_op = able[0]
-        # Plans keep the calls of a kernel by its name: kernels that cut or pack in another way have another name.
+        # Plans cache the calls of a kernel by its name, so kernels that cut or pack differently need different names.
         if self.band_op == "flash":
             self.max_head_dim = device.flash_head_dim
             if self.deterministic:
@@ -144,7 +145,7 @@ class AtenCuda(Kernel):
         if any(call.gathered for call in calls):
             reasons["FlexAttention"] = "it is compiled for each mask, see docs/measured.md"
         if self.choice in reasons:
-            reasons |= {op: f"kernel={self.name} is asked for" for op in OPS}
+            reasons |= {op: f"the call asks for kernel={self.name}" for op in OPS}
         used = " ".join(op for op, _ in taken.calls)
         return OpChoice(self.name, taken.calls, tuple((op, str(why)) for op, why in reasons.items() if op not in used))
 
@@ -156,11 +157,11 @@ class AtenCuda(Kernel):
         if reason or self.choice or self.band_op == "efficient":
             return reason
         if self.varies:
-            return "it builds a plan for each shape, and these shapes do not come again"
+            return "it builds a plan for each shape, and these shapes will not recur"
         return self.device.cudnn_is_slower()
 
     def _asks_determinism(self) -> bool:
-        """Whether determinism is asked of this kernel, or of torch as a whole with no mere warning."""
+        """Whether this kernel, or torch as a whole (not just with warnings), must be deterministic."""
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
         return self.deterministic or (torch.are_deterministic_algorithms_enabled() and not warns)
 
@@ -211,7 +212,7 @@ class AtenCuda(Kernel):
                 )
                 dq, dk, dv = (_of_tokens(x, work, len(q)) for x in grads)
             elif op == "cudnn":
-                # cuDNN plans are kept by keys without the strides of dO and out (cudnn/MHA.cpp): one layout for all.
+                # torch caches cuDNN plans by keys without the strides of dO and out (cudnn/MHA.cpp): use one layout.
                 grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
                 dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
                     *(grad, q, k, v, out, lse.unsqueeze(-1), seed, seed),
@@ -223,14 +224,14 @@ class AtenCuda(Kernel):
                 k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
                 flip, mask_type, window = efficient_mask(work)
                 grad, q, k, v, out, lse = _flipped((grad, q, k, v, out, lse), flip)
-                # The backward of torch 2.11 counts a window from the first row and key, unlike the forward: rows in
-                # front, of no weight, make the work square. Seen on an H200.
+                # The backward of torch 2.11 counts a window from the first row and key, unlike the forward (seen on an
+                # H200). Extra rows in front, with weight 0, make the work square.
                 front = 0 if window is None else keys - rows
                 grad, q, out = (pad(x, (0, 0, front, 0)) for x in (grad, q, out))
                 lse = pad(lse, (front, -(front + rows) % 32), value=torch.inf)
                 grads = _aten._efficient_attention_backward(
                     *(x.transpose(1, 2) for x in (grad, q, k, v)),
-                    # The op reads out as contiguous [B, N, H, D], whatever its strides.
+                    # The op reads out as contiguous [B, N, H, D], regardless of its strides.
                     *(None, out.transpose(1, 2).contiguous(), None, None, front + rows, keys, lse),
                     *(0.0, seed, seed, mask_type, False),
                     scale=scale,
@@ -269,22 +270,22 @@ class AtenCuda(Kernel):
 
 
 def _no_seed(x: Tensor) -> Tensor:
-    """The seed of dropout, which is off: no op reads it."""
+    """A placeholder for the seed of dropout, which is off: no op reads it."""
     return x.new_empty((), dtype=torch.int64)
 
 
 def _tokens(x: Tensor, work: Work) -> Tensor:
-    """x [B, H, n, D] as flash takes it: [B, n, H, D], or [B * n, H, D] for a packed work."""
+    """x [B, H, n, D] in the layout of flash: [B, n, H, D], or [B * n, H, D] for a packed work."""
     return x.transpose(1, 2).flatten(0, 1) if work.sequences else x.transpose(1, 2)
 
 
 def _of_tokens(x: Tensor, work: Work, batch: int) -> Tensor:
-    """A result of flash as [B, H, n, D]."""
+    """A result of flash converted to [B, H, n, D]."""
     return (x.unflatten(0, (batch, -1)) if work.sequences else x).transpose(1, 2)
 
 
 def _lengths(work: Work, q: Tensor) -> Lengths:
-    """The lengths of a call of flash for q [B, H, n, D]."""
+    """The lengths for a flash call with q [B, H, n, D]."""
     return cumulative(work, len(q), q.device) if work.sequences else (None, None, len(work.q), work.keys)
 
 
@@ -295,8 +296,7 @@ def _flipped(tensors: Sequence[Tensor], flip: bool) -> Sequence[Tensor]:
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """torch's deterministic mode, for the ops that read it: on if wanted; else, and afterwards, as the caller has
-    it."""
+    """Context manager that turns on torch's deterministic mode if `wanted`, and restores the old mode afterwards."""
     if not wanted or torch.are_deterministic_algorithms_enabled():
         yield
         return

@@ -3,8 +3,8 @@
 lse is the natural log of the sum of exp(scaled logits), [B, H, rows], in fp32 (fp64 for fp64 inputs). Every query row
 that a kernel receives sees a key.
 
-NaN and infinities act as in torch's SDPA: every row that sees a key with a NaN is NaN, and other rows of the same call
-may be. A row that sees no key has out 0 and lse -inf.
+NaN and infinities behave as in torch's SDPA: every row that sees a key with a NaN is NaN, and other rows of the same
+call may be NaN, too. A row that sees no key has out 0 and lse -inf.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from .dropout import Dropout
 
 
-#: Most query rows of a strip of a band.
+#: Maximum query rows of a strip of a band.
 STRIP_ROWS = 256
-#: Squares below the diagonal of a triangle have a multiple of so many keys: ops are slower with other numbers.
+#: Squares below the diagonal of a triangle have a multiple of this many keys: ops are slower with other numbers.
 SQUARE_KEYS = 32
 
 
 @dataclass(frozen=True)
 class OpChoice:
-    """Which ops compute a work, with the number of calls of each, and why the others of the kernel do not."""
+    """Which ops of a kernel compute a work, with the number of calls of each, and why its other ops do not."""
 
     kernel: str
     calls: tuple[tuple[str, int], ...]
@@ -50,28 +50,28 @@ class Kernel(ABC):
     """Attention of one work: q [B, H, rows, D], k [B, K, keys, D], v [B, K, keys, Dv]; any strides.
 
     B is the batch; for a repeated work B counts the repetitions of one batch element. A subclass in one file is a
-    complete kernel. An installed package offers its subclass by an entry point of the group "ringattn.kernels".
+    complete kernel. An installed package adds its own through an entry point of the group "ringattn.kernels".
     """
 
-    #: What `kernel=` names, with the choice after a colon.
+    #: The name for `kernel=`; a choice follows after a colon.
     name: str
     #: Variants that `kernel="name:choice"` may ask for.
     choices: ClassVar[tuple[str, ...]] = ()
     #: The largest head dim of q, k and v that the kernel computes; None: any.
     max_head_dim: int | None = None
-    #: Which of the options below the kernel computes, by name. A call that asks for another option is refused.
+    #: The options below that the kernel supports, by name. A call that asks for another option is refused.
     features: ClassVar[tuple[str, ...]] = ()
-    #: (choice, deterministic) that the kernel was made for.
+    #: The (choice, deterministic) with which the kernel was made.
     asked: tuple[str | None, bool] = (None, False)
     #: The softcap of the logits; None: no softcap.
     softcap: float | None = None
-    #: Whether the first columns of q and k hide padded keys, see `pad.hide_keys`: a softcap does not cap their share.
+    #: Whether the first columns of q and k hide padded keys, see `pad.hide_keys`: a softcap must not cap their part.
     padded: bool = False
-    #: Whether the shapes of works do not come again, see `Pattern.varies`.
+    #: Whether shapes of works are unlikely to recur, see `Pattern.varies`.
     varies: bool = False
-    #: Which weights are dropped; None: none.
+    #: Dropout of attention weights; None: no dropout.
     dropout: Dropout | None = None
-    #: Of a call with dropout: streams int64 [B, H, rows, 1] and steps int64 [B, K, keys, 1] of `weight_factors`.
+    #: For a call with dropout: streams int64 [B, H, rows, 1] and steps int64 [B, K, keys, 1] for `weight_factors`.
     numbers: tuple[Tensor, Tensor] | None = None
 
     @classmethod
@@ -81,17 +81,17 @@ class Kernel(ABC):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for kernels that make the same calls of a work."""
+        """A key that is equal for kernels that split a work into the same calls."""
         return type(self), *self.asked
 
     def derive(self, **options: Any) -> Kernel:
-        """This kernel with other options."""
+        """A copy of this kernel with the given options."""
         kernel = copy(self)
         vars(kernel).update(options)
         return kernel
 
     def seeded(self, seed: int | None = None) -> Kernel:
-        """This kernel, with a seed where it has dropout: `seed`, or else `Dropout.seeded`."""
+        """This kernel; if it has dropout, with its seed set to `seed`, or by `Dropout.seeded` if that is None."""
         return self if self.dropout is None else self.derive(dropout=self.dropout.seeded(seed))
 
     @classmethod
@@ -103,8 +103,8 @@ class Kernel(ABC):
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raise Unsupported if this kernel cannot compute these tensors.
 
-        Asked once for tensors of equal shapes, strides, dtypes, devices and `requires_grad` under equal switches of
-        torch: the answer must depend on nothing else.
+        Called once for tensors with equal shapes, strides, dtypes, devices and `requires_grad` under equal switches of
+        torch: the result must not depend on anything else.
         """
 
     def op_of(self, call: Work, head_dim: int) -> str:
@@ -112,20 +112,20 @@ class Kernel(ABC):
         return self.name
 
     def explain(self, *works: Work, head_dim: int = 128) -> OpChoice:
-        """Which ops compute the works of a visit, and why the others do not."""
+        """Which ops compute the works of a visit, and why other ops do not."""
         calls = Counter(self.op_of(call, head_dim) for call in self.calls_of(works))
         return OpChoice(self.name, tuple(calls.items()))
 
     @abstractmethod
     def split(self, work: Work) -> Iterator[Work]:
-        """The calls that this kernel makes for a work. Together the calls hold every pair of the work once."""
+        """The calls that this kernel makes for a work. Together they contain every pair of the work exactly once."""
 
     def pack(self, calls: list[Work]) -> list[Work]:
-        """The calls of `split` for the works of one visit, or fewer calls that hold the same pairs."""
+        """The given calls of one visit, or fewer calls with the same pairs."""
         return calls
 
     def for_backward(self) -> Kernel:
-        """The kernel whose `split` serves a backward; another one where other calls are faster there."""
+        """The kernel whose `split` is used in a backward; differs from `self` if other calls are faster there."""
         return self
 
     def calls_of(self, works: Iterable[Work]) -> list[Work]:
@@ -136,8 +136,8 @@ class Kernel(ABC):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float) -> tuple[Tensor, Tensor]:
         """(out [B, H, rows, Dv], lse [B, H, rows]) of one call, with any strides.
 
-        out has the dtype of q, or fp32 (fp64 for fp64), in which partials of the same rows are merged: fp32 partials of
-        16-bit inputs save a rounding per call. lse is fp32 (fp64).
+        out has the dtype of q, or fp32 (fp64 for fp64). Partials of the same rows are merged in fp32, so returning fp32
+        for 16-bit inputs saves a rounding per call. lse is fp32 (fp64 for fp64).
         """
 
     @abstractmethod
@@ -146,10 +146,10 @@ class Kernel(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of one call, in the shapes of q, k and v, with any strides, and in their dtype or in fp32.
 
-        The runtime adds them to sums in fp32 (fp64 for fp64), which are rounded once, after the last call. Columns
-        beyond those of q, k and v are left out.
+        The runtime adds them to sums in fp32 (fp64 for fp64), which are rounded once, after the last call. It ignores
+        columns beyond those of q, k and v.
 
-        `grad` is dO [B, H, rows, Dv]. `out` and `lse` are those of the query rows over all their keys, so that
+        `grad` is dO [B, H, rows, Dv]. `out` and `lse` of the query rows cover all their keys, so that
         P = exp(scale * q k^T - lse) and dS = P * (dO v^T - rowsum(dO * out)).
         """
 
@@ -178,15 +178,15 @@ def is_dense(x: object) -> TypeGuard[Tensor]:
 
 
 def kind_of(x: object) -> str:
-    """What x is where it is no dense tensor, for an error."""
+    """A description of x, which is not a dense tensor, for an error message."""
     if not isinstance(x, Tensor):
         return type(x).__name__
     return "a nested tensor; try padding" if x.is_nested else f"a {x.layout} tensor; try to_dense()"
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in this dtype; x itself, without a call of torch, where it has the dtype."""
-    return x if x.dtype == dtype else x.to(dtype=dtype)  # by name: torch parses it in half the time
+    """x in this dtype; x itself, without calling torch, if it already has the dtype."""
+    return x if x.dtype == dtype else x.to(dtype=dtype)  # torch parses a keyword argument in half the time
 
 
 def expand_heads(x: Tensor, heads: int) -> Tensor:
@@ -195,9 +195,9 @@ def expand_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def positive(scale: float) -> tuple[float, float]:
-    """(sign, factor) with factor > 0, such that q * sign with `factor` has the logits of q with `scale`.
+    """(sign, factor) with factor > 0 such that q * sign scaled by `factor` has the same logits as q scaled by `scale`.
 
-    Libraries hide a key by the logit -inf before they scale: a scale of -1 would make the logit +inf.
+    Libraries hide a key with the logit -inf before they scale: a scale of -1 would turn it into +inf.
     """
     if scale > 0:
         return 1.0, scale
@@ -205,11 +205,11 @@ def positive(scale: float) -> tuple[float, float]:
 
 
 def cut(work: Work, reads: Callable[[Work], bool]) -> Iterator[Work]:
-    """The calls that compute a work, each with a band that `reads` accepts: the work, or two or three runs of rows.
+    """The calls that compute a work, each with a band that `reads` accepts: the work, or two or three runs of its rows.
 
-    Each run is bounded by `lo` alone, by `hi` alone, by both or by neither, and has only the keys that its rows see:
-    where `lo` binds, the last row sees the last key and no key behind; where `hi` binds, the first row sees the first
-    key and no key before.
+    Each run is bounded by `lo` alone, by `hi` alone, by both or by neither, and has only the keys that its rows see: if
+    `lo` binds, the last key is the last one that the last row sees; if `hi` binds, the first key is the first one that
+    the first row sees.
     """
     if reads(work):
         yield work
@@ -220,15 +220,15 @@ def cut(work: Work, reads: Callable[[Work], bool]) -> Iterator[Work]:
     bounded = rows if work.hi is None else min(max(work.hi, 0), rows)
     for first, last in pairwise(sorted({0, unbounded, bounded, rows})):
         part = work.narrow_rows(first, last)
-        assert reads(part), "the op reads the band of every run of rows correctly"
+        assert reads(part), "the op must read the band of every run of rows correctly"
         yield part
 
 
 def halve(triangle: Work, least: int) -> Iterator[Work]:
     """The calls that compute a triangle: squares, and triangles of at most `least` rows.
 
-    `least` is SQUARE_KEYS or more, so that no half of a triangle is empty. Ops compute hidden pairs of a triangle, the
-    flash op for CPUs up to 512 keys of each row.
+    `least` is at least SQUARE_KEYS, so that no half of a triangle is empty. The purpose: in a triangle, ops also
+    compute hidden pairs, the flash op for CPUs up to 512 keys per row.
     """
     rows = len(triangle.q)
     if rows <= least:
@@ -241,10 +241,10 @@ def halve(triangle: Work, least: int) -> Iterator[Work]:
 
 
 def cut_strips(work: Work, share: int, least: int) -> Iterator[Work]:
-    """The strips of rows of a band that is bounded above, each with the keys that its rows see.
+    """A band with an upper bound, cut into strips of rows, each with the keys that its rows see.
 
-    A strip has as many rows as the band is wide over `share`, in multiples of `least`. Low strips compute fewer hidden
-    pairs, high strips make faster matrix products.
+    A strip has (width of the band) / `share` rows, rounded up to a multiple of `least`, at most STRIP_ROWS. Low strips
+    compute fewer hidden pairs, high strips make faster matrix products.
     """
     assert work.hi is not None
     rows, width = len(work.q), work.keys if work.lo is None else work.hi - work.lo + 1

@@ -1,7 +1,7 @@
-"""Which of PyTorch's attention ops for CUDA a device, its libraries and torch's switches allow, and what the ops read.
+"""Which of PyTorch's CUDA attention ops a device, its libraries and torch's switches allow, and which bands they read.
 
-The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (PyTorch 2.13), by which torch's own
-scaled_dot_product_attention chooses, and the reports that are named beside them.
+The rules come from aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (PyTorch 2.13), by which torch's own
+scaled_dot_product_attention chooses an op, and from the bug reports named beside them.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ OPS = ("flash", "cudnn", "efficient")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 #: torch's switches, by op: torch.backends.cuda.enable_..._sdp.
 SWITCHES = {"flash": "flash", "cudnn": "cudnn", "efficient": "mem_efficient"}
-#: From this cuDNN on, 9.15.1, torch itself prefers cuDNN on compute capability 9.0 and 10.x.
+#: From cuDNN 9.15.1 on, torch itself prefers cuDNN on compute capability 9.0 and 10.x.
 KNOWN_CUDNN = 91_501
-#: Below this cuDNN, 9.26, the gradients of a last tile of fewer than 128 keys could be NaN (pytorch issue 196678).
+#: Before cuDNN 9.26, the gradients of a last tile of fewer than 128 keys could be NaN (pytorch issue 196678).
 WHOLE_TILES_CUDNN = 92_600
-#: The least rows and keys of a cuDNN call. Calls of one row have been wrong (pytorch 193893, cudnn-frontend 1072).
+#: Minimum rows and keys of a cuDNN call. Calls of one row have been wrong (pytorch 193893, cudnn-frontend 1072).
 CUDNN_ROWS = 128
 CUDNN_HEAD_DIM = 128
-#: On compute capability 10.x cuDNN is silently wrong with fewer key/value heads (pytorch issue 193893).
+#: On compute capability 10.x, cuDNN is silently wrong with fewer key/value heads (pytorch issue 193893).
 CUDNN_KV_HEADS = 8
-#: The compute capabilities, by their first number, of implementations that `activate_flash_attention_impl` puts in
-#: place of FlashAttention 2 (torch/nn/attention/_fa3.py and _fa4.py), and their largest head dim.
+#: The (major compute capabilities, largest head dim) of implementations with which `activate_flash_attention_impl`
+#: replaces FlashAttention 2 (torch/nn/attention/_fa3.py and _fa4.py).
 FLASH = {"FA3": ((9,), 256), "FA4": ((9, 10), 128)}
 
 
 @dataclass(frozen=True)
 class CudaDevice:
-    """A CUDA device as the choice of an op sees it.
+    """The facts about a CUDA device that decide which op computes a call.
 
-    `cudnn` is torch.backends.cudnn.version(), such as 91501, or None without cuDNN, also on ROCm, whose MIOpen answers
-    with its own version; `disabled` holds the ops that are switched off by
-    torch.backends.cuda.enable_..._sdp(False); `flash` is the implementation behind the flash op: "FA2", or the one that
-    torch.nn.attention.activate_flash_attention_impl has activated.
+    `cudnn` is torch.backends.cudnn.version(), such as 91501, or None without cuDNN and on ROCm, where MIOpen reports
+    its own version. `disabled` has the ops that torch.backends.cuda.enable_..._sdp(False) has switched off. `flash` is
+    the implementation behind the flash op: "FA2", or the one that torch.nn.attention.activate_flash_attention_impl has
+    activated.
     """
 
     capability: tuple[int, int]
@@ -50,7 +50,7 @@ class CudaDevice:
 
     @classmethod
     def read(cls, device: torch.device | None = None) -> CudaDevice:
-        """The facts of `device`, or of the current device, as they are now."""
+        """The present facts about `device`, or about the current device."""
         flags: Any = torch.backends.cuda
         disabled = frozenset(op for op, name in SWITCHES.items() if not getattr(flags, f"{name}_sdp_enabled")())
         attention: Any = torch.nn.attention
@@ -64,16 +64,16 @@ class CudaDevice:
         return FLASH[self.flash][1] if self.flash in FLASH else 256
 
     def padded(self, width: int) -> int:
-        """The columns that tensors of `width` columns are padded to: a multiple of 8 that the ops can differentiate."""
+        """The number of columns to which `width` columns are padded: a multiple of 8 for which ops have a backward."""
         width = -(-width // 8) * 8
-        # Flash has no backward of 193 to 224 columns on these devices, but has one of more.
+        # Flash has no backward for 193 to 224 columns on these devices, but has one for more.
         lacks_some = (8, 6) <= self.capability <= (8, 9) or self.capability[0] == 12
         return 232 if lacks_some and 192 < width <= 224 else width
 
     def refuses(self, op: str, dtype: torch.dtype, width: int) -> str | None:
-        """Why `op` computes no call of this dtype with `width` columns here; None if it computes some."""
+        """Why `op` cannot compute any call of this dtype with `width` columns here; None if it can compute some."""
         if op in self.disabled:
-            return f"torch.backends.cuda.enable_{SWITCHES[op]}_sdp(False) is in force"
+            return f"torch.backends.cuda.enable_{SWITCHES[op]}_sdp(False) has switched it off"
         if op != "efficient" and dtype not in HALF_DTYPES:
             return f"it computes float16 and bfloat16, not {dtype_name(dtype)}"
         if self.capability < (8, 0) and (op != "efficient" or dtype == torch.bfloat16):
@@ -105,7 +105,7 @@ class CudaDevice:
         return None
 
     def cudnn_is_slower(self) -> str | None:
-        """Why flash is preferred to a cuDNN that computes the call; None if cuDNN is faster."""
+        """Why flash is preferred to cuDNN for a call that both can compute; None if cuDNN is faster."""
         if self.flash in FLASH:
             return f"{self.flash} is activated"
         if self.capability[0] not in (9, 10):
@@ -124,10 +124,10 @@ def flash_window(work: Work) -> tuple[int, int]:
 
 
 def flash_reads(work: Work) -> bool:
-    """Whether flash hides the pairs that the band of a work hides, and no others.
+    """Whether flash hides exactly the pairs that the band of a work hides.
 
-    FlashAttention 2 reads a bound below 0, or of as many keys as there are, as unbounded. Beside a bounded side it
-    reads an unbounded side as a bound of as many keys as there are (flash_api.cpp; flash-attention issue 895).
+    FlashAttention 2 reads a bound below 0, or of at least the number of keys, as unbounded. If only one side is
+    bounded, it reads the other side as a bound of the number of keys (flash_api.cpp; flash-attention issue 895).
     """
     rows, keys = len(work.q), work.keys
     left, right = window_bounds(work)
@@ -141,11 +141,11 @@ def flash_reads(work: Work) -> bool:
 
 
 def efficient_mask(work: Work) -> tuple[bool, int, int | None]:
-    """(flip, mask type, window) by which the memory-efficient op takes a band that it reads, see `efficient_reads`.
+    """(flip, mask type, window) of the memory-efficient op for a band that it reads, see `efficient_reads`.
 
-    Type 2 hides keys behind the diagonal that ends at the last row and the last key; the window counts the keys up to
-    that diagonal that a row sees, None is all. `flip`: rows and keys are given in reverse order, which turns a bound on
-    the left into a bound on the right, the only one that the op has without the other.
+    Type 2 hides keys behind the diagonal that ends at the last row and the last key; the window is how many keys up to
+    that diagonal a row sees, None for all. With `flip`, rows and keys are passed in reverse order, which turns a bound
+    on the left into one on the right: the op has no left bound alone.
     """
     if work.dense:
         return False, 0, None
@@ -158,13 +158,13 @@ def efficient_reads(work: Work) -> bool:
 
 
 def _same_bound(read: int | None, needed: int | None, nothing_hidden: int) -> bool:
-    """Whether two bounds of a window hide the same keys; a bound of at least `nothing_hidden` hides no key."""
+    """Whether two bounds of a window hide the same keys; bounds of at least `nothing_hidden` hide no key."""
     hides_nothing = [bound is None or bound >= nothing_hidden for bound in (read, needed)]
     return all(hides_nothing) or (not any(hides_nothing) and read == needed)
 
 
 def window_bounds(work: Work) -> tuple[int | None, int | None]:
-    """(left, right) of the band as a window that is anchored at the last row and the last key; None is unbounded.
+    """(left, right) of the band as a window anchored at the last row and the last key; None is unbounded.
 
     Row i sees key j iff i + keys - rows - left <= j <= i + keys - rows + right.
     """

@@ -1,8 +1,8 @@
-"""Dropout of attention weights: which weights fall follows from a seed and from what a weight belongs to.
+"""Dropout of attention weights: the seed, batch element, head, query and key decide whether a weight is dropped.
 
-Numbers are those of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), in
-integers that wrap, so that all devices have equal bits. Seed, batch element, query head and position of a query give
-the seed of a stream, and number k of the stream decides about the key at position k.
+Random numbers are those of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA
+2014), in wrapping integers, so that all devices compute equal bits. Seed, batch element, query head and query position
+give the seed of a stream, and number k of the stream decides about the key at position k.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from ..dtypes import take_numbers
 from ..errors import InvalidInput
 
-#: Seeds are smaller: they travel as 8 bytes, and torch's integers are signed.
+#: Seeds are below this: they travel as 8 bytes, and torch's integers are signed.
 SEEDS = 1 << 63
-#: Bits of a number that are compared with p.
+#: How many bits of a random number are compared with p.
 BITS = 31
 #: Number i of the stream of seed s is `finalize(s + (i + 1) * GAMMA)`.
 GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -28,11 +28,11 @@ GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 class Dropout:
     """Dropout of attention weights: each is dropped with probability `p`, and the others are divided by 1 - p.
 
-    p: 0 <= p < 1, rounded to a multiple of 2^-31 where weights are dropped.
+    p: 0 <= p < 1; the probability used is rounded to a multiple of 2^-31.
     seed: 0 <= seed < 2^63, equal on all ranks. Equal seeds drop the same weights. None: each call takes a number from
-        torch's default CPU generator of rank 0, which gradient checkpointing restores for its recomputation.
+        torch's default CPU generator on rank 0, which gradient checkpointing restores for its recomputation.
 
-    A batch whose rows have documents of their own counts as one sequence of all its rows.
+    A batch whose rows have their own documents counts as one sequence of all its rows.
     """
 
     p: float
@@ -52,17 +52,17 @@ class Dropout:
 
     @classmethod
     def read(cls, value: Any) -> Dropout:
-        """The dropout that an option gives as `Dropout` or as p. Raises InvalidInput."""
+        """The `Dropout` for an option that is a `Dropout` or p. Raises InvalidInput for anything else."""
         return value if isinstance(value, Dropout) else cls(value)
 
     def seeded(self, seed: int | None = None) -> Dropout:
-        """The same dropout with this seed; None: with its own seed, or else with one that is drawn."""
+        """The same dropout with `seed`, or with its own seed, or with a random one if both are None."""
         seed = self.seed if seed is None else seed
         return replace(self, seed=int(torch.randint(SEEDS - 1, (), device="cpu")) if seed is None else seed)
 
 
 def finalize(x: Tensor) -> Tensor:
-    """SplitMix64's function of a state, int64 that wraps; overwrites x."""
+    """The output function of SplitMix64 for states x, wrapping int64; overwrites x."""
     for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x ^= shift(x, bits)
         x *= factor - (1 << 64)
@@ -78,7 +78,7 @@ def shift(x: Tensor, bits: int) -> Tensor:
 def row_streams(seed: int, batch: int, heads: Tensor, positions: Tensor) -> Tensor:
     """Seeds of the streams of query rows, int64 [B, H, n, 1], for heads int64 [H] and positions int64 [1 or H, n].
 
-    From the stream of `seed` on, each of batch element, head and position takes its number as the next stream's seed.
+    Starting with the stream of `seed`, batch element, head and position each pick a number as the next stream's seed.
     """
     streams = torch.full((1, 1, 1), seed, dtype=torch.int64, device=heads.device)
     elements = torch.arange(batch, device=heads.device)
@@ -88,14 +88,14 @@ def row_streams(seed: int, batch: int, heads: Tensor, positions: Tensor) -> Tens
 
 
 def key_steps(positions: Tensor) -> Tensor:
-    """What keys add to the seed of a stream, int64 [...], for positions int64 [...]."""
+    """The offsets that keys add to the seed of a stream, int64 [...], for key positions int64 [...]."""
     return (positions + 1) * GAMMA
 
 
 def weight_factors(p: float, streams: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
     """0 for weights that are dropped, else 1 / (1 - p), [B, H, rows, keys].
 
-    streams int64 [B, H, rows, 1] of `row_streams`, steps int64 [B, K, keys, 1] of `key_steps`.
+    streams: int64 [B, H, rows, 1] from `row_streams`; steps: int64 [B, K, keys, 1] from `key_steps`.
     """
     states = streams.unflatten(1, (steps.shape[1], -1)) + steps.mT.unsqueeze(2)
     kept = shift(finalize(states), 64 - BITS) >= round(p * (1 << BITS))

@@ -1,6 +1,6 @@
-"""FlashAttention of packages beside torch: flash_attn, called here, and FlashAttention 3 and 4 by way of torch.
+"""FlashAttention from packages other than torch: flash_attn, called directly, and FlashAttention 3 and 4 via torch.
 
-Written from the sources of flash_attn 2.8 and PyTorch 2.13, and not yet run on a GPU: tests run this file on stand-ins.
+Written from the sources of flash_attn 2.8 and PyTorch 2.13, and not yet run on a GPU: tests use stand-ins.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .cuda_device import CudaDevice
 
 
 class FlashAttn(AtenCuda):
-    """FlashAttention 2 of the package flash_attn, 2.7 or later, in place of torch's flash op, with the same cuts.
+    """FlashAttention 2 from the package flash_attn, 2.7 or later, instead of torch's flash op, with the same cuts.
 
-    `auto` leaves it to torch, which ships the same kernels: by data sheet the package is no faster.
+    `auto` does not choose it: torch ships the same kernels, so the package should not be faster.
     """
 
     choices = ()
-    #: What `kernel=` names, the module that the kernel needs, and the package that has the module.
+    #: The name for `kernel=`, the module that the kernel needs, and the package that contains the module.
     title: ClassVar[str] = "flash_attn"
     module: ClassVar[str] = "flash_attn.flash_attn_interface"
     package: ClassVar[str] = "flash-attn"
@@ -41,7 +41,7 @@ class FlashAttn(AtenCuda):
         try:
             import_module(cls.module)
         except ImportError as error:
-            return f"{error}; it is in the package {cls.package}"
+            return f"{error}; install the package {cls.package}"
         return super().missing()
 
     def use(self, device: CudaDevice, width: int) -> None:
@@ -51,7 +51,7 @@ class FlashAttn(AtenCuda):
             raise Unsupported(
                 f"kernel {self.name}: {error}; install {self.package}, or try kernel=aten_cuda"
             ) from error
-        # Switches of torch's own op, and what is in its place, are nothing to the package.
+        # The package ignores the switches of torch's own op, and any implementation activated in its place.
         super().use(replace(device, flash=self.implementation, disabled=frozenset()), width)
 
     def flash_forward(
@@ -70,7 +70,7 @@ class FlashAttn(AtenCuda):
     def _call(
         self, name: str, tensors: tuple[Tensor, ...], lengths: Lengths, scale: float, window: Any, **options: bool
     ) -> Any:
-        """What a function of the package returns; one with cumulative lengths for a packed call."""
+        """Call a function of the package and return its result; for a packed call, the varlen variant."""
         packed = lengths[0] is not None
         call = getattr(import_module(self.module), f"_wrapped_flash_attn_{'varlen_' if packed else ''}{name}")
         return call(
@@ -85,10 +85,10 @@ class FlashAttn(AtenCuda):
 
 
 class FlashAttn3(FlashAttn):
-    """torch's flash op, in whose place torch.nn.attention.activate_flash_attention_impl("FA3") puts FlashAttention 3.
+    """FlashAttention 3 behind torch's flash op, activated by torch.nn.attention.activate_flash_attention_impl("FA3").
 
-    The first call activates it, for all attention of the process: by name only, as torch asks for. Once it is active,
-    `auto` and "aten_cuda" take it, too, in place of flash and cuDNN.
+    The first call activates it for all attention in the process, so only naming this kernel does that, as torch wants
+    it. Once it is active, `auto` and "aten_cuda" use it, too, instead of flash and cuDNN.
     """
 
     title, module, package, implementation = "flash_attn_3", "flash_attn_interface", "flash_attn_3", "FA3"

@@ -1,6 +1,6 @@
 """Triton kernels for CUDA: the merge of partial softmaxes, and the sum of gradients, in one launch and one pass each.
 
-Imports Triton, so that it is imported only where Triton is chosen.
+Imports Triton, so import this module only if Triton is chosen.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Numbers of a tile, which one program computes.
+#: The number of elements that one program computes.
 TILE = 2048
 #: Whether Triton interprets kernels, which then run on CPU tensors.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -30,7 +30,7 @@ def add_(total: Tensor, part: Tensor) -> None:
 
 
 def _launch(kernel: Any, tensors: tuple[Tensor, ...], like: Tensor) -> None:
-    """Launch a kernel on every tile of `like` [B, H, n, D]. Its arguments: the tensors, their strides and sizes."""
+    """Launch a kernel on every tile of `like` [B, H, n, D]; its arguments are the tensors, their strides and sizes."""
     batch, heads, rows, width = like.shape
     if not like.numel():
         return
@@ -64,7 +64,7 @@ def merge_kernel(
     lse += b * lse_b + h * lse_h + row * lse_n
     old = tl.load(lse, inside, other=0.0)
     new = tl.load(part_lse + b * part_lse_b + h * part_lse_h + row * part_lse_n, inside, other=0.0).to(old.dtype)
-    # exp(-|x|) cannot overflow. Where both are equal and infinite, x is NaN, and so is the gate, but for two -inf.
+    # exp(-|x|) cannot overflow. If both are equal and infinite, x is NaN, and so is the gate, except for two -inf.
     x = new - old
     e = tl.exp(-tl.abs(x))
     gate = tl.where(x < 0, e, 1.0) / (1.0 + e)

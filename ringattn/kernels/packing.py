@@ -1,7 +1,7 @@
-"""Works of a visit, packed into one work of several sequences: one call of an op that takes cumulative lengths.
+"""Packs works of a visit into one work of several sequences, which is one call of an op with cumulative lengths.
 
-Neighbours, such as documents, are read and written as views. Works with gaps, such as dilated classes, rows of blocks
-and documents of a striped layout, are gathered: the rows and keys of the call are copies.
+Neighbouring works, such as documents, are read and written as views. Works with gaps, such as dilated classes, rows of
+blocks and documents of a striped layout, are gathered: their rows and keys are copied for the call.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor
 from ..plan.work import Work, join_keys, join_repetitions
 from .cuda_device import window_bounds
 
-#: Works of more rows times heads stay calls of their own, for the fastest op; and a call that replaces others copies at
-#: most so many for each of them. About where attention, or a copy, on an H100 takes as long as a launch. An estimate
-#: from data sheets: no GPU has measured it.
+#: Works with more rows x heads than this stay separate calls, for the fastest op; and a call that replaces others
+#: copies at most this many for each of them. At about this size, attention or a copy on an H100 takes as long as a
+#: launch. Estimated from data sheets, not measured on a GPU.
 ALONE_ROWS = 1 << 15
-#: Rows times heads of a gathered call at most: bounds what it allocates.
+#: Maximum rows x heads of a gathered call, which bounds its memory.
 GATHERED_ROWS = 1 << 18
 #: A gathered call makes about as many launches as this many calls on views. Counted, with merges by torch.
 GATHER_CALLS = 2
-#: Groups that a work may join; the others are full, or other works.
+#: How many of the latest groups a work may join; earlier ones are full or differ.
 OPEN_GROUPS = 8
-#: Sequences of a packed work at most. CUDA grids have at most 65,535.
+#: Maximum sequences of a packed work. CUDA grids have at most 65,535.
 MOST_SEQUENCES = 1 << 15
 
 
@@ -37,7 +37,7 @@ MOST_SEQUENCES = 1 << 15
 class _Window:
     """The window of neighbouring works, counted from the last row and key of each; None is unbounded.
 
-    `keys` and `rows` are the most of any work; `free_keys` and `free_rows` the most of those without the bound.
+    `keys` and `rows` are the maxima over all works, `free_keys` and `free_rows` those over works without the bound.
     """
 
     left: int | None
@@ -54,10 +54,11 @@ class _Window:
         return cls(left, right, keys, rows, keys if left is None else 0, rows if right is None else 0)
 
     def join(self, other: _Window) -> _Window | None:
-        """The window that hides the same pairs of all works; None if there is none, or flash misreads it.
+        """The window that hides the same pairs of all works; None if there is none, or if flash misreads it.
 
-        A bound of one less than the keys, or rows, of a work hides nothing of the work. Flash compares the bounds with
-        the most keys of a sequence (see `flash_reads`), which hides no other pairs if no sequence has more rows.
+        A bound of at least (keys or rows of a work) - 1 hides nothing of the work. Flash compares the bounds with the
+        largest number of keys of a sequence (see `flash_reads`), which hides no other pairs if no sequence has more
+        rows.
         """
         if None not in (self.left, other.left) and self.left != other.left:
             return None
@@ -78,10 +79,10 @@ class _Window:
 
 
 def pack(calls: list[Work], *, repeats_keys: bool = True) -> list[Work]:
-    """The calls of a visit, or fewer calls that hold the same pairs.
+    """The calls of a visit, or fewer calls with the same pairs.
 
     Works whose rows and keys are neighbours become one call on views. Other works become one call on copies of their
-    rows and keys where that makes fewer launches; with `repeats_keys`, a key may be in several of its sequences.
+    rows and keys if that makes fewer launches; with `repeats_keys`, a key may be in several of its sequences.
     """
     views = _chain(calls)
     if len(views) <= GATHER_CALLS:
@@ -99,7 +100,7 @@ def pack(calls: list[Work], *, repeats_keys: bool = True) -> list[Work]:
 
 
 def _cut_rows(works: list[Work]) -> Iterator[Work]:
-    """The works, cut where rows of others begin or end, so that two works of some heads have the same rows or none."""
+    """The works, cut where rows of others begin or end: two works of the same heads then share all rows or none."""
     ends: dict[object, set[int]] = {}
 
     def cuts(work: Work) -> set[int]:
@@ -114,7 +115,7 @@ def _cut_rows(works: list[Work]) -> Iterator[Work]:
 
 
 def _gather(works: list[Work]) -> Iterator[Work]:
-    """The works in groups that one call computes, but for groups of which few calls on views are made."""
+    """The works packed into gathered calls, one per group; groups that need few calls on views become these calls."""
     groups: list[_Group] = []
     for work in sorted(works, key=lambda work: work.q.start):
         if not any(group.take(work) for group in groups[-OPEN_GROUPS:]):
@@ -125,7 +126,7 @@ def _gather(works: list[Work]) -> Iterator[Work]:
 
 
 class _Group:
-    """Works for one call: as many heads each, rows that no other work has, and one window for all."""
+    """Works for one call: with equal numbers of heads, no shared rows, and one window for all."""
 
     def __init__(self, work: Work) -> None:
         self.works, self.window, self.size = [work], _Window.of(work), _size(work)
@@ -133,7 +134,7 @@ class _Group:
         self.taken = {work.heads: [work.q]}
 
     def take(self, work: Work) -> bool:
-        """Whether the work has joined the group."""
+        """Add the work to the group if it fits; whether it did."""
         first, size = self.works[0], self.size + _size(work)
         if (len(work.heads), len(work.kv)) != (len(first.heads), len(first.kv)) or size > GATHERED_ROWS:
             return False
@@ -160,7 +161,7 @@ def _meet(a: range, b: range) -> bool:
 
 
 def _size(work: Work) -> int:
-    """Rows times heads of q, k and v that a call copies if the work is gathered, over all repetitions."""
+    """Rows x heads of q, k and v that a call copies if the work is gathered, over all repetitions."""
     return work.repeat * (len(work.q) * len(work.heads) + 2 * work.keys * len(work.kv))
 
 
@@ -181,7 +182,7 @@ def _repeats_keys(work: Work) -> bool:
 
 
 def _chain(calls: list[Work]) -> list[Work]:
-    """The calls, where calls whose rows and keys are neighbours are packed into one; never more calls."""
+    """The calls, with those packed into one whose rows and keys are neighbours; never more calls."""
     chains: list[tuple[list[Work], _Window]] = []
     #: The number of the chain that ends before these rows and keys of these heads.
     ending: dict[object, int] = {}
@@ -220,7 +221,7 @@ def _packed(works: list[Work], window: _Window) -> Work:
 
 
 def _sequences(call: Work) -> Iterator[Work]:
-    """The repetitions of a call. Where every row sees one key, every row is a repetition."""
+    """The repetitions of a call. If every row sees one key, each row is a repetition."""
     if not _is_packable(call):
         yield call
         return
@@ -233,20 +234,20 @@ def _sequences(call: Work) -> Iterator[Work]:
 
 
 def _is_packable(work: Work) -> bool:
-    """Whether a call holds adjacent rows and adjacent keys, few enough that a launch takes longer."""
+    """Whether a call has adjacent rows and adjacent keys, few enough that a launch takes longer than the call."""
     steps = {work.q.step, *(run.step for run in work.k)}
     return steps == {1} and len(work.k) == 1 and len(work.q) * len(work.heads) <= ALONE_ROWS
 
 
 def _sizes(work: Work) -> list[tuple[int, int]]:
-    """(rows, keys) of the sequences of a packed work, or of the work."""
+    """(rows, keys) of each sequence of a packed work, or of the work itself."""
     return [(len(part.q), part.keys) for part in work.sequences or (work,)]
 
 
 def cumulative(work: Work, batch: int, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """(cum_seq_q, cum_seq_k, max_q, max_k) of a work, packed or not, for `batch` elements of the batch in a row.
+    """(cum_seq_q, cum_seq_k, max_q, max_k) of a work, packed or not, for `batch` batch elements one after another.
 
-    The first two are int32 on `device`, begin with 0, and are made once for a work; the others are ints.
+    The first two are int32 on `device`, begin with 0, and are made once per work; the others are ints.
     """
 
     def make() -> Any:
@@ -268,7 +269,7 @@ def _places(work: Work, *, by_key: bool) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _indices(work: Work, device: torch.device, *, by_key: bool, first: int) -> Any:
-    """(rows, heads) as `_places`, as tensors on a device; rows are counted from row number `first`."""
+    """(rows, heads) from `_places` as tensors on a device; rows count from row `first`."""
 
     def make() -> Any:
         heads, rows = _places(work, by_key=by_key)
@@ -312,7 +313,7 @@ def scatter_add(x: Tensor, work: Work, part: Tensor, *, by_key: bool) -> None:
 
 
 def _keep(work: Work, key: object, make: Callable[[], Any]) -> Any:
-    """What `make` returns, made once for a work. Tensors outlive the inference mode of the caller."""
+    """The result of `make`, computed once per work. Its tensors outlive the inference mode of the caller."""
     if key not in work.memo:
         with torch.inference_mode(False):
             work.memo[key] = make()

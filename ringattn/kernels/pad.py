@@ -1,7 +1,7 @@
-"""Extra columns of the head dim, which change no other number.
+"""Extra columns of the head dim, which leave all other numbers unchanged.
 
-Extra columns serve head dims that no library takes, the gradient of lse, padded keys, and a backward that has delta in
-place of out.
+They serve head dims that no library supports, the gradient of lse, padded keys, and a backward that gets delta instead
+of out.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from .base import as_dtype, is_dense, kind_of, wide
 
 #: Columns added for the gradient of lse, and for padded keys. Libraries want multiples of 8.
 EXTRA = 8
-#: Minus the logit of a padded key, or less if the columns that make this logit would overflow their dtype: in fp16 the
+#: Minus the logit of a padded key. It is smaller if the columns that make it would overflow their dtype: in fp16 the
 #: logit is -EXTRA * 32768^2 * scale, -1.1e9 for a head dim of 64. Kernels keep logits in fp32.
 HIDDEN = 1e30
-#: The least magnitude of a padded key's logit. Rows with lse below half of it count as rows that see padding only.
+#: The smallest magnitude of a padded key's logit. Rows with lse below minus half of it count as seeing only padding.
 LEAST = 1e6
 #: A delta above this multiple of the largest |dO| of its row must come from the gradient of lse.
 DOMINANT = 1024.0
 
 
 def pad_to(x: Tensor, width: int) -> Tensor:
-    """x with zero columns up to `width` columns; x itself if no column is missing."""
+    """x padded with zero columns to `width` columns; x itself if it has that many."""
     return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
 def crop_to(x: Tensor, width: int) -> Tensor:
-    """A view of the first `width` columns; x itself if x has no other columns."""
+    """A view of the first `width` columns; x itself if it has no more."""
     return x if x.shape[-1] == width else x[..., :width]
 
 
 def align(x: Tensor) -> Tensor:
-    """x, or a copy of x, as CUDA kernels can read it: last stride 1, and every row begins at a multiple of 16 bytes."""
+    """x or a copy of it that CUDA kernels can read: last stride 1, and every row starts at a multiple of 16 bytes."""
     size = x.element_size()
     aligned = x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:-1])
     return x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
@@ -46,8 +46,8 @@ def align(x: Tensor) -> Tensor:
 def with_column(x: Tensor, column: Tensor | float) -> Tensor:
     """x [..., n, D] with EXTRA more columns: `column` [..., n] (or a number), then zeros.
 
-    With v' = [v, 1] and dO' = [dO, dlse] a backward computes dP' = dO v^T + dlse and the same delta. That is the exact
-    gradient of a loss that uses out and lse, from a kernel that has no argument for dlse.
+    With v' = [v, 1] and dO' = [dO, dlse], a backward computes dP' = dO v^T + dlse and the same delta. This gives the
+    exact gradient of a loss that uses out and lse, from a kernel that has no argument for dlse.
     """
     wider = pad(x, (0, EXTRA))
     wider[..., x.shape[-1]] = column
@@ -55,7 +55,7 @@ def with_column(x: Tensor, column: Tensor | float) -> Tensor:
 
 
 def delta(grad: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """rowsum(dO * out) - dlse, [..., n, 1] in fp32 or fp64: all that a backward needs to know about out and dlse."""
+    """rowsum(dO * out) - dlse, [..., n, 1] in fp32 or fp64; a backward needs nothing else from out and dlse."""
     dtype = wide(grad.dtype)
     # Contiguous, so that the order of summation does not depend on the strides.
     row_sum = (as_dtype(grad, dtype) * as_dtype(out, dtype)).contiguous().sum(-1, keepdim=True)
@@ -65,9 +65,10 @@ def delta(grad: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
 def with_delta(grad: Tensor, delta: Tensor, *, wider: bool) -> tuple[Tensor, Tensor]:
     """(dO', out') with rowsum(dO' * out') = delta, for kernels that take out. In each row out' is a multiple of dO'.
 
-    grad [..., n, D], delta [..., n, 1]. `wider`: delta includes the gradient of lse, which no out' can represent where
-    dO is tiny or zero. Then dO' and out' have EXTRA more columns, and the first extra column of dO' holds delta in rows
-    that need it. With v' = [v, 0] the extra columns change no other number. A bad delta gives a bad row of out'.
+    grad [..., n, D], delta [..., n, 1]. Set `wider` if delta includes the gradient of lse, which no out' can represent
+    where dO is tiny or zero: dO' and out' then have EXTRA more columns, and the first extra column of dO' holds delta
+    in rows that need it. With v' = [v, 0] the extra columns change no other number. A NaN or infinite delta affects
+    only its own row of out'.
     """
     if wider:
         size = delta.abs()
@@ -77,7 +78,7 @@ def with_delta(grad: Tensor, delta: Tensor, *, wider: bool) -> tuple[Tensor, Ten
 
 
 def delta_factor(grad: Tensor, delta: Tensor) -> Tensor:
-    """The factor [..., n, 1] of `times_unit` for which rowsum(dO * out') = delta."""
+    """The factor [..., n, 1] with which `times_unit` returns out' such that rowsum(dO * out') = delta."""
     unit, peak = _unit(grad)
     return delta / peak / unit.square().sum(-1, keepdim=True).clamp_min_(0.5)
 
@@ -105,34 +106,35 @@ def check_padding(mask: Tensor | None, k: Tensor) -> None:
     if tuple(mask.shape) != shape:
         raise InvalidInput(
             f"key_padding_mask must be [batch, tokens] = {shape}, the keys of this call, got {tuple(mask.shape)}; "
-            "a sharded call takes the rows of the local shard"
+            "in a sharded call pass the rows of the local shard"
         )
     if mask.device != k.device:
         raise InvalidInput(f"key_padding_mask is on {mask.device}, the keys are on {k.device}; move the mask there")
 
 
 def hidden_column(scale: float, dtype: torch.dtype) -> float:
-    """c > 0 of `hide_keys`, with |scale| * EXTRA * c * c = HIDDEN, or as near to HIDDEN as the dtype allows.
+    """The column c > 0 for `hide_keys`: |scale| * EXTRA * c * c = HIDDEN, or as near to HIDDEN as the dtype allows.
 
     Raises Unsupported if no finite c hides a key at this scale and dtype.
     """
     factor = EXTRA * abs(scale)
     column = min((HIDDEN / factor) ** 0.5 if factor else float("inf"), torch.finfo(dtype).max)
-    column = 2.0 ** (frexp(column)[1] - 1)  # no rounding: by way of bf16 the 65504 of fp16 becomes infinite
+    # A power of two is never rounded: by way of bf16, the 65504 of fp16 would become infinite.
+    column = 2.0 ** (frexp(column)[1] - 1)
     if not LEAST <= factor * column * column < float("inf"):
         raise Unsupported(
-            f"key_padding_mask cannot be honoured with scale={scale} in {dtype}: no finite column hides a key; "
+            f"key_padding_mask does not work with scale={scale} in {dtype}: no finite column hides a key; "
             "try a scale near 1 / sqrt(head_dim)"
         )
     return column
 
 
 def hide_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, column: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(q', k', v'), whose attention is that of q, k, v without the keys that `mask` [B, n] flags.
+    """(q', k', v') whose attention equals that of q, k, v without the keys that `mask` [B, n] flags.
 
-    q' = [c, c ..., q] and k' = [-|c| or 0, the same ..., k] with EXTRA columns each and c = `column`, whose sign is
-    that of the scale. So the weight of a flagged key is exactly 0. Flagged rows of k and v are zeroed, so that a NaN in
-    padding stays there.
+    q' = [c, c ..., q] and k' = [x, x ..., k] with EXTRA more columns each, where c = `column` has the sign of the scale
+    and x is -|c| for flagged keys, else 0. The weight of a flagged key is then exactly 0. Flagged rows of k and v are
+    zeroed, so that a NaN in padding does not spread.
     """
     flagged = mask[:, None, :, None]
     wide_k = pad(k.masked_fill(flagged, 0), (EXTRA, 0))

@@ -1,4 +1,4 @@
-"""Attention by plain matrix products in fp32 (fp64 for fp64 inputs): the oracle for all other kernels."""
+"""Attention by plain matrix products in fp32 (fp64 for fp64 inputs): the reference that checks all other kernels."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ROWS = 1024
 
 
 class Reference(Kernel):
-    """softmax(scale * q k^T) v, written out; with `softcap` c, c * tanh(s / c) takes the place of the scaled logits s.
+    """softmax(scale * q k^T) v, written out; with `softcap` c, c * tanh(s / c) replaces the scaled logits s.
 
-    Any dtype, any head dims, any device. `dropout` changes the weights by which out sums v, and leaves lse as it is.
+    Any dtype, any head dims, any device. `dropout` changes the weights with which out sums v, but not lse.
     """
 
     name = "reference"
@@ -59,7 +59,7 @@ class Reference(Kernel):
         return dq, dk.unflatten(1, (kv_heads, -1)).sum(2), dv.unflatten(1, (kv_heads, -1)).sum(2)
 
     def _weight_factors(self, dtype: torch.dtype) -> Tensor | None:
-        """By what the weights [B, H, rows, keys] of the call are multiplied; None without dropout."""
+        """The factors of the call's attention weights, [B, H, rows, keys]; None without dropout."""
         if self.dropout is None:
             return None
         from .dropout import weight_factors  # few calls drop weights
@@ -70,7 +70,7 @@ class Reference(Kernel):
     def _masked_scores(self, q: Tensor, k: Tensor, work: Work, scale: float) -> tuple[Tensor, Tensor | None]:
         """(logits, slope), each [B, H, rows, keys]; a logit is -inf where the band of the work hides the key.
 
-        slope is the derivative of the capped logit by the scaled logit; None without a softcap.
+        slope is the derivative of the capped logit with respect to the scaled logit; None without a softcap.
         """
         q, k, slope = q.to(wide(q.dtype)), _wide_heads(k, q.shape[1]), None
         if self.softcap is None:

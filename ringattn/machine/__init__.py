@@ -1,1 +1,1 @@
-"""What a machine can do: its numbers and their declarations, measured kernel times, presets, and machine files."""
+"""Machines for the timing model: their numbers, measured kernel times, presets, and machine files."""

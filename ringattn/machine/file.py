@@ -1,6 +1,6 @@
-"""Machine files: YAML with what `ringattn calibrate` measured on a machine, and the `Machine` that a file describes.
+"""Reads and writes machine files: YAML with the numbers that `ringattn calibrate` measured on a machine.
 
-Loads PyYAML only when a file is read or written, and never torch.
+Imports PyYAML only when a file is read or written, and never imports torch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .kernel_times import KernelRates, KernelTimes
 from .machine import MACHINE_NUMBERS, TABLES, Machine
 from .presets import Fact
 
-#: The value of the key `format`. A file with another arrangement of keys has another value.
+#: The value of the key `format`. It changes whenever the keys of the file change.
 FORMAT = "ringattn machine 2"
 
 
-#: The part `values` of a file: a fact by the name of each number; numbers without a default must be there.
+#: The part `values` of a file: a `Fact` for each number, by name; numbers without a default are required.
 Values = defstruct(
     "Values",
     [
@@ -36,13 +36,13 @@ Values = defstruct(
 
 
 class Residuals(Struct):
-    """The part `residuals` of a file: pairs of modelled seconds and of measured over modelled seconds."""
+    """The part `residuals` of a file: pairs (modelled seconds, measured / modelled seconds)."""
 
     values: tuple[tuple[Positive, Positive], ...]
 
 
 class MachineFile(Struct, forbid_unknown_fields=True):
-    """The keys of a machine file. The tables of measured numbers have the keys `unit` and `source` beside theirs."""
+    """The keys of a machine file. The tables of measured numbers also have the keys `unit` and `source`."""
 
     format: Literal["ringattn machine 2"]
     values: Values  # type: ignore[valid-type]
@@ -63,10 +63,10 @@ def write_machine(
     samples: Mapping[str, object] | None = None,
     fits: Mapping[str, object] | None = None,
 ) -> None:
-    """Write a machine as YAML; the file is there whole or not at all.
+    """Write a machine to a YAML file, atomically: the file is complete or unchanged.
 
-    `made` says where, when and with what the machine was calibrated; `samples` are the raw measurements, and `fits` the
-    lines that were fitted to them.
+    `made` says where, when and how the machine was calibrated; `samples` are the raw measurements, and `fits` the lines
+    fitted to them.
     """
     yaml = import_module("yaml")  # PyYAML has no type annotations
     values = {
@@ -91,14 +91,14 @@ def write_machine(
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine that a file describes. Raises InvalidInput as `read_calibration` does."""
+    """The machine in a machine file. Raises InvalidInput as `read_calibration` does."""
     return read_calibration(path)[0]
 
 
 def read_calibration(path: Path) -> tuple[Machine, dict[str, Any]]:
-    """The machine that a file describes, and how it was made.
+    """The machine in a machine file, and the part `made` of the file, which says how it was calibrated.
 
-    Raises InvalidInput, with the file and the place in it, where the file cannot be used.
+    Raises InvalidInput, naming the file and the place in it, if the file cannot be used.
     """
     advice = "make a machine file with ringattn calibrate output.path=machine.yaml"
     try:

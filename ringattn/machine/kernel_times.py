@@ -1,8 +1,8 @@
 """Measured times of the attention kernel by tile shape and size.
 
-A call of the kernel takes t = overhead + FLOPs / F(shape, rows, keys). F is interpolated between measured sizes, linear
-in the logarithms of sizes and rates, so that F stays between the rates of the neighbouring sizes. Keys that are no
-multiple of 16 have a factor on F.
+A call of the kernel takes t = overhead + FLOPs / F(shape, rows, keys). F is interpolated linearly in the logarithms of
+sizes and rates, so that it stays between the rates of the neighbouring measured sizes. If the number of keys is not a
+multiple of 16, F is multiplied by a measured factor.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..text import did_you_mean
 
 #: Shapes of tiles: all pairs of rows x keys; a causal triangle over rows; a band of `keys` keys per row.
 SHAPES = ("dense", "triangle", "band")
-#: Tiles with a multiple of so many keys fill the registers of a CPU: AVX-512 computes 16 numbers of fp32 at once.
+#: Tiles with a multiple of this many keys fill the registers of a CPU: AVX-512 computes 16 fp32 numbers at once.
 WHOLE_KEYS = 16
-#: Tiles up to this factor larger than the measured tiles are extrapolated silently.
+#: Sizes up to this factor beyond the measured ones are extrapolated silently.
 BEYOND = 2.0
 
 
@@ -31,8 +31,8 @@ class TimeGrid:
     """Useful flop/s of one tile shape in one direction, measured at all `rows` x `keys` (a triangle: at all `rows`).
 
     `rows` and `keys` ascend; `rates[i][j]` is the rate of a tile of rows[i] x keys[j]. `ragged[j]` is the factor on
-    these rates where the keys are about keys[j], and no multiple of WHOLE_KEYS; None: 1. Raises InvalidInput where
-    sizes, rates and factors do not fit together.
+    these rates for about keys[j] keys that are not a multiple of WHOLE_KEYS; None: 1. Raises InvalidInput if sizes,
+    rates and factors do not fit together.
     """
 
     shape: str
@@ -68,21 +68,21 @@ class TimeGrid:
     def covers(self, rows: int, keys: int) -> bool:
         """Whether a tile is at most `BEYOND` times as large as the measured ones.
 
-        There is no lower limit: in the time of a tile smaller than the measured ones the overhead prevails.
+        There is no lower limit: the time of a tile smaller than the measured ones is mostly overhead.
         """
         return rows <= BEYOND * self.rows[-1] and keys <= BEYOND * self.keys[-1]
 
 
 def _log_at(values: tuple[float, ...], index: int, position: float) -> float:
-    """The logarithm of the value at a position, 0 to 1 in logarithms, between `values[index]` and the next value."""
+    """The logarithm of the value at `position` (0 to 1, in logarithms) between `values[index]` and the next value."""
     following = values[min(index + 1, len(values) - 1)]
     return (1 - position) * math.log(values[index]) + position * math.log(following)
 
 
 def _locate(sizes: tuple[int, ...], size: int) -> tuple[int, float]:
-    """The index of the interval of `sizes` that holds `size`, and the position in it, 0 to 1 in logarithms.
+    """The index of the interval of `sizes` that contains `size`, and the position in it (0 to 1, in logarithms).
 
-    A size outside of `sizes` counts as the nearest end.
+    A size outside the range of `sizes` counts as the nearest end.
     """
     if size <= sizes[0]:
         return 0, 0.0
@@ -94,9 +94,9 @@ def _locate(sizes: tuple[int, ...], size: int) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class KernelTimes(Value):
-    """Kernel times measured for one head dim and one dtype. The time of other numbers of heads scales with the pairs.
+    """Kernel times measured for one head dim and one dtype. With other numbers of heads, time scales with the pairs.
 
-    Raises InvalidInput where the grid of a shape is missing or a number is not allowed.
+    Raises InvalidInput if the grid of a shape is missing or a number is not allowed.
     """
 
     head_dim: Count
@@ -135,7 +135,7 @@ class KernelTimes(Value):
         return self._grids[shape, backward]
 
     def check(self, dtype: str, head_dim: int) -> None:
-        """Raise Unsupported where the dtype or the head dim of a plan is far from the measured one."""
+        """Raise Unsupported if the dtype of a plan differs from the measured one, or its head dim is far from it."""
         if self.extrapolate:
             return
         if dtype != self.dtype:
@@ -146,30 +146,30 @@ class KernelTimes(Value):
     @staticmethod
     def _far(name: str, measured: str | int, planned: str | int) -> Unsupported:
         return Unsupported(
-            f"the kernel times of this machine were measured with {name}={measured}, and the plan has {name}={planned};"
+            f"the kernel times of this machine were measured with {name}={measured}, but the plan has {name}={planned};"
             f" measure with ringattn calibrate {name}={planned}, or allow the difference with machine.extrapolate=true"
         )
 
 
-#: FLOPs of a backward over FLOPs of a forward: five matrix products (recomputed scores, dV, dP, dQ, dK) over two.
+#: FLOPs of a backward / FLOPs of a forward: five matrix products (recomputed scores, dV, dP, dQ, dK) instead of two.
 BACKWARD = 2.5
 #: Query rows (in a backward: keys) of one thread block.
 BLOCK = 128
-#: Operands of a query row that a kernel moves, in elements of 16 bits per column: a forward reads q and writes out; a
-#: backward reads q, dout (twice) and out, and clears, reads (in fp32) and writes dq.
+#: Memory traffic of a query row in 16-bit elements per column: a forward reads q and writes out; a backward reads q,
+#: dout (twice) and out, and clears, reads (in fp32) and writes dq.
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 2, 9
 
 
 @dataclass(frozen=True)
 class KernelRates:
-    """The rates of one library's attention kernel on one GPU, for 16-bit inputs; 32-bit inputs take `wide` as long."""
+    """The rates of one library's attention kernel on one GPU, for 16-bit inputs; 32 bits take `wide` times as long."""
 
     #: flash-attn 2, flash-attn 3, cudnn, ...
     library: str
-    #: FLOP/s of matrix products and exponentials on a full GPU, in a forward and in a backward.
+    #: FLOP/s of matrix products and exponentials on a fully occupied GPU, in a forward and in a backward.
     forward: Positive
     backward: Positive
-    #: FLOPs that the exponential of one pair costs beside its matrix products: what makes small heads slow.
+    #: FLOPs that the exponential of one pair costs in addition to its matrix products. It makes small heads slow.
     softmax: NotNegative
     #: Thread blocks that run on the GPU at the same time.
     slots: Count
@@ -177,7 +177,7 @@ class KernelRates:
     memory: Positive
     #: Seconds between the starts of two kernels.
     launch: NotNegative = 1e-5
-    #: Seconds of the small kernels of a ring's visit: slices, casts, and what merging starts.
+    #: Seconds of the small kernels of a ring's visit: slices, casts, and those that merging launches.
     visit: NotNegative = 0.0
     wide: Positive = 8.0
 
@@ -185,10 +185,10 @@ class KernelRates:
         check_fields(self, "kernel times")
 
     def pair_seconds(self, blocks: float, *, dense: bool, dims: int, backward: bool, item: int = 2) -> float:
-        """Seconds of a pair in a call of `blocks` thread blocks, with `dims` = D + Dv columns of `item` bytes.
+        """Seconds per pair in a call of `blocks` thread blocks, with `dims` = D + Dv columns of `item` bytes.
 
-        Equal thread blocks end together but for the last of a slot, and a block runs faster where others are done. In a
-        triangle (not `dense`) the longest blocks are twice as long as the mean.
+        Thread blocks of equal length end together, except for the last one in each slot, and a block runs faster once
+        others are done. In a triangle (not `dense`), the longest blocks are twice as long as the mean.
         """
         tail = self.slots * (0.25 if dense else 1.0)
         rate = (self.backward if backward else self.forward) * blocks / (blocks + tail)
@@ -196,6 +196,6 @@ class KernelRates:
         return (products + self.softmax) / rate * (self.wide if item > 2 else 1.0)
 
     def start_seconds(self, rows: int, *, dims: int, backward: bool, item: int = 2) -> float:
-        """Seconds of starting a call, and of moving the operands of its `rows` over all heads and sequences."""
+        """Seconds to start a call and to move its operands; `rows` counts query rows over all heads and sequences."""
         traffic = (BACKWARD_TRAFFIC if backward else FORWARD_TRAFFIC) * rows * dims / 2 * item
         return self.launch + traffic / self.memory

@@ -1,4 +1,4 @@
-"""What the timing model knows of a machine, with the source of each number. Needs no torch and measures nothing."""
+"""The numbers of a machine that the timing model uses, each with its source. Needs no torch and measures nothing."""
 
 from __future__ import annotations
 
@@ -17,43 +17,44 @@ from ..files import Count, Positive, check_fields, load
 from ..text import did_you_mean, shorten
 from .kernel_times import KernelRates, KernelTimes
 
-#: Where a number may come from: a publication or a data sheet, a guess, or a measurement.
+#: Where a number comes from: a document, a fit to published measurements, a guess, or a measurement.
 SOURCES = ("cited", "fitted", "assumed", "measured")
 #: Fields that hold many measured numbers. They have a source, as the single numbers do.
 TABLES = ("kernel", "kernel_rates", "residuals")
-#: Runs of a calibration whose residuals make an interval: those of about one size of its default passes.
+#: How many residuals of a calibration make an interval: about as many runs as it makes of one size by default.
 NEAREST_RUNS = 80
 #: Numbers that only whole models use.
 MODEL_ONLY = ("peak", "matmul", "matmul_fp8", "memory")
-#: Fields whose change leaves a preset's error band as it is: the published gathers were predicted with one_gather.
+#: Fields that do not affect a preset's error band: the published gathers were predicted with one_gather.
 BESIDE_BANDS = {*MODEL_ONLY, "watts", "price", "mtbf", "checkpoint", "restart", "sources", "one_gather"}
 #: The calibrations that measure a number: "every" calibration, or only a calibration of several "ranks".
 MeasuredBy = Literal["every", "ranks"]
-#: The least number that is not 0, and the largest: times, bytes and energies of whole jobs are floats then.
+#: The smallest number other than 0, and the largest: within these limits, times, bytes and energies of whole jobs stay
+#: finite floats.
 LEAST, MOST = 1e-30, 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineNumber:
-    """The declaration of one number of a machine, an entry of numbers.yaml beside this module.
+    """The declaration of one number of a machine: an entry of numbers.yaml beside this module.
 
-    The checks of `Machine`, the units in machine files, the keys `machine.*` of the command line, their help, and the
-    effects that a simulation reports as not modelled follow from these declarations.
+    These declarations determine the checks of `Machine`, the units in machine files, the keys `machine.*` of the
+    command line and their help, and the effects that a simulation reports as not modelled.
     """
 
     #: The unit in machine files and in reports.
     unit: str
     #: What the number is, as a noun phrase.
     meaning: str
-    #: A value that is allowed. The type of the example is the type of the number: float, int or bool.
+    #: An allowed value. Its type is the type of the number: float, int or bool.
     example: float | int | bool
     #: Whether 0 is allowed. A negative number never is, and a whole number is at least 1.
     may_be_zero: bool = False
-    #: What the model does where the number is None; "" where it only leaves `effect` out, or where None is not allowed.
+    #: What the model does if the number is None; "" if it only leaves out `effect`, or if None is not allowed.
     default: str = ""
-    #: The effect that the model leaves out where the number is None; "" where it leaves nothing out.
+    #: The effect that the model leaves out if the number is None; "" if it leaves out nothing.
     effect: str = ""
-    #: The key of `Timeline.exposed` that is not modelled where the number is None; "" where there is no such key.
+    #: The key of `Timeline.exposed` that is not modelled if the number is None; "" if there is no such key.
     cause: str = ""
     #: The calibrations that measure the number; None: the number is not measured.
     measured_by: MeasuredBy | None = None
@@ -70,7 +71,7 @@ class MachineNumber:
 
     @property
     def help(self) -> str:
-        """Meaning and unit, and what the model does without the number."""
+        """The meaning and unit of the number, and what the model does without it."""
         unit = "" if self.python_type is bool else f" [{self.unit}]"
         otherwise = self.default or (f"without it the model leaves out {self.effect}" if self.effect else "")
         return f"{self.meaning}{unit}{otherwise and '; '}{otherwise}"
@@ -86,7 +87,7 @@ class MachineNumber:
         return bounded | None if self.may_be_none else bounded
 
     def check(self, name: str, value: object) -> None:
-        """Raise InvalidInput where `value` is not allowed for the number called `name`."""
+        """Raise InvalidInput if `value` is not allowed for the number called `name`."""
         try:
             convert(value, self.kind)
         except ValidationError:
@@ -109,11 +110,11 @@ class MachineNumber:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the timing model knows of a machine. Ranks are numbered node by node.
+    """The numbers of a machine that the timing model uses. Ranks are numbered node by node.
 
-    `MACHINE_NUMBERS` has the meaning and the unit of each number by the name of its field, as `ringattn simulate --help
-    machine` prints them. Where an optional number is None, its effect is not modelled, and the output says so. Raises
-    InvalidInput for values out of range.
+    `MACHINE_NUMBERS` has the meaning and the unit of each number by field name, as `ringattn simulate --help machine`
+    prints them. If an optional number is None, its effect is not modelled, and the output says so. Raises InvalidInput
+    for values out of range.
     """
 
     flops: float
@@ -145,18 +146,18 @@ class Machine:
     mtbf: float | None = None
     checkpoint: float | None = None
     restart: float | None = None
-    #: Measured kernel times by tile shape. Where they are given, they replace `flops`.
+    #: Measured kernel times by tile shape. If given, they replace `flops`.
     kernel: KernelTimes | None = None
-    #: Modelled rates of the kernel by the size of its calls. Where they are given, they replace `flops`.
+    #: Modelled rates of the kernel by the size of its calls. If given, they replace `flops`.
     kernel_rates: KernelRates | None = None
     #: The name of the preset that has these numbers; "" for any other machine.
     preset: str = ""
-    #: (modelled seconds, measured over modelled seconds) of runs of whole passes at the sizes of a calibration; ()
-    #: where no pass was measured.
+    #: (modelled seconds, measured / modelled seconds) for runs of whole passes at the sizes of a calibration; () if no
+    #: pass was measured.
     residuals: tuple[tuple[Positive, Positive], ...] = ()
-    #: (field, source) of the numbers that are cited or measured; all other numbers are assumed.
+    #: (field, source) of the numbers that are cited, fitted or measured; all other numbers are assumed.
     sources: tuple[tuple[str, str], ...] = ()
-    #: The dtype that `flops` belong to; None: every dtype.
+    #: The dtype for which `flops` holds; None: every dtype.
     flops_dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -182,10 +183,10 @@ class Machine:
         return dict(self.sources).get(name, "assumed")
 
     def changed(self, **values: Any) -> Machine:
-        """A copy of the machine with other values.
+        """A copy of the machine with the given values changed.
 
-        The new values are assumed unless `sources` is among them, and new `flops` belong to every dtype unless
-        `flops_dtype` is, and to every size of call unless `kernel_rates` are.
+        The new values count as assumed unless `sources` is given. New `flops` hold for every dtype unless `flops_dtype`
+        is given, and for every size of call unless `kernel_rates` is given.
         """
         kept_sources = tuple((name, source) for name, source in self.sources if name not in values)
         implied: dict[str, Any] = {
@@ -197,11 +198,11 @@ class Machine:
         return replace(self, **{**implied, **values})
 
     def interval(self, seconds: float, level: float = 0.9) -> tuple[float, float] | None:
-        """The interval that holds the measured time of a pass modelled to take `seconds` with probability `level`.
+        """The interval that contains, with probability `level`, the measured time of a pass modelled at `seconds`.
 
-        None where too few passes were measured. Both ends are order statistics of the residuals of the NEAREST_RUNS
-        runs whose modelled seconds are nearest in logarithm, because the model errs otherwise for short passes than for
-        long ones. No distribution of errors is assumed.
+        None if too few passes were measured. Both ends are order statistics of the residuals of the NEAREST_RUNS runs
+        whose modelled seconds are nearest in logarithm, because errors of the model differ between short and long
+        passes. No distribution of errors is assumed.
         """
         apart = [(abs(math.log(modelled / seconds)), ratio) for modelled, ratio in self.residuals if seconds > 0]
         farthest = sorted(distance for distance, _ in apart)[:NEAREST_RUNS][-1:]
@@ -213,16 +214,16 @@ class Machine:
         return seconds * ratios[skipped - 1], seconds * ratios[-skipped]
 
     def node(self, rank: int, ranks: int) -> range:
-        """The ranks on the node of `rank`, where there are `ranks` ranks in all."""
+        """The ranks on the node of `rank`, of `ranks` ranks in total."""
         first = rank - rank % self.ranks_per_node
         return range(first, min(first + self.ranks_per_node, ranks))
 
     def crowd(self, source: Any, target: Any, ranks: int, group: int = 1) -> Any:
-        """How many messages share the link of a message within a node, while every rank sends to the same distance.
+        """How many messages share the link of a message within a node if every rank sends over the same distance.
 
-        Of the `switch` ranks with one link, at most as many send over it as `source` and `target` lie apart, and none
-        does where these ranks are the whole node. There are `ranks` ranks, each of which stands for `group` neighbours.
-        Numbers or arrays.
+        At most `switch` ranks share a link. No more of them send over it than the distance from `source` to `target`,
+        and none if they are the whole node. Each of the `ranks` ranks stands for `group` neighbours. Takes numbers or
+        arrays.
         """
         if self.switch is None or self.switch >= min(self.ranks_per_node, ranks) * group:
             return 1
@@ -231,7 +232,7 @@ class Machine:
         return np.clip(np.minimum(apart, node - apart) * group, 1, self.switch)
 
     def parts_in_turn(self, ranks: int, stride: int = 1) -> int:
-        """How many times as long as one part an all-to-all takes in a node, among `ranks` ranks `stride` apart."""
+        """The time of an all-to-all in a node, in times of one part, among `ranks` ranks that are `stride` apart."""
         return sum(int(self.crowd(0, stride * apart, stride * ranks)) for apart in range(1, ranks))
 
     def link(self, rank: int, peer: int) -> tuple[bool, float, float]:
@@ -247,5 +248,5 @@ class Machine:
         return latency, self.bandwidth if self.node_bandwidth is None else self.node_bandwidth
 
 
-#: The declarations of all numbers of a machine, by the name of their field.
+#: The declarations of all numbers of a machine, by field name.
 MACHINE_NUMBERS = load(Path(__file__).with_name("numbers.yaml"), dict[str, MachineNumber], "numbers")

@@ -1,4 +1,4 @@
-"""Machines by name, read from presets.yaml beside this module, where each number has its source and reason."""
+"""Machines by name, read from presets.yaml beside this module, which gives the source and reason of each number."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..text import did_you_mean
 from .kernel_times import KernelRates
 from .machine import Machine
 
-#: The currency of all prices of presets.
+#: The currency of all prices in presets.
 CURRENCY = "USD"
 
 
 class Fact(Struct, frozen=True):
-    """A number of a machine, its unit in machine files, its source, and in presets the document or reason.
+    """A number of a machine with its source; in machine files also its unit, in presets the document or reason.
 
-    A number that was fitted has the `families` of published rows that it is from, and the number `without` them.
+    A fitted number has the `families` of published rows to which it was fitted, and the number `without` them.
     """
 
     value: bool | int | float
@@ -32,10 +32,10 @@ class Fact(Struct, frozen=True):
 
 
 class Preset(Struct, frozen=True, forbid_unknown_fields=True):
-    """The numbers of a machine, what it is, the dtype of `flops`, and the rates of the kernels of several libraries.
+    """The numbers of a machine, a description, the dtype of `flops`, and kernel rates of several libraries.
 
-    A plan in another dtype of the same size takes the same `flops`. The first library is the default; without any,
-    every call has the rate `flops`.
+    The same `flops` apply to a plan in another dtype of the same size. The first library is the default; if there is
+    none, every call has the rate `flops`.
     """
 
     values: dict[str, Fact]
@@ -44,9 +44,9 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
     kernels: dict[str, dict[str, Fact]] = {}
 
     def machine(self, name: str, library: str | None = None, *, unseen: str = "") -> Machine:
-        """The machine that has these numbers, called `name`, with the kernels of a library; None: of the first.
+        """The machine with these numbers, called `name`, with the kernels of `library` (None: of the first).
 
-        `unseen`: a family of published rows; numbers that were fitted to these rows are replaced by those without them.
+        `unseen` is a family of published rows: numbers fitted to these rows are replaced by those without them.
         """
 
         def value(fact: Fact) -> Any:
@@ -81,9 +81,9 @@ MACHINES: dict[str, Machine] = {name: preset.machine(name) for name, preset in P
 
 
 def get_machine(machine: Machine | str | None, device: str = "cpu") -> Machine:
-    """The machine itself, the machine of a name in `MACHINES`, or for None the default of a device type.
+    """A `Machine` unchanged, the machine called `machine` in `MACHINES`, or for None the default for a device type.
 
-    A name such as "h100_nvlink_ib/fa2" is that machine with the kernels of another library. Raises InvalidInput where
+    A name such as "h100_nvlink_ib/fa2" is that machine with the kernels of another library. Raises InvalidInput if
     there is no such machine.
     """
     if machine is None:

@@ -139,7 +139,7 @@ class BlockDemand(ABC):
     def _needed_runs(self, ranks: tuple[range, ...], owner: int) -> tuple[range, ...] | None:
         """The local rows of a block that some rank of `ranks` needs; None unless each run of positions needs one run.
 
-        For a cache and its chunks, whose rows have many ranges. All heads need the same rows.
+        Meant for a cache and its chunks: their rows have many ranges, and all ranks need the same ones.
         """
         mine: list[range] = []
         for run in ranks:
@@ -315,7 +315,7 @@ class KeyDemand(BlockDemand):
 
     @cached
     def first_works(self, rank: int, owner: int, most: int | None) -> tuple[tuple[Work, ...], bool]:
-        """(joined works of the first `most` tiles of a visit, None: of all tiles; whether these are all)."""
+        """(joined works of the first `most` tiles of a visit, or of all tiles; whether these are all tiles)."""
         if most is None:
             return self.joined_works(rank, owner), True
         first = list(islice(self._find_tiles(rank, owner), most + 1))

@@ -99,8 +99,8 @@ class _Runs:
     #: The first position and the length of each run of the blocks: int64 [runs, 1] each.
     begin: np.ndarray
     length: np.ndarray
-    #: int64 [runs, ranks], by run of a block and distance from its owner up to a rank: the nearest run of the rank
-    #: that is not to the right of it (-1 if none), and the nearest one to the right (the number of runs if none).
+    #: For each run of a block and each distance from its owner up to a rank, int64 [runs, ranks]: the rank's nearest
+    #: run that is not to the right of it (-1 if none), and its nearest run to the right (the number of runs if none).
     left: np.ndarray
     right: np.ndarray
 

@@ -118,7 +118,7 @@ def test_one_rank_or_one_head_makes_no_ulysses_group() -> None:
     ):
         with pytest.raises(InvalidInput, match=words):
             ra.make_plan(ra.Full(), tokens=64, schedule="ulysses(2)", ranks=few, heads=heads)
-    with pytest.raises(InvalidInput, match="one rank cannot be nodes of 2; try ring"):
+    with pytest.raises(InvalidInput, match="one rank cannot form nodes of 2 ranks; try ring"):
         ra.make_plan(ra.Full(), tokens=64, schedule="double_ring(2)", ranks=1)
 
 

@@ -324,7 +324,7 @@ TEXT = repr(ra.BlockSparse(2, np.eye(3)[None].astype(bool))).split("'")[1]
         (lambda: ra.top_k(4, 1, [["a"]]), "hold dtype"),
         (lambda: ra.top_k(4, 1, [[1], [1, 2]]), "numpy cannot read"),
         (lambda: ra.Dilated((4, 8), (1, 2)) | local_window(4, 1), "try Dilated(..., mix='union')"),
-        (lambda: ra.Dilated((4, 8), (1, 2), mix="group", heads=2).mask(8, 3), "heads=2): there are 3"),
+        (lambda: ra.Dilated((4, 8), (1, 2), mix="group", heads=2).mask(8, 3), "heads=2): got 3 heads"),
         (lambda: ra.Window(3) | local_window(4, density=2), "density=2"),
     ],
 )

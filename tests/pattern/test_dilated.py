@@ -80,7 +80,7 @@ def test_a_plan_binds_the_heads() -> None:
     [
         (lambda: Dilated((4, 8), (1,)), "2 segments but 1 rates"),
         (lambda: Dilated((), ()), "segments must be a list of integers"),
-        (lambda: Dilated((4,), (0,)), "of rates, one=0 must be an integer >= 1"),
+        (lambda: Dilated((4,), (0,)), "a value of rates=0 must be an integer >= 1"),
         (lambda: Dilated((4,), (1,), mix="lze"), "did you mean 'lse'"),
         (lambda: Dilated((4,), (1,), offsets="head"), "offsets='head'"),
         (lambda: Dilated((4,), (1,), mix="group", offsets="per_head"), "one offset per group"),

@@ -323,12 +323,12 @@ def test_what_is_saved_is_one_block_at_most() -> None:
 
 def test_wrong_schedules() -> None:
     for schedule, words in (
-        ("double_ring(3)", "nodes do not divide 8 ranks; try double_ring with 2 or 4 or 8"),
-        ("double_ring", r"takes the number of ranks of a node; try double_ring\(2\)"),
+        ("double_ring(3)", "8 ranks cannot be split into such nodes; try double_ring with 2 or 4 or 8"),
+        ("double_ring", r"needs the number of ranks per node; try double_ring\(2\)"),
         ("double_ring(inner=2)", r"try double_ring\(2\)"),
         ("direct(2)", "expected auto, ring"),
         ("ulysses", "expected auto, ring"),
-        ("ulysses(3)", "groups of 3 ranks do not divide 8 ranks; try ring: no size serves all"),
+        ("ulysses(3)", "groups of 3 ranks do not divide 8 ranks; try ring: no size fits all"),
         ("ulysses(4)", "groups of 4 ranks do not divide 6 query heads"),
         ("ulysses(2)", "groups of 2 ranks do not divide 3 key/value heads"),
         ("ulysses(2, rong)", "did you mean 'ring'"),

@@ -1,4 +1,4 @@
-"""Schedules by name: a schedule makes the steps of one rank from a demand. One schedule per file."""
+"""Schedules by name, one per file. A schedule makes the steps of one rank from a demand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...text import did_you_mean
 from ..demand import BlockDemand
 from .base import Schedule
 
-#: Schedules without Ulysses groups. Each is made of a `BlockDemand`, and of a number where its class says `numbered`.
+#: Schedules without Ulysses groups. Each takes a `BlockDemand`, plus a number if its class is `numbered`.
 SCHEDULES: Registry[Callable[..., Schedule]] = Registry(
     "schedules",
     {
@@ -25,9 +25,9 @@ ULYSSES = re.compile(r"\s*ulysses\s*\(\s*(?:size\s*=\s*)?(\d+)\s*(?:,\s*(.+?)\s*
 
 
 def resolve(name: str, ranks: int | None = None, heads: int = 0, kv_heads: int = 0) -> str:
-    """The schedule that `name` asks for, in its plain spelling; "auto" stays. Raises InvalidInput.
+    """The canonical spelling of the schedule `name`; "auto" stays. Raises InvalidInput for an unknown or unfit one.
 
-    `ranks`, `heads` and `kv_heads` are checked where they are known (not None, not 0).
+    `ranks`, `heads` and `kv_heads` are checked if they are known (not None, not 0).
     """
     if not isinstance(name, str):
         raise InvalidInput(f"schedule must be a name such as 'auto', got {name!r}")
@@ -39,8 +39,8 @@ def resolve(name: str, ranks: int | None = None, heads: int = 0, kv_heads: int =
             return resolve(rest, ranks, heads, kv_heads)
         if (between := resolve(rest)).startswith(("auto", "ulysses")):
             raise InvalidInput(
-                f"schedule {name!r}: between groups of {size} ranks goes a ring, direct, allgather or "
-                f"double_ring(n), not {between}; try ulysses({size}, ring), or auto, which weighs ulysses, too"
+                f"schedule {name!r}: the schedule between groups of {size} ranks can be ring, direct, allgather or "
+                f"double_ring(n), not {between}; try ulysses({size}, ring), or auto, which considers ulysses, too"
             )
         _check_ulysses(name, size, ranks, heads, kv_heads)
         return f"ulysses({size}, {resolve(between, None if ranks is None else ranks // size)})"
@@ -48,48 +48,48 @@ def resolve(name: str, ranks: int | None = None, heads: int = 0, kv_heads: int =
     if number is None:
         return kind
     if ranks == 1 and number > 1:
-        raise InvalidInput(f"schedule {name!r}: one rank cannot be nodes of {number}; try ring, or more ranks")
+        raise InvalidInput(f"schedule {name!r}: one rank cannot form nodes of {number} ranks; try ring, or more ranks")
     if ranks is not None and (number < 1 or ranks % number):
         fits = " or ".join([str(n) for n in range(2, min(ranks, 1024) + 1) if ranks % n == 0][:6])
-        raise InvalidInput(f"schedule {name!r}: nodes do not divide {ranks} ranks; try {kind} with {fits}")
+        raise InvalidInput(f"schedule {name!r}: {ranks} ranks cannot be split into such nodes; try {kind} with {fits}")
     return f"{kind}({number})"
 
 
 def split_ulysses(name: str) -> tuple[int, str]:
-    """(ranks of a Ulysses group, the schedule between the groups); (1, name) of a schedule without groups."""
+    """(ranks of a Ulysses group, the schedule between the groups); (1, name) for a schedule without groups."""
     match = ULYSSES.fullmatch(name)
     return (int(match[1]), match[2] or "ring") if match else (1, name)
 
 
 def make_schedule(name: str, demand: BlockDemand) -> Schedule:
-    """The schedule of a resolved name without Ulysses groups, for the blocks that `demand` describes."""
+    """The `Schedule` for a resolved name without Ulysses groups and the blocks that `demand` describes."""
     kind, number = _parse(name)
     make = SCHEDULES[kind]
     return make(demand) if number is None else make(demand, number)
 
 
 def list_spellings() -> list[str]:
-    """How a schedule may be written."""
+    """All spellings of schedules, for messages and help."""
     alone = [f"{kind}(n)" if _numbered(kind) else kind for kind in SCHEDULES]
     return ["auto", *alone, "ulysses(size)", "ulysses(size, another)"]
 
 
 def _check_ulysses(name: str, size: int, ranks: int | None, heads: int, kv_heads: int) -> None:
-    """Raise InvalidInput where groups of `size` ranks do not divide the ranks or the heads.
+    """Raise InvalidInput unless groups of `size` ranks divide the ranks and the heads.
 
-    Groups that key/value heads divide are served, too: each rank has a copy of one head.
+    `size` may also be a multiple of the key/value heads: each rank then has a copy of one head.
     """
     numbers = {"ranks": ranks or 0, "query heads": heads, "key/value heads": kv_heads}
     for what, number in numbers.items():
         if size < 1 or not _serves(size, what, number):
             others = range(2, min(ranks or heads, heads or 1024, 1024) + 1)
             fits = [str(n) for n in others if all(_serves(n, *each) for each in numbers.items())][:6]
-            hint = f"sizes {' or '.join(fits)}" if fits else "ring: no size serves all"
+            hint = f"sizes {' or '.join(fits)}" if fits else "ring: no size fits all"
             raise InvalidInput(f"schedule {name!r}: groups of {size} ranks do not divide {number} {what}; try {hint}")
 
 
 def _serves(size: int, what: str, number: int) -> bool:
-    """Whether groups of `size` ranks divide so many ranks or heads; 0: not known."""
+    """Whether groups of `size` ranks fit `number` ranks or heads (0: not known)."""
     return number % size == 0 or ("/" in what and size % number == 0)
 
 
@@ -99,7 +99,7 @@ def _parse(name: str) -> tuple[str, int | None]:
     kind = match[1] if match else name
     before = name.partition("(")[0].strip()
     if before in SCHEDULES and _numbered(before) and (match is None or not match[2]):
-        raise InvalidInput(f"schedule {name!r}: {before} takes the number of ranks of a node; try {before}(2)")
+        raise InvalidInput(f"schedule {name!r}: {before} needs the number of ranks per node; try {before}(2)")
     if match is None or kind not in SCHEDULES or _numbered(kind) != bool(match[2]):
         hint = did_you_mean(kind, [*SCHEDULES, "ulysses", "auto"]) if kind not in (*SCHEDULES, "ulysses") else ""
         raise InvalidInput(f"unknown schedule {name!r}; {hint}expected {', '.join(list_spellings())}")

@@ -1,4 +1,4 @@
-"""All-gather: every rank gets every block at once, needed or not. The baseline that other libraries recommend."""
+"""All-gather, the baseline that other libraries recommend: every rank gets every block at once, needed or not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .base import EXACT_RANKS, Schedule, sampled_owners
 
 
 class AllGatherSchedule(Schedule):
-    """Whole blocks go from every rank to every other rank at once."""
+    """Every rank sends its whole block to every other rank at once."""
 
     def saved_parts(self, rank: int) -> tuple[Part, ...]:
         """No parts: the backward gathers the keys again."""
@@ -18,15 +18,15 @@ class AllGatherSchedule(Schedule):
         return self._gather(rank, ("kv",))
 
     def backward(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's backward that gathers all keys again; gradients go straight to the owners."""
+        """The steps of a rank's backward, which gathers all keys again; gradients go straight to the owners."""
         return self._send_home(rank, self.forward(rank), "grad")
 
     def forward_of_queries(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's forward that gathers all queries; their (out, lse) go straight to the owners."""
+        """The steps of a rank's forward, which gathers all queries; their (out, lse) go straight to the owners."""
         return self._send_home(rank, self._gather(rank, ("query",)), "part")
 
     def backward_of_queries(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's backward that gathers all queries; `demand` is a `QueryDemand`."""
+        """The steps of a rank's backward, which gathers all queries; `demand` is a `QueryDemand`."""
         return self._send_home(rank, self._gather(rank, ("row", "q")), "dq")
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int]:
@@ -36,14 +36,14 @@ class AllGatherSchedule(Schedule):
         sent = 0
         for owner in sampled_owners(demand):
             rows = demand.block_heads * demand.layout.rows(owner)
-            # Keys and queries have the same visits, so that a few of many ranks tell which of them sends less.
+            # Keys and queries have the same visits, so a few of many ranks show which of the two sends less.
             others = (owner + 1 + i * (ranks - 1) // sampled for i in range(sampled))
             visitors = sum(demand.visits(other % ranks, owner) for other in others) * (ranks - 1) // sampled
             sent += rows * ((ranks - 1) * block + visitors * sums)
         return sent, sent
 
     def _gather(self, rank: int, kinds: tuple[Kind, ...]) -> tuple[Step, ...]:
-        """A step that gathers parts of these kinds, and a step of the visits to gathered parts of the last kind."""
+        """A step that gathers parts of these kinds, then a step with the visits to gathered parts of the last kind."""
         layout, visited = self.demand.layout, kinds[-1]
 
         def parts_of(owner: int) -> tuple[Part, ...]:
@@ -59,7 +59,7 @@ class AllGatherSchedule(Schedule):
         return tuple(step for step in (gather, visit) if step)
 
     def _send_home(self, rank: int, steps: tuple[Step, ...], kind: Kind) -> tuple[Step, ...]:
-        """The steps, and a last step in which the sums of the gathered blocks go to their owners."""
+        """`steps`, then a last step in which the sums of the gathered blocks go to their owners."""
         others, last = self._others(rank), len(steps)
         home = Step(
             sends=tuple(

@@ -1,9 +1,9 @@
-"""From the routes of blocks to the steps of a rank, forward and backward; the same for every schedule with routes.
+"""Turns the routes of blocks into the steps of a rank, forward and backward, for every schedule with routes.
 
-A block goes from its owner along a tree of ranks. Each edge carries the rows that some rank behind it needs, so that a
-row stops at the last rank that needs it. The backward is the forward in reverse: a row starts at the rank where it
-stopped, from the rows that this rank saved, and goes home; the sums of its gradients lag one step behind, in the same
-messages.
+A block goes from its owner along a tree of ranks. Each edge carries the rows that its target or a rank further down the
+tree needs, so that a row stops at the last rank that needs it. The backward is the forward in reverse: a row starts at
+the rank where it stopped, which saved it, and travels back to its owner; the sums of its gradients follow one step
+behind, in the same messages.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ..demand import BlockDemand, sampled_ranks
 from ..row_sets import NO_ROWS, RowSets, count_rows, subtract
 from ..steps import ORDER, Hop, Kind, Part, Step, make_parts
 
-#: Of up to EXACT_RANKS the bytes of all blocks are counted, of more the bytes of SAMPLED blocks.
+#: With up to EXACT_RANKS ranks the bytes of all blocks are counted, with more those of SAMPLED blocks.
 EXACT_RANKS, SAMPLED = 64, 16
 
 
 class Schedule(ABC):
-    """When each block of rows goes from which rank to which rank, for the blocks that `demand` describes."""
+    """Decides when each block that `demand` describes goes from which rank to which rank."""
 
     #: Whether a number follows the name of the schedule, as in "double_ring(8)"; it is passed after the demand.
     numbered: ClassVar[bool] = False
-    #: Ranks of a node, where the schedule distinguishes nodes.
+    #: The number of ranks per node, if the schedule distinguishes nodes.
     ranks_per_node = 1
-    #: Whether ranks save blocks of keys for the backward: not where these have not travelled in the forward.
+    #: Whether ranks save blocks of keys for the backward: False if keys do not travel in the forward.
     saves = True
 
     def __init__(self, demand: BlockDemand) -> None:
@@ -45,33 +45,33 @@ class Schedule(ABC):
 
     @abstractmethod
     def backward(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's backward in which keys, values and their gradients travel."""
+        """The steps of a rank's pass-KV backward: keys, values and their gradients travel."""
 
     @abstractmethod
     def backward_of_queries(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's backward in which queries and their gradients travel; `demand` is a `QueryDemand`."""
+        """The steps of a rank's pass-Q backward: queries and their gradients travel; `demand` is a `QueryDemand`."""
 
     def forward_of_queries(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's forward in which queries and their (out, lse) travel; `demand` is a `QueryDemand`."""
-        raise Unsupported(f"in the forward of {type(self).__name__} only keys travel; try rotate='kv'")
+        """The steps of a rank's pass-Q forward: queries and their (out, lse) travel; `demand` is a `QueryDemand`."""
+        raise Unsupported(f"{type(self).__name__} supports only keys in the forward; try rotate='kv'")
 
     @abstractmethod
     def saved_parts(self, rank: int) -> tuple[Part, ...]:
-        """The parts that a rank saves after the forward for a backward in which keys travel."""
+        """The parts that a rank saves after the forward for a pass-KV backward."""
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int] | None:
-        """(bytes between nodes, all bytes) of a backward, without making its steps; None where only the steps tell.
+        """(bytes between nodes, all bytes) of a backward, without making its steps; None if that needs the steps.
 
         `block` and `sums` are the bytes of one row of one head: of the block that travels, and of its gradients.
-        `queries`: blocks of queries travel. Of more than EXACT_RANKS, the bytes of the blocks of `sampled_owners`.
+        `queries` means pass-Q. With more than EXACT_RANKS ranks, counts only the blocks of `sampled_owners`.
         """
         return None
 
 
 def sampled_owners(demand: BlockDemand) -> list[int]:
-    """Ranks whose blocks stand for the blocks of all ranks: all of up to EXACT_RANKS.
+    """Ranks whose blocks stand for the blocks of all ranks; all ranks if there are at most EXACT_RANKS.
 
-    Of more ranks, one period in the middle where the ranks repeat, else SAMPLED evenly spaced ranks.
+    With more ranks, returns one period in the middle if the ranks repeat, otherwise SAMPLED evenly spaced ranks.
     """
     layout, ranks = demand.layout, demand.layout.ranks
     if ranks <= EXACT_RANKS:
@@ -86,15 +86,15 @@ def sampled_owners(demand: BlockDemand) -> list[int]:
     return sampled_ranks(ranks, SAMPLED)
 
 
-#: Where there are more than EXACT_RANKS, LATEST arrivals of a rank stand for all that it saves.
+#: With more than EXACT_RANKS ranks, a rank's LATEST last arrivals stand for all that it saves.
 LATEST = 64
 
 
 class Edge(NamedTuple):
     """Rows of `owner` go from rank `source` to rank `target`, which computes with them at step `step`.
 
-    Both post the message at step `post` < `step`, and it is in flight until the end of step `step` - 1. A rank computes
-    with its own block at step 0. `ring` numbers the rings of a schedule, such as its directions.
+    Both ranks post the message at step `post` < `step`, and it is in flight until the end of step `step` - 1. A rank
+    computes with its own block at step 0. `ring` numbers the rings of a schedule, such as its directions.
     """
 
     owner: int
@@ -106,24 +106,24 @@ class Edge(NamedTuple):
 
 
 class Route(Schedule):
-    """The trees along which blocks go, one per owner, without the branches behind which no rank needs a row."""
+    """A schedule whose blocks go along trees of ranks, one per owner, without branches where no rank needs a row."""
 
-    #: The number of different `Edge.ring`.
+    #: The number of different values of `Edge.ring`.
     rings = 1
 
     @abstractmethod
     def arrivals(self, rank: int) -> Iterator[Edge]:
-        """The edges to `rank`, the latest first."""
+        """The edges to `rank`, latest first."""
 
     @abstractmethod
     def edges_at(self, rank: int, step: int) -> tuple[Edge, ...]:
         """The edges to `rank` for its step `step` > 0; edges that carry no rows may be among them."""
 
     def arcs(self, rank: int) -> tuple[Iterator[Edge], ...]:
-        """The edges of `arrivals` in parts that can be found separately, each with the latest edge first.
+        """The edges of `arrivals` in parts that can be found separately, each latest first.
 
-        Where a route can, it gives the owners of a part in ascending or in descending order, so that one walk around
-        the ranks can follow the parts of many ranks.
+        If possible, the owners of a part ascend or descend, so that one walk around the ranks can follow the parts of
+        many ranks.
         """
         return (self.arrivals(rank),)
 
@@ -133,11 +133,11 @@ class Route(Schedule):
 
     @abstractmethod
     def next_edges(self, edge: Edge) -> tuple[Edge, ...]:
-        """The edges on which the target of `edge` passes rows on."""
+        """The edges on which the target of `edge` passes its rows on."""
 
     @abstractmethod
     def served(self, edge: Edge) -> tuple[range, ...]:
-        """Runs of ranks that the edge serves: its target, and all ranks behind it."""
+        """The ranks that the edge serves, as runs: its target, and all ranks further down the tree."""
 
     def carried(self, edge: Edge) -> RowSets:
         """The rows that travel on an edge."""
@@ -153,7 +153,7 @@ class Route(Schedule):
         return self._subtract(edge.owner, self.carried(edge), [self.carried(e) for e in further])
 
     def last_edges(self, owner: int) -> Iterator[Edge]:
-        """The edges of the block of `owner` on which rows arrive that go no further."""
+        """The edges of the block of `owner` that bring rows which go no further."""
         return (edge for edge in self.edges_of(owner) if self.stopping(edge) != NO_ROWS)
 
     def edges_of(self, owner: int) -> Iterator[Edge]:
@@ -165,18 +165,18 @@ class Route(Schedule):
             yield edge
 
     def returned(self, edge: Edge, carried: RowSets) -> RowSets:
-        """Of the rows `carried` on a relayed edge those that the backward returns on it, and on no sibling before it.
+        """Those of the rows `carried` on a relayed edge that the backward returns on it and not on an earlier sibling.
 
-        Siblings are the edges on which the source of the edge passes rows of the block on.
+        Siblings are all edges on which the same source passes on rows of the block.
         """
         siblings = self.next_edges(self.edges_by_owner(edge.source)[edge.owner])
         earlier = takewhile(lambda sibling: sibling != edge, siblings)
         return self._subtract(edge.owner, carried, [*map(self.carried, earlier)])
 
     def saved_rows(self, rank: int) -> dict[Edge, RowSets]:
-        """By edge, the rows that `rank` saves for the backward: of the latest rows that stop there, one block at most.
+        """By edge, the rows that `rank` saves for the backward: the latest rows that stop there, at most one block.
 
-        The rows that it does not save come again from their owner.
+        The owner sends the rows that are not saved again.
         """
         if not self.saves:
             return {}
@@ -184,30 +184,30 @@ class Route(Schedule):
         return self._cache.answer(key, lambda: self.find_saved_rows(rank))
 
     def is_saved(self, edge: Edge) -> bool:
-        """Whether the target of an edge saves rows that arrive there, see `saved_rows`."""
+        """Whether the target of `edge` saves rows that arrive on it, see `saved_rows`."""
         return edge in self.saved_rows(edge.target)
 
     def find_saved_rows(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
-        """The answer of `saved_rows`, from the latest `arrivals` only where these are given."""
+        """Computes `saved_rows`, from only the latest `arrivals` edges if given."""
         return {edge: self.stopping(edge) for edge in self._size_saved(rank, arrivals)}
 
     def _size_saved(self, rank: int, arrivals: int | None) -> dict[Edge, int]:
-        """By edge, how many rows of all heads `find_saved_rows` finds."""
+        """By edge, the number of rows that `find_saved_rows` finds, summed over heads."""
         saved: dict[Edge, int] = {}
         room_by_ring: dict[int, int] = {}
         block = self.demand.block_heads * self.demand.layout.rows(rank)
         for edge in islice(self.arrivals(rank), arrivals):
             room = room_by_ring.setdefault(edge.ring, block)
             if len(room_by_ring) == self.rings and max(room_by_ring.values()) <= 0:
-                break  # else a rank to which all blocks go would look at all of them
+                break  # otherwise a rank that gets all blocks would look at all of them
             size = self._count_stopping(edge) if room > 0 else 0
-            if size and (size <= room or room == block):  # at least one block, even where it is a row longer
+            if size and (size <= room or room == block):  # at least one block, even if it is a row longer
                 saved[edge] = size
             room_by_ring[edge.ring] = room - size
         return saved
 
     def saved_parts(self, rank: int) -> tuple[Part, ...]:
-        """The parts that `rank` saves after the forward for a backward in which keys travel."""
+        """The parts that `rank` saves after the forward for a pass-KV backward."""
         arrivals, saved = self.edges_by_owner(rank).values(), self.saved_rows(rank)
         return tuple(part for edge in arrivals if edge in saved for part in make_parts("kv", edge.owner, saved[edge]))
 
@@ -226,7 +226,7 @@ class Route(Schedule):
         return builder.steps()
 
     def backward(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's backward in which keys and values, and their gradients, go back."""
+        """The steps of a rank's pass-KV backward: keys, values and their gradients go back to the owners."""
         builder = StepBuilder(-1)
         arrivals = tuple(self.edges_by_owner(rank).values())
         if self.demand.visits(rank, rank):
@@ -255,19 +255,19 @@ class Route(Schedule):
         return builder.steps()
 
     def forward_of_queries(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's forward in which queries travel; `demand` is a `QueryDemand`."""
+        """The steps of a rank's pass-Q forward; `demand` is a `QueryDemand`."""
         return self._send_queries(rank, ("query",), "part")
 
     def backward_of_queries(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's backward in which queries travel, with lse and delta; `demand` is a `QueryDemand`."""
+        """The steps of a rank's pass-Q backward: queries travel with lse and delta; `demand` is a `QueryDemand`."""
         return self._send_queries(rank, ("row", "q"), "dq")
 
     def _send_queries(self, rank: int, kinds: tuple[Kind, ...], sums: Kind) -> tuple[Step, ...]:
-        """The steps of a pass in which parts of these kinds travel, and what is summed for the rows of the last kind.
+        """The steps of a pass-Q pass: parts of `kinds` travel, with the `sums` for the rows of the last kind.
 
-        Queries go outward as keys do in a forward. The sums of a row lag one step behind, and go home from the rank
-        where the row stops. Where a row goes on to two ranks, its sums go with the first rank, and the second rank
-        begins with none.
+        Queries travel from their owners as keys do in a pass-KV forward. The sums of a row follow one step behind, and
+        return to the owner from the rank where the row stops. If a row goes on to two ranks, its sums go to the first,
+        and the second starts without sums.
         """
 
         def query_parts(owner: int, row_sets: RowSets) -> tuple[Part, ...]:
@@ -297,7 +297,7 @@ class Route(Schedule):
         return builder.steps()
 
     def departures(self, rank: int, block: tuple[int, int] | None = None) -> list[Edge]:
-        """The edges from `rank`; with `block` (owner, target) only those that bring the owner's block to the target."""
+        """The edges from `rank`; given `block` (owner, target), only those that bring the owner's block to target."""
         if block is None:
             onward = (e for edge in self.edges_by_owner(rank).values() for e in self.next_edges(edge))
             return [*self.first_edges(rank), *onward]
@@ -310,40 +310,41 @@ class Route(Schedule):
         return [edge for edge in edges if edge.target == target]
 
     def first_edges_to(self, owner: int, target: int) -> tuple[Edge, ...]:
-        """Those of `first_edges` that may go to `target`; a route with many first edges looks for these only."""
+        """Those of `first_edges` that may go to `target`; routes with many first edges search only for these."""
         return self.first_edges(owner)
 
     def arrival(self, rank: int, owner: int) -> Edge | None:
-        """The edge on which the block of `owner` gets to `rank`; None where no row of it does."""
+        """The edge on which the block of `owner` reaches `rank`; None if no row of it does."""
         return self.edges_by_owner(rank).get(owner)
 
     def edges_by_owner(self, rank: int) -> dict[int, Edge]:
-        """By owner, the edge to `rank`; the earliest edge first."""
+        """By owner, the edge to `rank`; earliest first."""
         key = (Route.edges_by_owner, type(self), self.ranks_per_node, rank)
         return self._cache.answer(key, lambda: {e.owner: e for e in [*self.arrivals(rank)][::-1]})
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int] | None:
-        """As in `Schedule`. Where keys travel, blocks skip rows that their readers have saved since the forward."""
+        """As in `Schedule`. Under pass-KV, blocks skip rows that their readers saved in the forward."""
         owners = sampled_owners(self.demand)
         saved = self.count_saved(owners) if self.saves and not queries else 0
         sent = self.count_moved(owners) * (block + sums) - saved * block
         return sent, sent
 
     def count_moved(self, owners: Sequence[int]) -> int:
-        """The rows of all heads that move on the edges of the blocks of `owners`, summed over the edges."""
+        """The number of rows that move on the edges of the blocks of `owners`, summed over edges and heads."""
         count = self.demand.count_needed
         return sum(count(self.served(edge), owner) for owner in owners for edge in self.edges_of(owner))
 
     def count_saved(self, ranks: Sequence[int]) -> int:
-        """The rows of all heads that `ranks` save from the forward.
+        """The number of rows that `ranks` save from the forward, summed over heads.
 
-        Of more than EXACT_RANKS, rows of the LATEST arrivals only: a rank where nothing stops has an arrival per rank.
+        With more than EXACT_RANKS ranks, looks only at the LATEST last arrivals: a rank where nothing stops has an
+        arrival per rank.
         """
         arrivals = None if self.demand.layout.ranks <= EXACT_RANKS else LATEST
         return sum(size for rank in ranks for size in self._size_saved(rank, arrivals).values())
 
     def _count_stopping(self, edge: Edge) -> int:
-        """The number of rows of all heads in `stopping`."""
+        """The number of rows in `stopping`, summed over heads."""
         reach, further = self.demand.row_reach, map(self.served, self.next_edges(edge))
         if reach is None:
             return self._count(edge.owner, self.stopping(edge))
@@ -351,7 +352,7 @@ class Route(Schedule):
 
     @property
     def _cache(self) -> Cache:
-        """The demand's cache, which other schedules of the same demand use as well: its keys name the schedule."""
+        """The demand's cache; other schedules of the same demand share it, so keys must name the schedule."""
         return self.demand.cache
 
     def _subtract(self, owner: int, row_sets: RowSets, others: list[RowSets]) -> RowSets:
@@ -361,13 +362,16 @@ class Route(Schedule):
         return count_rows(row_sets, self.demand.block_heads, self.demand.layout.rows(owner))
 
 
-#: (step at which a message is posted, step until whose end it is in flight, peer)
+#: (step at which a message is posted, last step during which it is in flight, peer)
 MessageKey = tuple[int, int, int]
 
 
 @dataclass
 class StepBuilder:
-    """What a rank does at each step, counted up (+1) or down (-1). Parts of equal `MessageKey` become one message."""
+    """Collects what a rank does at each step; steps count up (+1) or down (-1).
+
+    Parts with equal `MessageKey` become one message.
+    """
 
     sign: int
     visits: dict[int, list[Part]] = field(default_factory=dict)
@@ -389,7 +393,7 @@ class StepBuilder:
             self.recvs.setdefault((post, until, peer), []).extend(block)
 
     def steps(self) -> tuple[Step, ...]:
-        """The steps in their order, without the steps at which nothing happens."""
+        """The steps in order, without those at which nothing happens."""
         used = {*self.visits, *(step for key in (*self.sends, *self.recvs) for step in key[:2])}
         order = sorted(used, reverse=self.sign < 0)
         index = {step: i for i, step in enumerate(order)}
@@ -404,7 +408,7 @@ class StepBuilder:
 
 
 def _group_by_post(messages: dict[MessageKey, list[Part]], index: dict[int, int]) -> dict[int, list[Hop]]:
-    """By the step at which they are posted, the messages; `index` renumbers steps without gaps."""
+    """The messages by the step at which they are posted; `index` renumbers steps without gaps."""
     hops: dict[int, list[Hop]] = {}
     for (post, until, peer), parts in messages.items():
         ordered = tuple(sorted(parts, key=lambda part: (ORDER[part.kind], part.owner)) if len(parts) > 1 else parts)

@@ -1,4 +1,4 @@
-"""Direct: every rank gets the rows that it needs straight from their owners. The fewest bytes, and no relay."""
+"""Direct: every rank gets the rows that it needs straight from their owners, with the fewest bytes and no relays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DirectSchedule(Route):
         return self._edges_to(rank, rank + 1, self.demand.layout.ranks - 1), self._edges_to(rank, 1, rank)
 
     def _edges_to(self, rank: int, near: int, far: int) -> Iterator[Edge]:
-        """The edges to `rank` from the owners far .. near places before it."""
+        """The edges to `rank` from the owners at distances far .. near before it."""
         ranks, here = self.demand.layout.ranks, range(rank, rank + 1)
 
         def some_needed(near: int, far: int) -> bool:
@@ -45,7 +45,7 @@ class DirectSchedule(Route):
         return tuple(self._edges_from(owner, range(distance, distance + 1)))
 
     def _edges_from(self, owner: int, distances: range | None = None) -> Iterator[Edge]:
-        """The edges on which the block of `owner` leaves it, the latest first; those of some distances if given."""
+        """The edges on which the block of `owner` leaves it, latest first; only those of `distances` if given."""
         ranks, here = self.demand.layout.ranks, range(owner, owner + 1)
 
         def some_need(near: int, far: int) -> bool:
@@ -66,9 +66,9 @@ class DirectSchedule(Route):
         return sum(map(self._count_sent, owners))
 
     def _count_sent(self, owner: int) -> int:
-        """The number of rows of all heads that an owner sends.
+        """The number of rows that an owner sends, summed over heads.
 
-        Where more than LATEST of more than EXACT_RANKS need rows, LATEST evenly spaced ranks stand for all.
+        With more than EXACT_RANKS ranks, if more than LATEST need rows, LATEST evenly spaced ones stand for all.
         """
         demand, ranks = self.demand, self.demand.layout.ranks
         edges = list(islice(self._edges_from(owner), LATEST + 1 if ranks > EXACT_RANKS else None))
@@ -79,7 +79,7 @@ class DirectSchedule(Route):
 
 
 def _search(some: Callable[[int, int], bool], needed: np.ndarray | None, near: int, far: int) -> Iterator[int]:
-    """The distances far .. near that hold something: by the table `needed` of these, else found by halving."""
+    """The distances far .. near that have something: read from the table `needed` if given, else found by halving."""
     return search(some, near, far) if needed is None else iter((far - needed.nonzero()[0]).tolist())
 
 
@@ -88,10 +88,10 @@ def _edge(owner: int, distance: int, ranks: int) -> Edge:
 
 
 class PullSchedule(DirectSchedule):
-    """A rank fetches the rows that it needs and stores their gradients; it serves no other rank, and saves no parts.
+    """A rank fetches the rows that it needs and stores their gradients; it serves no other rank and saves no parts.
 
-    The visits are the visits of `direct`, in the same order. `SCHEDULES` has no name for this schedule: ranks that run
-    together need both ends of each message.
+    The visits are those of `direct`, in the same order. This schedule is not in `SCHEDULES`: it makes only one end of
+    each message, but ranks that run together need both.
     """
 
     def departures(self, rank: int, block: tuple[int, int] | None = None) -> list[Edge]:
@@ -104,5 +104,5 @@ class PullSchedule(DirectSchedule):
         return {}
 
     def steps(self, rank: int) -> RankPlan:
-        """The steps of a rank; in the backward keys travel."""
+        """The steps of a rank; the backward is pass-KV."""
         return RankPlan(rank, self.forward(rank), self.backward(rank))

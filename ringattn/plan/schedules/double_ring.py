@@ -1,7 +1,7 @@
-"""The double ring: rings inside nodes of `ranks_per_node` ranks, and one ring of nodes between ranks of equal place.
+"""The double ring: rings inside nodes of `ranks_per_node` ranks, and an outer ring of nodes between ranks of one place.
 
-A block goes from node to node on the outer ring, and around the ring inside every node. The outer message
-is posted when a cycle of the ring inside a node begins, and is in flight for the whole cycle.
+A block goes from node to node on the outer ring, and around the inner ring of every node. The outer message is posted
+when a cycle of the inner ring begins, and is in flight for the whole cycle.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from .ring import Direction, rows_along, runs
 
 
 class DoubleRingSchedule(Route):
-    """With n = ranks_per_node: at step t * n + j a rank computes with a block of the node t before its own, from j
-    places before its own place."""
+    """With n = ranks_per_node, at step t * n + j a rank computes with the block from j places and t nodes before it."""
 
     rings = 2
     numbered = True
@@ -52,7 +51,7 @@ class DoubleRingSchedule(Route):
 
     def next_edges(self, edge: Edge) -> tuple[Edge, ...]:
         t, j = divmod(edge.step, self.ranks_per_node)
-        # The ring inside the node first: what it returns in the backward need not come over the outer ring.
+        # The inner ring comes first: what it returns in the backward need not come over the outer ring.
         return (*self._edge(edge.owner, t, j + 1), *(self._edge(edge.owner, t + 1, 0) if j == 0 else ()))
 
     def served(self, edge: Edge) -> tuple[range, ...]:
@@ -66,10 +65,10 @@ class DoubleRingSchedule(Route):
         )
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int] | None:
-        """As in `Schedule`; of more than EXACT_RANKS, an estimate from the rows that a ring of whole nodes carries.
+        """As in `Schedule`; with more than EXACT_RANKS ranks, an estimate from the rows that a ring of nodes carries.
 
-        The searches along the ring of nodes skip rows that no rank needs, while the steps of a single rank may hold the
-        rows of all ranks.
+        The searches along the ring of nodes skip rows that no rank needs, while the steps of a single rank may involve
+        the rows of all ranks.
         """
         if self.demand.layout.ranks <= EXACT_RANKS:
             return None
@@ -83,7 +82,7 @@ class DoubleRingSchedule(Route):
         return sent, sent
 
     def _edge(self, owner: int, t: int, j: int) -> tuple[Edge, ...]:
-        """The edge by which the block of `owner` gets to its step (t, j); () where no rank that it serves needs it."""
+        """The edge on which the block of `owner` gets to its step (t, j); () if no rank that it serves needs it."""
         if t >= self.nodes or j >= self.ranks_per_node:
             return ()
         home, place = divmod(owner, self.ranks_per_node)

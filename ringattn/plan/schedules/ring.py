@@ -1,4 +1,4 @@
-"""The ring: blocks are relayed from neighbour to neighbour, as far as some rank needs them."""
+"""The ring: ranks relay blocks from neighbour to neighbour, as far as some rank needs them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .base import Edge, Route
 
 
 class Direction(NamedTuple):
-    """A direction of travel: +1 toward higher ranks, -1 toward lower, for at most `limit` hops."""
+    """A direction of travel: `sign` +1 toward higher ranks or -1 toward lower, for at most `limit` hops."""
 
     sign: int
     limit: int
 
 
 def runs(start: int, length: int, ranks: int) -> tuple[range, ...]:
-    """Ranks start .. start + length - 1 around the ring, as runs of consecutive numbers."""
+    """Ranks start .. start + length - 1 around the ring, as runs of consecutive ranks."""
     start %= ranks
     if start + length > ranks:
         return range(start, ranks), range(start + length - ranks)
@@ -32,16 +32,16 @@ def runs(start: int, length: int, ranks: int) -> tuple[range, ...]:
 
 
 def ranks_beyond(demand: BlockDemand, owner: int, direction: Direction, distance: int) -> tuple[range, ...]:
-    """The ranks that the block of `owner` passes in a direction, from `distance` to the limit, as runs."""
+    """The ranks that the block of `owner` can reach in a direction, from `distance` to the limit, as runs."""
     length = direction.limit - distance + 1
     start = owner + distance if direction.sign > 0 else owner - direction.limit
     return runs(start, length, demand.layout.ranks)
 
 
 def search(some: Callable[[int, int], bool], near: int, far: int) -> Iterator[int]:
-    """The distances far .. near that hold something, descending, found by halving.
+    """The distances far .. near at which `some` is true, descending, found by halving.
 
-    `some(near, far)` says whether some distance of a part holds something.
+    `some(near, far)` is whether that is so for any distance near .. far.
     """
     if near > far or not some(near, far):
         return
@@ -65,9 +65,9 @@ def _needed(demand: BlockDemand, direction: Direction, first: int, ranks: int, o
 
 @cached
 def count_hops(demand: BlockDemand, owner: int, direction: Direction) -> int:
-    """The number of hops of the block of `owner`: the distance of the farthest rank that needs it, in a direction.
+    """The number of hops of the block of `owner` in a direction: the distance of the farthest rank that needs it.
 
-    Found by halving where no table knows.
+    Found by halving if there is no table.
     """
     by_hop = _count_all_carried(demand, direction)
     if by_hop is not None:
@@ -76,7 +76,7 @@ def count_hops(demand: BlockDemand, owner: int, direction: Direction) -> int:
     def reached(distance: int) -> bool:  # monotone: some rank at this distance or beyond needs the block
         return _needed(demand, direction, owner + direction.sign * distance, direction.limit - distance + 1, owner, 1)
 
-    # Most blocks go all the way or not far: look there before halving.
+    # Most blocks go all the way or not far: try these before halving.
     if not direction.limit or reached(direction.limit):
         return direction.limit
     low, high = 0, 1
@@ -93,16 +93,16 @@ def count_hops(demand: BlockDemand, owner: int, direction: Direction) -> int:
 
 
 def halve_direction(rank: int, ranks: int, direction: Direction) -> tuple[range, range]:
-    """The distances of a direction, descending, split where the owners rank - sign * distance pass rank 0."""
+    """The distances of a direction, descending, split where the owners (rank - sign * distance) pass rank 0."""
     before = min(rank if direction.sign > 0 else ranks - 1 - rank, direction.limit)
     return range(direction.limit, before, -1), range(before, 0, -1)
 
 
 def passing(demand: BlockDemand, rank: int, direction: Direction, distances: range | None = None) -> Iterator[int]:
-    """The distances d, descending, at which the block of rank - sign * d arrives at `rank`; of `distances` if given.
+    """The distances d, descending, at which the block of rank - sign * d arrives at `rank`; among `distances` if given.
 
-    A block arrives where this rank, or a rank farther on its way, needs the block. The search halves the distances, and
-    skips a part as soon as it is known to hold no need: so a local pattern is planned without looking at every rank.
+    A block arrives if this rank, or a rank farther along its way, needs it. The search halves the distances and skips
+    parts in which no block is needed, so planning a local pattern does not look at every rank.
     """
 
     def arrives(near: int, far: int) -> bool:
@@ -122,10 +122,10 @@ def passing(demand: BlockDemand, rank: int, direction: Direction, distances: ran
 
 @cached
 def row_counts(demand: BlockDemand, owner: int, direction: Direction) -> tuple[tuple[int, int], ...]:
-    """(distance, rows) pairs of the block of `owner`: how many rows of all heads travel up to each distance.
+    """(distance, rows) pairs of the block of `owner`: how many rows, over all heads, travel up to each distance.
 
-    The rows that are needed beyond a distance only shrink as the distance grows. So equal counts are the same rows, and
-    the distances between them are not looked at.
+    The set of rows needed beyond a distance only shrinks as the distance grows. Equal counts at two distances therefore
+    mean the same rows, and the search skips the distances between them.
     """
 
     def size(distance: int) -> int:
@@ -157,18 +157,18 @@ def row_counts(demand: BlockDemand, owner: int, direction: Direction) -> tuple[t
 
 @cached
 def _count_carried(demand: BlockDemand, direction: Direction) -> np.ndarray | None:
-    """Rows of one head that the blocks of `sampled_reach` send on each hop; None where there is no table."""
+    """Rows of one head that the blocks of `sampled_reach` send on each hop; None if there is no table."""
     reach = demand.sampled_reach
     return None if reach is None else reach.count_carried(*direction)
 
 
 def _count_all_carried(demand: BlockDemand, direction: Direction) -> np.ndarray | None:
-    """The answer of `_count_carried` where the table lists the blocks of all ranks; else None."""
+    """The result of `_count_carried` if the table lists the blocks of all ranks; else None."""
     return _count_carried(demand, direction) if direction.limit and demand.row_reach is not None else None
 
 
 def rows_along(demand: BlockDemand, owners: Sequence[int], direction: Direction) -> int:
-    """The number of rows of all heads that the blocks of `owners` send along a direction, summed over their hops."""
+    """The number of rows that the blocks of `owners` send in a direction, summed over hops and heads."""
     reach, carried, moved = demand.sampled_reach, _count_carried(demand, direction), 0
     by_owner = {} if reach is None or carried is None else dict(zip(reach.blocks, carried.sum(1).tolist(), strict=True))
     for owner in owners:
@@ -184,15 +184,15 @@ def rows_along(demand: BlockDemand, owners: Sequence[int], direction: Direction)
 
 @lru_cache(maxsize=16)
 def _count_rows(layout: Layout) -> np.ndarray:
-    """The rows of each rank: int64 [ranks, 1]."""
+    """The number of rows of each rank: int64 [ranks, 1]."""
     return np.array([[layout.rows(rank)] for rank in range(layout.ranks)])
 
 
 @cached
 def saved_by_hop(demand: BlockDemand, direction: Direction) -> np.ndarray | None:
-    """Rows of one head that each rank saves of those that stop there, by hop in a direction, see `Route.saved_rows`.
+    """How many rows of one head each rank saves from each hop in a direction, see `Route.saved_rows`.
 
-    int64 [ranks, hops], the farthest hop first; None where `row_reach` is None.
+    int64 [ranks, hops], the farthest hop first; None if `row_reach` is None.
     """
     carried, ranks = _count_all_carried(demand, direction), demand.layout.ranks
     if carried is None:
@@ -201,14 +201,14 @@ def saved_by_hop(demand: BlockDemand, direction: Direction) -> np.ndarray | None
     stopping = np.diff(carried, axis=1, prepend=0)  # rows that arrive at a distance and go no further
     owners = (np.arange(ranks)[:, None] - direction.sign * np.arange(direction.limit, 0, -1)) % ranks
     size = stopping[owners, np.arange(direction.limit)]
-    # A rank looks at rows as long as there is room, which the rows that came before have taken.
+    # A rank saves rows as long as there is room; `room` is what the rows before have left.
     room = rows - np.cumsum(size, 1) + size
     return np.where((room > 0) & ((size <= room) | (room == rows)), size, 0)
 
 
 @cached
 def choose_directions(demand: BlockDemand) -> tuple[Direction, ...]:
-    """The direction in which the fewest rows of `sampled_blocks` travel, or both directions with half the ring each."""
+    """One direction or both, each for half the ring: whichever moves the fewest rows of `sampled_blocks`."""
     ranks = demand.layout.ranks
     blocks = sampled_blocks(ranks)
     half = (Direction(+1, ranks // 2), Direction(-1, (ranks - 1) // 2))
@@ -216,8 +216,8 @@ def choose_directions(demand: BlockDemand) -> tuple[Direction, ...]:
     totals = [sum(rows_along(demand, blocks, direction) for direction in choice) for choice in choices]
     full = sum(map(demand.layout.rows, blocks)) * demand.block_heads * ranks
     one_way = min(totals[:2])
-    # On a tie a dense pattern takes one direction, which needs only two receive buffers; a local pattern takes the
-    # shorter arcs, whose blocks are found without looking at the whole ring.
+    # On a tie, use one direction for a dense pattern, as it needs only two receive buffers, and both for a local
+    # pattern, as the blocks of the shorter arcs are found without looking at the whole ring.
     if one_way < totals[2] or (one_way == totals[2] and 2 * one_way > full):
         return choices[totals.index(one_way)]
     return half
@@ -226,7 +226,7 @@ def choose_directions(demand: BlockDemand) -> tuple[Direction, ...]:
 class RingSchedule(Route):
     """Every block goes in each direction; the edge at distance d serves the ranks from d to the direction's limit.
 
-    What moves and what ranks save is read from tables, where there are any.
+    Rows that move and rows that ranks save are read from tables if there are any.
     """
 
     def __init__(self, demand: BlockDemand) -> None:
@@ -308,7 +308,7 @@ class RingSchedule(Route):
 
     @cached_property
     def _saved_by_ring(self) -> list[np.ndarray] | None:
-        """By ring, the answer of `saved_by_hop`; None where there is none."""
+        """The results of `saved_by_hop` by ring; None if there are none."""
         if not self.saves:
             return None
         tables = [saved_by_hop(self.demand, direction) for direction in self.directions]

@@ -1,7 +1,7 @@
-"""Ulysses: inside groups of ranks, tokens are exchanged for heads; another schedule runs between the groups.
+"""Ulysses: ranks of a group exchange tokens for heads; another schedule runs between the groups.
 
 A group is a run of consecutive ranks. Before attention, each rank of a group gets the rows of the whole group for a
-share of the heads; after attention, it gives the output of these rows back. Member i of each group runs the other
+share of the heads; after attention, it sends the output of these rows back. Member i of each group runs the other
 schedule with the members i of the other groups.
 """
 
@@ -14,9 +14,9 @@ from ..steps import Hop, Kind, Part, RankPlan, Step
 
 
 def wrap_in_exchanges(plan: RankPlan, size: int, ranks: int, rows: Callable[[Kind, int], tuple[int, ...]]) -> RankPlan:
-    """The steps of a rank in a group of `size` ranks: exchanges around the steps of `plan` between the groups.
+    """The steps of a rank in a group of `size` ranks: exchanges before and after the steps of `plan`.
 
-    `rows` says how many rows of each tensor of a kind a rank has.
+    `plan` runs between the groups. `rows(kind, rank)` is the number of rows of the rank in each tensor of a kind.
     """
     rank = plan.rank
     first, member = rank - rank % size, rank % size
@@ -24,7 +24,7 @@ def wrap_in_exchanges(plan: RankPlan, size: int, ranks: int, rows: Callable[[Kin
     last = ranks + 2  # beyond every clock between the groups, up or down
 
     def exchange(kind: Kind, index: int, *, there: bool) -> Step:
-        """`there`: rows of this rank go to all members; else rows of all members go back to their owners."""
+        """If `there`, rows of this rank go to all members; else rows of all members go back to their owners."""
         tag = int(not there)
         sends = tuple(Hop(peer, tag, (Part(kind, rank if there else peer),), index) for peer in peers)
         recvs = tuple(Hop(peer, tag, (Part(kind, peer if there else rank),), index) for peer in peers)
@@ -48,5 +48,5 @@ def wrap_in_exchanges(plan: RankPlan, size: int, ranks: int, rows: Callable[[Kin
 
 
 def _renumber(hops: tuple[Hop, ...], size: int, member: int) -> tuple[Hop, ...]:
-    """Messages between groups as messages between their members, one step later."""
+    """Messages between groups, rewritten as messages between their members, one step later."""
     return tuple(hop._replace(peer=hop.peer * size + member, until=hop.until + 1) for hop in hops)
