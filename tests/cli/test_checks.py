@@ -249,7 +249,7 @@ def test_speeds_of_something_else_are_told() -> None:
         ("cuda", {"dtype": "float16"}, []),
         ("cpu", {"ranks": 2}, []),
         ("cpu", {}, ["each of 4 ranks has its own core [assumed]"]),
-        ("cpu", {"ranks": 2, "dtype": "bfloat16"}, ["those of float32"]),
+        ("cpu", {"ranks": 2, "dtype": "bfloat16"}, ["are for float32"]),
         ("gtx1080_pcie", {}, []),
         (ra.MACHINES["cuda"].changed(flops=1e14), {}, []),
         (one, {}, []),

@@ -284,11 +284,11 @@ def test_wrong_requests() -> None:
         (lambda: simulate(plan, EVEN, slow={1: "x"}), InvalidInput, "a factor is not a number .*'x'"),  # type: ignore[dict-item]
         (lambda: simulate(plan, EVEN, stalls=[Stall(9, 0, 1.0)]), InvalidInput, r"expected a rank 0 \.\. 3"),
         (lambda: simulate(plan, EVEN, stalls=[(1, 0, 1.0)]), InvalidInput, "is not a Stall"),  # type: ignore[list-item]
-        (lambda: simulate(plan, EVEN, stalls=[Stall(0, 4, 1.0)]), InvalidInput, r"the steps 0 \.\. 3"),
+        (lambda: simulate(plan, EVEN, stalls=[Stall(0, 4, 1.0)]), InvalidInput, r"has steps 0 \.\. 3"),
         (lambda: simulate(direct, EVEN, stalls=[Stall(0, 9, 1.0)]), InvalidInput, r"the pass has steps 0 \.\. 3"),
         (lambda: simulate(plan, EVEN, slow={1: 2.0}, solver="periodic"), Unsupported, "needs ranks that repeat with a"),
         (lambda: simulate(direct, EVEN, solver="stencil"), Unsupported, "the schedule direct is not a ring"),
-        (lambda: simulate(many, EVEN), Unsupported, "8,192 ranks are more than the 4,096 .* must be: the mask"),
+        (lambda: simulate(many, EVEN), Unsupported, "8,192 ranks are more than the 4,096 .* this plan needs: the mask"),
         (lambda: simulate(big, EVEN), Unsupported, "steps and messages are more than"),
         (lambda: simulate(plan, 3), InvalidInput, "unknown machine 3; expected cpu"),  # type: ignore[arg-type]
         (lambda: simulate(plan, EVEN, backward="yes"), InvalidInput, "backward='yes': expected True or False"),  # type: ignore[arg-type]
