@@ -51,7 +51,7 @@ def test_programs_that_would_be_wrong_are_refused(run_ranks, tmp_path: Path) -> 
     words = [
         "InvalidInput: cp=3 does not divide the 2 ranks",
         "Unsupported: train_sampling_strategy='batch_rebalance' splits data by rank",
-        "Unsupported: torch_compile=True over ranks",
+        "Unsupported: torch_compile=True on ranks that share sequences",
         "InvalidInput: cp=3 does not divide the 2 ranks",
         "Unsupported: output_attentions=True",
         "Unsupported: logits_to_keep=tensor",
