@@ -104,6 +104,7 @@ def shard_batch(
         False if a label belongs to its own token, as in a masked language model. Models refuse the wrong kind.
 
     The result has `input_ids` and `position_ids` of this rank's rows, and:
+
     - `labels`, shifted before the cut, so that no label is lost between shards or crosses documents; shifted labels
       also appear as `shift_labels`;
     - `loss_weights`, shifted alike, 0 without a label; models refuse them: take them out, for a loss of your own;
