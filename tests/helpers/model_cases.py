@@ -321,7 +321,7 @@ def far_labels(rank: int) -> dict[str, float]:
     says("InvalidInput: the batch has loss_weights but no labels", lambda: shard_batch(lacking, layout="zigzag"))
     moved = shard_batch({**given, "loss_weights": weights + rank}, layout="zigzag")
     del moved["loss_weights"]
-    says("Mismatch: loss_weights of the whole batch are not the same", lambda: ours(**moved, use_cache=False))
+    says("Mismatch: loss_weights of the whole batch differ", lambda: ours(**moved, use_cache=False))
     return found
 
 
@@ -604,7 +604,7 @@ def refused_batches(rank: int) -> None:
         words = f"Mismatch: {name} of the whole batch differ between rank 0 and rank 1: all ranks"
         says(words, lambda: first(**cut(batch, cu_seqlens=borders)))
     says("fine", lambda: first(**cut({"input_ids": ramp, "labels": ramp}, cu_seqlens=[0, 5, 8])))
-    says("Mismatch: input_ids of the whole batch are not the same", lambda: check(first, seed=rank))
+    says("Mismatch: input_ids of the whole batch differ", lambda: check(first, seed=rank))
     # Of what one rank alone gets wrong the other rank hears.
     kind = "InvalidInput: " if rank else "Mismatch: rank 1 cannot take part: "
     words = "logits must be [batch, tokens, classes], got (1, 8)"
