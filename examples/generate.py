@@ -1,10 +1,10 @@
-"""Answer lines of standard input with a small model whose keys and values are sharded over ranks.
+"""Answer each line of standard input with a model whose keys and values are sharded over ranks.
 
     printf 'one\ntwo\n' | torchrun --nproc-per-node 2 examples/generate.py
     torchrun --nproc-per-node 4 examples/generate.py --model Qwen/Qwen3-0.6B --tokens 200 < questions.txt
 
-Without --model a random Llama of two layers answers in bytes. All lines are one conversation: keys and values of the
-earlier ones stay where they are.
+Without --model a random Llama of two layers answers in bytes. All lines form one conversation: the keys and values of
+earlier lines stay where they are.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", help="a causal model of the Hugging Face hub, or its folder")
-    parser.add_argument("--tokens", type=int, default=20, help="the most new tokens of an answer")
+    parser.add_argument("--model", help="a causal model on the Hugging Face hub, or a folder with one")
+    parser.add_argument("--tokens", type=int, default=20, help="maximum number of new tokens per answer")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("start it with torchrun, such as torchrun --nproc-per-node 2 examples/generate.py")
+        parser.error("start it with torchrun: torchrun --nproc-per-node 2 examples/generate.py")
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def main() -> None:
     model = parallelize(model.eval(), layout="zigzag")
     past, told = RingCache(model), torch.empty(1, 0, dtype=torch.long, device=model.device)
     while True:
-        line = [sys.stdin.readline() if rank == 0 else ""]  # rank 0 has the standard input
+        line = [sys.stdin.readline() if rank == 0 else ""]  # only rank 0 has standard input
         dist.broadcast_object_list(line)
         if not line[0]:
             break

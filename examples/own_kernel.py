@@ -1,4 +1,4 @@
-"""A kernel of your own package: attention by the varlen functions of flash_attn 2. kernel="varlen" finds it by
+"""A kernel in your own package: attention by the varlen functions of flash_attn 2. For kernel="varlen", register it:
 
 [project.entry-points."ringattn.kernels"]
 varlen = "my_package.own_kernel:Varlen"
@@ -19,12 +19,12 @@ class Varlen(Kernel):
 
     def check(self, q, k, v):
         if q.dtype not in (torch.float16, torch.bfloat16) or max(q.shape[-1], v.shape[-1]) > 256:
-            raise Unsupported(f"kernel varlen takes 16 bits and head dims up to 256, got {q.dtype} {tuple(v.shape)}")
+            raise Unsupported(f"kernel varlen takes 16-bit dtypes, head dims up to 256, got {q.dtype} {tuple(v.shape)}")
 
-    def split(self, work):  # calls whose band a window of flash hides
+    def split(self, work):  # into calls whose band flash can express as a window
         return cut(work, flash_reads)
 
-    def pack(self, calls):  # short works, such as documents, become the sequences of one call
+    def pack(self, calls):  # short works, such as documents, become sequences of one call
         return pack(calls)
 
     def forward(self, q, k, v, work, scale):
@@ -41,10 +41,10 @@ class Varlen(Kernel):
         return [crop_to(heads(x, len(q)), y.shape[-1]) for x, y in zip(grads, (q, k, v), strict=True)]
 
 
-def tokens(*tensors):  # [B, H, n, D] as [B * n, H, D or more], padded to multiples of 8 columns
+def tokens(*tensors):  # [B, H, n, D] to [B * n, H, D or more], padded to a multiple of 8 columns
     width = -(-max(x.shape[-1] for x in tensors) // 8) * 8
     return [align(pad_to(x, width).transpose(1, 2).flatten(0, 1)) for x in tensors]
 
 
-def heads(x, batch):  # and back
+def heads(x, batch):  # the reverse
     return x.unflatten(0, (batch, -1)).transpose(1, 2)

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/textbook_ring.py
 
 Every rank holds n rows of the sequence in order. Blocks of keys and values travel around the ring.
-Each rank attends to the block that it has, and merges the result into what it has seen so far.
+Each rank attends to the block that it has, and merges the result with its result so far.
 ringattn itself does not use this file.
 """
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 def rotate(*tensors):
-    """Start to send tensors to the next rank; a function that waits for the previous rank's."""
+    """Start sending tensors to the next rank; returns a function that waits for those of the previous rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     arriving = [torch.empty_like(x) for x in tensors]
     sends = [dist.P2POp(dist.isend, x.contiguous(), (rank + 1) % ranks) for x in tensors]
@@ -28,7 +28,7 @@ def rotate(*tensors):
 
 
 def logits(q, k, owner, causal):
-    """Scaled logits of this rank's rows and the keys of `owner`; -inf where a key is in the future."""
+    """Scaled logits of this rank's rows and the keys of `owner`; with `causal`, -inf for later keys."""
     scores = q @ k.mT * q.shape[-1] ** -0.5
     n = torch.arange(q.shape[-2], device=q.device)
     rows, keys = dist.get_rank() * len(n) + n, owner * len(n) + n
@@ -41,13 +41,13 @@ class RingAttention(torch.autograd.Function):
         rank, ranks, own = dist.get_rank(), dist.get_world_size(), (k, v)
         for step in range(ranks):
             owner, wait = (rank - step) % ranks, rotate(k, v)  # the next block travels
-            if not (causal and owner > rank):  # a block of the future is passed on unread
+            if not (causal and owner > rank):  # a block of later tokens is only passed on
                 scores = logits(q, k, owner, causal)
                 part_lse = scores.logsumexp(-1, keepdim=True)
                 part = (scores - part_lse).exp() @ v
                 if step == 0:
                     out, lse = part, part_lse
-                else:  # weights of both partial softmaxes by their sums: the online softmax
+                else:  # weigh both partial results by their sums: the online softmax
                     total = torch.logaddexp(lse, part_lse)
                     out = out * (lse - total).exp() + part * (part_lse - total).exp()
                     lse = total
@@ -62,10 +62,10 @@ class RingAttention(torch.autograd.Function):
         rank, ranks, scale = dist.get_rank(), dist.get_world_size(), q.shape[-1] ** -0.5
         dq, dk, dv = map(torch.zeros_like, (q, k, v))
         delta = (grad * out).sum(-1, keepdim=True)
-        for step in range(ranks):  # gradients travel with their block, and come home
+        for step in range(ranks):  # gradients travel with their block, back to its owner
             owner = (rank - step) % ranks
             if not (ctx.causal and owner > rank):
-                weights = (logits(q, k, owner, ctx.causal) - lse).exp()  # of the whole row
+                weights = (logits(q, k, owner, ctx.causal) - lse).exp()  # final weights: lse is of the whole row
                 slope = weights * (grad @ v.mT - delta) * scale
                 dq, dk, dv = dq + slope @ k, dk + slope.mT @ q, dv + weights.mT @ grad
             k, v, dk, dv = rotate(k, v, dk, dv)()

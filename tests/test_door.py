@@ -60,7 +60,7 @@ def _modules(rank: int) -> None:
         partial(ra.create_block_sparse_attention, "base"),
     )
     for make in made:
-        with pytest.raises(InvalidInput, match="say how the sequence was cut, with layout='zigzag'"):
+        with pytest.raises(InvalidInput, match="give layout='zigzag' or another name"):
             make()
         make(layout="zigzag")
     layout = ra.make_layout("zigzag", tokens=48, ranks=2)
@@ -133,7 +133,7 @@ def test_options_that_a_call_cannot_use_are_refused() -> None:
         with pytest.raises(InvalidInput, match="unknown option 'schedul'; did you mean 'schedule'"):
             call(schedul="ring")
     for option in ({"schedule": "ring"}, {"comm_dtype": "bfloat16"}, {"rotate": "kv"}, {"machine": "cpu"}):
-        with pytest.raises(InvalidInput, match=f"{next(iter(option))}='.*' says how ranks share the work, but this"):
+        with pytest.raises(InvalidInput, match=f"{next(iter(option))}='.*' is about how ranks share work, but this"):
             ra.nn.RingAttention(Full(), **option)
         with pytest.raises(TypeError, match="unexpected keyword argument"):
             ra.attention(q, k, v, Full(), **option)  # type: ignore[call-overload]

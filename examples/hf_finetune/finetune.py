@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 2 examples/hf_finetune/finetune.py --cp 2 --model mistralai/Mistral-7B-v0.3
     python examples/hf_finetune/finetune.py  # one process, the attention of transformers
 
-Without --model a tiny Mistral with random weights learns the topics of Python's help, byte by byte. Losses and gradient
-norms, in trainer_state.json of --output, do not depend on the number of ranks, but for rounding.
+Without --model a tiny Mistral with random weights learns the topics of Python's help, byte by byte. Except for
+rounding, losses and gradient norms, in trainer_state.json in --output, do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Topics(Dataset):
 
 
 class FsdpTrainer(RingTrainer):
-    """A RingTrainer whose FSDP2 runs on CPUs, too, where accelerate ignores its plugin."""
+    """A RingTrainer whose FSDP2 also runs on CPUs, where accelerate ignores its plugin."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -59,7 +59,7 @@ class FsdpTrainer(RingTrainer):
 
 
 def make_model(name: str | None):
-    """(model, function from text to tokens)."""
+    """(model, function that turns text into tokens)."""
     if name is not None:
         tokenizer = AutoTokenizer.from_pretrained(name)
         return AutoModelForCausalLM.from_pretrained(name), lambda text: tokenizer(text)["input_ids"]
@@ -77,10 +77,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--fsdp", action="store_true", help="shard the parameters over all ranks by FSDP2, not DDP")
-    parser.add_argument("--rows", type=int, default=4, help="examples of a step, packed into one sequence per dp group")
-    parser.add_argument("--longest", type=int, default=512, help="tokens of an example")
+    parser.add_argument("--rows", type=int, default=4, help="examples per step, packed into one sequence per dp group")
+    parser.add_argument("--longest", type=int, default=512, help="most tokens of an example")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step, which share its rows")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step, which divide its rows")
     parser.add_argument(
         "--mean-of-means", action="store_true", help="wrong, for comparison: each rank divides by its own labels"
     )
@@ -94,7 +94,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace) -> RingTrainer:
-    """The Trainer after training and evaluation; its `state.log_history` has loss and grad_norm of every step."""
+    """Train and evaluate; the returned Trainer's `state.log_history` has loss and grad_norm of every step."""
     torch.set_num_threads(1)
     model, tokenize = make_model(options.model)
     model.config.use_cache = False
@@ -143,8 +143,8 @@ def main() -> None:
         dist.init_process_group("gloo")
     train(options)
     if dist.is_initialized():
-        # DDP must be gone before its group is destroyed. As the last holder of the group it would hold Python's lock
-        # while it waits for a thread of Gloo that waits for this lock: https://github.com/pytorch/pytorch/issues/56297
+        # Free DDP before its group is destroyed. If it held the last reference, it would hold Python's lock while
+        # waiting for a Gloo thread that waits for the same lock: https://github.com/pytorch/pytorch/issues/56297
         gc.collect()
         dist.destroy_process_group()
 

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 examples/torchtitan/train_ring.py --job.config_file llama3_8b.toml \\
         --parallelism.context_parallel_degree 4
 
-Takes models with scaled_dot_product_attention and with flex_attention, so packed documents, Qwen3's and GPT-OSS's masks
-too; not attn_type="varlen". Tested with torchtitan 0.2.2.
+Works for models with scaled_dot_product_attention or flex_attention, including packed documents and the masks of Qwen3
+and GPT-OSS; not for attn_type="varlen". Tested with torchtitan 0.2.2.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ LAYOUT = "zigzag"
 
 
 def cut(mesh: Any, tensors: tuple[torch.Tensor, ...], masks: Any, *_: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """This rank's rows of tensors [batch, tokens]; masks stay those of whole sequences."""
+    """(this rank's rows of tensors [batch, tokens], masks); masks stay those of whole sequences."""
     for mask in masks.values() if isinstance(masks, dict) else [] if masks is None else [masks]:
-        read_mask(mask)  # compiled layers cannot
+        read_mask(mask)  # compiled layers cannot read it
     layout = ra.make_layout(LAYOUT, tokens=tensors[0].shape[1], ranks=mesh.size())
     return tuple(layout.shard_tensor(x, mesh.get_local_rank(), dim=1).contiguous() for x in tensors), masks
 
 
 context_parallel.cp_shard = cut
 context_parallel.parallelize_module = context_parallel._enable_context_parallel_dispatcher = lambda *_, **__: None
-# Rows of sequences of any length are cut; tensor parallelism needs equal shards.
+# Sequences of any length can be cut; only tensor parallelism needs equal shards.
 ParallelDims.seq_len_divisor = property(lambda dims: dims.tp if dims.tp == 1 else dims.tp * 2 * dims.cp)
 
 
@@ -43,7 +43,7 @@ class RingTrainer(titan.Trainer):
 
     def __init__(self, job_config: Any) -> None:
         self.degree = job_config.parallelism.context_parallel_degree
-        job_config.parallelism.context_parallel_degree = 1  # what models refuse is torch's context parallelism
+        job_config.parallelism.context_parallel_degree = 1  # otherwise models refuse it, as torch's own
         super().__init__(job_config)
         if self.degree == 1:
             return
@@ -62,7 +62,7 @@ class RingTrainer(titan.Trainer):
 
     @staticmethod
     def takes_positions(model: torch.nn.Module) -> bool:
-        """Whether the model is told the positions of its rows; else it takes the first rows of its table."""
+        """Whether the model takes the positions of its rows; otherwise it reads the first rows of its table."""
         return "positions" in signature(model.forward).parameters
 
     def init_distributed(self) -> ParallelDims:

@@ -1,4 +1,4 @@
-"""A small decoder: rotary embeddings, RMSNorm, grouped heads, and in every second layer a sliding window."""
+"""A small decoder: rotary embeddings, RMSNorm, grouped heads, and a sliding window in every second layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ringattn as ra
 
 
 class Attention(nn.Module):
-    """Causal attention within documents over the ranks of a group."""
+    """Causal attention within documents, over the ranks of a group."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, window: int | None, place: dict) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 
 class Layer(nn.Module):
-    """Attention and a gated MLP, each after a norm and beside a residual connection."""
+    """Attention and a gated MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, width: int, attention: Attention) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """hidden [1, n, width] of bytes ids [1, n] at positions [n]. `embedding` is the last projection, too."""
+    """Maps byte ids [1, n] at positions [n] to hidden states [1, n, width]. `embedding` is the output weight, too."""
 
     def __init__(self, width: int, layers: int, heads: int, kv_heads: int, window: int | None, place: dict) -> None:
         super().__init__()

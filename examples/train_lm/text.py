@@ -1,4 +1,4 @@
-"""Packed documents of bytes: the topics of Python's help, which every CPython has."""
+"""Packed documents of bytes: the topics of Python's help, which come with every CPython."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 class Text:
     """Sequences of `tokens` bytes, packed from whole topics; the last topic of a sequence is cut.
 
-    Every tenth topic is held out for evaluation: a Text has these topics, or all others.
+    Every tenth topic is held out for evaluation: a Text has either those topics or all others.
     """
 
     def __init__(self, tokens: int, seed: int, *, held_out: bool = False) -> None:
@@ -21,7 +21,7 @@ class Text:
         self.documents = [np.frombuffer(topics[name].encode(), dtype=np.uint8) for name in names]
 
     def row(self, step: int, row: int) -> tuple[torch.Tensor, list[int]]:
-        """(bytes int64 [1, tokens], lengths of the documents), which depend on seed, step and row alone."""
+        """(bytes int64 [1, tokens], lengths of the documents); depends only on seed, step and row."""
         order = np.random.default_rng((self.seed, step, row)).permutation(len(self.documents))
         parts: list[np.ndarray] = []
         left = self.tokens
@@ -37,7 +37,7 @@ class Text:
 
 
 def shift(ids: torch.Tensor, lengths: list[int], ignored: int) -> torch.Tensor:
-    """The next byte of each position [1, tokens], `ignored` at the end of each document. Made before the cut."""
+    """Labels [1, tokens]: the next byte at each position, `ignored` at document ends. Call it before the cut."""
     labels = ids.roll(-1, 1)
     labels[:, torch.tensor(lengths).cumsum(0) - 1] = ignored
     return labels

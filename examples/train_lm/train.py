@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 --max-restarts 1 examples/train_lm/train.py dp=2 cp=2
 
-Every run has a folder of its own, and resume=FOLDER goes on with the run there. The losses do not depend on the number
-of ranks, but for rounding.
+Every run writes to a folder of its own; resume=FOLDER continues the run in it. Except for rounding, losses do not
+depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from model import Decoder
 from text import Text, shift
 
-#: How often torchrun has started these ranks again.
+#: How often torchrun has restarted these ranks.
 RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -49,13 +49,12 @@ def _read(state: dict[str, Any], checkpoint: Path) -> None:
     except dcp.CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
         raise ra.InvalidInput(
-            f"{checkpoint} cannot be read ({cause}); remove this folder, and the run continues from the "
-            "checkpoint before it"
+            f"{checkpoint} cannot be read ({cause}); remove this folder to continue from the checkpoint before it"
         ) from error
 
 
 def _last_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of a run that has the most steps; None before the first."""
+    """The latest checkpoint of a run, or None."""
     return max(folder.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")), default=None)
 
 
@@ -67,8 +66,8 @@ class Run:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         if cfg.dp * cfg.cp != self.ranks or cfg.rows % cfg.dp:
             raise ra.InvalidInput(
-                f"dp={cfg.dp} cp={cfg.cp} rows={cfg.rows}: dp * cp must be the {self.ranks} ranks of torchrun "
-                "(--nproc-per-node), and rows a multiple of dp"
+                f"dp={cfg.dp} cp={cfg.cp} rows={cfg.rows}: dp * cp must be the number of ranks, {self.ranks} "
+                "(torchrun --nproc-per-node), and rows a multiple of dp"
             )
         for name in ("rows", "tokens", "steps", "checkpoint_every", "evaluate_every"):
             if not isinstance(cfg[name], int) or cfg[name] < 1:
@@ -81,7 +80,7 @@ class Run:
         torch.manual_seed(cfg.seed)  # every rank makes the same model
         self.layout = ra.make_layout(cfg.layout, tokens=cfg.tokens, ranks=cfg.cp)
         self.text, self.held_out = (Text(cfg.tokens, cfg.seed, held_out=x) for x in (False, True))
-        # Gradients are averaged over all dp * cp ranks, which linear_cross_entropy expects of its group.
+        # DDP averages gradients over all dp * cp ranks, as linear_cross_entropy expects.
         self.model = DistributedDataParallel(Decoder(**cfg.model, place=place))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=cfg.lr, betas=(0.9, 0.95))
         self.step = 0
@@ -97,21 +96,22 @@ class Run:
     def load(self) -> None:
         """Continue from the last checkpoint of the folder, whatever the number of ranks that wrote it.
 
-        Raises InvalidInput where there is none to resume, where no step is left, and where a new run meets another one.
+        Raises InvalidInput if there is no checkpoint to resume, if no step is left, or if a new run would overwrite
+        another.
         """
         if self.rank == 0:
-            for unfinished in self.folder.glob("unfinished_*"):  # of a run that died while it saved
+            for unfinished in self.folder.glob("unfinished_*"):  # left by a run that died while saving
                 shutil.rmtree(unfinished)
         last = _last_checkpoint(self.folder)
         if last is None and self.cfg.resume:
             raise ra.InvalidInput(
-                f"resume={self.folder}: no checkpoint, such as step_000020, is there; give a run's folder"
+                f"resume={self.folder} has no checkpoint, such as step_000020; give the folder of a run"
             )
         if last is not None:
             if not self.cfg.resume and not RESTARTS:
                 raise ra.InvalidInput(
-                    f"output={self.folder} is the folder of another run; go on with it by resume={self.folder}, or "
-                    "leave output out for a new one"
+                    f"output={self.folder} is the folder of another run; continue that with resume={self.folder}, or "
+                    "leave output out for a new folder"
                 )
             settings = {"settings": ""}
             _read(settings, last)
@@ -129,12 +129,12 @@ class Run:
             self.step = int(state["step"])
             if self.step >= self.cfg.steps:
                 raise ra.InvalidInput(
-                    f"steps={self.cfg.steps}: nothing to train, as {self.folder} has {self.step}; give more steps="
+                    f"steps={self.cfg.steps}: nothing to train, as {self.folder} has {self.step}; increase steps="
                 )
         dist.barrier()
 
     def save(self) -> None:
-        """Write a checkpoint under another name, and rename it when it is whole."""
+        """Write a checkpoint under a temporary name, and rename it when it is complete."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         unfinished = self.folder / f"unfinished_{self.step:06d}"
         step = torch.tensor(self.step)
@@ -145,7 +145,7 @@ class Run:
         dist.barrier()
 
     def batches(self, text: Text, step: int) -> list[tuple[torch.Tensor, torch.Tensor, ra.Documents]]:
-        """(ids, labels, documents) of this rank's part of each row of a step that this dp group computes."""
+        """(ids, labels, documents) of this rank's shard, for each row of the step that its dp group computes."""
         found = []
         for row in range(self.dp, self.cfg.rows, self.cfg.dp):
             ids, lengths = text.row(step, row)
@@ -155,16 +155,16 @@ class Run:
         return found
 
     def losses(self, batches: list[tuple[torch.Tensor, torch.Tensor, ra.Documents]]) -> Iterator[torch.Tensor]:
-        """The part of each row in the loss, which is the mean over all labels of all rows."""
+        """Each row's share of the loss; the shares add up to the mean over all labels of all rows."""
         total = count_labels(torch.cat([labels for _, labels, _ in batches], 1))
         positions = torch.from_numpy(self.layout.positions(self.cp))
         for number, (ids, labels, documents) in enumerate(batches):
-            self.model.require_backward_grad_sync = number == len(batches) - 1  # gradients are averaged once a step
+            self.model.require_backward_grad_sync = number == len(batches) - 1  # average gradients once per step
             hidden = self.model(ids, positions, documents)
             yield linear_cross_entropy(hidden, self.model.module.embedding.weight, labels, total=total)
 
     def train(self) -> float:
-        """One step; returns its loss."""
+        """Run one step and return its loss."""
         result = torch.zeros(())
         for loss in self.losses(self.batches(self.text, self.step)):
             loss.backward()
@@ -179,11 +179,11 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The loss on topics that no step trains on, always the same."""
+        """The loss on held-out topics, the same rows every time."""
         return float(mean_over_ranks(torch.stack(list(self.losses(self.batches(self.held_out, 0)))).sum()))
 
     def report(self, line: dict[str, Any]) -> None:
-        """Append a line to losses.jsonl, and show it."""
+        """Append a line to losses.jsonl and print it."""
         self.speeds.append(line["tokens_per_second"])
         with (self.folder / "losses.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -193,7 +193,7 @@ class Run:
 
 
 def log_to(tool: str | None, run: Run) -> Callable[..., object]:
-    """`log(numbers, step=)`, which shows the numbers of a step in TensorBoard or in Weights & Biases, or nowhere."""
+    """A function `log(numbers, step=)` that writes a step's numbers to TensorBoard or Weights & Biases, or nowhere."""
     if tool == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -213,7 +213,7 @@ def log_to(tool: str | None, run: Run) -> Callable[..., object]:
 
 
 def keep_lines(path: Path, step: int) -> None:
-    """Keep the lines of losses.jsonl up to a step. A run that died has later lines, and maybe half a line."""
+    """Drop the lines of losses.jsonl after `step`; a run that died may have left later lines, and half a line."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     write_text(path, "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step))
 
@@ -246,9 +246,9 @@ def plot(run: Run) -> None:
 
 
 def compare(run: Run, before: int) -> None:
-    """Print speed and peak memory as measured, beside what `ra.simulate` says of the attention.
+    """Print measured speed and peak memory, and what `ra.simulate` predicts for attention.
 
-    `before`: bytes of memory of this rank before its first step.
+    before: bytes of memory that this rank used before its first step.
     """
     mine = torch.tensor([peak_memory.peak(), peak_memory.peak() - before]) / 2**20
     peaks = [torch.zeros(2) for _ in range(run.ranks)]
@@ -261,7 +261,7 @@ def compare(run: Run, before: int) -> None:
         kv_heads=cfg.model.kv_heads, head_dim=cfg.model.width // cfg.model.heads, dtype="float32",
     )  # fmt: skip
     modelled = ra.simulate(plan, "cpu", backward=True)
-    calls = cfg.model.layers * cfg.rows // cfg.dp  # one after the other on each rank
+    calls = cfg.model.layers * cfg.rows // cfg.dp  # each rank runs them one after another
     speed = median(run.speeds)
     step = cfg.rows * cfg.tokens / speed
     print(f"measured in {run.folder}: {speed:,.0f} tokens/s, {step * 1e3:.0f} ms a step, median of", end=" ")
@@ -279,9 +279,9 @@ def main(cfg: DictConfig) -> None:
     torch.set_num_threads(1)
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    # After a restart of torchrun the store still says where the earlier ranks listened: see docs/launching.md.
+    # After a restart by torchrun, the store still has the addresses of the earlier ranks: see docs/launching.md.
     store, rank, ranks = next(dist.rendezvous("env://"))
-    # This store names the folder for all ranks and restarts.
+    # The store keeps the folder's name for all ranks and restarts.
     folder = f"outputs/train_lm/{time.strftime('%Y-%m-%d_%H-%M-%S')}_dp{cfg.dp}_cp{cfg.cp}"
     cfg.output = cfg.output or store.compare_set("output", "", folder).decode()
     store = dist.PrefixStore(f"restart_{RESTARTS}", store)
@@ -290,15 +290,15 @@ def main(cfg: DictConfig) -> None:
         train(cfg)
     except ra.InvalidInput as error:
         sys.exit(f"error: {error}")
-    # DDP must be gone before its group is destroyed. As the last holder of the group it would hold Python's lock while
-    # it waits for a thread of Gloo that waits for this lock: https://github.com/pytorch/pytorch/issues/56297
+    # Free DDP before its group is destroyed. If it held the last reference, it would hold Python's lock while waiting
+    # for a Gloo thread that waits for the same lock: https://github.com/pytorch/pytorch/issues/56297
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
 
 
 def train(cfg: DictConfig) -> None:
-    """Train from the start, or from the last checkpoint of the run that goes on, to the last step."""
+    """Train from the start, or from the last checkpoint of a resumed run, to the last step."""
     run = Run(cfg)
     run.folder.mkdir(parents=True, exist_ok=True)
     run.load()

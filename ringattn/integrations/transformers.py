@@ -1,10 +1,10 @@
-"""Hugging Face transformers: `parallelize` lets a model attend over a sequence that is sharded over ranks.
+"""Hugging Face transformers: `parallelize` makes a model attend over a sequence that is sharded over ranks.
 
     model = parallelize(AutoModelForCausalLM.from_pretrained(...), group, layout="zigzag")
     batch = shard_batch({"input_ids": ids, "labels": labels}, group, layout="zigzag")
     logits = gather_logits(model(**batch).logits, group, layout="zigzag")
 
-Every rank holds the whole model and its rows of every sequence. transformers calls `_attend` in each layer, as it calls
+Every rank holds the whole model and its own rows of every sequence. transformers calls `_attend` in each layer, like
 its own attention functions (transformers.AttentionInterface).
 """
 
@@ -74,28 +74,28 @@ if TYPE_CHECKING:
 
 #: The name under which transformers finds `_attend` and `_write_mask`.
 NAME = "ringattn"
-#: The functions of transformers.masking_utils that a mask may be made of: `_attend` knows what they hide.
+#: The functions of transformers.masking_utils that may make up a mask: `_attend` knows what they hide.
 MASKS = {
     "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "chunked_overlay", "and_masks",
     "sliding_window_bidirectional_overlay", "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
 }  # fmt: skip
 
-#: What models pass on to attention functions that changes no numbers there, or is known from other arguments.
+#: Arguments that models pass to attention functions although they change no numbers, or repeat other arguments.
 UNREAD = {
     "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "decoder_position_ids", "use_cache",
     "deterministic", "encoder_hidden_states", "shift_labels", "output_hidden_states", "return_dict",
     "output_router_logits",
 }  # fmt: skip
-#: Options of a call, or of a config, that cannot be honoured over ranks, and why.
+#: Options of a call or a config that do not work over ranks, and why.
 REFUSED = {
     "output_attentions": "no rank holds attention weights of whole rows; load a second model with attention 'eager'",
-    "output_router_logits": "this model makes no loss of routers as Mixtral does; in TRL set router_aux_loss_coef=0.0",
+    "output_router_logits": "this model has no router loss like Mixtral's; in TRL set router_aux_loss_coef=0.0",
 }
 
 
 @dataclass
 class _Call:
-    """What the hooks of a parallelized model share, about the running call or all calls."""
+    """State that the hooks of a parallelized model share, about the running call or all calls."""
 
     #: Whether the model is being called.
     runs: bool = False
@@ -103,15 +103,15 @@ class _Call:
     past: RingCache | None = None
     #: Whether calls with labels but without gradients return logits.
     logits: bool = False
-    #: Whether the next call must run `check_rows`, for which `parallelize` had no weights.
+    #: Whether the next call must run `check_rows`, because `parallelize` saw no weights.
     unseen: bool = False
     #: The number of calls in training mode so far.
     trained: int = 0
     #: The largest position of the whole batch.
     largest: Tensor | int = 0
-    #: The places of this rank's rows in the encoder and in the decoder.
+    #: The positions of this rank's rows in the encoder and in the decoder.
     places: dict[str, Tensor] = field(default_factory=dict)
-    #: The divisor of the sum of this rank's losses, and by how many ranks a loss that all of them compute is divided.
+    #: The divisor of this rank's sum of losses, and the divisor of a loss that every rank computes in full.
     items: Any = None
     shares: int = 1
     #: The logits of this rank's routers, by layer.
@@ -119,7 +119,7 @@ class _Call:
     #: Whether the batch has packed documents.
     packed: bool = False
     sequences: Sequences | None = None
-    #: What a call needs that comes from `generate`, has a head over whole sequences, or takes whole sequences.
+    #: Set in a call from `generate`, of a head over whole sequences, or with whole sequences.
     generation: Generation | None = None
     head: HeadCall | None = None
     whole: WholeCall | None = None
@@ -127,7 +127,7 @@ class _Call:
     numbers: ExitStack | None = None
 
     def end(self) -> None:
-        """Forget what belongs to this call only. The rest stays, for a backward that recomputes."""
+        """Drop the state of this call only. The rest stays, for a backward that recomputes."""
         if self.numbers is not None:
             self.numbers.close()
         self.runs = self.packed = False
@@ -136,7 +136,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Ring:
-    """Where the attention of a model runs, and how the sequence was cut."""
+    """Where the attention of a model runs, and how its sequences are cut."""
 
     place: WeakGroup
     layout: str | Layout | LayerMasks
@@ -145,7 +145,7 @@ class _Ring:
     before: str
     #: Whether labels are those of the next token (else of the token itself); None: the model has no loss of rows.
     shift: bool | None
-    #: What a head over whole sequences reads, see `find_pooling`; None: the head reads rows one by one.
+    #: Which rows a head over whole sequences reads, see `find_pooling`; None: the head runs on each row.
     pooling: str | None
     #: Whether the base model has a pooler.
     pools: bool
@@ -158,7 +158,7 @@ class _Ring:
     #: Whether calls take whole sequences.
     whole: bool
     call: _Call = field(default_factory=lambda: _Call(), compare=False)
-    #: (shape, whether padded) of the last position_ids: on CUDA the same again is not copied to the host for checks.
+    #: (shape, whether padded) of the last position_ids: if they repeat on CUDA, they are not copied to the host again.
     checked: list[tuple[torch.Size, bool]] = field(default_factory=list, compare=False)
 
     def __deepcopy__(self, memo: object) -> _Ring:
@@ -174,30 +174,30 @@ def parallelize(
     compare: bool = True,
     **options: Unpack[AttentionKeywords],
 ) -> PreTrainedModel:
-    """The model itself, whose attention now runs over the ranks of `group`; calls are collective from now on.
+    """Return `model`, whose attention now runs over the ranks of `group`; its calls are collective.
 
-    model: a model of transformers, or PEFT's wrapper of one.
+    model: a transformers model, or PEFT's wrapper around one.
     group: a ProcessGroup, or one axis of a DeviceMesh; None: all processes.
     layout: how `shard_batch` or `Collator` cuts sequences: a name such as "zigzag", a Layout for batches of one length,
-        or `LayerMasks.of(model)`, which balances the masks of all layers over the documents of each batch. Unless it is
-        a name, `generate()` cuts prompts by zigzag.
-    whole: True: calls take whole sequences, equal on all ranks, cut them, and return the loss and the rows of all ranks
-        on each, so that a program for one process runs unchanged. With labels they return no logits, which are large.
-        All ranks must compute the same loss; the mean of their gradients, as DDP and FSDP take it, is its gradient.
-    compare: whether to run the model on a few tokens here, without messages, to detect mixing of rows outside of
-        attention; with weights on the meta device this happens in the first call. `check` detects more.
+        or `LayerMasks.of(model)`, which balances the masks of all layers over the documents of each batch. `generate()`
+        cuts prompts by this name, or by zigzag if it is not a name.
+    whole: if True, calls take whole sequences, equal on all ranks, cut them, and return the loss and all rows on every
+        rank, so that a program for one process runs unchanged. With labels they return no logits, which are large. All
+        ranks must compute the same loss; the mean of their gradients, as DDP and FSDP take it, is its gradient.
+    compare: whether to run the model on a few tokens, without messages, to detect rows that mix outside of attention;
+        with weights on the meta device the first call does this. `check` detects more.
     options: `schedule`, `kernel`, `machine`, `deterministic`, `comm_dtype` and `rotate`, see
-        `call.arguments.AttentionOptions`. Scale, softcap and dropout are those of the model.
+        `call.arguments.AttentionOptions`. The model sets scale, softcap and dropout.
 
     Takes causal and masked language models, token and sequence classification (reward models), question answering, and
     models without a head. The model's loss is the sum over the labels of this rank's rows, divided by
-    `num_items_in_batch`; without that argument, by the labels of the batch per rank, so that the mean over the ranks is
+    `num_items_in_batch`; without that argument, by (labels of the batch / ranks), so that the mean over the ranks is
     the loss of the batch. Logits of sequences, answers, the pooler's output, and losses of these are equal on all
-    ranks: one row of logits per sequence or, if packed, per document. Padding takes no part.
+    ranks: one row of logits per sequence or, if packed, per document. Padding is left out.
 
     Raises Unsupported, naming the feature, for heads that read other rows than the first, the last or the mean, and for
-    models whose attention is not all in transformers' attention functions: linear attention, position bias, ALiBi or,
-    with `compare`, convolutions and positions of their own. A call raises it for a mask that is not padding, a cache of
+    models that attend outside of transformers' attention functions: linear attention, position bias, ALiBi or, with
+    `compare`, convolutions and positions of their own. A call raises it for a mask that is not padding, a cache of
     earlier tokens, a router loss that is not Mixtral's, or a softcap or dropout that the kernel does not compute. The
     first call also checks the values of options.
     """
@@ -206,7 +206,7 @@ def parallelize(
     wrapper, model = model, unwrap_adapters(model)
     shift, pooling = check_model(model)
     if whole and model.config.is_encoder_decoder:
-        raise Unsupported("whole=True of a model with an encoder and a decoder; call it with what shard_batch makes")
+        raise Unsupported("whole=True with an encoder-decoder model; leave it out, and cut batches by shard_batch")
     pooler = check_pooler(model)
     before = unparallelize(model).config._attn_implementation
     rotary = list(filter(rotates_by_length, model.modules()))
@@ -248,7 +248,7 @@ def parallelize(
 
 
 def _copy_config(model: nn.Module, config: Any) -> None:
-    """Give the model its own copy of a config that models may share, because it names their attention."""
+    """Give the model its own copy of `config`, which names its attention and may be shared with other models."""
     configs: dict[int, Any] = {}
     deepcopy(config, configs)
     for module in model.modules():
@@ -257,7 +257,7 @@ def _copy_config(model: nn.Module, config: Any) -> None:
 
 
 def unparallelize(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself, which computes whole sequences again with the attention that it had before `parallelize`.
+    """Return `model`, which computes whole sequences again, with the attention it had before `parallelize`.
 
     The model may have been trained, and may be wrapped by DDP, FSDP or torch.compile.
     """
@@ -289,13 +289,13 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """(out [B, n, H, Dv], None) of query [B, H, n, D], key [B, K, n, D] and value [B, K, n, Dv], the rows of this rank.
 
-    transformers passes these arguments to attention functions. Raises Unsupported for any of `others` that is neither
-    None nor False nor in `UNREAD`.
+    transformers passes these arguments to attention functions. Raises Unsupported for any of `others` that is not None,
+    False or in `UNREAD`.
     """
     ring = cast("_Ring | None", getattr(module, STATE, None))
     if ring is None:
         raise InvalidInput(
-            f"{type(module).__name__} uses attn_implementation={NAME!r} but belongs to no parallelized model; call "
+            f"{type(module).__name__} uses attn_implementation={NAME!r} but is not part of a parallelized model; call "
             "ringattn.integrations.transformers.parallelize(model, group, layout=...)"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -304,7 +304,7 @@ def _attend(
     given = (word for word, x in others.items() if x is not None and x is not False)
     unknown = ", ".join(f"{word}=" for word in given if word not in UNREAD)
     if mask is not None and mask.ndim > 2:
-        if mask.dtype != torch.bool or mask.ndim != 4 or mask.stride(2):  # not of `_write_mask`
+        if mask.dtype != torch.bool or mask.ndim != 4 or mask.stride(2):  # not from `_write_mask`
             raise Unsupported(f"{name} has a mask of its own, {tuple(mask.shape)} {mask.dtype}, which is not padding")
         window, causal, chunked = mask.shape[2] - 2 or None, mask.shape[1] != 2, mask.shape[1] == 3
         mask = mask[:, 0, 0] if mask.shape[3] else None
@@ -330,10 +330,10 @@ def _attend_ring(
     borders: Tensor | None, sinks: Tensor | None, unknown: str, window: int | None,
     causal: bool, crosses: bool, chunked: bool, **options: Unpack[AttentionKeywords],
 ) -> Tensor:  # fmt: skip
-    """out [B, H, n, Dv] of a layer of class `name`. Borders stay a tensor here, whose values may change.
+    """out [B, H, n, Dv] of a layer of class `name`. Borders stay a tensor, so that a compiled graph takes new ones.
 
-    crosses: keys and values are the rows of another sequence, and queries attend all of them.
-    chunked: `window` is the length of chunks, counted from the start of each document.
+    crosses: whether keys and values come from another sequence, and queries attend all of them.
+    chunked: whether `window` is the length of chunks, counted from the start of each document.
     """
     group = ring.place.group
     with ErrorReport(get_transport(group), "call"):
@@ -361,18 +361,18 @@ def _attend_ring(
 
 
 def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments without those that only our hooks read. Raises for a call that would give wrong results."""
+    """The arguments, without those that only our hooks read. Raises for a call that would give wrong results."""
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is None or (ring.call.runs and not _is_served(model)):
         return args, kwargs
     if not _is_served(model):
         with ErrorReport(get_transport(ring.place.group), POSITIONS):
             raise InvalidInput(
-                f"{type(model).__name__} is a part of a parallelized model, and would take this rank's rows for the "
+                f"{type(model).__name__} is a part of a parallelized model, and would treat this rank's rows as the "
                 "whole sequence; call the model that parallelize returned, perhaps with output_hidden_states=True, or "
                 "parallelize this part alone"
             )
-    ring.call.end()  # a call that ended in an exception
+    ring.call.end()  # if the last call ended in an exception
     if ring.call.unseen and not torch.compiler.is_compiling():
         with ErrorReport(get_transport(ring.place.group), POSITIONS):
             check_rows(cast("PreTrainedModel", model), ring, model.forward)
@@ -392,13 +392,13 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     lengths: list[int] = []
     if torch.compiler.is_compiling():
         if ring.pools or ring.pooling is not None:
-            raise Unsupported("torch.compile of a head or pooler over whole sequences; compile the layers alone")
+            raise Unsupported("torch.compile with a head or pooler over whole sequences; compile only the layers")
         _check_call(model, ring, kept, kwargs)  # without the exchange, which cannot be traced
     else:
         lengths = _check_positions(model, ring, kept, kwargs)
     ring.call.packed = kept.get("cu_seq_lens_q") is not None
     if kept.get("labels") is not None:
-        ranks = 1 if ring.pooling else dist.get_world_size(ring.place.group)  # every rank has all labels of sequences
+        ranks = 1 if ring.pooling else dist.get_world_size(ring.place.group)  # every rank has all labels then
         ring.call.items, ring.call.shares = items, ranks
         if digest is not None and items is None:  # the mean over the ranks is the loss, not the sum
             ring.call.items, ring.call.shares = digest[COUNT].clamp(min=1) / ranks, 1
@@ -408,19 +408,19 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
 
 
 def _is_served(model: nn.Module) -> bool:
-    """Whether `parallelize` returned this very model, and not one that it is a part of."""
+    """Whether this is the very model that `parallelize` got, not one of its parts."""
     return "generate" in vars(model)
 
 
 def _leave_call(model: nn.Module, args: Any, result: Any) -> None:
-    """Forget a call that ended, also in an exception, and return to the random numbers that ranks share."""
+    """End the call, also after an exception, and return to the random numbers that ranks share."""
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is not None and _is_served(model):
         ring.call.end()
 
 
 def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """The arguments for the model, made of those `kept`, for sequences of `tokens` tokens."""
+    """The model's arguments, made from `kept`, for sequences of `tokens` tokens."""
     if ring.crosses:
         ring.call.places = {"encoder": kept["position_ids"][0], "decoder": kept["decoder_position_ids"][0]}
         taken = inspect.signature(model.forward).parameters
@@ -441,7 +441,7 @@ def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int
 
 
 def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
-    """The result with its loss, a mean over labels, turned into the sum of this rank's losses over `items`."""
+    """The result, whose loss changes from a mean over labels to (sum of this rank's losses) / `items`."""
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is None or not _is_served(model):
         return result
@@ -450,7 +450,7 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
     if generation is not None:
         return generation.finish(result, ring.place.group)
     if isinstance(result, tuple):
-        raise Unsupported(f"{type(model).__name__} returns a tuple; take return_dict=True")
+        raise Unsupported(f"{type(model).__name__} returns a tuple; set return_dict=True")
     if "pooler_output" in result and not ring.pools:
         raise Unsupported(
             f"{type(model).__name__} makes pooler_output of rows of the whole sequence without a module of its own; "
@@ -468,7 +468,7 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
 
 
 def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raise InvalidInput or Unsupported for arguments that would make the model take this rank's rows for sequences.
+    """Raise InvalidInput or Unsupported for arguments with which the model would treat this rank's rows as sequences.
 
     `kwargs` go to the model, `given` came from the caller.
     """
@@ -484,35 +484,35 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
             raise Unsupported(f"{name}=True: {reason}")
     mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep", 0)
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
-        raise Unsupported("attention_mask is not padding [batch, tokens]; write other masks as a Pattern")
+        raise Unsupported("attention_mask must be padding [batch, tokens]; write other masks as a Pattern")
     if isinstance(keep, Tensor) or keep:
-        raise Unsupported(f"logits_to_keep={keep} keeps rows of this rank, not of the sequence; leave it out")
+        raise Unsupported(f"logits_to_keep={keep} would keep rows of this rank, not of the sequence; leave it out")
     if "loss_weights" in kwargs:
-        raise Unsupported("loss_weights: the model weighs all labels alike; take out both, and see docs/models.md")
+        raise Unsupported("loss_weights: the model weighs all labels alike; take both out, see docs/models.md")
     own = "decoder_position_ids" if ring.crosses else "position_ids"
     positions, labels, shifted = (kwargs.get(name) for name in (own, "labels", "shift_labels"))
-    whole = "call model(**batch) with a batch that shard_batch or Collator has made"
+    whole = "call model(**batch) with a batch of shard_batch or Collator"
     if positions is None:
-        raise InvalidInput(f"{own} is missing: positions cannot be told from a rank's rows; {whole}")
+        raise InvalidInput(f"{own} is missing: a rank's rows do not show their positions; {whole}")
     if DIGEST not in given and ring.stretches:
-        raise InvalidInput(f"{DIGEST} is missing: rope of this model depends on the length of the batch; {whole}")
+        raise InvalidInput(f"{DIGEST} is missing: this model's rope depends on the length of the batch; {whole}")
     if labels is None:
         return
     if (shifted is not None) is not (False if ring.pooling else ring.shift):
         wanted = {True: "shift=True", False: "shift=False", None: "no labels"}[ring.shift]
         kind = "not shifted" if shifted is None else "shifted"
         raise InvalidInput(
-            f"labels {kind} to the next token, from which {type(model).__name__} makes a wrong loss or none; call "
+            f"labels are {kind} to the next token, which gives {type(model).__name__} a wrong loss or none; call "
             f"shard_batch or Collator with {wanted}"
         )
     if given.get("num_items_in_batch") is None and DIGEST not in given:
-        raise InvalidInput(f"num_items_in_batch is missing: a rank does not know the labels of the others; {whole}")
+        raise InvalidInput(f"num_items_in_batch is missing: a rank does not know the others' labels; {whole}")
 
 
 def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: dict[str, Any]) -> list[int]:
     """The number of rows of each rank. Collective.
 
-    Raises InvalidInput if position_ids are not those of this rank's rows, Mismatch on every rank if digests of whole
+    Raises InvalidInput if position_ids do not match this rank's rows, Mismatch on every rank if digests of whole
     batches differ, and what `_check_call` raises.
     """
     with Exchange(get_transport(ring.place.group), POSITIONS) as rows:
@@ -530,7 +530,7 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
             if not kwargs["attention_mask"][:, torch.from_numpy(np.flatnonzero(places == 0))].all():
                 raise Unsupported("padding before tokens that attend in chunks; set padding_side='right'")
     if known or positions.ndim != 2 or kind[1]:
-        return lengths  # with padding, positions cannot be told without the whole mask
+        return lengths  # with padding, positions depend on the whole mask
     with ErrorReport(get_transport(ring.place.group), "call"):
         rank, borders = dist.get_rank(ring.place.group), kwargs.get("cu_seq_lens_q")
         tokens = sum(lengths)
@@ -538,18 +538,18 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
         for row, counted in enumerate(positions.cpu().numpy()):
             expected = place if borders is None else count_from_borders(place, read_borders(borders), row)
             if counted.shape != expected.shape:
-                return lengths  # the handshake of attention reports the rank with too many or too few rows
-            for i in np.flatnonzero((counted != expected) & (counted != place))[:1]:  # or those of the whole row
+                return lengths  # attention's handshake reports the rank with too many or too few rows
+            for i in np.flatnonzero((counted != expected) & (counted != place))[:1]:  # or counted over the whole row
                 raise InvalidInput(
-                    f"position_ids of rank {rank} are not those of its rows under layout {ring.layout!r} of {tokens:,} "
+                    f"position_ids of rank {rank} do not match its rows under layout {ring.layout!r} of {tokens:,} "
                     f"tokens: element {row}, local row {i} has {counted[i]}, expected {expected[i]}; call "
-                    "model(**batch) with a batch that shard_batch or Collator has made for this layout"
+                    "model(**batch) with a batch that shard_batch or Collator made for this layout"
                 )
     return lengths
 
 
 def _add_largest(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments (x, position_ids) of a rotary embedding, with the batch's largest position as one more."""
+    """The arguments (x, position_ids) of a rotary embedding, with the batch's largest position appended."""
     ring = cast("_Ring | None", getattr(module, STATE))
     if ring is None:
         return args, kwargs
@@ -561,7 +561,7 @@ def _add_largest(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
 
 
 def _drop_largest(module: nn.Module, args: Any, result: Any) -> Any:
-    """The cosines and sines [..., n, d] without those of the largest position."""
+    """The cosines and sines [..., n, d], without the row that `_add_largest` appended."""
     return result if getattr(module, STATE) is None else tree_map(lambda x: x[..., :-1, :], result)
 
 
@@ -574,16 +574,16 @@ def _write_mask(
     device: torch.device | None = None,
     **others: Any,
 ) -> Tensor:
-    """The mask of a kind of layers for `_attend`: padding [B, sides, 2 + keys that a window shows on a side, n].
+    """The mask of one kind of layers for `_attend`: padding [B, sides, 2 + keys a window shows on one side, n].
 
     Every [B, n] in it is the padding mask; n = 0: no padding. Sides: 1 causal, 2 not causal, 3 causal with chunks as
     windows. Without a window the third size is 2. The sizes carry this because in transformers the mask decides: not
-    all models pass on `sliding_window`, and their `is_causal` may contradict it. Raises Unsupported for a mask that is
-    made of more than causality, a window and documents.
+    all models pass on `sliding_window`, and their `is_causal` may contradict it. Raises Unsupported for a mask made of
+    more than causality, a window and documents.
     """
     rules = set() if torch.compiler.is_compiling() else _rules(mask_function)
     if torch.compiler.is_compiling() and getattr(others.get("config"), "attention_chunk_size", None) is not None:
-        raise Unsupported("torch.compile of attention in chunks; compile the layers alone")
+        raise Unsupported("torch.compile with attention in chunks; compile only the layers")
     if unknown := rules - MASKS:
         raise Unsupported(
             f"this model lays a mask of its own over the causal one ({', '.join(sorted(unknown))}), which ringattn "
@@ -592,13 +592,13 @@ def _write_mask(
     if attention_mask is None:
         attention_mask = torch.ones(batch_size, 0, dtype=torch.bool, device=device)
     both = "allow_is_bidirectional_skip" in others
-    keys = 0 if local_size is None else local_size + both  # with the row's own
+    keys = 0 if local_size is None else local_size + both  # includes the row's own
     sides = 3 if "chunked_overlay" in rules else 1 + both
     return attention_mask[:, None, None].expand(-1, sides, 2 + keys, -1)
 
 
 def _rules(function: Callable[..., Any]) -> set[str]:
-    """The names of the functions that a mask function of transformers is made of."""
+    """The names of the functions that make up a mask function of transformers."""
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     inside = [f for x in held for f in (x if isinstance(x, tuple) else (x,)) if callable(f)]
     return {function.__qualname__.split(".")[0]}.union(*map(_rules, inside))

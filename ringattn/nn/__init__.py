@@ -1,4 +1,4 @@
-"""Attention as modules: cores without parameters, and multihead forms with the parameter names of torch."""
+"""Attention modules: cores without projections, and multihead modules with the parameter names of torch."""
 
 from .adaptive import AdaptiveAttention
 from .core import BlockSparseAttention, DilatedAttention, RingAttention

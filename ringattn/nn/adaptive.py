@@ -1,4 +1,4 @@
-"""Block-sparse attention whose blocks are selected by a small learned scorer of pooled queries and keys."""
+"""Block-sparse attention in which a small learned scorer of pooled queries and keys selects the blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SelectedBlocks(BlockSparse):
-    """Blocks selected for one call. Their plans are not cached, as no later call has the same pattern."""
+    """Blocks selected for one call. Plans are not cached, since no later call has the same pattern."""
 
     transient = True
 
@@ -35,23 +35,23 @@ class SelectedBlocks(BlockSparse):
 class AdaptiveAttention(RingAttention):
     """Attention in which every query block sees the `k` key blocks (or the fraction `density`) with the best scores.
 
-    Scores are per head: score[i, j] = <A query_i, B key_j> / sqrt(rank), with query_i and key_j the mean query and the
-    mean key of a block, and learned A [H, D, rank] and B [K, D, rank]. The scores of selected blocks are also added to
-    the logits, as `rank` more columns of q and k. Through this soft bias, inside the one softmax, the gradient reaches
-    A and B. The means are detached: q and k learn from attention, and not from pooling. All elements of a batch share
-    one selection, by the mean of their scores.
+    Scores are per head: score[i, j] = <A query_i, B key_j> / sqrt(rank), where query_i and key_j are the mean query and
+    the mean key of a block, and A [H, D, rank] and B [K, D, rank] are learned. The scores of selected blocks are also
+    added to the logits, as `rank` more columns of q and k; through this soft bias the gradient reaches A and B. The
+    means are detached: q and k learn from attention, not from pooling. All elements of a batch share one selection, by
+    the mean of their scores.
 
     num_heads, head_dim, kv_heads: heads and head dim of q, and heads of k and v (default: num_heads).
     block: tokens per block.
-    k, density: key blocks per query block, or their fraction of all key blocks; give one of the two.
+    k, density: key blocks per query block, as a number or as a fraction of all key blocks; give exactly one.
     rank: columns of A and B per head.
-    noise: in training, Gumbel noise times `noise` is added to the scores, so that other blocks are tried. The seed
-        comes from torch's generator of rank 0.
-    causal: nothing depends on later tokens. A query block is represented by the mean of the `block` queries that end
-        with its first query. Every query block also sees itself, without bias and under a causal mask.
+    noise: scale of the Gumbel noise that training adds to the scores, to try other blocks. Its seed comes from
+        torch's generator on rank 0.
+    causal: if True, nothing depends on later tokens. A query block is scored by the mean of the `block` queries that
+        end with its first query. Every query block also sees itself, without bias and under a causal mask.
     options: those of `RingAttention`. Real ranks exchange only block sums, and all ranks make the same selection.
 
-    After a call, `blocks` is its selection, bool [H, blocks, blocks].
+    After a call, the attribute `blocks` is its selection, bool [H, blocks, blocks].
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class AdaptiveAttention(RingAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal with standard deviation 1 / sqrt(head_dim), which gives scores the size of attention's logits."""
+        """Draw A and B from a normal with std 1 / sqrt(head_dim), so that scores are as large as attention's logits."""
         for weight in (self.query, self.key):
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
@@ -106,7 +106,7 @@ class AdaptiveAttention(RingAttention):
         """(out [B, H, N, Dv], lse [B, H, N]) of [B, H, N, D], for either `order`; `return_lse` changes nothing."""
         if q_layout is not None:
             raise Unsupported(f"q_layout={q_layout!r}: {type(self).__name__} selects blocks of one sequence only")
-        # Drawn here, where torch.compile sees it, and repeats it if it recomputes this call.
+        # Drawn here, where torch.compile sees it and repeats it if it recomputes this call.
         seed = torch.randint(1 << 62, (), device="cpu") if self.training and self.noise else None
         return self.attend_by(self.query, self.key, q, k, v, is_causal, key_padding_mask, sinks, seed)
 
@@ -123,12 +123,12 @@ class AdaptiveAttention(RingAttention):
         sinks: Tensor | None,
         seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """`attend` with the scorer's weights `query` and `key`, and this rank's seed of the noise."""
+        """`attend`, with the scorer's weights `query` and `key` and this rank's noise seed as arguments."""
         q, k, v = cast_inputs(q, k, v)
         causal = is_causal or self.causal
-        positions = self._check_and_place(q, k, v, key_padding_mask)  # on real ranks also the handshake
+        positions = self._check_and_place(q, k, v, key_padding_mask)  # on real ranks this is also the handshake
         key_block = positions // self.block
-        # Causally, the `block` positions that end with the first position of a block represent the block.
+        # Causal: the `block` positions that end with a block's first position represent the block.
         query_block = -(-positions // self.block) if causal else key_block
         number = 0 if seed is None else int(seed)
         queries, keys, number = self._block_means(q, k, query_block, key_block, key_padding_mask, number)
@@ -158,7 +158,7 @@ class AdaptiveAttention(RingAttention):
         return out, lse
 
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
-        """Selected key blocks of the last call, whatever the arguments, as a fraction of all; 0 before it."""
+        """Fraction of key blocks that the last call selected, whatever the arguments; 0 before the first call."""
         return 0.0 if self.blocks is None else float(self.blocks.mean())
 
     def _check_and_place(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -177,7 +177,7 @@ class AdaptiveAttention(RingAttention):
     def _block_means(
         self, q: Tensor, k: Tensor, query_block: Tensor, key_block: Tensor, mask: Tensor | None, seed: int
     ) -> tuple[Tensor, Tensor, int]:
-        """Mean queries [B, H, blocks, D] and mean keys [B, K, blocks, D] of all blocks, and a seed; all ranks agree."""
+        """Mean queries [B, H, blocks, D], mean keys [B, K, blocks, D] and the seed, all equal on all ranks."""
         if self.sharded:
             with Exchange(get_transport(**self._place.keywords), "block sums") as records:
                 sums, total = self._local_sums(q, k, query_block, key_block, mask)
@@ -194,20 +194,20 @@ class AdaptiveAttention(RingAttention):
     def _local_sums(
         self, q: Tensor, k: Tensor, query_block: Tensor, key_block: Tensor, mask: Tensor | None
     ) -> tuple[list[Tensor], int]:
-        """Block sums of this rank's queries and keys, and the number of blocks up to its last row."""
+        """(block sums of this rank's queries and keys, number of blocks up to its last row)."""
         dtype = wide(q.dtype)
         weight = torch.ones(len(q), q.shape[2], device=q.device, dtype=dtype)
         q, k = q.detach(), k.detach()
         if mask is not None:
             weight = (~mask).to(dtype)
-            # 0 * NaN is NaN: padding is overwritten before it is weighted.
+            # 0 * NaN is NaN, so padding is overwritten before it is weighted.
             q, k = (x.masked_fill(mask[:, None, :, None], 0) for x in (q, k))
         total = int(key_block.max()) + 1 if len(key_block) else 0
         sums = [_block_sums(x.to(dtype), weight, block, total + 1) for x, block in ((q, query_block), (k, key_block))]
         return sums, total
 
     def _select(self, scores: Tensor, causal: bool, seed: int) -> np.ndarray:
-        """The selection, bool [H, blocks, blocks], of scores [H, blocks, blocks]; `blocks` remembers it."""
+        """The selection, bool [H, blocks, blocks], for scores [H, blocks, blocks]; also stored in `blocks`."""
         scores = scores.float().cpu()
         if self.training and self.noise:
             generator = torch.Generator().manual_seed(seed)
@@ -225,7 +225,7 @@ class AdaptiveAttention(RingAttention):
 
 
 def _block_sums(x: Tensor, weight: Tensor, block: Tensor, total: int) -> Tensor:
-    """Weighted sums of the rows of each block, and the sum of their weights as one more column: [B, H, total, D + 1].
+    """Weighted sums of each block's rows, with the sum of their weights as a last column: [B, H, total, D + 1].
 
     x [B, H, n, D], weight [B, n], block [n]: the block of each row.
     """
@@ -244,7 +244,7 @@ def _pack_sums(sums: list[Tensor], block: int, total: int, seed: int) -> bytes:
 
 
 def _add_all_sums(sums: list[Tensor], block: int, records: list[bytes]) -> tuple[list[Tensor], int]:
-    """(sums over all ranks, seed of rank 0). Added in rank order, so that all ranks get the same bits.
+    """(sums over all ranks, seed of rank 0). Adds in rank order, so that all ranks get the same bits.
 
     `sums` are this rank's own; heads and dims are equal on all ranks. Raises Mismatch, naming the rank, if block sizes
     differ.

@@ -1,4 +1,4 @@
-"""Attention cores: a pattern and where attention runs, as modules without parameters."""
+"""Attention cores: modules that hold a pattern and where attention runs, without parameters of their own."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 #: Orders of the dimensions of q, k, v and out.
 ORDERS = ("BHND", "BNHD")
-#: Options that say how ranks share the work, which mean nothing on one device.
+#: Options about how ranks share the work, which mean nothing on one device.
 SHARING = ("schedule", "machine", "comm_dtype", "rotate", "check")
 
 
 class CoreKeywords(AttentionKeywords, total=False):
-    """Keyword arguments of `RingAttention`, which all cores take."""
+    """Keyword arguments that `RingAttention` and all other cores take."""
 
     group: ProcessGroup | DeviceMesh | None
     mesh: DeviceMesh | None
@@ -61,17 +61,17 @@ def check_kv_heads(num_heads: int, kv_heads: int) -> None:
 class _Place:
     """The group, mesh or transport of a module. Copies of the module share it: a process group cannot be copied.
 
-    It keeps alive neither the process group, see `WeakGroup`, nor the mesh, which refers to groups.
+    It keeps neither the process group alive, see `WeakGroup`, nor the mesh, which refers to groups.
     """
 
     def __init__(
         self, group: ProcessGroup | DeviceMesh | None, mesh: DeviceMesh | None, transport: Transport | None
     ) -> None:
         arguments = {"group": group, "mesh": mesh, "transport": transport}
-        #: What repr shows, as "name=value".
+        #: Parts of the repr, as "name=value".
         self.shown = [f"{name}={value!r}" for name, value in arguments.items() if value is not None]
         if transport is not None and len(self.shown) > 1:
-            raise InvalidInput("transport= already says who the ranks are; leave out group= and mesh=")
+            raise InvalidInput("transport= already defines the ranks; leave out group= and mesh=")
         self._transport = transport
         self._group = None if group is None and mesh is None else WeakGroup(group, mesh=mesh)
 
@@ -80,16 +80,17 @@ class _Place:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The arguments of a call that say who the ranks are. Raises InvalidInput if the group was destroyed."""
+        """The arguments of a call that define the ranks. Raises InvalidInput if the group was destroyed."""
         return {"transport": self._transport} if self._group is None else {"group": self._group.group}
 
 
 class RingAttention(nn.Module):
     """`ring_attention` under a pattern (or its text), as a module.
 
-    group, mesh, transport: real ranks. Tensors are this rank's shards, calls are collective, and `layout` must say how
-        the sequence was cut into shards.
-    ranks: virtual ranks in this process, on whole tensors. Without `ranks` or real ranks one device computes.
+    group, mesh, transport: real ranks. Tensors are this rank's shards, calls are collective, and `layout` is required:
+        it states how the sequence was cut into shards.
+    ranks: number of virtual ranks in this process, on whole tensors. Without it and without real ranks, attention runs
+        on one device.
     layout: the Layout, or its name. For virtual ranks the default is "contiguous".
     order: the order of dimensions of q, k, v and out: "BHND" is [B, H, N, D], "BNHD" is [B, N, H, D]. lse is always
         [B, H, N].
@@ -121,14 +122,14 @@ class RingAttention(nn.Module):
         sharded = any(argument is not None for argument in (group, mesh, transport))
         if sharded and ranks is None and layout is None:
             raise InvalidInput(
-                "this attention runs on the ranks of a group and gets their shards: say how the sequence was cut, with "
-                "layout='zigzag' or another name, or with the Layout that cut it; no rank can see it from its rows"
+                "layout is missing: on the ranks of a group, attention gets shards and cannot see how the sequence was "
+                "cut; give layout='zigzag' or another name, or the Layout that cut it"
             )
         self._place = _Place(group, mesh, transport)
         if sharded and ranks is not None:
             raise InvalidInput(
-                f"ranks={ranks} asks for virtual ranks and {self._place.shown[0].split('=')[0]}= for real ones; leave "
-                "out one of them"
+                f"ranks={ranks} asks for virtual ranks, {self._place.shown[0].split('=')[0]}= for real ones; leave out "
+                "one of them"
             )
         if not sharded and ranks is None:
             _check_one_device(layout, self.options)
@@ -151,8 +152,8 @@ class RingAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """out in the order of the inputs; with `return_lse` (out, lse [B, H, N]).
 
-        `is_causal` attends `pattern & Causal()`. `q_layout` gives the positions of queries that are not those of the
-        keys. `key_padding_mask` is bool [B, N], True for padding. `sinks`, shapes, dtypes and errors are those of
+        `is_causal` attends `pattern & Causal()`. `q_layout` gives the positions of queries if they differ from those of
+        the keys. `key_padding_mask` is bool [B, N], True for padding. `sinks`, shapes, dtypes and errors are as in
         `ring_attention`.
         """
         transposed = self.order == "BNHD"
@@ -179,7 +180,7 @@ class RingAttention(nn.Module):
         sinks: Tensor | None = None,
         return_lse: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """(out [B, H, N, Dv], lse [B, H, N]) of tensors [B, H, N, D], for either `order`; (out, None) without lse."""
+        """(out [B, H, N, Dv], lse [B, H, N]) of tensors [B, H, N, D], ignoring `order`; (out, None) without lse."""
         out, *lse = self._run(
             q, k, v, self._pattern(is_causal), self._call_options(),
             q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
@@ -189,7 +190,7 @@ class RingAttention(nn.Module):
     def _run(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: AttentionOptions, **inputs: Any
     ) -> tuple[Tensor, ...]:
-        """(out, lse), or (out,) with return_lse=False, of a call of the functional form with these other `inputs`."""
+        """(out, lse), or (out,) with return_lse=False, of the functional call; `inputs` are its other arguments."""
         shared: dict[str, Any] = {"return_lse": True, "layout": self.layout, **options.keywords(), **inputs}
         if self.sharded:
             result = ring_attention(q, k, v, pattern, **self._place.keywords, **shared)
@@ -198,7 +199,7 @@ class RingAttention(nn.Module):
         return result if isinstance(result, tuple) else (result,)
 
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
-        """Computed (query, key) pairs of a sequence as a fraction of all pairs, counted; twice if in two branches."""
+        """Fraction of (query, key) pairs that are computed, counted by a plan; twice if in two branches."""
         return make_plan(self.pattern, tokens=tokens, ranks=1, heads=heads).density
 
     @compilable
@@ -217,15 +218,15 @@ class RingAttention(nn.Module):
         return torch.arange(q.shape[2], device=q.device)
 
     def report_errors(self, stage: str = "call") -> AbstractContextManager[object]:
-        """A context for local work before a collective call of this stage, which reports exceptions to all ranks."""
+        """A context for local work before a collective call of this stage; reports exceptions to all ranks."""
         return ErrorReport(get_transport(**self._place.keywords), stage) if self.sharded else nullcontext()
 
     def _call_options(self) -> AttentionOptions:
-        """The options of a call: those of the module, without dropout outside of training mode."""
+        """The options of a call: those of the module, without dropout in eval mode."""
         return self.options if self.training or not self.options.dropout else replace(self.options, dropout=0.0)
 
     def _pattern(self, is_causal: bool) -> Pattern:
-        """The pattern of a call; its causal form is made once."""
+        """The pattern of a call; `pattern & Causal()` is made once."""
         if not is_causal:
             return self.pattern
         if self._causal is None:
@@ -254,7 +255,7 @@ def _check_one_device(layout: str | Layout | None, options: AttentionOptions) ->
         value, default = (layout, None) if name == "layout" else (getattr(options, name), getattr(plain, name))
         if value != default:
             raise InvalidInput(
-                f"{name}={value!r} says how ranks share the work, but this attention runs on one device; give ranks=, "
+                f"{name}={value!r} is about how ranks share work, but this attention runs on one device; give ranks=, "
                 f"group=, mesh= or transport=, or leave out {name}="
             )
 
@@ -277,9 +278,9 @@ class DilatedAttention(RingAttention):
 
 
 class BlockSparseAttention(RingAttention):
-    """`RingAttention` with any pattern, under the name that the block-sparse factories use."""
+    """`RingAttention`, under the name that the block-sparse factories use; takes any pattern."""
 
 
 def _transpose(x: Tensor) -> Tensor:
-    """x [B, N, H, D] as [B, H, N, D]. A wrong x stays unchanged, so that the call reports it to all ranks."""
+    """x [B, N, H, D] as [B, H, N, D]. An invalid x stays unchanged, and the call reports it to all ranks."""
     return x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x

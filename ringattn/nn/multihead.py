@@ -1,5 +1,5 @@
-"""Multihead attention around a core, with the signature and the parameter names of torch.nn.MultiheadAttention, and
-rotary position embedding (Su et al., RoFormer, 2021) in the rotate-half form, exact at positions in the billions.
+"""Multihead attention around a core, with the signature and parameter names of torch.nn.MultiheadAttention, and rotary
+position embeddings (Su et al., RoFormer, 2021) in the rotate-half form, exact at positions in the billions.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
 
 #: The base of the original paper on rotary embeddings.
 BASE = 10000.0
-#: What the backward computes again, see `MultiheadAttention`.
+#: Values of `recompute=`: what the backward computes again, see `MultiheadAttention`.
 RECOMPUTE = ("none", "projections", "all")
 
 
 class MultiheadAttention(nn.Module):
     """Projections around `core`, with the signature of torch.nn.MultiheadAttention.
 
-    By default the names, shapes and initial values of the parameters are those of torch.nn.MultiheadAttention, and
-    state dicts load in both directions.
+    By default parameters have the names, shapes and initial values of torch.nn.MultiheadAttention, and state dicts load
+    in both directions.
 
     embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as in torch.nn.MultiheadAttention.
     add_bias_kv, add_zero_attn: only for torch's signature; values other than the defaults raise Unsupported.
-    core: a `RingAttention`, which computes attention of the projected heads.
-    dropout: must be that of the core; active in training mode. The classes below pass it to the core that they make.
+    core: the `RingAttention` that attends over the projected heads.
+    dropout: must equal that of the core; active in training mode. The subclasses pass it to the core they make.
     kv_heads: heads of keys and values, each shared by num_heads / kv_heads query heads; default num_heads.
-    rotary: True, or a base: rotary embeddings by the global positions of this rank's rows.
+    rotary: True or a base, for rotary embeddings at the global positions of this rank's rows.
     qk_norm: LayerNorm over the projected queries and over the projected keys (q_norm, k_norm).
-    layer_norm: LayerNorm between attention and output projection (norm).
+    layer_norm: LayerNorm between attention and the output projection (norm).
     gamma_init: initialisation of MAGNETO (Wang et al., 2022): Xavier normal, with this gain for the projections of
         value and output, and gain 1 for query and key.
-    sinks: learned logits `sinks` [num_heads] of an extra key per head, which every row sees and whose value is 0.
-    recompute: "none"; "projections": the backward computes q, k and v again, but neither computes nor sends attention
-        again, whose output is saved; "all": the backward repeats projections and attention, communication included.
+    sinks: learn the logits `sinks` [num_heads] of an extra key per head, with value 0, which every row sees.
+    recompute: "none"; "projections": the backward computes q, k and v again, but saves the output of attention, which
+        is neither computed nor sent again; "all": the backward repeats projections, attention and communication.
 
     Raises InvalidInput for arguments that contradict each other.
     """
@@ -87,16 +87,14 @@ class MultiheadAttention(nn.Module):
         kv_heads = num_heads if kv_heads is None else kv_heads
         for name, value, kind in (("add_bias_kv", add_bias_kv, "learned"), ("add_zero_attn", add_zero_attn, "zero")):
             if value:
-                raise Unsupported(
-                    f"{name}: a {kind} key has no position, so no pattern or layout can place it; leave out {name}"
-                )
+                raise Unsupported(f"{name}: a {kind} key has no position in patterns or layouts; leave out {name}")
         _check_heads(embed_dim, num_heads, kv_heads)
         if not isinstance(core, RingAttention):
             raise InvalidInput(f"core must be a ringattn.nn.RingAttention, got {type(core).__name__}")
         if dropout and dropout != core.options.dropout:
             raise InvalidInput(
-                f"dropout={dropout}, but the core, which drops attention weights, has dropout={core.options.dropout}; "
-                "give dropout= to the core"
+                f"dropout={dropout}, but the core has dropout={core.options.dropout}; give dropout= to the core, which "
+                "drops attention weights"
             )
         if recompute not in RECOMPUTE:
             names = " or ".join(map(repr, RECOMPUTE))
@@ -115,7 +113,7 @@ class MultiheadAttention(nn.Module):
         self.reset_parameters()
 
     def _make_parameters(self, bias: bool, qk_norm: bool, layer_norm: bool, factory: dict[str, Any]) -> None:
-        """Register all parameters, with values that `reset_parameters` sets."""
+        """Register all parameters, uninitialized; `reset_parameters` sets their values."""
         embed_dim, kv_width = self.embed_dim, self.kv_heads * self.head_dim
         self._widths = widths = (embed_dim, kv_width, kv_width)
         dims = (embed_dim, self.kdim, self.vdim)
@@ -130,7 +128,7 @@ class MultiheadAttention(nn.Module):
         self.norm = nn.LayerNorm(embed_dim, **factory) if layer_norm else None
 
     def reset_parameters(self) -> None:
-        """Set torch's initial values, which leave out_proj.weight as nn.Linear made it; with `gamma_init` MAGNETO's."""
+        """Set torch's initial values, except out_proj.weight, which nn.Linear has set; with `gamma_init` MAGNETO's."""
         if self.gamma_init is not None:
             gains = (1.0, 1.0, self.gamma_init, self.gamma_init)
             with torch.no_grad():  # the weights are views of in_proj_weight
@@ -157,19 +155,19 @@ class MultiheadAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """(out, None), out in the shape and dtype of query. On real ranks all tensors are the local shards.
+        """(out, None), with out in the shape and dtype of query. On real ranks all tensors are the local shards.
 
         query: [N, B, E], [B, N, E] with batch_first, or [N, E] without a batch.
-        key, value: of the same batch and length, with kdim and vdim columns; default: query, and key.
+        key, value: of the same batch and length, with kdim and vdim columns; default: query for key, key for value.
         key_padding_mask: bool [B, N], or [N] without a batch; True is padding.
         is_causal: attend `pattern & Causal()`.
         need_weights, attn_mask: values other than the defaults raise Unsupported. average_attn_weights has no effect.
         """
         if need_weights:
-            raise Unsupported("need_weights=True: the weights are never whole in memory; try need_weights=False")
+            raise Unsupported("need_weights=True: attention weights are never whole in memory; try need_weights=False")
         if attn_mask is not None:
             raise Unsupported(
-                "attn_mask: an N x N mask never exists here; give a pattern to the constructor, such as Causal() & "
+                "attn_mask: there is no N x N mask here; give a pattern to the constructor, such as Causal() & "
                 "Window(4096), or pass is_causal=True"
             )
         key = query if key is None else key
@@ -178,13 +176,13 @@ class MultiheadAttention(nn.Module):
         unbatched = query.ndim == 2
         if unbatched and isinstance(key_padding_mask, Tensor):
             key_padding_mask = key_padding_mask.unsqueeze(0)
-        # Equal inputs stay one tensor, so that one matrix product projects all of them.
+        # Identical inputs stay one tensor, so that one matrix product projects all of them.
         q = self._to_batch_first(query)
         k = q if key is query else self._to_batch_first(key)
         v = k if value is key else self._to_batch_first(value)
         inputs = (q, k, v, key_padding_mask, is_causal)
         if self.recompute != "none" and torch.is_grad_enabled():
-            from ..call.graph_op import keep_attention  # registers operators, which few programs need
+            from ..call.graph_op import keep_attention  # import here: it registers operators that few programs need
 
             keep: dict[str, Any] = {"context_fn": keep_attention} if self.recompute == "projections" else {}
             heads = checkpoint(self._attend, *inputs, use_reentrant=False, **keep)
@@ -202,7 +200,7 @@ class MultiheadAttention(nn.Module):
         return x if self.batch_first else x.transpose(0, 1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """The outputs of all heads side by side, [B, N, E], before the output projection."""
+        """The outputs of all heads, concatenated to [B, N, E], before the output projection."""
         q, k, v = self._project(query, key, value)
         if self.base is not None:
             positions = self.core.positions(q, k, v, is_causal=is_causal)
@@ -240,12 +238,12 @@ class MultiheadAttention(nn.Module):
             if not isinstance(x, Tensor) or x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != dim:
                 actual = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
                 raise InvalidInput(
-                    f"{name} must be a tensor {shapes} with {dim} columns and as many dims as the query, got {actual}"
+                    f"{name} must be a tensor {shapes} with {dim} columns and the query's number of dims, got {actual}"
                 )
         if not query.shape[:-1] == key.shape[:-1] == value.shape[:-1]:
             raise InvalidInput(
-                f"query, key and value must have one batch and one length, got {tuple(query.shape)}, "
-                f"{tuple(key.shape)} and {tuple(value.shape)}: here the positions of one sequence attend each other"
+                f"query, key and value must have the same batch and length, got {tuple(query.shape)}, "
+                f"{tuple(key.shape)} and {tuple(value.shape)}: all three must belong to one sequence"
             )
 
     def extra_repr(self) -> str:
@@ -268,7 +266,7 @@ class MultiheadRingAttention(MultiheadAttention):
 
 
 class MultiheadBlockSparseAttention(MultiheadRingAttention):
-    """`MultiheadRingAttention` with any pattern, under the name that the block-sparse factories use."""
+    """`MultiheadRingAttention`, under the name that the block-sparse factories use; takes any pattern."""
 
 
 class MultiheadDilatedAttention(MultiheadAttention):
@@ -298,9 +296,9 @@ class MultiheadAdaptiveAttention(MultiheadAttention):
 
 
 def _split_options(options: dict[str, Any], core: type[RingAttention]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of `MultiheadAttention`, and those of `core`; an option of both goes to both.
+    """(options of `MultiheadAttention`, options of `core`); an option of both goes to both.
 
-    Raises InvalidInput for an option of neither.
+    Raises InvalidInput for any other option.
     """
     taken = option_names(MultiheadAttention), option_names(core)
     check_option_names(options, set.union(*taken))
@@ -309,7 +307,7 @@ def _split_options(options: dict[str, Any], core: type[RingAttention]) -> tuple[
 
 
 def _empty(*shape: int, **factory: Any) -> nn.Parameter:
-    """A parameter without values."""
+    """An uninitialized parameter."""
     return nn.Parameter(torch.empty(shape, **factory))
 
 
@@ -327,7 +325,7 @@ def check_rotary(head_dim: int, base: float) -> None:
     """Raise InvalidInput for an odd head dim, or a base that is not a finite number > 0."""
     if head_dim % 2:
         raise InvalidInput(
-            f"rotary embeddings rotate pairs of columns, but the head dim {head_dim} is odd; try an even head dim"
+            f"rotary embeddings rotate pairs of columns, but head_dim={head_dim} is odd; try an even head_dim"
         )
     if not (math.isfinite(base) and base > 0):
         raise InvalidInput(f"the base of rotary embeddings must be a finite number > 0, got {base}; try rotary=True")
@@ -336,7 +334,7 @@ def check_rotary(head_dim: int, base: float) -> None:
 def rotation_tables(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [n, head_dim / 2] of the angles at positions int64 [n]: fp32, or fp64 if `dtype` is fp64.
 
-    The angles are computed in fp64: at position 1e9 an fp32 angle is wrong by whole turns.
+    Angles are computed in fp64: at position 1e9 an fp32 angle would be off by whole turns.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angles = positions.double()[:, None] * base**-exponents

@@ -1,4 +1,4 @@
-"""Training on tokens that are sharded over ranks: the loss of a language model."""
+"""The loss of a language model whose tokens are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -46,23 +46,24 @@ def linear_cross_entropy(
 
     hidden [..., d] are the last hidden states of this rank's rows, weight [classes, d], bias [classes]; labels [...]
     are int64, shifted before the sequence was cut (`Layout.shift`, `integrations.transformers.shard_batch`). Logits
-    exist for `chunk` rows at a time, and the backward computes them again: memory grows with chunk * classes, not with
-    the number of tokens.
+    are computed for `chunk` rows at a time, and again in the backward: memory grows with chunk * classes, not with the
+    number of tokens.
 
-    Ranks hold different numbers of labels, so no rank can divide by its own. The result is (sum of this rank's losses)
-    * ranks / (labels of all ranks). The mean of the results over the ranks is therefore the loss, and the mean of their
-    gradients, as DDP and FSDP2 take it, is its gradient. `group` has all ranks that the wrapper averages over: on a
-    dp x cp mesh all dp * cp ranks. None: the default group, or a single process if there is none. A program that sums
-    gradients instead divides the result by the number of ranks.
+    Ranks hold different numbers of labels, so a rank must not divide by its own number. The result is (sum of this
+    rank's losses) * ranks / (labels of all ranks). The mean of the results over the ranks is therefore the loss, and
+    the mean of their gradients, as DDP and FSDP2 take it, is its gradient. If your program sums gradients instead,
+    divide the result by the number of ranks.
 
-    total: the labels of all ranks to divide by, in place of those of this call: for gradient accumulation the
-        `count_labels` of all micro-batches of the step. The results of the micro-batches then add up.
+    group: all ranks that DDP or FSDP2 averages over: on a dp x cp mesh all dp * cp ranks. None: the default group, or
+    a single process if there is none.
+    total: the number of labels to divide by, in place of those of this call on all ranks. For gradient accumulation
+        give the `count_labels` of all micro-batches of the step; then the results of the micro-batches add up.
 
-    With FSDP2 call this function in the forward of a wrapped module, where its weight is whole.
+    With FSDP2 call this function in the forward of a wrapped module, where the weight is whole.
 
-    Raises InvalidInput for shapes, dtypes and labels that do not fit, and Mismatch if they do not fit on another rank,
-    or if the ranks differ in ignore_index or the number of classes. With `total` the ranks exchange nothing, and only
-    the rank with the error raises.
+    Raises InvalidInput for shapes, dtypes or labels that do not fit. Raises Mismatch if those of another rank do not
+    fit, or if the ranks differ in ignore_index or the number of classes. With `total` the ranks exchange nothing, and
+    only the rank with the error raises.
     """
     check = partial(_check, hidden, weight, labels, bias, ignore_index, chunk)
     if total is None:
@@ -95,7 +96,7 @@ def count_labels(
 
 
 def _sum_labels(stage: str, describe: Callable[[], dict[str, int]], group: ProcessGroup | DeviceMesh | None) -> int:
-    """The sum of the field "labels" over the ranks, in one exchange. `describe` returns the fields of this rank.
+    """The sum of the field "labels" over the ranks, in one exchange. `describe` returns this rank's fields.
 
     Raises Mismatch if `describe` raised on another rank, or if its other fields differ between ranks.
     """
@@ -107,7 +108,7 @@ def _sum_labels(stage: str, describe: Callable[[], dict[str, int]], group: Proce
 
 
 def mean_over_ranks(x: Tensor, *, group: ProcessGroup | DeviceMesh | None = None) -> Tensor:
-    """The mean of a scalar over the ranks, detached: of results of `linear_cross_entropy`, the loss. Collective."""
+    """The mean of a scalar over the ranks, detached; for results of `linear_cross_entropy` the loss. Collective."""
     mean = x.detach().clone()
     if _count_ranks(group) > 1:
         dist.all_reduce(mean, group=_get_group(group))
@@ -115,7 +116,7 @@ def mean_over_ranks(x: Tensor, *, group: ProcessGroup | DeviceMesh | None = None
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks, on every rank; its gradient is the sum of theirs."""
+    """The sum of a tensor over the ranks, on every rank; the backward sums the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -132,7 +133,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 def _get_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
-    """The ProcessGroup of a group, of one axis of a DeviceMesh, or of a mesh of all ranks; None: the default group."""
+    """The ProcessGroup of a group, of one mesh axis, or of a mesh with all ranks; None: the default group."""
     if group is not None:
         check_group(group)
     if isinstance(group, dist.device_mesh.DeviceMesh):
@@ -144,7 +145,7 @@ def _get_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
 
 
 def _count_ranks(group: ProcessGroup | DeviceMesh | None) -> int:
-    """The ranks of the group; 1 in a process without torch.distributed."""
+    """The number of ranks of the group; 1 without torch.distributed."""
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 1
     return dist.get_world_size(_get_group(group))
@@ -176,7 +177,7 @@ def _check(
     wrong = (labels != ignore_index) & ((labels < 0) | (labels >= classes))
     if bool(wrong.any()):
         raise InvalidInput(
-            f"label {int(labels[wrong][0])} is none of the {classes:,} classes of weight; use ignore_index "
+            f"label {int(labels[wrong][0])} is not among the {classes:,} classes of weight; use ignore_index "
             f"({ignore_index}) for rows without a label"
         )
     return {**fields, "number of classes": classes}
@@ -191,10 +192,10 @@ def _check_total(total: object) -> None:
 
 
 def _count(labels: Tensor, ignore_index: int) -> dict[str, int]:
-    """The number of labels that count, and `ignore_index`. Raises InvalidInput unless both hold integers."""
+    """The number of labels other than `ignore_index`, and `ignore_index`. Raises InvalidInput for non-integers."""
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int | np.integer):
         raise InvalidInput(
-            f"ignore_index must be an integer, a label of rows without a loss, got {ignore_index!r}; try -100"
+            f"ignore_index, the label of rows without a loss, must be an integer, got {ignore_index!r}; try -100"
         )
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
         kind = str(labels.dtype) if isinstance(labels, Tensor) else type(labels).__name__

@@ -321,7 +321,7 @@ def far_labels(rank: int) -> dict[str, float]:
     says("InvalidInput: the batch has loss_weights but no labels", lambda: shard_batch(lacking, layout="zigzag"))
     moved = shard_batch({**given, "loss_weights": weights + rank}, layout="zigzag")
     del moved["loss_weights"]
-    says("Mismatch: loss_weights of the whole batch differ between rank", lambda: ours(**moved, use_cache=False))
+    says("Mismatch: loss_weights of the whole batch differ", lambda: ours(**moved, use_cache=False))
     return found
 
 
@@ -604,7 +604,7 @@ def refused_batches(rank: int) -> None:
         words = f"Mismatch: {name} of the whole batch differ between rank 0 and rank 1: all ranks"
         says(words, lambda: first(**cut(batch, cu_seqlens=borders)))
     says("fine", lambda: first(**cut({"input_ids": ramp, "labels": ramp}, cu_seqlens=[0, 5, 8])))
-    says("Mismatch: input_ids of the whole batch differ between rank", lambda: check(first, seed=rank))
+    says("Mismatch: input_ids of the whole batch differ", lambda: check(first, seed=rank))
     # Of what one rank alone gets wrong the other rank hears.
     kind = "InvalidInput: " if rank else "Mismatch: rank 1 cannot take part: "
     words = "logits must be [batch, tokens, classes], got (1, 8)"
@@ -635,7 +635,7 @@ def refusals(rank: int) -> None:
     alone = "Mismatch: rank 0 cannot take part: position_ids is missing" if rank else missing
     says(alone, lambda: llama(**batch) if rank else llama(batch["input_ids"]))
     moved = {**batch, "position_ids": batch["position_ids"] + rank}
-    words = "position_ids of rank 1 are not those of its rows under layout 'zigzag' of 40 tokens"
+    words = "position_ids of rank 1 do not match its rows under layout 'zigzag' of 40 tokens"
     says(f"{'InvalidInput' if rank else 'Mismatch: rank 1 cannot take part'}: {words}", lambda: llama(**moved))
     linear = make("Gemma 3, hybrid")
     linear.config.layer_types = ["full_attention", "linear_attention"]
@@ -648,7 +648,7 @@ def refusals(rank: int) -> None:
     says(f"{'Mismatch: rank 0 cannot take part' if rank else 'Unsupported'}: {words}", lambda: chunked(**padded))
     says("Unsupported: generate: attention in chunks", lambda: chunked.generate(ids[:, :9]))
     says("fine", lambda: chunked(**batch))
-    router = "Unsupported: output_router_logits=True: this model makes no loss of routers"
+    router = "Unsupported: output_router_logits=True: this model has no router loss"
     body = parallelize(make("Mixtral").model, layout="zigzag")
     says(router, lambda: body(**batch, output_router_logits=True))
     says("Unsupported: output_attentions=True", lambda: llama(**batch, output_attentions=True))
@@ -660,21 +660,21 @@ def refusals(rank: int) -> None:
     for option, value in (("schedule", "rong"), ("layout", "zagzig"), ("kernel", "atencpu"), ("machine", "cqu")):
         wrong = parallelize(make("Llama"), **{"layout": "zigzag", option: value})
         says(f"InvalidInput: unknown {option} '{value}'", lambda: wrong(**batch))
-    says("InvalidInput: Linear is not a transformers model", lambda: parallelize(torch.nn.Linear(2, 2), layout="zigzag"))  # type: ignore[arg-type]
+    says("InvalidInput: Linear is not a", lambda: parallelize(torch.nn.Linear(2, 2), layout="zigzag"))  # type: ignore[arg-type]
     text = parallelize(hf.CLIPTextModel(hf.CLIPTextConfig(**BASE)), layout="zigzag")
     says("Unsupported: CLIPTextModel makes pooler_output of rows of the whole sequence", lambda: text(**batch))
     says("Unsupported: LlamaForCausalLM returns a tuple", lambda: llama(**batch, return_dict=False))
-    says("Unsupported: logits_to_keep=8 keeps rows of this rank", lambda: llama(**batch, logits_to_keep=8))
+    says("Unsupported: logits_to_keep=8 would keep rows of this rank", lambda: llama(**batch, logits_to_keep=8))
     both = {"input_ids": ids, "labels": ids}
     labelled, aligned = (shard_batch(both, layout="zigzag", shift=x) for x in (True, False))
-    words = "InvalidInput: labels not shifted to the next token, from which LlamaForCausalLM"
+    words = "InvalidInput: labels are not shifted to the next token, which gives LlamaForCausalLM"
     says(words, lambda: llama(**aligned))
-    words = "InvalidInput: labels shifted to the next token, from which RobertaForMaskedLM"
+    words = "InvalidInput: labels are shifted to the next token, which gives RobertaForMaskedLM"
     says(words, lambda: ring("RoBERTa, positions from 2")(**labelled))
     undigested = {name: x for name, x in labelled.items() if name != "batch_digest"}
     says("InvalidInput: num_items_in_batch is missing", lambda: llama(**undigested))
     by_hand = {name: x for name, x in batch.items() if name != "batch_digest"}
-    says("InvalidInput: batch_digest is missing: rope", lambda: ring("longrope")(**by_hand))
+    says("InvalidInput: batch_digest is missing: this model's rope", lambda: ring("longrope")(**by_hand))
     llama.set_attn_implementation("sdpa")
     says("InvalidInput: attention 'sdpa' was set after parallelize", lambda: llama(**batch))
     pair = unparallelize(llama), make("Llama")

@@ -56,8 +56,8 @@ def test_losses_depend_neither_on_ranks_nor_on_a_restart(tmp_path: Path) -> None
     for overrides, words in (
         (("resume=two", "model.width=64"), "model.width=32"),
         (("resume=two", "steps=5"), "nothing to train, as two has 5"),
-        (("output=two", "steps=9"), "go on with it by resume=two"),
-        (("resume=three",), "no checkpoint, such as step_000020, is there"),
+        (("output=two", "steps=9"), "continue that with resume=two"),
+        (("resume=three",), "resume=three has no checkpoint, such as step_000020"),
         (("log=paper",), "log=paper: expected tensorboard, wandb or null"),
         (("tokens=0",), "tokens=0: expected a whole number >= 1"),
     ):
