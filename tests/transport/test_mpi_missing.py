@@ -59,6 +59,6 @@ def test_doctor_looks_for_mpirun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         path.parent.mkdir()
         path.write_text("")
         path.chmod(0o755)
-    assert doctor._mpirun() == f"{ours}, not on the PATH, where {theirs} stands"
+    assert doctor._mpirun() == f"{ours}, not on the PATH, which has {theirs}"
     ours.unlink()
     assert doctor._mpirun() == str(theirs)
