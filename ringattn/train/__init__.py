@@ -55,7 +55,7 @@ def linear_cross_entropy(
     divide the result by the number of ranks.
 
     group: all ranks that DDP or FSDP2 averages over: on a dp x cp mesh all dp * cp ranks. None: the default group, or
-    a single process if there is none.
+        a single process if there is none.
     total: the number of labels to divide by, in place of those of this call on all ranks. For gradient accumulation
         give the `count_labels` of all micro-batches of the step; then the results of the micro-batches add up.
 
