@@ -131,18 +131,14 @@ class PassTensors:
         """Make copies, post messages, and wait for messages. `label` names the step of the messages in errors."""
         for action in actions:
             if isinstance(action, NumberedPost):
-                self._tickets[action.ticket] = yield self._resolve(action, label)
+                (first, step), tensors, sends = self._tags, self.tensors, len(action.sends)
+                numbered = (*action.sends, *action.recvs)
+                messages = [Message(peer, (first + step * tag) % TAGS, tensors[data]) for peer, tag, data in numbered]
+                self._tickets[action.ticket] = yield Post(tuple(messages[:sends]), tuple(messages[sends:]), label)
             elif isinstance(action, Wait):
                 yield Wait(self._tickets.pop(action.ticket))
             else:
                 move_rows(self.get(action.targets), self.get(action.sources), action.rows, action.how)
-
-    def _resolve(self, post: NumberedPost, label: str) -> Post:
-        """The `Post` with the tensors of a `NumberedPost`."""
-        (first, step), tensors = self._tags, self.tensors
-        numbered = (*post.sends, *post.recvs)
-        messages = [Message(peer, (first + step * tag) % TAGS, tensors[data]) for peer, tag, data in numbered]
-        return Post(tuple(messages[: len(post.sends)]), tuple(messages[len(post.sends) :]), label)
 
 
 def move_rows(targets: Tensors, sources: Tensors, rows: RowIndex, how: How) -> None:

@@ -130,7 +130,7 @@ def with_labels(value: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         ({"labels": with_labels(0, torch.int32)}, "labels must be an int64 tensor of classes, got torch.int32"),
         ({"labels": [1, 2]}, "got list"),
         ({"labels": with_labels(CLASSES)}, "label 50 is not among the 50 classes"),
-        ({"labels": with_labels(-1)}, "label -1 is none"),
+        ({"labels": with_labels(-1)}, "label -1 is not among the 50 classes"),
         ({"weight": make()[1].float()}, "one dtype, got torch.float64, torch.float32"),
         ({"ignore_index": 1.5}, "ignore_index, the label of rows without a loss, must be an integer, got 1.5"),
         ({"total": "3"}, "total must be the number of labels of all ranks, got '3'; try count_labels"),
