@@ -62,6 +62,11 @@ if TYPE_CHECKING:
     from .pattern import top_k as top_k
     from .plan.choice import Prediction as Prediction
     from .plan.plan import Plan as Plan
+    from .recurrence.layers import affine_scan as affine_scan
+    from .recurrence.layers import causal_conv1d as causal_conv1d
+    from .recurrence.layers import gated_delta_rule as gated_delta_rule
+    from .recurrence.layers import selective_scan as selective_scan
+    from .recurrence.layers import ssd as ssd
     from .runtime.memory import auto_batch_size as auto_batch_size
     from .simulator.timing.auto import predict as predict
     from .simulator.timing.simulation import simulate as simulate
@@ -91,6 +96,7 @@ _NAMES = {
     "call.functional": "attention ring_attention synchronize virtual_attention",
     "inference.cache": "KVCache",
     "integrations.context_parallel": "context_parallel context_parallel_unshard",
+    "recurrence.layers": "affine_scan causal_conv1d gated_delta_rule selective_scan ssd",
     "runtime.memory": "auto_batch_size",
     "call.graph_op": "keep_attention save_attention_policy",
     "compat": (

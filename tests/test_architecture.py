@@ -16,7 +16,8 @@ PACKAGE = ROOT / "ringattn"
 #: Packages, and modules of the root. Each imports only from those before it: first what a job on ranks may import.
 ORDER = (
     *("errors", "registry", "text", "dtypes", "cache", "files", "transport", "pattern", "layout", "machine", "plan"),
-    *("kernels", "runtime", "call", "inference", "nn", "train", "integrations", "compat", "simulator", "cli", "lab"),
+    *("kernels", "runtime", "call", "recurrence", "inference", "nn", "train", "integrations", "compat", "simulator"),
+    *("cli", "lab"),
 )
 #: The only import against the order, within a function: `auto` asks the timing model.
 AUTO = ("call.planner", "simulator.timing.auto")
@@ -30,7 +31,7 @@ NO_TORCH = [
     f"ringattn.{name}"
     for name in FILES
     if re.match(
-        r"(errors|registry|text|dtypes|cache|files|pattern|layout|machine|plan|call\.planner|transport\.launcher"
+        r"(errors|registry|text|dtypes|cache|files|pattern|layout|machine|plan|call\.planner|recurrence\.runs|transport\.launcher"
         r"|simulator\.(timing|reporting|progress)|cli\.(config|main|plan|simulate)"
         r"|lab\.(models|advise|pages|study|verbs\.(advise|simulate_model)))(\.|$)",
         name,

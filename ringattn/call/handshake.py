@@ -116,7 +116,7 @@ def _plan_together(transport: Transport, call: CompiledCall, stage: str, records
             return make()
     with Exchange(transport, "plan", LIMIT) as plans:
         plan = make()
-        layouts = {"layout": _spell_layout(plan.layout), "q_layout": _spell_layout(plan.layout_of("q"))}
+        layouts = {"layout": spell_layout(plan.layout), "q_layout": spell_layout(plan.layout_of("q"))}
         plans.mine = json.dumps({**layouts, "plan": plan.hash}).encode()
     compare_records(plans.records)
     return plan
@@ -219,8 +219,8 @@ def _spell(call: CompiledCall) -> bytes:
         "machine": machine and f"{machine.preset or 'measured or own numbers'} (digest {_short_digest(repr(machine))})",
         "dropout": _spell_dropout(call.kernel),
         "pattern": _shorten(pattern),
-        "layout": _spell_layout(call.layout),
-        "q_layout": None if call.q_layout is None else _spell_layout(call.q_layout),
+        "layout": spell_layout(call.layout),
+        "q_layout": None if call.q_layout is None else spell_layout(call.q_layout),
         "return_lse": call.return_lse,
         "plans": FORMAT,
         "device": call.device.type,
@@ -229,7 +229,7 @@ def _spell(call: CompiledCall) -> bytes:
     return json.dumps(record).encode()
 
 
-def _spell_layout(layout: str | Layout) -> str:
+def spell_layout(layout: str | Layout) -> str:
     """The name of a layout, with a digest of the partition if the layout is balanced."""
     if isinstance(layout, str):
         return layout

@@ -1,0 +1,1 @@
+"""Recurrent and convolutional layers over sharded sequences: runs, their exchange, and the layers."""

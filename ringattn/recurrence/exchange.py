@@ -1,0 +1,254 @@
+"""The ranks of a layer's call, and the differentiable exchange of states and rows between runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..call.functional import get_transport
+from ..call.handshake import agree_backward, spell_layout
+from ..dtypes import dtype_name
+from ..errors import InvalidInput, Mismatch
+from ..layout.regular import Layout, make_layout, name_rows
+from ..pattern.base import check_integer
+from ..pattern.documents import Documents
+from ..transport.base import TAG_BITS, Message, Post, Program, Tags, Transport, Wait, drive
+from ..transport.records import ErrorReport, Exchange, compare_records, digest
+from ..transport.virtual import VirtualRanks
+from .runs import RunPart, RunPlan, list_runs
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: What the ranks of this process have received, by (rank, source).
+Received = dict[tuple[int, int], Tensor]
+
+
+class Ranks:
+    """The ranks of one call of a layer: processes, or virtual ranks, whose tensors hold the rows of all.
+
+    group, mesh, transport: as in `ring_attention`; `ranks` instead: a number of virtual ranks.
+    """
+
+    layout: Layout
+
+    def __init__(
+        self,
+        *,
+        group: ProcessGroup | DeviceMesh | None = None,
+        mesh: DeviceMesh | None = None,
+        transport: Transport | None = None,
+        ranks: int | None = None,
+    ) -> None:
+        self.transport, self.number = None, 0
+        if ranks is None:
+            ring = self.transport = get_transport(group, mesh, transport)
+            self.local, self.size = range(ring.rank, ring.rank + 1), ring.size
+            return
+        if any(who is not None for who in (group, mesh, transport)):
+            raise InvalidInput(f"ranks={ranks} are virtual; leave it out, or leave out group=, mesh= and transport=")
+        self.virtual = VirtualRanks(check_integer(ranks, "ranks", 1, "ranks=4"))
+        self.local, self.size = range(ranks), ranks
+
+    def agree(
+        self, layer: str, layout: str | Layout, documents: Documents | None,
+        tensors: Mapping[str, tuple[Tensor | None, str]], **facts: object,
+    ) -> dict[str, int]:  # fmt: skip
+        """The sizes by name; ranks compare their arguments, and `layout` is read. Collective.
+
+        `tensors` are given with the names of their dims, such as "B n H K"; n is the dim that is sharded. Raises
+        InvalidInput, Unsupported or Mismatch on every rank.
+        """
+        given, sizes = {name: x for name, (x, _) in tensors.items() if x is not None}, dict[str, int]()
+        exchange = None if self.transport is None else Exchange(self.transport, layer)
+        with exchange or nullcontext():
+            for name, x in given.items():
+                _measure(name, x, tensors[name][1], sizes)
+            if exchange is not None:
+                exchange.transport.check(next(iter(given.values())).device)
+                record = {
+                    "tensors": ", ".join(f"{name} {_spell(x, tensors[name][1])}" for name, x in given.items()),
+                    "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in given.values()),
+                    "documents": documents and digest(repr(documents).encode()).hex(),
+                    **{name: str(value)[:200] for name, value in facts.items()},
+                    "layout": spell_layout(layout),
+                    "rows": sizes["n"],
+                }
+                exchange.mine = json.dumps(record).encode()
+        held = [sizes["n"]]
+        if exchange is not None:
+            self.number = exchange.transport.events << TAG_BITS
+            held = [fields["rows"] for fields in compare_records(exchange.records)]
+        tokens = sum(held)
+        if not isinstance(layout, Layout):
+            layout = make_layout(name_rows(layout, held), tokens=tokens, ranks=self.size)
+        self.layout, planned = layout, [*map(layout.rows, range(layout.ranks))]
+        if planned != held and (exchange is not None or (layout.tokens, layout.ranks) != (tokens, self.size)):
+            raise Mismatch(
+                f"the shards do not fit the layout {layout.name} of {layout.tokens:,} tokens over {layout.ranks} "
+                f"ranks: they hold {held} rows, the layout gives {planned}; shard by its method shard_tensor(x, rank)"
+            )
+        list_runs(layout)  # raises for too many
+        if documents is not None:
+            documents.check(tokens, 1)
+            if documents.rows not in (None, sizes["B"]):
+                raise InvalidInput(
+                    f"{documents.rows} rows of documents for a batch of {sizes['B']}; give one for each row"
+                )
+        return sizes
+
+    def shard(self, x: Tensor, dim: int) -> list[Tensor]:
+        """The rows along `dim` of each rank of this process."""
+        return [x] if self.transport is not None else self.layout.shard_all(x, dim)
+
+    def unshard(self, shards: list[Tensor], dim: int) -> Tensor:
+        """The tensor of this process from the rows of each of its ranks."""
+        if self.transport is not None:
+            return shards[0]
+        order = torch.cat([torch.from_numpy(self.layout.positions(rank)) for rank in self.local])
+        return torch.cat(shards, dim).index_select(dim, order.argsort().to(shards[0].device))
+
+    def open(self, x: Tensor, *unused: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x, and the first token of the call. Tensors that this rank may not use get a gradient of 0."""
+        return _Open.apply(x, *unused)
+
+    def close(self, token: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
+        """The results to return, after the last exchange."""
+        return _Close.apply(self, token, *results)
+
+    def move(
+        self, plan: RunPlan, number: int, units: Mapping[int, Tensor], like: Tensor, token: Tensor
+    ) -> tuple[Received, Tensor]:
+        """Round `number` of `plan`: what the ranks of this process receive, and the next token.
+
+        `units` are [rows, width] by run, `like` is an empty one. Tokens chain the exchanges of a call, so that all
+        ranks differentiate them in the same order.
+        """
+        token, *got = _Move.apply(self, plan, number, tuple(units), like, token, *units.values())
+        parts = [part for part in plan.parts[number] if part.receiver in self.local]
+        return {(part.receiver, part.source): x for part, x in zip(parts, got, strict=True)}, token
+
+    def swap(
+        self, sends: Mapping[RunPart, Tensor], receives: Sequence[RunPart], like: Tensor, tag: int, what: str
+    ) -> list[Tensor]:
+        """Send each part to its receiver, in one message to each, and return the parts that are received."""
+        programs = []
+        for rank in self.local:
+            theirs = [(part, x) for part, x in sends.items() if part.sender == rank != part.receiver]
+            mine = [part for part in receives if part.receiver == rank != part.sender]
+            programs.append(_exchange(theirs, mine, like, tag, what))
+        if self.transport is None:
+            results = self.virtual.run(programs)
+        else:
+            with ErrorReport(self.transport, "call", deferred=True):
+                results = [drive(programs[0], self.transport, self.local[0])]
+        got = {part: x for result in results for part, x in result.items()}
+        return [sends[part].clone() if part.sender == part.receiver else got[part] for part in receives]
+
+
+def _measure(name: str, x: object, dims: str, sizes: dict[str, int]) -> None:
+    """Add the sizes of x to `sizes`. Raises InvalidInput for another number of dims, other sizes, or another dtype."""
+    names = dims.split()
+    if not isinstance(x, Tensor) or x.ndim != len(names) or x.is_floating_point() == (name == "padding"):
+        kind = f"{dtype_name(x.dtype)} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidInput(
+            f"{name} must be a {'bool' if name == 'padding' else 'floating-point'} tensor [{dims}], got {kind}"
+        )
+    for dim, size in zip(names, x.shape, strict=True):
+        if sizes.setdefault(dim, size) != size:
+            raise InvalidInput(
+                f"{name} {tuple(x.shape)} is [{dims}], but {dim} is {sizes[dim]} in the tensors before it"
+            )
+
+
+def _spell(x: Tensor, dims: str) -> str:
+    """The shape and dtype of x, without its number of rows."""
+    shape = ["n" if dim == "n" else str(size) for dim, size in zip(dims.split(), x.shape, strict=True)]
+    return f"[{', '.join(shape)}] {dtype_name(x.dtype)}"
+
+
+def _exchange(
+    sends: Sequence[tuple[RunPart, Tensor]], receives: Sequence[RunPart], like: Tensor, tag: int, what: str
+) -> Program[dict[RunPart, Tensor]]:
+    """A rank's program: one message of concatenated parts to each peer, and one from each peer."""
+    to, wanted = dict[int, list[Tensor]](), dict[int, list[RunPart]]()
+    for part, x in sends:
+        to.setdefault(part.receiver, []).append(x.reshape(-1))
+    for part in receives:
+        wanted.setdefault(part.sender, []).append(part)
+    width = like.shape[-1]
+    buffers = {peer: like.new_empty(sum(part.rows for part in parts), width) for peer, parts in wanted.items()}
+    out = tuple(Message(peer, tag, torch.cat(parts).view(torch.uint8)) for peer, parts in to.items())
+    into = tuple(Message(peer, tag, x.view(-1).view(torch.uint8)) for peer, x in buffers.items())
+    if out or into:
+        ticket = yield Post(out, into, what)
+        yield Wait(ticket)
+    return {
+        part: x
+        for peer, parts in wanted.items()
+        for part, x in zip(parts, buffers[peer].split([part.rows for part in parts]), strict=True)
+    }
+
+
+class _Move(torch.autograd.Function):
+    """One round of an exchange. The backward sends the gradients the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ranks: Ranks, plan: RunPlan, number: int, sources: tuple[int, ...], like: Tensor, token: Tensor,
+        *units: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.ranks, ctx.plan, ctx.number, ctx.sources, ctx.like = ranks, plan, number, sources, like
+        ctx.shapes, by_run, parts = [x.shape for x in units], dict(zip(sources, units, strict=True)), plan.parts[number]
+        sends = {part: by_run[part.source][-part.rows :] for part in parts if part.sender in ranks.local}
+        receives = [part for part in parts if part.receiver in ranks.local]
+        tag = Tags.of_call(ranks.number, backward=False).of(number)
+        return token.clone(), *ranks.swap(sends, receives, like, tag, f"{plan.way} of runs")
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor, *grads: Tensor) -> tuple[Any, ...]:
+        ranks, parts = ctx.ranks, ctx.plan.parts[ctx.number]
+        back = [part._replace(sender=part.receiver, receiver=part.sender) for part in parts]
+        mine = [part for part in back if part.sender in ranks.local]
+        receives = [part for part in back if part.receiver in ranks.local]
+        tag = Tags.of_call(ranks.number, backward=True).of(ctx.number)
+        sends = dict(zip(mine, (x.contiguous() for x in grads), strict=True))
+        got = ranks.swap(sends, receives, ctx.like, tag, f"gradients of a {ctx.plan.way} of runs")
+        sums = {source: ctx.like.new_zeros(shape) for source, shape in zip(ctx.sources, ctx.shapes, strict=True)}
+        for part, grad in zip(receives, got, strict=True):
+            sums[part.source][-part.rows :] += grad
+        return *(None,) * 5, token, *sums.values()
+
+
+class _Open(torch.autograd.Function):
+    """(x, first token of a call): the gradient of x waits for those of all exchanges of the call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *unused: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.unused = unused
+        return x.view_as(x), x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, token: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *(None if x is None or not x.requires_grad else torch.zeros_like(x) for x in ctx.unused)
+
+
+class _Close(torch.autograd.Function):
+    """The results of a call, tied to its last token: a rank that differentiates any result joins every exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, token: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
+        ctx.ranks, ctx.token = ranks, token
+        return tuple(x.view_as(x) for x in results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if ctx.ranks.transport is not None:
+            agree_backward(ctx.ranks.transport, ctx.ranks.number, deferred=False)
+        return None, torch.zeros_like(ctx.token), *grads

@@ -1,0 +1,258 @@
+"""What computes the pieces of one rank: chunked functions in plain torch, and those of installed libraries.
+
+All take flat rows [1, T, ...] of pieces that `cu_seqlens` [pieces + 1] delimits, or without it a batch [B, n, ...] of
+one piece each, and an initial state for each piece. States are fp32, fp64 for fp64. A piece has at least one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..kernels.base import wide
+
+#: Rows of a chunk: with one decay for each head, or one for each channel, whose products need [rows, rows, channels].
+CHUNK, CHANNEL_CHUNK = 64, 16
+#: With decays for each channel this many chunks are computed at a time.
+AT_ONCE = 64
+#: Where the functions of libraries are, by ours.
+LIBRARIES = {
+    "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    "kda": ("fla.ops.kda", "chunk_kda"),
+    "ssd": ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
+}
+CuSeqlens = Sequence[int] | Tensor | None
+Result = tuple[Tensor, Tensor | None]
+
+
+def find(name: str, x: Tensor) -> Callable[..., Result]:
+    """The function for tensors like x: an installed library's on a GPU, else plain torch."""
+    module, function = LIBRARIES[name]
+    if x.is_cuda and find_spec(module.partition(".")[0]) is not None:
+        found = getattr(import_module(module), function)
+        return _ssd_by_pieces(found) if name == "ssd" else found
+    return {"ssd": ssd}.get(name, gated_delta_rule)
+
+
+def _ssd_by_pieces(function: Callable[..., Any]) -> Callable[..., Result]:
+    """`ssd` by mamba_ssm's function, which takes initial states for batch rows but not for pieces."""
+
+    def call(
+        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, initial_state: Tensor | None = None,
+        output_final_state: bool = False, cu_seqlens: CuSeqlens = None,
+    ) -> Result:  # fmt: skip
+        cut, outs, finals = _read_cu_seqlens(x, cu_seqlens), [], []
+        for piece, (a, b) in enumerate(pairwise(cut)):
+            rows = [y.reshape(1, -1, *y.shape[2:])[:, a:b] for y in (x, dt, B, C)]
+            state = None if initial_state is None else initial_state[piece : piece + 1]
+            out, final = function(
+                rows[0], rows[1], A, rows[2], rows[3], CHUNK, initial_states=state, return_final_states=True
+            )
+            outs.append(out)
+            finals.append(final)
+        return torch.cat(outs, 1).view(x.shape), (torch.cat(finals) if output_final_state else None)
+
+    return call
+
+
+def _read_cu_seqlens(x: Tensor, cu_seqlens: CuSeqlens) -> list[int]:
+    """Where the pieces of x [B, n, ...] begin and end."""
+    if cu_seqlens is None:
+        return [row * x.shape[1] for row in range(x.shape[0] + 1)] if x.shape[1] else [0]
+    return cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+
+
+class _Chunks:
+    """Pieces cut into chunks of `size` rows, the first chunks of all pieces before the second ones.
+
+    Pieces are sorted by length, so that those with a chunk number c are the first counts[c].
+    """
+
+    def __init__(self, x: Tensor, cu_seqlens: CuSeqlens, size: int) -> None:
+        cut = torch.tensor(_read_cu_seqlens(x, cu_seqlens))
+        lengths = cut.diff()
+        order = lengths.argsort(descending=True)
+        counts = -(-lengths[order] // size)
+        steps = torch.arange(int(counts.max()) if len(counts) else 0)
+        step, piece = (counts[None] > steps[:, None]).nonzero(as_tuple=True)
+        rows = step[:, None] * size + torch.arange(size)
+        rows = torch.where(rows < lengths[order][piece, None], cut[:-1][order][piece, None] + rows, int(cut[-1]))
+        self.counts: list[int] = (counts[None] > steps[:, None]).sum(1).tolist()
+        self.order, self.rows = order.to(x.device), rows.to(x.device)
+        places = torch.empty(int(cut[-1]) + 1, dtype=torch.int64)
+        places[rows.flatten()] = torch.arange(rows.numel())
+        self.places = places[:-1].to(x.device)
+
+    def cut(self, x: Tensor, dtype: torch.dtype | None = None, fill: Tensor | None = None) -> Tensor:
+        """Rows x [B, n, ...] as chunks [chunks, ..., size, *last dim]; beyond the end of a piece `fill`, or 0."""
+        flat = x.to(dtype or wide(x.dtype)).flatten(0, 1)
+        fill = flat.new_zeros(flat.shape[1:]) if fill is None else fill
+        return torch.cat([flat, fill.to(flat.dtype)[None]])[self.rows]
+
+    def join(self, chunks: Tensor, shape: Sequence[int]) -> Tensor:
+        """The inverse of `cut` for chunks [chunks, size, ...]."""
+        return chunks.flatten(0, 1)[self.places].view(*shape)
+
+    def scan(
+        self, initial: Tensor | None, zero: Tensor, step: Callable[[slice, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """(states before all chunks, states after all pieces), with step(chunks, states) -> states after them."""
+        state = zero.expand(len(self.order), *zero.shape) if initial is None else initial.to(zero.dtype)[self.order]
+        before, ended, first = [], [], 0
+        for count, following in pairwise([*self.counts, 0]):
+            before.append(state[:count])
+            state = step(slice(first, first + count), state[:count])
+            ended.append(state[following:])
+            first, state = first + count, state[:following]
+        finals = torch.cat(ended[::-1])[self.order.argsort()]
+        return torch.cat(before), finals
+
+
+def _weigh(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """q_i . k_j exp(g_i - g_j) for i >= j, else 0: [..., C, C] of q, k [..., C, K] and sums of decays g [..., C, K]
+    or [..., C, 1]. No exponent is positive."""
+    ones = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
+    if g.shape[-1] == 1:
+        apart = (g - g.transpose(-1, -2)).masked_fill(~ones, -torch.inf)
+        return (q @ k.transpose(-1, -2)) * apart.exp()
+
+    def products(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+        apart = (g[..., :, None, :] - g[..., None, :, :]).masked_fill(~ones[..., None], -torch.inf)
+        return (q[..., :, None, :] * k[..., None, :, :] * apart.exp()).sum(-1)
+
+    # Recomputed in the backward: the products of all channels are large.
+    parts = zip(q.split(AT_ONCE), k.split(AT_ONCE), g.split(AT_ONCE), strict=True)
+    return torch.cat([checkpoint(products, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])
+
+
+def _attend(
+    chunks: _Chunks, q: Tensor, k: Tensor, u: Tensor, w: Tensor | None, g: Tensor, initial: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out [chunks, H, C, V], final states [pieces, H, K, V]) of chunks q, k, w [chunks, H, C, K], u [chunks, H, C, V].
+
+    Each token adds k (u - w S)^T to the state S, where S is that before its chunk; g [chunks, H, C, K or 1] sums the
+    logarithms of decays within the chunk.
+    """
+    last = g[..., -1:, :]
+    kept, added = last.exp().transpose(-1, -2), (k * (last - g).exp()).transpose(-1, -2)
+
+    def step(at: slice, state: Tensor) -> Tensor:
+        new = u[at] if w is None else u[at] - w[at] @ state
+        return kept[at] * state + added[at] @ new
+
+    zero = u.new_zeros(k.shape[1], k.shape[3], u.shape[3])
+    before, finals = chunks.scan(initial, zero, step)
+    new = u if w is None else u - w @ before
+    return (q * g.exp()) @ before + _weigh(q, k, g) @ new, finals
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: CuSeqlens = None,
+) -> Result:  # fmt: skip
+    """(o [B, n, HV, V], final states [pieces, HV, K, V] or None) of the gated delta rule, or of KDA if g has channels.
+
+    q, k [B, n, H, K], v [B, n, HV, V], g [B, n, HV] or [B, n, HV, K], beta [B, n, HV]: as in `layers.gated_delta_rule`.
+    The chunks' products of (I - beta k k^T) are taken in the WY form (arXiv:2406.06484).
+    """
+    if not v.numel():
+        return torch.zeros_like(v), initial_state if output_final_state else None
+    chunks = _Chunks(v, cu_seqlens, CHUNK if g.ndim == 3 else CHANNEL_CHUNK)
+    dtype, heads = wide(v.dtype), v.shape[2]
+    q, k, v_, g, beta = (
+        chunks.cut(x, dtype).movedim(2, 1) for x in (q, k, v, g if g.ndim == 4 else g[..., None], beta[..., None])
+    )
+    q, k = (
+        x.repeat_interleave(heads // x.shape[1], 1) for x in (q * (k.shape[3] ** -0.5 if scale is None else scale), k)
+    )
+    g = g.cumsum(2)
+    corrections = (beta * _weigh(k, k, g)).tril(-1)
+    right = torch.cat([beta * v_, beta * k * g.exp()], 3)
+    u, w = torch.linalg.solve_triangular(corrections, right, upper=False, unitriangular=True).split(
+        [v.shape[3], k.shape[3]], 3
+    )
+    out, finals = _attend(chunks, q, k, u, w, g, initial_state)
+    return chunks.join(out.transpose(1, 2), v.shape).to(v.dtype), finals if output_final_state else None
+
+
+def ssd(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: CuSeqlens = None,
+) -> Result:  # fmt: skip
+    """(y [B, n, H, P], final states [pieces, H, P, N] or None) of Mamba-2, see `layers.ssd` for the arguments."""
+    if not x.numel():
+        return torch.zeros_like(x), initial_state if output_final_state else None
+    chunks, dtype, heads = _Chunks(x, cu_seqlens, CHUNK), wide(x.dtype), x.shape[2]
+    u, step, b, c = (chunks.cut(y, dtype).movedim(2, 1) for y in (x, dt[..., None], B, C))
+    b, c = (y.repeat_interleave(heads // y.shape[1], 1) for y in (b, c))
+    g = (step * A.to(dtype)[:, None, None]).cumsum(2)
+    initial = None if initial_state is None else initial_state.transpose(-1, -2)
+    out, finals = _attend(chunks, c, b, u * step, None, g, initial)
+    return chunks.join(out.transpose(1, 2), x.shape).to(x.dtype), finals.mT if output_final_state else None
+
+
+def selective_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: CuSeqlens = None,
+) -> Result:  # fmt: skip
+    """(y [B, n, D], final states [pieces, D, N] or None) of Mamba, see `layers.selective_scan` for the arguments."""
+    dtype = wide(x.dtype)
+    step = dt.to(dtype)[..., None]
+    states, finals = affine_scan(
+        (step * A).exp(), step * x[..., None] * B[:, :, None], initial_state=initial_state,
+        output_final_state=output_final_state, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    return (states @ C.to(dtype)[..., None])[..., 0].to(x.dtype), finals
+
+
+def affine_scan(
+    a: Tensor, b: Tensor, *, matrix: bool = False, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: CuSeqlens = None,
+) -> Result:  # fmt: skip
+    """(all states of S = a S + b [B, n, ...], final states [pieces, ...] or None), see `layers.affine_scan`.
+
+    Doubling within chunks (Hillis & Steele 1986) multiplies no more than it must: a may be 0 or negative.
+    """
+    if not b.numel():
+        return torch.zeros_like(b), initial_state if output_final_state else None
+    chunks, dtype = _Chunks(b, cu_seqlens, CHUNK), wide(b.dtype)
+    one = torch.eye(a.shape[-1], device=a.device).expand(a.shape[2:]) if matrix else a.new_ones(a.shape[2:])
+    decays, states = chunks.cut(a, dtype, one), chunks.cut(b, dtype)
+    apply = torch.matmul if matrix else torch.mul
+    for apart in (2**x for x in range(CHUNK.bit_length() - 1)):
+        later, added = decays[:, apart:], apply(decays[:, apart:], states[:, :-apart])
+        decays = torch.cat([decays[:, :apart], apply(later, decays[:, :-apart])], 1)
+        states = torch.cat([states[:, :apart], states[:, apart:] + added], 1)
+    zero = states.new_zeros(b.shape[2:])
+    before, finals = chunks.scan(initial_state, zero, lambda at, state: apply(decays[at, -1], state) + states[at, -1])
+    states = apply(decays, before[:, None]) + states
+    return chunks.join(states, b.shape).to(b.dtype), finals if output_final_state else None
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None,
+    initial_state: Tensor | None = None, cu_seqlens: CuSeqlens = None,
+) -> Tensor:  # fmt: skip
+    """The causal depthwise convolution [1, T, C] of rows x [1, T, C] with weight [C, K].
+
+    initial_state: the rows before each piece [pieces, K - 1, C]; None: zeros. Raises what torch's conv1d raises.
+    """
+    cut, width, channels = _read_cu_seqlens(x, cu_seqlens), weight.shape[1] - 1, x.shape[2]
+    if not x.numel():
+        return torch.zeros_like(x)
+    flat = x.reshape(-1, channels)
+    before = x.new_zeros(len(cut) - 1, width, channels) if initial_state is None else initial_state.to(x.dtype)
+    parts = [part for piece, (a, b) in enumerate(pairwise(cut)) for part in (before[piece], flat[a:b])]
+    out = F.conv1d(torch.cat(parts).t()[None], weight[:, None].to(x.dtype), bias, groups=channels)[0].t()
+    if len(cut) > 2:
+        out = torch.cat([out[a + piece * width : b + piece * width] for piece, (a, b) in enumerate(pairwise(cut))])
+    out = out.view(x.shape)
+    return out if activation is None else F.silu(out)

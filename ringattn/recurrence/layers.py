@@ -1,0 +1,497 @@
+"""Recurrent layers and causal convolutions over sharded sequences, exact and differentiable.
+
+Every function takes the rows of this rank, or with `ranks=` those of all virtual ranks, and returns the same rows of
+the result. Each rank computes the affine map of its runs without the state before them, one exchange composes the maps
+(`runs`), and a second pass computes the outputs with the true states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import InvalidInput
+from ..kernels.base import wide
+from ..layout.regular import Layout
+from ..machine.presets import get_machine
+from ..pattern.documents import Documents
+from . import functions
+from .exchange import Ranks
+from .runs import Piece, RunPlan, cut_ends, cut_pieces, list_runs, plan_end, plan_rows, plan_states
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
+
+    from ..transport.base import Transport
+
+    class Where(TypedDict, total=False):
+        """The ranks: at most one of a group, a mesh, a transport, and a number of virtual ranks in this process."""
+
+        group: ProcessGroup | DeviceMesh | None
+        mesh: DeviceMesh | None
+        transport: Transport | None
+        ranks: int | None
+
+
+#: A rank's flat inputs, each [1, rows, ...].
+Rows = tuple[Tensor, ...]
+#: What computes pieces: (flat inputs, cu_seqlens, initial states or None, whether to return final states).
+Compute = Callable[..., tuple[Tensor, Tensor | None]]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _eager(layer: Callable[P, T]) -> Callable[P, T]:
+    """The layer, which torch.compile calls as it is: its exchanges follow each other on the host."""
+    return cast("Callable[P, T]", torch.compiler.disable(layer))
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """One kind of recurrence.
+
+    state, decay, out: the shapes of a state, of A, and of a row of the output.
+    compute(*rows, cu_seqlens, initial_state, output_final_state) -> (out [1, rows, *out], states [pieces, *state]).
+    maps(*rows, cu_seqlens, initial_state, spans) -> (A [pieces, *decay], B [pieces, *state]); A is used where spans[i].
+    matrix: A multiplies as a matrix; else elementwise, with broadcasting.
+    """
+
+    state: tuple[int, ...]
+    decay: tuple[int, ...]
+    out: tuple[int, ...]
+    compute: Compute
+    maps: Callable[..., tuple[Tensor, Tensor]]
+    matrix: bool = False
+
+    def apply(self, a: Tensor, b: Tensor) -> Tensor:
+        """A . b, for a state or another A."""
+        return a @ b if self.matrix else a * b
+
+
+def _take(rows: Rows, pieces: Sequence[Piece]) -> Rows:
+    """The rows of the pieces, one after another."""
+    return tuple(torch.cat([x[:, p.begin : p.end] for p in pieces], 1) for x in rows)
+
+
+def _cu_seqlens(pieces: Sequence[Piece]) -> list[int]:
+    return [0, *accumulate(piece.end - piece.begin for piece in pieces)]
+
+
+class _Scan:
+    """One call of a recurrence: tensors [B, n, ...] by name, and the states between runs."""
+
+    def __init__(
+        self, ranks: Ranks, rule: _Rule, tensors: Mapping[str, Tensor], documents: Documents | None,
+        initial_state: Tensor | None,
+    ) -> None:  # fmt: skip
+        first = next(iter(tensors.values()))
+        self.ranks, self.rule, self.batch, self.documents = ranks, rule, first.shape[0], documents
+        self.zero = torch.zeros(rule.state, dtype=wide(first.dtype), device=first.device)
+        self.initial = None if initial_state is None else initial_state.to(self.zero.dtype)
+        self.sizes = [self.batch * math.prod(shape) for shape in (rule.decay, rule.state)]
+        self.pieces = {rank: cut_pieces(ranks.layout, documents, rank, self.batch) for rank in ranks.local}
+
+    def run(
+        self, tensors: Mapping[str, Tensor], parameters: Sequence[Tensor], final: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output [B, n, *out], and the state after the sequence [B, *state], whole on every rank."""
+        ranks, (first, *others) = self.ranks, tensors.values()
+        opened, token = ranks.open(first, self.initial, *parameters, *([] if first.numel() else others))
+        shards = zip(*(ranks.shard(x, 1) for x in (opened, *others)), strict=True)
+        rows = {r: tuple(x.reshape(1, -1, *x.shape[2:]) for x in xs) for r, xs in zip(ranks.local, shards, strict=True)}
+        before, token = self.exchange(rows, token)
+        outs, units, last = [], dict[int, Tensor](), len(list_runs(ranks.layout)) - 1
+        for rank, pieces in self.pieces.items():
+            if not pieces:
+                outs.append(first.new_zeros(self.batch, 0, *self.rule.out))
+                continue
+            ends = {piece.row: place for place, piece in enumerate(pieces) if final and piece.run == last}
+            out, states = self.rule.compute(
+                *rows[rank], cu_seqlens=_cu_seqlens(pieces), initial_state=self.states(pieces, before),
+                output_final_state=bool(ends),
+            )  # fmt: skip
+            outs.append(out.view(self.batch, -1, *self.rule.out))
+            if ends:
+                assert states is not None
+                units[last] = states[[*ends.values()]].to(self.zero.dtype).reshape(1, -1)
+        results = [ranks.unshard(outs, 1)]
+        if final:
+            plan = plan_end(ranks.layout, self.sizes[1] * self.zero.element_size())
+            state = self.zero.expand(self.batch, *self.rule.state).clone() if self.initial is None else self.initial
+            if plan.rounds:
+                got, token = ranks.move(plan, 0, units, self.zero.new_empty(0, self.sizes[1]), token)
+                state = got[ranks.local[0], last].view(state.shape)
+            results.append(state)
+        out, *ended = ranks.close(token, *results)
+        return out, ended[0] if ended else None
+
+    def states(self, pieces: Sequence[Piece], before: Mapping[int, Tensor]) -> Tensor | None:
+        """The states before the pieces [pieces, *state]; None if all are 0. `before`: those before runs, if known."""
+        known = [
+            (self.initial[p.row] if self.initial is not None and not p.start else self.zero)
+            if not p.before
+            else before[p.run][p.row] if before else self.zero
+            for p in pieces
+        ]  # fmt: skip
+        return None if all(x is self.zero for x in known) else torch.stack(known)
+
+    def exchange(self, rows: Mapping[int, Rows], token: Tensor) -> tuple[dict[int, Tensor], Tensor]:
+        """The states [B, *state] before the local runs that need one, by run, and the next token."""
+        ranks, unit = self.ranks, sum(self.sizes) * self.zero.element_size()
+        machine = get_machine("cuda" if self.zero.is_cuda else "cpu")
+        plan = plan_states(ranks.layout, self.documents, unit, machine)
+        units, like = self.summarize(plan, rows), self.zero.new_empty(0, sum(self.sizes))
+        maps, states = dict[int, Tensor](), dict[int, Tensor]()
+        for number, hops in enumerate(plan.rounds):
+            sent = {hop.source: units[hop.source] for hop in hops if plan.rank_of(hop.source) in ranks.local}
+            got, token = ranks.move(plan, number, sent, like, token)
+            later = dict(maps)
+            for source, run, _ in hops:
+                if (rank := plan.rank_of(run)) not in ranks.local:
+                    continue
+                a, b = self.unpack(got[rank, source])
+                if plan.way == "gather":
+                    states[run] = self.rule.apply(a, states[run]) + b if run in states else b
+                elif run in maps:  # the map of more runs before those of `maps`
+                    a2, b2 = self.unpack(maps[run])
+                    states[run] = self.rule.apply(a2, b) + b2
+                    later[run] = self.pack(self.rule.apply(a2, a), states[run])
+                else:
+                    later[run], states[run] = got[rank, source], b
+            units = maps = later
+        return states, token
+
+    def summarize(self, plan: RunPlan, rows: Mapping[int, Rows]) -> dict[int, Tensor]:
+        """The maps of all local runs that others need, packed; 0 where a document ends with the run."""
+        sources, units = {hop.source for hops in plan.rounds[:1] for hop in hops}, dict[int, Tensor]()
+        for rank, pieces in self.pieces.items():
+            tails = [piece for piece in pieces if piece.goes_on and piece.run in sources]
+            if not tails:
+                continue
+            # A map spans its run if its document does; else the state before the run does not matter.
+            spans = [piece.before > 0 and piece.start == plan.runs[piece.run].start for piece in tails]
+            a, b = self.rule.maps(
+                *_take(rows[rank], tails), cu_seqlens=_cu_seqlens(tails), initial_state=self.states(tails, {}),
+                spans=spans,
+            )  # fmt: skip
+            a, b = (torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in (a, b))
+            places = {(piece.run, piece.row): place for place, piece in enumerate(tails)}
+            for run in {piece.run for piece in tails}:
+                at = [places.get((run, row), len(tails)) for row in range(self.batch)]
+                spanning = [place if [*spans, False][place] else len(tails) for place in at]
+                units[run] = self.pack(a[spanning], b[at])
+        empty = self.zero.new_zeros(1, sum(self.sizes))
+        return {run: empty for run in sources if plan.rank_of(run) in self.ranks.local} | units
+
+    def pack(self, a: Tensor, b: Tensor) -> Tensor:
+        """The maps (A, B) of all batch rows as one row [1, width]."""
+        return torch.cat([a.reshape(1, -1), b.reshape(1, -1)], 1)
+
+    def unpack(self, unit: Tensor) -> tuple[Tensor, Tensor]:
+        """The inverse of `pack`."""
+        a, b = unit.split(self.sizes, 1)
+        return a.view(self.batch, *self.rule.decay), b.view(self.batch, *self.rule.state)
+
+
+@_eager
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, layout: str | Layout,
+    documents: Documents | None = None, padding: Tensor | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, scale: float | None = None, function: Compute | None = None,
+    **where: Unpack[Where],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The gated delta rule (arXiv:2412.06464), or KDA (arXiv:2510.26692), over a sharded sequence. Collective.
+
+    Per token S = (I - beta k k^T) Diag(exp(g)) S + beta k v^T and o = scale * S^T q, with S [K, V] for each head.
+
+    q, k [B, n, H, K], v [B, n, HV, V], beta [B, n, HV]: the rows of this rank; HV is a multiple of H.
+    g: the logarithm of the decay, [B, n, HV], or for each key channel (KDA) [B, n, HV, K].
+    layout: the Layout that cut the sequence, or its name, of at most 16 runs of consecutive tokens for each rank.
+    documents: packed documents; the state is 0 at the start of each.
+    padding: bool [B, n]; True marks tokens that leave the state as it is.
+    initial_state: [B, HV, K, V] before the first token, equal on all ranks; only the rank of the first token gets its
+        gradient. It belongs to the first document.
+    scale: default 1 / sqrt(K).
+    function: what computes the pieces of a rank, with the arguments of flash-linear-attention's
+        chunk_gated_delta_rule (or chunk_kda), cu_seqlens included. None: those where flash-linear-attention is
+        installed and the tensors are on a GPU, else plain torch.
+    where: at most one of group, mesh, transport, as in `ring_attention`, and ranks, a number of virtual ranks in this
+        process: tensors then hold the rows of all ranks in natural order.
+
+    Returns (o [B, n, HV, V] in the dtype of v, state after the last token [B, HV, K, V] on every rank, or None). States
+    are fp32, fp64 for fp64. Raises InvalidInput, Unsupported or Mismatch on every rank.
+    """
+    ranks, tensors = Ranks(**where), {"v": v, "q": q, "k": k, "g": g, "beta": beta}
+    dims = {
+        "v": "B n HV V",
+        "q": "B n H K",
+        "k": "B n H K",
+        "g": "B n HV K" if g.ndim == 4 else "B n HV",
+        "beta": "B n HV",
+    }
+    size = ranks.agree(
+        "gated_delta_rule", layout, documents,
+        {**{name: (x, dims[name]) for name, x in tensors.items()}, **_rest(initial_state, "HV K V", padding)},
+        scale=scale, function=_name(function), output_final_state=output_final_state,
+    )  # fmt: skip
+    heads, keys, values = size["HV"], size["K"], size["V"]
+    if heads % size["H"]:
+        raise InvalidInput(f"v has {heads} heads and q {size['H']}; the first must be a multiple of the second")
+    tensors = _blank(tensors, padding)
+    compute = function or functions.find("gated_delta_rule" if g.ndim == 3 else "kda", v)
+
+    def run(v: Tensor, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        options["cu_seqlens"] = torch.tensor(options["cu_seqlens"], device=v.device)
+        return compute(q, k, v, g, beta, scale=keys**-0.5 if scale is None else scale, **options)
+
+    def maps(
+        v: Tensor, *others: Tensor, initial_state: Tensor | None, spans: list[bool], **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        if any(spans):
+            # With v = 0 and the state I, the final state is A: more columns of v and of the state.
+            one = torch.eye(keys, dtype=wide(v.dtype), device=v.device).expand(len(spans), heads, keys, keys)
+            before = one.new_zeros(len(spans), heads, keys, values) if initial_state is None else initial_state
+            v, initial_state = torch.cat([v, v.new_zeros(*v.shape[:3], keys)], 3), torch.cat([before, one], 3)
+        state = run(v, *others, initial_state=initial_state, output_final_state=True, **options)[1]
+        assert state is not None
+        a = state[..., values:] if any(spans) else state.new_zeros(len(spans), heads, keys, keys)
+        return a, state[..., :values]
+
+    rule = _Rule((heads, keys, values), (heads, keys, keys), (heads, values), run, maps, matrix=True)
+    return _Scan(ranks, rule, tensors, documents, initial_state).run(tensors, (), output_final_state)
+
+
+@_eager
+def ssd(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, layout: str | Layout,
+    documents: Documents | None = None, padding: Tensor | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, function: Compute | None = None, **where: Unpack[Where],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Mamba-2's state-space duality (arXiv:2405.21060) over a sharded sequence. Collective.
+
+    Per token S = exp(dt A) S + dt x B^T and y = S C, with S [P, N] for each head.
+
+    x [B, n, H, P], dt [B, n, H] (positive: after softplus and bias), B and C [B, n, G, N]: the rows of this rank; G
+    divides H. A [H], negative. initial_state: [B, H, P, N]. The skip D x and the gate are the caller's.
+    function: what computes the pieces of a rank, with the arguments of `recurrence.functions.ssd`; None: mamba_ssm's
+        where it is installed and the tensors are on a GPU, else plain torch.
+
+    The other arguments, the errors and results are those of `gated_delta_rule`: (y [B, n, H, P], state [B, H, P, N]).
+    """
+    dims = {"x": "B n H P", "dt": "B n H", "B": "B n G N", "C": "B n G N"}
+    compute = function or functions.find("ssd", x)
+    return _mamba(
+        "ssd", (x, dt, B, C), A, dims, ("H", "H P N", ("H", "", ""), "H P"), compute,
+        lambda dt: (dt * A)[..., None, None], layout, documents, padding, initial_state, output_final_state, function,
+        where,
+    )  # fmt: skip
+
+
+@_eager
+def selective_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, layout: str | Layout,
+    documents: Documents | None = None, padding: Tensor | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, function: Compute | None = None, **where: Unpack[Where],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Mamba's selective scan (arXiv:2312.00752) over a sharded sequence. Collective.
+
+    Per token S = exp(dt A) S + dt x B and y = sum_N S C, with S [D, N].
+
+    x, dt [B, n, D] (dt after softplus and bias), B and C [B, n, N]: the rows of this rank. A [D, N], negative.
+    initial_state: [B, D, N]. function: what computes the pieces of a rank, with the arguments of
+        `recurrence.functions.selective_scan`; None: plain torch.
+
+    The other arguments, the errors and results are those of `gated_delta_rule`: (y [B, n, D], state [B, D, N]).
+    """
+    dims = {"x": "B n D", "dt": "B n D", "B": "B n N", "C": "B n N"}
+    compute = function or functions.selective_scan
+    return _mamba(
+        "selective_scan", (x, dt, B, C), A, dims, ("D N", "D N", ("D", "N"), "D"), compute,
+        lambda dt: dt[..., None] * A, layout, documents, padding, initial_state, output_final_state, function, where,
+    )  # fmt: skip
+
+
+def _mamba(
+    layer: str, given: Rows, A: Tensor, dims: dict[str, str], shapes: tuple[str, str, Sequence[str], str],
+    compute: Compute, decays: Callable[[Tensor], Tensor], layout: str | Layout, documents: Documents | None,
+    padding: Tensor | None, initial_state: Tensor | None, final: bool, function: Compute | None, where: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """A recurrence with A(run) = exp of the sum of decays(dt) [1, rows, *decay]; `shapes`: of A, state, decay, out."""
+    ranks, tensors = Ranks(**where), dict(zip(dims, given, strict=True))
+    size = {"": 1} | ranks.agree(
+        layer, layout, documents,
+        {**{name: (x, dims[name]) for name, x in tensors.items()}, "A": (A, shapes[0]),
+         **_rest(initial_state, shapes[1], padding)},
+        function=_name(function), output_final_state=final,
+    )  # fmt: skip
+    if size.get("H", 1) % size.get("G", 1):
+        raise InvalidInput(f"x has {size['H']} heads and B {size['G']} groups; groups must divide heads")
+    tensors = _blank(tensors, padding)
+
+    def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        return compute(x, dt, A, B, C, **options)
+
+    def maps(
+        x: Tensor, dt: Tensor, *others: Tensor, cu_seqlens: list[int], spans: list[bool], initial_state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        final = run(x, dt, *others, cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=True)[1]
+        assert final is not None
+        lengths = [b - a for a, b in pairwise(cu_seqlens)]
+        sums = [part.sum(0) for part in decays(dt.to(final.dtype))[0].split(lengths)]
+        return torch.stack(sums).exp(), final
+
+    state, decay, out = (
+        tuple(size[name] for name in names) for names in (shapes[1].split(), shapes[2], shapes[3].split())
+    )
+    rule = _Rule(state, decay, out, run, maps)
+    return _Scan(ranks, rule, tensors, documents, initial_state).run(tensors, (A,), final)
+
+
+@_eager
+def affine_scan(
+    a: Tensor, b: Tensor, *, layout: str | Layout, matrix: bool = False, documents: Documents | None = None,
+    padding: Tensor | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    **where: Unpack[Where],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """All states of S = a S + b over a sharded sequence, for layers such as RG-LRU (arXiv:2402.19427). Collective.
+
+    b [B, n, ...] and a, of the same number of dims and broadcastable to b, or with `matrix` a [B, n, ..., K, K] and b
+    [B, n, ..., K, V]: the rows of this rank. initial_state [B, ...]. a may be 0 or negative.
+
+    The other arguments and the errors are those of `gated_delta_rule`. Returns (states [B, n, ...], the last state
+    [B, ...] or None).
+    """
+    inner = [f"d{dim}" for dim in range(b.ndim - 2)]
+    fits = [*inner[:-1], *inner[-2:-1]] if matrix else [f"a{dim}" for dim in range(b.ndim - 2)]
+    ranks = Ranks(**where)
+    size = ranks.agree(
+        "affine_scan", layout, documents,
+        {"b": (b, " ".join(["B n", *inner])), "a": (a, " ".join(["B n", *fits])),
+         **_rest(initial_state, " ".join(inner), padding)},
+        matrix=matrix, output_final_state=output_final_state,
+    )  # fmt: skip
+    state, decay = tuple(size[dim] for dim in inner), tuple(size[dim] for dim in fits)
+    if not matrix and any(mine not in (1, full) for mine, full in zip(decay, state, strict=True)):
+        raise InvalidInput(f"a {tuple(a.shape)} does not broadcast to b {tuple(b.shape)}")
+    one = torch.eye(decay[-1], dtype=a.dtype, device=a.device) if matrix else a.new_ones(())
+    if padding is not None:
+        hidden = padding[(..., *[None] * len(inner))]
+        a, b = torch.where(hidden, one, a), b.masked_fill(hidden, 0)
+
+    def run(b: Tensor, a: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        return functions.affine_scan(a, b, matrix=matrix, **options)
+
+    def maps(b: Tensor, a: Tensor, *, spans: list[bool], initial_state: Tensor | None, **options: Any) -> Any:
+        start = one.expand(len(spans), *decay)
+        product = run(torch.zeros_like(a), a, initial_state=start, output_final_state=True, **options)[1]
+        return product, run(b, a, initial_state=initial_state, output_final_state=True, **options)[1]
+
+    tensors, rule = {"b": b, "a": a}, _Rule(state, decay, state, run, maps, matrix=matrix)
+    return _Scan(ranks, rule, tensors, documents, initial_state).run(tensors, (), output_final_state)
+
+
+@_eager
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layout: str | Layout, activation: str | None = None,
+    documents: Documents | None = None, padding: Tensor | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, **where: Unpack[Where],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """A short causal depthwise convolution over a sharded sequence, each run with the rows before it. Collective.
+
+    x [B, C, n]: the rows of this rank; weight [C, K], bias [C], K >= 1. activation: None, "silu" or "swish".
+    padding: bool [B, n]; True marks tokens whose x counts as 0.
+    initial_state: [B, C, K - 1], the inputs before the first token, equal on all ranks.
+
+    The other arguments and the errors are those of `gated_delta_rule`. Returns (out [B, C, n], the last K - 1 inputs of
+    the sequence [B, C, K - 1] on every rank, or None).
+    """
+    ranks, before = Ranks(**where), None if initial_state is None else F.pad(initial_state, (0, 1))
+    size = ranks.agree(
+        "causal_conv1d", layout, documents,
+        {"x": (x, "B C n"), "weight": (weight, "C K"), "bias": (bias, "C"), **_rest(before, "C K", padding)},
+        activation=activation, output_final_state=output_final_state,
+    )  # fmt: skip
+    if activation not in (None, "silu", "swish"):
+        raise InvalidInput(f"activation={activation!r}: expected None, 'silu' or 'swish'")
+    x = x if padding is None else x.masked_fill(padding[:, None], 0)
+    layout, width, batch, channels = ranks.layout, size["K"] - 1, size["B"], size["C"]
+    opened, token = ranks.open(x, weight, bias, initial_state)
+    rows = {r: y.transpose(1, 2).contiguous() for r, y in zip(ranks.local, ranks.shard(opened, 2), strict=True)}
+    initial = (
+        x.new_zeros(batch, width, channels) if initial_state is None else initial_state.transpose(1, 2).to(x.dtype)
+    )
+    unit, zero, outs = batch * channels * x.element_size(), x.new_zeros(width, channels), []
+
+    def history(piece: Piece, halos: Mapping[int, Tensor], target: int) -> Tensor:
+        """The rows [K - 1, C] before a piece: of its document, and before that the initial state or 0."""
+        known = min(piece.before, width)
+        rest = initial[piece.row] if piece.start == piece.before else zero
+        return torch.cat([rest, halos[target][-known:, piece.row]])[-width:] if known else rest
+
+    halos, token = _move_rows(ranks, plan_rows(layout, documents, width, unit), rows, token)
+    for rank in ranks.local:
+        if not (pieces := cut_pieces(layout, documents, rank, batch)):
+            outs.append(x.new_zeros(batch, channels, 0))
+            continue
+        start = torch.stack([history(piece, halos, piece.run) for piece in pieces])
+        flat = rows[rank].reshape(1, -1, channels)
+        out = functions.causal_conv1d(
+            flat, weight, bias, activation=activation, initial_state=start, cu_seqlens=_cu_seqlens(pieces)
+        )
+        outs.append(out.view(batch, -1, channels).transpose(1, 2))
+    results = [ranks.unshard(outs, 2)]
+    if output_final_state:
+        plan = plan_rows(layout, None, width, unit, ends=True)
+        halos, token = _move_rows(ranks, plan, rows, token)
+        end = len(plan.runs) + ranks.local[0]
+        last = [history(piece, halos, end) for piece in cut_ends(layout, documents, batch)]
+        results.append(torch.stack(last).transpose(1, 2))
+    out, *state = ranks.close(token, *results)
+    return out, state[0] if state else None
+
+
+def _move_rows(
+    ranks: Ranks, plan: RunPlan, rows: Mapping[int, Tensor], token: Tensor
+) -> tuple[dict[int, Tensor], Tensor]:
+    """The rows before each target of `plan` [rows, B, C], from rows [B, n, C] by rank, and the next token."""
+    halos: dict[int, list[Tensor]] = {}
+    for hops in plan.rounds:  # one, or none
+        most, (batch, _, channels) = dict[int, int](), rows[ranks.local[0]].shape
+        for source, _, count in hops:
+            most[source] = max(count, most.get(source, 0))
+        units = {}
+        for source, count in most.items():
+            rank, start, stop, first = plan.runs[source]
+            if rank in ranks.local:
+                end = first + stop - start
+                units[source] = rows[rank][:, end - count : end].transpose(0, 1).reshape(count, -1)
+        got, token = ranks.move(plan, 0, units, rows[ranks.local[0]].new_empty(0, batch * channels), token)
+        for source, target, count in hops:
+            if (rank := plan.rank_of(target)) in ranks.local:
+                halos.setdefault(target, []).append(got[rank, source][-count:].view(-1, batch, channels))
+    return {target: torch.cat(parts) for target, parts in halos.items()}, token
+
+
+def _blank(tensors: dict[str, Tensor], padding: Tensor | None) -> dict[str, Tensor]:
+    """The tensors [B, n, ...] with 0 at padded tokens."""
+    if padding is None:
+        return tensors
+    return {name: x.masked_fill(padding[(..., *[None] * (x.ndim - 2))], 0) for name, x in tensors.items()}
+
+
+def _rest(initial_state: Tensor | None, state: str, padding: Tensor | None) -> dict[str, tuple[Tensor | None, str]]:
+    """The arguments that all layers have, with the names of their dims."""
+    return {"initial_state": (initial_state, f"B {state}"), "padding": (padding, "B n")}
+
+
+def _name(function: Compute | None) -> str | None:
+    return function and f"{function.__module__}.{function.__qualname__}"
