@@ -21,6 +21,7 @@ from .batches import POSITIONS, cut_batch, gather_logits, shard_batch
 from .encoder_decoder import CROSS, find_tables
 from .generation import STATE, layer_windows
 from .heads import FOREIGN
+from .hybrids import each_row_alone
 from .supported import rotates_by_length, scale_by_position, unwrap_adapters
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     """
     model = unwrap_adapters(model)
     ring: Any = getattr(model, STATE, None)
-    long, ours = max(filter(None, layer_windows(model)), default=0), model.config._attn_implementation
+    long, ours = max(filter(None, layer_windows(model).values()), default=0), model.config._attn_implementation
     if ring is None:
         raise InvalidInput("this model is not parallelized; call parallelize(model, group, layout=...) first")
     group, first = ring.place.group, max(tokens * 2 // 3, 1)
@@ -196,7 +197,7 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
             setattr(module, STATE, ring if module in tables else None)
         model.eval().set_attn_implementation(ROWS)
         with (
-            torch.no_grad(), torch.autocast(device.type, enabled=False),
+            torch.no_grad(), torch.autocast(device.type, enabled=False), each_row_alone(),
             nullcontext() if quantized else _in_fp32(model),
             model.base_model.register_forward_hook(lambda *given: below.append(given[-1])),
         ):  # fmt: skip

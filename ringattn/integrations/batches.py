@@ -63,7 +63,7 @@ class LayerMasks:
     def of(cls, model: PreTrainedModel) -> LayerMasks:
         """The masks of a transformers model, read from its windows and whether it is causal."""
         causal = all(getattr(module, "is_causal", True) for module in model.modules())
-        layers = Counter(layer_windows(model))
+        layers = Counter(layer_windows(model).values()) or Counter([None])
         return cls(tuple(make_pattern(window, causal) for window in layers), tuple(layers.values()))
 
     def cut(self, borders: Tensor | Documents, ranks: int) -> Layout:

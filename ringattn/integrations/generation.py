@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
 from ..call.functional import get_transport
 from ..errors import InvalidInput, Unsupported
@@ -61,14 +61,19 @@ def has_chunks(model: Any) -> bool:
     return "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 
-def layer_windows(model: PreTrainedModel) -> list[int | None]:
-    """The window of each layer in keys, the row's own included; None: all. Read from the config like transformers."""
+def layer_windows(model: PreTrainedModel) -> dict[int, int | None]:
+    """The window of each layer that attends in keys, the row's own included; None: all. Read from the config."""
     config = model.config.get_text_config()
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     if kinds is None:
         slides = window is not None and getattr(config, "use_sliding_window", True)
-        return [window if slides else None] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+        return dict.fromkeys(range(config.num_hidden_layers), window if slides else None)
+    attending = {layer: kind for layer, kind in enumerate(kinds) if "hybrid" in kind or "attention" in kind}
+    return {
+        layer: window if kind in ("sliding_attention", "hybrid_sliding") else None
+        for layer, kind in attending.items()
+        if kind != "linear_attention"
+    }
 
 
 def make_pattern(window: int | None, causal: bool = True) -> Pattern:
@@ -85,29 +90,66 @@ class RingCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
-        super().__init__(layers=[])
         ring = getattr(model, STATE, None)
         if ring is None:
             raise InvalidInput("this model is not parallelized; call parallelize(model, group, layout=...) first")
+        #: The states of recurrent layers and convolutions, whole on every rank.
+        super().__init__(layers=DynamicCache(config=model.config).layers if ring.mixes else [])
+        self.recurrent = [layer for layer in self.layers if hasattr(layer, "recurrent_states")]
         shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0)
         if shared:
             raise Unsupported(f"generate: {shared} layers of {type(model).__name__} share keys and values of others")
         if has_chunks(model) or getattr(model.config.get_text_config(), "attn_temperature_tuning", False):
             raise Unsupported("generate: attention in chunks, or scaled by position; call unparallelize(model) first")
         self.windows = layer_windows(model)
-        patterns = [make_pattern(window) for window in self.windows]
+        self.places = {layer: place for place, layer in enumerate(self.windows)}
+        # A model that does not attend counts its tokens in a layer of one key.
+        patterns = [make_pattern(window) for window in self.windows.values()] or [make_pattern(1)]
+        self._layer, self._conv = 0, (0, 0)
         #: Whether the parallelized model is being called: only then may `update` be called.
         self.running = False
+        #: Whether the running call has a shard of a prompt.
+        self.sharded = False
         layout = ring.layout if isinstance(ring.layout, str) else "zigzag"
         self.cache = KVCache(patterns, layers=len(patterns), group=ring.place.group, layout=layout, **options)
 
     def __len__(self) -> int:
-        return len(self.windows)
+        return len(self.layers or self.windows)
+
+    @property
+    def place(self) -> int:
+        """The place in `cache` of the layer that `update` was called for."""
+        return self.places[self._layer]
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """The inputs of a convolution. In a sharded prompt `store_conv` follows, with those of the last rank."""
+        if not self.sharded:
+            return cast(Tensor, super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs))
+        self._conv = layer_idx, state_idx
+        return conv_states
+
+    def conv_before(self, count: int) -> Tensor | None:
+        """The last `count` inputs [B, C, count] of the convolution that runs, before this prompt."""
+        before = self.get_conv_state(*self._conv)
+        return None if before is None else before[..., before.shape[-1] - count :].clone()
+
+    def store_conv(self, last: Tensor) -> None:
+        """Store the last inputs [B, C, K - 1] of a prompt; the state has one column more, which is not read."""
+        super().update_conv_state(nn.functional.pad(last, (1, 0)), *self._conv, conv_kernel_size=last.shape[-1] + 1)
+
+    def count(self, rows: int, batch: int, note: str | None) -> None:
+        """Count new tokens, of which this rank has `rows`, of a model that does not attend."""
+        none = torch.zeros(batch, 1, rows, 8)
+        if note is None:
+            self.cache.prefill(0, none, none, none)
+        else:
+            self.cache.step(0, none, none, none, note=note)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Return the new keys and values unchanged; attention stores them. Raises InvalidInput for another model."""
         if not self.running:
             raise InvalidInput("a RingCache works only with the model it was made for; make a new RingCache(model)")
+        self._layer = layer_idx
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -120,30 +162,46 @@ class RingCache(Cache):  # type: ignore[misc]
 
     @property
     def is_sliding(self) -> list[bool]:
-        """False for each layer: every layer counts all tokens, and none is recurrent (`is_linear`)."""
+        """False for each layer: every layer counts all tokens."""
         return [False] * len(self)
 
-    is_linear = is_sliding
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether each layer has no keys and values."""
+        return [layer not in self.windows for layer in range(len(self))]
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` works: recurrent states do not go back."""
+        return all(layer.is_croppable for layer in self.recurrent)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -n tokens if n = tokens_to_remove is negative; keep only the first n if it is positive."""
+        if self.recurrent and not self.is_croppable:
+            raise Unsupported("generate: recurrent states cannot go back; leave out assistant_model= and prompt lookup")
+        for layer in self.recurrent:
+            layer.crop(tokens_to_remove)
         if tokens_to_remove:
             self.cache.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue row i from row beam_idx[i]."""
+        for layer in self.recurrent:
+            layer.reorder_cache(beam_idx)
         self.cache.fork(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the batch."""
-        self.cache.fork(indices)
+        self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
-        self.cache.fork([row for row in range(len(self.cache.lengths)) for _ in range(repeats)])
+        self.reorder_cache(torch.arange(len(self.cache.lengths)).repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Forget all tokens."""
+        for layer in self.recurrent:
+            layer.reset()
         self.cache.crop(-self.cache.length)
 
 
@@ -161,6 +219,9 @@ class Generation:
     kept: list[np.ndarray[Any, Any]]
     #: The local rows of the wanted slots; None if the model returns no other rows.
     mine: Tensor | None
+    #: The rows of this rank, and which of them are padding, bool [B, rows]; None: none is.
+    rows: int
+    padding: Tensor | None = None
     #: The layers that have attended.
     attended: set[int] = field(default_factory=set)
 
@@ -168,7 +229,7 @@ class Generation:
         self, module: nn.Module, window: int | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Any
     ) -> Tensor:
         """out [B, H, n, Dv] of a layer. Raises Unsupported if it attends twice, or its window is not the cache's."""
-        layer, cache = cast(int, module.layer_idx), self.past.cache
+        layer, cache, place = self.past._layer, self.past.cache, self.past.place
         if layer in self.attended:
             raise Unsupported(
                 f"generate: {type(module).__name__} attends twice in layer {layer}; call unparallelize(model) first"
@@ -180,13 +241,15 @@ class Generation:
                 f"{self.past.windows[layer]}; call unparallelize(model) first"
             )
         if self.note is None:
-            return cache.prefill(layer, q, k, v, sinks=sinks, **options)
+            return cache.prefill(place, q, k, v, sinks=sinks, **options)
         options = {name: options[name] for name in STEP_OPTIONS if name in options}
-        return cast(Tensor, cache.step(layer, q, k, v, sinks=sinks, note=self.note, **options))
+        return cast(Tensor, cache.step(place, q, k, v, sinks=sinks, note=self.note, **options))
 
     def finish(self, result: Any, group: ProcessGroup) -> Any:
         """The result with the wanted logits [B, n, classes] of the whole prompt, on every rank. Collective."""
-        self.past.running = False
+        self.past.running = self.past.sharded = False
+        if not self.past.windows:
+            self.past.count(self.rows, len(result["logits"]), self.note)
         if self.note is None:
             mine = result["logits"] if self.mine is None else result["logits"][:, self.mine]
             rows = GatherRows.apply(mine, self.kept, group)  # in order of their slots
@@ -232,7 +295,7 @@ def begin(
             )
         padding = None if mask is None else ~mask[:, first:].bool()
         padding = None if padding is None or not padding.any() else padding
-        if padding is not None and any(past.windows) and _pads_behind(padding, past.cache.lengths):
+        if padding is not None and any(past.windows.values()) and _pads_behind(padding, past.cache.lengths):
             raise Unsupported("generate: padding after tokens would count in windows; set padding_side='left'")
         positions = kwargs.get("position_ids")
         if positions is None:
@@ -240,12 +303,17 @@ def begin(
                 raise InvalidInput(f"{type(model).__name__} starts positions at {ring.first}; give position_ids=")
             positions = torch.arange(first, first + tokens, device=ids.device).expand_as(ids)
         largest = first + tokens - 1
-        past.running = True
+        past.running, past.sharded = True, False
         told = digest(ids.cpu().numpy().tobytes()).hex()
     kwargs = {name: x for name, x in kwargs.items() if name != "attention_mask"}  # the cache knows the padding
     kwargs = {**_give_cache(model, kwargs, past), "position_ids": positions}
-    if tokens < LEAST_ROWS * ranks and padding is None:
-        return kwargs, Generation(past, told, largest, np.arange(0), [], None)
+    cut = make_layout(past.cache.layout, tokens=tokens, ranks=ranks)
+    fewest = min(map(cut.rows, range(ranks))) if past.recurrent else tokens // ranks
+    if any(layer.record_past for layer in past.recurrent) or (fewest < LEAST_ROWS and padding is None):
+        return kwargs, Generation(past, told, largest, np.arange(0), [], None, tokens)
+    if fewest < LEAST_ROWS and past.recurrent:
+        with ErrorReport(transport, PROMPT):
+            raise Unsupported(f"generate: a padded prompt of {tokens} tokens over {ranks} ranks; give longer ones")
     with Exchange(transport, PROMPT) as exchange:
         name = "tokens (give every rank the whole prompt, not a shard)"
         exchange.mine = json.dumps({name: told, "shape": list(ids.shape), "layers": len(past)}).encode()
@@ -258,12 +326,12 @@ def begin(
     }
     keep = kwargs.get("logits_to_keep", 0)
     wanted = np.arange(tokens)[-keep:] if isinstance(keep, int) else keep.cpu().numpy() % tokens
-    cut = make_layout(past.cache.layout, tokens=tokens, ranks=ranks)
     kept = [places[np.isin(places, wanted)] for places in map(cut.positions, range(ranks))]
     mine = torch.from_numpy(np.flatnonzero(np.isin(rows.numpy(), wanted))).to(ids.device)
+    hidden, past.sharded = None if padding is None else padding[:, rows.to(ids.device)], True
     if "logits_to_keep" in kwargs:
-        return {**kwargs, "logits_to_keep": mine}, Generation(past, None, largest, wanted, kept, None)
-    return kwargs, Generation(past, None, largest, wanted, kept, mine)
+        kwargs["logits_to_keep"], mine = mine, None
+    return kwargs, Generation(past, None, largest, wanted, kept, mine, len(rows), hidden)
 
 
 def _pads_behind(padding: Tensor, lengths: list[int]) -> bool:

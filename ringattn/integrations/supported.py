@@ -24,11 +24,14 @@ from transformers.models.auto.modeling_auto import (
 from ..errors import InvalidInput, Unsupported
 from .encoder_decoder import find_tables
 from .heads import find_pooling
+from .hybrids import mixing_functions, unknown_functions
 
 #: The attribute of attention modules where `tell_positions` stores the positions of a call.
 PLACES = "_ringattn_positions"
-#: The kinds of layers that attend only through transformers' attention functions.
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+#: The kinds of layers that attend only through transformers' attention functions, that mix no rows, and that mix them
+#: only through the functions of `hybrids.FUNCTIONS`.
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "mlp", "moe")
+RECURRENT_TYPES = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
 #: The kinds of PEFT adapters that mix rows or bypass the model's hooks.
 ADAPTERS = ("ADALORA", "ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "XLORA", "aLoRA")
 
@@ -72,7 +75,9 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
         causal, loss = False, ForMaskedLMLoss  # labels belong to the decoder's rows
     aligned, bare = loss in (ForMaskedLMLoss, ForTokenClassification), model.base_model is model
     field = {ForSequenceClassificationLoss: "logits", ForQuestionAnsweringLoss: "start_logits"}.get(loss)
-    kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
+    mixes, unknown = any(map(mixing_functions, model.modules())), unknown_functions(model)
+    kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES) - set(RECURRENT_TYPES if mixes else ())
+    attends = bool(kinds) or not set(getattr(config, "layer_types", None) or "?") <= set(RECURRENT_TYPES[:3])
     reads = (model if field is None else model.base_model).forward
     places = "position_ids" in inspect.signature(reads).parameters or (both and len(find_tables(model)) == 2)
     through = model._supports_attention_backend or (model._can_set_attn_implementation() and model._supports_sdpa)
@@ -86,7 +91,8 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
 
     for feature, present, hint in (
         ("inputs other than tokens", model.main_input_name != "input_ids", "only sequences of tokens are sharded"),
-        (f"layers of type {', '.join(sorted(kinds))}", kinds, f"only {', '.join(LAYER_TYPES)} are served"),
+        (f"functions that ringattn does not know: {', '.join(sorted(unknown))}", unknown, ""),
+        (f"layers of type {', '.join(sorted(kinds))}", kinds, "whose rows mix in ways that ringattn does not know"),
         (
             "a decoder for rows that it lacks",
             given("add_cross_attention") and not both,
@@ -97,9 +103,9 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
         ("embeddings of neighbouring tokens (trigram_input)", given("trigram_input"), ""),
         ("a bias of relative positions", hasattr(config, "relative_attention_num_buckets"), ""),
         ("ALiBi", given("alibi") or alibi, ""),
-        ("attention outside of transformers' attention functions", not through, ""),
+        ("attention outside of transformers' attention functions", attends and not through, ""),
         ("only one half of an encoder and a decoder", both and not whole, "take the whole model"),
-        ("no argument position_ids, by which a rank says which rows it has", not places, ""),
+        ("no argument position_ids, by which a rank says which rows it has", attends and not places, ""),
         ("a head over an encoder and a decoder", both and field is not None, "take its base model"),
         ("rope that depends on the lengths of two sequences", stretched, ""),
         ("a head whose loss is not of tokens, classes or answers", other, "take its base model and your own loss"),
@@ -125,6 +131,13 @@ def rotates_by_length(module: nn.Module) -> bool:
         "dynamic" in str(kind) or kind == "longrope"
         for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
     )
+
+
+def drop_positions(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without position_ids if the model takes none, because it does not attend."""
+    if "position_ids" in inspect.signature(model.forward).parameters or not any(map(mixing_functions, model.modules())):
+        return kwargs
+    return {name: x for name, x in kwargs.items() if name != "position_ids"}
 
 
 def tell_positions(model: nn.Module) -> None:

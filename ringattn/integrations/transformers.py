@@ -54,9 +54,11 @@ from .batches import (
 from .encoder_decoder import CROSS, attend_across
 from .generation import STATE, Generation, RingCache, begin, find_cache, generate, has_chunks, make_pattern
 from .heads import HeadCall, Sequences, check_pooler, enter_base, enter_pooler, find_sequences, leave_base, pool
+from .hybrids import enter_call, leave_call, take_layers
 from .routers import balance_routers, has_routers, take_routers
 from .supported import (
     check_model,
+    drop_positions,
     first_position,
     rotates_by_length,
     scale_by_position,
@@ -116,8 +118,11 @@ class _Call:
     shares: int = 1
     #: The logits of this rank's routers, by layer.
     routers: tuple[Tensor, ...] | None = None
-    #: Whether the batch has packed documents.
-    packed: bool = False
+    #: The borders of packed documents, and whether any call so far had some.
+    borders: Tensor | None = None
+    packs: bool = False
+    #: What ends the call in `hybrids`.
+    frame: Any = None
     sequences: Sequences | None = None
     #: Set in a call from `generate`, of a head over whole sequences, or with whole sequences.
     generation: Generation | None = None
@@ -130,8 +135,8 @@ class _Call:
         """Drop the state of this call only. The rest stays, for a backward that recomputes."""
         if self.numbers is not None:
             self.numbers.close()
-        self.runs = self.packed = False
-        self.sequences = self.generation = self.head = self.whole = self.numbers = self.routers = None
+        self.runs = False
+        self.borders = self.sequences = self.generation = self.head = self.whole = self.numbers = self.routers = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,8 @@ class _Ring:
     stretches: bool
     #: Whether calls take whole sequences.
     whole: bool
+    #: Whether the model has recurrent layers or convolutions that run over ranks.
+    mixes: bool
     call: _Call = field(default_factory=lambda: _Call(), compare=False)
     #: (shape, whether padded) of the last position_ids: if they repeat on CUDA, they are not copied to the host again.
     checked: list[tuple[torch.Size, bool]] = field(default_factory=list, compare=False)
@@ -212,7 +219,7 @@ def parallelize(
     rotary = list(filter(rotates_by_length, model.modules()))
     ring = _Ring(
         place_group(group), layout, AttentionOptions(**options), before, shift, pooling, pooler is not None,
-        model.config.is_encoder_decoder, first_position(model), bool(rotary), whole,
+        model.config.is_encoder_decoder, first_position(model), bool(rotary), whole, take_layers(model),
     )  # fmt: skip
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and not hasattr(part, STATE):
@@ -342,7 +349,7 @@ def _attend_ring(
         if q.shape[2] != k.shape[2] and not crosses:
             sizes = f"{q.shape[2]} queries, {k.shape[2]} keys"
             raise Unsupported(f"a cache of earlier tokens: {sizes}; pass use_cache=False")
-        if borders is None and (ring.call.packed or isinstance(ring.layout, LayerMasks)):
+        if borders is None and (ring.call.borders is not None or isinstance(ring.layout, LayerMasks)):
             raise Unsupported(f"{name} is not given cu_seq_lens_q by its model, and would see across documents")
         layout, documents = ring.layout, None if borders is None else read_borders(borders)
         pattern = make_pattern(None if chunked or crosses else window, causal and not crosses)
@@ -384,7 +391,8 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     if isinstance(past, RingCache) or (past is None and ring.call.past is not None):
         kwargs, ring.call.generation = begin(cast("PreTrainedModel", model), ring, past, kwargs)
         ring.call.largest = ring.call.generation.largest
-        return args, kwargs
+        enter_call(model, ring)
+        return args, drop_positions(model, kwargs)
     if ring.whole and DIGEST not in kwargs:
         kwargs = cut_call(model, ring, kwargs)
     digest, items = kwargs.get(DIGEST), kwargs.get("num_items_in_batch")
@@ -396,7 +404,9 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         _check_call(model, ring, kept, kwargs)  # without the exchange, which cannot be traced
     else:
         lengths = _check_positions(model, ring, kept, kwargs)
-    ring.call.packed = kept.get("cu_seq_lens_q") is not None
+    ring.call.borders = kept.get("cu_seq_lens_q")
+    ring.call.packs |= ring.call.borders is not None
+    enter_call(model, ring)
     if kept.get("labels") is not None:
         ranks = 1 if ring.pooling else dist.get_world_size(ring.place.group)  # every rank has all labels then
         ring.call.items, ring.call.shares = items, ranks
@@ -417,6 +427,7 @@ def _leave_call(model: nn.Module, args: Any, result: Any) -> None:
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is not None and _is_served(model):
         ring.call.end()
+        leave_call(ring)
 
 
 def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int) -> dict[str, Any]:
@@ -429,6 +440,8 @@ def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int
         ring.call.sequences = find_sequences(kept, ring.place.group, ring.layout)
     if ring.first:
         kept["position_ids"] = kept["position_ids"] + ring.first
+    if ring.mixes:
+        kept = {"use_cache": False, **drop_positions(model, kept)}
     whole = ring.call.whole
     if whole is not None and whole.keep is not None:
         kept["logits_to_keep"] = whole.keep

@@ -75,7 +75,10 @@ SIZES: tuple[tuple[Any, str], ...] = (
     (4, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"),
     (4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
     (8, "head_dim d_kv qk_nope_head_dim qk_rope_head_dim v_head_dim attention_head_dim kv_channels global_head_dim"),
-    (8, "hidden_size_per_layer_input rotary_dim"),
+    (8, "hidden_size_per_layer_input rotary_dim linear_key_head_dim linear_value_head_dim state_size mamba_d_state"),
+    (8, "ssm_state_size mamba_head_dim time_step_rank mamba_dt_rank n_mamba_heads_"),
+    (2, "linear_num_key_heads expand mamba_expand n_groups mamba_n_groups mamba_ngroups"),
+    (4, "linear_num_value_heads conv_kernel mamba_d_conv linear_conv_kernel_dim"),
     (16, "kv_lora_rank q_lora_rank index_head_dim laurel_rank entity_emb_size pronunciation_embed_dim shape_embed_dim"),
     (1, "n_group topk_group max_window_layers first_k_dense_replace n_shared_experts"),
     (256, "max_position_embeddings n_positions n_ctx max_seq_len"),
@@ -101,6 +104,28 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"attn_pdrop": 0, "resid_pdrop": 0},
     {"attention_types": [[["global", "local"], 1]], "window_size": 9},
 )
+#: What the hybrid models of a type need besides: layers of both kinds, and states that are small.
+_BOTH = {"layer_types": ["linear_attention", "full_attention"]}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8}
+_MIXED = {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"], "num_hidden_layers": 3}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _BOTH),
+    "olmo_hybrid": {**_BOTH, "num_key_value_heads": 4},
+    "bailing_hybrid": _BOTH,
+    "kimi_linear": {**_BOTH, "linear_num_heads": 4, "linear_head_dim": 8},
+    "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
+    "granitemoehybrid": {**_MAMBA2, **_BOTH},
+    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 64},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "nemotron_h": {"mamba_num_heads": 8},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, "n_mamba_heads": 2},
+    "zamba2": {**_MIXED, "n_mamba_heads": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
+    "glm5_next_text": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "num_experts": 4, "n_routed_experts": 4},
+}
 #: Fields of configurations whose values are sizes, or of training and loading alone, by parts of their names.
 NOT_FLIPPED = (
     *("drop", "eps", "init", "loss", "coef", "vocab", "token_id", "token_index", "num_", "_dim", "dim_", "_size"),
@@ -195,7 +220,7 @@ def fit(name: str, model_type: str, ids: torch.Tensor, **fields: Any) -> tuple[A
     `fields` are set in its configuration.
     """
     errors = []
-    for more in OTHERS:
+    for more in ({**HYBRIDS.get(model_type, {}), **other} for other in OTHERS):
         try:
             model = make(name, model_type, **{**more, **fields})
             result = model(**alone(model, ids.expand(2, -1), 0, 0, TOKENS), **without_cache(model))
