@@ -330,8 +330,9 @@ def begin(
     mine = torch.from_numpy(np.flatnonzero(np.isin(rows.numpy(), wanted))).to(ids.device)
     hidden, past.sharded = None if padding is None else padding[:, rows.to(ids.device)], True
     if "logits_to_keep" in kwargs:
-        kwargs["logits_to_keep"], mine = mine, None
-    return kwargs, Generation(past, None, largest, wanted, kept, mine, len(rows), hidden)
+        kwargs["logits_to_keep"] = mine
+    chosen = None if "logits_to_keep" in kwargs else mine
+    return kwargs, Generation(past, None, largest, wanted, kept, chosen, len(rows), hidden)
 
 
 def _pads_behind(padding: Tensor, lengths: list[int]) -> bool:

@@ -135,7 +135,7 @@ def rotates_by_length(module: nn.Module) -> bool:
 
 def drop_positions(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments without position_ids if the model takes none, because it does not attend."""
-    if "position_ids" in inspect.signature(model.forward).parameters or not any(map(mixing_functions, model.modules())):
+    if "position_ids" in inspect.signature(model.forward).parameters:
         return kwargs
     return {name: x for name, x in kwargs.items() if name != "position_ids"}
 

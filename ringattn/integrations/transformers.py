@@ -389,10 +389,7 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         args, kwargs = (), {**inspect.signature(model.forward).bind_partial(*args).arguments, **kwargs}
     past = find_cache(kwargs)
     if isinstance(past, RingCache) or (past is None and ring.call.past is not None):
-        kwargs, ring.call.generation = begin(cast("PreTrainedModel", model), ring, past, kwargs)
-        ring.call.largest = ring.call.generation.largest
-        enter_call(model, ring)
-        return args, drop_positions(model, kwargs)
+        return args, _enter_generation(cast("PreTrainedModel", model), ring, past, kwargs)
     if ring.whole and DIGEST not in kwargs:
         kwargs = cut_call(model, ring, kwargs)
     digest, items = kwargs.get(DIGEST), kwargs.get("num_items_in_batch")
@@ -406,7 +403,6 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         lengths = _check_positions(model, ring, kept, kwargs)
     ring.call.borders = kept.get("cu_seq_lens_q")
     ring.call.packs |= ring.call.borders is not None
-    enter_call(model, ring)
     if kept.get("labels") is not None:
         ranks = 1 if ring.pooling else dist.get_world_size(ring.place.group)  # every rank has all labels then
         ring.call.items, ring.call.shares = items, ranks
@@ -427,7 +423,8 @@ def _leave_call(model: nn.Module, args: Any, result: Any) -> None:
     ring = cast("_Ring | None", getattr(model, STATE))
     if ring is not None and _is_served(model):
         ring.call.end()
-        leave_call(ring)
+        if ring.mixes:
+            leave_call(ring)
 
 
 def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int) -> dict[str, Any]:
@@ -442,6 +439,7 @@ def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int
         kept["position_ids"] = kept["position_ids"] + ring.first
     if ring.mixes:
         kept = {"use_cache": False, **drop_positions(model, kept)}
+        enter_call(model, ring)
     whole = ring.call.whole
     if whole is not None and whole.keep is not None:
         kept["logits_to_keep"] = whole.keep
@@ -451,6 +449,18 @@ def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int
     cut = cut_batch(ring.layout, tokens, dist.get_world_size(ring.place.group), kept.get("cu_seq_lens_q"))
     ring.call.head = HeadCall(ring.pooling, ring.call.sequences, kept, cut)
     return ring.call.head.hide()
+
+
+def _enter_generation(
+    model: PreTrainedModel, ring: _Ring, past: RingCache | None, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The model's arguments in a call with a cache."""
+    kwargs, ring.call.generation = begin(model, ring, past, kwargs)
+    ring.call.largest = ring.call.generation.largest
+    if ring.mixes:
+        enter_call(model, ring)
+        kwargs = drop_positions(model, kwargs)
+    return kwargs
 
 
 def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:

@@ -28,6 +28,11 @@ SIZES = dict(
     vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
+HYBRID = dict(
+    layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+    shared_expert_intermediate_size=16, head_dim=8,
+)  # fmt: skip
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, router_aux_loss_coef=0.5)
 
 
@@ -97,7 +102,7 @@ def options(folder: str, steps: int, rows: int, dp: int, accumulate: int, **chan
 
 def train_plain(
     folder: str, dp: int, cp: int, steps: int, accumulate: int = 1, data: str = "rows", resume: bool = False,
-    lora: bool = False,
+    lora: bool = False, hybrid: bool = False,
 ) -> Any:  # fmt: skip
     """The Trainer of transformers. data: rows, stream, or dispatch; resume: from a checkpoint in the middle."""
     rows = make_rows(40)
@@ -111,7 +116,8 @@ def train_plain(
     def make() -> Any:
         args = hf.TrainingArguments(**{**options(folder, steps, 4, dp, accumulate), **more})
         lists = {"train_dataset": source, "eval_dataset": make_rows(8), "data_collator": pad}
-        model = get_peft_model(make_model(), make_lora()) if lora else make_model()
+        model = make_model("Qwen3NextForCausalLM", **HYBRID) if hybrid else make_model()
+        model = get_peft_model(model, make_lora()) if lora else model
         return RingTrainer(model, args, cp=cp, compute_metrics=count_right, **lists)
 
     trainer = make()
@@ -159,11 +165,13 @@ def train_trl(
 
 
 def train_sft(
-    folder: str, dp: int, cp: int, steps: int, accumulate: int = 1, lora: bool = False, experts: bool = False,
+    folder: str, dp: int, cp: int, steps: int, accumulate: int = 1, lora: bool = False, kind: str = "",
     **changes: Any,
 ) -> Any:  # fmt: skip
-    """experts: whose loss of routers is a large part of the loss."""
-    model = make_model("Qwen3MoeForCausalLM", **EXPERTS) if experts else make_model()
+    """kind: "experts", whose loss of routers is a large part of the loss, or "hybrid"."""
+    more = {"experts": ("Qwen3MoeForCausalLM", EXPERTS), "hybrid": ("Qwen3NextForCausalLM", HYBRID)}
+    name, sizes = more.get(kind, ("MistralForCausalLM", {}))
+    model = make_model(name, **sizes)
     settings = options(folder, steps, 4, dp, accumulate, include_num_input_tokens_seen="all", **changes)
     return train_trl("SFT", [{"text": make_text(i)} for i in range(60)], model, cp, settings, lora)
 

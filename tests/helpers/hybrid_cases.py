@@ -1,0 +1,105 @@
+"""What the ranks of test_hybrids.py run."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from functools import wraps
+from typing import Any
+
+import torch
+from generation_cases import WAYS, prompts
+from rank_pool import told_by
+from sweep import classes, fit, make_ids
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from ringattn.integrations.transformers import Agreement, RingCache, check, parallelize, shard_batch
+
+
+def tiny(name: str) -> Any:
+    """A tiny model of a class, which ends at no token."""
+    warnings.simplefilter("ignore")
+    model, *_ = fit(name, classes()[name], make_ids()[:1])
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+def pair(name: str) -> tuple[Any, Any]:
+    """A model alone and the same on these ranks."""
+    model = tiny(name)
+    return model, parallelize(copy.deepcopy(model), layout="zigzag")
+
+
+def generations(rank: int, name: str) -> dict[str, float]:
+    """The largest difference of logits of each way to generate; infinity for other tokens."""
+    alone, model = pair(name)
+    cases = {"greedy": prompts(1, 37), "padded": prompts(2, 29, 6), "beams": prompts(2, 23), "chunked": prompts(1, 37)}
+    if name.startswith("Mamba"):
+        del cases["chunked"]
+    if name.startswith("Lfm2"):
+        cases["lookup"] = prompts(1, 23)
+    found = {}
+    for way, inputs in cases.items():
+        options = {**WAYS.get(way, {}), "return_dict_in_generate": True, "output_logits": True}
+        options["max_new_tokens"] = 32 if way == "greedy" else 10
+        right, mine = (each.generate(**inputs, **options) for each in (alone, model))
+        far = max(float((a - b).abs().max()) for a, b in zip(mine.logits, right.logits, strict=True))
+        found[way] = far if torch.equal(mine.sequences, right.sequences) else float("inf")
+    return found
+
+
+def checks(rank: int) -> Agreement:
+    """A comparison of a hybrid with itself."""
+    return check(pair("Qwen3NextForCausalLM")[1])
+
+
+def refusals(rank: int) -> list[str]:
+    """What calls raise that do not compose."""
+    _, gdn = pair("Qwen3NextForCausalLM")
+    _, mamba = pair("MambaForCausalLM")
+    ids = make_ids()
+
+    def add_function() -> None:
+        space = vars(sys.modules[type(gdn).__module__])
+
+        @wraps(space["l2norm"])
+        def lightning_rule() -> None: ...
+
+        lightning_rule.__code__ = lightning_rule.__code__.replace(co_filename="hub_kernels.py")
+        space["lightning_rule"] = lightning_rule
+        try:
+            parallelize(tiny("Qwen3NextForCausalLM"), layout="zigzag")
+        finally:
+            del space["lightning_rule"]
+
+    def stripe() -> None:
+        model = parallelize(tiny("Qwen3NextForCausalLM"), layout="striped(1)")
+        batch = shard_batch({"input_ids": ids[:, :24].repeat(1, 2)}, layout="striped(1)")
+        model(**batch)
+
+    def crop() -> None:
+        past = RingCache(gdn)
+        gdn.generate(ids[:1, :20], max_new_tokens=2, past_key_values=past)
+        past.crop(-1)
+
+    def recompute() -> None:
+        layers = mamba.backbone.layers
+        layers[0], plain = checkpoint_wrapper(layers[0]), layers[0]
+        try:
+            batch = shard_batch({"input_ids": ids}, layout="zigzag", cu_seqlens=[[0, 17, 41], [0, 41]])
+            mamba(**batch).logits.sum().backward()
+        finally:
+            layers[0] = plain
+
+    calls = [
+        lambda: parallelize(tiny("MiniMaxForCausalLM"), layout="zigzag"),
+        add_function,
+        stripe,
+        lambda: gdn.generate(**prompts(2, 3, 1), max_new_tokens=2),
+        lambda: mamba.generate(ids[:1, :30], max_new_tokens=2, prefill_chunk_size=11),
+        crop,
+        recompute,
+        lambda: gdn.generate(ids[:1, :20], max_new_tokens=2),
+    ]
+    return [told_by(call) for call in calls]
