@@ -35,6 +35,8 @@ class _Frame(NamedTuple):
 
     ring: Any
     borders: Tensor | None = None
+    #: 0 for padding, [B, rows] of this rank.
+    mask: Tensor | None = None
 
     def where(self, name: str, rows: int) -> dict[str, Any]:
         """The arguments of a layer that say how the sequence is cut; `rows` on this rank."""
@@ -49,7 +51,8 @@ class _Frame(NamedTuple):
                 if documents is None:
                     raise Unsupported("LayerMasks without documents in a layer that is not checkpointed by the model")
                 layout = layout.cut(documents, dist.get_world_size(group))
-        return {"layout": layout, "group": group, "documents": documents}
+        padding = None if self.mask is None else self.mask == 0
+        return {"layout": layout, "group": group, "documents": documents, "padding": padding}
 
 
 #: The call that runs; None outside of calls.
@@ -186,10 +189,10 @@ def _dispatch(original: Callable[..., Any], over_ranks: Callable[..., Any]) -> C
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def enter_call(model: nn.Module, ring: Any) -> None:
+def enter_call(model: nn.Module, ring: Any, mask: Tensor | None = None) -> None:
     """Begin a call of a model. Checkpointed layers run again in the backward as parts of this call."""
     leave_call(ring)  # if the last call ended in an exception
-    ring.call.frame = _frame.set(_Frame(ring, ring.call.borders))
+    ring.call.frame = _frame.set(_Frame(ring, ring.call.borders, mask))
     for module in model.modules():
         function = module.__dict__.get("_gradient_checkpointing_func")
         if function is not None and not hasattr(function, "_ringattn_again"):
@@ -234,7 +237,9 @@ def _enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             f"{type(module).__name__} is recomputed without the borders of its documents; checkpoint by "
             "model.gradient_checkpointing_enable()"
         )
-    module.__dict__["_ringattn_entered"] = _frame.set(_Frame(ring, borders))
+    mask = kwargs.get("attention_mask")
+    frame = _Frame(ring, borders, mask if mask is not None and mask.ndim == 2 else None)
+    module.__dict__["_ringattn_entered"] = _frame.set(frame)
 
 
 def _leave(module: nn.Module, args: Any, result: Any) -> None:

@@ -439,7 +439,7 @@ def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int
         kept["position_ids"] = kept["position_ids"] + ring.first
     if ring.mixes:
         kept = {"use_cache": False, **drop_positions(model, kept)}
-        enter_call(model, ring)
+        enter_call(model, ring, kept.get("attention_mask"))
     whole = ring.call.whole
     if whole is not None and whole.keep is not None:
         kept["logits_to_keep"] = whole.keep

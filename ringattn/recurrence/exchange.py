@@ -73,7 +73,7 @@ class Ranks:
             if exchange is not None:
                 exchange.transport.check(next(iter(given.values())).device)
                 record = {
-                    "tensors": ", ".join(f"{name} {_spell(x, tensors[name][1])}" for name, x in given.items()),
+                    "tensors": _spell(given, tensors),
                     "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in given.values()),
                     "documents": documents and digest(repr(documents).encode()).hex(),
                     **{name: str(value)[:200] for name, value in facts.items()},
@@ -167,10 +167,13 @@ def _measure(name: str, x: object, dims: str, sizes: dict[str, int]) -> None:
             )
 
 
-def _spell(x: Tensor, dims: str) -> str:
-    """The shape and dtype of x, without its number of rows."""
-    shape = ["n" if dim == "n" else str(size) for dim, size in zip(dims.split(), x.shape, strict=True)]
-    return f"[{', '.join(shape)}] {dtype_name(x.dtype)}"
+def _spell(given: Mapping[str, Tensor], tensors: Mapping[str, tuple[Tensor | None, str]]) -> str:
+    """The shapes and dtypes without the number of rows, and without padding, which not all ranks may have."""
+    spelled = []
+    for name, x in given.items():
+        shape = ["n" if dim == "n" else str(size) for dim, size in zip(tensors[name][1].split(), x.shape, strict=True)]
+        spelled.append(f"{name} [{', '.join(shape)}] {dtype_name(x.dtype)}")
+    return ", ".join(one for one in spelled if not one.startswith("padding"))
 
 
 def _exchange(
