@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..files import STDOUT, check_json, write_json
+from ..machine.presets import get_machine
 from ..plan.plan import Plan
+from ..recurrence.runs import STATE_ITEM, plan_states
 from ..simulator.reporting.console import (
     Number,
     choice_record,
@@ -60,17 +62,31 @@ def _show(plan: Plan, config: PlanConfig) -> dict[str, Any]:
     ranks = [] if lookups is None else _count_ranks(plan, [plan.ranks * i // count for i in range(count)])
     counts_all = lookups is not None and lookups * plan.ranks <= MAX_LOOKUPS
     totals = _count_totals(plan, counts_all)
+    state = config.state_sizes()
+    recurrence = None if state is None else _count_recurrence(plan, *state)
     if path != STDOUT:
         _print(plan, ranks, totals, ascii=config.ascii)
+        if recurrence is not None:
+            sent = f"{size(recurrence['bytes'])}, {plural(recurrence['messages'], 'message')}"
+            print_numbers("", [Number(f"{recurrence['way']} of states", f"sends {sent} in each pass", "counted")])
     counted: dict[str, Any] = {
         **({} if plan.q_layout is None else {"forward_rotates": plan.forward_rotates}),
         "rotates": plan.rotates,
         "totals": totals,
+        **({} if recurrence is None else {"recurrence": recurrence}),
         "totals_left_out": None if counts_all else TOTALS_LEFT_OUT,
     }
     if path is not None:
         counted["ranks"] = _count_ranks(plan, range(plan.ranks)) if counts_all else ranks
     return {**json.loads(plan.to_json()), "counted": counted, "choice": choice_record(plan.choice)}
+
+
+def _count_recurrence(plan: Plan, heads: int, keys: int, values: int) -> dict[str, Any]:
+    """What all ranks send for a gated delta rule over the layout of `plan`, without documents, chosen for GPUs."""
+    unit = plan.batch * heads * keys * (keys + values) * STATE_ITEM
+    states = plan_states(plan.layout, None, unit, get_machine("cuda"))
+    sent = states.messages.values()
+    return {"way": states.way, "rounds": len(states.rounds), "bytes": sum(sent), "messages": len(sent)}
 
 
 def _count_totals(plan: Plan, counts_all: bool) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from ..layout import Layout
 from ..machine.machine import Machine
 from ..pattern.documents import Documents
 
+#: Bytes of a number of a state, unless the inputs are fp64.
+STATE_ITEM = 4
 #: The most runs of one rank: each costs a state, in compute and in messages.
 MOST_RUNS = 16
 #: The most ranks for which an all-gather of all states is considered.

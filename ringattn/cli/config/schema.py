@@ -174,9 +174,20 @@ class PlanConfig(TwoSides):
     """The settings of `ringattn plan`; conf/plan.yaml explains each."""
 
     ascii: bool
+    state: str | None
+
+    def state_sizes(self) -> tuple[int, int, int] | None:
+        """The heads, key columns and value columns of a recurrent state. Raises InvalidInput."""
+        if self.state is None:
+            return None
+        sizes = [parse_size(part, "state") for part in self.state.split("x")]
+        if len(sizes) != 3 or 0 in sizes:
+            raise InvalidInput(f"state={self.state}: expected heads x keys x values, such as state=32x128x128")
+        return sizes[0], sizes[1], sizes[2]
 
     def check(self) -> None:
-        """Raise InvalidInput if a machine is given but has no effect on the plan."""
+        """Raise InvalidInput if a machine is given but has no effect on the plan, or for a wrong `state`."""
+        self.state_sizes()
         if not self.chooses:
             refuse(self, "machine", "with a named layout and schedule; try schedule=auto, or ringattn simulate")
 

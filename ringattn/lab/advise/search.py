@@ -208,7 +208,7 @@ def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tu
         rows = pp if question.batch is None else question.batch // dp
         parts = {1} if rows % pp else {1, max(i for i in range(1, PARTS + 1) if (model.layers // pp) % i == 0)}
         shards = SHARED if cp * dp > 1 else SHARED[:1]
-        experts = _divisors(gcd(model.experts, cp * dp))
+        experts = _divisors(gcd(model.experts - model.shared, cp * dp))
         for ep, checkpointing, shard in product(experts, CHECKPOINTING, shards):
             parallel = Parallel(cp, dp, tp, ep, checkpointing=checkpointing, shard=shard, rows=rows)
             for interleaved in sorted(parts) if pp > 1 else (1,):

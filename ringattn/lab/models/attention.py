@@ -16,6 +16,7 @@ from ...pattern import Causal, Pattern, Window
 from ...simulator.timing.simulation import simulate
 from .config import ModelConfig
 from .parallel import Parallel
+from .recurrence import LayerRecurrence, recur
 
 #: Memory categories of a pass that are activations; the model counts these itself.
 _ACTIVATIONS = ("q, k, v", "output", "lse")
@@ -76,9 +77,19 @@ def attention_of_layers(
     return list(zip(windows.values(), layers, strict=True))
 
 
-def describe_layers(layers: list[tuple[int, LayerAttention]]) -> str:
+def describe_layers(layers: list[tuple[int, LayerAttention]], recurrent: tuple[int, LayerRecurrence]) -> str:
     """The plan of each kind of layer, as text."""
-    return "; ".join(f"{count} layers: {one.plan}" for count, one in layers)
+    plans = [(count, one.plan) for count, one in layers] + [(recurrent[0], f"recurrent, {recurrent[1].plan}")]
+    return "; ".join(f"{count} layers: {plan}" for count, plan in plans if count)
+
+
+def recurrence_of_layers(
+    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str
+) -> tuple[int, LayerRecurrence]:
+    """(number of layers, one of them) of a model's recurrent layers; none for 0 layers."""
+    if model.recurrence is None:
+        return 0, LayerRecurrence(0.0, 0.0, 0.0, 0, 0, "")
+    return model.recurrence.layers, recur(model.recurrence, machine, tokens, parallel, dtype)
 
 
 def _causal(window: int | None) -> Pattern:

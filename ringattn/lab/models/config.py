@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 from ...errors import InvalidInput
 from ...files import Count, Positive, as_kind, check_fields, load
 from ...text import did_you_mean
+from .recurrence import Recurrence
 
 #: Sizes from published configs, by model name.
 MODELS = load(Path(__file__).with_name("models.yaml"), dict[str, dict[str, Any]], "models")
@@ -36,7 +37,7 @@ class ModelConfig:
     experts_per_token: Count = 1
     #: Whether the MLP has a gate: three matrices instead of two.
     gated: bool = True
-    #: For each layer, how many keys a query sees, its own included; None: all before it. (): None for every layer.
+    #: For each layer that attends how many keys a query sees, its own included. None: all before it; (): all None.
     windows: tuple[Count | None, ...] = ()
     sinks: bool = False
     softcap: Positive | None = None
@@ -49,6 +50,12 @@ class ModelConfig:
     #: the activations. Training holds weights in the dtype of the activations.
     mlp_item: float | None = None
     attention_item: float | None = None
+    #: How many of the experts compute all tokens, on every rank.
+    shared: int = 0
+    #: Whether attention's output has a gate of as many columns as the queries.
+    gates_output: bool = False
+    #: The layers that do not attend.
+    recurrence: Recurrence | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, f"model {self.name}")
@@ -63,17 +70,28 @@ class ModelConfig:
                 "give at most that many"
             )
         if not self.windows:
-            object.__setattr__(self, "windows", (None,) * self.layers)
-        if len(self.windows) != self.layers:
+            object.__setattr__(self, "windows", (None,) * self.attending)
+        if len(self.windows) != self.attending:
             raise InvalidInput(
-                f"model {self.name}: windows must be {self.layers} numbers or None, one for each layer; got "
-                f"{len(self.windows)}"
+                f"model {self.name}: windows must be {self.attending} numbers or None, one a layer that attends; "
+                f"got {len(self.windows)}"
             )
 
     @property
+    def attending(self) -> int:
+        """The number of layers that attend."""
+        return self.layers - (0 if self.recurrence is None else self.recurrence.layers)
+
+    @property
     def attention_matrices(self) -> int:
-        """Parameters of the q, k, v and output matrices of one layer."""
-        return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        """Parameters of the q, k, v and output matrices of one layer, and of the gate."""
+        return self.hidden * self.head_dim * (2 * (self.heads + self.kv_heads) + self.heads * self.gates_output)
+
+    @property
+    def mixers(self) -> int:
+        """Parameters of the attention of all layers, or of what stands in its place."""
+        recurrent = 0 if self.recurrence is None else self.recurrence.layers * self.recurrence.matrices(self.hidden)
+        return self.attending * self.attention_matrices + recurrent
 
     @property
     def expert(self) -> int:
@@ -92,18 +110,19 @@ class ModelConfig:
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer with all its experts."""
-        return self.attention_matrices + self.router + self.vectors + self.experts * self.expert
+        """Parameters of one layer with all its experts; of layers that differ, the mean."""
+        return self.mixers // self.layers + self.router + self.vectors + self.experts * self.expert
 
     @property
     def parameters(self) -> int:
         """All parameters: layers, final norm, embedding, and the output matrix unless it is the embedding."""
-        return self.layers * self.layer + self.hidden + self.table * (1 if self.tied else 2)
+        left_over = self.mixers % self.layers
+        return self.layers * self.layer + left_over + self.hidden + self.table * (1 if self.tied else 2)
 
     def stored_bytes(self, item: int) -> float:
         """Bytes of all weights as stored for inference; a weight that is not quantized takes `item` bytes."""
         mlp = self.layers * self.experts * (self.expert - self.expert_vectors)
-        attention = self.layers * self.attention_matrices
+        attention = self.mixers
         fewer = mlp * (item - (self.mlp_item or item)) + attention * (item - (self.attention_item or item))
         return item * self.parameters - fewer
 
@@ -139,7 +158,20 @@ class HuggingFaceConfig(Struct):
     sliding_window_pattern: Count = 6
     max_window_layers: int = 0
     use_sliding_window: bool = False
-    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    layer_types: list[Literal["full_attention", "sliding_attention", "linear_attention"]] | None = None
+    shared_expert_intermediate_size: int = 0
+    full_attention_interval: Count = 4
+    linear_num_key_heads: Count | None = None
+    linear_num_value_heads: Count | None = None
+    linear_key_head_dim: Count | None = None
+    linear_value_head_dim: Count | None = None
+    linear_conv_kernel_dim: Count = 4
+    attn_layer_indices: list[int] | None = None
+    mamba_n_heads: Count | None = None
+    mamba_n_groups: Count = 1
+    mamba_d_state: Count | None = None
+    mamba_d_conv: Count = 4
+    mamba_expand: Count = 2
     attn_logit_softcapping: Positive | None = None
     tie_word_embeddings: bool | None = None
     attention_bias: bool = False
@@ -151,6 +183,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208},
     "qwen3": {"head_dim": 128},
     "qwen3_moe": {"num_experts_per_tok": 8},
+    "bamba": {"mamba_n_heads": 128, "mamba_d_state": 256, "num_key_value_heads": 8},
 }
 #: Keys that can change the model in ways that are not modelled, each with the values that change nothing.
 _PLAIN: dict[str, tuple[object, ...]] = {
@@ -185,6 +218,8 @@ _VECTORS: dict[str, Callable[[HuggingFaceConfig, int, int, int], int]] = {
     "gemma3_text": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + 2 * c.hidden_size + 2 * d,
     "gemma2": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + 2 * c.hidden_size,
     "gpt_oss": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + c.num_attention_heads + c.num_local_experts,
+    "qwen3_next": lambda c, q, kv, d: 2 * c.hidden_size + 2 * d,
+    "bamba": lambda c, q, kv, d: 2 * c.hidden_size,
 }
 #: Model types that tie embedding and output unless their config says otherwise.
 _TIED = ("gemma", "gemma2", "gemma3_text")
@@ -209,7 +244,7 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
         if given.get(key) not in plain:
             raise InvalidInput(f"model {name}: {key}={given[key]!r} is not modelled; leave it out of the config")
     heads, columns = read.num_attention_heads, read.intermediate_size
-    if read.model_type == "qwen3_moe":
+    if read.model_type in ("qwen3_moe", "qwen3_next"):
         columns = as_kind(read.moe_intermediate_size, Count, f"model {name}: moe_intermediate_size")
     head_dim = read.head_dim or read.hidden_size // heads
     kv_heads = read.num_key_value_heads or heads
@@ -220,6 +255,10 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
             f"{', '.join(filter(None, _STORED))}, or leave quantization_config out for weights in the dtype of the "
             "activations"
         )
+    # A shared expert is one more, which all tokens choose, and its gate one more column of the router.
+    shared = int(read.shared_expert_intermediate_size > 0)
+    if shared and read.shared_expert_intermediate_size != columns:
+        raise InvalidInput(f"model {name}: a shared expert is not modelled unless it is as wide as the others")
     return ModelConfig(
         name=name,
         layers=read.num_hidden_layers,
@@ -229,8 +268,8 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
         head_dim=head_dim,
         mlp=columns,
         vocab=read.vocab_size,
-        experts=read.num_local_experts or read.num_experts or 1,
-        experts_per_token=read.num_experts_per_tok or 1,
+        experts=(read.num_local_experts or read.num_experts or 1) + shared,
+        experts_per_token=(read.num_experts_per_tok or 1) + shared,
         windows=_windows(read, name),
         sinks=kind == "gpt_oss",
         softcap=read.attn_logit_softcapping,
@@ -239,12 +278,47 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
         expert_vectors=2 * read.intermediate_size + read.hidden_size if kind == "gpt_oss" else 0,
         mlp_item=_STORED[stored][0],
         attention_item=_STORED[stored][1],
+        shared=shared,
+        gates_output=kind == "qwen3_next",
+        recurrence=_recurrence(read, head_dim, name),
     )
+
+
+def _recurrence(c: HuggingFaceConfig, head_dim: int, name: str) -> Recurrence | None:
+    """The recurrent layers of a hybrid model. Raises InvalidInput where a size is missing."""
+
+    def size(key: str) -> int:
+        return as_kind(getattr(c, key), Count, f"model {name}: {key}")
+
+    layers = c.num_hidden_layers
+    if c.model_type == "qwen3_next":
+        types = c.layer_types
+        attending = layers // c.full_attention_interval if types is None else types.count("full_attention")
+        heads, key_heads = size("linear_num_value_heads"), size("linear_num_key_heads")
+        keys, values = size("linear_key_head_dim"), size("linear_value_head_dim")
+        convolved = 2 * key_heads * keys + heads * values
+        # The convolution, its gate's norm, dt_bias and A_log; a layer that attends has norms of q and k.
+        own = convolved * c.linear_conv_kernel_dim + values + 2 * heads - 2 * head_dim
+        projected = convolved + heads * values + 2 * heads
+        return Recurrence(
+            layers - attending, heads, key_heads, keys, values, c.linear_conv_kernel_dim, convolved, projected, own
+        )
+    if c.model_type == "bamba":
+        heads, inner, keys = size("mamba_n_heads"), c.mamba_expand * c.hidden_size, size("mamba_d_state")
+        convolved = inner + 2 * c.mamba_n_groups * keys
+        own = convolved * (c.mamba_d_conv + 1) + 3 * heads + inner
+        return Recurrence(
+            layers - len(c.attn_layer_indices or ()), heads, c.mamba_n_groups, keys, inner // heads, c.mamba_d_conv,
+            convolved, convolved + inner + heads, own, mamba=True,
+        )  # fmt: skip
+    return None
 
 
 def _windows(config: HuggingFaceConfig, name: str) -> tuple[int | None, ...]:
     """The window of each layer: from `layer_types`, else by the rule of the model type."""
     layers, window, types = config.num_hidden_layers, config.sliding_window, config.layer_types
+    if config.model_type in ("qwen3_next", "bamba"):
+        return ()
     if types is not None:
         if len(types) != layers or (window is None and "sliding_attention" in types):
             raise InvalidInput(

@@ -9,8 +9,9 @@ from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
 from ...inference import merge_seconds
 from ...machine.machine import Machine
+from ...recurrence.runs import STATE_ITEM
 from ...text import plural
-from .attention import attention_of_layers, describe_layers
+from .attention import attention_of_layers, describe_layers, recurrence_of_layers
 from .config import ModelConfig
 from .layer import RESERVED, LayerCosts, ModelEstimate, check_dtype, memory_bandwidth
 from .parallel import Parallel, check_counts
@@ -69,6 +70,7 @@ def _prefill(
     queries = (tokens - 1) % chunk + 1
     costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(queries / parallel.cp), ITEM_BYTES[dtype])
     layers = attention_of_layers(model, machine, tokens, parallel, dtype, backward=False, chunk=chunk)
+    recurrent = recurrence_of_layers(model, machine, queries, parallel, dtype)
     here = ceil(tokens / parallel.cp)
     # On the rank that holds the newest tokens: a layer with a window keeps only the keys of its window.
     memory = _memory(costs, sum(here if x is None else min(x, here) for x in model.windows), parallel.rows)
@@ -77,6 +79,7 @@ def _prefill(
     return ModelEstimate(
         parts={
             "attention": sum(count * one.forward for count, one in layers),
+            "recurrence": recurrent[0] * recurrent[1].forward,
             **costs.products(model.layers),
             "logits": costs.logits(parallel.rows),
             "tp": model.layers * costs.exchanges,
@@ -85,7 +88,7 @@ def _prefill(
         gpus=parallel.gpus,
         tokens=tokens * parallel.rows * parallel.dp,
         machine=machine,
-        plan=describe_layers(layers),
+        plan=describe_layers(layers, recurrent),
     )
 
 
@@ -119,6 +122,7 @@ def decode(
     return ModelEstimate(
         parts={
             "keys and values": memory["keys and values"] / memory_bandwidth(machine),
+            "states": 2 * memory.get("states", 0) / memory_bandwidth(machine),
             **costs.products(model.layers),
             "logits": costs.logits(),
             "tp": model.layers * costs.exchanges,
@@ -134,7 +138,12 @@ def decode(
 
 def _memory(costs: LayerCosts, kept: int, rows: int) -> dict[str, int]:
     """Bytes of weights, and of keys and values of `rows` sequences; `kept`: tokens held, summed over layers."""
+    one = costs.model.recurrence
+    states = (
+        0 if one is None else rows * one.layers * one.heads * one.keys * one.values * STATE_ITEM // costs.parallel.tp
+    )
     return {
+        "states": states,
         "weights": ceil(costs.model.stored_bytes(costs.item) / costs.parallel.tp),
         "keys and values": rows * kept * 2 * costs.kv_heads * costs.model.head_dim * costs.item,
         "reserved": int(RESERVED * (costs.machine.memory or 0)),

@@ -167,11 +167,21 @@ class LayerCosts:
 
     @cached_property
     def projections(self) -> float:
-        """Seconds of the projections to q, k, v and from the output of attention."""
+        """Seconds of the projections to q, k, v and from the output of attention; of layers that differ, the mean."""
         model = self.model
         columns, stored = (self.heads + 2 * self.kv_heads) * model.head_dim, model.attention_item
         out = self._matmul(model.hidden, self.heads * model.head_dim, stored=stored)
-        return self._matmul(columns, model.hidden, stored=stored) + out
+        columns += self.heads * model.head_dim * model.gates_output
+        attention, one, tp = (
+            self._matmul(columns, model.hidden, stored=stored) + out,
+            model.recurrence,
+            self.parallel.tp,
+        )
+        if one is None:
+            return attention
+        out = self._matmul(model.hidden, one.output / tp, stored=stored)
+        recurrent = self._matmul(one.projected / tp, model.hidden, stored=stored) + out
+        return (model.attending * attention + one.layers * recurrent) / model.layers
 
     def _experts(self, columns: float, inner: float) -> float:
         """Seconds of a product of the MLP, or of the rank's experts, each with an equal share of the tokens."""

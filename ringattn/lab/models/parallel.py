@@ -109,7 +109,7 @@ class Parallel:
             )
         if model.experts == 1 < self.ep:
             raise InvalidInput(f"ep={self.ep}: {model.name} has no experts; leave ep out")
-        if (most := gcd(model.experts, self.group)) % self.ep:
+        if (most := gcd(model.experts - model.shared, self.group)) % self.ep:
             raise InvalidInput(
                 f"ep={self.ep} does not divide the {model.experts} experts of {model.name} and the cp x dp = "
                 f"{self.group} ranks that share them; try ep={most}"

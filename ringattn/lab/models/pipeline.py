@@ -37,6 +37,8 @@ class Pipeline:
                 f"pp={self.stages} interleaved={self.interleaved}: {model.name} has {model.layers} layers, and each "
                 "part of a stage needs one; give fewer stages or parts"
             )
+        if self.stages > 1 and model.recurrence is not None:
+            raise InvalidInput(f"pp={self.stages}: stages of layers that differ, as in {model.name}, are not modelled")
         if self.micro_batches is not None and rows % self.micro_batches:
             raise InvalidInput(
                 f"micro_batches={self.micro_batches} must divide the batch={rows} sequences of a dp group; try "

@@ -12,7 +12,7 @@ from ...machine.bands import STEPS
 from ...machine.machine import Machine
 from ...simulator.timing.costs import HOPELESS, SECONDS_PER_HOUR, expected_seconds, young_daly
 from ...text import duration
-from .attention import LayerAttention, attention_of_layers, count_pairs, describe_layers
+from .attention import LayerAttention, attention_of_layers, count_pairs, describe_layers, recurrence_of_layers
 from .config import ModelConfig
 from .layer import (
     CAST,
@@ -27,6 +27,7 @@ from .layer import (
 )
 from .parallel import SHARDS, Parallel
 from .pipeline import ONE_STAGE, Pipeline
+from .recurrence import LayerRecurrence
 
 #: Bytes of a gradient while it is reduced: fp32, as FSDP does.
 GRADIENT = 4
@@ -133,7 +134,10 @@ def training_step(
     stage = pipeline.busiest_stage(model, tokens)
     layers = attend(stage, machine, tokens, micro, dtype)
     costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
+    recurrent = recurrence_of_layers(stage, machine, tokens, micro, dtype)
     pairs = sum(count_pairs(window, tokens) for window in model.windows)
+    one = model.recurrence
+    states = 0.0 if one is None else 3.0 * sequences * tokens * one.layers * one.flops(summary=False)
     memory = _memory(costs, layers)
     copies = LOGIT_COPIES // LOGIT * memory["logits"]
     if count > 1:
@@ -142,12 +146,13 @@ def training_step(
     return StepEstimate(
         gpus=gpus,
         tokens=sequences * tokens,
-        parts=_pipelined(costs, pipeline, _parts(costs, layers), count, model.layers % pipeline.stages > 0),
+        parts=_pipelined(costs, pipeline, _parts(costs, layers, recurrent), count, model.layers % pipeline.stages > 0),
         memory=memory,
         copies=copies,
         machine=machine,
-        flops=sequences * (6.0 * model.active_parameters * tokens + 12.0 * model.head_dim * model.heads * pairs),
-        plan=describe_layers(layers),
+        flops=sequences * (6.0 * model.active_parameters * tokens + 12.0 * model.head_dim * model.heads * pairs)
+        + states,
+        plan=describe_layers(layers, recurrent),
         checkpoint_bytes=CHECKPOINT * model.parameters / gpus,
     )
 
@@ -177,7 +182,9 @@ def _pipelined(
     }
 
 
-def _parts(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[str, float]:
+def _parts(
+    costs: LayerCosts, layers: list[tuple[int, LayerAttention]], recurrent: tuple[int, LayerRecurrence]
+) -> dict[str, float]:
     """The seconds that each part adds to a step."""
     model, machine, parallel, software = costs.model, costs.machine, costs.parallel, costs.software
     memory = memory_bandwidth(machine)
@@ -191,6 +198,8 @@ def _parts(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[
         "attention forward": forward,
         "attention backward": sum(count * one.backward for count, one in layers),
         "attention again": forward if parallel.checkpointing == "full" else 0.0,
+        "recurrence": recurrent[0] * (recurrent[1].forward + recurrent[1].backward),
+        "recurrence again": recurrent[0] * recurrent[1].forward if parallel.checkpointing == "full" else 0.0,
         **costs.products(3 * model.layers),
         "all else again": model.layers * costs.again,
         "loss": products * costs.logits() + moved / memory,

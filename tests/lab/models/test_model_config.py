@@ -15,7 +15,7 @@ from ringattn.lab.models.config import MODELS, ModelConfig, from_hugging_face, l
 #: Parameters as published: model cards of Meta, Mistral AI and OpenAI (arXiv 2508.10925, table 1: total and active).
 PUBLISHED = {
     **{"llama3_8b": 8.03e9, "llama3_70b": 70.6e9, "llama3_405b": 405e9, "mistral_7b": 7.24e9},
-    **{"gpt_oss_20b": 20.91e9, "gpt_oss_120b": 116.83e9},
+    **{"gpt_oss_20b": 20.91e9, "gpt_oss_120b": 116.83e9, "qwen3_next_80b": 79.67e9},
 }
 SMALL: dict[str, Any] = {
     **{"model_type": "llama", "hidden_size": 48, "num_hidden_layers": 3, "intermediate_size": 80, "vocab_size": 100},
@@ -43,6 +43,15 @@ def test_models_have_the_published_parameters() -> None:
         ("gemma2", {"sliding_window": 8}),
         ("gemma3_text", {"sliding_window": 8}),
         ("phi3", {"sliding_window": 8}),
+        ("bamba", {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_state": 16}),
+        (
+            "qwen3_next",
+            {
+                **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4},
+                **{"num_experts_per_tok": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+                **{"linear_key_head_dim": 8, "linear_value_head_dim": 4, "full_attention_interval": 3},
+            },
+        ),
         ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
     ],
 )

@@ -1,0 +1,121 @@
+"""Recurrent layers of hybrid models: parameters, and the seconds and messages of a layer over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from ...dtypes import ITEM_BYTES
+from ...files import Count
+from ...layout.regular import make_layout
+from ...machine.machine import Machine
+from ...recurrence.runs import STATE_ITEM, RunPlan, plan_rows, plan_states
+from ...text import plural, size
+
+if TYPE_CHECKING:
+    from .parallel import Parallel
+
+#: Rows of a chunk.
+CHUNK = 64
+#: A backward takes this many forwards, as for matrix products.
+BACKWARD = 2
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """The recurrent layers of a model: gated delta rules, or with `mamba` Mamba-2, whose keys are its states.
+
+    keys, values: the columns of a head's state. key_heads: heads of keys (groups), shared by heads of values.
+    convolved: columns before the short convolution. projected: columns of the projections of the input. own: parameters
+    of a layer besides its matrices, less those of a layer that attends.
+    """
+
+    layers: Count
+    heads: Count
+    key_heads: Count
+    keys: Count
+    values: Count
+    kernel: Count
+    convolved: Count
+    projected: Count
+    own: int
+    mamba: bool = False
+
+    @property
+    def output(self) -> int:
+        """Columns of the output before its projection."""
+        return self.heads * self.values
+
+    def matrices(self, hidden: int) -> int:
+        """Parameters of a layer's matrices, and `own`."""
+        return hidden * (self.projected + self.output) + self.own
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a run's affine map (A, B) for one sequence."""
+        decay = 1 if self.mamba else self.keys**2
+        return self.heads * (decay + self.keys * self.values) * STATE_ITEM
+
+    def flops(self, *, summary: bool) -> int:
+        """FLOPs of one token in a forward, or in the `summary` that computes only the map of a run.
+
+        In chunks of C rows, per head: products of keys with each other and of queries with keys 2 C K each, the
+        triangular solve C (K + V), its product with the queries' 2 C V, and three products with the state 2 K V each
+        (arXiv:2412.06464). Mamba-2 has no solve. A summary has K more columns, and no output.
+        """
+        c, k, v = CHUNK, self.keys, self.values
+        if self.mamba:
+            return self.heads * (2 * k * v if summary else 2 * c * k + 2 * c * v + 4 * k * v)
+        if summary:
+            return self.heads * (2 * c * k + c * (2 * k + v) + 4 * k * (k + v))
+        return self.heads * (4 * c * k + c * (k + v) + 2 * c * v + 6 * k * v)
+
+
+@dataclass(frozen=True)
+class LayerRecurrence:
+    """A recurrent layer on the ranks of one context-parallel group: seconds, and what the busiest rank sends."""
+
+    forward: float
+    backward: float
+    #: Of `forward`, as much again in `backward`.
+    exchange: float
+    sent_bytes: int
+    messages: int
+    #: In words.
+    plan: str
+
+
+@lru_cache(maxsize=1024)
+def recur(model: Recurrence, machine: Machine, tokens: int, parallel: Parallel, dtype: str) -> LayerRecurrence:
+    """A recurrent layer with its convolution. Raises Unsupported for layouts of many runs.
+
+    Seconds of computing: FLOPs over the rate of matrix products, and its inputs and outputs moved through memory; in
+    the forward of several ranks also the summary, whose backward is computed, too.
+    """
+    tp, cp = parallel.tp, parallel.cp
+    near = machine.changed(ranks_per_node=max(machine.ranks_per_node // tp, 1)) if tp > 1 else machine
+    layout = make_layout("zigzag" if parallel.layout == "auto" else parallel.layout, tokens=tokens, ranks=cp)
+    item, rows = ITEM_BYTES[dtype], parallel.rows * max(map(layout.rows, (0, cp - 1)))
+    states = plan_states(layout, None, parallel.rows * model.state_bytes // tp, near)
+    halo = plan_rows(layout, None, model.kernel - 1, parallel.rows * model.convolved * item // tp)
+    flops = model.flops(summary=False) + (model.flops(summary=True) if cp > 1 else 0)
+    memory = machine.kernel_rates.memory if machine.kernel_rates is not None else 2 * (machine.merge or machine.flops)
+    moved = item * (2 * model.convolved + 2 * model.output)
+    computing = rows / tp * (flops / (machine.matmul or machine.flops) + moved / memory)
+    exchange = states.seconds(near) + halo.seconds(near)
+    sent, messages = (sum(one) for one in zip(_busiest(states), _busiest(halo), strict=True))
+    plan = f"{states.way} of states" if states.rounds else "no exchange"
+    words = f"{plan} in {plural(len(states.rounds), 'round')}, {size(sent)} and {plural(messages, 'message')} a rank"
+    return LayerRecurrence(
+        computing + exchange, BACKWARD * computing + exchange, exchange, sent, messages, words if cp > 1 else plan
+    )
+
+
+def _busiest(plan: RunPlan) -> tuple[int, int]:
+    """(bytes, messages) that the busiest rank sends in a forward."""
+    sent: dict[int, tuple[int, int]] = {}
+    for (_, sender, _), count in plan.messages.items():
+        before = sent.get(sender, (0, 0))
+        sent[sender] = before[0] + count, before[1] + 1
+    return max(sent.values(), default=(0, 0))

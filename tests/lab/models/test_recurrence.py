@@ -1,0 +1,61 @@
+"""Recurrent layers in the costs of hybrid models: FLOPs counted apart, and the messages of the exchange itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import ringattn as ra
+from ringattn.lab.models.config import load_model
+from ringattn.lab.models.inference import decode, prefill
+from ringattn.lab.models.parallel import Parallel
+from ringattn.lab.models.pipeline import Pipeline
+from ringattn.lab.models.recurrence import recur
+from ringattn.lab.models.training import training_step
+from ringattn.recurrence.runs import plan_rows, plan_states
+
+MODEL, MACHINE = load_model("qwen3_next_80b"), ra.get_machine("h100_nvlink_ib")
+assert MODEL.recurrence is not None
+LAYER = MODEL.recurrence
+
+
+def test_flops_of_a_chunk_are_those_of_its_products() -> None:
+    c, k, v = 64, LAYER.keys, LAYER.values
+    products = [(c, c, k), (c, c, k), (c, c, v), (c, k, v), (c, k, v), (c, k, v)]
+    solve = c * c * (k + v)
+    assert LAYER.flops(summary=False) * c == LAYER.heads * (sum(2 * a * b * d for a, b, d in products) + solve)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 8, 128])
+def test_a_layer_sends_what_its_exchange_sends(cp: int) -> None:
+    parallel = Parallel(cp=cp, layout="zigzag", rows=2)
+    one = recur(LAYER, MACHINE, 1 << 20, parallel, "bfloat16")
+    layout = ra.make_layout("zigzag", tokens=1 << 20, ranks=cp)
+    plans = [plan_states(layout, None, 2 * 32 * 128 * 256 * 4, MACHINE), plan_rows(layout, None, 3, 2 * 8192 * 2)]
+    by_rank = [
+        {rank: sum(x for (_, sender, _), x in plan.messages.items() if sender == rank) for rank in range(cp)}
+        for plan in plans
+    ]
+    assert one.sent_bytes == sum(max(sent.values()) for sent in by_rank)
+    assert one.exchange == pytest.approx(sum(plan.seconds(MACHINE) for plan in plans))
+    assert (one.plan == "no exchange") == (cp == 1)
+    longer = recur(LAYER, MACHINE, 1 << 23, parallel, "bfloat16")
+    assert longer.sent_bytes == one.sent_bytes and longer.exchange == one.exchange
+
+
+def test_every_phase_counts_recurrent_layers() -> None:
+    parallel = Parallel(cp=4, dp=2, layout="zigzag", schedule="ring")
+    step = training_step(MODEL, MACHINE, 1 << 16, parallel)
+    one = recur(LAYER, MACHINE, 1 << 16, parallel, "bfloat16")
+    assert step.parts["recurrence"] == pytest.approx(36 * (one.forward + one.backward))
+    assert "12 layers" in step.plan and "36 layers: recurrent" in step.plan
+    alone = training_step(replace(MODEL, recurrence=None, windows=()), MACHINE, 1 << 16, parallel)
+    assert step.parts["attention forward"] == pytest.approx(alone.parts["attention forward"] / 4)
+    assert prefill(MODEL, MACHINE, 1 << 16, parallel, "bfloat16").parts["recurrence"] == pytest.approx(36 * one.forward)
+    token = decode(MODEL, MACHINE, 1 << 16, 1, parallel, "bfloat16")
+    assert token.memory["states"] == 36 * 32 * 128 * 128 * 4 and token.parts["states"] > 0
+    with pytest.raises(ra.InvalidInput, match="stages of layers that differ"):
+        training_step(MODEL, MACHINE, 1 << 16, parallel, Pipeline(2))
+    with pytest.raises(ra.Unsupported, match="runs of consecutive tokens"):
+        training_step(MODEL, MACHINE, 1 << 16, replace(parallel, layout="striped(1)"))
