@@ -92,7 +92,7 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
     for feature, present, hint in (
         ("inputs other than tokens", model.main_input_name != "input_ids", "only sequences of tokens are sharded"),
         (f"functions that ringattn does not know: {', '.join(sorted(unknown))}", unknown, ""),
-        (f"layers of type {', '.join(sorted(kinds))}", kinds, "whose rows mix in ways that ringattn does not know"),
+        (f"layers of type {', '.join(sorted(kinds))}", kinds, "ringattn does not know how their rows mix"),
         (
             "a decoder for rows that it lacks",
             given("add_cross_attention") and not both,
