@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ringattn as ra
+from ringattn.recurrence.runs import list_runs, plan_states
 
 FOLDER = Path(__file__).parent
 README_FIGURE = FOLDER / "ring.svg"
@@ -196,6 +197,43 @@ def draw_layouts() -> str:
         left + tokens * unit + 150,
         252,
         "Layouts: which rank holds which of 48 tokens, and how much each computes",
+        body,
+    )
+
+
+def draw_runs() -> str:
+    """The runs of a zigzag layout, coloured by rank, and the maps that travel, round by round."""
+    tokens, ranks, unit, left = 64, 4, 10, 40
+    layout = ra.make_layout("zigzag", tokens=tokens, ranks=ranks)
+    runs = list_runs(layout)
+    plan = plan_states(layout, None, 1 << 24, ra.get_machine("cpu"))
+    middles = [left + unit * (run.start + run.stop) / 2 for run in runs]
+    body = [
+        text(left, 28, f"{len(runs)} runs, a scan in {len(plan.rounds)} rounds", 17, anchor="start")
+    ]
+    for number in range(len(plan.rounds) + 1):
+        y = 48 + 76 * number
+        for run in runs:
+            width = unit * (run.stop - run.start) - 2
+            body.append(box(left + unit * run.start, y, width, 22, RANK_COLORS[run.rank]))
+        for source, target, _ in plan.rounds[number] if number < len(plan.rounds) else ():
+            x1, x2 = middles[source], middles[target]
+            body.append(
+                f'<path d="M{x1:g} {y + 24:g}L{x2:g} {y + 72:g}" fill="none" stroke-width="2"'
+                f' stroke="{RANK_COLORS[runs[source].rank]}"/>'
+            )
+    for rank in range(ranks):
+        x = left + rank * 90
+        y = 64 + 76 * (len(plan.rounds) + 1) - 34
+        body += [
+            box(x, y, 12, 12, RANK_COLORS[rank]),
+            text(x + 18, y + 11, f"rank {rank}", 14, "pale", "start"),
+        ]
+    height = 48 + 76 * len(plan.rounds) + 66
+    return svg(
+        left * 2 + tokens * unit,
+        height,
+        "The runs of a zigzag layout, and the maps that a scan sends",
         body,
     )
 
@@ -468,6 +506,7 @@ def draw_all(folder: Path) -> None:
     drawings = (
         draw_textbook,
         draw_layouts,
+        draw_runs,
         draw_schedules,
         draw_overlap,
         draw_memory,

@@ -222,6 +222,8 @@ class Generation:
     #: The rows of this rank, and which of them are padding, bool [B, rows]; None: none is.
     rows: int
     padding: Tensor | None = None
+    #: The tokens before it.
+    before: int = 0
     #: The layers that have attended.
     attended: set[int] = field(default_factory=set)
 
@@ -332,7 +334,7 @@ def begin(
     if "logits_to_keep" in kwargs:
         kwargs["logits_to_keep"] = mine
     chosen = None if "logits_to_keep" in kwargs else mine
-    return kwargs, Generation(past, None, largest, wanted, kept, chosen, len(rows), hidden)
+    return kwargs, Generation(past, None, largest, wanted, kept, chosen, len(rows), hidden, first)
 
 
 def _pads_behind(padding: Tensor, lengths: list[int]) -> bool:

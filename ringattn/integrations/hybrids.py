@@ -101,7 +101,7 @@ def _selective(
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
     dt = F.softplus(dt) if delta_softplus else dt
     generation = None if frame.ring is None else frame.ring.call.generation
-    if generation is not None and generation.past.cache.length:
+    if generation is not None and generation.before:
         raise Unsupported("generate: Mamba's scan takes no earlier state; give the whole prompt at once")
     out, state = selective_scan(
         x.mT, dt.mT, A, B.mT, C.mT, output_final_state=return_last_state, **frame.where("selective_scan", x.shape[2])

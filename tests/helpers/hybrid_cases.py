@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import runpy
 import sys
 import warnings
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +39,7 @@ def generations(rank: int, name: str) -> dict[str, float]:
     """The largest difference of logits of each way to generate; infinity for other tokens."""
     alone, model = pair(name)
     cases = {"greedy": prompts(1, 37), "padded": prompts(2, 29, 6), "beams": prompts(2, 23), "chunked": prompts(1, 37)}
-    if name.startswith("Mamba"):
+    if name in ("MambaForCausalLM", "ZambaForCausalLM"):
         del cases["chunked"]
     if name.startswith("Lfm2"):
         cases["lookup"] = prompts(1, 23)
@@ -52,6 +56,13 @@ def generations(rank: int, name: str) -> dict[str, float]:
 def checks(rank: int) -> Agreement:
     """A comparison of a hybrid with itself."""
     return check(pair("Qwen3NextForCausalLM")[1])
+
+
+def example(rank: int, layout: str) -> list[tuple[float, float]]:
+    """The losses and gradient norms of examples/hybrid.py."""
+    train = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples/hybrid.py"))["train"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        return train(layout, 3)
 
 
 def refusals(rank: int) -> list[str]:

@@ -21,7 +21,7 @@ def test_packed_padded_and_checkpointed_rows_equal_documents_alone(run_ranks: Ru
     assert sweep.verdict(found) == "exact", found
 
 
-@pytest.mark.parametrize("name", ["Qwen3Next", "FalconH1", "Zamba2", "Lfm2", "Mamba"])
+@pytest.mark.parametrize("name", ["Qwen3Next", "FalconH1", "Zamba2", "Lfm2", "Zamba", "Mamba"])
 def test_generation_is_that_of_one_process(run_ranks: Run, name: str) -> None:
     for differences in run_ranks(hybrid_cases.generations, 2, f"{name}ForCausalLM", timeout=120):
         assert len(differences) >= 3 and max(differences.values()) < 2e-5, differences
@@ -46,3 +46,12 @@ def test_what_does_not_compose_is_refused_on_all_ranks_by_name(run_ranks: Run) -
 def test_a_check_compares_a_hybrid_with_its_eager_self(run_ranks: Run) -> None:
     for agreement in run_ranks(hybrid_cases.checks, 2, timeout=60):
         assert 0 < agreement.logits < 1e-5 and agreement.gradients < 1e-5
+
+
+def test_the_example_has_one_loss_on_any_ranks(run_ranks: Run) -> None:
+    runs = [
+        run_ranks(hybrid_cases.example, *case, timeout=60)[0]
+        for case in ((1, "zigzag"), (2, "zigzag"), (3, "contiguous"))
+    ]
+    for found in runs[1:]:
+        assert found == [pytest.approx(numbers, rel=1e-5) for numbers in runs[0]]

@@ -89,7 +89,8 @@ def recurrence_of_layers(
     """(number of layers, one of them) of a model's recurrent layers; none for 0 layers."""
     if model.recurrence is None:
         return 0, LayerRecurrence(0.0, 0.0, 0.0, 0, 0, "")
-    return model.recurrence.layers, recur(model.recurrence, machine, tokens, parallel, dtype)
+    sizes: Any = {"cp": parallel.cp, "tp": parallel.tp, "layout": parallel.layout, "batch": parallel.rows}
+    return model.recurrence.layers, recur(model.recurrence, machine, tokens, dtype=dtype, **sizes)
 
 
 def _causal(window: int | None) -> Pattern:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from ...dtypes import ITEM_BYTES
 from ...files import Count
@@ -12,9 +11,6 @@ from ...layout.regular import make_layout
 from ...machine.machine import Machine
 from ...recurrence.runs import STATE_ITEM, RunPlan, plan_rows, plan_states
 from ...text import plural, size
-
-if TYPE_CHECKING:
-    from .parallel import Parallel
 
 #: Rows of a chunk.
 CHUNK = 64
@@ -87,18 +83,19 @@ class LayerRecurrence:
 
 
 @lru_cache(maxsize=1024)
-def recur(model: Recurrence, machine: Machine, tokens: int, parallel: Parallel, dtype: str) -> LayerRecurrence:
-    """A recurrent layer with its convolution. Raises Unsupported for layouts of many runs.
+def recur(
+    model: Recurrence, machine: Machine, tokens: int, *, cp: int, tp: int, layout: str, batch: int, dtype: str
+) -> LayerRecurrence:
+    """A recurrent layer with its convolution, for `batch` sequences. Raises Unsupported for layouts of many runs.
 
     Seconds of computing: FLOPs over the rate of matrix products, and its inputs and outputs moved through memory; in
     the forward of several ranks also the summary, whose backward is computed, too.
     """
-    tp, cp = parallel.tp, parallel.cp
     near = machine.changed(ranks_per_node=max(machine.ranks_per_node // tp, 1)) if tp > 1 else machine
-    layout = make_layout("zigzag" if parallel.layout == "auto" else parallel.layout, tokens=tokens, ranks=cp)
-    item, rows = ITEM_BYTES[dtype], parallel.rows * max(map(layout.rows, (0, cp - 1)))
-    states = plan_states(layout, None, parallel.rows * model.state_bytes // tp, near)
-    halo = plan_rows(layout, None, model.kernel - 1, parallel.rows * model.convolved * item // tp)
+    cut = make_layout("zigzag" if layout == "auto" else layout, tokens=tokens, ranks=cp)
+    item, rows = ITEM_BYTES[dtype], batch * max(map(cut.rows, (0, cp - 1)))
+    states = plan_states(cut, None, batch * model.state_bytes // tp, near)
+    halo = plan_rows(cut, None, model.kernel - 1, batch * model.convolved * item // tp)
     flops = model.flops(summary=False) + (model.flops(summary=True) if cp > 1 else 0)
     memory = machine.kernel_rates.memory if machine.kernel_rates is not None else 2 * (machine.merge or machine.flops)
     moved = item * (2 * model.convolved + 2 * model.output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,8 +30,8 @@ def test_flops_of_a_chunk_are_those_of_its_products() -> None:
 
 @pytest.mark.parametrize("cp", [1, 2, 8, 128])
 def test_a_layer_sends_what_its_exchange_sends(cp: int) -> None:
-    parallel = Parallel(cp=cp, layout="zigzag", rows=2)
-    one = recur(LAYER, MACHINE, 1 << 20, parallel, "bfloat16")
+    sizes: Any = {"cp": cp, "tp": 1, "layout": "zigzag", "batch": 2, "dtype": "bfloat16"}
+    one = recur(LAYER, MACHINE, 1 << 20, **sizes)
     layout = ra.make_layout("zigzag", tokens=1 << 20, ranks=cp)
     plans = [plan_states(layout, None, 2 * 32 * 128 * 256 * 4, MACHINE), plan_rows(layout, None, 3, 2 * 8192 * 2)]
     by_rank = [
@@ -40,14 +41,14 @@ def test_a_layer_sends_what_its_exchange_sends(cp: int) -> None:
     assert one.sent_bytes == sum(max(sent.values()) for sent in by_rank)
     assert one.exchange == pytest.approx(sum(plan.seconds(MACHINE) for plan in plans))
     assert (one.plan == "no exchange") == (cp == 1)
-    longer = recur(LAYER, MACHINE, 1 << 23, parallel, "bfloat16")
+    longer = recur(LAYER, MACHINE, 1 << 23, **sizes)
     assert longer.sent_bytes == one.sent_bytes and longer.exchange == one.exchange
 
 
 def test_every_phase_counts_recurrent_layers() -> None:
     parallel = Parallel(cp=4, dp=2, layout="zigzag", schedule="ring")
     step = training_step(MODEL, MACHINE, 1 << 16, parallel)
-    one = recur(LAYER, MACHINE, 1 << 16, parallel, "bfloat16")
+    one = recur(LAYER, MACHINE, 1 << 16, cp=4, tp=1, layout="zigzag", batch=1, dtype="bfloat16")
     assert step.parts["recurrence"] == pytest.approx(36 * (one.forward + one.backward))
     assert "12 layers" in step.plan and "36 layers: recurrent" in step.plan
     alone = training_step(replace(MODEL, recurrence=None, windows=()), MACHINE, 1 << 16, parallel)
