@@ -102,16 +102,19 @@ class _Chunks:
         return chunks.flatten(0, 1)[self.places].view(*shape)
 
     def scan(
-        self, initial: Tensor | None, zero: Tensor, step: Callable[[slice, Tensor], Tensor]
+        self, initial: Tensor | None, zero: Tensor, step: Callable[..., Tensor], *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(states before all chunks, states after all pieces), with step(chunks, states) -> states after them."""
+        """(states before all chunks, after all pieces), with step(states, *chunks of `tensors`) -> states after them."""
         state = zero.expand(len(self.order), *zero.shape) if initial is None else initial.to(zero.dtype)[self.order]
-        before, ended, first = [], [], 0
-        for count, following in pairwise([*self.counts, 0]):
-            before.append(state[:count])
-            state = step(slice(first, first + count), state[:count])
-            ended.append(state[following:])
-            first, state = first + count, state[:following]
+        before, ended = [], []
+        # Split at once: the backward of a slice fills a tensor as large as the whole.
+        parts = zip(*(x.split(self.counts) for x in tensors), strict=True)
+        for (count, following), part in zip(pairwise([*self.counts, 0]), parts, strict=True):
+            before.append(state)
+            state = step(state, *part)
+            if following < count:
+                ended.append(state[following:])
+                state = state[:following]
         finals = torch.cat(ended[::-1])[self.order.argsort()]
         return torch.cat(before), finals
 
@@ -134,7 +137,7 @@ def _weigh(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
 
 
 def _attend(
-    chunks: _Chunks, q: Tensor, k: Tensor, u: Tensor, w: Tensor | None, g: Tensor, initial: Tensor | None
+    chunks: _Chunks, q: Tensor, k: Tensor, u: Tensor, w: Tensor | None, g: Tensor, initial: Tensor | None, outputs: bool
 ) -> tuple[Tensor, Tensor]:
     """(out [chunks, H, C, V], final states [pieces, H, K, V]) of chunks q, k, w [chunks, H, C, K], u [chunks, H, C, V].
 
@@ -144,12 +147,13 @@ def _attend(
     last = g[..., -1:, :]
     kept, added = last.exp().transpose(-1, -2), (k * (last - g).exp()).transpose(-1, -2)
 
-    def step(at: slice, state: Tensor) -> Tensor:
-        new = u[at] if w is None else u[at] - w[at] @ state
-        return kept[at] * state + added[at] @ new
+    def step(state: Tensor, kept: Tensor, added: Tensor, u: Tensor, w: Tensor | None = None) -> Tensor:
+        return torch.addcmul(added @ (u if w is None else u - w @ state), kept, state)
 
     zero = u.new_zeros(k.shape[1], k.shape[3], u.shape[3])
-    before, finals = chunks.scan(initial, zero, step)
+    before, finals = chunks.scan(initial, zero, step, kept, added, u, *([] if w is None else [w]))
+    if not outputs:
+        return u, finals
     new = u if w is None else u - w @ before
     return (q * g.exp()) @ before + _weigh(q, k, g) @ new, finals
 
@@ -157,11 +161,13 @@ def _attend(
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: CuSeqlens = None,
+    outputs: bool = True,
 ) -> Result:  # fmt: skip
     """(o [B, n, HV, V], final states [pieces, HV, K, V] or None) of the gated delta rule, or of KDA if g has channels.
 
     q, k [B, n, H, K], v [B, n, HV, V], g [B, n, HV] or [B, n, HV, K], beta [B, n, HV]: as in `layers.gated_delta_rule`.
-    The chunks' products of (I - beta k k^T) are taken in the WY form (arXiv:2406.06484).
+    Without `outputs`, o holds none, which saves time. Products of (I - beta k k^T) in a chunk are taken in the WY form
+    (arXiv:2406.06484).
     """
     if not v.numel():
         return torch.zeros_like(v), initial_state if output_final_state else None
@@ -179,13 +185,13 @@ def gated_delta_rule(
     u, w = torch.linalg.solve_triangular(corrections, right, upper=False, unitriangular=True).split(
         [v.shape[3], k.shape[3]], 3
     )
-    out, finals = _attend(chunks, q, k, u, w, g, initial_state)
+    out, finals = _attend(chunks, q, k, u, w, g, initial_state, outputs)
     return chunks.join(out.transpose(1, 2), v.shape).to(v.dtype), finals if output_final_state else None
 
 
 def ssd(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, initial_state: Tensor | None = None,
-    output_final_state: bool = False, cu_seqlens: CuSeqlens = None,
+    output_final_state: bool = False, cu_seqlens: CuSeqlens = None, outputs: bool = True,
 ) -> Result:  # fmt: skip
     """(y [B, n, H, P], final states [pieces, H, P, N] or None) of Mamba-2, see `layers.ssd` for the arguments."""
     if not x.numel():
@@ -195,7 +201,7 @@ def ssd(
     b, c = (y.repeat_interleave(heads // y.shape[1], 1) for y in (b, c))
     g = (step * A.to(dtype)[:, None, None]).cumsum(2)
     initial = None if initial_state is None else initial_state.transpose(-1, -2)
-    out, finals = _attend(chunks, c, b, u * step, None, g, initial)
+    out, finals = _attend(chunks, c, b, u * step, None, g, initial, outputs)
     return chunks.join(out.transpose(1, 2), x.shape).to(x.dtype), finals.mT if output_final_state else None
 
 
@@ -232,7 +238,9 @@ def affine_scan(
         decays = torch.cat([decays[:, :apart], apply(later, decays[:, :-apart])], 1)
         states = torch.cat([states[:, :apart], states[:, apart:] + added], 1)
     zero = states.new_zeros(b.shape[2:])
-    before, finals = chunks.scan(initial_state, zero, lambda at, state: apply(decays[at, -1], state) + states[at, -1])
+    before, finals = chunks.scan(
+        initial_state, zero, lambda state, a, b: apply(a, state) + b, decays[:, -1], states[:, -1]
+    )
     states = apply(decays, before[:, None]) + states
     return chunks.join(states, b.shape).to(b.dtype), finals if output_final_state else None
 

@@ -261,6 +261,8 @@ def gated_delta_rule(
             one = torch.eye(keys, dtype=wide(v.dtype), device=v.device).expand(len(spans), heads, keys, keys)
             before = one.new_zeros(len(spans), heads, keys, values) if initial_state is None else initial_state
             v, initial_state = torch.cat([v, v.new_zeros(*v.shape[:3], keys)], 3), torch.cat([before, one], 3)
+        if compute is functions.gated_delta_rule:
+            options["outputs"] = False
         state = run(v, *others, initial_state=initial_state, output_final_state=True, **options)[1]
         assert state is not None
         a = state[..., values:] if any(spans) else state.new_zeros(len(spans), heads, keys, keys)
@@ -343,7 +345,9 @@ def _mamba(
     def maps(
         x: Tensor, dt: Tensor, *others: Tensor, cu_seqlens: list[int], spans: list[bool], initial_state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        final = run(x, dt, *others, cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=True)[1]
+        options: Any = {"outputs": False} if compute is functions.ssd else {}
+        options |= {"cu_seqlens": cu_seqlens, "initial_state": initial_state, "output_final_state": True}
+        final = run(x, dt, *others, **options)[1]
         assert final is not None
         lengths = [b - a for a, b in pairwise(cu_seqlens)]
         sums = [part.sum(0) for part in decays(dt.to(final.dtype))[0].split(lengths)]
