@@ -104,7 +104,7 @@ class _Chunks:
     def scan(
         self, initial: Tensor | None, zero: Tensor, step: Callable[..., Tensor], *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(states before all chunks, after all pieces), with step(states, *chunks of `tensors`) -> states after them."""
+        """(states before all chunks, after all pieces); step(states, *chunks of `tensors`) gives those after them."""
         state = zero.expand(len(self.order), *zero.shape) if initial is None else initial.to(zero.dtype)[self.order]
         before, ended = [], []
         # Split at once: the backward of a slice fills a tensor as large as the whole.
