@@ -191,8 +191,7 @@ def _dispatch(original: Callable[..., Any], over_ranks: Callable[..., Any]) -> C
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def enter_call(model: nn.Module, ring: Any, mask: Tensor | None = None) -> None:
     """Begin a call of a model. Checkpointed layers run again in the backward as parts of this call."""
-    leave_call(ring)  # if the last call ended in an exception
-    ring.call.frame = _frame.set(_Frame(ring, ring.call.borders, mask))
+    _frame.set(_Frame(ring, ring.call.borders, mask))
     for module in model.modules():
         function = module.__dict__.get("_gradient_checkpointing_func")
         if function is not None and not hasattr(function, "_ringattn_again"):
@@ -200,11 +199,9 @@ def enter_call(model: nn.Module, ring: Any, mask: Tensor | None = None) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def leave_call(ring: Any) -> None:
+def leave_call() -> None:
     """End a call of the model."""
-    if ring.call.frame is not None:
-        _frame.reset(ring.call.frame)
-        ring.call.frame = None
+    _frame.set(None)
 
 
 def _checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -121,8 +121,6 @@ class _Call:
     #: The borders of packed documents, and whether any call so far had some.
     borders: Tensor | None = None
     packs: bool = False
-    #: What ends the call in `hybrids`.
-    frame: Any = None
     sequences: Sequences | None = None
     #: Set in a call from `generate`, of a head over whole sequences, or with whole sequences.
     generation: Generation | None = None
@@ -424,7 +422,7 @@ def _leave_call(model: nn.Module, args: Any, result: Any) -> None:
     if ring is not None and _is_served(model):
         ring.call.end()
         if ring.mixes:
-            leave_call(ring)
+            leave_call()
 
 
 def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int) -> dict[str, Any]:

@@ -165,12 +165,12 @@ def train_trl(
 
 
 def train_sft(
-    folder: str, dp: int, cp: int, steps: int, accumulate: int = 1, lora: bool = False, kind: str = "",
+    folder: str, dp: int, cp: int, steps: int, accumulate: int = 1, lora: bool = False, family: str = "",
     **changes: Any,
 ) -> Any:  # fmt: skip
-    """kind: "experts", whose loss of routers is a large part of the loss, or "hybrid"."""
+    """family: "experts", whose loss of routers is a large part of the loss, or "hybrid"."""
     more = {"experts": ("Qwen3MoeForCausalLM", EXPERTS), "hybrid": ("Qwen3NextForCausalLM", HYBRID)}
-    name, sizes = more.get(kind, ("MistralForCausalLM", {}))
+    name, sizes = more.get(family, ("MistralForCausalLM", {}))
     model = make_model(name, **sizes)
     settings = options(folder, steps, 4, dp, accumulate, include_num_input_tokens_seen="all", **changes)
     return train_trl("SFT", [{"text": make_text(i)} for i in range(60)], model, cp, settings, lora)

@@ -11,11 +11,11 @@ import trainer_cases
 #: Steps of a test, of which the second depends on the first; `steps=20` was run by hand.
 STEPS = {"steps": 2}
 PACKED = {"packing": True, "max_length": 64, **STEPS}
-FREE = {"padding_free": True, "max_length": None, "accumulate": 2, "kind": "experts", **STEPS}
+FREE = {"padding_free": True, "max_length": None, "accumulate": 2, "family": "experts", **STEPS}
 Cases = list[tuple[str, dict[str, Any]]]
 GROUPS: Cases = [
     *(("sft", PACKED), ("sft", FREE), ("plain", {"data": "dispatch", **STEPS})),
-    *(("sft", {"kind": "hybrid", **STEPS}), ("plain", {"hybrid": True, **STEPS})),
+    *(("sft", {"family": "hybrid", **STEPS}), ("plain", {"hybrid": True, **STEPS})),
     *((kind, STEPS) for kind in ("dpo", "grpo", "reward")),
 ]
 ADAPTERS: Cases = [
