@@ -121,18 +121,13 @@ class Calibration:
 
 
 def calibrate(
-    ranks: MeasuringRanks,
-    settings: Settings,
-    sizes: CalibrationSizes,
-    base: Machine,
-    tell: Callable[[str], None],
-    between: Callable[[MeasuringRanks], object] = lambda ranks: None,
+    ranks: MeasuringRanks, settings: Settings, sizes: CalibrationSizes, base: Machine, tell: Callable[[str], None]
 ) -> Calibration:
     """Measure kernels, merging, links, overlap and passes on all ranks, in rounds.
 
     Numbers that are not measured come from `base`. A single process measures only kernels and merging. `tell` receives
-    what is being measured, round by round; `between` is called with the ranks after each round. Collective. Raises
-    InvalidInput, and Unsupported where the kernel cannot compute the dtype.
+    what is being measured, round by round. Collective. Raises InvalidInput, and Unsupported where the kernel cannot
+    compute the dtype.
     """
     kernel = kernels.find_kernel(settings, ranks.device)
     if ranks.device.type == "cpu":
@@ -143,7 +138,6 @@ def calibrate(
     for number in ranks.rounds(settings):
         tell(f"round {number + 1}")
         rounds.append(Round.measure(ranks, kernel, settings, sizes, cases, first=not number))
-        between(ranks)
     return _fit(ranks, settings, sizes, Round.join(rounds), cases, base)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -62,15 +61,8 @@ def check(config: CalibrateConfig) -> tuple[CalibrationSizes, Settings, Path]:
     return sizes, settings, Path(config.output.path)
 
 
-def measure_on(
-    config: CalibrateConfig,
-    transport: Transport | None,
-    between: Callable[[MeasuringRanks], object] = lambda ranks: None,
-) -> None:
-    """Measure as one rank, or alone if `transport` is None. Rank 0 prints and writes the machine file.
-
-    `between` is called with the ranks after each round of measurements.
-    """
+def measure_on(config: CalibrateConfig, transport: Transport | None) -> None:
+    """Measure as one rank, or alone if `transport` is None. Rank 0 prints and writes the machine file."""
     device = torch.device(config.device) if transport is None else rank_device(config)
     sizes, settings, path = check(config)
     launch = detect()
@@ -81,7 +73,7 @@ def measure_on(
             "many ranks; start the same number of ranks on each node"
         )
     with announcing(shown=team.rank == 0) as announce:
-        calibration = calibrate(team, settings, sizes, config.machine.made(device.type), announce, between)
+        calibration = calibrate(team, settings, sizes, config.machine.made(device.type), announce)
     if team.rank == 0:
         made = {  # where, when and with which settings
             **describe_host(),

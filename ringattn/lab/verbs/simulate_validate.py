@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,8 +15,8 @@ import torch.distributed as dist
 from msgspec import Struct
 
 from ...cli.config.groups import ConfigGroup, OutputGroup, TransportGroup, check_least, refuse_stdout
-from ...cli.config.schema import SimulateConfig, parse_size
-from ...cli.ranks import check_ranks, check_threads
+from ...cli.config.schema import SimulateConfig, ValidateGroup, parse_size
+from ...cli.ranks import check_ranks, check_threads, start_ranks
 from ...errors import InvalidInput
 from ...files import Count, Positive, as_kind, check_json, write_json
 from ...machine.file import read_calibration
@@ -46,28 +45,27 @@ from .settings import CalibrateConfig
 
 
 def main(config: SimulateConfig) -> None:
-    """Print the errors and the coverage of held-out passes for each number of ranks."""
+    """Print the errors and the coverage of held-out passes for each number of ranks, after a calibration if needed."""
     _check(config)
     with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
         path = Path(config.machine.path or Path(scratch) / "machine.yaml")
-        calibration = None
-        made: dict[str, Any] = {"kernel": "auto", **{x: getattr(config, x) for x in ("heads", "head_dim", "dtype")}}
         if config.machine.path is None:
             # Invalid held-out rows raise before minutes are spent on the calibration.
-            rows = _held_out_rows(config, [parse_size(n, "validate.rows") for n in config.validate.rows])
+            _held_out_rows(config, [parse_size(n, "validate.rows") for n in config.validate.rows])
             calibration = _calibration_config(config, path)
             check_ranks(calibration, "none")
             calibrate.check(calibration)
-        else:
-            machine, made = _read(path)
-            assert machine.kernel is not None, "checked"
-            rows = _held_out_rows(config, machine.kernel.grid("dense", False).rows)
-        runs = _measure(rows, made, calibration, config)
+            start_ranks(calibration, calibrate.measure_on, "calibrate")
         machine, made = _read(path)
+    assert machine.kernel is not None, "checked"
+    rows, options = _held_out_rows(config, machine.kernel.grid("dense", False).rows), config.validate
+    made_with = made["heads"], made["head_dim"], made["dtype"], made["kernel"]
+    settings = Settings(*made_with, options.repeat, options.seconds)
+    runs = _measure(rows, settings, made, options)
     record: dict[str, Any] = {"kind": "measured", "machine": made, "rows": list(rows), "ranks": []}
-    for ranks in config.validate.ranks:
+    for ranks in options.ranks:
         cases, on_node = validation_cases(rows, ranks), machine.changed(ranks_per_node=ranks)
-        passes = model_passes(cases, runs[ranks], ranks, on_node, _settings(made, config))
+        passes = model_passes(cases, runs[ranks], ranks, on_node, settings)
         groups = summarise_groups(passes, machine, ranks)
         _print(ranks, passes, machine, groups)
         errors = {name: asdict(group) for name, group in groups.items()}
@@ -149,93 +147,45 @@ def _calibration_config(config: SimulateConfig, path: Path) -> CalibrateConfig:
     )
 
 
-def _settings(made: dict[str, Any], config: SimulateConfig) -> Settings:
-    """The settings with which a machine with this `made` entry was calibrated."""
-    options = config.validate
-    return Settings(made["heads"], made["head_dim"], made["dtype"], made["kernel"], options.repeat, options.seconds)
-
-
 def _measure(
-    rows: Sequence[int], made: dict[str, Any], calibration: CalibrateConfig | None, config: SimulateConfig
+    rows: Sequence[int], settings: Settings, made: dict[str, Any], options: ValidateGroup
 ) -> dict[int, list[Runs]]:
-    """The runs of the held-out passes by number of ranks, on new local ranks that also run `calibration`, if any.
-
-    `made` describes how the machine was calibrated, or will be by `calibration`.
-    """
-    options = config.validate
-    threads = options.threads or made.get("threads") or max(1, (os.cpu_count() or 1) // options.ranks[0])
+    """The runs of the held-out passes by number of ranks, on new local ranks with the calibration's threads."""
     count = max(options.ranks)
     each = plural(len(validation_cases(rows, count)), "kind")
     get_console().print(f"measuring {each} of passes on {' and '.join(map(str, options.ranks))} ranks")
     runs: list[dict[int, list[Runs]]] = run_local(
         _measure_rank,
         count,
-        *(rows, made, calibration, config),
+        *(rows, settings, made.get("pace"), options),
         timeout=math.inf,
         group_timeout=options.timeout,
-        threads=threads,
+        threads=options.threads or made["threads"],
         show=True,
     )
     return runs[0]
 
 
 def _measure_rank(
-    rank: int, rows: Sequence[int], made: dict[str, Any], calibration: CalibrateConfig | None, config: SimulateConfig
+    rank: int, rows: Sequence[int], settings: Settings, pace: float | None, options: ValidateGroup
 ) -> dict[int, list[Runs]]:
-    """The runs of each pass by number of ranks, measured by one rank between the rounds of its calibration."""
-    rounds = _Rounds(rows, _settings(made, config), config)
-    if calibration is None:
-        for _ in rounds.everyone.rounds(rounds.settings):
-            rounds.measure(made.get("pace"))
-    elif rank < calibration.ranks:
-        calibrate.measure_on(
-            calibration, rounds.teams[calibration.ranks].transport, lambda ranks: rounds.measure_announced(ranks.pace)
-        )
-        rounds.measure_announced(last=True)
-    else:
-        while rounds.measure_announced():
-            pass
-    return {count: list(zip(*of_ranks, strict=True)) for count, of_ranks in rounds.rounds.items()}
-
-
-class _Rounds:
-    """Rounds of all held-out passes on every number of ranks. All ranks make the same number of rounds.
-
-    A round follows each round of the calibration, so that both see the same conditions on a machine whose speed
-    varies. Ranks that do not calibrate wait meanwhile.
-    """
-
-    def __init__(self, rows: Sequence[int], settings: Settings, config: SimulateConfig) -> None:
-        options, device = config.validate, torch.device("cpu")
-        self.rows, self.settings = rows, settings
-        self.everyone = MeasuringRanks(TorchDist(timeout=options.timeout), device)
-        #: The teams that include this rank, by number of ranks.
-        self.teams: dict[int, MeasuringRanks] = {}
-        self.rounds: dict[int, list[Runs]] = {}
-        for count in options.ranks:
-            group = dist.new_group(range(count))
-            if self.everyone.rank < count:
-                self.teams[count] = MeasuringRanks(TorchDist(group, timeout=options.timeout), device)
-                self.rounds[count] = []
-
-    def measure_announced(self, pace: float | None = None, *, last: bool = False) -> bool:
-        """Measure a round at the pace that rank 0 sends; returns False, without a round, once rank 0 announces the end.
-
-        Collective.
-        """
-        pace, last = self.everyone.gather((pace, last))[0]
-        if not last:
-            self.measure(pace)
-        return not last
-
-    def measure(self, pace: float | None) -> None:
-        """Measure a round. Collective."""
-        for count, team in self.teams.items():
-            cases, rounds = validation_cases(self.rows, count), self.rounds[count]
-            if not rounds and pace is not None:
-                reference = make_reference(find_kernel(self.settings, team.device), self.settings, team.device)
-                team.keep_pace(reference, pace)
-            rounds.append(time_passes(team, cases, self.settings, warm_up=not rounds))
+    """The runs of each pass by number of ranks, measured by one rank in rounds, at the pace of the calibration."""
+    device, timeout = torch.device("cpu"), options.timeout
+    everyone = MeasuringRanks(TorchDist(timeout=timeout), device)
+    groups = {count: dist.new_group(range(count)) for count in options.ranks}  # collective, of all ranks
+    teams = {
+        count: MeasuringRanks(TorchDist(group, timeout=timeout), device)
+        for count, group in groups.items()
+        if rank < count
+    }
+    if pace is not None:
+        for team in teams.values():
+            team.keep_pace(make_reference(find_kernel(settings, device), settings, device), pace)
+    rounds: dict[int, list[Runs]] = {count: [] for count in teams}
+    for number in everyone.rounds(settings):
+        for count, team in teams.items():
+            rounds[count].append(time_passes(team, validation_cases(rows, count), settings, warm_up=not number))
+    return {count: list(zip(*of_ranks, strict=True)) for count, of_ranks in rounds.items()}
 
 
 def _print(ranks: int, passes: list[Pass], machine: Machine, groups: dict[str, Errors]) -> None:
