@@ -74,9 +74,8 @@ def group_errors(predictions: Sequence[PredictedRow], key: Callable[[PredictedRo
 
 def cause_of(one: PredictedRow) -> str:
     """The cause other than the kernel that takes longest; "kernel" if none takes at least LEAST_SHARE."""
-    others = {cause: seconds for cause, seconds in one.unseen.causes.items() if cause != "kernel"}
-    longest = max(others, key=lambda cause: others[cause])
-    return longest if others[longest] >= LEAST_SHARE * one.unseen.seconds else "kernel"
+    longest = max((cause for cause in CAUSES if cause != "kernel"), key=one.causes.__getitem__)
+    return longest if one.causes[longest] >= LEAST_SHARE * one.unseen else "kernel"
 
 
 def judge_choices(predictions: Iterable[PredictedRow]) -> Choices:
@@ -91,7 +90,7 @@ def judge_choices(predictions: Iterable[PredictedRow]) -> Choices:
     for ways in alike.values():
         if len(ways) > 1:
             # Methods of one way differ in what no plan describes: the fastest counts.
-            times = [(way[0].unseen.seconds, min(one.row.seconds for one in way)) for way in ways.values()]
+            times = [(way[0].unseen, min(one.row.seconds for one in way)) for way in ways.values()]
             best = min(seconds for _, seconds in times)
             losses.append(min(times)[1] / best - 1)
             blind.append(fmean(seconds for _, seconds in times) / best - 1)
@@ -102,7 +101,7 @@ def preset_bands(predictions: Iterable[PredictedRow]) -> dict[str, tuple[ErrorBa
     """By preset and size class: measured over predicted seconds for 90 % of published passes, without their family."""
     ratios: defaultdict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in SIZES])
     for one in predictions:
-        ratios[one.row.machine][size_class(one.row.shard)].append(one.row.seconds / one.unseen.seconds)
+        ratios[one.row.machine][size_class(one.row.shard)].append(one.row.seconds / one.unseen)
     return {name: tuple(map(band_of, parts)) for name, parts in ratios.items()}
 
 
@@ -116,12 +115,12 @@ def band_of(ratios: Sequence[float]) -> ErrorBand | None:
 
 def errors_of(name: str, group: Sequence[PredictedRow]) -> GroupErrors:
     """The errors of a named group of predictions."""
-    ways = ([one.unseen.seconds for one in group], [one.null for one in group], [one.preset.seconds for one in group])
     unseen, null, preset = (
-        ErrorStatistics.of([one.error(seconds) for one, seconds in zip(group, way, strict=True)]) for way in ways
+        ErrorStatistics.of([getattr(one, way) / one.row.seconds - 1 for one in group])
+        for way in ("unseen", "null", "preset")
     )
-    total = sum(one.unseen.seconds for one in group)
-    shares = {cause: sum(one.unseen.causes[cause] for one in group) / total for cause in CAUSES}
+    total = sum(one.unseen for one in group)
+    shares = {cause: sum(one.causes[cause] for one in group) / total for cause in CAUSES}
     return GroupErrors(name, unseen, null, preset, ErrorStatistics.of(_unavoidable(group)), shares)
 
 
@@ -140,13 +139,10 @@ def draw_scatter(predictions: Sequence[PredictedRow], folder: Path) -> None:
         families = list(dict.fromkeys(one.row.family for one in predictions))
         panels = figure.subplots(1, 2, sharex=True, sharey=True)
         titles = ("presets made without the family", "null model: half of the peak")
-        for panel, title, null in zip(panels, titles, (False, True), strict=True):
+        for panel, title, way in zip(panels, titles, ("unseen", "null"), strict=True):
             for family, colour in zip(families, COLOURS, strict=False):
-                points = [
-                    (one.row.seconds, one.null if null else one.unseen.seconds)
-                    for one in predictions
-                    if one.row.family == family
-                ]
+                of_family = [one for one in predictions if one.row.family == family]
+                points = [(one.row.seconds, getattr(one, way)) for one in of_family]
                 panel.plot(*zip(*points, strict=True), ".", color=colour, label=family, alpha=0.7)
             ends = min(one.row.seconds for one in predictions), max(one.row.seconds for one in predictions)
             panel.plot(ends, ends, color="black", linewidth=0.8)

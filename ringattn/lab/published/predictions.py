@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from msgspec import convert
+
 from ...call.planner import make_plan
 from ...machine.machine import Machine
 from ...machine.presets import PRESETS
@@ -111,43 +113,22 @@ def _plan(pattern: Pattern, tokens: int, ranks: int, schedule: str, layout: str,
     return make_plan(pattern, tokens=tokens, ranks=ranks, schedule=schedule, layout=layout, dtype="bfloat16", **named)
 
 
-def _read(name: str, text: str) -> Any:
-    """The value of a field of a row."""
-    kinds = {"seconds": float, **dict.fromkeys(("gpus", "tokens", "batch", "heads", "kv_heads", "head_dim"), int)}
-    return kinds.get(name, str)(text)
-
-
 def read_measurements() -> list[Measurement]:
     """All rows, in the order of the file."""
     with (Path(__file__).parent / "measurements.csv").open(newline="", encoding="utf-8") as file:
-        return [Measurement(**{name: _read(name, text) for name, text in row.items()}) for row in csv.DictReader(file)]
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """The modelled seconds of an iteration, by cause."""
-
-    causes: dict[str, float]
-
-    @property
-    def seconds(self) -> float:
-        """The sum over all causes."""
-        return sum(self.causes.values())
+        return convert(list(csv.DictReader(file)), list[Measurement], strict=False)
 
 
 @dataclass(frozen=True)
 class PredictedRow:
-    """A row with its predictions: by the preset made without the row's family, by the preset as it is, and by the null
-    model, in seconds."""
+    """A row with its predictions in seconds: by the preset made without the row's family, in all and by cause, by the
+    preset as it is, and by the null model."""
 
     row: Measurement
-    unseen: Predicted
-    preset: Predicted
+    unseen: float
+    causes: dict[str, float]
+    preset: float
     null: float
-
-    def error(self, seconds: float) -> float:
-        """The relative error of predicted seconds: positive where the model is too slow."""
-        return seconds / self.row.seconds - 1
 
 
 def predict_measurements(
@@ -157,9 +138,9 @@ def predict_measurements(
     predictions = []
     for done, row in enumerate(rows):
         tell(done, len(rows), "measurements")
-        unseen, preset = (_mean_time(row, _machine(row, family)) for family in (row.family, ""))
-        peak = PRESETS[row.machine].values["peak"].value
-        predictions.append(PredictedRow(row, unseen, preset, row.flops / (peak / 2)))
+        causes, preset = (_mean_time(row, _machine(row, family)) for family in (row.family, ""))
+        null = row.flops / (PRESETS[row.machine].values["peak"].value / 2)
+        predictions.append(PredictedRow(row, sum(causes.values()), causes, sum(preset.values()), null))
     return predictions
 
 
@@ -173,10 +154,10 @@ def _machine(row: Measurement, unseen: str) -> Machine:
     return machine.changed(host_call=(machine.host_call or 0.0) + more * (machine.host or 0.0))
 
 
-def _mean_time(row: Measurement, machine: Machine) -> Predicted:
-    """The mean time over the row's plans, summed over passes."""
+def _mean_time(row: Measurement, machine: Machine) -> dict[str, float]:
+    """The mean seconds over the row's plans by cause, summed over passes."""
     parts = [_passes(plan, machine, row.directions) for plan in row.plans()]
-    return Predicted({cause: fmean(part[cause] for part in parts) for cause in CAUSES})
+    return {cause: fmean(part[cause] for part in parts) for cause in CAUSES}
 
 
 @cache

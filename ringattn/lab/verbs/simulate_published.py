@@ -130,7 +130,7 @@ def _write(
         table.writerow([*names, *(f"{cause}, unseen [s]" for cause in CAUSES)])
         for one in predictions:
             row = one.row
-            seconds = (row.seconds, one.unseen.seconds, one.null, one.preset.seconds, *one.unseen.causes.values())
+            seconds = (row.seconds, one.unseen, one.null, one.preset, *one.causes.values())
             table.writerow([row.id, row.machine, row.kernel, row.method, *(f"{x:.6g}" for x in seconds)])
     record = {
         "kind": "modelled against published measurements",

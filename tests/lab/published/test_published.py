@@ -66,7 +66,7 @@ def test_errors_are_those_of_rows_that_set_nothing(predictions: list[PredictedRo
     differ = {one.row.family for one in predictions if one.unseen != one.preset}
     assert differ == {"zhuzilin", "zhuzilin-old"}
     for one in predictions:
-        assert set(one.unseen.causes) == set(CAUSES) and min(one.unseen.causes.values()) >= 0
+        assert set(one.causes) == set(CAUSES) and min(one.causes.values()) >= 0
 
 
 def test_fitted_numbers_name_their_families() -> None:
