@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ...cli.config.groups import StudyGroup
@@ -18,7 +17,7 @@ from ...machine.presets import CURRENCY, MACHINES
 from ...text import duration, rate, size
 from ..pages.pages import Cell, Plot, ReportTable
 from .space import Point
-from .tables import DIRECTIONS, WAITS, Row, Table, efficiency, list_passes, total
+from .tables import DIRECTIONS, WAITS, Row, Table, efficiency, is_number, list_passes, show_number, total
 
 #: Maximum rows and columns of a table in a report; sweep.csv has all rows, and wider tables are split.
 MOST_ROWS, MOST_COLUMNS = 200, 6
@@ -237,26 +236,14 @@ def name_points(numbers: Sequence[int]) -> str:
 
 
 def _header(table: Table, name: str) -> str:
-    column = table.column(name)
-    if name.startswith("machine."):
-        return column.title
-    return f"{name}, {column.word}" if column.word and column.word != "kind" else name
+    word = table.column(name).word
+    return f"{name}, {word}" if word and word != "kind" else name
 
 
 def show_value(table: Table, name: str, row: Row) -> str:
     """A row's value as readable text, with its word if the rows of the column have different words."""
     value = row.get(name)
-    column = table.column(name)
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, str):
-        return value
-    if name.startswith("machine."):  # the header has the unit
-        return f"{value:.4g}"
-    plain = f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-    by_unit: dict[str, Callable[[float], str]] = {"s": duration, "bytes": size, "bytes per rank": size}
-    by_unit["tokens/s"] = partial(rate, unit="tokens/s")
-    text = by_unit[column.unit](value) if column.unit in by_unit else plain
-    return f"{text} [{table.word_of(name, row)}]" if column.word == "kind" else text
+    if isinstance(value, bool) or value is None:
+        return {None: "", True: "yes", False: "no"}[value]
+    text = show_number(name, value) if is_number(value) else str(value)
+    return f"{text} [{table.word_of(name, row)}]" if table.column(name).word == "kind" else text

@@ -137,13 +137,13 @@ def name_value(name: str, value: Any) -> str:
 
 
 def show_number(name: str, value: Any) -> str:
-    """An axis number in suitable units: 64k (as on the command line), 25 GB/s, 1.5 us, 0.5."""
+    """A number in suitable units: 64k (as on the command line), 25 GB/s, 1.5 us, 0.5."""
     unit = _make_column(name).unit
     if unit == "s":
         return duration(value)
     if unit.endswith("/s"):
         return rate(value, unit.replace("bytes", "B"))
-    if unit == "bytes":
+    if unit.startswith("bytes"):
         return size(value)
     power = 0
     while unit.startswith("tokens") and value and value % 1024 == 0 and power < 4:
