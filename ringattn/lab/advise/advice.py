@@ -149,10 +149,8 @@ class Advice:
 
     def _price_changes(self) -> list[str]:
         """For each other machine, the price below which its cheapest candidate wins."""
-        cheapest: dict[str, TrainingCandidate] = {}
-        for candidate in sorted(self.all, key=lambda one: one.cost):
-            cheapest.setdefault(candidate.offer.name, candidate)
-        first, *others = cheapest.values()
+        by_offer = {one.offer.name: one for one in sorted(self.all, key=lambda one: one.cost, reverse=True)}
+        first, *others = sorted(by_offer.values(), key=lambda one: one.cost)
         lines = []
         for other in others:
             assert first.offer.price is not None and other.offer.price is not None
@@ -403,10 +401,7 @@ def record(advice: Advice) -> dict[str, Any]:
     return {
         "question": {
             "model": question.model.name,
-            "tokens": question.tokens,
-            "gpus": question.gpus,
-            "batch": question.batch,
-            "dtype": question.dtype,
+            **{name: getattr(question, name) for name in ("tokens", "gpus", "batch", "dtype")},
             "by": advice.by,
             "machines": {offer.name: offer.price for offer in question.offers},
         },
@@ -440,16 +435,12 @@ def _record(candidate: TrainingCandidate) -> dict[str, Any]:
         "interleaved": candidate.pipeline.interleaved,
         "sharding": parallel.shard,
         "batch": parallel.rows * parallel.dp,
-        "plan": step.plan,
+        **{name: getattr(step, name) for name in ("plan", "mfu", "tflops", "parts", "memory")},
         "step seconds": step.seconds,
         "seconds of 1e9 tokens": candidate.seconds,
         "seconds of 1e9 tokens, band": [low, high],
         "cost of 1e9 tokens": None if candidate.offer.price is None else candidate.cost,
-        "mfu": step.mfu,
-        "tflops": step.tflops,
         "tokens per second and GPU": step.tokens_per_second,
-        "parts": step.parts,
-        "memory": step.memory,
         "why": explain(candidate),
     }
 

@@ -87,25 +87,24 @@ class StepEstimate(ModelEstimate):
         """GPU hours per 1e9 tokens, without failures: x price gives cost, x kilowatts gives energy in kWh."""
         return 1e9 / self.tokens_per_second / SECONDS_PER_HOUR
 
-    def effective_seconds(self, mtbf_hours: float, checkpoint_seconds: float, restart_seconds: float) -> float:
-        """Expected seconds of a step in a long job with failures and checkpoints.
+    @property
+    def effective_seconds(self) -> float | None:
+        """Expected seconds of a step in a long job with the machine's failures and checkpoints; None if it has none.
 
-        `mtbf_hours` is for one GPU with its share of the host. Checkpoints are spaced as Young and Daly advise, and
-        Daly (2006), equation 13, gives the time of an interval (`timing.costs`). Raises InvalidInput for times out of
-        range, and where failures come long before a checkpoint or a restart ends.
+        Checkpoints are spaced as Young and Daly advise, and Daly (2006), equation 13, gives the time of an interval
+        (`timing.costs`). Raises InvalidInput where failures come long before a checkpoint or a restart ends.
         """
-        for name, value in (("mtbf_hours", mtbf_hours), ("checkpoint_seconds", checkpoint_seconds)):
-            if not value > 0:
-                raise InvalidInput(f"{name}={value!r} must be a number > 0; give what the storage and the job take")
-        mean = mtbf_hours * SECONDS_PER_HOUR / self.gpus
-        interval = young_daly(checkpoint_seconds, mean)
-        if max(interval + checkpoint_seconds, restart_seconds) > HOPELESS * mean:
+        mtbf, rate, restart = self.machine.mtbf, self.machine.checkpoint, self.machine.restart
+        if mtbf is None or rate is None or restart is None:
+            return None
+        mean, checkpoint = mtbf / self.gpus, self.checkpoint_bytes / rate
+        interval = young_daly(checkpoint, mean)
+        if max(interval + checkpoint, restart) > HOPELESS * mean:
             raise InvalidInput(
-                f"{self.gpus:,} GPUs fail every {duration(mean)}, long before a checkpoint of "
-                f"{duration(checkpoint_seconds)} or a restart of {duration(restart_seconds)} ends; try fewer GPUs"
+                f"{self.gpus:,} GPUs fail every {duration(mean)}, long before a checkpoint of {duration(checkpoint)} "
+                f"or a restart of {duration(restart)} ends; try fewer GPUs"
             )
-        two = expected_seconds(2 * interval, interval, checkpoint_seconds, restart_seconds, mean)
-        one = expected_seconds(interval, interval, checkpoint_seconds, restart_seconds, mean)
+        one, two = (expected_seconds(n * interval, interval, checkpoint, restart, mean) for n in (1, 2))
         return self.seconds * (two - one) / interval
 
 

@@ -154,20 +154,10 @@ def _cost_numbers(step: StepEstimate) -> list[Number]:
         energy = machine.watts * step.gpus * step.seconds / JOULES_PER_KWH
         text = f"{digits(energy)} kWh a step, {digits(machine.watts * step.gpu_hours / 1000)} for 1e9 tokens"
         numbers.append(Number("energy", f"{text}, at {machine.watts:g} W", "modelled"))
-    effective = _effective_seconds(step)
-    if effective is not None:
+    if (effective := step.effective_seconds) is not None:
         text = f"{effective / step.seconds:.4g} times as long in a long job: {duration(effective)} a step"
         numbers.append(Number("with failures", text, "modelled"))
     return numbers
-
-
-def _effective_seconds(step: StepEstimate) -> float | None:
-    """Mean seconds of a step in a long job with the machine's failures and checkpoints; None if it specifies none."""
-    machine = step.machine
-    if machine.mtbf is None or machine.checkpoint is None or machine.restart is None:
-        return None
-    hours = machine.mtbf / SECONDS_PER_HOUR
-    return step.effective_seconds(hours, step.checkpoint_bytes / machine.checkpoint, machine.restart)
 
 
 def _record(config: SimulateConfig, model: ModelConfig, parallel: Parallel, estimate: ModelEstimate) -> dict[str, Any]:
@@ -195,6 +185,6 @@ def _record(config: SimulateConfig, model: ModelConfig, parallel: Parallel, esti
             **{name: getattr(estimate, name) for name in ("flops", "mfu", "tflops")},
             "cost per 1e9 tokens": None if price is None else price * estimate.gpu_hours,
             "kWh per 1e9 tokens": None if watts is None else watts * estimate.gpu_hours / 1000,
-            "seconds with failures": _effective_seconds(estimate),
+            "seconds with failures": estimate.effective_seconds,
         }
     return record

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,35 +152,3 @@ def test_an_answer_says_what_helps_and_how_to_launch_it() -> None:
     best = search(Question(load_model("llama3_405b"), (offer,), 8192, 16384, 2048), offer, 16384, 5).best
     (meta,) = (one for one in best if one.shape == (1, 128, 8, 16, 1))
     assert meta.seconds <= STEPS.high * best[0].seconds
-
-
-def test_torchtitan_reads_the_printed_command(tmp_path: Path) -> None:
-    """Its own parser and its own check of the degrees; layers are cut into as many parts as were modelled."""
-    manager = pytest.importorskip("torchtitan.config").ConfigManager
-    dims = pytest.importorskip("torchtitan.distributed").ParallelDims
-    advice = advise(ask(offers=(Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), None),), gpus=2))
-    (tmp_path / "tiny.toml").touch()
-    for parallel, pipeline in (
-        (Parallel(2, 4, 2, 8, checkpointing="selective", rows=3), Pipeline()),
-        (Parallel(1, 2, 4, 2, checkpointing="attention", shard="none"), Pipeline(2, interleaved=3)),
-    ):
-        gpus = parallel.gpus * pipeline.stages
-        candidate = replace(
-            advice.best[0], parallel=parallel, pipeline=pipeline, step=replace(advice.best[0].step, gpus=gpus)
-        )
-        question = replace(advice.question, model=replace(MODEL, layers=12, windows=(None,) * 12))
-        words = replace(advice, question=question, best=[candidate]).launch.split()
-        assert int(words[2]) * int(words[4]) == gpus
-        config = manager().parse_args([*words[7:8], str(tmp_path / words[8]), *words[9:]])
-        degrees = vars(config.parallelism)
-        names = {"cp": "context", "tp": "tensor", "pp": "pipeline", "ep": "expert", "etp": "expert_tensor"}
-        found = {name: degrees[f"{long}_parallel_degree"] for name, long in names.items()}
-        assert (*found.values(),) == (parallel.cp, parallel.tp, pipeline.stages, parallel.ep, parallel.tp)
-        both = {f"dp_{name}": degrees[f"data_parallel_{name}_degree"] for name in ("replicate", "shard")}
-        made = dims(**found, **both, world_size=gpus)
-        assert made.dp_replicate * made.dp_shard == parallel.dp
-        assert (config.training.seq_len, config.training.local_batch_size) == (4096, parallel.rows)
-        assert config.compile.enable and config.activation_checkpoint.early_stop
-        if pipeline.interleaved > 1:
-            per_stage = degrees["pipeline_parallel_layers_per_stage"]
-            assert 12 / per_stage == 6 and degrees["pipeline_parallel_schedule"] == "Interleaved1F1B"

@@ -267,15 +267,15 @@ def test_more_of_anything_is_not_slower_and_more_tokens_are() -> None:
 
 
 def test_cost_energy_and_failures() -> None:
-    one = step(dp=4)
+    rate = 12 * MODEL.parameters / 4 / 50  # a checkpoint of 50 s
+    one = step(replace(MACHINE, mtbf=1000 * 3600.0, checkpoint=rate, restart=100.0), dp=4)
     seconds = 1e9 / (4 * TOKENS) * one.seconds * 4
     assert one.gpu_hours == pytest.approx(seconds / 3600)
     mean, tau = 1000 * 3600 / 4, sqrt(2 * 50 * 1000 * 3600 / 4)
     expected = mean * exp(100 / mean) * expm1((tau + 50) / mean) / tau
-    assert one.effective_seconds(1000, 50, 100) == pytest.approx(one.seconds * expected)
-    for wrong, message in (((1000, 0, 1), "checkpoint_seconds=0"), ((0.001, 50, 1), "4 GPUs fail every 0.9 s|900 ms")):
-        with pytest.raises(InvalidInput, match=message):
-            one.effective_seconds(*wrong)
+    assert one.effective_seconds == pytest.approx(one.seconds * expected) and step().effective_seconds is None
+    with pytest.raises(InvalidInput, match="4 GPUs fail every 900 ms"):
+        _ = replace(one, machine=replace(one.machine, mtbf=3.6)).effective_seconds
 
 
 def test_what_does_not_fit_is_refused() -> None:
