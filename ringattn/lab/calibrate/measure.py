@@ -94,7 +94,7 @@ class Round:
             for prefix, within_node in _list_links(ranks).items()
         }
         overlaps = [measure_overlap(ranks, kernel, rows, settings) for rows in sizes.rows]
-        runs: list[Runs] = [(run,) for run in time_passes(ranks, cases, settings, warm_up=first)]
+        runs: list[Runs] = [(seconds,) for seconds in time_passes(ranks, cases, settings, warm_up=first)]
         return cls(overheads, samples, merges, shifts, overlaps, runs)
 
     @classmethod

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...files import Count
 from ...transport.base import Message, Post, Transport
 from ...transport.records import Exchange
 
@@ -40,8 +41,8 @@ class Settings:
     more rounds follow while they end within `seconds`.
     """
 
-    heads: int
-    head_dim: int
+    heads: Count
+    head_dim: Count
     dtype: str
     kernel: str
     repeat: int

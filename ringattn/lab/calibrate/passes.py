@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import mean, median
 from typing import Any
@@ -20,8 +20,8 @@ from ...simulator.timing.simulation import simulate
 from ...text import duration, plural
 from .measuring_ranks import MeasuringRanks, Settings
 
-#: For each run: (seconds by the clock, factor that corrects them for the pace of the machine).
-Runs = tuple[tuple[float, float], ...]
+#: Seconds of each run, corrected for the pace of the machine.
+Runs = tuple[float, ...]
 #: (pattern, layout) of the passes whose ratios a calibration stores: ranks equally busy, equally busy with half the
 #: work, busy at different times, and with bands. The model errs differently for each, and intervals must hold for all.
 GRID = (
@@ -66,15 +66,11 @@ class PassCase:
 
 @dataclass(frozen=True)
 class Pass:
-    """A measured case: the seconds of each run, corrected for the pace of the machine, and the modelled seconds.
-
-    `raw` has the uncorrected seconds of each run; () where they are the same.
-    """
+    """A measured case: the seconds of each run, and the modelled seconds."""
 
     case: PassCase
-    seconds: tuple[float, ...]
+    seconds: Runs
     modelled: float
-    raw: tuple[float, ...] = ()
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -84,8 +80,7 @@ class Pass:
     @property
     def record(self) -> dict[str, Any]:
         """The pass as plain data."""
-        seconds = {"seconds": list(self.seconds), "raw": list(self.raw or self.seconds)}
-        return {**asdict(self.case), **seconds, "modelled": self.modelled}
+        return {**asdict(self.case), "seconds": list(self.seconds), "modelled": self.modelled}
 
 
 def list_cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int) -> list[PassCase]:
@@ -119,20 +114,14 @@ def model_passes(
     cases: Sequence[PassCase], runs_of_cases: Sequence[Runs], ranks: int, machine: Machine, settings: Settings
 ) -> list[Pass]:
     """The measured cases with their modelled seconds on `machine`, the node they ran on."""
-    passes = []
-    for case, runs in zip(cases, runs_of_cases, strict=True):
-        raw, factors = zip(*runs, strict=True)
-        corrected = tuple(seconds * factor for seconds, factor in runs)
-        modelled = simulate(case.plan(ranks, settings), machine, backward=case.backward)
-        passes.append(Pass(case, corrected, modelled.seconds, raw if set(factors) != {1.0} else ()))
-    return passes
+    return [
+        Pass(case, runs, simulate(case.plan(ranks, settings), machine, backward=case.backward).seconds)
+        for case, runs in zip(cases, runs_of_cases, strict=True)
+    ]
 
 
-def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, warm_up: bool) -> tuple[float, float]:
-    """Seconds of a pass on the slowest rank, by its own clock, after a barrier; and the factor that corrects them.
-
-    The factor corrects for the pace of the machine.
-    """
+def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, warm_up: bool) -> float:
+    """Seconds of a pass on the slowest rank, by its own clock, after a barrier, corrected for the machine's pace."""
     plan = case.plan(ranks.size, settings)
     shape = (1, settings.heads, plan.layout.rows(ranks.rank), settings.head_dim)
     q, k, v, grad = (torch.randn(shape, device=ranks.device).to(settings.torch_dtype) for _ in range(4))
@@ -145,7 +134,7 @@ def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, warm_u
             q, k, v, plan.pattern, layout=plan.layout, schedule="ring", kernel=kernel, transport=transport
         )
 
-    def time_once() -> tuple[float, float]:
+    def time_once() -> float:
         out = attend() if case.backward else None
 
         def run() -> None:
@@ -154,12 +143,12 @@ def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, warm_u
             else:
                 torch.autograd.grad(out, (q, k, v), grad)
 
-        return ranks.correction(lambda: ranks.time_call(run))
+        seconds, factor = ranks.correction(lambda: ranks.time_call(run))
+        return factor * max(ranks.gather(seconds))
 
     if warm_up:
         time_once()
-    seconds, factor = time_once()
-    return max(ranks.gather(seconds)), factor
+    return time_once()
 
 
 @dataclass(frozen=True)
@@ -219,7 +208,6 @@ def summarise_groups(passes: Sequence[Pass], machine: Machine, ranks: int) -> di
     for rows in sorted({each.case.tokens // ranks for each in passes}):
         groups[f"{plural(rows, 'row')} per rank"] = [p for p in passes if p.case.tokens // ranks == rows]
     groups["pattern held out"] = [p for p in passes if p.case.pattern in held]
-    groups["all, pace not corrected"] = [replace(p, seconds=p.raw) for p in passes if p.raw]
     return {name: summarise_errors(group, machine) for name, group in groups.items() if group}
 
 

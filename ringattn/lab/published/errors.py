@@ -1,9 +1,9 @@
-"""Errors of predicted published measurements, by family and cause; of choices; error bands of presets; and a plot."""
+"""Errors of predicted published measurements, by family; of choices; error bands of presets; and a plot."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -14,10 +14,7 @@ import numpy as np
 from ...files import write_text
 from ...machine.bands import SIZES, ErrorBand, size_class
 from ..pages.figures import COLOURS, drawing, on_paper, to_svg
-from .predictions import CAUSES, PredictedRow
-
-#: A cause other than the kernel counts only if it takes at least this share of a prediction.
-LEAST_SHARE = 0.05
+from .predictions import PredictedRow
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,6 @@ class GroupErrors:
     null: ErrorStatistics
     preset: ErrorStatistics
     floor: ErrorStatistics
-    #: Share of the time by cause, as predicted without the row's family.
-    shares: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -64,18 +59,12 @@ class Choices:
     null: float
 
 
-def group_errors(predictions: Sequence[PredictedRow], key: Callable[[PredictedRow], str]) -> list[GroupErrors]:
-    """The errors of each group of predictions with equal keys, ordered by first row."""
-    groups: defaultdict[str, list[PredictedRow]] = defaultdict(list)
+def errors_by_family(predictions: Sequence[PredictedRow]) -> list[GroupErrors]:
+    """The errors of all predictions, and of those of each family, ordered by first row."""
+    groups: defaultdict[str, list[PredictedRow]] = defaultdict(list, all=[*predictions])
     for one in predictions:
-        groups[key(one)].append(one)
+        groups[one.row.family].append(one)
     return [errors_of(name, group) for name, group in groups.items()]
-
-
-def cause_of(one: PredictedRow) -> str:
-    """The cause other than the kernel that takes longest; "kernel" if none takes at least LEAST_SHARE."""
-    longest = max((cause for cause in CAUSES if cause != "kernel"), key=one.causes.__getitem__)
-    return longest if one.causes[longest] >= LEAST_SHARE * one.unseen else "kernel"
 
 
 def judge_choices(predictions: Iterable[PredictedRow]) -> Choices:
@@ -119,9 +108,7 @@ def errors_of(name: str, group: Sequence[PredictedRow]) -> GroupErrors:
         ErrorStatistics.of([getattr(one, way) / one.row.seconds - 1 for one in group])
         for way in ("unseen", "null", "preset")
     )
-    total = sum(one.unseen for one in group)
-    shares = {cause: sum(one.causes[cause] for one in group) / total for cause in CAUSES}
-    return GroupErrors(name, unseen, null, preset, ErrorStatistics.of(_unavoidable(group)), shares)
+    return GroupErrors(name, unseen, null, preset, ErrorStatistics.of(_unavoidable(group)))
 
 
 def _unavoidable(group: Sequence[PredictedRow]) -> list[float]:

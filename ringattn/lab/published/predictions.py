@@ -41,13 +41,6 @@ SOURCES = {
 DOCUMENTS = ((8192,), (256, 7392, 544), (4096, 4096), (3104, 3200, 1600, 160, 128))
 #: FLOPs of passes relative to a forward.
 PRODUCTS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}
-#: Causes of time, each a sum of a timeline's causes.
-CAUSES = {
-    "kernel": ("imbalance",),
-    "network": ("wait for peers", "wait for messages", "interference"),
-    "merge": ("merge",),
-    "overhead": ("host", "call"),
-}
 #: Extra steps for exchanging q, k and v one by one instead of all three in one step.
 SEPARATE = 2
 
@@ -121,12 +114,10 @@ def read_measurements() -> list[Measurement]:
 
 @dataclass(frozen=True)
 class PredictedRow:
-    """A row with its predictions in seconds: by the preset made without the row's family, in all and by cause, by the
-    preset as it is, and by the null model."""
+    """A row, and the seconds predicted by its preset without its family, by its preset, and by the null model."""
 
     row: Measurement
     unseen: float
-    causes: dict[str, float]
     preset: float
     null: float
 
@@ -138,9 +129,9 @@ def predict_measurements(
     predictions = []
     for done, row in enumerate(rows):
         tell(done, len(rows), "measurements")
-        causes, preset = (_mean_time(row, _machine(row, family)) for family in (row.family, ""))
+        unseen, preset = (_mean_seconds(row, _machine(row, family)) for family in (row.family, ""))
         null = row.flops / (PRESETS[row.machine].values["peak"].value / 2)
-        predictions.append(PredictedRow(row, sum(causes.values()), causes, sum(preset.values()), null))
+        predictions.append(PredictedRow(row, unseen, preset, null))
     return predictions
 
 
@@ -154,18 +145,11 @@ def _machine(row: Measurement, unseen: str) -> Machine:
     return machine.changed(host_call=(machine.host_call or 0.0) + more * (machine.host or 0.0))
 
 
-def _mean_time(row: Measurement, machine: Machine) -> dict[str, float]:
-    """The mean seconds over the row's plans by cause, summed over passes."""
-    parts = [_passes(plan, machine, row.directions) for plan in row.plans()]
-    return {cause: fmean(part[cause] for part in parts) for cause in CAUSES}
+def _mean_seconds(row: Measurement, machine: Machine) -> float:
+    """The mean over the row's plans of the seconds of all passes."""
+    return fmean(sum(_pass_seconds(plan, machine, backward) for backward in row.directions) for plan in row.plans())
 
 
 @cache
-def _passes(plan: Plan, machine: Machine, directions: tuple[bool, ...]) -> dict[str, float]:
-    causes = dict.fromkeys(CAUSES, 0.0)
-    for backward in directions:
-        timeline = simulate(plan, machine, backward=backward)
-        for cause, parts in CAUSES.items():
-            causes[cause] += sum(timeline.exposed[part] for part in parts)
-        causes["kernel"] += timeline.compute
-    return causes
+def _pass_seconds(plan: Plan, machine: Machine, backward: bool) -> float:
+    return simulate(plan, machine, backward=backward).seconds

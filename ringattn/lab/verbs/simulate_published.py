@@ -15,40 +15,27 @@ from ...machine.bands import BANDS, SIZES, ErrorBand, describe_band
 from ...machine.presets import PRESETS
 from ...simulator.reporting.console import get_console, print_grid, print_paragraph, show_progress
 from ..pages.figures import check_matplotlib
-from ..published.errors import (
-    ErrorStatistics,
-    GroupErrors,
-    cause_of,
-    draw_scatter,
-    errors_of,
-    group_errors,
-    judge_choices,
-    preset_bands,
-)
-from ..published.predictions import CAUSES, SOURCES, PredictedRow, predict_measurements, read_measurements
+from ..published.errors import ErrorStatistics, GroupErrors, draw_scatter, errors_by_family, judge_choices, preset_bands
+from ..published.predictions import SOURCES, PredictedRow, predict_measurements, read_measurements
 from ..published.steps import StepErrors, step_errors
 
 
 def main(config: SimulateConfig) -> None:
-    """Print the errors by family and by cause; write predictions.csv, summary.json and a scatter plot to a folder."""
+    """Print the errors by family; write predictions.csv, summary.json and a scatter plot to a folder."""
     refuse_stdout("output.path", config.output.path, "mode=published writes several files; try output.path=errors")
     if config.output.path is not None:
         check_matplotlib("leave output.path out")
         make_folder(Path(config.output.path))
     with show_progress(Console(stderr=True), tenths=True) as tell:
         predictions = predict_measurements(read_measurements(), tell)
-    families = group_errors(predictions, lambda one: one.row.family)
-    causes = group_errors(predictions, cause_of)
+    families = errors_by_family(predictions)
     print_paragraph(
         f"{len(predictions)} published measurements, each modelled by presets made without the rows of its family "
         "(unseen), by a null model (all FLOPs at half of the data sheet's peak), and by the presets as they are, with "
         "the numbers below fitted to rows. A floor is the error that no model of these inputs can avoid, since the "
         "methods of a source differ in details that no plan states."
     )
-    _print_errors("errors by family", [errors_of("all", predictions), *families])
-    _print_errors("errors by what takes longest beside the kernel", causes)
-    header = ("part of the modelled time", *CAUSES)
-    print_grid("", header, [(group.name, *(f"{group.shares[cause]:.1%}" for cause in CAUSES)) for group in families])
+    _print_errors(families)
     get_console().print()
     choices = judge_choices(predictions)
     print_paragraph(
@@ -65,7 +52,7 @@ def main(config: SimulateConfig) -> None:
     steps, band = step_errors()
     _print_steps(steps, band)
     if config.output.path is not None:
-        _write(Path(config.output.path), predictions, families, causes, steps)
+        _write(Path(config.output.path), predictions, families, steps)
 
 
 def _fitted_numbers() -> dict[str, list[str]]:
@@ -81,7 +68,7 @@ def _fitted_numbers() -> dict[str, list[str]]:
     return found
 
 
-def _print_errors(title: str, groups: list[GroupErrors]) -> None:
+def _print_errors(groups: list[GroupErrors]) -> None:
     header = ("", "rows", "unseen: median", "P90", "bias", "null: median", "P90", "preset: median", "P90", "floor P90")
     rows = [
         (
@@ -94,7 +81,7 @@ def _print_errors(title: str, groups: list[GroupErrors]) -> None:
         for group in groups
     ]
     get_console().print()
-    print_grid(title, header, rows)
+    print_grid("errors by family", header, rows)
 
 
 def _print_steps(steps: list[StepErrors], band: ErrorBand) -> None:
@@ -116,27 +103,18 @@ def _tell(errors: ErrorStatistics) -> list[str]:
     return [str(errors.rows), f"{errors.median:.1%}", f"{errors.p90:.1%}"]
 
 
-def _write(
-    folder: Path,
-    predictions: list[PredictedRow],
-    families: list[GroupErrors],
-    causes: list[GroupErrors],
-    steps: list[StepErrors],
-) -> None:
+def _write(folder: Path, predictions: list[PredictedRow], families: list[GroupErrors], steps: list[StepErrors]) -> None:
     """Write the predictions, their errors and the plot to a folder."""
     with writing(folder / "predictions.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
-        names = ("id", "machine", "kernel", "method", "measured [s]", "unseen [s]", "null [s]", "preset [s]")
-        table.writerow([*names, *(f"{cause}, unseen [s]" for cause in CAUSES)])
+        table.writerow(["id", "machine", "kernel", "method", "measured [s]", "unseen [s]", "null [s]", "preset [s]"])
         for one in predictions:
             row = one.row
-            seconds = (row.seconds, one.unseen, one.null, one.preset, *one.causes.values())
+            seconds = (row.seconds, one.unseen, one.null, one.preset)
             table.writerow([row.id, row.machine, row.kernel, row.method, *(f"{x:.6g}" for x in seconds)])
     record = {
         "kind": "modelled against published measurements",
-        "all": asdict(errors_of("all", predictions)),
         "families": [asdict(group) for group in families],
-        "causes": [asdict(group) for group in causes],
         "steps of training": [asdict(one) for one in steps],
         "choices": asdict(judge_choices(predictions)),
         "bands": {

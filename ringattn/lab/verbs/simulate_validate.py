@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from msgspec import Struct
 
 from ...cli.config.groups import ConfigGroup, OutputGroup, TransportGroup, check_least, refuse_stdout
 from ...cli.config.schema import SimulateConfig, ValidateGroup, parse_size
@@ -56,12 +55,11 @@ def main(config: SimulateConfig) -> None:
             check_ranks(calibration, "none")
             calibrate.check(calibration)
             start_ranks(calibration, calibrate.measure_on, "calibrate")
-        machine, made = _read(path)
+        machine, made, calibrated = _read(path)
     assert machine.kernel is not None, "checked"
     rows, options = _held_out_rows(config, machine.kernel.grid("dense", False).rows), config.validate
-    made_with = made["heads"], made["head_dim"], made["dtype"], made["kernel"]
-    settings = Settings(*made_with, options.repeat, options.seconds)
-    runs = _measure(rows, settings, made, options)
+    settings = replace(calibrated, repeat=options.repeat, seconds=options.seconds)
+    runs = _measure(rows, settings, options)
     record: dict[str, Any] = {"kind": "measured", "machine": made, "rows": list(rows), "ranks": []}
     for ranks in options.ranks:
         cases, on_node = validation_cases(rows, ranks), machine.changed(ranks_per_node=ranks)
@@ -74,18 +72,15 @@ def main(config: SimulateConfig) -> None:
         write_json(config.output.path, record)
 
 
-class Calibrated(Struct):
-    """What the validation takes from a calibration."""
+@dataclass(frozen=True, kw_only=True)
+class Calibrated(Settings):
+    """The settings of a calibration, as its machine file holds them."""
 
-    heads: Count
-    head_dim: Count
-    dtype: str
-    kernel: str
     threads: Count
     pace: Positive | None = None
 
 
-def _read(path: Path) -> tuple[Machine, dict[str, Any]]:
+def _read(path: Path) -> tuple[Machine, dict[str, Any], Calibrated]:
     """The machine of a file, and how it was measured. Raises InvalidInput unless calibrated with Gloo on CPUs."""
     machine, made = read_calibration(path)
     if machine.kernel is None or (made.get("transport"), made.get("device")) != ("gloo", "cpu"):
@@ -93,8 +88,7 @@ def _read(path: Path) -> tuple[Machine, dict[str, Any]]:
             f"machine.path={path}: the validation needs a calibration of Gloo ranks on CPUs; make the file with "
             "ringattn calibrate transport=gloo, or leave machine out to calibrate now"
         )
-    as_kind(made, Calibrated, f"{path}: made")
-    return machine, made
+    return machine, made, as_kind(made, Calibrated, f"{path}: made")
 
 
 def _check(config: SimulateConfig) -> None:
@@ -147,9 +141,7 @@ def _calibration_config(config: SimulateConfig, path: Path) -> CalibrateConfig:
     )
 
 
-def _measure(
-    rows: Sequence[int], settings: Settings, made: dict[str, Any], options: ValidateGroup
-) -> dict[int, list[Runs]]:
+def _measure(rows: Sequence[int], settings: Calibrated, options: ValidateGroup) -> dict[int, list[Runs]]:
     """The runs of the held-out passes by number of ranks, on new local ranks with the calibration's threads."""
     count = max(options.ranks)
     each = plural(len(validation_cases(rows, count)), "kind")
@@ -157,17 +149,17 @@ def _measure(
     runs: list[dict[int, list[Runs]]] = run_local(
         _measure_rank,
         count,
-        *(rows, settings, made.get("pace"), options),
+        *(rows, settings, options),
         timeout=math.inf,
         group_timeout=options.timeout,
-        threads=options.threads or made["threads"],
+        threads=options.threads or settings.threads,
         show=True,
     )
     return runs[0]
 
 
 def _measure_rank(
-    rank: int, rows: Sequence[int], settings: Settings, pace: float | None, options: ValidateGroup
+    rank: int, rows: Sequence[int], settings: Calibrated, options: ValidateGroup
 ) -> dict[int, list[Runs]]:
     """The runs of each pass by number of ranks, measured by one rank in rounds, at the pace of the calibration."""
     device, timeout = torch.device("cpu"), options.timeout
@@ -178,9 +170,9 @@ def _measure_rank(
         for count, group in groups.items()
         if rank < count
     }
-    if pace is not None:
+    if settings.pace is not None:
         for team in teams.values():
-            team.keep_pace(make_reference(find_kernel(settings, device), settings, device), pace)
+            team.keep_pace(make_reference(find_kernel(settings, device), settings, device), settings.pace)
     rounds: dict[int, list[Runs]] = {count: [] for count in teams}
     for number in everyone.rounds(settings):
         for count, team in teams.items():
@@ -192,14 +184,12 @@ def _print(ranks: int, passes: list[Pass], machine: Machine, groups: dict[str, E
     """Print a table of the passes, and a table of the errors by group."""
     rows = []
     for one in passes:
-        interval = machine.interval(one.modelled, LEVEL)
-        measured = median(one.seconds)
-        bounds = f"{duration(interval[0])} .. {duration(interval[1])}" if interval else "not known"
-        error, by_clock = (f"{one.modelled / median(t) - 1:+.0%}" for t in (one.seconds, one.raw or one.seconds))
-        rows.append((str(one.case), duration(measured), duration(one.modelled), error, by_clock, bounds))
+        interval, measured = machine.interval(one.modelled, LEVEL), median(one.seconds)
+        bounds = " .. ".join(map(duration, interval)) if interval else "not known"
+        error = f"{one.modelled / measured - 1:+.0%}"
+        rows.append((str(one.case), duration(measured), duration(one.modelled), error, bounds))
     get_console().print()
-    header = ("pass", "measured", "modelled", "error", "clock", f"{LEVEL:.0%} interval")
-    print_grid(f"{ranks} Gloo ranks; clock: the error by times not corrected for the machine's pace", header, rows)
+    print_grid(f"{ranks} Gloo ranks", ("pass", "measured", "modelled", "error", f"{LEVEL:.0%} interval"), rows)
     get_console().print()
     table = []
     for name, e in groups.items():

@@ -252,7 +252,7 @@ def test_rounds_are_joined() -> None:
         times = [measuring_ranks.TimedBytes(256, (t, t + 1))]
         works = [fits.Sample("dense", False, 8, 8, 1.0, (t,)), fits.Sample("dense", False, 8, 16, 1.0, (t, t))]
         overlaps = [Overlap(8, 64, (t,), (t, t), (t,))]
-        return Round(((t,), (t, t)), works, times, {"": times, "node_": times}, overlaps, [((t, 1.0),)] * 2)
+        return Round(((t,), (t, t)), works, times, {"": times, "node_": times}, overlaps, [(t,)] * 2)
 
     found = Round.join([measure(1.0), measure(5.0)])
     assert found.overheads == ((1.0, 5.0), (1.0, 1.0, 5.0, 5.0))
@@ -260,7 +260,7 @@ def test_rounds_are_joined() -> None:
     assert found.merges == [measuring_ranks.TimedBytes(256, (1.0, 2.0, 5.0, 6.0))]
     assert found.shifts == {"": found.merges, "node_": found.merges}
     assert found.overlaps == [Overlap(8, 64, (1.0, 5.0), (1.0, 1.0, 5.0, 5.0), (1.0, 5.0))]
-    assert found.runs == [((1.0, 1.0), (5.0, 1.0))] * 2
+    assert found.runs == [(1.0, 5.0)] * 2
 
 
 @pytest.mark.parametrize("repeat", [1, 2])
