@@ -135,10 +135,6 @@ class BenchSuite:
     bars: tuple[str, Callable[[CaseRecord], dict[str, float]]] | None = None
 
 
-#: Reads a number from a case's record; None if the record lacks it.
-Values = Callable[[CaseRecord], float | None]
-
-
 def make_settings(
     tokens: int, dtype: str = "float32", *, heads: int = HEADS, head_dim: int = HEAD_DIM, **more: Any
 ) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from ...text import duration, size
 from ..pages.figures import COLOURS, draw_lines, drawing, to_svg
-from .case import BenchSuite, CaseRecord, Values
+from .case import BenchSuite, CaseRecord
 
 #: Endings of case names that the plot's title states, so that bar labels omit them.
 PASSES = ("_forward", "_backward", "_step")
@@ -27,7 +27,11 @@ def draw(cases: list[CaseRecord], suite: BenchSuite | None) -> list[tuple[str, M
         return []
     drawn = []
     for title, value, unit in (("median time", median, duration), ("peak of tensors", peak_of_tensors, size)):
-        if series := _over_tokens(cases, value):
+        series: dict[str, list[tuple[int, float]]] = {}
+        for case in cases:
+            if "system" in case["settings"] and (number := value(case)) is not None:
+                series.setdefault(line_name(case), []).append((case["settings"]["tokens"], number))
+        if series := {name: sorted(points) for name, points in series.items() if len(points) > 2}:
             drawn.append(_draw_lines(title, series, unit))
     if drawn:
         return drawn
@@ -53,15 +57,6 @@ def peak_of_tensors(case: CaseRecord) -> float | None:
 def line_name(case: CaseRecord) -> str:
     """The name of a system, with the number of real ranks it ran on."""
     return str(case["settings"]["system"]) + (f", {case['ranks']} ranks" if case["ranks"] > 1 else "")
-
-
-def _over_tokens(cases: list[CaseRecord], value: Values) -> dict[str, list[tuple[int, float]]]:
-    """Points (tokens, value) by system, for systems with more than two lengths."""
-    series: dict[str, list[tuple[int, float]]] = {}
-    for case in cases:
-        if "system" in case["settings"] and (number := value(case)) is not None:
-            series.setdefault(line_name(case), []).append((case["settings"]["tokens"], number))
-    return {name: sorted(points) for name, points in series.items() if len(points) > 2}
 
 
 def _draw_lines(title: str, series: dict[str, list[tuple[int, float]]], show: Show) -> tuple[str, Markup]:

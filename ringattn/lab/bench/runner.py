@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,7 +43,7 @@ from .records import FORMAT, open_results
 FAILURES = (RingAttentionError, MemoryError, AssertionError, RuntimeError)
 #: The message of torch's CPU allocator when it is out of memory; torch has no type for this error.
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-#: A case is not tried if one call is expected, from the times of shorter cases, to take more seconds than this.
+#: A case is not tried if one call is expected, from the time of a shorter case, to take more seconds than this.
 MOST_CALL = 60.0
 #: Failures that a rank reports after it has lost another rank, so never the cause.
 FOLLOWING = ("CommFailure", "RuntimeError")
@@ -122,30 +121,19 @@ def run_case(case: BenchCase, header: dict[str, Any], done: dict[str, CaseRecord
 
 
 def _why_not(case: BenchCase, repeat: int, done: dict[str, CaseRecord]) -> str:
-    """The reason why a case is not tried, from the results of shorter cases; empty if it is to be tried.
+    """The reason why a case is not tried, from the result of a shorter case; empty if it is to be tried.
 
-    The time of a call is extrapolated from the fastest rounds of the next two shorter cases, or in proportion to the
-    tokens from one.
+    A call is expected to take at least as long as the fastest round of the shorter case, in proportion to the tokens.
     """
     shorter = done.get(case.after or "")
     if shorter is None:
         return ""
     if "failed" in shorter:
         return f"{case.after} failed: {shorter['failed']['class']}"
-    (tokens, seconds), *before = _lengths(case, done)
-    power = max([1.0, *(log(seconds / y) / log(tokens / x) for x, y in before[:1])])
-    call = seconds * (case.settings["tokens"] / tokens) ** power
+    call = shorter["columns"]["forward"]["min"] * case.settings["tokens"] / shorter["settings"]["tokens"]
     if call <= MOST_CALL:
         return ""
     return f"estimated {call * (repeat + 2) / 60:,.0f} minutes: a call would take {duration(call)} (extrapolated)"
-
-
-def _lengths(case: BenchCase, done: dict[str, CaseRecord]) -> list[tuple[int, float]]:
-    """(tokens, least seconds of a call) of shorter measured cases of the same system and ranks, the longest first."""
-    own = (case.settings["system"], case.ranks)
-    alike = [x for x in done.values() if (x["settings"].get("system"), x["ranks"]) == own and x["columns"]]
-    lengths = [(x["settings"]["tokens"], x["columns"]["forward"]["min"]) for x in alike]
-    return sorted((x for x in lengths if x[0] < case.settings["tokens"]), reverse=True)
 
 
 def _failure(kind: str, message: str) -> dict[str, Any]:
