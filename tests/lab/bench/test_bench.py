@@ -83,8 +83,9 @@ def test_the_command_of_a_report_is_one_of_a_shell_and_of_hydra() -> None:
 def test_both_forms_of_a_report_have_the_tables(suite: str, tmp_path: Path) -> None:
     path = tmp_path / "ring_cpu_2026-01-01_1.jsonl"
     lines = [
-        {**make_header(), "suite": suite},
+        {**make_header(), "suite": suite, "planned": 3},
         {"key": "x", **bench_runner.summarise_case(case(1.5), RAW), "source": "another"},
+        {"key": "y", **bench_runner.summarise_case(case(1.5), [bench_runner._failure("OutOfMemory", "<script>")])},
     ]
     path.write_bytes(b"".join(map(write_line, lines)))
     report = BenchReport(records.read_results(path), "ringattn report ring")
@@ -93,7 +94,8 @@ def test_both_forms_of_a_report_have_the_tables(suite: str, tmp_path: Path) -> N
     assert "| x | single / ring | 2.000 |" in text and "| >= 1.5 | yes |" in text and "1.0e-07" in text
     assert "<td>single / ring</td>" in page and 'data-v="2.0"' in page
     for form in (text, page):
-        assert "measured different versions" in form and "1 of 2 cases" in form and "ringattn report ring" in form
+        assert "measured different versions" in form and "2 of 3 cases" in form and "ringattn report ring" in form
+        assert "OutOfMemory: &lt;script" in form
 
 
 def test_a_failure_has_a_class_and_ends_what_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
