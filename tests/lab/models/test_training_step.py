@@ -256,10 +256,8 @@ def test_checkpointing_trades_time_for_memory() -> None:
     assert sorted(kept, reverse=True) == kept
 
 
-def test_more_of_anything_is_not_slower_and_more_tokens_are() -> None:
+def test_more_tokens_take_longer_and_more_sequences_hide_collectives() -> None:
     base = step(cp=2, dp=4)
-    for name in ("bandwidth", "node_bandwidth", "matmul", "merge", "flops"):
-        assert step(replace(MACHINE, **{name: 2 * getattr(MACHINE, name)}), cp=2, dp=4).seconds <= base.seconds, name
     assert step(cp=2, dp=4, tokens=2 * TOKENS).seconds > base.seconds
     assert step(cp=2, dp=4, rows=2).tokens_per_second > base.tokens_per_second, "collectives are hidden better"
     assert step().fits
