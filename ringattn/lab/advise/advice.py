@@ -187,9 +187,8 @@ class Advice:
     @property
     def launch(self) -> str:
         """The command that launches the best candidate in torchtitan, with the model's config file."""
-        best, parallel, pipeline = self.best[0], self.best[0].parallel, self.best[0].pipeline
+        best, parallel = self.best[0], self.best[0].parallel
         node = min(best.offer.machine.ranks_per_node, best.step.gpus)
-        parts = pipeline.stages * pipeline.interleaved
         numbers = {
             "job.config_file": f"{self.question.model.name}.toml",
             "training.seq_len": self.question.tokens,
@@ -197,7 +196,7 @@ class Advice:
             f"parallelism.data_parallel_{'replicate' if parallel.shard == 'none' else 'shard'}_degree": parallel.dp,
             "parallelism.context_parallel_degree": parallel.cp,
             "parallelism.tensor_parallel_degree": parallel.tp,
-            "parallelism.pipeline_parallel_degree": pipeline.stages,
+            "parallelism.pipeline_parallel_degree": parallel.pp,
             "parallelism.expert_parallel_degree": parallel.ep,
             "parallelism.expert_tensor_parallel_degree": parallel.tp,
             "parallelism.fsdp_reshard_after_forward": "always" if parallel.shard == "weights" else "never",
@@ -205,10 +204,12 @@ class Advice:
             "activation_checkpoint.mode": {"attention": "full"}.get(parallel.checkpointing, parallel.checkpointing),
             "activation_checkpoint.selective_ac_option": "op",
         }
-        if pipeline.interleaved > 1:
+        if parallel.interleaved > 1:
             numbers |= {
                 "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
-                "parallelism.pipeline_parallel_layers_per_stage": ceil(self.question.model.layers / parts),
+                "parallelism.pipeline_parallel_layers_per_stage": ceil(
+                    self.question.model.layers / (parallel.pp * parallel.interleaved)
+                ),
                 "parallelism.pipeline_parallel_first_stage_less_layers": 0,
                 "parallelism.pipeline_parallel_last_stage_less_layers": 0,
             }
@@ -330,8 +331,8 @@ def find_frontier(question: Question, offer: Offer, checkpointing: str) -> list[
 
 def _any_fits(question: Question, offer: Offer, gpus: int, checkpointing: str) -> bool:
     return any(
-        question.step(offer.machine, parallel, pipeline, least_attention_of_layers).fits is not False
-        for parallel, pipeline in list_spreads(question, offer.machine, gpus)
+        question.step(offer.machine, parallel, least_attention_of_layers).fits is not False
+        for parallel in list_spreads(question, offer.machine, gpus)
         if parallel.checkpointing == checkpointing and parallel.shard in ("weights", "none")
     )
 
@@ -391,7 +392,7 @@ def _vary_bandwidth(question: Question, candidate: TrainingCandidate) -> list[Tr
     """The candidate at each of BANDWIDTHS."""
     machine = candidate.offer.machine
     machines = (replace(machine, bandwidth=factor * machine.bandwidth) for factor in BANDWIDTHS)
-    steps = (question.step(one, candidate.parallel, candidate.pipeline) for one in machines)
+    steps = (question.step(one, candidate.parallel) for one in machines)
     return [replace(candidate, step=step) for step in steps]
 
 
@@ -430,9 +431,8 @@ def _record(candidate: TrainingCandidate) -> dict[str, Any]:
     return {
         "machine": candidate.offer.name,
         "gpus": step.gpus,
-        **{name: getattr(parallel, name) for name in ("cp", "dp", "tp", "ep", "layout", "schedule", "checkpointing")},
-        "pp": candidate.pipeline.stages,
-        "interleaved": candidate.pipeline.interleaved,
+        **{name: getattr(parallel, name) for name in ("cp", "dp", "tp", "ep", "pp", "interleaved")},
+        **{name: getattr(parallel, name) for name in ("layout", "schedule", "checkpointing")},
         "sharding": parallel.shard,
         "batch": parallel.rows * parallel.dp,
         **{name: getattr(step, name) for name in ("plan", "mfu", "tflops", "parts", "memory")},

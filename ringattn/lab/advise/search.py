@@ -17,7 +17,6 @@ from ...machine.machine import Machine
 from ..models.attention import LayerAttention, attention_of_layers, count_pairs
 from ..models.config import ModelConfig
 from ..models.parallel import CHECKPOINTING, Parallel
-from ..models.pipeline import Pipeline
 from ..models.training import ATTENTION_PARTS, Attend, StepEstimate, training_step
 
 #: Layouts to compare; without windows only the first, as contiguous shards load ranks unequally.
@@ -77,11 +76,9 @@ class Question:
             counts.append(counts[-1] // 2)
         return counts
 
-    def step(
-        self, machine: Machine, parallel: Parallel, pipeline: Pipeline, attend: Attend = attention_of_layers
-    ) -> StepEstimate:
+    def step(self, machine: Machine, parallel: Parallel, attend: Attend = attention_of_layers) -> StepEstimate:
         """A step of training on `machine`."""
-        return training_step(self.model, machine, self.tokens, parallel, pipeline, self.dtype, attend)
+        return training_step(self.model, machine, self.tokens, parallel, self.dtype, attend)
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,6 @@ class TrainingCandidate:
 
     offer: Offer
     parallel: Parallel
-    pipeline: Pipeline
     step: StepEstimate
     #: Seconds of attention at the rate of a full GPU, without messages: a lower bound for every schedule.
     least_attention: float
@@ -98,7 +94,7 @@ class TrainingCandidate:
     @property
     def shape(self) -> Shape:
         """cp, dp, tp, pp and ep."""
-        return self.parallel.cp, self.parallel.dp, self.parallel.tp, self.pipeline.stages, self.parallel.ep
+        return self.parallel.cp, self.parallel.dp, self.parallel.tp, self.parallel.pp, self.parallel.ep
 
     @property
     def seconds(self) -> float:
@@ -129,8 +125,9 @@ class TrainingCandidate:
     @property
     def choices(self) -> str:
         """Checkpointing, sharding and the parts of a stage, as text."""
-        parts = f", interleaved={self.pipeline.interleaved}" if self.pipeline.interleaved > 1 else ""
-        return f"checkpointing={self.parallel.checkpointing}, sharding={self.parallel.shard}{parts}"
+        parallel = self.parallel
+        parts = f", interleaved={parallel.interleaved}" if parallel.interleaved > 1 else ""
+        return f"checkpointing={parallel.checkpointing}, sharding={parallel.shard}{parts}"
 
 
 @dataclass
@@ -155,12 +152,12 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
     """
     found, best = Found(), dict[Shape, TrainingCandidate]()
     waiting: list[TrainingCandidate] = []
-    for parallel, pipeline in list_spreads(question, offer.machine, gpus):
-        step = question.step(offer.machine, parallel, pipeline, least_attention_of_layers)
+    for parallel in list_spreads(question, offer.machine, gpus):
+        step = question.step(offer.machine, parallel, least_attention_of_layers)
         attention = sum(step.parts[name] for name in ATTENTION_PARTS)
         for layout, schedule in list_plans(offer.machine, question.model, parallel):
             spread = replace(parallel, layout=layout, schedule=schedule)
-            bound = TrainingCandidate(offer, spread, pipeline, step, attention)
+            bound = TrainingCandidate(offer, spread, step, attention)
             if step.fits is False:
                 found.too_large.append(bound)
             else:
@@ -171,7 +168,7 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
             found.counts["slower"] = len(waiting) - place
             break
         try:
-            candidate = replace(bound, step=question.step(offer.machine, bound.parallel, bound.pipeline))
+            candidate = replace(bound, step=question.step(offer.machine, bound.parallel))
         except RingAttentionError as error:
             found.refused[str(error)] += 1
             continue
@@ -186,7 +183,7 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
     return found
 
 
-def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tuple[Parallel, Pipeline]]:
+def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Parallel]:
     """Every cp x dp x tp x pp = `gpus`, with each ep, checkpointing and sharding.
 
     tp stays within a node and divides the K/V heads; a rank has at least one thread block of rows. A stage has one
@@ -210,9 +207,9 @@ def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tu
         shards = SHARED if cp * dp > 1 else SHARED[:1]
         experts = _divisors(gcd(model.experts, cp * dp))
         for ep, checkpointing, shard in product(experts, CHECKPOINTING, shards):
-            parallel = Parallel(cp, dp, tp, ep, checkpointing=checkpointing, shard=shard, rows=rows)
+            parallel = Parallel(cp, dp, tp, ep, checkpointing=checkpointing, shard=shard, rows=rows, pp=pp)
             for interleaved in sorted(parts) if pp > 1 else (1,):
-                yield parallel, Pipeline(pp, interleaved=interleaved)
+                yield replace(parallel, interleaved=interleaved)
 
 
 def _divisors(number: int) -> list[int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import gcd
+from dataclasses import dataclass, replace
+from math import ceil, gcd
 
 from ...errors import InvalidInput
 from ...machine.machine import Machine
@@ -70,9 +70,18 @@ class Parallel:
     #: Sequences per dp group in a step.
     rows: int = 1
     software: Software = Software()
+    #: Stages of a pipeline (1F1B), each of cp x dp x tp GPUs.
+    pp: int = 1
+    #: Micro-batches per dp group and step; None: one per sequence, or one in all without stages.
+    micro_batches: int | None = None
+    #: Parts of the layers that each stage holds.
+    interleaved: int = 1
 
     def __post_init__(self) -> None:
-        check_counts(cp=self.cp, dp=self.dp, tp=self.tp, ep=self.ep, rows=self.rows)
+        check_counts(cp=self.cp, dp=self.dp, tp=self.tp, ep=self.ep, rows=self.rows, pp=self.pp)
+        check_counts(
+            micro_batches=1 if self.micro_batches is None else self.micro_batches, interleaved=self.interleaved
+        )
         for name, options in (("checkpointing", CHECKPOINTING), ("shard", SHARDS)):
             value = getattr(self, name)
             if value not in options:
@@ -86,12 +95,38 @@ class Parallel:
         return self.cp * self.dp
 
     @property
-    def gpus(self) -> int:
-        """All GPUs of the job."""
+    def stage(self) -> int:
+        """GPUs of a stage."""
         return self.group * self.tp
 
+    @property
+    def gpus(self) -> int:
+        """All GPUs of the job."""
+        return self.pp * self.stage
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of a dp group in a step."""
+        return self.micro_batches or (self.rows if self.pp > 1 else 1)
+
+    @property
+    def in_flight(self) -> float:
+        """How many micro-batches have activations on the first stage at once (Narayanan et al. 2021)."""
+        return min(self.count, self.pp if self.interleaved == 1 else self.pp + (self.pp - 1) / self.interleaved)
+
+    def busiest_stage(self, model: ModelConfig, tokens: int) -> ModelConfig:
+        """The model of the busiest stage: it has the most layers and keys, and one table, the embedding or the output.
+
+        Its weights are stored as in training, without a dtype of their own.
+        """
+        layers = ceil(model.layers / self.pp)
+        cuts = [model.windows[start : start + layers] for start in range(0, model.layers - layers + 1, layers)]
+        windows = max(cuts, key=lambda cut: sum(tokens if window is None else min(window, tokens) for window in cut))
+        tied = model.tied or self.pp > 1
+        return replace(model, layers=layers, windows=windows, tied=tied, mlp_item=None, attention_item=None)
+
     def check(self, model: ModelConfig, machine: Machine, tokens: int) -> None:
-        """Raise InvalidInput where the model, the nodes or the tokens cannot be split this way."""
+        """Raise InvalidInput where the model, the nodes, the tokens or the sequences cannot be split this way."""
         node = machine.ranks_per_node
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < self.cp:
             raise InvalidInput(
@@ -114,5 +149,20 @@ class Parallel:
                 f"ep={self.ep} does not divide the {model.experts} experts of {model.name} and the cp x dp = "
                 f"{self.group} ranks that share them; try ep={most}"
             )
-        if node > 1 and self.gpus > node and node % self.tp and self.tp % node:
+        if node > 1 and self.stage > node and node % self.tp and self.tp % node:
             raise InvalidInput(f"tp={self.tp} splits nodes of {node} GPUs unevenly; try a divisor of {node}")
+        if self.pp * self.interleaved > model.layers:
+            raise InvalidInput(
+                f"pp={self.pp} interleaved={self.interleaved}: {model.name} has {model.layers} layers, and each part "
+                "of a stage needs one; give fewer stages or parts"
+            )
+        if self.rows % (self.micro_batches or 1):
+            raise InvalidInput(
+                f"micro_batches={self.micro_batches} must divide the batch={self.rows} sequences of a dp group; try "
+                f"batch={self.micro_batches}"
+            )
+        if self.interleaved > 1 and self.count % self.pp:
+            raise InvalidInput(
+                f"interleaved={self.interleaved} needs a multiple of pp={self.pp} micro-batches, but there are "
+                f"{self.count}; try batch={self.pp}"
+            )

@@ -26,7 +26,6 @@ from .layer import (
     slowdown_seconds,
 )
 from .parallel import SHARDS, Parallel
-from .pipeline import ONE_STAGE, Pipeline
 
 #: Bytes of a gradient while it is reduced: fp32, as FSDP does.
 GRADIENT = 4
@@ -113,7 +112,6 @@ def training_step(
     machine: Machine,
     tokens: int,
     parallel: Parallel,
-    pipeline: Pipeline = ONE_STAGE,
     dtype: str = "bfloat16",
     attend: Attend = attention_of_layers,
 ) -> StepEstimate:
@@ -126,34 +124,31 @@ def training_step(
     """
     parallel.check(model, machine, tokens)
     check_dtype(machine, dtype)
-    pipeline.check(model, parallel.rows)
-    count, gpus, sequences = pipeline.count(parallel.rows), pipeline.stages * parallel.gpus, parallel.rows * parallel.dp
+    count, sequences = parallel.count, parallel.rows * parallel.dp
     micro = replace(parallel, rows=parallel.rows // count)
-    stage = pipeline.busiest_stage(model, tokens)
+    stage = parallel.busiest_stage(model, tokens)
     layers = attend(stage, machine, tokens, micro, dtype)
     costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
     pairs = sum(count_pairs(window, tokens) for window in model.windows)
     memory = _memory(costs, layers)
     copies = LOGIT_COPIES // LOGIT * memory["logits"]
     if count > 1:
-        kept = ceil(pipeline.kept(count) * (memory["activations"] - costs.again_bytes))
+        kept = ceil(parallel.in_flight * (memory["activations"] - costs.again_bytes))
         memory |= {"activations": kept + costs.again_bytes, "gradients": costs.gradient_bytes}
     return StepEstimate(
-        gpus=gpus,
+        gpus=parallel.gpus,
         tokens=sequences * tokens,
-        parts=_pipelined(costs, pipeline, _parts(costs, layers), count, model.layers % pipeline.stages > 0),
+        parts=_pipelined(costs, _parts(costs, layers), count, model.layers % parallel.pp > 0),
         memory=memory,
         copies=copies,
         machine=machine,
         flops=sequences * (6.0 * model.active_parameters * tokens + 12.0 * model.head_dim * model.heads * pairs),
         plan=describe_layers(layers),
-        checkpoint_bytes=CHECKPOINT * model.parameters / gpus,
+        checkpoint_bytes=CHECKPOINT * model.parameters / parallel.gpus,
     )
 
 
-def _pipelined(
-    costs: LayerCosts, pipeline: Pipeline, one: dict[str, float], count: int, left_over: bool
-) -> dict[str, float]:
+def _pipelined(costs: LayerCosts, one: dict[str, float], count: int, left_over: bool) -> dict[str, float]:
     """Seconds of each part of a step of `count` micro-batches; `one` has those of one in the busiest stage.
 
     All stages take as long as the one with the most layers and keys. Where layers are left over, the stage with the
@@ -162,17 +157,18 @@ def _pipelined(
     "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021, section 2.2). Messages
     between stages add only what exceeds the computing that they overlap with.
     """
+    parallel = costs.parallel
     if left_over:
         layer = sum(seconds for name, seconds in one.items() if name not in BESIDE_LAYERS) / costs.model.layers
         one["loss"] = max(one["loss"] - layer, 0.0)
     # ZeRO 3 gathers and reduces for each micro-batch; otherwise the gradients of all are summed first.
-    once = ("optimiser",) if costs.parallel.shard == "weights" else ("optimiser", "fsdp")
+    once = ("optimiser",) if parallel.shard == "weights" else ("optimiser", "fsdp")
     repeated = sum(seconds for name, seconds in one.items() if name not in once)
-    sent = message_seconds(costs.machine, costs.input_bytes, costs.parallel.gpus, pipeline.stages)
+    sent = message_seconds(costs.machine, costs.input_bytes, parallel.stage, parallel.pp)
     return {
         **{name: seconds if name in once else count * seconds for name, seconds in one.items()},
-        "pp": count * max(2 * pipeline.interleaved * sent - repeated, 0.0),
-        "bubble": (pipeline.stages - 1) / pipeline.interleaved * repeated,
+        "pp": count * max(2 * parallel.interleaved * sent - repeated, 0.0),
+        "bubble": (parallel.pp - 1) / parallel.interleaved * repeated,
     }
 
 

@@ -12,7 +12,6 @@ from ...machine.bands import ErrorBand
 from ...machine.presets import get_machine
 from ..models.config import ModelConfig
 from ..models.parallel import Parallel, Software
-from ..models.pipeline import Pipeline
 from ..models.training import training_step
 from .errors import ErrorStatistics, band_of
 
@@ -69,8 +68,8 @@ def step_errors() -> tuple[list[StepErrors], ErrorBand]:
 def _predict(row: dict[str, str]) -> tuple[float, int, int]:
     """Modelled tokens/s per GPU, bytes that it needs, and bytes that an allocator reserves."""
     names = "layers hidden heads kv_heads mlp vocab gpus_per_node dp cp tp pp micro_batches interleaved seq rows_per_dp"
-    sizes = {name: int(row[name]) for name in names.split()}
-    shape: dict[str, Any] = {name: sizes[name] for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "vocab")}
+    sizes: dict[str, Any] = {name: int(row[name]) for name in names.split()}
+    shape = {name: sizes[name] for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "vocab")}
     model = ModelConfig(
         name=row["model"],
         **shape,
@@ -91,9 +90,7 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
     if whole:
         software = replace(software, states=Software.states)
     parallel = Parallel(
-        cp=sizes["cp"],
-        dp=sizes["dp"],
-        tp=sizes["tp"],
+        **{name: sizes[name] for name in ("cp", "dp", "tp", "pp", "micro_batches", "interleaved")},
         rows=sizes["rows_per_dp"],
         # Transformer Engine passes messages around a ring; torch gathers all keys and values at once.
         schedule="ring" if name == "NeMo" else "allgather",
@@ -101,7 +98,6 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
         shard="optimizer" if whole else "weights",
         software=software,
     )
-    pipeline = Pipeline(sizes["pp"], sizes["micro_batches"], sizes["interleaved"])
     limited = name == "torchtitan" and row["gpu"] == "h100"
     machine = get_machine(("h100_500w_ib" if limited else MACHINES[row["gpu"]]) + library)
     node, links = sizes["gpus_per_node"], machine.node_bandwidth or 0.0
@@ -109,5 +105,5 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
     if node == 4 and ring > 1:  # HGX boards of 4 join each pair of GPUs by a third of their links
         links *= (ring - 1) / 3
     machine = replace(machine, ranks_per_node=node, node_bandwidth=links)
-    step = training_step(model, machine, sizes["seq"], parallel, pipeline)
+    step = training_step(model, machine, sizes["seq"], parallel)
     return step.tokens_per_second, step.needed, step.reserved

@@ -22,7 +22,6 @@ from ..models.config import ModelConfig, load_model
 from ..models.inference import decode, prefill
 from ..models.layer import ModelEstimate
 from ..models.parallel import Parallel, Software
-from ..models.pipeline import Pipeline
 from ..models.training import EXPERTS_STEPS, PUBLISHED_STEPS, StepEstimate, training_step
 
 PHASES = ("training", "prefill", "decode")
@@ -41,10 +40,7 @@ def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, Model
     check_file("model", config.model.spec, config.model.path, "the config.json of a Hugging Face model")
     model = load_model(config.model.path or str(config.model.spec))
     parallel = Parallel(
-        cp=config.cp,
-        dp=config.dp,
-        tp=config.tp,
-        ep=config.ep,
+        **{name: getattr(config, name) for name in ("cp", "dp", "tp", "ep", "pp", "micro_batches", "interleaved")},
         layout=config.layout.spec,
         schedule=config.schedule.spec,
         checkpointing=config.checkpointing,
@@ -52,10 +48,9 @@ def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, Model
         rows=config.batch,
         software=Software(fp8=config.fp8),
     )
-    pipeline = Pipeline(config.pp, config.micro_batches, config.interleaved)
-    machine, tokens = config.machine.made(ranks=parallel.gpus * pipeline.stages), config.size()
+    machine, tokens = config.machine.made(ranks=parallel.gpus), config.size()
     if config.phase == "training":
-        return model, parallel, training_step(model, machine, tokens, parallel, pipeline, config.dtype)
+        return model, parallel, training_step(model, machine, tokens, parallel, config.dtype)
     if config.phase == "prefill":
         chunk = None if config.chunk is None else parse_size(config.chunk, "chunk")
         return model, parallel, prefill(model, machine, tokens, parallel, config.dtype, chunk=chunk)
@@ -92,7 +87,7 @@ def _print(
     print_paragraph(
         f"{config.phase} of {model.name}: {plural(parallel.rows * parallel.dp, 'sequence')} of "
         f"{plural(config.size(), 'token')} on {plural(estimate.gpus, 'GPU')} of {name}, cp={parallel.cp} "
-        f"dp={parallel.dp} tp={parallel.tp} ep={parallel.ep} pp={config.pp}, {config.dtype}"
+        f"dp={parallel.dp} tp={parallel.tp} ep={parallel.ep} pp={parallel.pp}, {config.dtype}"
         + (f", sharding={parallel.shard} checkpointing={parallel.checkpointing}" if config.phase == "training" else "")
     )
     if estimate.plan:
@@ -107,9 +102,7 @@ def _print(
         kept = "weights are trained" if config.phase == "training" else "weights are stored as quantized, and compute"
         print_paragraph(f"note: the config is quantized; {kept} in {config.dtype} [assumed]")
     training = isinstance(estimate, StepEstimate)
-    pipeline = Pipeline(config.pp, config.micro_batches, config.interleaved)
-    rows = parallel.rows // pipeline.count(parallel.rows)
-    band = describe_band(estimate.machine.preset, rows * -(-config.size() // parallel.cp))
+    band = describe_band(estimate.machine.preset, parallel.rows // parallel.count * -(-config.size() // parallel.cp))
     if band and config.phase == "prefill":
         print_paragraph(f"note: attention on {band}")
     print_paragraph(f"note: {PUBLISHED_STEPS if training else f'a {config.phase} has no published measurement here'}")
@@ -166,11 +159,7 @@ def _record(config: SimulateConfig, model: ModelConfig, parallel: Parallel, esti
         "model": {**asdict(model), "parameters": model.parameters, "active_parameters": model.active_parameters},
         "phase": config.phase,
         "tokens": config.size(),
-        "parallel": {
-            **asdict(parallel),
-            **{name: getattr(config, name) for name in ("pp", "micro_batches", "interleaved")},
-            "gpus": estimate.gpus,
-        },
+        "parallel": {**asdict(parallel), "gpus": estimate.gpus},
         "machine": machine_record(estimate.machine),
         **{name: getattr(estimate, name) for name in ("plan", "seconds", "parts", "memory", "fits")},
         "tokens per second and GPU": estimate.tokens_per_second,

@@ -15,7 +15,6 @@ from ringattn.lab.advise.advice import advise, nearest_miss, span
 from ringattn.lab.advise.search import Offer, Question, least_attention_of_layers, list_spreads, search
 from ringattn.lab.models.config import ModelConfig, load_model
 from ringattn.lab.models.parallel import Parallel
-from ringattn.lab.models.pipeline import Pipeline
 from ringattn.lab.models.training import ATTENTION_PARTS, StepEstimate, training_step
 from ringattn.machine.bands import STEPS
 
@@ -28,7 +27,7 @@ def ask(**more: Any) -> Question:
     return Question(**{"model": MODEL, "offers": (Offer("small", machine, 2.0),), "tokens": 4096, "gpus": 4, **more})
 
 
-def try_all(question: Question) -> list[tuple[Parallel, Pipeline, StepEstimate]]:
+def try_all(question: Question) -> list[tuple[Parallel, StepEstimate]]:
     """Every candidate on all GPUs, by loops of its own: a stage of two has one layer, and a sequence for each."""
     tried, machine = [], question.offers[0].machine
     for tp, pp in product((1, 2), (1, 2)):  # divides the 2 key/value heads and the node of 2; the 2 layers
@@ -48,20 +47,19 @@ def try_all(question: Question) -> list[tuple[Parallel, Pipeline, StepEstimate]]
             ):
                 for checkpointing in ("none", "selective", "attention", "full"):
                     for shard in ("none", "gradients", "weights") if cp * dp > 1 else ("none",):
-                        parallel = Parallel(cp, dp, tp, ep, layout, schedule, checkpointing, shard, rows=pp)
-                        step = training_step(MODEL, machine, question.tokens, parallel, Pipeline(pp))
-                        tried.append((parallel, Pipeline(pp), step))
+                        parallel = Parallel(cp, dp, tp, ep, layout, schedule, checkpointing, shard, rows=pp, pp=pp)
+                        tried.append((parallel, training_step(MODEL, machine, question.tokens, parallel)))
     return tried
 
 
 def test_the_search_finds_what_loops_over_all_candidates_find() -> None:
     question = ask()
     tried, offer = try_all(question), question.offers[0]
-    fitting = [(step.seconds / step.tokens, parallel, pipeline) for parallel, pipeline, step in tried if step.fits]
+    fitting = [(step.seconds / step.tokens, parallel) for parallel, step in tried if step.fits]
     assert 0 < len(fitting) < len(tried)  # the memory decides for some of them
     best: dict[tuple[int, ...], float] = {}
-    for seconds, parallel, pipeline in fitting:
-        shape = (parallel.cp, parallel.dp, parallel.tp, pipeline.stages, parallel.ep)
+    for seconds, parallel in fitting:
+        shape = (parallel.cp, parallel.dp, parallel.tp, parallel.pp, parallel.ep)
         best[shape] = min(seconds, best.get(shape, seconds))
     for shown in (1, 3):
         found = search(question, offer, 4, shown)
@@ -78,8 +76,8 @@ def test_the_search_finds_what_loops_over_all_candidates_find() -> None:
 def test_nothing_is_faster_or_smaller_than_the_least_step(tokens: int, flops: float | None) -> None:
     machine = MACHINE if flops is None else MACHINE.changed(flops=flops)
     question = ask(tokens=tokens, machine=machine)
-    for parallel, pipeline, step in try_all(question):
-        least = question.step(machine, parallel, pipeline, least_attention_of_layers)
+    for parallel, step in try_all(question):
+        least = question.step(machine, parallel, least_attention_of_layers)
         assert least.seconds <= step.seconds * (1 + 1e-9)
         assert all(least.parts[name] <= step.parts[name] * (1 + 1e-9) for name in ATTENTION_PARTS)
         assert all(count <= step.memory[name] for name, count in least.memory.items())
@@ -91,11 +89,11 @@ def test_pipelines_answer_where_weights_are_too_many_for_a_node() -> None:
     question = Question(load_model("llama3_405b"), (Offer("a100_40gb", machine, 1.0),), 8192, 512, 64)
     best = search(question, question.offers[0], 512, 1).best[0]
     alone = [
-        training_step(question.model, machine, 8192, parallel, pipeline)
-        for parallel, pipeline in list_spreads(question, machine, 512)
-        if pipeline.stages == 1 and parallel.cp == 1
+        training_step(question.model, machine, 8192, parallel)
+        for parallel in list_spreads(question, machine, 512)
+        if parallel.pp == 1 and parallel.cp == 1
     ]
-    assert best.pipeline.stages > 1 and best.step.fits
+    assert best.parallel.pp > 1 and best.step.fits
     assert best.seconds < min(1e9 / one.tokens * one.seconds for one in alone if one.fits)
 
 

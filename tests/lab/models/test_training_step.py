@@ -14,7 +14,6 @@ from ringattn.errors import InvalidInput
 from ringattn.lab.models.config import ModelConfig, load_model
 from ringattn.lab.models.layer import collective_seconds
 from ringattn.lab.models.parallel import CHECKPOINTING, SHARDS, Parallel, Software
-from ringattn.lab.models.pipeline import Pipeline
 from ringattn.lab.models.training import StepEstimate, training_step
 
 MODEL = ModelConfig("small", 2, 256, 4, 2, 64, 512, 1024)
@@ -104,8 +103,8 @@ def test_collectives_of_weights_are_exposed_where_they_take_longer_than_a_layer(
     quick = replace(MACHINE, bandwidth=1e15, node_bandwidth=1e15, latency=0.0, node_latency=0.0)
     assert step(quick, dp=8).parts["fsdp"] == pytest.approx(3 * 8 * (layer + outer) / 1e12, rel=1e-3)
     for shard, factors in (("none", (1, 1, 1)), ("optimizer", (1, 1, 8)), ("gradients", (1, 8, 8))):
-        parallel = Parallel(dp=8, shard=shard, rows=2)  # of two micro-batches, so that gradients are kept
-        memory = training_step(MODEL, MACHINE, TOKENS, parallel, Pipeline(micro_batches=2)).memory
+        parallel = Parallel(dp=8, shard=shard, rows=2, micro_batches=2)  # so that gradients are kept
+        memory = training_step(MODEL, MACHINE, TOKENS, parallel).memory
         sizes = zip((2, 4, 12), factors, strict=True)
         names = ("weights", "gradients", "optimizer")
         assert [memory[name] for name in names] == [size * MODEL.parameters / factor for size, factor in sizes]
@@ -310,16 +309,17 @@ def test_published_throughputs() -> None:
         return len(steps) / sum(1 / one.tokens_per_second for one in steps)
 
     def mfu(tokens: int, **spread: int) -> float:
-        parallel = Parallel(tp=8, schedule="ring", **spread, shard="gradients", checkpointing="none")
-        one = training_step(load_model("llama3_405b"), h100, tokens, parallel, Pipeline(16, interleaved=7))
+        stages: dict[str, int] = {"pp": 16, "interleaved": 7}
+        parallel = Parallel(tp=8, schedule="ring", **spread, **stages, shard="gradients", checkpointing="none")
+        one = training_step(load_model("llama3_405b"), h100, tokens, parallel)
         assert one.mfu is not None
         return 100 * one.mfu
 
-    def with_experts(name: str, stages: int, count: int, shard: str, **spread: int) -> float:
+    def with_experts(name: str, pp: int, count: int, shard: str, **spread: int) -> float:
         hidden = Software(loss_rows=None, hides_exchanges=True)
-        parallel = Parallel(**spread, shard=shard, checkpointing="none", software=hidden)
+        parallel = Parallel(**spread, pp=pp, micro_batches=count, shard=shard, checkpointing="none", software=hidden)
         on = ra.get_machine("h100_nvlink_ib/cudnn")
-        return training_step(load_model(name), on, 4096, parallel, Pipeline(stages, count)).tokens_per_second
+        return training_step(load_model(name), on, 4096, parallel).tokens_per_second
 
     wide = Parallel(dp=64)
     rows = [
