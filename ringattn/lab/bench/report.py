@@ -65,12 +65,9 @@ class BenchReport:
         suite, cases = self.suite, self.record["cases"]
         if suite is None or not cases:
             return None
-        if suite.conclude is not None:
-            text, met = suite.conclude(cases)
-            words = f"{text}; target {'met' if met else 'missed'}."
-        else:
-            words = suite.claim.ours(cases) if suite.claim else _judge(cases)
-        return words[:1].upper() + words[1:]
+        text, met = (suite.conclude or _judge)(cases)
+        target = "" if met is None else "; target met" if met else "; target missed"
+        return f"{text[:1].upper()}{text[1:]}{target}."
 
     @property
     def tables(self) -> list[ReportTable]:
@@ -110,15 +107,15 @@ class BenchReport:
         return [Plot(title, svg, f"{self.stem}_{number}.svg") for number, (title, svg) in enumerate(drawn, 1)]
 
 
-def _judge(cases: list[CaseRecord]) -> str:
+def _judge(cases: list[CaseRecord]) -> tuple[str, None]:
     """How many ratios reach their targets, and which ratio is lowest relative to its target."""
     ratios = [(ratio, case["case"]) for case in cases for ratio in case.get("ratios", ()) if ratio["target"]]
     if not ratios:
-        return f"{plural(len(cases), 'case')} measured, none with a target."
+        return f"{plural(len(cases), 'case')} measured, none with a target", None
     met = sum(ratio["met"] for ratio, _ in ratios)
     worst, name = min(ratios, key=lambda pair: pair[0]["median"] / pair[0]["target"])
     least = f"{worst['ratio']} of {name} is {worst['median']:.2f}, target {worst['target']:.3g}"
-    return f"{met} of {plural(len(ratios), 'ratio')} reached the target; the least, {least}."
+    return f"{met} of {plural(len(ratios), 'ratio')} reached the target; the least, {least}", None
 
 
 def narrow(table: ReportTable) -> ReportTable:
