@@ -5,7 +5,7 @@ The sentences around them are in templates/report.j2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from ...machine.presets import CURRENCY, MACHINES
 from ...text import duration, rate, size
 from ..pages.pages import Cell, Plot, ReportTable
 from .space import Point
-from .tables import DIRECTIONS, WAITS, Row, Table, efficiency, is_number, list_passes, show_number, total
+from .tables import DIRECTIONS, WAITS, Row, Table, is_number, list_passes, show_number, total
 
 #: Maximum rows and columns of a table in a report; sweep.csv has all rows, and wider tables are split.
 MOST_ROWS, MOST_COLUMNS = 200, 6
@@ -113,23 +113,6 @@ class StudyReport:
     machines: Sequence[str]
     extrapolations: Sequence[Mapping[str, Any]]
     remark: str
-
-    @property
-    def extremes(self) -> ReportTable:
-        """The minimum and maximum of time, computing share and memory, with the points that have them."""
-        measures: dict[str, tuple[Callable[[Row], float], Callable[[float], str]]] = {
-            "time of all passes": (lambda row: total(row, "time"), duration),
-            "computing time / time": (efficiency, "{:.1%}".format),
-            "memory of a rank": (lambda row: max(row[f"{one} memory"] for one in list_passes(row)), size),
-        }
-        if "model" in self.table.rows[0]:  # a model's time is not split in this way
-            del measures["computing time / time"]
-        rows, lines = [row for row in self.table.rows if total(row, "time")], []
-        for name, (measure, show) in measures.items() if len(rows) > 1 else ():
-            ends = (min(rows, key=measure), max(rows, key=measure))
-            cells = [cell for row in ends for cell in (f"{show(measure(row))} [modelled]", self._label(row))]
-            lines.append([name, *cells])
-        return ReportTable(["", "least", "at point", "most", "at point"], lines)
 
     @property
     def refusals(self) -> list[str]:

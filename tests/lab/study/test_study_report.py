@@ -114,16 +114,6 @@ def test_reports_escape_labels_and_end_long_tables(tmp_path: Path) -> None:
     )
 
 
-def test_reports_name_the_points_at_both_ends(tmp_path: Path) -> None:
-    table = run(study(tmp_path / "s", {"layout": ["contiguous", "zigzag"], "ranks": [4, 16], "tokens": ["256k"]}))
-    text = (tmp_path / "s" / "report.md").read_text()
-    seconds = sorted((row["forward time"], row["layout"], row["ranks"]) for row in table.rows)
-    (line,) = [line for line in text.splitlines() if line.startswith("| time of all passes | ")]
-    least, first, most, last = line.strip("| ").split(" | ")[1:]
-    assert "[modelled]" in least and "[modelled]" in most
-    assert all(f"{word}" in first for word in seconds[0][1:]) and all(f"{word}" in last for word in seconds[-1][1:])
-
-
 def test_ticks_are_in_units(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     table = run(study(tmp_path / "s", {"tokens": ["8k", "64k", "1M"], "machine.bandwidth": [1e9, 2.5e10]}))
