@@ -14,7 +14,7 @@ from ringattn.cli.config.groups import OutputGroup
 from ringattn.errors import CommFailure, InvalidInput, LaunchFailure, OutOfMemory
 from ringattn.lab.bench import SUITES, get_cases, records
 from ringattn.lab.bench import runner as bench_runner
-from ringattn.lab.bench.case import TOLERANCES, BenchCase, BenchColumn, Ratio, iqr
+from ringattn.lab.bench.case import TOLERANCES, BenchCase, BenchColumn, Ratio
 from ringattn.lab.bench.report import BenchReport
 from ringattn.lab.bench.suites import ring
 from ringattn.lab.pages.journal import write_line
@@ -118,10 +118,6 @@ def test_a_failure_has_a_class_and_ends_what_is_longer(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(bench_runner, "run_local", end)
         assert bench_runner.run_case(case(1.0), make_header(), {})["failed"]["class"] == kind
-
-
-def test_iqr_is_the_distance_of_quartiles() -> None:
-    assert iqr([5.0, 1.0, 3.0, 2.0, 4.0]) == 2.0 and iqr([7.0]) == 0.0
 
 
 def test_unknown_names() -> None:

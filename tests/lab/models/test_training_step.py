@@ -278,7 +278,6 @@ def test_cost_energy_and_failures() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"cp": 0}, "cp=0 must be a whole number"),
-        ({"shard": "all"}, "shard='all': expected one of none"),
         ({"checkpointing": "ful"}, "did you mean 'full'"),
         ({"ep": 2, "dp": 2}, "ep=2: small has no experts; leave ep out"),
         ({"tp": 3}, "tp=3 does not divide the 4 heads"),
