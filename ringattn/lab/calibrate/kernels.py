@@ -19,8 +19,6 @@ from ...simulator.timing.kernel_seconds import lower_to_tiles
 from .fits import Sample
 from .measuring_ranks import MeasuringRanks, Settings, TimedBytes, count_turns
 
-#: Seconds of forward calls, and of backward calls, on all ranks.
-Overheads = tuple[tuple[float, ...], tuple[float, ...]]
 #: Most bytes that the tensors of works taking turns may have together.
 TOGETHER = 1 << 30
 #: A ragged dense tile has this many fewer keys than rows.
@@ -140,7 +138,7 @@ def _reference_work(settings: Settings) -> Work:
     return Work(heads, heads, rows, (rows,))
 
 
-def time_overheads(ranks: MeasuringRanks, kernel: Kernel, settings: Settings) -> Overheads:
+def time_overheads(ranks: MeasuringRanks, kernel: Kernel, settings: Settings) -> list[tuple[float, ...]]:
     """Seconds of forward and of backward calls on 1 row and 1 key of 1 head: what a call takes besides its work.
 
     They take turns with calls on the reference tile, so that their data is not in the caches.
@@ -151,7 +149,7 @@ def time_overheads(ranks: MeasuringRanks, kernel: Kernel, settings: Settings) ->
         works = smallest, _reference_work(settings)
         calls = [make_call(kernel, work, settings, ranks.device, backward=backward) for work in works]
         found.append(ranks.gather_times(ranks.time_alternating(calls)[0]))
-    return found[0], found[1]
+    return found
 
 
 def time_merges(ranks: MeasuringRanks, rows: Sequence[int], settings: Settings) -> list[TimedBytes]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import partial
 from itertools import chain, cycle, pairwise
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,9 +20,7 @@ from ...simulator.timing.rates import MERGE_PASSES, own_bytes
 from . import kernels
 from .fits import Sample, fit_calls, fit_interference, fit_jitter, fit_kernel_times, fit_link
 from .measuring_ranks import MeasuringRanks, Settings, TimedBytes, count_turns
-from .passes import GRID, Pass, PassCase, Runs, list_cases, model_passes, sizes_between, time_passes
-
-T = TypeVar("T")
+from .passes import GRID, Pass, PassCase, Runs, list_cases, model_passes, sizes_between, time_pass
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,6 @@ class Overlap:
     visit: tuple[float, ...]
     message: tuple[float, ...]
     both: tuple[float, ...]
-
-
-#: A kind of measurement made in each round.
-D = TypeVar("D", Sample, TimedBytes, Overlap)
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,8 @@ class CalibrationSizes:
 class Round:
     """What one round, or all rounds together, measured. A single process has no messages, overlaps and passes."""
 
-    overheads: kernels.Overheads
+    #: Of forward calls, and of backward calls.
+    overheads: list[tuple[float, ...]]
     works: list[Sample]
     merges: list[TimedBytes]
     #: Messages to the next rank, by the prefix of the machine numbers they yield: "", or "node_" within a node.
@@ -94,20 +89,20 @@ class Round:
             for prefix, within_node in _list_links(ranks).items()
         }
         overlaps = [measure_overlap(ranks, kernel, rows, settings) for rows in sizes.rows]
-        runs: list[Runs] = [(seconds,) for seconds in time_passes(ranks, cases, settings, warm_up=first)]
+        runs: list[Runs] = [(time_pass(ranks, case, settings, warm_up=first),) for case in cases]
         return cls(overheads, samples, merges, shifts, overlaps, runs)
 
-    @classmethod
-    def join(cls, rounds: Sequence[Round]) -> Round:
-        """One Round that holds the seconds of all `rounds` for every measurement."""
-        return cls(
-            overheads=(_chain(one.overheads[0] for one in rounds), _chain(one.overheads[1] for one in rounds)),
-            works=_join([one.works for one in rounds]),
-            merges=_join([one.merges for one in rounds]),
-            shifts={prefix: _join([one.shifts[prefix] for one in rounds]) for prefix in rounds[0].shifts},
-            overlaps=_join([one.overlaps for one in rounds]),
-            runs=[_chain(runs) for runs in zip(*(one.runs for one in rounds), strict=True)],
-        )
+
+def join(parts: Sequence[Any]) -> Any:
+    """A Round, or a measurement of it, with the seconds of all `parts`: its tuples joined; all else is equal in each."""
+    first = parts[0]
+    if isinstance(first, tuple):
+        return tuple(chain.from_iterable(parts))
+    if isinstance(first, list):
+        return [join(same) for same in zip(*parts, strict=True)]
+    if isinstance(first, dict):
+        return {key: join([part[key] for part in parts]) for key in first}
+    return replace(first, **join([vars(part) for part in parts])) if is_dataclass(first) else first
 
 
 @dataclass(frozen=True)
@@ -138,7 +133,7 @@ def calibrate(
     for number in ranks.rounds(settings):
         tell(f"round {number + 1}")
         rounds.append(Round.measure(ranks, kernel, settings, sizes, cases, first=not number))
-    return _fit(ranks, settings, sizes, Round.join(rounds), cases, base)
+    return _fit(ranks, settings, sizes, join(rounds), cases, base)
 
 
 def _fit(
@@ -242,21 +237,6 @@ def _list_links(ranks: MeasuringRanks) -> dict[str, bool]:
     if ranks.nodes == 1 or ranks.ranks_per_node == 1:
         return {"": ranks.ranks_per_node > 1}
     return {"": False, "node_": True}
-
-
-def _join(rounds: Sequence[Sequence[D]]) -> list[D]:
-    """Each measurement with the seconds of all rounds."""
-
-    def chain_fields(same: Sequence[D]) -> D:
-        names = [name for name, value in vars(same[0]).items() if isinstance(value, tuple)]
-        joined: dict[str, Any] = {name: _chain(getattr(one, name) for one in same) for name in names}
-        return replace(same[0], **joined)
-
-    return [chain_fields(same) for same in zip(*rounds, strict=True)]
-
-
-def _chain(parts: Iterable[tuple[T, ...]]) -> tuple[T, ...]:
-    return tuple(chain.from_iterable(parts))
 
 
 def time_shift(

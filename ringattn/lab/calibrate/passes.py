@@ -102,14 +102,6 @@ def sizes_between(rows: Sequence[int]) -> list[int]:
     return means[1:] or means
 
 
-def time_passes(ranks: MeasuringRanks, cases: Sequence[PassCase], settings: Settings, *, warm_up: bool) -> Runs:
-    """One run of each case, with `warm_up` after a first run of the same case. Collective.
-
-    Each run has its own tensors: where the allocator puts them strongly affects a short pass.
-    """
-    return tuple(_time_pass(ranks, case, settings, warm_up) for case in cases)
-
-
 def model_passes(
     cases: Sequence[PassCase], runs_of_cases: Sequence[Runs], ranks: int, machine: Machine, settings: Settings
 ) -> list[Pass]:
@@ -120,8 +112,12 @@ def model_passes(
     ]
 
 
-def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, warm_up: bool) -> float:
-    """Seconds of a pass on the slowest rank, by its own clock, after a barrier, corrected for the machine's pace."""
+def time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, *, warm_up: bool) -> float:
+    """Seconds of a pass on the slowest rank, by its own clock, after a barrier, corrected for the machine's pace.
+
+    With `warm_up` after a first run of the same tensors: where the allocator puts them strongly affects a short pass.
+    Collective.
+    """
     plan = case.plan(ranks.size, settings)
     shape = (1, settings.heads, plan.layout.rows(ranks.rank), settings.head_dim)
     q, k, v, grad = (torch.randn(shape, device=ranks.device).to(settings.torch_dtype) for _ in range(4))

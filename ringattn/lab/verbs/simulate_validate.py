@@ -36,7 +36,7 @@ from ..calibrate.passes import (
     model_passes,
     sizes_between,
     summarise_groups,
-    time_passes,
+    time_pass,
     validation_cases,
 )
 from . import calibrate
@@ -176,7 +176,8 @@ def _measure_rank(
     rounds: dict[int, list[Runs]] = {count: [] for count in teams}
     for number in everyone.rounds(settings):
         for count, team in teams.items():
-            rounds[count].append(time_passes(team, validation_cases(rows, count), settings, warm_up=not number))
+            cases = validation_cases(rows, count)
+            rounds[count].append(tuple(time_pass(team, case, settings, warm_up=not number) for case in cases))
     return {count: list(zip(*of_ranks, strict=True)) for count, of_ranks in rounds.items()}
 
 

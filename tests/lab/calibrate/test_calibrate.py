@@ -11,7 +11,7 @@ from measured import ROWS, machine, times
 import ringattn as ra
 from ringattn.errors import InvalidInput
 from ringattn.lab.calibrate import fits, kernels, measuring_ranks
-from ringattn.lab.calibrate.measure import Calibration, Overlap, Round, list_measured
+from ringattn.lab.calibrate.measure import Calibration, Overlap, Round, join, list_measured
 from ringattn.lab.calibrate.measuring_ranks import MeasuringRanks, Settings
 from ringattn.lab.calibrate.passes import Pass, PassCase, held_out, sizes_between, summarise_errors, validation_cases
 from ringattn.lab.verbs.calibrate import _print as print_calibration
@@ -220,10 +220,10 @@ def test_rounds_are_joined() -> None:
         times = [measuring_ranks.TimedBytes(256, (t, t + 1))]
         works = [fits.Sample("dense", False, 8, 8, 1.0, (t,)), fits.Sample("dense", False, 8, 16, 1.0, (t, t))]
         overlaps = [Overlap(8, 64, (t,), (t, t), (t,))]
-        return Round(((t,), (t, t)), works, times, {"": times, "node_": times}, overlaps, [(t,)] * 2)
+        return Round([(t,), (t, t)], works, times, {"": times, "node_": times}, overlaps, [(t,)] * 2)
 
-    found = Round.join([measure(1.0), measure(5.0)])
-    assert found.overheads == ((1.0, 5.0), (1.0, 1.0, 5.0, 5.0))
+    found = join([measure(1.0), measure(5.0)])
+    assert found.overheads == [(1.0, 5.0), (1.0, 1.0, 5.0, 5.0)]
     assert [one.seconds for one in found.works] == [(1.0, 5.0), (1.0, 1.0, 5.0, 5.0)]
     assert found.merges == [measuring_ranks.TimedBytes(256, (1.0, 2.0, 5.0, 6.0))]
     assert found.shifts == {"": found.merges, "node_": found.merges}
