@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, cycle, pairwise
 from statistics import median
@@ -94,7 +94,7 @@ class Round:
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """A Round, or a measurement of it, with the seconds of all `parts`: its tuples joined; all else is equal in each."""
+    """A Round, or a measurement of it, with the seconds of all `parts`: tuples are joined, all else is equal."""
     first = parts[0]
     if isinstance(first, tuple):
         return tuple(chain.from_iterable(parts))
@@ -102,7 +102,7 @@ def join(parts: Sequence[Any]) -> Any:
         return [join(same) for same in zip(*parts, strict=True)]
     if isinstance(first, dict):
         return {key: join([part[key] for part in parts]) for key in first}
-    return replace(first, **join([vars(part) for part in parts])) if is_dataclass(first) else first
+    return replace(first, **join([vars(part) for part in parts])) if hasattr(first, "__dict__") else first
 
 
 @dataclass(frozen=True)
