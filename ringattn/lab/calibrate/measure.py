@@ -6,13 +6,12 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain, cycle, pairwise
+from itertools import chain, cycle
 from statistics import median
 from typing import Any
 
 import torch
 
-from ...errors import InvalidInput
 from ...kernels.base import Kernel
 from ...machine.machine import Machine
 from ...plan.work import Work
@@ -39,20 +38,6 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class CalibrationSizes:
-    """Ascending sizes to measure: rows and keys of tiles, keys per row of bands, bytes of messages."""
-
-    rows: Sequence[int]
-    widths: Sequence[int]
-    messages: Sequence[int]
-
-    def __post_init__(self) -> None:
-        for name, sizes, least in (("rows", self.rows, 2), ("widths", self.widths, 1), ("messages", self.messages, 2)):
-            if len(sizes) < least or any(a >= b for a, b in pairwise(sizes)) or sizes[0] < 1:
-                raise InvalidInput(f"{name}={list(sizes)}: expected at least {least} ascending sizes >= 1")
-
-
-@dataclass(frozen=True)
 class Round:
     """What one round, or all rounds together, measured. A single process has no messages, overlaps and passes."""
 
@@ -68,27 +53,20 @@ class Round:
 
     @classmethod
     def measure(
-        cls,
-        ranks: MeasuringRanks,
-        kernel: Kernel,
-        settings: Settings,
-        sizes: CalibrationSizes,
-        cases: Sequence[PassCase],
-        *,
-        first: bool,
+        cls, ranks: MeasuringRanks, kernel: Kernel, settings: Settings, cases: Sequence[PassCase], *, first: bool
     ) -> Round:
         """Measure everything once. Collective."""
         overheads = kernels.time_overheads(ranks, kernel, settings)
-        works = list(kernels.list_works(sizes.rows, sizes.widths, settings.heads))
+        works = list(kernels.list_works(settings.rows, settings.widths, settings.heads))
         samples = kernels.time_works(ranks, kernel, works, settings)
-        merges = kernels.time_merges(ranks, sizes.rows, settings)
+        merges = kernels.time_merges(ranks, settings.rows, settings)
         if ranks.size == 1:
             return cls(overheads, samples, merges, {}, [], [])
         shifts = {
-            prefix: time_shift(ranks, kernel, sizes.messages, settings, within_node=within_node)
+            prefix: time_shift(ranks, kernel, settings.messages, settings, within_node=within_node)
             for prefix, within_node in _list_links(ranks).items()
         }
-        overlaps = [measure_overlap(ranks, kernel, rows, settings) for rows in sizes.rows]
+        overlaps = [measure_overlap(ranks, kernel, rows, settings) for rows in settings.rows]
         runs: list[Runs] = [(time_pass(ranks, case, settings, warm_up=first),) for case in cases]
         return cls(overheads, samples, merges, shifts, overlaps, runs)
 
@@ -115,9 +93,7 @@ class Calibration:
     passes: list[Pass]
 
 
-def calibrate(
-    ranks: MeasuringRanks, settings: Settings, sizes: CalibrationSizes, base: Machine, tell: Callable[[str], None]
-) -> Calibration:
+def calibrate(ranks: MeasuringRanks, settings: Settings, base: Machine, tell: Callable[[str], None]) -> Calibration:
     """Measure kernels, merging, links, overlap and passes on all ranks, in rounds.
 
     Numbers that are not measured come from `base`. A single process measures only kernels and merging. `tell` receives
@@ -128,21 +104,16 @@ def calibrate(
     if ranks.device.type == "cpu":
         ranks.keep_pace(kernels.make_reference(kernel, settings, ranks.device))
     # Two calibrated sizes, and sizes in between; a single process has no passes.
-    cases = list_cases(GRID, (*sizes.rows[:2], *sizes_between(sizes.rows)) if ranks.size > 1 else (), ranks.size)
+    cases = list_cases(GRID, (*settings.rows[:2], *sizes_between(settings.rows)) if ranks.size > 1 else (), ranks.size)
     rounds = []
     for number in ranks.rounds(settings):
         tell(f"round {number + 1}")
-        rounds.append(Round.measure(ranks, kernel, settings, sizes, cases, first=not number))
-    return _fit(ranks, settings, sizes, join(rounds), cases, base)
+        rounds.append(Round.measure(ranks, kernel, settings, cases, first=not number))
+    return _fit(ranks, settings, join(rounds), cases, base)
 
 
 def _fit(
-    ranks: MeasuringRanks,
-    settings: Settings,
-    sizes: CalibrationSizes,
-    measured: Round,
-    cases: Sequence[PassCase],
-    base: Machine,
+    ranks: MeasuringRanks, settings: Settings, measured: Round, cases: Sequence[PassCase], base: Machine
 ) -> Calibration:
     """The machine, with the raw data that its file stores."""
     overhead = median(measured.overheads[0]), median(measured.overheads[1])
@@ -163,7 +134,7 @@ def _fit(
     machine = base.changed(**values, kernel=kernel_times, sources=(*kept, *((name, "measured") for name in names)))
     if ranks.size == 1:
         return Calibration(machine, samples, fits, [])
-    between = {n * ranks.size for n in sizes_between(sizes.rows)}
+    between = {n * ranks.size for n in sizes_between(settings.rows)}
     machine, modelled = _fit_passes(ranks, settings, machine, cases, measured.runs)
     passes = [each for each in modelled if each.case.tokens in between]
     samples["calls"] = [each.record for each in modelled if each.case.tokens not in between]
