@@ -219,8 +219,7 @@ class Advice:
 
     @property
     def not_fitting(self) -> list[str]:
-        """What does not fit on each machine: the nearest miss with all GPUs, and the numbers of GPUs that are too
-        few."""
+        """What does not fit on each machine: the nearest miss with all GPUs, and too small numbers of GPUs."""
         misses = {one.name: nearest_miss(self.found[one.name, self.question.gpus], one) for one in self.question.offers}
         return [f"{name}: {words}" for name, words in misses.items() if words] + [
             f"{offer.name}: nothing fits on {', '.join(map(str, none))} GPUs"

@@ -1,5 +1,4 @@
-"""The search: every way to spread a model over GPUs, pruned by bytes and lower bounds on time; the rest is
-simulated."""
+"""The search: every way to spread a model over GPUs, pruned by bytes and bounds on time; the rest is simulated."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import ceil, gcd, log
+from typing import Any
 
 from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput, RingAttentionError
@@ -16,7 +16,7 @@ from ...machine.kernel_times import BACKWARD, BLOCK
 from ...machine.machine import Machine
 from ..models.attention import LayerAttention, attention_of_layers, count_pairs
 from ..models.config import ModelConfig
-from ..models.parallel import CHECKPOINTING, Parallel
+from ..models.parallel import CHECKPOINTING, Parallel, Software
 from ..models.training import ATTENTION_PARTS, Attend, StepEstimate, training_step
 
 #: Layouts to compare; without windows only the first, as contiguous shards load ranks unequally.
@@ -78,7 +78,7 @@ class Question:
 
     def step(self, machine: Machine, parallel: Parallel, attend: Attend = attention_of_layers) -> StepEstimate:
         """A step of training on `machine`."""
-        return training_step(self.model, machine, self.tokens, parallel, self.dtype, attend)
+        return training_step(self.model, machine, self.tokens, parallel, attend)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Pa
     tp stays within a node and divides the K/V heads; a rank has at least one thread block of rows. A stage has one
     part, or the largest number, up to PARTS, that divides its layers.
     """
-    model = question.model
+    model, software = question.model, Software(dtype=question.dtype)
     for tp, cp, pp in product(_divisors(gpus), repeat=3):
         dp = gpus // (tp * cp * pp)
         if (
@@ -207,7 +207,8 @@ def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Pa
         shards = SHARED if cp * dp > 1 else SHARED[:1]
         experts = _divisors(gcd(model.experts, cp * dp))
         for ep, checkpointing, shard in product(experts, CHECKPOINTING, shards):
-            parallel = Parallel(cp, dp, tp, ep, checkpointing=checkpointing, shard=shard, rows=rows, pp=pp)
+            options: dict[str, Any] = {"checkpointing": checkpointing, "shard": shard, "software": software}
+            parallel = Parallel(cp, dp, tp, ep, rows=rows, pp=pp, **options)
             for interleaved in sorted(parts) if pp > 1 else (1,):
                 yield replace(parallel, interleaved=interleaved)
 
@@ -240,14 +241,18 @@ def list_plans(machine: Machine, model: ModelConfig, parallel: Parallel) -> Sequ
 
 
 def least_attention_of_layers(
-    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str
+    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel
 ) -> list[tuple[int, LayerAttention]]:
     """(number of layers, attention of one of them): a lower bound on time and bytes for every schedule.
 
     Attention computes the visible pairs at the rate of a full GPU, on equally busy ranks, and holds what every schedule
     holds. Messages would only add to both.
     """
-    rows, item, rates = parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype], machine.kernel_rates
+    rows, item, rates = (
+        parallel.rows * ceil(tokens / parallel.cp),
+        ITEM_BYTES[parallel.software.dtype],
+        machine.kernel_rates,
+    )
     wide, heads = max(item, 4), model.heads // parallel.tp
     output = heads * model.head_dim
     inputs = output + 2 * max(model.kv_heads // parallel.tp, 1) * model.head_dim

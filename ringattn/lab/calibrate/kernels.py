@@ -86,8 +86,7 @@ def _time_group(
 def make_call(
     kernel: Kernel, work: Work, settings: Settings, device: torch.device, *, backward: bool
 ) -> Callable[[], None]:
-    """A function that computes a work on random inputs like the executor: drops the output, or accumulates
-    gradients."""
+    """A function that computes a work on random inputs: like the executor, it drops outputs and sums gradients."""
     heads, head_dim, dtype = len(work.heads), settings.head_dim, settings.torch_dtype
     q, grad, out = (torch.randn(1, heads, len(work.q), head_dim, device=device).to(dtype) for _ in range(3))
     k, v = (torch.randn(1, heads, work.keys, head_dim, device=device).to(dtype) for _ in range(2))
@@ -153,8 +152,7 @@ def time_overheads(ranks: MeasuringRanks, kernel: Kernel, settings: Settings) ->
 
 
 def time_merges(ranks: MeasuringRanks, rows: Sequence[int], settings: Settings) -> list[TimedBytes]:
-    """For each number of rows: bytes of an output and lse in the wider dtype, and seconds to merge another into
-    them."""
+    """For each number of rows: bytes of a wide output and lse, and seconds to merge another into them."""
     times, heads, dtype = [], settings.heads, wide(settings.torch_dtype)
     for n in rows:
         size = n * heads * (settings.head_dim + 1) * dtype.itemsize

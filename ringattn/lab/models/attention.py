@@ -39,7 +39,6 @@ def attention_of_layers(
     machine: Machine,
     tokens: int,
     parallel: Parallel,
-    dtype: str,
     *,
     backward: bool = True,
     chunk: int | None = None,
@@ -70,7 +69,7 @@ def attention_of_layers(
         kv_heads=max(model.kv_heads // tp, 1),
         head_dim=model.head_dim,
         batch=parallel.rows,
-        dtype=dtype,
+        dtype=parallel.software.dtype,
         machine=machine,
     )
     return list(zip(windows.values(), layers, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil, gcd
 
+from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
 from ...machine.machine import Machine
 from ...text import did_you_mean
@@ -28,6 +29,8 @@ def check_counts(**counts: object) -> None:
 class Software:
     """How a framework runs a layer. The defaults are those of this library with torch.compile."""
 
+    #: Dtype of the activations, and of the weights that compute with them.
+    dtype: str = "bfloat16"
     #: Whether a layer's products run in 8 bits, with casts, attention excepted; the output matrix never does.
     fp8: bool = False
     #: Whether norms, rotary positions, gates and the loss are fused; if not, each of their steps is a kernel.
@@ -136,6 +139,12 @@ class Parallel:
             raise InvalidInput(
                 f"tp={self.tp} does not divide the {model.heads} heads, {model.kv_heads} key/value heads and "
                 f"{model.mlp} MLP columns of {model.name}; try a power of two up to {model.kv_heads}"
+            )
+        dtype = self.software.dtype
+        if dtype not in ITEM_BYTES or ITEM_BYTES[dtype] != ITEM_BYTES[machine.flops_dtype or dtype]:
+            raise InvalidInput(
+                f"dtype={dtype}: this machine's rates are for {machine.flops_dtype}; try "
+                f"dtype={machine.flops_dtype}, or a machine with flops= and without flops_dtype"
             )
         if self.software.fp8 and machine.matmul_fp8 is None:
             raise InvalidInput(

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 
-from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
 from ...machine.bands import STEPS
 from ...machine.machine import Machine
@@ -19,7 +18,6 @@ from .layer import (
     RESERVED,
     LayerCosts,
     ModelEstimate,
-    check_dtype,
     collective_seconds,
     memory_bandwidth,
     message_seconds,
@@ -53,7 +51,7 @@ EXPERTS_STEPS = "None of these models has experts: five published steps with exp
 #: (seconds, bytes) of collectives.
 Collectives = tuple[float, float]
 #: (number of layers, attention of one of them) for a model's layers: `attention_of_layers`, or a bound on it.
-Attend = Callable[[ModelConfig, Machine, int, Parallel, str], list[tuple[int, LayerAttention]]]
+Attend = Callable[[ModelConfig, Machine, int, Parallel], list[tuple[int, LayerAttention]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +65,7 @@ class StepEstimate(ModelEstimate):
 
     @property
     def seconds_band(self) -> tuple[float, float] | None:
-        """The (low, high) seconds between which 90 % of published steps would lie; None if the machine is not a
-        preset."""
+        """The (low, high) seconds between which 90 % of published steps would lie; None if this is no preset."""
         return (STEPS.low * self.seconds, STEPS.high * self.seconds) if self.machine.preset else None
 
     @property
@@ -108,12 +105,7 @@ class StepEstimate(ModelEstimate):
 
 
 def training_step(
-    model: ModelConfig,
-    machine: Machine,
-    tokens: int,
-    parallel: Parallel,
-    dtype: str = "bfloat16",
-    attend: Attend = attention_of_layers,
+    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, attend: Attend = attention_of_layers
 ) -> StepEstimate:
     """The modelled step of training `model` on sequences of `tokens` tokens, where `parallel` spreads each stage.
 
@@ -123,12 +115,11 @@ def training_step(
     the errors of planning and simulating.
     """
     parallel.check(model, machine, tokens)
-    check_dtype(machine, dtype)
     count, sequences = parallel.count, parallel.rows * parallel.dp
     micro = replace(parallel, rows=parallel.rows // count)
     stage = parallel.busiest_stage(model, tokens)
-    layers = attend(stage, machine, tokens, micro, dtype)
-    costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
+    layers = attend(stage, machine, tokens, micro)
+    costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp))
     pairs = sum(count_pairs(window, tokens) for window in model.windows)
     memory = _memory(costs, layers)
     copies = LOGIT_COPIES // LOGIT * memory["logits"]
@@ -210,8 +201,7 @@ def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: 
     experts = model.experts * model.expert if ep > 1 else 0
 
     def collectives(parameters: float, experts: float = 0.0) -> tuple[Collectives, Collectives]:
-        """(seconds, bytes) of a forward's collectives and of a backward's: for `parameters`, and for `experts`
-        apart."""
+        """(seconds, bytes) of a forward's and of a backward's collectives, for `parameters` and for `experts`."""
         shares = ((parameters / tp, group, tp), (experts / tp / ep, group // ep, tp * ep))
         gather, reduce = (
             sum(collective_seconds(machine, item * count, *ranks) for count, *ranks in shares)

@@ -68,8 +68,7 @@ def errors_by_family(predictions: Sequence[PredictedRow]) -> list[GroupErrors]:
 
 
 def judge_choices(predictions: Iterable[PredictedRow]) -> Choices:
-    """Time lost by choosing with predictions made without each row's family, where a family has several ways to compute
-    the same on equal machines."""
+    """Time lost by choosing, without a row's family, among its ways to compute the same on equal machines."""
     alike: defaultdict[object, defaultdict[object, list[PredictedRow]]] = defaultdict(lambda: defaultdict(list))
     for one in predictions:
         row = one.row

@@ -42,14 +42,10 @@ def evaluate(config: SimulateConfig) -> dict[str, Any]:
     try:
         machine = config.machine.made(ranks=config.ranks)
         plan = plan_from_config(config, machine)
-        values = {
-            "tokens": plan.tokens,
-            "ranks": plan.ranks,
-            "shard": -(-plan.tokens // plan.ranks),
+        values = {  # beside those that the point itself tells
             "pattern": repr(plan.pattern),
             "layout": plan.layout.name,
-            **{name: getattr(plan, name) for name in ("schedule", "heads", "kv_heads", "head_dim", "dtype", "batch")},
-            "machine": config.machine.spec,
+            **{name: getattr(plan, name) for name in ("schedule", "head_dim", "dtype", "batch")},
             "pairs": plan.cache.answer("study.pairs", plan.pairs),
         }
         timelines = simulate_passes(plan, machine, config.backward, simulate_options(config))

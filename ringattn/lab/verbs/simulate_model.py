@@ -46,16 +46,15 @@ def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, Model
         checkpointing=config.checkpointing,
         shard=config.sharding,
         rows=config.batch,
-        software=Software(fp8=config.fp8),
+        software=Software(config.dtype, config.fp8),
     )
     machine, tokens = config.machine.made(ranks=parallel.gpus), config.size()
     if config.phase == "training":
-        return model, parallel, training_step(model, machine, tokens, parallel, config.dtype)
+        return model, parallel, training_step(model, machine, tokens, parallel)
     if config.phase == "prefill":
         chunk = None if config.chunk is None else parse_size(config.chunk, "chunk")
-        return model, parallel, prefill(model, machine, tokens, parallel, config.dtype, chunk=chunk)
-    ways = {"merge": config.merge, "windows": config.windows}
-    return model, parallel, decode(model, machine, tokens, config.batch, parallel, config.dtype, **ways)
+        return model, parallel, prefill(model, machine, tokens, parallel, chunk=chunk)
+    return model, parallel, decode(model, machine, tokens, parallel, merge=config.merge, windows=config.windows)
 
 
 def main(config: SimulateConfig) -> None:

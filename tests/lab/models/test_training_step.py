@@ -161,7 +161,9 @@ def test_200_changes_of_a_machine_or_a_job_never_slow_down_what_should_be_quicke
     h100 = ra.get_machine("h100_nvlink_ib").changed(flops=5e14)
     for _ in range(200):
         coin = [draw.random() < 0.5 for _ in range(2)]
-        software = Software(draw.random() < 0.3, coin[0], exchanges=draw.choice((4, 7)), hides_exchanges=coin[1])
+        software = Software(
+            fp8=draw.random() < 0.3, compiled=coin[0], exchanges=draw.choice((4, 7)), hides_exchanges=coin[1]
+        )
         experts = draw.choice((1, 32))
         model = replace(MODEL, experts=experts, experts_per_token=min(experts, 4))
         cp, dp, tp, rows = map(draw.choice, ((1, 2), (1, 2, 8, 16), (1, 2), (1, 2)))

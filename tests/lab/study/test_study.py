@@ -229,7 +229,7 @@ def test_points_of_a_model_are_direct_calls(tmp_path: Path) -> None:
     table = run(Study(made, list_points(made), tmp_path))
     model, machine = load_model("llama3_8b"), get_machine("h100_nvlink_ib")
     for row in table.rows[:2]:
-        one = decode(model, machine, 8, row["batch"], Parallel(cp=2))
+        one = decode(model, machine, 8, Parallel(cp=2, rows=row["batch"]))
         assert row["decode time"] == one.seconds
         assert row["decode memory: keys and values"] == one.memory["keys and values"]
         assert row["decode time: mlp"] == one.parts["mlp"] and row["decode rate"] == row["batch"] / one.seconds

@@ -44,13 +44,9 @@ def _get_mask(context: Context) -> Mask:
     return _list_masks(context.settings["tokens"])[context.settings["mask"]]
 
 
-def _require(condition: bool, reason: str) -> None:
-    if not condition:
-        raise Unsupported(reason)
-
-
 def _require_plain(context: Context, reason: str) -> None:
-    _require(context.settings["mask"] in ("dense", "causal"), reason)
+    if context.settings["mask"] not in ("dense", "causal"):
+        raise Unsupported(reason)
 
 
 def _make_sdpa(context: Context) -> Run | None:
@@ -144,7 +140,7 @@ def make_flash_attn() -> ModuleType:
         window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Any = None,
         return_softmax: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
-        _require(window_size_left < 0 and not dropout_p, "the stand-in has no window and no dropout")
+        assert window_size_left < 0 and not dropout_p, "the stand-in has no window and no dropout"
         return *_flash_for_torchscale(q, k, v, 0.0, None, softmax_scale, causal), None, None
 
     def backward(

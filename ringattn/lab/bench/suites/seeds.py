@@ -37,11 +37,8 @@ STANDARD = BenchSuite(
 )
 
 LONG_SYSTEMS = (
-    "DilatedAttention",
-    "ImprovedDilatedAttention",
-    "RingDilatedAttention",
-    "RingDilatedAttentionV2_r4",
-    "BlockSparseRingDilatedAttention",
+    *("DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttention", "RingDilatedAttentionV2_r4"),
+    SPARSE,
 )
 LONG = BenchSuite(
     partial(list_system_cases, LONG_SYSTEMS, (8192, 16384, 32768, 65536)),
@@ -78,12 +75,10 @@ COMPREHENSIVE = BenchSuite(
 )
 
 EXTREME_LENGTHS = (4096, 16384, 65536, 1048576, 4194304)
-#: The maximum tokens of the systems that do the same work as `LONGEST`.
-MOST_OF_OTHERS = 65536
 LONGEST = "RingDilatedAttentionProduction_r16"
+#: They do the same work as `LONGEST`, and end at 65,536 tokens.
 OTHERS = (
-    "DilatedAttention",
-    "ImprovedDilatedAttention",
+    *("DilatedAttention", "ImprovedDilatedAttention"),
     *(f"RingDilatedAttentionV2_r{ranks}" for ranks in (1, 4, 8, 16)),
     *(f"RingDilatedAttentionProduction_r{ranks}" for ranks in (1, 8)),
 )
@@ -96,7 +91,7 @@ WINDOWS = {
 
 def _list_extreme() -> list[BenchCase]:
     """The cases of the earlier report, and lengths that it did not reach."""
-    cases = list_long_cases((LONGEST, *OTHERS), EXTREME_LENGTHS, most=dict.fromkeys(OTHERS, MOST_OF_OTHERS))
+    cases = list_long_cases((LONGEST, *OTHERS), EXTREME_LENGTHS, most=dict.fromkeys(OTHERS, 65536))
     for label, (blocks, lengths) in WINDOWS.items():
         settings = {"pattern": f"local_window(64, blocks={blocks})"}
         cases += list_long_cases([SPARSE], lengths, settings=settings, label=label)
@@ -136,8 +131,6 @@ LEAST = 4 * HEADS * HEAD_DIM * 2
 #: Maximum bytes per token at the peak of the process: a quarter more than 4.1 KiB. The earlier project stated 4.06 KiB
 #: after the call.
 MOST = 1.25 * 4.1 * 1024
-#: Tokens of the checkpoint cases.
-CHECKPOINT_TOKENS = 8192
 CHECKPOINT_NOTE = (
     "checkpoint: forward and backward of 4 layers; formula: input, q, k, v, output and result of every layer"
 )
@@ -186,7 +179,7 @@ def make_checkpoint_case(recompute: str) -> BenchCase:
     return BenchCase(
         f"checkpoint_{recompute}",
         1,
-        make_settings(CHECKPOINT_TOKENS, pattern=pattern, layers=layers, recompute=recompute),
+        make_settings(8192, pattern=pattern, layers=layers, recompute=recompute),
         (BenchColumn("step", 1, make),),
         formula_bytes=formula,
         notes=(CHECKPOINT_NOTE,),
@@ -226,9 +219,6 @@ MEMORY = BenchSuite(
 )
 
 SPARSE_SYSTEMS = (SPARSE, "BlockSparseHierarchical", "BlockSparseAdaptive", "BlockSparseRingMultiheadDilatedAttention")
-SPARSE_LENGTHS = (4096, 16384, 65536)
-MOST_SPARSE = {"BlockSparseHierarchical": 16384}
-BRANCH_TOKENS = 16384
 #: Dilated branches that are added to the blocks, as in the earlier report.
 BRANCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((2048,), (1,)),
@@ -241,11 +231,11 @@ BRANCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 
 def _list_blocksparse() -> list[BenchCase]:
     """The cases: lengths of every form until one fails, and the dilation configurations at 16K tokens."""
-    cases = list_long_cases(SPARSE_SYSTEMS, SPARSE_LENGTHS, most=MOST_SPARSE)
+    cases = list_long_cases(SPARSE_SYSTEMS, (4096, 16384, 65536), most={"BlockSparseHierarchical": 16384})
     for segments, rates in BRANCHES:
         label = f"Base {list(segments)}, {list(rates)}"
         branches = {"segment_lengths": segments, "dilation_rates": rates}
-        cases.append(make_system_case(SPARSE, BRANCH_TOKENS, dtype="bfloat16", label=label, settings=branches))
+        cases.append(make_system_case(SPARSE, 16384, dtype="bfloat16", label=label, settings=branches))
     return cases
 
 
