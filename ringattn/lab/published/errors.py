@@ -32,17 +32,14 @@ class ErrorStatistics:
         median, p90 = np.quantile(np.abs(errors), (0.5, 0.9))
         return cls(len(errors), float(median), float(p90), fmean(errors))
 
+    def __str__(self) -> str:
+        return f"{self.median:.1%} / {self.p90:.1%} / {self.bias:+.1%}"
 
-@dataclass(frozen=True)
-class GroupErrors:
-    """ErrorStatistics of a group of rows: of presets made without each row's family, of the null model, and of presets
-    as they are; and the least errors that any model with these inputs must make."""
 
-    name: str
-    unseen: ErrorStatistics
-    null: ErrorStatistics
-    preset: ErrorStatistics
-    floor: ErrorStatistics
+#: The predictions of a row.
+WAYS = ("unseen", "null", "preset")
+#: Errors by what they are of.
+Errors = dict[str, ErrorStatistics]
 
 
 @dataclass(frozen=True)
@@ -59,12 +56,19 @@ class Choices:
     null: float
 
 
-def errors_by_family(predictions: Sequence[PredictedRow]) -> list[GroupErrors]:
-    """The errors of all predictions, and of those of each family, ordered by first row."""
+def errors_by_family(predictions: Sequence[PredictedRow]) -> dict[str, Errors]:
+    """Errors of all predictions and of each family: of presets made without each row's family ("unseen"), of the null
+    model, of presets as they are, and the least that any model with these inputs must make ("floor")."""
     groups: defaultdict[str, list[PredictedRow]] = defaultdict(list, all=[*predictions])
     for one in predictions:
         groups[one.row.family].append(one)
-    return [errors_of(name, group) for name, group in groups.items()]
+    return {
+        name: {
+            **{way: ErrorStatistics.of([getattr(x, way) / x.row.seconds - 1 for x in group]) for way in WAYS},
+            "floor": ErrorStatistics.of(_unavoidable(group)),
+        }
+        for name, group in groups.items()
+    }
 
 
 def judge_choices(predictions: Iterable[PredictedRow]) -> Choices:
@@ -101,15 +105,6 @@ def band_of(ratios: Sequence[float]) -> ErrorBand | None:
     return ErrorBand(len(ratios), round(ordered[left_out], 2), round(ordered[-1 - left_out], 2))
 
 
-def errors_of(name: str, group: Sequence[PredictedRow]) -> GroupErrors:
-    """The errors of a named group of predictions."""
-    unseen, null, preset = (
-        ErrorStatistics.of([getattr(one, way) / one.row.seconds - 1 for one in group])
-        for way in ("unseen", "null", "preset")
-    )
-    return GroupErrors(name, unseen, null, preset, ErrorStatistics.of(_unavoidable(group)))
-
-
 def _unavoidable(group: Sequence[PredictedRow]) -> list[float]:
     """The least errors of one prediction for all rows with the same plan and machine: no plan describes the method."""
     alike: defaultdict[object, list[float]] = defaultdict(list)
@@ -125,7 +120,7 @@ def draw_scatter(predictions: Sequence[PredictedRow], folder: Path) -> None:
         families = list(dict.fromkeys(one.row.family for one in predictions))
         panels = figure.subplots(1, 2, sharex=True, sharey=True)
         titles = ("presets made without the family", "null model: half of the peak")
-        for panel, title, way in zip(panels, titles, ("unseen", "null"), strict=True):
+        for panel, title, way in zip(panels, titles, WAYS, strict=False):
             for family, colour in zip(families, COLOURS, strict=False):
                 of_family = [one for one in predictions if one.row.family == family]
                 points = [(one.row.seconds, getattr(one, way)) for one in of_family]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ...machine.presets import get_machine
 from ..models.config import ModelConfig
 from ..models.parallel import Parallel, Software
 from ..models.training import training_step
-from .errors import ErrorStatistics, band_of
+from .errors import Errors, ErrorStatistics, band_of
 
 #: The group of all steps.
 ALL = "all"
@@ -34,35 +34,24 @@ SOURCES: dict[str, tuple[str, Software]] = {
 }
 
 
-@dataclass(frozen=True)
-class StepErrors:
-    """Errors of tokens/s over a group of steps, and of bytes needed and reserved where the source gives a peak."""
+def step_errors() -> tuple[dict[str, Errors], ErrorBand]:
+    """Errors by source and precision and over all steps, and the band that holds 90 % of all.
 
-    group: str
-    speed: ErrorStatistics
-    needed: ErrorStatistics | None
-    reserved: ErrorStatistics | None
-
-
-def step_errors() -> tuple[list[StepErrors], ErrorBand]:
-    """Errors by source and precision and over all steps, and the band that holds 90 % of all."""
-    speeds: defaultdict[str, list[float]] = defaultdict(list)
-    memories: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    Of tokens/s, and of bytes needed and reserved where the source gives a peak.
+    """
+    found: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     with (Path(__file__).parent / "steps.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            speed, *sizes = _predict(row)
+            speed, needed, reserved = _predict(row)
             for group in (f"{row['source'].partition(' ')[0]}, {row['precision']}", ALL):
-                speeds[group].append(speed / float(row["tokens_per_s_per_gpu"]) - 1)
+                found[group]["tokens/s"].append(speed / float(row["tokens_per_s_per_gpu"]) - 1)
                 if row["peak_GiB"]:
-                    needed, reserved = (size / 2**30 / float(row["peak_GiB"]) - 1 for size in sizes)
-                    memories[group].append((needed, reserved))
-    errors: list[StepErrors] = []
-    for group in sorted(speeds, key=ALL.__eq__):
-        sizes_of = [ErrorStatistics.of(part) for part in zip(*memories[group], strict=True)]
-        errors.append(StepErrors(group, ErrorStatistics.of(speeds[group]), *(sizes_of or (None, None))))
-    band = band_of([1 + error for error in speeds[ALL]])
+                    for name, size in (("needed", needed), ("reserved", reserved)):
+                        found[group][name].append(size / 2**30 / float(row["peak_GiB"]) - 1)
+    band = band_of([1 + error for error in found[ALL]["tokens/s"]])
     assert band is not None
-    return errors, band
+    ordered = sorted(found, key=ALL.__eq__)
+    return {name: {x: ErrorStatistics.of(errors) for x, errors in found[name].items()} for name in ordered}, band
 
 
 def _predict(row: dict[str, str]) -> tuple[float, int, int]:

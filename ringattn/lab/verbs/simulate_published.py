@@ -5,19 +5,20 @@ from __future__ import annotations
 import csv
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from ...cli.config.groups import refuse_stdout
 from ...cli.config.schema import SimulateConfig
 from ...files import make_folder, write_json, writing
-from ...machine.bands import BANDS, SIZES, ErrorBand, describe_band
+from ...machine.bands import BANDS, SIZES, describe_band
 from ...machine.presets import PRESETS
 from ...simulator.reporting.console import get_console, print_grid, print_paragraph, show_progress
 from ..pages.figures import check_matplotlib
-from ..published.errors import ErrorStatistics, GroupErrors, draw_scatter, errors_by_family, judge_choices, preset_bands
+from ..published.errors import Errors, draw_scatter, errors_by_family, judge_choices, preset_bands
 from ..published.predictions import SOURCES, PredictedRow, predict_measurements, read_measurements
-from ..published.steps import StepErrors, step_errors
+from ..published.steps import step_errors
 
 
 def main(config: SimulateConfig) -> None:
@@ -35,7 +36,7 @@ def main(config: SimulateConfig) -> None:
         "the numbers below fitted to rows. A floor is the error that no model of these inputs can avoid, since the "
         "methods of a source differ in details that no plan states."
     )
-    _print_errors(families)
+    _print_errors("by family", families)
     get_console().print()
     choices = judge_choices(predictions)
     print_paragraph(
@@ -50,7 +51,8 @@ def main(config: SimulateConfig) -> None:
     for family, source in SOURCES.items():
         print_paragraph(f"{family}: {source}")
     steps, band = step_errors()
-    _print_steps(steps, band)
+    _print_errors("steps of training; bytes where the source tells a peak, which holds what an allocator had", steps)
+    print_paragraph(f"90 % of {band.rows} steps took {band.low:g} to {band.high:g} times as long as modelled")
     if config.output.path is not None:
         _write(Path(config.output.path), predictions, families, steps)
 
@@ -68,42 +70,23 @@ def _fitted_numbers() -> dict[str, list[str]]:
     return found
 
 
-def _print_errors(groups: list[GroupErrors]) -> None:
-    header = ("", "rows", "unseen: median", "P90", "bias", "null: median", "P90", "preset: median", "P90", "floor P90")
+def _print_errors(title: str, groups: dict[str, Errors]) -> None:
+    kinds = dict.fromkeys(kind for errors in groups.values() for kind in errors)
     rows = [
-        (
-            group.name,
-            str(group.unseen.rows),
-            *(f"{group.unseen.median:.1%}", f"{group.unseen.p90:.1%}", f"{group.unseen.bias:+.1%}"),
-            *(f"{group.null.median:.1%}", f"{group.null.p90:.1%}"),
-            *(f"{group.preset.median:.1%}", f"{group.preset.p90:.1%}", f"{group.floor.p90:.1%}"),
-        )
-        for group in groups
+        (name, str(next(iter(errors.values())).rows), *(str(errors.get(kind, "")) for kind in kinds))
+        for name, errors in groups.items()
     ]
     get_console().print()
-    print_grid("errors by family", header, rows)
+    print_grid(f"{title}: median / P90 of absolute errors / mean error", ("", "rows", *kinds), rows)
 
 
-def _print_steps(steps: list[StepErrors], band: ErrorBand) -> None:
-    header = ("", "steps", "tokens/s: median", "P90", "bias", "runs", "reserved: median", "P90", "needed: bias")
-    rows = []
-    for one in steps:
-        cells = [one.group, *_tell(one.speed), f"{one.speed.bias:+.1%}"]
-        if one.reserved is not None and one.needed is not None:
-            cells += [*_tell(one.reserved), f"{one.needed.bias:+.1%}"]
-        rows.append(cells + [""] * (len(header) - len(cells)))
-    get_console().print()
-    print_grid(
-        "steps of training; memory where the source tells a peak, which holds what an allocator had", header, rows
-    )
-    print_paragraph(f"90 % of {band.rows} steps took {band.low:g} to {band.high:g} times as long as modelled")
+def _plain(groups: dict[str, Errors]) -> dict[str, Any]:
+    return {name: {kind: asdict(one) for kind, one in errors.items()} for name, errors in groups.items()}
 
 
-def _tell(errors: ErrorStatistics) -> list[str]:
-    return [str(errors.rows), f"{errors.median:.1%}", f"{errors.p90:.1%}"]
-
-
-def _write(folder: Path, predictions: list[PredictedRow], families: list[GroupErrors], steps: list[StepErrors]) -> None:
+def _write(
+    folder: Path, predictions: list[PredictedRow], families: dict[str, Errors], steps: dict[str, Errors]
+) -> None:
     """Write the predictions, their errors and the plot to a folder."""
     with writing(folder / "predictions.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
@@ -114,8 +97,8 @@ def _write(folder: Path, predictions: list[PredictedRow], families: list[GroupEr
             table.writerow([row.id, row.machine, row.kernel, row.method, *(f"{x:.6g}" for x in seconds)])
     record = {
         "kind": "modelled against published measurements",
-        "families": [asdict(group) for group in families],
-        "steps of training": [asdict(one) for one in steps],
+        "families": _plain(families),
+        "steps of training": _plain(steps),
         "choices": asdict(judge_choices(predictions)),
         "bands": {
             name: [None if band is None else asdict(band) for band in bands]
