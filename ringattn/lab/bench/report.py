@@ -301,6 +301,8 @@ def write_index(folder: Path) -> list[Path]:
         newest[suite, hardware] = max(row, newest.get((suite, hardware), row))
     for path in sorted(folder.glob("*/summary.json")):  # a study's
         study, stem = json.loads(path.read_text(encoding="utf-8")), path.parent.name
+        if "study" not in study:  # of mode=published
+            continue
         name, date, counts = study["study"], study["date"] or "", study["counts"]
         said = f"{plural(counts['ok'], 'point')} with numbers, {counts['refused']} refused"
         row = date, f"| {name} | any | {date} | {said} | [{stem}]({stem}/report.md) |"

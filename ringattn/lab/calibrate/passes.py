@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...call.functional import ring_attention
@@ -18,6 +17,7 @@ from ...pattern import parse_pattern
 from ...plan.plan import Plan
 from ...simulator.timing.simulation import simulate
 from ...text import duration, plural
+from ..published.errors import ErrorStatistics
 from .measuring_ranks import MeasuringRanks, Settings
 
 #: Seconds of each run, corrected for the pace of the machine.
@@ -148,18 +148,14 @@ def time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, *, warm
 
 
 @dataclass(frozen=True)
-class Errors:
-    """Errors of modelled times relative to the medians of measured times, and how many runs lie in their intervals.
+class PassErrors(ErrorStatistics):
+    """Errors of modelled times relative to the medians of measured times: `rows` is the number of passes.
 
-    `bias` is the mean signed error, negative where the model predicts too short times; `median`, `p90` and `worst` are
-    of absolute errors. `coverage` is the share of single runs within their interval, None without residuals.
+    `worst` is the largest absolute error. `coverage` is the share of the single runs within their interval, None
+    without residuals.
     """
 
-    passes: int
     runs: int
-    bias: float
-    median: float
-    p90: float
     worst: float
     coverage: float | None
 
@@ -175,10 +171,9 @@ def held_out(rows: Sequence[int]) -> list[int]:
     return sorted(set(sizes) - set(rows))
 
 
-def summarise_errors(passes: Sequence[Pass], machine: Machine) -> Errors:
+def summarise_errors(passes: Sequence[Pass], machine: Machine) -> PassErrors:
     """The model's errors on measured passes."""
     signed = [each.modelled / median(each.seconds) - 1 for each in passes]
-    absolute = sorted(map(abs, signed))
     hits = [
         low <= seconds <= high
         for each in passes
@@ -186,18 +181,15 @@ def summarise_errors(passes: Sequence[Pass], machine: Machine) -> Errors:
         for low, high in [interval]
         for seconds in each.seconds
     ]
-    return Errors(
-        passes=len(passes),
+    return PassErrors(
+        **vars(ErrorStatistics.of(signed)),
         runs=sum(len(each.seconds) for each in passes),
-        bias=mean(signed),
-        median=median(absolute),
-        p90=float(np.quantile(absolute, 0.9)),
-        worst=absolute[-1],
+        worst=max(map(abs, signed)),
         coverage=sum(hits) / len(hits) if hits else None,
     )
 
 
-def summarise_groups(passes: Sequence[Pass], machine: Machine, ranks: int) -> dict[str, Errors]:
+def summarise_groups(passes: Sequence[Pass], machine: Machine, ranks: int) -> dict[str, PassErrors]:
     """The errors by group name: all passes, long passes, passes of each size, and held-out patterns."""
     held = {pattern for pattern, _ in HELD_OUT_GRID}
     groups = {"all": list(passes), f"over {duration(LONG_PASS)}": [p for p in passes if p.modelled >= LONG_PASS]}

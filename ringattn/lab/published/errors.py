@@ -42,20 +42,6 @@ WAYS = ("unseen", "null", "preset")
 Errors = dict[str, ErrorStatistics]
 
 
-@dataclass(frozen=True)
-class Choices:
-    """Mean and median time lost by choosing, among published ways to compute the same, the one predicted to be fastest.
-
-    Losses are relative to the fastest published way. The null model cannot distinguish ways: its loss is that of the
-    average way.
-    """
-
-    count: int
-    mean: float
-    median: float
-    null: float
-
-
 def errors_by_family(predictions: Sequence[PredictedRow]) -> dict[str, Errors]:
     """Errors of all predictions and of each family: of presets made without each row's family ("unseen"), of the null
     model, of presets as they are, and the least that any model with these inputs must make ("floor")."""
@@ -71,8 +57,12 @@ def errors_by_family(predictions: Sequence[PredictedRow]) -> dict[str, Errors]:
     }
 
 
-def judge_choices(predictions: Iterable[PredictedRow]) -> Choices:
-    """Time lost by choosing, without a row's family, among its ways to compute the same on equal machines."""
+def judge_choices(predictions: Iterable[PredictedRow]) -> dict[str, float]:
+    """Time lost by choosing, of a family's ways to compute the same on equal machines, the one predicted to be fastest.
+
+    Relative to the fastest published way: "mean" and "median" over "count" choices; "null" by any way, as the null
+    model cannot distinguish ways.
+    """
     alike: defaultdict[object, defaultdict[object, list[PredictedRow]]] = defaultdict(lambda: defaultdict(list))
     for one in predictions:
         row = one.row
@@ -86,7 +76,8 @@ def judge_choices(predictions: Iterable[PredictedRow]) -> Choices:
             best = min(seconds for _, seconds in times)
             losses.append(min(times)[1] / best - 1)
             blind.append(fmean(seconds for _, seconds in times) / best - 1)
-    return Choices(len(losses), fmean(losses), float(np.median(losses)), fmean(blind))
+    middle = float(np.median(losses))
+    return {"count": len(losses), "mean": fmean(losses), "median": middle, "null": fmean(blind)}
 
 
 def preset_bands(predictions: Iterable[PredictedRow]) -> dict[str, tuple[ErrorBand | None, ...]]:

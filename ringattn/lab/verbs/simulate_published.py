@@ -40,8 +40,9 @@ def main(config: SimulateConfig) -> None:
     get_console().print()
     choices = judge_choices(predictions)
     print_paragraph(
-        f"choosing the method that is predicted to be fastest, in {choices.count} published comparisons, loses "
-        f"{choices.mean:.1%} on average ({choices.median:.1%} in the median); choosing any method {choices.null:.1%}"
+        f"choosing the method that is predicted to be fastest, in {choices['count']} published comparisons, loses "
+        f"{choices['mean']:.1%} on average ({choices['median']:.1%} in the median); choosing any method "
+        f"{choices['null']:.1%}"
     )
     for number, machines in _fitted_numbers().items():
         print_paragraph(f"{number}: {', '.join(machines)}")
@@ -99,7 +100,7 @@ def _write(
         "kind": "modelled against published measurements",
         "families": _plain(families),
         "steps of training": _plain(steps),
-        "choices": asdict(judge_choices(predictions)),
+        "choices": judge_choices(predictions),
         "bands": {
             name: [None if band is None else asdict(band) for band in bands]
             for name, bands in preset_bands(predictions).items()

@@ -29,8 +29,8 @@ from ..calibrate.kernels import find_kernel, make_reference
 from ..calibrate.measuring_ranks import MeasuringRanks, Settings
 from ..calibrate.passes import (
     LEVEL,
-    Errors,
     Pass,
+    PassErrors,
     Runs,
     held_out,
     model_passes,
@@ -181,7 +181,7 @@ def _measure_rank(
     return {count: list(zip(*of_ranks, strict=True)) for count, of_ranks in rounds.items()}
 
 
-def _print(ranks: int, passes: list[Pass], machine: Machine, groups: dict[str, Errors]) -> None:
+def _print(ranks: int, passes: list[Pass], machine: Machine, groups: dict[str, PassErrors]) -> None:
     """Print a table of the passes, and a table of the errors by group."""
     rows = []
     for one in passes:
@@ -196,7 +196,6 @@ def _print(ranks: int, passes: list[Pass], machine: Machine, groups: dict[str, E
     for name, e in groups.items():
         unknown = "not known: too few residuals"
         coverage = unknown if e.coverage is None else f"{e.coverage:.1%} of {plural(e.runs, 'run')}"
-        numbers = (f"{e.bias:+.1%}", f"{e.median:.1%}", f"{e.p90:.1%}", f"{e.worst:.1%}")
-        table.append((name, str(e.passes), *numbers, coverage))
-    columns = ("passes", "number", "signed bias", "median error", "P90 error", "largest", f"in {LEVEL:.0%} interval")
+        table.append((name, str(e.rows), str(e), f"{e.worst:.1%}", coverage))
+    columns = ("passes", "number", "median / P90 / mean error", "largest", f"in {LEVEL:.0%} interval")
     print_grid(f"modelled against measured, {ranks} ranks, held-out passes [measured]", columns, table)

@@ -167,7 +167,7 @@ def test_errors_are_those_of_a_plain_count() -> None:
     absolute = sorted(map(abs, signed))
     # 19 ratios: the 90 % interval is from the least to the largest.
     hits = sum(0.5 * p.modelled <= t <= 1.4 * p.modelled for p in passes for t in p.seconds)
-    assert (found.passes, found.runs) == (11, 55)
+    assert (found.rows, found.runs) == (11, 55)
     assert found.bias == pytest.approx(sum(signed) / 11)
     assert (found.median, found.worst) == (absolute[5], absolute[10])
     assert found.p90 == pytest.approx(absolute[9])  # of 11 numbers, 0.9 of the way is the tenth
