@@ -52,16 +52,9 @@ class PassCase:
 
     def plan(self, ranks: int, settings: Settings) -> Plan:
         """The plan of the pass on `ranks` ranks."""
-        return make_plan(
-            parse_pattern(self.pattern),
-            tokens=self.tokens,
-            ranks=ranks,
-            layout=self.layout,
-            schedule="ring",
-            heads=settings.heads,
-            head_dim=settings.head_dim,
-            dtype=settings.dtype,
-        )
+        sizes: dict[str, Any] = {name: getattr(settings, name) for name in ("heads", "head_dim", "dtype")}
+        pattern = parse_pattern(self.pattern)
+        return make_plan(pattern, tokens=self.tokens, ranks=ranks, layout=self.layout, schedule="ring", **sizes)
 
 
 @dataclass(frozen=True)

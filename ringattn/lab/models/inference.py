@@ -80,13 +80,7 @@ def _prefill(model: ModelConfig, machine: Machine, tokens: int, parallel: Parall
 
 
 def decode(
-    model: ModelConfig,
-    machine: Machine,
-    context: int,
-    parallel: Parallel,
-    *,
-    merge: str = "auto",
-    windows: str = "shard",
+    model: ModelConfig, machine: Machine, context: int, parallel: Parallel, merge: str = "auto", windows: str = "shard"
 ) -> ModelEstimate:
     """The modelled time to generate one token of each sequence (`rows` in a dp group), after `context` tokens.
 

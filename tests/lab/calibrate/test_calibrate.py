@@ -113,12 +113,9 @@ OWN = 3 * 2048 * (8 + 2 + 2 + 8) * 64 * 4
 @pytest.mark.parametrize(
     ("ranks", "values", "forward", "backward"),
     [
-        (2, {"call": 0.5}, 0.5, 0.5),
         (2, {"call": 0.5, "call_backward": 0.25}, 0.5, 0.25),
         (8, {"call": 1.0, **LINKS}, 1.0 + 3 * 0.5, 1.0 + 3 * 0.5),
         (8, {"call": 1.0, "cores": 1, **LINKS}, 2 * 2.5, 2 * 2.5),
-        (8, LINKS, 0.0, 0.0),
-        (2, {"call": 0.25, "sweep": 1e9}, 0.25 + OWN / 1e9, 0.25 + OWN / 1e9),
         (2, {"call": 0.25, "sweep": 1e9, "sweep_backward": 5e8}, 0.25 + OWN / 1e9, 0.25 + OWN / 5e8),
         (2, {"sweep": 1e9, "cores": 1, "ranks_per_node": 2}, 2 * OWN / 1e9, 2 * OWN / 1e9),
     ],
