@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
 
 from ... import compat
 from ...layout.regular import Layout
@@ -250,9 +251,8 @@ def _exact_adaptive_rows(
     scores = (means[0] @ means[1].mT)[0] / module.rank**0.5
     at = torch.tensor(rows, device="cpu") // block
     of_key = torch.arange(k.shape[2], device="cpu") // block
-    logits = q[0, :, rows].double() @ k[0].double().mT * HEAD_DIM**-0.5 + scores[:, at][:, :, of_key]
-    logits = logits.masked_fill(~blocks[:, at][:, :, of_key], -torch.inf)
-    return (logits.softmax(-1) @ v[0].double())[None]
+    bias = scores[:, at][:, :, of_key].masked_fill(~blocks[:, at][:, :, of_key], -torch.inf)
+    return scaled_dot_product_attention(q[:, :, rows].double(), k.double(), v.double(), attn_mask=bias[None])
 
 
 def _all_reduce(x: torch.Tensor, most: bool, ranks: int) -> torch.Tensor:

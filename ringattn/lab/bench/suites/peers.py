@@ -219,16 +219,12 @@ def check(context: Context, results: dict[str, Any]) -> dict[str, float]:
 
 def compute_dense(context: Context) -> list[torch.Tensor]:
     """Dense attention in fp64, head by head: the output, and with a backward the gradients of q, k and v."""
-    settings, mask = context.settings, _get_mask(context)
+    settings, inputs = context.settings, calls.make_inputs(context.settings, 4)
+    seen = torch.from_numpy(_get_mask(context).pattern.mask(settings["tokens"], HEADS) > 0)
     parts = []
     for h in range(HEADS):
-        q, k, v, grad = (x[:, h : h + 1].double() for x in calls.make_inputs(settings, 4))
-        seen = torch.from_numpy(mask.pattern.mask(settings["tokens"], HEADS)[h] > 0)
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor = seen) -> torch.Tensor:
-            scores = (q @ k.mT * HEAD_DIM**-0.5).masked_fill(~seen, torch.finfo(torch.float64).min)
-            return (scores.softmax(-1) * seen) @ v
-
+        q, k, v, grad = (x[:, h : h + 1].double() for x in inputs)
+        attend = partial(scaled_dot_product_attention, attn_mask=seen[h])
         parts.append(calls.make_pass(attend, [q, k, v], grad if settings["backward"] else None)())
     return [torch.cat(heads, 1) for heads in zip(*parts, strict=True)]
 
