@@ -18,13 +18,6 @@ CHECKPOINTING = ("none", "selective", "attention", "full")
 SHARDS = ("none", "optimizer", "gradients", "weights")
 
 
-def check_counts(**counts: object) -> None:
-    """Raise InvalidInput unless each is a whole number >= 1."""
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidInput(f"{name}={value!r} must be a whole number >= 1; try {name}=1")
-
-
 @dataclass(frozen=True)
 class Software:
     """How a framework runs a layer. The defaults are those of this library with torch.compile."""
@@ -81,10 +74,10 @@ class Parallel:
     interleaved: int = 1
 
     def __post_init__(self) -> None:
-        check_counts(cp=self.cp, dp=self.dp, tp=self.tp, ep=self.ep, rows=self.rows, pp=self.pp)
-        check_counts(
-            micro_batches=1 if self.micro_batches is None else self.micro_batches, interleaved=self.interleaved
-        )
+        for name in ("cp", "dp", "tp", "ep", "rows", "pp", "micro_batches", "interleaved"):
+            value = getattr(self, name)
+            if (type(value) is not int or value < 1) and (name, value) != ("micro_batches", None):
+                raise InvalidInput(f"{name}={value!r} must be a whole number >= 1; try {name}=1")
         for name, options in (("checkpointing", CHECKPOINTING), ("shard", SHARDS)):
             value = getattr(self, name)
             if value not in options:
