@@ -114,6 +114,12 @@ class ModelConfig:
         return self.layers * (self.layer - unused) + self.hidden + self.table
 
 
+class Quantization(Struct):
+    """How the weights of a Hugging Face config are stored."""
+
+    quant_method: str
+
+
 class HuggingFaceConfig(Struct):
     """The keys of a Hugging Face config that determine sizes; null means that the key is left out."""
 
@@ -137,7 +143,7 @@ class HuggingFaceConfig(Struct):
     attn_logit_softcapping: Positive | None = None
     tie_word_embeddings: bool | None = None
     attention_bias: bool = False
-    quantization_config: dict[str, Any] | None = None
+    quantization_config: Quantization | None = None
 
 
 #: Defaults of transformers for keys that published configs leave out, by model type.
@@ -207,7 +213,7 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
         columns = as_kind(read.moe_intermediate_size, Count, f"model {name}: moe_intermediate_size")
     head_dim = read.head_dim or read.hidden_size // heads
     kv_heads = read.num_key_value_heads or heads
-    stored = None if read.quantization_config is None else str(read.quantization_config.get("quant_method"))
+    stored = None if read.quantization_config is None else read.quantization_config.quant_method
     if stored not in _STORED:
         raise InvalidInput(
             f"model {name}: quantization_config with quant_method={stored!r} is not modelled; expected one of "
