@@ -371,8 +371,9 @@ def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
             continue
         values = [over / under * ratio.work for over, under in zip(times[ratio.over], times[ratio.under], strict=True)]
         met = None if ratio.target is None else median(values) >= ratio.target
+        label = f"{ratio.over} / {ratio.under}" + ("" if ratio.work == 1.0 else f" x {ratio.work:.4g}")
         record["ratios"].append(
-            {"ratio": ratio.label, "rounds": values, **_spread(values), "target": ratio.target, "met": met}
+            {"ratio": label, "rounds": values, **_spread(values), "target": ratio.target, "met": met}
         )
     return {**record, "summary": case.summarise(record)} if case.summarise else record
 

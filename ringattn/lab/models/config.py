@@ -81,19 +81,15 @@ class ModelConfig:
         return self.hidden * self.mlp * (3 if self.gated else 2) + self.expert_vectors
 
     @property
-    def router(self) -> int:
-        """Parameters of the matrix that chooses experts."""
-        return self.hidden * self.experts if self.experts > 1 else 0
-
-    @property
     def table(self) -> int:
         """Parameters of the embedding; the output matrix has as many."""
         return self.vocab * self.hidden
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer with all its experts."""
-        return self.attention_matrices + self.router + self.vectors + self.experts * self.expert
+        """Parameters of one layer with all its experts, and with the matrix that chooses them."""
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return self.attention_matrices + router + self.vectors + self.experts * self.expert
 
     @property
     def parameters(self) -> int:

@@ -229,4 +229,4 @@ def show_value(table: Table, name: str, row: Row) -> str:
     if isinstance(value, bool) or value is None:
         return {None: "", True: "yes", False: "no"}[value]
     text = show_number(name, value) if is_number(value) else str(value)
-    return f"{text} [{table.word_of(name, row)}]" if table.column(name).word == "kind" else text
+    return f"{text} [{row[f'{name.split()[0]} kind']}]" if table.column(name).word == "kind" else text
