@@ -355,7 +355,10 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
         raise _nothing_fits(question, found)
     tell(len(tasks), len(tasks) + 2, "other bandwidths")
     far = best[0].step.gpus > best[0].offer.machine.ranks_per_node
-    bandwidths = [_vary_bandwidth(question, candidate) for candidate in best] if far else []
+    bandwidths = []
+    for one in best if far else ():
+        machines = (replace(one.offer.machine, bandwidth=x * one.offer.machine.bandwidth) for x in BANDWIDTHS)
+        bandwidths.append([replace(one, step=question.step(machine, one.parallel)) for machine in machines])
     tell(len(tasks) + 1, len(tasks) + 2, "other lengths")
     others = (replace(question, tokens=max(int(factor * question.tokens), 1)) for factor in LENGTHS)
     lengths = [next(iter(search(other, best[0].offer, best[0].step.gpus, 1).best), None) for other in others]
@@ -385,14 +388,6 @@ def _nothing_fits(question: Question, found: dict[tuple[str, int], Found]) -> In
         f"{question.model.name} with {question.tokens:,} tokens does not fit on up to {question.gpus} GPUs: {why};"
         " try more GPUs, fewer tokens, or machines with more memory"
     )
-
-
-def _vary_bandwidth(question: Question, candidate: TrainingCandidate) -> list[TrainingCandidate]:
-    """The candidate at each of BANDWIDTHS."""
-    machine = candidate.offer.machine
-    machines = (replace(machine, bandwidth=factor * machine.bandwidth) for factor in BANDWIDTHS)
-    steps = (question.step(one, candidate.parallel) for one in machines)
-    return [replace(candidate, step=step) for step in steps]
 
 
 def record(advice: Advice) -> dict[str, Any]:

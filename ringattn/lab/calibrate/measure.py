@@ -62,9 +62,11 @@ class Round:
         merges = kernels.time_merges(ranks, settings.rows, settings)
         if ranks.size == 1:
             return cls(overheads, samples, merges, {}, [], [])
+        # Whether links lie within a node, by prefix: links of one kind have none, nor have those between nodes.
+        links = {"": False, "node_": True} if 1 < ranks.ranks_per_node < ranks.size else {"": ranks.nodes == 1}
         shifts = {
             prefix: time_shift(ranks, kernel, settings.messages, settings, within_node=within_node)
-            for prefix, within_node in _list_links(ranks).items()
+            for prefix, within_node in links.items()
         }
         overlaps = [measure_overlap(ranks, kernel, rows, settings) for rows in settings.rows]
         runs: list[Runs] = [(time_pass(ranks, case, settings, warm_up=first),) for case in cases]
@@ -198,16 +200,6 @@ def list_measured(values: dict[str, Any], nodes: int) -> list[str]:
         for name, value in values.items()
         if value is not None and name != "cores" and (nodes > 1 or name not in ("ranks_per_node", "shared_nic"))
     ]
-
-
-def _list_links(ranks: MeasuringRanks) -> dict[str, bool]:
-    """For each prefix of machine numbers, whether those links lie within a node.
-
-    A single kind of links has no prefix; with several nodes of several ranks, links between nodes have none.
-    """
-    if ranks.nodes == 1 or ranks.ranks_per_node == 1:
-        return {"": ranks.ranks_per_node > 1}
-    return {"": False, "node_": True}
 
 
 def time_shift(

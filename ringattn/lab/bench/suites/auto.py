@@ -93,7 +93,9 @@ def _modelled_case(ranks: int) -> BenchCase:
     settings = {"ranks": ranks, "settings": SETTINGS, "seed": SEED}
 
     def measure(context: Context, repeat: int) -> dict[str, Any]:
-        rows = [{**asdict(setting), **setting.judge()} for setting in draw_settings(ranks)]
+        source = random.Random(f"{SEED}, {ranks}")
+        drawn = [_draw(source, ranks, number) for number in range(SETTINGS)]
+        rows = [{**asdict(setting), **setting.judge()} for setting in drawn]
         return {"times": {}, "errors": {}, "details": {"settings": rows}}
 
     def summarise(record: CaseRecord) -> list[dict[str, Any]]:
@@ -203,13 +205,8 @@ class Setting:
         return {"auto": picked, "best": best[0], "auto / best": ratios[0], "forward + backward": both}
 
 
-def draw_settings(ranks: int) -> list[Setting]:
-    """Random settings that go through the patterns in turn."""
-    source = random.Random(f"{SEED}, {ranks}")
-    return [_draw(source, ranks, number) for number in range(SETTINGS)]
-
-
 def _draw(source: random.Random, ranks: int, number: int) -> Setting:
+    """A random setting; the patterns take turns."""
     kind = ("causal", "window", "documents", "dilated", "blocks")[number % 5]
     tokens = 1 << source.randint(14, 17 if kind == "blocks" else 20)  # block masks have a tile for each block
     width, block = source.choice((255, 1023, 4095, 16383)), source.choice((128, 256, 512))
