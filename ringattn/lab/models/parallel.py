@@ -105,11 +105,6 @@ class Parallel:
         """Micro-batches of a dp group in a step."""
         return self.micro_batches or (self.rows if self.pp > 1 else 1)
 
-    @property
-    def in_flight(self) -> float:
-        """How many micro-batches have activations on the first stage at once (Narayanan et al. 2021)."""
-        return min(self.count, self.pp if self.interleaved == 1 else self.pp + (self.pp - 1) / self.interleaved)
-
     def busiest_stage(self, model: ModelConfig, tokens: int) -> ModelConfig:
         """The model of the busiest stage: it has the most layers and keys, and one table, the embedding or the output.
 

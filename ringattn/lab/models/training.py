@@ -124,7 +124,10 @@ def training_step(
     memory = _memory(costs, layers)
     copies = LOGIT_COPIES // LOGIT * memory["logits"]
     if count > 1:
-        kept = ceil(parallel.in_flight * (memory["activations"] - costs.again_bytes))
+        # On the first stage at once (Narayanan et al. 2021).
+        pp, parts = parallel.pp, parallel.interleaved
+        in_flight = min(count, pp + (pp - 1) / parts if parts > 1 else pp)
+        kept = ceil(in_flight * (memory["activations"] - costs.again_bytes))
         memory |= {"activations": kept + costs.again_bytes, "gradients": costs.gradient_bytes}
     return StepEstimate(
         gpus=parallel.gpus,

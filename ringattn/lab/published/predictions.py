@@ -129,7 +129,10 @@ def predict_measurements(
     predictions = []
     for done, row in enumerate(rows):
         tell(done, len(rows), "measurements")
-        unseen, preset = (_mean_seconds(row, _machine(row, family)) for family in (row.family, ""))
+        unseen, preset = (
+            fmean(sum(_pass_seconds(plan, machine, way) for way in row.directions) for plan in row.plans())
+            for machine in (_machine(row, row.family), _machine(row, ""))
+        )
         null = row.flops / (PRESETS[row.machine].values["peak"].value / 2)
         predictions.append(PredictedRow(row, unseen, preset, null))
     return predictions
@@ -143,11 +146,6 @@ def _machine(row: Measurement, unseen: str) -> Machine:
     # USP exchanges unpacked q, k and v one after another: two more steps for the host than ours.
     more = SEPARATE if row.schedule.startswith("ulysses") and "no_packed" in row.method else 0
     return machine.changed(host_call=(machine.host_call or 0.0) + more * (machine.host or 0.0))
-
-
-def _mean_seconds(row: Measurement, machine: Machine) -> float:
-    """The mean over the row's plans of the seconds of all passes."""
-    return fmean(sum(_pass_seconds(plan, machine, backward) for backward in row.directions) for plan in row.plans())
 
 
 @cache

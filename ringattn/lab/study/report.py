@@ -172,12 +172,13 @@ class StudyReport:
 
     def _tabulate(self, rows: Sequence[Row], names: Sequence[str]) -> list[ReportTable]:
         """Tables with the point as first column, then the columns `names`."""
-        header = ["point", *(_header(self.table, name) for name in names)]
+        words = [self.table.column(name).word for name in names]
+        titles = [name if word in ("", "kind") else f"{name}, {word}" for name, word in zip(names, words, strict=True)]
         cells = [
             [Cell(self._label(row), row["point"]), *(show_value(self.table, name, row) for name in names)]
             for row in rows[:MOST_ROWS]
         ]
-        return _split(header, cells, len(rows))
+        return _split(["point", *titles], cells, len(rows))
 
     @property
     def extrapolated(self) -> list[ReportTable]:
@@ -216,11 +217,6 @@ def name_points(numbers: Sequence[int]) -> str:
     first = ", ".join(map(str, numbers[:8]))
     more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
     return f"point{'' if len(numbers) == 1 else 's'} {first}{more}"
-
-
-def _header(table: Table, name: str) -> str:
-    word = table.column(name).word
-    return f"{name}, {word}" if word and word != "kind" else name
 
 
 def show_value(table: Table, name: str, row: Row) -> str:

@@ -145,7 +145,12 @@ def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
                 path.unlink()
             else:
                 check_writable(path)
-        records = _evaluate_points(study.points, journal, tell)
+        records = {}
+        for done, point in enumerate(sorted(study.points, key=lambda x: x.plan_key)):  # a cached plan serves its points
+            if point.key not in journal.records:
+                tell(done, len(study.points), "points")
+                journal.add(point.key, evaluation.evaluate(point.config))
+            records[point.number] = journal.records[point.key]
         executed = _execute_plans(study, journal, tell)
         tell(1, 1, "tables, plots and reports")
         table = make_table(study.config.study, study.points, records, executed)
@@ -162,17 +167,6 @@ def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
 def _is_right(row: Row) -> bool:
     errors = row["executed error"], row["executed error of lse"]
     return row["executed ledger"] == "complete" and all(error <= row["executed most allowed"] for error in errors)
-
-
-def _evaluate_points(points: Sequence[Point], journal: Journal, tell: Listener) -> Records:
-    """The records of points, from the journal or computed now; all are then in the journal."""
-    records = {}
-    for done, point in enumerate(sorted(points, key=lambda point: point.plan_key)):  # a cached plan serves its points
-        if point.key not in journal.records:
-            tell(done, len(points), "points")
-            journal.add(point.key, evaluation.evaluate(point.config))
-        records[point.number] = journal.records[point.key]
-    return records
 
 
 def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
