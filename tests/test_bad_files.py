@@ -56,7 +56,7 @@ def use_machine(path: Path) -> None:
 def use_model(path: Path) -> None:
     model = load_model(str(path))
     assert model.stored_bytes(2) > 0
-    decode(model, get_machine("h100_nvlink_ib"), 1024, 2, Parallel(), "bfloat16")
+    decode(model, get_machine("h100_nvlink_ib"), 1024, Parallel(rows=2))
 
 
 #: By kind of file: its suffix, and what reads and uses it.

@@ -12,7 +12,7 @@ from measured import ROWS, machine, times
 import ringattn as ra
 from ringattn.errors import InvalidInput, Unsupported
 from ringattn.lab.calibrate import kernels
-from ringattn.lab.calibrate.measure import CalibrationSizes
+from ringattn.lab.calibrate.measuring_ranks import Settings
 from ringattn.machine.kernel_times import KernelTimes, TimeGrid
 from ringattn.plan.work import Work
 from ringattn.simulator.timing.kernel_seconds import lower_to_tiles
@@ -128,6 +128,9 @@ def test_what_was_not_measured_is_refused_unless_flagged() -> None:
         assert ra.simulate(plan, flagged).seconds > 0
 
 
+SIZES = Settings(1, 8, "float32", "auto", 1, widths=(1,), messages=(1, 2))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -138,8 +141,8 @@ def test_what_was_not_measured_is_refused_unless_flagged() -> None:
         (lambda: KernelTimes(64, "float32", (0.0, 0.0), times().grids[1:]), "dense forward missing"),
         (lambda: replace(times(), overhead=(-1.0, 0.0)), r"overhead: \[0\]: Expected float >= 0.0, got -1.0"),
         (lambda: machine(residuals=((1.0, 0.0),)), r"residuals: \[0\]\[1\]: Expected float > 0.0, got 0.0"),
-        (lambda: CalibrationSizes([64], [1], [1, 2]), "rows=.*at least 2 ascending"),
-        (lambda: CalibrationSizes([64, 32], [1], [1, 2]), "rows=.*at least 2 ascending"),
+        (lambda: replace(SIZES, rows=(64,)).check_sizes(), "rows=.*at least 2 ascending"),
+        (lambda: replace(SIZES, rows=(64, 32)).check_sizes(), "rows=.*at least 2 ascending"),
     ],
 )
 def test_wrong_tables_are_refused(change: object, words: str) -> None:

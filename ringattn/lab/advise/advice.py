@@ -149,10 +149,8 @@ class Advice:
 
     def _price_changes(self) -> list[str]:
         """For each other machine, the price below which its cheapest candidate wins."""
-        cheapest: dict[str, TrainingCandidate] = {}
-        for candidate in sorted(self.all, key=lambda one: one.cost):
-            cheapest.setdefault(candidate.offer.name, candidate)
-        first, *others = cheapest.values()
+        by_offer = {one.offer.name: one for one in sorted(self.all, key=lambda one: one.cost, reverse=True)}
+        first, *others = sorted(by_offer.values(), key=lambda one: one.cost)
         lines = []
         for other in others:
             assert first.offer.price is not None and other.offer.price is not None
@@ -189,9 +187,8 @@ class Advice:
     @property
     def launch(self) -> str:
         """The command that launches the best candidate in torchtitan, with the model's config file."""
-        best, parallel, pipeline = self.best[0], self.best[0].parallel, self.best[0].pipeline
+        best, parallel = self.best[0], self.best[0].parallel
         node = min(best.offer.machine.ranks_per_node, best.step.gpus)
-        parts = pipeline.stages * pipeline.interleaved
         numbers = {
             "job.config_file": f"{self.question.model.name}.toml",
             "training.seq_len": self.question.tokens,
@@ -199,7 +196,7 @@ class Advice:
             f"parallelism.data_parallel_{'replicate' if parallel.shard == 'none' else 'shard'}_degree": parallel.dp,
             "parallelism.context_parallel_degree": parallel.cp,
             "parallelism.tensor_parallel_degree": parallel.tp,
-            "parallelism.pipeline_parallel_degree": pipeline.stages,
+            "parallelism.pipeline_parallel_degree": parallel.pp,
             "parallelism.expert_parallel_degree": parallel.ep,
             "parallelism.expert_tensor_parallel_degree": parallel.tp,
             "parallelism.fsdp_reshard_after_forward": "always" if parallel.shard == "weights" else "never",
@@ -207,10 +204,12 @@ class Advice:
             "activation_checkpoint.mode": {"attention": "full"}.get(parallel.checkpointing, parallel.checkpointing),
             "activation_checkpoint.selective_ac_option": "op",
         }
-        if pipeline.interleaved > 1:
+        if parallel.interleaved > 1:
             numbers |= {
                 "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
-                "parallelism.pipeline_parallel_layers_per_stage": ceil(self.question.model.layers / parts),
+                "parallelism.pipeline_parallel_layers_per_stage": ceil(
+                    self.question.model.layers / (parallel.pp * parallel.interleaved)
+                ),
                 "parallelism.pipeline_parallel_first_stage_less_layers": 0,
                 "parallelism.pipeline_parallel_last_stage_less_layers": 0,
             }
@@ -220,8 +219,7 @@ class Advice:
 
     @property
     def not_fitting(self) -> list[str]:
-        """What does not fit on each machine: the nearest miss with all GPUs, and the numbers of GPUs that are too
-        few."""
+        """What does not fit on each machine: the nearest miss with all GPUs, and too small numbers of GPUs."""
         misses = {one.name: nearest_miss(self.found[one.name, self.question.gpus], one) for one in self.question.offers}
         return [f"{name}: {words}" for name, words in misses.items() if words] + [
             f"{offer.name}: nothing fits on {', '.join(map(str, none))} GPUs"
@@ -332,8 +330,8 @@ def find_frontier(question: Question, offer: Offer, checkpointing: str) -> list[
 
 def _any_fits(question: Question, offer: Offer, gpus: int, checkpointing: str) -> bool:
     return any(
-        question.step(offer.machine, parallel, pipeline, least_attention_of_layers).fits is not False
-        for parallel, pipeline in list_spreads(question, offer.machine, gpus)
+        question.step(offer.machine, parallel, least_attention_of_layers).fits is not False
+        for parallel in list_spreads(question, offer.machine, gpus)
         if parallel.checkpointing == checkpointing and parallel.shard in ("weights", "none")
     )
 
@@ -357,7 +355,10 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
         raise _nothing_fits(question, found)
     tell(len(tasks), len(tasks) + 2, "other bandwidths")
     far = best[0].step.gpus > best[0].offer.machine.ranks_per_node
-    bandwidths = [_vary_bandwidth(question, candidate) for candidate in best] if far else []
+    bandwidths = []
+    for one in best if far else ():
+        machines = (replace(one.offer.machine, bandwidth=x * one.offer.machine.bandwidth) for x in BANDWIDTHS)
+        bandwidths.append([replace(one, step=question.step(machine, one.parallel)) for machine in machines])
     tell(len(tasks) + 1, len(tasks) + 2, "other lengths")
     others = (replace(question, tokens=max(int(factor * question.tokens), 1)) for factor in LENGTHS)
     lengths = [next(iter(search(other, best[0].offer, best[0].step.gpus, 1).best), None) for other in others]
@@ -389,24 +390,13 @@ def _nothing_fits(question: Question, found: dict[tuple[str, int], Found]) -> In
     )
 
 
-def _vary_bandwidth(question: Question, candidate: TrainingCandidate) -> list[TrainingCandidate]:
-    """The candidate at each of BANDWIDTHS."""
-    machine = candidate.offer.machine
-    machines = (replace(machine, bandwidth=factor * machine.bandwidth) for factor in BANDWIDTHS)
-    steps = (question.step(one, candidate.parallel, candidate.pipeline) for one in machines)
-    return [replace(candidate, step=step) for step in steps]
-
-
 def record(advice: Advice) -> dict[str, Any]:
     """The advice as plain data: seconds, bytes, and costs of 1e9 tokens."""
     question = advice.question
     return {
         "question": {
             "model": question.model.name,
-            "tokens": question.tokens,
-            "gpus": question.gpus,
-            "batch": question.batch,
-            "dtype": question.dtype,
+            **{name: getattr(question, name) for name in ("tokens", "gpus", "batch", "dtype")},
             "by": advice.by,
             "machines": {offer.name: offer.price for offer in question.offers},
         },
@@ -435,21 +425,16 @@ def _record(candidate: TrainingCandidate) -> dict[str, Any]:
     return {
         "machine": candidate.offer.name,
         "gpus": step.gpus,
-        **{name: getattr(parallel, name) for name in ("cp", "dp", "tp", "ep", "layout", "schedule", "checkpointing")},
-        "pp": candidate.pipeline.stages,
-        "interleaved": candidate.pipeline.interleaved,
+        **{name: getattr(parallel, name) for name in ("cp", "dp", "tp", "ep", "pp", "interleaved")},
+        **{name: getattr(parallel, name) for name in ("layout", "schedule", "checkpointing")},
         "sharding": parallel.shard,
         "batch": parallel.rows * parallel.dp,
-        "plan": step.plan,
+        **{name: getattr(step, name) for name in ("plan", "mfu", "tflops", "parts", "memory")},
         "step seconds": step.seconds,
         "seconds of 1e9 tokens": candidate.seconds,
         "seconds of 1e9 tokens, band": [low, high],
         "cost of 1e9 tokens": None if candidate.offer.price is None else candidate.cost,
-        "mfu": step.mfu,
-        "tflops": step.tflops,
         "tokens per second and GPU": step.tokens_per_second,
-        "parts": step.parts,
-        "memory": step.memory,
         "why": explain(candidate),
     }
 

@@ -1,5 +1,4 @@
-"""The search: every way to spread a model over GPUs, pruned by bytes and lower bounds on time; the rest is
-simulated."""
+"""The search: every way to spread a model over GPUs, pruned by bytes and bounds on time; the rest is simulated."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import ceil, gcd, log
+from typing import Any
 
 from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput, RingAttentionError
@@ -16,8 +16,7 @@ from ...machine.kernel_times import BACKWARD, BLOCK
 from ...machine.machine import Machine
 from ..models.attention import LayerAttention, attention_of_layers, count_pairs
 from ..models.config import ModelConfig
-from ..models.parallel import CHECKPOINTING, Parallel
-from ..models.pipeline import Pipeline
+from ..models.parallel import CHECKPOINTING, Parallel, Software
 from ..models.training import ATTENTION_PARTS, Attend, StepEstimate, training_step
 
 #: Layouts to compare; without windows only the first, as contiguous shards load ranks unequally.
@@ -77,11 +76,9 @@ class Question:
             counts.append(counts[-1] // 2)
         return counts
 
-    def step(
-        self, machine: Machine, parallel: Parallel, pipeline: Pipeline, attend: Attend = attention_of_layers
-    ) -> StepEstimate:
+    def step(self, machine: Machine, parallel: Parallel, attend: Attend = attention_of_layers) -> StepEstimate:
         """A step of training on `machine`."""
-        return training_step(self.model, machine, self.tokens, parallel, pipeline, self.dtype, attend)
+        return training_step(self.model, machine, self.tokens, parallel, attend)
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,6 @@ class TrainingCandidate:
 
     offer: Offer
     parallel: Parallel
-    pipeline: Pipeline
     step: StepEstimate
     #: Seconds of attention at the rate of a full GPU, without messages: a lower bound for every schedule.
     least_attention: float
@@ -98,7 +94,7 @@ class TrainingCandidate:
     @property
     def shape(self) -> Shape:
         """cp, dp, tp, pp and ep."""
-        return self.parallel.cp, self.parallel.dp, self.parallel.tp, self.pipeline.stages, self.parallel.ep
+        return self.parallel.cp, self.parallel.dp, self.parallel.tp, self.parallel.pp, self.parallel.ep
 
     @property
     def seconds(self) -> float:
@@ -129,8 +125,9 @@ class TrainingCandidate:
     @property
     def choices(self) -> str:
         """Checkpointing, sharding and the parts of a stage, as text."""
-        parts = f", interleaved={self.pipeline.interleaved}" if self.pipeline.interleaved > 1 else ""
-        return f"checkpointing={self.parallel.checkpointing}, sharding={self.parallel.shard}{parts}"
+        parallel = self.parallel
+        parts = f", interleaved={parallel.interleaved}" if parallel.interleaved > 1 else ""
+        return f"checkpointing={parallel.checkpointing}, sharding={parallel.shard}{parts}"
 
 
 @dataclass
@@ -155,12 +152,12 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
     """
     found, best = Found(), dict[Shape, TrainingCandidate]()
     waiting: list[TrainingCandidate] = []
-    for parallel, pipeline in list_spreads(question, offer.machine, gpus):
-        step = question.step(offer.machine, parallel, pipeline, least_attention_of_layers)
+    for parallel in list_spreads(question, offer.machine, gpus):
+        step = question.step(offer.machine, parallel, least_attention_of_layers)
         attention = sum(step.parts[name] for name in ATTENTION_PARTS)
         for layout, schedule in list_plans(offer.machine, question.model, parallel):
             spread = replace(parallel, layout=layout, schedule=schedule)
-            bound = TrainingCandidate(offer, spread, pipeline, step, attention)
+            bound = TrainingCandidate(offer, spread, step, attention)
             if step.fits is False:
                 found.too_large.append(bound)
             else:
@@ -171,7 +168,7 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
             found.counts["slower"] = len(waiting) - place
             break
         try:
-            candidate = replace(bound, step=question.step(offer.machine, bound.parallel, bound.pipeline))
+            candidate = replace(bound, step=question.step(offer.machine, bound.parallel))
         except RingAttentionError as error:
             found.refused[str(error)] += 1
             continue
@@ -186,13 +183,13 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
     return found
 
 
-def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tuple[Parallel, Pipeline]]:
+def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Parallel]:
     """Every cp x dp x tp x pp = `gpus`, with each ep, checkpointing and sharding.
 
     tp stays within a node and divides the K/V heads; a rank has at least one thread block of rows. A stage has one
     part, or the largest number, up to PARTS, that divides its layers.
     """
-    model = question.model
+    model, software = question.model, Software(dtype=question.dtype)
     for tp, cp, pp in product(_divisors(gpus), repeat=3):
         dp = gpus // (tp * cp * pp)
         if (
@@ -210,9 +207,10 @@ def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tu
         shards = SHARED if cp * dp > 1 else SHARED[:1]
         experts = _divisors(gcd(model.experts - model.shared, cp * dp))
         for ep, checkpointing, shard in product(experts, CHECKPOINTING, shards):
-            parallel = Parallel(cp, dp, tp, ep, checkpointing=checkpointing, shard=shard, rows=rows)
+            options: dict[str, Any] = {"checkpointing": checkpointing, "shard": shard, "software": software}
+            parallel = Parallel(cp, dp, tp, ep, rows=rows, pp=pp, **options)
             for interleaved in sorted(parts) if pp > 1 else (1,):
-                yield parallel, Pipeline(pp, interleaved=interleaved)
+                yield replace(parallel, interleaved=interleaved)
 
 
 def _divisors(number: int) -> list[int]:
@@ -243,14 +241,18 @@ def list_plans(machine: Machine, model: ModelConfig, parallel: Parallel) -> Sequ
 
 
 def least_attention_of_layers(
-    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str
+    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel
 ) -> list[tuple[int, LayerAttention]]:
     """(number of layers, attention of one of them): a lower bound on time and bytes for every schedule.
 
     Attention computes the visible pairs at the rate of a full GPU, on equally busy ranks, and holds what every schedule
     holds. Messages would only add to both.
     """
-    rows, item, rates = parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype], machine.kernel_rates
+    rows, item, rates = (
+        parallel.rows * ceil(tokens / parallel.cp),
+        ITEM_BYTES[parallel.software.dtype],
+        machine.kernel_rates,
+    )
     wide, heads = max(item, 4), model.heads // parallel.tp
     output = heads * model.head_dim
     inputs = output + 2 * max(model.kv_heads // parallel.tp, 1) * model.head_dim

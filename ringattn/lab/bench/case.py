@@ -60,11 +60,6 @@ class Ratio:
     target: float | None = None
     work: float = 1.0
 
-    @property
-    def label(self) -> str:
-        """The ratio in words."""
-        return f"{self.over} / {self.under}" + ("" if self.work == 1.0 else f" x {self.work:.4g}")
-
 
 @dataclass(frozen=True)
 class BenchCase:
@@ -108,35 +103,22 @@ class BenchCase:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A figure from an earlier report, what it really measured, and a function that states ours from the records."""
-
-    figure: str
-    really: str
-    ours: Callable[[list[CaseRecord]], str]
-
-
-@dataclass(frozen=True)
 class BenchSuite:
     """A suite: its cases, its conclusion from the records of all measured cases, and the texts of its report.
 
-    `conclude` returns a sentence and whether the target is met. `check` receives the folder of the results before
-    anything is measured, and raises InvalidInput or Unsupported if the suite cannot run. `title`, `about` and
-    `claim` are for readers of the report. `bars` is the plot's title and a function that returns a case's numbers by
-    name; without it the plot compares ratios, or times.
+    `conclude` returns a sentence and whether the target is met, None without a target. `check` receives the folder of
+    the results before anything is measured, and raises InvalidInput or Unsupported if the suite cannot run. `title`,
+    `about` and `claim` (a figure of an earlier report, and what it really was) are for the reader. `bars` is the
+    plot's title and a function that returns a case's numbers by name; without it the plot compares ratios, or times.
     """
 
     cases: Callable[[], list[BenchCase]]
-    conclude: Callable[[list[CaseRecord]], tuple[str, bool]] | None = None
+    conclude: Callable[[list[CaseRecord]], tuple[str, bool | None]] | None = None
     check: Callable[[Path], None] | None = None
     title: str = ""
     about: tuple[str, ...] = ()
-    claim: Claim | None = None
+    claim: tuple[str, str] | None = None
     bars: tuple[str, Callable[[CaseRecord], dict[str, float]]] | None = None
-
-
-#: Reads a number from a case's record; None if the record lacks it.
-Values = Callable[[CaseRecord], float | None]
 
 
 def make_settings(

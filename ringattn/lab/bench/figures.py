@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -11,7 +10,7 @@ from markupsafe import Markup
 
 from ...text import duration, size
 from ..pages.figures import COLOURS, draw_lines, drawing, to_svg
-from .case import BenchSuite, CaseRecord, Values
+from .case import BenchSuite, CaseRecord
 
 #: Endings of case names that the plot's title states, so that bar labels omit them.
 PASSES = ("_forward", "_backward", "_step")
@@ -27,16 +26,18 @@ def draw(cases: list[CaseRecord], suite: BenchSuite | None) -> list[tuple[str, M
         return []
     drawn = []
     for title, value, unit in (("median time", median, duration), ("peak of tensors", peak_of_tensors, size)):
-        if series := _over_tokens(cases, value):
+        series: dict[str, list[tuple[int, float]]] = {}
+        for case in cases:
+            if "system" in case["settings"] and (number := value(case)) is not None:
+                series.setdefault(line_name(case), []).append((case["settings"]["tokens"], number))
+        if series := {name: sorted(points) for name, points in series.items() if len(points) > 2}:
             drawn.append(_draw_lines(title, series, unit))
     if drawn:
         return drawn
     for words, some in _by_pass(cases).items():
         title, rows, show, reference = _choose(some, suite)
         if sum(map(len, rows.values())) > 1:
-            drawn.append(
-                _draw_bars(title + words, rows, show, reference, {_label(case): _missing(case) for case in some})
-            )
+            drawn.append(_draw_bars(title + words, rows, show, reference))
     return drawn
 
 
@@ -53,15 +54,6 @@ def peak_of_tensors(case: CaseRecord) -> float | None:
 def line_name(case: CaseRecord) -> str:
     """The name of a system, with the number of real ranks it ran on."""
     return str(case["settings"]["system"]) + (f", {case['ranks']} ranks" if case["ranks"] > 1 else "")
-
-
-def _over_tokens(cases: list[CaseRecord], value: Values) -> dict[str, list[tuple[int, float]]]:
-    """Points (tokens, value) by system, for systems with more than two lengths."""
-    series: dict[str, list[tuple[int, float]]] = {}
-    for case in cases:
-        if "system" in case["settings"] and (number := value(case)) is not None:
-            series.setdefault(line_name(case), []).append((case["settings"]["tokens"], number))
-    return {name: sorted(points) for name, points in series.items() if len(points) > 2}
 
 
 def _draw_lines(title: str, series: dict[str, list[tuple[int, float]]], show: Show) -> tuple[str, Markup]:
@@ -116,37 +108,21 @@ def _label(case: CaseRecord) -> str:
     return name.replace("_", " ")
 
 
-def _missing(case: CaseRecord) -> list[str]:
-    """One line per reason with the columns that have no numbers, such as "wrong: NAME, NAME"."""
-    names: dict[str, list[str]] = {}
-    for name, reason in case.get("details", {}).get("missing", {}).items():
-        names.setdefault(reason.partition(":")[0], []).append(name)
-    found = [f"{reason}: {', '.join(columns)}" for reason, columns in names.items()]
-    return [line for text in found for line in textwrap.wrap(text, 58)]
-
-
-def _draw_bars(
-    title: str, rows: Rows, show: Show, reference: float | None, missing: Mapping[str, list[str]]
-) -> tuple[str, Markup]:
-    """Groups of horizontal bars with whiskers from minimum to maximum, and a text for each missing bar."""
-    series = list(dict.fromkeys(name for bars in rows.values() for name in bars))
-    slots: list[tuple[float, str, str]] = []
-    places: dict[str, float] = {}
-    words: list[tuple[float, str]] = []
-    at = 0.0
-    for label, bars in rows.items():
-        lines = len(bars) + len(missing.get(label, ()))
-        places[label] = at + (lines - 1) / 2
-        slots += [(at + i, label, name) for i, name in enumerate(name for name in series if name in bars)]
-        words += [(at + len(bars) + i, line) for i, line in enumerate(missing.get(label, ()))]
-        at += lines + 0.8
+def _draw_bars(title: str, rows: Rows, show: Show, reference: float | None) -> tuple[str, Markup]:
+    """Groups of horizontal bars with whiskers from minimum to maximum."""
+    series: dict[str, list[tuple[float, Bar]]] = {name: [] for bars in rows.values() for name in bars}
+    places, at = [], 0.0
+    for bars in rows.values():
+        places.append(at + (len(bars) - 1) / 2)
+        for i, name in enumerate(name for name in series if name in bars):
+            series[name].append((at + i, bars[name]))
+        at += len(bars) + 0.8
     values = [bar[0] for bars in rows.values() for bar in bars.values()]
     log = (reference is not None or show is duration) and max(values) > 8 * min(values) > 0
     start = reference if log and reference is not None else 0.0
     with drawing(1.0 + 0.13 * at + 0.17 * (len(series) + 1) // 2) as figure:
         axes: Any = figure.subplots()
-        for number, name in enumerate(series):
-            mine = [(y, rows[label][name]) for y, label, column in slots if column == name]
+        for number, (name, mine) in enumerate(series.items()):
             spread = [[mid - low for _, (mid, low, _) in mine], [high - mid for _, (mid, _, high) in mine]]
             axes.barh(
                 [y for y, _ in mine],
@@ -160,11 +136,9 @@ def _draw_bars(
             )
         if log:
             axes.set_xscale("log")
-        for y, line in words:
-            axes.text(0.01, y, line, fontsize=6, va="center", transform=axes.get_yaxis_transform())
         if reference is not None:
             axes.axvline(reference, color="#808080", linewidth=0.8, linestyle="--")
-        axes.set_yticks(list(places.values()), list(places))
+        axes.set_yticks(places, list(rows))
         axes.invert_yaxis()
         axes.xaxis.set_major_formatter(lambda value, place: show(value))
         axes.xaxis.set_minor_formatter(lambda value, place: "")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...transport.base import Message, Post, Transport
+from ...transport.base import Post, Transport, sort_by_tag
 from ...transport.launcher import run_local
 from ...transport.torchdist import TorchDist
 
@@ -25,9 +25,9 @@ NETWORK = "MODELLED links between processes of this machine: messages are held b
 
 #: Maximum number of messages in flight from one rank to another.
 SLOTS = 64
-#: Fields of a slot of the board: the message's tag; how often the tag was used before; the arrival time
-#: (time.monotonic), inf until both sides have posted; how many sides have yet to ask for that time.
-TAG, TURN, ARRIVAL, ASKS_LEFT = range(4)
+#: Fields of a slot of the board: the message's number; the arrival time (time.monotonic), inf until both sides have
+#: posted; how many sides have yet to ask for that time.
+NUMBER, ARRIVAL, ASKS_LEFT = range(3)
 
 
 @dataclass(frozen=True)
@@ -58,27 +58,27 @@ class MessageBoard:
 
     The model: a message starts once both sides have posted it and its link has finished all earlier messages.
     It occupies its link for bytes / rate. Each link is a queue: one for all messages that leave a node, and one for
-    each ordered pair of ranks in a node.
+    each ordered pair of ranks in a node. Both sides post the messages from one rank to another in the same order, and
+    number them from 1.
     """
 
     def __init__(self, path: Path, links: Links) -> None:
         self.links = links
         pairs = links.ranks * links.ranks
-        size = pairs * (1 + SLOTS * 4) * 8
+        size = pairs * (1 + SLOTS * 3) * 8
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(self._file, size)  # a new file reads as zeros; the contents of an existing file stay
         numbers = np.frombuffer(mmap.mmap(self._file, size), dtype=np.float64)
         self._link_free = numbers[:pairs].reshape(links.ranks, links.ranks)
-        self._slots = numbers[pairs:].reshape(links.ranks, links.ranks, SLOTS, 4)
+        self._slots = numbers[pairs:].reshape(links.ranks, links.ranks, SLOTS, 3)
 
-    def post(self, source: int, target: int, tag: int, turn: int, size: int) -> None:
+    def post(self, source: int, target: int, number: int, size: int) -> None:
         """Record that one side has posted a message of `size` bytes; the second post queues it on its link."""
         with self._locked():
-            slot = self._find_slot(source, target, tag, turn)
-            if slot is None:
-                empty = np.flatnonzero(self._slots[source, target, :, ASKS_LEFT] == 0)
-                assert len(empty), f"more than {SLOTS} messages from rank {source} to rank {target} at a time"
-                self._slots[source, target, empty[0]] = tag, turn, np.inf, 2
+            slot = self._slots[source, target, number % SLOTS]
+            if slot[NUMBER] != number:
+                assert not slot[ASKS_LEFT], f"more than {SLOTS} messages from rank {source} to rank {target} at a time"
+                slot[:] = number, np.inf, 2
                 return
             node, target_node = self.links.node(source), self.links.node(target)
             inside = node == target_node
@@ -87,18 +87,13 @@ class MessageBoard:
             start = max(time.monotonic(), self._link_free[queue])
             self._link_free[queue] = slot[ARRIVAL] = start + size / rate
 
-    def arrival(self, source: int, target: int, tag: int, turn: int) -> float:
+    def arrival(self, source: int, target: int, number: int) -> float:
         """The message's arrival time (time.monotonic). Each side calls this once, after both sides have posted."""
         with self._locked():
-            slot = self._find_slot(source, target, tag, turn)
-            assert slot is not None and np.isfinite(slot[ARRIVAL]), "asked before both sides had posted"
+            slot = self._slots[source, target, number % SLOTS]
+            assert slot[NUMBER] == number and np.isfinite(slot[ARRIVAL]), "asked before both sides had posted"
             slot[ASKS_LEFT] -= 1
             return float(slot[ARRIVAL])
-
-    def _find_slot(self, source: int, target: int, tag: int, turn: int) -> np.ndarray | None:
-        slots = self._slots[source, target]
-        matches = np.flatnonzero((slots[:, ASKS_LEFT] > 0) & (slots[:, TAG] == tag) & (slots[:, TURN] == turn))
-        return slots[matches[0]] if len(matches) else None
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -130,15 +125,18 @@ class DelayedTransport(Wrapper):
         assert inner.size == board.links.ranks
         super().__init__(inner)
         self.board = board
-        self._turns: Counter[tuple[int, int, int]] = Counter()
+        self._posted: Counter[tuple[int, int]] = Counter()
 
     def post(self, post: Post) -> Any:
         """Start the messages of a step and return a ticket."""
-        keys = [self._next_key(message, self.rank, message.peer) for message in post.sends]
-        keys += [self._next_key(message, message.peer, self.rank) for message in post.recvs]
-        for key, message in zip(keys, (*post.sends, *post.recvs), strict=True):
+        messages = [((self.rank, message.peer), message) for message in sort_by_tag(post.sends)]
+        messages += [((message.peer, self.rank), message) for message in sort_by_tag(post.recvs)]
+        keys = []
+        for pair, message in messages:
+            self._posted[pair] += 1
+            keys.append((*pair, self._posted[pair]))
             # Before sending: then the board has the posts of both sides by the time a message arrives.
-            self.board.post(*key, message.data.numel())
+            self.board.post(*keys[-1], message.data.numel())
         return self.inner.post(post), keys
 
     def wait(self, ticket: Any) -> None:
@@ -148,11 +146,6 @@ class DelayedTransport(Wrapper):
         left = max((self.board.arrival(*key) for key in keys), default=0.0) - time.monotonic()
         if left > 0:
             time.sleep(left)
-
-    def _next_key(self, message: Message, source: int, target: int) -> tuple[int, int, int, int]:
-        key = source, target, message.tag
-        self._turns[key] += 1
-        return *key, self._turns[key]
 
 
 class InstantMessages:

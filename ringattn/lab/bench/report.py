@@ -33,6 +33,7 @@ INDEX = (
     "# Results\n\n"
     "The newest run of each suite on each machine, and of each study. `ringattn report` writes this page.\n\n"
 )
+MET = {None: "", True: "yes", False: "NO"}
 #: Maximum characters of a setting and of a remark in a table.
 MOST_SETTING, MOST_REMARK = 40, 160
 
@@ -53,12 +54,10 @@ class BenchReport:
     @property
     def warnings(self) -> list[str]:
         """The warnings: `MIXED` if it applies, and how many cases are missing."""
-        done = len(self.record["cases"])
-        planned = self.record.get("planned", done)  # absent in results of earlier versions
-        missing = (
-            f"Incomplete: {done} of {planned} cases; to measure the others: {self.command}" if done < planned else ""
-        )
-        return [warning for warning in (MIXED if self.record["mixed"] else "", missing) if warning]
+        done, warnings = len(self.record["cases"]), [MIXED] if self.record["mixed"] else []
+        if done < (planned := self.record.get("planned", done)):  # absent in results of earlier versions
+            warnings.append(f"Incomplete: {done} of {planned} cases; to measure the others: {self.command}")
+        return warnings
 
     @property
     def conclusion(self) -> str | None:
@@ -66,12 +65,9 @@ class BenchReport:
         suite, cases = self.suite, self.record["cases"]
         if suite is None or not cases:
             return None
-        if suite.conclude is not None:
-            text, met = suite.conclude(cases)
-            words = f"{text}; target {'met' if met else 'missed'}."
-        else:
-            words = suite.claim.ours(cases) if suite.claim else _judge(cases)
-        return words[:1].upper() + words[1:]
+        text, met = (suite.conclude or _judge)(cases)
+        target = "" if met is None else "; target met" if met else "; target missed"
+        return f"{text[:1].upper()}{text[1:]}{target}."
 
     @property
     def tables(self) -> list[ReportTable]:
@@ -79,7 +75,7 @@ class BenchReport:
         cases, kind = self.record["cases"], self.record["kind"]
         tables = [
             _by_tokens(f"median time by tokens [{kind}]", cases, figures.median, duration),
-            _by_tokens(f"peak of tensors per token [{kind}]", cases, _tensors_per_token, size),
+            _by_tokens(f"peak of tensors per token [{kind}]", cases, figures.peak_of_tensors, size, per_token=True),
             _ratios(f"ratios of times, round by round [{kind}]", cases),
             _formulas("peak memory per rank [measured] and its formula [counted]", cases),
             _summaries("what the cases conclude", cases),
@@ -111,15 +107,15 @@ class BenchReport:
         return [Plot(title, svg, f"{self.stem}_{number}.svg") for number, (title, svg) in enumerate(drawn, 1)]
 
 
-def _judge(cases: list[CaseRecord]) -> str:
+def _judge(cases: list[CaseRecord]) -> tuple[str, None]:
     """How many ratios reach their targets, and which ratio is lowest relative to its target."""
     ratios = [(ratio, case["case"]) for case in cases for ratio in case.get("ratios", ()) if ratio["target"]]
     if not ratios:
-        return f"{plural(len(cases), 'case')} measured, none with a target."
+        return f"{plural(len(cases), 'case')} measured, none with a target", None
     met = sum(ratio["met"] for ratio, _ in ratios)
     worst, name = min(ratios, key=lambda pair: pair[0]["median"] / pair[0]["target"])
     least = f"{worst['ratio']} of {name} is {worst['median']:.2f}, target {worst['target']:.3g}"
-    return f"{met} of {plural(len(ratios), 'ratio')} reached the target; the least, {least}."
+    return f"{met} of {plural(len(ratios), 'ratio')} reached the target; the least, {least}", None
 
 
 def narrow(table: ReportTable) -> ReportTable:
@@ -174,7 +170,7 @@ def _ratios(title: str, cases: list[CaseRecord]) -> ReportTable:
             ratio["ratio"],
             *(Cell(f"{ratio[x]:.3f}", ratio[x]) for x in ("median", "min", "max")),
             "" if ratio["target"] is None else f">= {ratio['target']:.3g}",
-            _yes_or_no(ratio["met"]),
+            MET[ratio["met"]],
         ]
         for case in cases
         for ratio in case.get("ratios", ())
@@ -189,7 +185,7 @@ def _formulas(title: str, cases: list[CaseRecord]) -> ReportTable:
             peak, formula = max(map(max, memory["peak_bytes"])), max(memory["formula_bytes"])
             limit = "" if memory["limit"] is None else f"<= {memory['limit']}"
             ratio = Cell(f"{memory['ratio']:.3f}", memory["ratio"])
-            cells = [Cell(size(peak), peak), Cell(size(formula), formula), ratio, limit, _yes_or_no(memory["met"])]
+            cells = [Cell(size(peak), peak), Cell(size(formula), formula), ratio, limit, MET[memory["met"]]]
             rows.append([case["case"], *cells])
     return _without_empty(title, ["case", "peak", "formula", "ratio", "limit", "met"], rows)
 
@@ -207,23 +203,23 @@ def _value(value: Any) -> str:
 
 
 def _by_tokens(
-    title: str, cases: list[CaseRecord], value: Callable[[CaseRecord], float | None], show: Callable[[float], str]
+    title: str,
+    cases: list[CaseRecord],
+    value: Callable[[CaseRecord], float | None],
+    show: Callable[[float], str],
+    per_token: bool = False,
 ) -> ReportTable:
     """A row for each system and number of ranks, a column for each length; failures appear as their class."""
     cases = [case for case in cases if "system" in case["settings"]]
     lengths = sorted({case["settings"]["tokens"] for case in cases})
     rows: dict[str, dict[int, str]] = {}
     for case in cases:
-        number = value(case)
+        if (number := value(case)) is not None and per_token:
+            number /= case["settings"]["tokens"]
         text = case["failed"]["class"] if "failed" in case else "" if number is None else Cell(show(number), number)
         rows.setdefault(figures.line_name(case), {})[case["settings"]["tokens"]] = text
     cells = [[name, *(by_length.get(length, "") for length in lengths)] for name, by_length in rows.items()]
     return ReportTable(["system", *(f"{length:,}" for length in lengths)], cells if len(lengths) > 1 else [], title)
-
-
-def _tensors_per_token(case: CaseRecord) -> float | None:
-    count = figures.peak_of_tensors(case)
-    return None if count is None else count / case["settings"]["tokens"]
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], noise: float) -> ReportTable:
@@ -282,10 +278,6 @@ def _without_empty(title: str, header: Sequence[str], rows: list[list[str]]) -> 
     return ReportTable([header[i] for i in kept], [[row[i] for i in kept] for row in rows], title)
 
 
-def _yes_or_no(met: bool | None) -> str:
-    return "" if met is None else "yes" if met else "NO"
-
-
 def write_index(folder: Path) -> list[Path]:
     """Write the README.md of a folder: the newest run of each suite per machine, and of each study; returns its path.
 
@@ -309,6 +301,8 @@ def write_index(folder: Path) -> list[Path]:
         newest[suite, hardware] = max(row, newest.get((suite, hardware), row))
     for path in sorted(folder.glob("*/summary.json")):  # a study's
         study, stem = json.loads(path.read_text(encoding="utf-8")), path.parent.name
+        if "study" not in study:  # of mode=published
+            continue
         name, date, counts = study["study"], study["date"] or "", study["counts"]
         said = f"{plural(counts['ok'], 'point')} with numbers, {counts['refused']} refused"
         row = date, f"| {name} | any | {date} | {said} | [{stem}]({stem}/report.md) |"

@@ -14,9 +14,8 @@ import resource
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,42 +38,30 @@ from .libraries import say_what_lacks
 from .links import NETWORK, run_nodes
 from .records import FORMAT, open_results
 
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """What to measure (a suite, all its cases or `cases`, `repeat` rounds), and where the results go.
-
-    `memory`: the most bytes each process may allocate; None for no limit.
-    """
-
-    suite: str
-    cases: list[str] | None
-    repeat: int
-    folder: Path
-    memory: int | None = None
-
-
 #: Exceptions that are recorded as the failure of a case: our errors, lack of memory, a wrong result, and torch's
 #: errors, which are RuntimeErrors. Any other exception is a bug and ends the process of the case.
 FAILURES = (RingAttentionError, MemoryError, AssertionError, RuntimeError)
 #: The message of torch's CPU allocator when it is out of memory; torch has no type for this error.
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-#: A case is not tried if one call is expected, from the times of shorter cases, to take more seconds than this.
+#: A case is not tried if one call is expected, from the time of a shorter case, to take more seconds than this.
 MOST_CALL = 60.0
 #: Failures that a rank reports after it has lost another rank, so never the cause.
 FOLLOWING = ("CommFailure", "RuntimeError")
 
 
-def run_suite(options: BenchOptions, tell: Callable[[str], None]) -> Path:
-    """Measure the cases of a suite that the folder's results lack; returns the path of the results.
+def run_suite(
+    suite: str, asked: list[str] | None, repeat: int, folder: Path, memory: int | None, tell: Callable[[str], None]
+) -> Path:
+    """Measure the cases of a suite (all, or those in `asked`) that the folder's results lack; returns their path.
 
-    Results with the same code, settings and machine are continued. `tell` receives a line before each case.
+    Results with the same code, settings and machine are continued. `memory`: the most bytes that each process may
+    allocate; None for no limit. `tell` receives a line before each case.
     """
-    cases = get_cases(options.suite, options.cases)
-    header = make_header(options, cases)
+    cases = get_cases(suite, asked)
+    header = make_header(suite, asked, repeat, memory, cases)
     if any(case.links for case in cases):
         tell(f"behind {NETWORK}")
-    with open_results(options.folder, header, [case.name for case in cases]) as journal:
+    with open_results(folder, header, [case.name for case in cases]) as journal:
         if journal.records:
             tell(f"what {journal.path} lacks, {len(cases) - len(journal.records)} of {len(cases)} cases")
         for number, case in enumerate(cases, 1):
@@ -84,7 +71,7 @@ def run_suite(options: BenchOptions, tell: Callable[[str], None]) -> Path:
             columns = ", ".join(column.name for column in case.columns)
             tell(f"{case.name} ({number} of {len(cases)}{left}): {columns}")
             start = time.perf_counter()
-            record = run_case(case, options, journal.records)
+            record = run_case(case, header, journal.records)
             if "failed" in record:
                 tell(f"{case.name} {record['failed']['class']}: {record['failed']['message'].splitlines()[-1]}")
             took = {"took": time.perf_counter() - start, "source": source()}
@@ -92,14 +79,16 @@ def run_suite(options: BenchOptions, tell: Callable[[str], None]) -> Path:
     return journal.path
 
 
-def make_header(options: BenchOptions, cases: list[BenchCase]) -> dict[str, Any]:
+def make_header(
+    suite: str, asked: list[str] | None, repeat: int, memory: int | None, cases: list[BenchCase]
+) -> dict[str, Any]:
     """The first line of the results: the request, the machine and the version of the code."""
     return {
         "format": FORMAT,
-        "suite": options.suite,
-        "repeat": options.repeat,
-        "memory": options.memory,
-        "asked": options.cases,
+        "suite": suite,
+        "repeat": repeat,
+        "memory": memory,
+        "asked": asked,
         "planned": len(cases),
         "device": cases[0].settings.get("device"),
         "kind": cases[0].settings.get("kind", "measured"),
@@ -115,11 +104,11 @@ def _estimate(cases: list[BenchCase], done: dict[str, CaseRecord]) -> str:
     return f", about {duration(took / weights * left)} left" if weights else ""
 
 
-def run_case(case: BenchCase, options: BenchOptions, done: dict[str, CaseRecord]) -> CaseRecord:
+def run_case(case: BenchCase, header: dict[str, Any], done: dict[str, CaseRecord]) -> CaseRecord:
     """The record of a case, measured in new processes; a failed case has the class of its failure."""
-    if reason := _why_not(case, options.repeat, done):
+    if reason := _why_not(case, header["repeat"], done):
         return summarise_case(case, [_failure("NotTried", reason)])
-    work = (options.suite, case.name, options.repeat, options.memory)
+    work = (header["suite"], case.name, header["repeat"], header["memory"])
     try:
         if case.links is None:
             raw = run_local(measure, case.ranks, None, *work, timeout=case.timeout)
@@ -132,30 +121,19 @@ def run_case(case: BenchCase, options: BenchOptions, done: dict[str, CaseRecord]
 
 
 def _why_not(case: BenchCase, repeat: int, done: dict[str, CaseRecord]) -> str:
-    """The reason why a case is not tried, from the results of shorter cases; empty if it is to be tried.
+    """The reason why a case is not tried, from the result of a shorter case; empty if it is to be tried.
 
-    The time of a call is extrapolated from the fastest rounds of the next two shorter cases, or in proportion to the
-    tokens from one.
+    A call is expected to take at least as long as the fastest round of the shorter case, in proportion to the tokens.
     """
     shorter = done.get(case.after or "")
     if shorter is None:
         return ""
     if "failed" in shorter:
         return f"{case.after} failed: {shorter['failed']['class']}"
-    (tokens, seconds), *before = _lengths(case, done)
-    power = max([1.0, *(log(seconds / y) / log(tokens / x) for x, y in before[:1])])
-    call = seconds * (case.settings["tokens"] / tokens) ** power
+    call = shorter["columns"]["forward"]["min"] * case.settings["tokens"] / shorter["settings"]["tokens"]
     if call <= MOST_CALL:
         return ""
     return f"estimated {call * (repeat + 2) / 60:,.0f} minutes: a call would take {duration(call)} (extrapolated)"
-
-
-def _lengths(case: BenchCase, done: dict[str, CaseRecord]) -> list[tuple[int, float]]:
-    """(tokens, least seconds of a call) of shorter measured cases of the same system and ranks, the longest first."""
-    own = (case.settings["system"], case.ranks)
-    alike = [x for x in done.values() if (x["settings"].get("system"), x["ranks"]) == own and x["columns"]]
-    lengths = [(x["settings"]["tokens"], x["columns"]["forward"]["min"]) for x in alike]
-    return sorted((x for x in lengths if x[0] < case.settings["tokens"]), reverse=True)
 
 
 def _failure(kind: str, message: str) -> dict[str, Any]:
@@ -371,7 +349,8 @@ def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
         return record
     # Thanks to the barriers a run lasts equally long on all ranks: the times of rank 0 hold for all.
     times = raw[0]["times"]
-    record |= {name: raw[0][name] for name in ("details",) if name in raw[0]}
+    if "details" in raw[0]:
+        record["details"] = raw[0]["details"]
     peaks = {  # of all ranks
         name: {kind: max(rank["peaks"][name][kind] for rank in raw) for kind in of_rank}
         for name, of_rank in raw[0].get("peaks", {}).items()
@@ -392,8 +371,9 @@ def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
             continue
         values = [over / under * ratio.work for over, under in zip(times[ratio.over], times[ratio.under], strict=True)]
         met = None if ratio.target is None else median(values) >= ratio.target
+        label = f"{ratio.over} / {ratio.under}" + ("" if ratio.work == 1.0 else f" x {ratio.work:.4g}")
         record["ratios"].append(
-            {"ratio": ratio.label, "rounds": values, **_spread(values), "target": ratio.target, "met": met}
+            {"ratio": label, "rounds": values, **_spread(values), "target": ratio.target, "met": met}
         )
     return {**record, "summary": case.summarise(record)} if case.summarise else record
 

@@ -14,15 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
 
 from ... import compat
 from ...layout.regular import Layout
 from ...nn import AdaptiveAttention, MultiheadAttention, RingAttention
 from ...pattern import Dilated
 from ...simulator.numerics.oracle import oracle_rows, places, sampled_rows
-from ...text import duration, size
+from ...text import duration, plural
 from .calls import gather, get_layout, make_inputs, make_shards
 from .case import HEAD_DIM, HEADS, TOLERANCES, BenchCase, BenchColumn, CaseRecord, Context, Run, make_settings
+from .figures import line_name
 
 #: Arguments of multihead modules.
 SIZES: dict[str, Any] = {"embed_dim": HEADS * HEAD_DIM, "num_heads": HEADS}
@@ -249,9 +251,8 @@ def _exact_adaptive_rows(
     scores = (means[0] @ means[1].mT)[0] / module.rank**0.5
     at = torch.tensor(rows, device="cpu") // block
     of_key = torch.arange(k.shape[2], device="cpu") // block
-    logits = q[0, :, rows].double() @ k[0].double().mT * HEAD_DIM**-0.5 + scores[:, at][:, :, of_key]
-    logits = logits.masked_fill(~blocks[:, at][:, :, of_key], -torch.inf)
-    return (logits.softmax(-1) @ v[0].double())[None]
+    bias = scores[:, at][:, :, of_key].masked_fill(~blocks[:, at][:, :, of_key], -torch.inf)
+    return scaled_dot_product_attention(q[:, :, rows].double(), k.double(), v.double(), attn_mask=bias[None])
 
 
 def _all_reduce(x: torch.Tensor, most: bool, ranks: int) -> torch.Tensor:
@@ -266,26 +267,15 @@ def find_cases(records: list[CaseRecord], system: str) -> list[CaseRecord]:
     return [x for x in records if str(x["settings"].get("system", "")).startswith(system) and x.get("columns")]
 
 
-def longest(records: list[CaseRecord], system: str) -> str:
-    """The longest sequence that a system computed, its time and its memory, in words."""
-    done = find_cases(records, system)
+def conclude_systems(records: list[CaseRecord]) -> tuple[str, None]:
+    """How many rows are right, and the fastest system at the most tokens; there is no target."""
+    done = find_cases(records, "")
     if not done:
-        asked = any(str(x["settings"].get("system", "")).startswith(system) for x in records)
-        return f"{system}: {'no length was computed' if asked else 'not among these cases'}"
-    best = max(done, key=lambda record: record["settings"]["tokens"])
-    column, tokens = best["columns"]["forward"], best["settings"]["tokens"]
+        return f"none of {plural(len(records), 'row')} was computed", None
+    worst, most = max(max(x["errors"].values()) for x in done), max(x["settings"]["tokens"] for x in done)
+    longest = [x for x in done if x["settings"]["tokens"] == most]
+    best = min(longest, key=lambda x: x["columns"]["forward"]["median"])
     return (
-        f"{best['settings']['system']} computes {tokens:,} tokens in {duration(column['median'])}, with "
-        f"{size(column['peaks']['tensors'] / tokens)} of tensors per token and an error of "
-        f"{max(best['errors'].values()):.1e}"
-    )
-
-
-def fastest(records: list[CaseRecord], tokens: int) -> str:
-    """The fastest and the slowest system on one device at this length, in words."""
-    done = [x for x in find_cases(records, "") if x["settings"]["tokens"] == tokens and x["ranks"] == 1]
-    if not done:
-        return f"at {tokens:,} tokens nothing was measured"
-    times = sorted((x["columns"]["forward"]["median"], x["settings"]["system"]) for x in done)
-    least, most = (f"{name}, {duration(seconds)}" for seconds, name in (times[0], times[-1]))
-    return f"at {tokens:,} tokens the fastest is {least}, the slowest {most}"
+        f"{len(done)} of {len(records)} rows agree with fp64 softmaxes, the largest error is {worst:.1e}; the fastest "
+        f"at {most:,} tokens is {line_name(best)}, {duration(best['columns']['forward']['median'])}"
+    ), None

@@ -19,8 +19,6 @@ from ...simulator.timing.kernel_seconds import lower_to_tiles
 from .fits import Sample
 from .measuring_ranks import MeasuringRanks, Settings, TimedBytes, count_turns
 
-#: Seconds of forward calls, and of backward calls, on all ranks.
-Overheads = tuple[tuple[float, ...], tuple[float, ...]]
 #: Most bytes that the tensors of works taking turns may have together.
 TOGETHER = 1 << 30
 #: A ragged dense tile has this many fewer keys than rows.
@@ -88,8 +86,7 @@ def _time_group(
 def make_call(
     kernel: Kernel, work: Work, settings: Settings, device: torch.device, *, backward: bool
 ) -> Callable[[], None]:
-    """A function that computes a work on random inputs like the executor: drops the output, or accumulates
-    gradients."""
+    """A function that computes a work on random inputs: like the executor, it drops outputs and sums gradients."""
     heads, head_dim, dtype = len(work.heads), settings.head_dim, settings.torch_dtype
     q, grad, out = (torch.randn(1, heads, len(work.q), head_dim, device=device).to(dtype) for _ in range(3))
     k, v = (torch.randn(1, heads, work.keys, head_dim, device=device).to(dtype) for _ in range(2))
@@ -140,7 +137,7 @@ def _reference_work(settings: Settings) -> Work:
     return Work(heads, heads, rows, (rows,))
 
 
-def time_overheads(ranks: MeasuringRanks, kernel: Kernel, settings: Settings) -> Overheads:
+def time_overheads(ranks: MeasuringRanks, kernel: Kernel, settings: Settings) -> list[tuple[float, ...]]:
     """Seconds of forward and of backward calls on 1 row and 1 key of 1 head: what a call takes besides its work.
 
     They take turns with calls on the reference tile, so that their data is not in the caches.
@@ -151,12 +148,11 @@ def time_overheads(ranks: MeasuringRanks, kernel: Kernel, settings: Settings) ->
         works = smallest, _reference_work(settings)
         calls = [make_call(kernel, work, settings, ranks.device, backward=backward) for work in works]
         found.append(ranks.gather_times(ranks.time_alternating(calls)[0]))
-    return found[0], found[1]
+    return found
 
 
 def time_merges(ranks: MeasuringRanks, rows: Sequence[int], settings: Settings) -> list[TimedBytes]:
-    """For each number of rows: bytes of an output and lse in the wider dtype, and seconds to merge another into
-    them."""
+    """For each number of rows: bytes of a wide output and lse, and seconds to merge another into them."""
     times, heads, dtype = [], settings.heads, wide(settings.torch_dtype)
     for n in rows:
         size = n * heads * (settings.head_dim + 1) * dtype.itemsize

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain, cycle, pairwise
+from itertools import chain, cycle
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from ...errors import InvalidInput
 from ...kernels.base import Kernel
 from ...machine.machine import Machine
 from ...plan.work import Work
@@ -20,9 +19,7 @@ from ...simulator.timing.rates import MERGE_PASSES, own_bytes
 from . import kernels
 from .fits import Sample, fit_calls, fit_interference, fit_jitter, fit_kernel_times, fit_link
 from .measuring_ranks import MeasuringRanks, Settings, TimedBytes, count_turns
-from .passes import GRID, Pass, PassCase, Runs, list_cases, model_passes, sizes_between, time_passes
-
-T = TypeVar("T")
+from .passes import GRID, Pass, PassCase, Runs, list_cases, model_passes, sizes_between, time_pass
 
 
 @dataclass(frozen=True)
@@ -40,29 +37,12 @@ class Overlap:
     both: tuple[float, ...]
 
 
-#: A kind of measurement made in each round.
-D = TypeVar("D", Sample, TimedBytes, Overlap)
-
-
-@dataclass(frozen=True)
-class CalibrationSizes:
-    """Ascending sizes to measure: rows and keys of tiles, keys per row of bands, bytes of messages."""
-
-    rows: Sequence[int]
-    widths: Sequence[int]
-    messages: Sequence[int]
-
-    def __post_init__(self) -> None:
-        for name, sizes, least in (("rows", self.rows, 2), ("widths", self.widths, 1), ("messages", self.messages, 2)):
-            if len(sizes) < least or any(a >= b for a, b in pairwise(sizes)) or sizes[0] < 1:
-                raise InvalidInput(f"{name}={list(sizes)}: expected at least {least} ascending sizes >= 1")
-
-
 @dataclass(frozen=True)
 class Round:
     """What one round, or all rounds together, measured. A single process has no messages, overlaps and passes."""
 
-    overheads: kernels.Overheads
+    #: Of forward calls, and of backward calls.
+    overheads: list[tuple[float, ...]]
     works: list[Sample]
     merges: list[TimedBytes]
     #: Messages to the next rank, by the prefix of the machine numbers they yield: "", or "node_" within a node.
@@ -73,41 +53,36 @@ class Round:
 
     @classmethod
     def measure(
-        cls,
-        ranks: MeasuringRanks,
-        kernel: Kernel,
-        settings: Settings,
-        sizes: CalibrationSizes,
-        cases: Sequence[PassCase],
-        *,
-        first: bool,
+        cls, ranks: MeasuringRanks, kernel: Kernel, settings: Settings, cases: Sequence[PassCase], *, first: bool
     ) -> Round:
         """Measure everything once. Collective."""
         overheads = kernels.time_overheads(ranks, kernel, settings)
-        works = list(kernels.list_works(sizes.rows, sizes.widths, settings.heads))
+        works = list(kernels.list_works(settings.rows, settings.widths, settings.heads))
         samples = kernels.time_works(ranks, kernel, works, settings)
-        merges = kernels.time_merges(ranks, sizes.rows, settings)
+        merges = kernels.time_merges(ranks, settings.rows, settings)
         if ranks.size == 1:
             return cls(overheads, samples, merges, {}, [], [])
+        # Whether links lie within a node, by prefix: links of one kind have none, nor have those between nodes.
+        links = {"": False, "node_": True} if 1 < ranks.ranks_per_node < ranks.size else {"": ranks.nodes == 1}
         shifts = {
-            prefix: time_shift(ranks, kernel, sizes.messages, settings, within_node=within_node)
-            for prefix, within_node in _list_links(ranks).items()
+            prefix: time_shift(ranks, kernel, settings.messages, settings, within_node=within_node)
+            for prefix, within_node in links.items()
         }
-        overlaps = [measure_overlap(ranks, kernel, rows, settings) for rows in sizes.rows]
-        runs: list[Runs] = [(run,) for run in time_passes(ranks, cases, settings, warm_up=first)]
+        overlaps = [measure_overlap(ranks, kernel, rows, settings) for rows in settings.rows]
+        runs: list[Runs] = [(time_pass(ranks, case, settings, warm_up=first),) for case in cases]
         return cls(overheads, samples, merges, shifts, overlaps, runs)
 
-    @classmethod
-    def join(cls, rounds: Sequence[Round]) -> Round:
-        """One Round that holds the seconds of all `rounds` for every measurement."""
-        return cls(
-            overheads=(_chain(one.overheads[0] for one in rounds), _chain(one.overheads[1] for one in rounds)),
-            works=_join([one.works for one in rounds]),
-            merges=_join([one.merges for one in rounds]),
-            shifts={prefix: _join([one.shifts[prefix] for one in rounds]) for prefix in rounds[0].shifts},
-            overlaps=_join([one.overlaps for one in rounds]),
-            runs=[_chain(runs) for runs in zip(*(one.runs for one in rounds), strict=True)],
-        )
+
+def join(parts: Sequence[Any]) -> Any:
+    """A Round, or a measurement of it, with the seconds of all `parts`: tuples are joined, all else is equal."""
+    first = parts[0]
+    if isinstance(first, tuple):
+        return tuple(chain.from_iterable(parts))
+    if isinstance(first, list):
+        return [join(same) for same in zip(*parts, strict=True)]
+    if isinstance(first, dict):
+        return {key: join([part[key] for part in parts]) for key in first}
+    return replace(first, **join([vars(part) for part in parts])) if hasattr(first, "__dict__") else first
 
 
 @dataclass(frozen=True)
@@ -120,40 +95,27 @@ class Calibration:
     passes: list[Pass]
 
 
-def calibrate(
-    ranks: MeasuringRanks,
-    settings: Settings,
-    sizes: CalibrationSizes,
-    base: Machine,
-    tell: Callable[[str], None],
-    between: Callable[[MeasuringRanks], object] = lambda ranks: None,
-) -> Calibration:
+def calibrate(ranks: MeasuringRanks, settings: Settings, base: Machine, tell: Callable[[str], None]) -> Calibration:
     """Measure kernels, merging, links, overlap and passes on all ranks, in rounds.
 
     Numbers that are not measured come from `base`. A single process measures only kernels and merging. `tell` receives
-    what is being measured, round by round; `between` is called with the ranks after each round. Collective. Raises
-    InvalidInput, and Unsupported where the kernel cannot compute the dtype.
+    what is being measured, round by round. Collective. Raises InvalidInput, and Unsupported where the kernel cannot
+    compute the dtype.
     """
     kernel = kernels.find_kernel(settings, ranks.device)
     if ranks.device.type == "cpu":
         ranks.keep_pace(kernels.make_reference(kernel, settings, ranks.device))
     # Two calibrated sizes, and sizes in between; a single process has no passes.
-    cases = list_cases(GRID, (*sizes.rows[:2], *sizes_between(sizes.rows)) if ranks.size > 1 else (), ranks.size)
+    cases = list_cases(GRID, (*settings.rows[:2], *sizes_between(settings.rows)) if ranks.size > 1 else (), ranks.size)
     rounds = []
     for number in ranks.rounds(settings):
         tell(f"round {number + 1}")
-        rounds.append(Round.measure(ranks, kernel, settings, sizes, cases, first=not number))
-        between(ranks)
-    return _fit(ranks, settings, sizes, Round.join(rounds), cases, base)
+        rounds.append(Round.measure(ranks, kernel, settings, cases, first=not number))
+    return _fit(ranks, settings, join(rounds), cases, base)
 
 
 def _fit(
-    ranks: MeasuringRanks,
-    settings: Settings,
-    sizes: CalibrationSizes,
-    measured: Round,
-    cases: Sequence[PassCase],
-    base: Machine,
+    ranks: MeasuringRanks, settings: Settings, measured: Round, cases: Sequence[PassCase], base: Machine
 ) -> Calibration:
     """The machine, with the raw data that its file stores."""
     overhead = median(measured.overheads[0]), median(measured.overheads[1])
@@ -174,7 +136,7 @@ def _fit(
     machine = base.changed(**values, kernel=kernel_times, sources=(*kept, *((name, "measured") for name in names)))
     if ranks.size == 1:
         return Calibration(machine, samples, fits, [])
-    between = {n * ranks.size for n in sizes_between(sizes.rows)}
+    between = {n * ranks.size for n in sizes_between(settings.rows)}
     machine, modelled = _fit_passes(ranks, settings, machine, cases, measured.runs)
     passes = [each for each in modelled if each.case.tokens in between]
     samples["calls"] = [each.record for each in modelled if each.case.tokens not in between]
@@ -238,31 +200,6 @@ def list_measured(values: dict[str, Any], nodes: int) -> list[str]:
         for name, value in values.items()
         if value is not None and name != "cores" and (nodes > 1 or name not in ("ranks_per_node", "shared_nic"))
     ]
-
-
-def _list_links(ranks: MeasuringRanks) -> dict[str, bool]:
-    """For each prefix of machine numbers, whether those links lie within a node.
-
-    A single kind of links has no prefix; with several nodes of several ranks, links between nodes have none.
-    """
-    if ranks.nodes == 1 or ranks.ranks_per_node == 1:
-        return {"": ranks.ranks_per_node > 1}
-    return {"": False, "node_": True}
-
-
-def _join(rounds: Sequence[Sequence[D]]) -> list[D]:
-    """Each measurement with the seconds of all rounds."""
-
-    def chain_fields(same: Sequence[D]) -> D:
-        names = [name for name, value in vars(same[0]).items() if isinstance(value, tuple)]
-        joined: dict[str, Any] = {name: _chain(getattr(one, name) for one in same) for name in names}
-        return replace(same[0], **joined)
-
-    return [chain_fields(same) for same in zip(*rounds, strict=True)]
-
-
-def _chain(parts: Iterable[tuple[T, ...]]) -> tuple[T, ...]:
-    return tuple(chain.from_iterable(parts))
 
 
 def time_shift(

@@ -7,12 +7,14 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from statistics import median
 from typing import Any, TypeVar
 
 import torch
 
+from ...errors import InvalidInput
+from ...files import Count
 from ...transport.base import Message, Post, Transport
 from ...transport.records import Exchange
 
@@ -34,18 +36,29 @@ def count_turns(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that all measurements of a calibration share; `kernel` is a name or "auto".
+    """The settings of a calibration; `kernel` is a name or "auto".
 
     Everything is measured in `repeat` rounds, so that a moment in which the machine is busy spoils only one of them;
-    more rounds follow while they end within `seconds`.
+    more rounds follow while they end within `seconds`. Ascending sizes: rows and keys of tiles, keys per row of bands
+    (`widths`), bytes of messages.
     """
 
-    heads: int
-    head_dim: int
+    heads: Count
+    head_dim: Count
     dtype: str
     kernel: str
     repeat: int
     seconds: float = 0.0
+    rows: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
+    messages: tuple[int, ...] = ()
+
+    def check_sizes(self) -> None:
+        """Raise InvalidInput if the sizes are too few to calibrate, or do not ascend."""
+        for name, least in (("rows", 2), ("widths", 1), ("messages", 2)):
+            sizes = getattr(self, name)
+            if len(sizes) < least or any(a >= b for a, b in pairwise(sizes)) or sizes[0] < 1:
+                raise InvalidInput(f"{name}={list(sizes)}: expected at least {least} ascending sizes >= 1")
 
     @property
     def torch_dtype(self) -> torch.dtype:

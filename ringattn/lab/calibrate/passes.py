@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...call.functional import ring_attention
@@ -18,10 +17,11 @@ from ...pattern import parse_pattern
 from ...plan.plan import Plan
 from ...simulator.timing.simulation import simulate
 from ...text import duration, plural
+from ..published.errors import ErrorStatistics
 from .measuring_ranks import MeasuringRanks, Settings
 
-#: For each run: (seconds by the clock, factor that corrects them for the pace of the machine).
-Runs = tuple[tuple[float, float], ...]
+#: Seconds of each run, corrected for the pace of the machine.
+Runs = tuple[float, ...]
 #: (pattern, layout) of the passes whose ratios a calibration stores: ranks equally busy, equally busy with half the
 #: work, busy at different times, and with bands. The model errs differently for each, and intervals must hold for all.
 GRID = (
@@ -52,29 +52,18 @@ class PassCase:
 
     def plan(self, ranks: int, settings: Settings) -> Plan:
         """The plan of the pass on `ranks` ranks."""
-        return make_plan(
-            parse_pattern(self.pattern),
-            tokens=self.tokens,
-            ranks=ranks,
-            layout=self.layout,
-            schedule="ring",
-            heads=settings.heads,
-            head_dim=settings.head_dim,
-            dtype=settings.dtype,
-        )
+        sizes: dict[str, Any] = {name: getattr(settings, name) for name in ("heads", "head_dim", "dtype")}
+        pattern = parse_pattern(self.pattern)
+        return make_plan(pattern, tokens=self.tokens, ranks=ranks, layout=self.layout, schedule="ring", **sizes)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A measured case: the seconds of each run, corrected for the pace of the machine, and the modelled seconds.
-
-    `raw` has the uncorrected seconds of each run; () where they are the same.
-    """
+    """A measured case: the seconds of each run, and the modelled seconds."""
 
     case: PassCase
-    seconds: tuple[float, ...]
+    seconds: Runs
     modelled: float
-    raw: tuple[float, ...] = ()
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -84,8 +73,7 @@ class Pass:
     @property
     def record(self) -> dict[str, Any]:
         """The pass as plain data."""
-        seconds = {"seconds": list(self.seconds), "raw": list(self.raw or self.seconds)}
-        return {**asdict(self.case), **seconds, "modelled": self.modelled}
+        return {**asdict(self.case), "seconds": list(self.seconds), "modelled": self.modelled}
 
 
 def list_cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int) -> list[PassCase]:
@@ -107,31 +95,21 @@ def sizes_between(rows: Sequence[int]) -> list[int]:
     return means[1:] or means
 
 
-def time_passes(ranks: MeasuringRanks, cases: Sequence[PassCase], settings: Settings, *, warm_up: bool) -> Runs:
-    """One run of each case, with `warm_up` after a first run of the same case. Collective.
-
-    Each run has its own tensors: where the allocator puts them strongly affects a short pass.
-    """
-    return tuple(_time_pass(ranks, case, settings, warm_up) for case in cases)
-
-
 def model_passes(
     cases: Sequence[PassCase], runs_of_cases: Sequence[Runs], ranks: int, machine: Machine, settings: Settings
 ) -> list[Pass]:
     """The measured cases with their modelled seconds on `machine`, the node they ran on."""
-    passes = []
-    for case, runs in zip(cases, runs_of_cases, strict=True):
-        raw, factors = zip(*runs, strict=True)
-        corrected = tuple(seconds * factor for seconds, factor in runs)
-        modelled = simulate(case.plan(ranks, settings), machine, backward=case.backward)
-        passes.append(Pass(case, corrected, modelled.seconds, raw if set(factors) != {1.0} else ()))
-    return passes
+    return [
+        Pass(case, runs, simulate(case.plan(ranks, settings), machine, backward=case.backward).seconds)
+        for case, runs in zip(cases, runs_of_cases, strict=True)
+    ]
 
 
-def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, warm_up: bool) -> tuple[float, float]:
-    """Seconds of a pass on the slowest rank, by its own clock, after a barrier; and the factor that corrects them.
+def time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, *, warm_up: bool) -> float:
+    """Seconds of a pass on the slowest rank, by its own clock, after a barrier, corrected for the machine's pace.
 
-    The factor corrects for the pace of the machine.
+    With `warm_up` after a first run of the same tensors: where the allocator puts them strongly affects a short pass.
+    Collective.
     """
     plan = case.plan(ranks.size, settings)
     shape = (1, settings.heads, plan.layout.rows(ranks.rank), settings.head_dim)
@@ -145,7 +123,7 @@ def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, warm_u
             q, k, v, plan.pattern, layout=plan.layout, schedule="ring", kernel=kernel, transport=transport
         )
 
-    def time_once() -> tuple[float, float]:
+    def time_once() -> float:
         out = attend() if case.backward else None
 
         def run() -> None:
@@ -154,27 +132,23 @@ def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, warm_u
             else:
                 torch.autograd.grad(out, (q, k, v), grad)
 
-        return ranks.correction(lambda: ranks.time_call(run))
+        seconds, factor = ranks.correction(lambda: ranks.time_call(run))
+        return factor * max(ranks.gather(seconds))
 
     if warm_up:
         time_once()
-    seconds, factor = time_once()
-    return max(ranks.gather(seconds)), factor
+    return time_once()
 
 
 @dataclass(frozen=True)
-class Errors:
-    """Errors of modelled times relative to the medians of measured times, and how many runs lie in their intervals.
+class PassErrors(ErrorStatistics):
+    """Errors of modelled times relative to the medians of measured times: `rows` is the number of passes.
 
-    `bias` is the mean signed error, negative where the model predicts too short times; `median`, `p90` and `worst` are
-    of absolute errors. `coverage` is the share of single runs within their interval, None without residuals.
+    `worst` is the largest absolute error. `coverage` is the share of the single runs within their interval, None
+    without residuals.
     """
 
-    passes: int
     runs: int
-    bias: float
-    median: float
-    p90: float
     worst: float
     coverage: float | None
 
@@ -190,10 +164,9 @@ def held_out(rows: Sequence[int]) -> list[int]:
     return sorted(set(sizes) - set(rows))
 
 
-def summarise_errors(passes: Sequence[Pass], machine: Machine) -> Errors:
+def summarise_errors(passes: Sequence[Pass], machine: Machine) -> PassErrors:
     """The model's errors on measured passes."""
     signed = [each.modelled / median(each.seconds) - 1 for each in passes]
-    absolute = sorted(map(abs, signed))
     hits = [
         low <= seconds <= high
         for each in passes
@@ -201,25 +174,21 @@ def summarise_errors(passes: Sequence[Pass], machine: Machine) -> Errors:
         for low, high in [interval]
         for seconds in each.seconds
     ]
-    return Errors(
-        passes=len(passes),
+    return PassErrors(
+        **vars(ErrorStatistics.of(signed)),
         runs=sum(len(each.seconds) for each in passes),
-        bias=mean(signed),
-        median=median(absolute),
-        p90=float(np.quantile(absolute, 0.9)),
-        worst=absolute[-1],
+        worst=max(map(abs, signed)),
         coverage=sum(hits) / len(hits) if hits else None,
     )
 
 
-def summarise_groups(passes: Sequence[Pass], machine: Machine, ranks: int) -> dict[str, Errors]:
+def summarise_groups(passes: Sequence[Pass], machine: Machine, ranks: int) -> dict[str, PassErrors]:
     """The errors by group name: all passes, long passes, passes of each size, and held-out patterns."""
     held = {pattern for pattern, _ in HELD_OUT_GRID}
     groups = {"all": list(passes), f"over {duration(LONG_PASS)}": [p for p in passes if p.modelled >= LONG_PASS]}
     for rows in sorted({each.case.tokens // ranks for each in passes}):
         groups[f"{plural(rows, 'row')} per rank"] = [p for p in passes if p.case.tokens // ranks == rows]
     groups["pattern held out"] = [p for p in passes if p.case.pattern in held]
-    groups["all, pace not corrected"] = [replace(p, seconds=p.raw) for p in passes if p.raw]
     return {name: summarise_errors(group, machine) for name, group in groups.items() if group}
 
 

@@ -40,7 +40,6 @@ def attention_of_layers(
     machine: Machine,
     tokens: int,
     parallel: Parallel,
-    dtype: str,
     *,
     backward: bool = True,
     chunk: int | None = None,
@@ -71,7 +70,7 @@ def attention_of_layers(
         kv_heads=max(model.kv_heads // tp, 1),
         head_dim=model.head_dim,
         batch=parallel.rows,
-        dtype=dtype,
+        dtype=parallel.software.dtype,
         machine=machine,
     )
     return list(zip(windows.values(), layers, strict=True))
@@ -84,13 +83,13 @@ def describe_layers(layers: list[tuple[int, LayerAttention]], recurrent: tuple[i
 
 
 def recurrence_of_layers(
-    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str
+    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel
 ) -> tuple[int, LayerRecurrence]:
     """(number of layers, one of them) of a model's recurrent layers; none for 0 layers."""
     if model.recurrence is None:
         return 0, LayerRecurrence(0.0, 0.0, 0.0, 0, 0, "")
     sizes: Any = {"cp": parallel.cp, "tp": parallel.tp, "layout": parallel.layout, "batch": parallel.rows}
-    return model.recurrence.layers, recur(model.recurrence, machine, tokens, dtype=dtype, **sizes)
+    return model.recurrence.layers, recur(model.recurrence, machine, tokens, dtype=parallel.software.dtype, **sizes)
 
 
 def _causal(window: int | None) -> Pattern:

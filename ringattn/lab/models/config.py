@@ -99,11 +99,6 @@ class ModelConfig:
         return self.hidden * self.mlp * (3 if self.gated else 2) + self.expert_vectors
 
     @property
-    def router(self) -> int:
-        """Parameters of the matrix that chooses experts."""
-        return self.hidden * self.experts if self.experts > 1 else 0
-
-    @property
     def table(self) -> int:
         """Parameters of the embedding; the output matrix has as many."""
         return self.vocab * self.hidden
@@ -111,7 +106,8 @@ class ModelConfig:
     @property
     def layer(self) -> int:
         """Parameters of one layer with all its experts; of layers that differ, the mean."""
-        return self.mixers // self.layers + self.router + self.vectors + self.experts * self.expert
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return self.mixers // self.layers + router + self.vectors + self.experts * self.expert
 
     @property
     def parameters(self) -> int:

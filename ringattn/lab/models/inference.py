@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
 from ...inference import merge_seconds
 from ...machine.machine import Machine
@@ -13,21 +12,15 @@ from ...recurrence.runs import STATE_ITEM
 from ...text import plural
 from .attention import attention_of_layers, describe_layers, recurrence_of_layers
 from .config import ModelConfig
-from .layer import RESERVED, LayerCosts, ModelEstimate, check_dtype, memory_bandwidth
-from .parallel import Parallel, check_counts
+from .layer import RESERVED, LayerCosts, ModelEstimate, memory_bandwidth
+from .parallel import Parallel
 
 #: Maximum number of chunks in a prompt.
 MOST_CHUNKS = 1024
 
 
 def prefill(
-    model: ModelConfig,
-    machine: Machine,
-    tokens: int,
-    parallel: Parallel,
-    dtype: str = "bfloat16",
-    *,
-    chunk: int | None = None,
+    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, *, chunk: int | None = None
 ) -> ModelEstimate:
     """Modelled prefill of `parallel.rows` prompts of `tokens` tokens per dp group; `seconds` is the time to first
     token.
@@ -36,7 +29,7 @@ def prefill(
     has logits. With `chunk`, prompts come in chunks of that many tokens, one after another; each chunk attends all
     tokens so far, as in `ra.KVCache`, reads the weights, and holds its own activations. Raises as `training_step`.
     """
-    _check(model, machine, tokens, parallel, dtype)
+    _check(model, machine, tokens, parallel)
     if chunk is not None and (chunk < parallel.cp or tokens > MOST_CHUNKS * chunk):
         raise InvalidInput(
             f"chunk={chunk}: each chunk is planned separately, so {tokens:,} tokens come in at most "
@@ -44,13 +37,12 @@ def prefill(
         )
     if chunk is not None and chunk < tokens:
         ends = [*range(chunk, tokens, chunk), tokens]
-        return _join_chunks([_prefill(model, machine, end, parallel, dtype, chunk) for end in ends])
-    return _prefill(model, machine, tokens, parallel, dtype, tokens)
+        return _join_chunks([_prefill(model, machine, end, parallel, chunk) for end in ends])
+    return _prefill(model, machine, tokens, parallel, tokens)
 
 
-def _check(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str) -> None:
+def _check(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel) -> None:
     parallel.check(model, machine, tokens)
-    check_dtype(machine, dtype)
     if parallel.ep > 1:
         raise InvalidInput(f"ep={parallel.ep}: expert parallelism is modelled for training only; leave ep out")
 
@@ -63,14 +55,12 @@ def _join_chunks(chunks: list[ModelEstimate]) -> ModelEstimate:
     return replace(last, parts=parts, memory=memory, plan=f"{len(chunks)} chunks, the last: {last.plan}")
 
 
-def _prefill(
-    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str, chunk: int
-) -> ModelEstimate:
+def _prefill(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, chunk: int) -> ModelEstimate:
     """The prefill of the last chunk of `tokens` tokens."""
     queries = (tokens - 1) % chunk + 1
-    costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(queries / parallel.cp), ITEM_BYTES[dtype])
-    layers = attention_of_layers(model, machine, tokens, parallel, dtype, backward=False, chunk=chunk)
-    recurrent = recurrence_of_layers(model, machine, queries, parallel, dtype)
+    costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(queries / parallel.cp))
+    layers = attention_of_layers(model, machine, tokens, parallel, backward=False, chunk=chunk)
+    recurrent = recurrence_of_layers(model, machine, queries, parallel)
     here = ceil(tokens / parallel.cp)
     # On the rank that holds the newest tokens: a layer with a window keeps only the keys of its window.
     memory = _memory(costs, sum(here if x is None else min(x, here) for x in model.windows), parallel.rows)
@@ -93,26 +83,18 @@ def _prefill(
 
 
 def decode(
-    model: ModelConfig,
-    machine: Machine,
-    context: int,
-    batch: int,
-    parallel: Parallel,
-    dtype: str = "bfloat16",
-    *,
-    merge: str = "auto",
-    windows: str = "shard",
+    model: ModelConfig, machine: Machine, context: int, parallel: Parallel, merge: str = "auto", windows: str = "shard"
 ) -> ModelEstimate:
-    """The modelled time to generate one token of each of `batch` sequences of a dp group, after `context` tokens.
+    """The modelled time to generate one token of each sequence (`rows` in a dp group), after `context` tokens.
 
-    Every matrix is read once; computing with `batch` rows counts where it takes longer. Keys and values are read once,
+    Every matrix is read once; computing with all rows counts where it takes longer. Keys and values are read once,
     sharded by tokens over the cp ranks, as in `ra.KVCache`, and by heads over the tp ranks. Each cp rank attends its
     shard, and ranks merge outputs and lse in fp32 with the messages of `merge` (see `merge_seconds`). With
     windows="copy" each rank holds whole windows, and layers with a window send nothing. Raises as `training_step`.
     """
-    _check(model, machine, context, parallel, dtype)
-    check_counts(batch=batch)
-    costs = LayerCosts(model, machine, parallel, batch, ITEM_BYTES[dtype])
+    _check(model, machine, context, parallel)
+    batch = parallel.rows
+    costs = LayerCosts(model, machine, parallel, batch)
     copied = 1 if windows == "copy" else parallel.cp
     kept = [ceil(context / parallel.cp) if x is None else ceil(min(x, context) / copied) for x in model.windows]
     memory = _memory(costs, sum(kept), batch)

@@ -28,15 +28,6 @@ CHANNELS, COPIES = 20 / 132, 3
 RESERVED = 0.05
 
 
-def check_dtype(machine: Machine, dtype: str) -> None:
-    """Raise InvalidInput if the machine's rates are for another dtype than `dtype`."""
-    if dtype not in ITEM_BYTES or ITEM_BYTES[dtype] != ITEM_BYTES[machine.flops_dtype or dtype]:
-        raise InvalidInput(
-            f"dtype={dtype}: this machine's rates are for {machine.flops_dtype}; try "
-            f"dtype={machine.flops_dtype}, or a machine with flops= and without flops_dtype"
-        )
-
-
 def memory_bandwidth(machine: Machine) -> float:
     """Bytes/s that kernels read and write: from the kernel rates, else twice the rate of merging, which reaches half.
 
@@ -121,8 +112,11 @@ class LayerCosts:
     machine: Machine
     parallel: Parallel
     rows: int
-    #: Bytes per element of an activation.
-    item: int
+
+    @cached_property
+    def item(self) -> int:
+        """Bytes per element of an activation."""
+        return ITEM_BYTES[self.software.dtype]
 
     @cached_property
     def kv_heads(self) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import gcd
+from dataclasses import dataclass, replace
+from math import ceil, gcd
 
+from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
 from ...machine.machine import Machine
 from ...text import did_you_mean
@@ -17,17 +18,12 @@ CHECKPOINTING = ("none", "selective", "attention", "full")
 SHARDS = ("none", "optimizer", "gradients", "weights")
 
 
-def check_counts(**counts: object) -> None:
-    """Raise InvalidInput unless each is a whole number >= 1."""
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidInput(f"{name}={value!r} must be a whole number >= 1; try {name}=1")
-
-
 @dataclass(frozen=True)
 class Software:
     """How a framework runs a layer. The defaults are those of this library with torch.compile."""
 
+    #: Dtype of the activations, and of the weights that compute with them.
+    dtype: str = "bfloat16"
     #: Whether a layer's products run in 8 bits, with casts, attention excepted; the output matrix never does.
     fp8: bool = False
     #: Whether norms, rotary positions, gates and the loss are fused; if not, each of their steps is a kernel.
@@ -70,9 +66,18 @@ class Parallel:
     #: Sequences per dp group in a step.
     rows: int = 1
     software: Software = Software()
+    #: Stages of a pipeline (1F1B), each of cp x dp x tp GPUs.
+    pp: int = 1
+    #: Micro-batches per dp group and step; None: one per sequence, or one in all without stages.
+    micro_batches: int | None = None
+    #: Parts of the layers that each stage holds.
+    interleaved: int = 1
 
     def __post_init__(self) -> None:
-        check_counts(cp=self.cp, dp=self.dp, tp=self.tp, ep=self.ep, rows=self.rows)
+        for name in ("cp", "dp", "tp", "ep", "rows", "pp", "micro_batches", "interleaved"):
+            value = getattr(self, name)
+            if (type(value) is not int or value < 1) and (name, value) != ("micro_batches", None):
+                raise InvalidInput(f"{name}={value!r} must be a whole number >= 1; try {name}=1")
         for name, options in (("checkpointing", CHECKPOINTING), ("shard", SHARDS)):
             value = getattr(self, name)
             if value not in options:
@@ -86,12 +91,33 @@ class Parallel:
         return self.cp * self.dp
 
     @property
-    def gpus(self) -> int:
-        """All GPUs of the job."""
+    def stage(self) -> int:
+        """GPUs of a stage."""
         return self.group * self.tp
 
+    @property
+    def gpus(self) -> int:
+        """All GPUs of the job."""
+        return self.pp * self.stage
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of a dp group in a step."""
+        return self.micro_batches or (self.rows if self.pp > 1 else 1)
+
+    def busiest_stage(self, model: ModelConfig, tokens: int) -> ModelConfig:
+        """The model of the busiest stage: it has the most layers and keys, and one table, the embedding or the output.
+
+        Its weights are stored as in training, without a dtype of their own.
+        """
+        layers = ceil(model.layers / self.pp)
+        cuts = [model.windows[start : start + layers] for start in range(0, model.layers - layers + 1, layers)]
+        windows = max(cuts, key=lambda cut: sum(tokens if window is None else min(window, tokens) for window in cut))
+        tied = model.tied or self.pp > 1
+        return replace(model, layers=layers, windows=windows, tied=tied, mlp_item=None, attention_item=None)
+
     def check(self, model: ModelConfig, machine: Machine, tokens: int) -> None:
-        """Raise InvalidInput where the model, the nodes or the tokens cannot be split this way."""
+        """Raise InvalidInput where the model, the nodes, the tokens or the sequences cannot be split this way."""
         node = machine.ranks_per_node
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < self.cp:
             raise InvalidInput(
@@ -101,6 +127,12 @@ class Parallel:
             raise InvalidInput(
                 f"tp={self.tp} does not divide the {model.heads} heads, {model.kv_heads} key/value heads and "
                 f"{model.mlp} MLP columns of {model.name}; try a power of two up to {model.kv_heads}"
+            )
+        dtype = self.software.dtype
+        if dtype not in ITEM_BYTES or ITEM_BYTES[dtype] != ITEM_BYTES[machine.flops_dtype or dtype]:
+            raise InvalidInput(
+                f"dtype={dtype}: this machine's rates are for {machine.flops_dtype}; try "
+                f"dtype={machine.flops_dtype}, or a machine with flops= and without flops_dtype"
             )
         if self.software.fp8 and machine.matmul_fp8 is None:
             raise InvalidInput(
@@ -114,5 +146,22 @@ class Parallel:
                 f"ep={self.ep} does not divide the {model.experts} experts of {model.name} and the cp x dp = "
                 f"{self.group} ranks that share them; try ep={most}"
             )
-        if node > 1 and self.gpus > node and node % self.tp and self.tp % node:
+        if node > 1 and self.stage > node and node % self.tp and self.tp % node:
             raise InvalidInput(f"tp={self.tp} splits nodes of {node} GPUs unevenly; try a divisor of {node}")
+        if self.pp * self.interleaved > model.layers:
+            raise InvalidInput(
+                f"pp={self.pp} interleaved={self.interleaved}: {model.name} has {model.layers} layers, and each part "
+                "of a stage needs one; give fewer stages or parts"
+            )
+        if self.pp > 1 and model.recurrence is not None:
+            raise InvalidInput(f"pp={self.pp}: stages of layers that differ, as in {model.name}, are not modelled")
+        if self.rows % (self.micro_batches or 1):
+            raise InvalidInput(
+                f"micro_batches={self.micro_batches} must divide the batch={self.rows} sequences of a dp group; try "
+                f"batch={self.micro_batches}"
+            )
+        if self.interleaved > 1 and self.count % self.pp:
+            raise InvalidInput(
+                f"interleaved={self.interleaved} needs a multiple of pp={self.pp} micro-batches, but there are "
+                f"{self.count}; try batch={self.pp}"
+            )

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 
-from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
 from ...machine.bands import STEPS
 from ...machine.machine import Machine
@@ -19,14 +18,12 @@ from .layer import (
     RESERVED,
     LayerCosts,
     ModelEstimate,
-    check_dtype,
     collective_seconds,
     memory_bandwidth,
     message_seconds,
     slowdown_seconds,
 )
 from .parallel import SHARDS, Parallel
-from .pipeline import ONE_STAGE, Pipeline
 from .recurrence import LayerRecurrence
 
 #: Bytes of a gradient while it is reduced: fp32, as FSDP does.
@@ -55,7 +52,7 @@ EXPERTS_STEPS = "None of these models has experts: five published steps with exp
 #: (seconds, bytes) of collectives.
 Collectives = tuple[float, float]
 #: (number of layers, attention of one of them) for a model's layers: `attention_of_layers`, or a bound on it.
-Attend = Callable[[ModelConfig, Machine, int, Parallel, str], list[tuple[int, LayerAttention]]]
+Attend = Callable[[ModelConfig, Machine, int, Parallel], list[tuple[int, LayerAttention]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +66,7 @@ class StepEstimate(ModelEstimate):
 
     @property
     def seconds_band(self) -> tuple[float, float] | None:
-        """The (low, high) seconds between which 90 % of published steps would lie; None if the machine is not a
-        preset."""
+        """The (low, high) seconds between which 90 % of published steps would lie; None if this is no preset."""
         return (STEPS.low * self.seconds, STEPS.high * self.seconds) if self.machine.preset else None
 
     @property
@@ -88,36 +84,29 @@ class StepEstimate(ModelEstimate):
         """GPU hours per 1e9 tokens, without failures: x price gives cost, x kilowatts gives energy in kWh."""
         return 1e9 / self.tokens_per_second / SECONDS_PER_HOUR
 
-    def effective_seconds(self, mtbf_hours: float, checkpoint_seconds: float, restart_seconds: float) -> float:
-        """Expected seconds of a step in a long job with failures and checkpoints.
+    @property
+    def effective_seconds(self) -> float | None:
+        """Expected seconds of a step in a long job with the machine's failures and checkpoints; None if it has none.
 
-        `mtbf_hours` is for one GPU with its share of the host. Checkpoints are spaced as Young and Daly advise, and
-        Daly (2006), equation 13, gives the time of an interval (`timing.costs`). Raises InvalidInput for times out of
-        range, and where failures come long before a checkpoint or a restart ends.
+        Checkpoints are spaced as Young and Daly advise, and Daly (2006), equation 13, gives the time of an interval
+        (`timing.costs`). Raises InvalidInput where failures come long before a checkpoint or a restart ends.
         """
-        for name, value in (("mtbf_hours", mtbf_hours), ("checkpoint_seconds", checkpoint_seconds)):
-            if not value > 0:
-                raise InvalidInput(f"{name}={value!r} must be a number > 0; give what the storage and the job take")
-        mean = mtbf_hours * SECONDS_PER_HOUR / self.gpus
-        interval = young_daly(checkpoint_seconds, mean)
-        if max(interval + checkpoint_seconds, restart_seconds) > HOPELESS * mean:
+        mtbf, rate, restart = self.machine.mtbf, self.machine.checkpoint, self.machine.restart
+        if mtbf is None or rate is None or restart is None:
+            return None
+        mean, checkpoint = mtbf / self.gpus, self.checkpoint_bytes / rate
+        interval = young_daly(checkpoint, mean)
+        if max(interval + checkpoint, restart) > HOPELESS * mean:
             raise InvalidInput(
-                f"{self.gpus:,} GPUs fail every {duration(mean)}, long before a checkpoint of "
-                f"{duration(checkpoint_seconds)} or a restart of {duration(restart_seconds)} ends; try fewer GPUs"
+                f"{self.gpus:,} GPUs fail every {duration(mean)}, long before a checkpoint of {duration(checkpoint)} "
+                f"or a restart of {duration(restart)} ends; try fewer GPUs"
             )
-        two = expected_seconds(2 * interval, interval, checkpoint_seconds, restart_seconds, mean)
-        one = expected_seconds(interval, interval, checkpoint_seconds, restart_seconds, mean)
+        one, two = (expected_seconds(n * interval, interval, checkpoint, restart, mean) for n in (1, 2))
         return self.seconds * (two - one) / interval
 
 
 def training_step(
-    model: ModelConfig,
-    machine: Machine,
-    tokens: int,
-    parallel: Parallel,
-    pipeline: Pipeline = ONE_STAGE,
-    dtype: str = "bfloat16",
-    attend: Attend = attention_of_layers,
+    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, attend: Attend = attention_of_layers
 ) -> StepEstimate:
     """The modelled step of training `model` on sequences of `tokens` tokens, where `parallel` spreads each stage.
 
@@ -127,39 +116,38 @@ def training_step(
     the errors of planning and simulating.
     """
     parallel.check(model, machine, tokens)
-    check_dtype(machine, dtype)
-    pipeline.check(model, parallel.rows)
-    count, gpus, sequences = pipeline.count(parallel.rows), pipeline.stages * parallel.gpus, parallel.rows * parallel.dp
+    count, sequences = parallel.count, parallel.rows * parallel.dp
     micro = replace(parallel, rows=parallel.rows // count)
-    stage = pipeline.busiest_stage(model, tokens)
-    layers = attend(stage, machine, tokens, micro, dtype)
-    costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
-    recurrent = recurrence_of_layers(stage, machine, tokens, micro, dtype)
+    stage = parallel.busiest_stage(model, tokens)
+    layers = attend(stage, machine, tokens, micro)
+    costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp))
+    recurrent = recurrence_of_layers(stage, machine, tokens, micro)
     pairs = sum(count_pairs(window, tokens) for window in model.windows)
     one = model.recurrence
     states = 0.0 if one is None else 3.0 * sequences * tokens * one.layers * one.flops(summary=False)
     memory = _memory(costs, layers)
     copies = LOGIT_COPIES // LOGIT * memory["logits"]
     if count > 1:
-        kept = ceil(pipeline.kept(count) * (memory["activations"] - costs.again_bytes))
+        # On the first stage at once (Narayanan et al. 2021).
+        pp, parts = parallel.pp, parallel.interleaved
+        in_flight = min(count, pp + (pp - 1) / parts if parts > 1 else pp)
+        kept = ceil(in_flight * (memory["activations"] - costs.again_bytes))
         memory |= {"activations": kept + costs.again_bytes, "gradients": costs.gradient_bytes}
     return StepEstimate(
-        gpus=gpus,
+        gpus=parallel.gpus,
         tokens=sequences * tokens,
-        parts=_pipelined(costs, pipeline, _parts(costs, layers, recurrent), count, model.layers % pipeline.stages > 0),
+        parts=_pipelined(costs, _parts(costs, layers, recurrent), count, model.layers % parallel.pp > 0),
         memory=memory,
         copies=copies,
         machine=machine,
         flops=sequences * (6.0 * model.active_parameters * tokens + 12.0 * model.head_dim * model.heads * pairs)
         + states,
         plan=describe_layers(layers, recurrent),
-        checkpoint_bytes=CHECKPOINT * model.parameters / gpus,
+        checkpoint_bytes=CHECKPOINT * model.parameters / parallel.gpus,
     )
 
 
-def _pipelined(
-    costs: LayerCosts, pipeline: Pipeline, one: dict[str, float], count: int, left_over: bool
-) -> dict[str, float]:
+def _pipelined(costs: LayerCosts, one: dict[str, float], count: int, left_over: bool) -> dict[str, float]:
     """Seconds of each part of a step of `count` micro-batches; `one` has those of one in the busiest stage.
 
     All stages take as long as the one with the most layers and keys. Where layers are left over, the stage with the
@@ -168,17 +156,18 @@ def _pipelined(
     "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021, section 2.2). Messages
     between stages add only what exceeds the computing that they overlap with.
     """
+    parallel = costs.parallel
     if left_over:
         layer = sum(seconds for name, seconds in one.items() if name not in BESIDE_LAYERS) / costs.model.layers
         one["loss"] = max(one["loss"] - layer, 0.0)
     # ZeRO 3 gathers and reduces for each micro-batch; otherwise the gradients of all are summed first.
-    once = ("optimiser",) if costs.parallel.shard == "weights" else ("optimiser", "fsdp")
+    once = ("optimiser",) if parallel.shard == "weights" else ("optimiser", "fsdp")
     repeated = sum(seconds for name, seconds in one.items() if name not in once)
-    sent = message_seconds(costs.machine, costs.input_bytes, costs.parallel.gpus, pipeline.stages)
+    sent = message_seconds(costs.machine, costs.input_bytes, parallel.stage, parallel.pp)
     return {
         **{name: seconds if name in once else count * seconds for name, seconds in one.items()},
-        "pp": count * max(2 * pipeline.interleaved * sent - repeated, 0.0),
-        "bubble": (pipeline.stages - 1) / pipeline.interleaved * repeated,
+        "pp": count * max(2 * parallel.interleaved * sent - repeated, 0.0),
+        "bubble": (parallel.pp - 1) / parallel.interleaved * repeated,
     }
 
 
@@ -224,8 +213,7 @@ def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: 
     experts = model.experts * model.expert if ep > 1 else 0
 
     def collectives(parameters: float, experts: float = 0.0) -> tuple[Collectives, Collectives]:
-        """(seconds, bytes) of a forward's collectives and of a backward's: for `parameters`, and for `experts`
-        apart."""
+        """(seconds, bytes) of a forward's and of a backward's collectives, for `parameters` and for `experts`."""
         shares = ((parameters / tp, group, tp), (experts / tp / ep, group // ep, tp * ep))
         gather, reduce = (
             sum(collective_seconds(machine, item * count, *ranks) for count, *ranks in shares)

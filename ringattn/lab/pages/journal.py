@@ -8,6 +8,7 @@ lines hold no times, so an interrupted study ends with the same file as any othe
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -16,10 +17,7 @@ import stat
 import subprocess
 import zlib
 from pathlib import Path
-from types import TracebackType
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from ...errors import InvalidInput
 
@@ -35,16 +33,15 @@ def write_line(record: Record) -> bytes:
     return b'%b, "crc": %d}\n' % (text, zlib.crc32(text))
 
 
-def read_journal(path: Path) -> tuple[Record | None, dict[str, Record]]:
+def read_journal(path: Path, data: bytes | None = None) -> tuple[Record | None, dict[str, Record]]:
     """(head, records by key) of a journal, ignoring a last line that was cut off; (None, {}) if it has no lines.
 
-    Another process may have the journal open. Raises InvalidInput for a damaged line.
+    `data` is the journal's content, if read already. Another process may have the journal open. Raises InvalidInput for
+    a damaged line.
     """
-    return _parse(path, path.read_bytes() if path.is_file() else b"")
-
-
-def _parse(path: Path, data: bytes) -> tuple[Record | None, dict[str, Record]]:
     records: list[Record] = []
+    if data is None:
+        data = path.read_bytes() if path.is_file() else b""
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
         match = re.fullmatch(rb'(.*), "crc": (\d{1,10})\}', line)
         if match is None or zlib.crc32(match[1]) != int(match[2]):
@@ -60,8 +57,7 @@ def _parse(path: Path, data: bytes) -> tuple[Record | None, dict[str, Record]]:
 class Journal:
     """The journal in the file `path`, whose first line is `head`. `records` has the finished points by key.
 
-    Only one process at a time may have a journal open. The lock is a separate file, because filelock may empty the
-    file that it locks. The operating system frees the lock of a killed process.
+    Only one process at a time may have a journal open. The operating system frees the lock of a killed process.
     """
 
     def __init__(self, path: Path, head: Record) -> None:
@@ -79,30 +75,28 @@ class Journal:
             raise InvalidInput(
                 f"output {path}: cannot be written ({error.strerror}); give another output.path"
             ) from error
-        # Lock after the journal exists: a folder with only a lock file would not be recognised as a study's.
-        self._lock = FileLock(f"{path}.lock", timeout=0)
         try:
-            self._lock.acquire()
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._read(head)
-        except InvalidInput:
-            self._close()
-            raise
-        except Timeout:
+        except BlockingIOError:
             self._file.close()
             raise InvalidInput(
                 f"{path.parent}: another process is running this study; wait for it, or give another output.path"
             ) from None
-        except (OSError, NotImplementedError) as error:
+        except OSError as error:
             self._file.close()
             raise InvalidInput(
                 f"{path}: cannot be locked on this file system ({error}); give an output.path on another file system"
             ) from error
+        except InvalidInput:
+            self._file.close()
+            raise
 
     def _read(self, head: Record) -> None:
         """Read the records, or write `head` to an empty journal. Raises InvalidInput if the head differs."""
         self._file.seek(0)
         data = self._file.read()
-        written, self.records = _parse(self.path, data)
+        written, self.records = read_journal(self.path, data)
         if written is None and not write_line(head).startswith(data):
             raise InvalidInput(f"{self.path}: not a journal; give another output.path, or remove the file")
         if written is not None and written != json.loads(json.dumps(head)):
@@ -133,18 +127,12 @@ class Journal:
                 "continues after the finished points"
             )
 
-    def _close(self) -> None:
-        self._file.close()
-        self._lock.release()
-
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.fsync(self._file.fileno())
-        self._close()
+        self._file.close()
 
 
 def _open(path: str, flags: int) -> int:

@@ -1,9 +1,9 @@
-"""Errors of predicted published measurements, by family and cause; of choices; error bands of presets; and a plot."""
+"""Errors of predicted published measurements, by family; of choices; error bands of presets; and a plot."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -14,10 +14,7 @@ import numpy as np
 from ...files import write_text
 from ...machine.bands import SIZES, ErrorBand, size_class
 from ..pages.figures import COLOURS, drawing, on_paper, to_svg
-from .predictions import CAUSES, PredictedRow
-
-#: A cause other than the kernel counts only if it takes at least this share of a prediction.
-LEAST_SHARE = 0.05
+from .predictions import PredictedRow
 
 
 @dataclass(frozen=True)
@@ -35,53 +32,37 @@ class ErrorStatistics:
         median, p90 = np.quantile(np.abs(errors), (0.5, 0.9))
         return cls(len(errors), float(median), float(p90), fmean(errors))
 
-
-@dataclass(frozen=True)
-class GroupErrors:
-    """ErrorStatistics of a group of rows: of presets made without each row's family, of the null model, and of presets
-    as they are; and the least errors that any model with these inputs must make."""
-
-    name: str
-    unseen: ErrorStatistics
-    null: ErrorStatistics
-    preset: ErrorStatistics
-    floor: ErrorStatistics
-    #: Share of the time by cause, as predicted without the row's family.
-    shares: dict[str, float]
+    def __str__(self) -> str:
+        return f"{self.median:.1%} / {self.p90:.1%} / {self.bias:+.1%}"
 
 
-@dataclass(frozen=True)
-class Choices:
-    """Mean and median time lost by choosing, among published ways to compute the same, the one predicted to be fastest.
-
-    Losses are relative to the fastest published way. The null model cannot distinguish ways: its loss is that of the
-    average way.
-    """
-
-    count: int
-    mean: float
-    median: float
-    null: float
+#: The predictions of a row.
+WAYS = ("unseen", "null", "preset")
+#: Errors by what they are of.
+Errors = dict[str, ErrorStatistics]
 
 
-def group_errors(predictions: Sequence[PredictedRow], key: Callable[[PredictedRow], str]) -> list[GroupErrors]:
-    """The errors of each group of predictions with equal keys, ordered by first row."""
-    groups: defaultdict[str, list[PredictedRow]] = defaultdict(list)
+def errors_by_family(predictions: Sequence[PredictedRow]) -> dict[str, Errors]:
+    """Errors of all predictions and of each family: of presets made without each row's family ("unseen"), of the null
+    model, of presets as they are, and the least that any model with these inputs must make ("floor")."""
+    groups: defaultdict[str, list[PredictedRow]] = defaultdict(list, all=[*predictions])
     for one in predictions:
-        groups[key(one)].append(one)
-    return [errors_of(name, group) for name, group in groups.items()]
+        groups[one.row.family].append(one)
+    return {
+        name: {
+            **{way: ErrorStatistics.of([getattr(x, way) / x.row.seconds - 1 for x in group]) for way in WAYS},
+            "floor": ErrorStatistics.of(_unavoidable(group)),
+        }
+        for name, group in groups.items()
+    }
 
 
-def cause_of(one: PredictedRow) -> str:
-    """The cause other than the kernel that takes longest; "kernel" if none takes at least LEAST_SHARE."""
-    others = {cause: seconds for cause, seconds in one.unseen.causes.items() if cause != "kernel"}
-    longest = max(others, key=lambda cause: others[cause])
-    return longest if others[longest] >= LEAST_SHARE * one.unseen.seconds else "kernel"
+def judge_choices(predictions: Iterable[PredictedRow]) -> dict[str, float]:
+    """Time lost by choosing, of a family's ways to compute the same on equal machines, the one predicted to be fastest.
 
-
-def judge_choices(predictions: Iterable[PredictedRow]) -> Choices:
-    """Time lost by choosing with predictions made without each row's family, where a family has several ways to compute
-    the same on equal machines."""
+    Relative to the fastest published way: "mean" and "median" over "count" choices; "null" by any way, as the null
+    model cannot distinguish ways.
+    """
     alike: defaultdict[object, defaultdict[object, list[PredictedRow]]] = defaultdict(lambda: defaultdict(list))
     for one in predictions:
         row = one.row
@@ -91,18 +72,19 @@ def judge_choices(predictions: Iterable[PredictedRow]) -> Choices:
     for ways in alike.values():
         if len(ways) > 1:
             # Methods of one way differ in what no plan describes: the fastest counts.
-            times = [(way[0].unseen.seconds, min(one.row.seconds for one in way)) for way in ways.values()]
+            times = [(way[0].unseen, min(one.row.seconds for one in way)) for way in ways.values()]
             best = min(seconds for _, seconds in times)
             losses.append(min(times)[1] / best - 1)
             blind.append(fmean(seconds for _, seconds in times) / best - 1)
-    return Choices(len(losses), fmean(losses), float(np.median(losses)), fmean(blind))
+    middle = float(np.median(losses))
+    return {"count": len(losses), "mean": fmean(losses), "median": middle, "null": fmean(blind)}
 
 
 def preset_bands(predictions: Iterable[PredictedRow]) -> dict[str, tuple[ErrorBand | None, ...]]:
     """By preset and size class: measured over predicted seconds for 90 % of published passes, without their family."""
     ratios: defaultdict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in SIZES])
     for one in predictions:
-        ratios[one.row.machine][size_class(one.row.shard)].append(one.row.seconds / one.unseen.seconds)
+        ratios[one.row.machine][size_class(one.row.shard)].append(one.row.seconds / one.unseen)
     return {name: tuple(map(band_of, parts)) for name, parts in ratios.items()}
 
 
@@ -112,17 +94,6 @@ def band_of(ratios: Sequence[float]) -> ErrorBand | None:
         return None
     left_out, ordered = int(0.05 * len(ratios)), sorted(ratios)
     return ErrorBand(len(ratios), round(ordered[left_out], 2), round(ordered[-1 - left_out], 2))
-
-
-def errors_of(name: str, group: Sequence[PredictedRow]) -> GroupErrors:
-    """The errors of a named group of predictions."""
-    ways = ([one.unseen.seconds for one in group], [one.null for one in group], [one.preset.seconds for one in group])
-    unseen, null, preset = (
-        ErrorStatistics.of([one.error(seconds) for one, seconds in zip(group, way, strict=True)]) for way in ways
-    )
-    total = sum(one.unseen.seconds for one in group)
-    shares = {cause: sum(one.unseen.causes[cause] for one in group) / total for cause in CAUSES}
-    return GroupErrors(name, unseen, null, preset, ErrorStatistics.of(_unavoidable(group)), shares)
 
 
 def _unavoidable(group: Sequence[PredictedRow]) -> list[float]:
@@ -140,13 +111,10 @@ def draw_scatter(predictions: Sequence[PredictedRow], folder: Path) -> None:
         families = list(dict.fromkeys(one.row.family for one in predictions))
         panels = figure.subplots(1, 2, sharex=True, sharey=True)
         titles = ("presets made without the family", "null model: half of the peak")
-        for panel, title, null in zip(panels, titles, (False, True), strict=True):
+        for panel, title, way in zip(panels, titles, WAYS, strict=False):
             for family, colour in zip(families, COLOURS, strict=False):
-                points = [
-                    (one.row.seconds, one.null if null else one.unseen.seconds)
-                    for one in predictions
-                    if one.row.family == family
-                ]
+                of_family = [one for one in predictions if one.row.family == family]
+                points = [(one.row.seconds, getattr(one, way)) for one in of_family]
                 panel.plot(*zip(*points, strict=True), ".", color=colour, label=family, alpha=0.7)
             ends = min(one.row.seconds for one in predictions), max(one.row.seconds for one in predictions)
             panel.plot(ends, ends, color="black", linewidth=0.8)

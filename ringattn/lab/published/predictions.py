@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from msgspec import convert
+
 from ...call.planner import make_plan
 from ...machine.machine import Machine
 from ...machine.presets import PRESETS
@@ -39,13 +41,6 @@ SOURCES = {
 DOCUMENTS = ((8192,), (256, 7392, 544), (4096, 4096), (3104, 3200, 1600, 160, 128))
 #: FLOPs of passes relative to a forward.
 PRODUCTS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}
-#: Causes of time, each a sum of a timeline's causes.
-CAUSES = {
-    "kernel": ("imbalance",),
-    "network": ("wait for peers", "wait for messages", "interference"),
-    "merge": ("merge",),
-    "overhead": ("host", "call"),
-}
 #: Extra steps for exchanging q, k and v one by one instead of all three in one step.
 SEPARATE = 2
 
@@ -111,43 +106,20 @@ def _plan(pattern: Pattern, tokens: int, ranks: int, schedule: str, layout: str,
     return make_plan(pattern, tokens=tokens, ranks=ranks, schedule=schedule, layout=layout, dtype="bfloat16", **named)
 
 
-def _read(name: str, text: str) -> Any:
-    """The value of a field of a row."""
-    kinds = {"seconds": float, **dict.fromkeys(("gpus", "tokens", "batch", "heads", "kv_heads", "head_dim"), int)}
-    return kinds.get(name, str)(text)
-
-
 def read_measurements() -> list[Measurement]:
     """All rows, in the order of the file."""
     with (Path(__file__).parent / "measurements.csv").open(newline="", encoding="utf-8") as file:
-        return [Measurement(**{name: _read(name, text) for name, text in row.items()}) for row in csv.DictReader(file)]
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """The modelled seconds of an iteration, by cause."""
-
-    causes: dict[str, float]
-
-    @property
-    def seconds(self) -> float:
-        """The sum over all causes."""
-        return sum(self.causes.values())
+        return convert(list(csv.DictReader(file)), list[Measurement], strict=False)
 
 
 @dataclass(frozen=True)
 class PredictedRow:
-    """A row with its predictions: by the preset made without the row's family, by the preset as it is, and by the null
-    model, in seconds."""
+    """A row, and the seconds predicted by its preset without its family, by its preset, and by the null model."""
 
     row: Measurement
-    unseen: Predicted
-    preset: Predicted
+    unseen: float
+    preset: float
     null: float
-
-    def error(self, seconds: float) -> float:
-        """The relative error of predicted seconds: positive where the model is too slow."""
-        return seconds / self.row.seconds - 1
 
 
 def predict_measurements(
@@ -157,9 +129,12 @@ def predict_measurements(
     predictions = []
     for done, row in enumerate(rows):
         tell(done, len(rows), "measurements")
-        unseen, preset = (_mean_time(row, _machine(row, family)) for family in (row.family, ""))
-        peak = PRESETS[row.machine].values["peak"].value
-        predictions.append(PredictedRow(row, unseen, preset, row.flops / (peak / 2)))
+        unseen, preset = (
+            fmean(sum(_pass_seconds(plan, machine, way) for way in row.directions) for plan in row.plans())
+            for machine in (_machine(row, row.family), _machine(row, ""))
+        )
+        null = row.flops / (PRESETS[row.machine].values["peak"].value / 2)
+        predictions.append(PredictedRow(row, unseen, preset, null))
     return predictions
 
 
@@ -173,18 +148,6 @@ def _machine(row: Measurement, unseen: str) -> Machine:
     return machine.changed(host_call=(machine.host_call or 0.0) + more * (machine.host or 0.0))
 
 
-def _mean_time(row: Measurement, machine: Machine) -> Predicted:
-    """The mean time over the row's plans, summed over passes."""
-    parts = [_passes(plan, machine, row.directions) for plan in row.plans()]
-    return Predicted({cause: fmean(part[cause] for part in parts) for cause in CAUSES})
-
-
 @cache
-def _passes(plan: Plan, machine: Machine, directions: tuple[bool, ...]) -> dict[str, float]:
-    causes = dict.fromkeys(CAUSES, 0.0)
-    for backward in directions:
-        timeline = simulate(plan, machine, backward=backward)
-        for cause, parts in CAUSES.items():
-            causes[cause] += sum(timeline.exposed[part] for part in parts)
-        causes["kernel"] += timeline.compute
-    return causes
+def _pass_seconds(plan: Plan, machine: Machine, backward: bool) -> float:
+    return simulate(plan, machine, backward=backward).seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ from ...machine.bands import ErrorBand
 from ...machine.presets import get_machine
 from ..models.config import ModelConfig
 from ..models.parallel import Parallel, Software
-from ..models.pipeline import Pipeline
 from ..models.training import training_step
-from .errors import ErrorStatistics, band_of
+from .errors import Errors, ErrorStatistics, band_of
 
 #: The group of all steps.
 ALL = "all"
@@ -35,42 +34,31 @@ SOURCES: dict[str, tuple[str, Software]] = {
 }
 
 
-@dataclass(frozen=True)
-class StepErrors:
-    """Errors of tokens/s over a group of steps, and of bytes needed and reserved where the source gives a peak."""
+def step_errors() -> tuple[dict[str, Errors], ErrorBand]:
+    """Errors by source and precision and over all steps, and the band that holds 90 % of all.
 
-    group: str
-    speed: ErrorStatistics
-    needed: ErrorStatistics | None
-    reserved: ErrorStatistics | None
-
-
-def step_errors() -> tuple[list[StepErrors], ErrorBand]:
-    """Errors by source and precision and over all steps, and the band that holds 90 % of all."""
-    speeds: defaultdict[str, list[float]] = defaultdict(list)
-    memories: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    Of tokens/s, and of bytes needed and reserved where the source gives a peak.
+    """
+    found: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     with (Path(__file__).parent / "steps.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            speed, *sizes = _predict(row)
+            speed, needed, reserved = _predict(row)
             for group in (f"{row['source'].partition(' ')[0]}, {row['precision']}", ALL):
-                speeds[group].append(speed / float(row["tokens_per_s_per_gpu"]) - 1)
+                found[group]["tokens/s"].append(speed / float(row["tokens_per_s_per_gpu"]) - 1)
                 if row["peak_GiB"]:
-                    needed, reserved = (size / 2**30 / float(row["peak_GiB"]) - 1 for size in sizes)
-                    memories[group].append((needed, reserved))
-    errors: list[StepErrors] = []
-    for group in sorted(speeds, key=ALL.__eq__):
-        sizes_of = [ErrorStatistics.of(part) for part in zip(*memories[group], strict=True)]
-        errors.append(StepErrors(group, ErrorStatistics.of(speeds[group]), *(sizes_of or (None, None))))
-    band = band_of([1 + error for error in speeds[ALL]])
+                    for name, size in (("needed", needed), ("reserved", reserved)):
+                        found[group][name].append(size / 2**30 / float(row["peak_GiB"]) - 1)
+    band = band_of([1 + error for error in found[ALL]["tokens/s"]])
     assert band is not None
-    return errors, band
+    ordered = sorted(found, key=ALL.__eq__)
+    return {name: {x: ErrorStatistics.of(errors) for x, errors in found[name].items()} for name in ordered}, band
 
 
 def _predict(row: dict[str, str]) -> tuple[float, int, int]:
     """Modelled tokens/s per GPU, bytes that it needs, and bytes that an allocator reserves."""
     names = "layers hidden heads kv_heads mlp vocab gpus_per_node dp cp tp pp micro_batches interleaved seq rows_per_dp"
-    sizes = {name: int(row[name]) for name in names.split()}
-    shape: dict[str, Any] = {name: sizes[name] for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "vocab")}
+    sizes: dict[str, Any] = {name: int(row[name]) for name in names.split()}
+    shape = {name: sizes[name] for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "vocab")}
     model = ModelConfig(
         name=row["model"],
         **shape,
@@ -91,9 +79,7 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
     if whole:
         software = replace(software, states=Software.states)
     parallel = Parallel(
-        cp=sizes["cp"],
-        dp=sizes["dp"],
-        tp=sizes["tp"],
+        **{name: sizes[name] for name in ("cp", "dp", "tp", "pp", "micro_batches", "interleaved")},
         rows=sizes["rows_per_dp"],
         # Transformer Engine passes messages around a ring; torch gathers all keys and values at once.
         schedule="ring" if name == "NeMo" else "allgather",
@@ -101,7 +87,6 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
         shard="optimizer" if whole else "weights",
         software=software,
     )
-    pipeline = Pipeline(sizes["pp"], sizes["micro_batches"], sizes["interleaved"])
     limited = name == "torchtitan" and row["gpu"] == "h100"
     machine = get_machine(("h100_500w_ib" if limited else MACHINES[row["gpu"]]) + library)
     node, links = sizes["gpus_per_node"], machine.node_bandwidth or 0.0
@@ -109,5 +94,5 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
     if node == 4 and ring > 1:  # HGX boards of 4 join each pair of GPUs by a third of their links
         links *= (ring - 1) / 3
     machine = replace(machine, ranks_per_node=node, node_bandwidth=links)
-    step = training_step(model, machine, sizes["seq"], parallel, pipeline)
+    step = training_step(model, machine, sizes["seq"], parallel)
     return step.tokens_per_second, step.needed, step.reserved

@@ -42,14 +42,10 @@ def evaluate(config: SimulateConfig) -> dict[str, Any]:
     try:
         machine = config.machine.made(ranks=config.ranks)
         plan = plan_from_config(config, machine)
-        values = {
-            "tokens": plan.tokens,
-            "ranks": plan.ranks,
-            "shard": -(-plan.tokens // plan.ranks),
+        values = {  # beside those that the point itself tells
             "pattern": repr(plan.pattern),
             "layout": plan.layout.name,
-            **{name: getattr(plan, name) for name in ("schedule", "heads", "kv_heads", "head_dim", "dtype", "batch")},
-            "machine": config.machine.spec,
+            **{name: getattr(plan, name) for name in ("schedule", "head_dim", "dtype", "batch")},
             "pairs": plan.cache.answer("study.pairs", plan.pairs),
         }
         timelines = simulate_passes(plan, machine, config.backward, simulate_options(config))
@@ -120,22 +116,19 @@ class ExecutionTask:
     seconds: float
 
 
-def make_executed_plan(config: SimulateConfig) -> Plan:
+def make_executed_plan(point: Point) -> Plan:
     """The plan to execute for a point: its layout and schedule, in fp64 with the heads of study.execute.
 
     Raises InvalidInput if the plan cannot be made.
     """
+    config = point.config
     options, machine = config.study.execute, config.machine.made(ranks=config.ranks)
     resolved = {}
-    if _has_auto(config):  # let auto choose for the point's sizes, not for the executed sizes
+    if point.has_auto:  # let auto choose for the point's sizes, not for the executed sizes
         plan = plan_from_config(config, machine)
         resolved = {"layout": plan.layout.name, "schedule": plan.schedule}
     sizes = {"heads": options.heads, "kv_heads": options.heads, "head_dim": options.head_dim, "batch": 1}
     return plan_from_config(config, machine, **sizes, dtype="float64", comm_dtype=None, **resolved)
-
-
-def _has_auto(config: SimulateConfig) -> bool:
-    return "auto" in (config.layout.spec, config.schedule.spec)
 
 
 def plan_execution(plan: Plan, options: ExecuteGroup) -> ExecutionTask:
@@ -157,17 +150,15 @@ def plan_execution(plan: Plan, options: ExecuteGroup) -> ExecutionTask:
     return ExecutionTask("rows", 0, options.rows, seconds)
 
 
-def describe_left_out(task: ExecutionTask, budget: float, left: float) -> dict[str, Any]:
-    """The record of a task that is not executed because only `left` seconds of the budget remain."""
-    work = plural(task.count, "row" if task.how == "rows" else "whole rank")
-    return {
-        "why not": f"not executed: {work} would take {duration(task.seconds)} at the assumed rates, and "
-        f"{duration(left)} of the budget of {duration(budget)} were left at its turn"
-    }
-
-
-def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup) -> dict[str, Any]:
-    """Run a task; returns the record of the execution by column name, without times."""
+def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup, left: float) -> dict[str, Any]:
+    """Run a task unless it takes more than the `left` seconds of the budget; returns its record, without times."""
+    if task.seconds > left:
+        assert options.budget is not None
+        work = plural(task.count, "row" if task.how == "rows" else "whole rank")
+        return {
+            "why not": f"not executed: {work} would take {duration(task.seconds)} at the assumed rates, and "
+            f"{duration(left)} of the budget of {duration(options.budget)} were left at its turn"
+        }
     numerics = import_module("...simulator.numerics", __package__).numerics  # needs torch
     ranks = range(task.first, task.first + task.count)
     settings: dict[str, Any] = {"mode": "sample", "rows": options.rows}
@@ -212,5 +203,5 @@ def execution_inputs(point: Point) -> dict[str, Any]:
         **{name: getattr(config, name).spec for name in ("pattern", "layout", "schedule")},
         "tokens": config.length(),
         "ranks": config.ranks,
-        "chosen for": point.inputs if _has_auto(config) else None,
+        "chosen for": point.inputs if point.has_auto else None,
     }

@@ -5,10 +5,9 @@ The sentences around them are in templates/report.j2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ...cli.config.groups import StudyGroup
@@ -18,7 +17,7 @@ from ...machine.presets import CURRENCY, MACHINES
 from ...text import duration, rate, size
 from ..pages.pages import Cell, Plot, ReportTable
 from .space import Point
-from .tables import DIRECTIONS, WAITS, Row, Table, efficiency, list_passes, total
+from .tables import DIRECTIONS, WAITS, Row, Table, is_number, list_passes, show_number, total
 
 #: Maximum rows and columns of a table in a report; sweep.csv has all rows, and wider tables are split.
 MOST_ROWS, MOST_COLUMNS = 200, 6
@@ -116,23 +115,6 @@ class StudyReport:
     remark: str
 
     @property
-    def extremes(self) -> ReportTable:
-        """The minimum and maximum of time, computing share and memory, with the points that have them."""
-        measures: dict[str, tuple[Callable[[Row], float], Callable[[float], str]]] = {
-            "time of all passes": (lambda row: total(row, "time"), duration),
-            "computing time / time": (efficiency, "{:.1%}".format),
-            "memory of a rank": (lambda row: max(row[f"{one} memory"] for one in list_passes(row)), size),
-        }
-        if "model" in self.table.rows[0]:  # a model's time is not split in this way
-            del measures["computing time / time"]
-        rows, lines = [row for row in self.table.rows if total(row, "time")], []
-        for name, (measure, show) in measures.items() if len(rows) > 1 else ():
-            ends = (min(rows, key=measure), max(rows, key=measure))
-            cells = [cell for row in ends for cell in (f"{show(measure(row))} [modelled]", self._label(row))]
-            lines.append([name, *cells])
-        return ReportTable(["", "least", "at point", "most", "at point"], lines)
-
-    @property
     def refusals(self) -> list[str]:
         """One line for each reason, with the points refused for that reason."""
         numbers: dict[str, list[int]] = {}
@@ -190,12 +172,13 @@ class StudyReport:
 
     def _tabulate(self, rows: Sequence[Row], names: Sequence[str]) -> list[ReportTable]:
         """Tables with the point as first column, then the columns `names`."""
-        header = ["point", *(_header(self.table, name) for name in names)]
+        words = [self.table.column(name).word for name in names]
+        titles = [name if word in ("", "kind") else f"{name}, {word}" for name, word in zip(names, words, strict=True)]
         cells = [
             [Cell(self._label(row), row["point"]), *(show_value(self.table, name, row) for name in names)]
             for row in rows[:MOST_ROWS]
         ]
-        return _split(header, cells, len(rows))
+        return _split(["point", *titles], cells, len(rows))
 
     @property
     def extrapolated(self) -> list[ReportTable]:
@@ -236,27 +219,10 @@ def name_points(numbers: Sequence[int]) -> str:
     return f"point{'' if len(numbers) == 1 else 's'} {first}{more}"
 
 
-def _header(table: Table, name: str) -> str:
-    column = table.column(name)
-    if name.startswith("machine."):
-        return column.title
-    return f"{name}, {column.word}" if column.word and column.word != "kind" else name
-
-
 def show_value(table: Table, name: str, row: Row) -> str:
     """A row's value as readable text, with its word if the rows of the column have different words."""
     value = row.get(name)
-    column = table.column(name)
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, str):
-        return value
-    if name.startswith("machine."):  # the header has the unit
-        return f"{value:.4g}"
-    plain = f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-    by_unit: dict[str, Callable[[float], str]] = {"s": duration, "bytes": size, "bytes per rank": size}
-    by_unit["tokens/s"] = partial(rate, unit="tokens/s")
-    text = by_unit[column.unit](value) if column.unit in by_unit else plain
-    return f"{text} [{table.word_of(name, row)}]" if column.word == "kind" else text
+    if isinstance(value, bool) or value is None:
+        return {None: "", True: "yes", False: "no"}[value]
+    text = show_number(name, value) if is_number(value) else str(value)
+    return f"{text} [{row[f'{name.split()[0]} kind']}]" if table.column(name).word == "kind" else text

@@ -30,7 +30,7 @@ from ..pages.journal import Journal, git, source
 from ..pages.pages import write_report
 from . import evaluation, plots
 from .report import StudyReport, describe_machines, extrapolate, machines_of, name_points
-from .space import Point, digest, group_by_plan, list_points
+from .space import Point, digest, list_points
 from .tables import DIRECTIONS, Row, Table, list_passes, make_table, to_csv, to_json, total
 
 FORMAT = "ringattn study 2"
@@ -145,37 +145,28 @@ def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
                 path.unlink()
             else:
                 check_writable(path)
-        records = _evaluate_points(study.points, journal, tell)
+        records = {}
+        for done, point in enumerate(sorted(study.points, key=lambda x: x.plan_key)):  # a cached plan serves its points
+            if point.key not in journal.records:
+                tell(done, len(study.points), "points")
+                journal.add(point.key, evaluation.evaluate(point.config))
+            records[point.number] = journal.records[point.key]
         executed = _execute_plans(study, journal, tell)
         tell(1, 1, "tables, plots and reports")
         table = make_table(study.config.study, study.points, records, executed)
         if table.rows and table.refused == len(table.rows):
             raise InvalidInput(f"every point of the study is refused, the first because: {table.rows[0]['why']}")
         _write_files(study, head, table, records)
-    if wrong := [row["point"] for row in table.rows if _is_wrong(row)]:
+    if wrong := [row["point"] for row in table.rows if "executed error" in row and not _is_right(row)]:
         raise NumericsFailure(
             f"{name_points(wrong)}: the executed numerics are wrong; {folder / 'report.md'} says where"
         )
     return table
 
 
-def _is_wrong(row: Row) -> bool:
-    if "executed error" not in row:
-        return False
+def _is_right(row: Row) -> bool:
     errors = row["executed error"], row["executed error of lse"]
-    within = all(error <= row["executed most allowed"] for error in errors)  # False for NaN
-    return row["executed ledger"] != "complete" or not within
-
-
-def _evaluate_points(points: Sequence[Point], journal: Journal, tell: Listener) -> Records:
-    """The records of points, from the journal or computed now; all are then in the journal."""
-    records = {}
-    for done, point in enumerate(group_by_plan(points)):
-        if point.key not in journal.records:
-            tell(done, len(points), "points")
-            journal.add(point.key, evaluation.evaluate(point.config))
-        records[point.number] = journal.records[point.key]
-    return records
+    return row["executed ledger"] == "complete" and all(error <= row["executed most allowed"] for error in errors)
 
 
 def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
@@ -193,7 +184,7 @@ def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
     tasks: list[tuple[str, Plan, evaluation.ExecutionTask]] = []
     for key, points in sharing.items():
         try:
-            plan = evaluation.make_executed_plan(points[0].config)
+            plan = evaluation.make_executed_plan(points[0])
         except RingAttentionError as error:
             values[key] = {"why not": str(error)}
             continue
@@ -203,11 +194,7 @@ def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
     for turn, (key, plan, task) in enumerate(tasks, 1):
         tell(turn - 1, len(tasks), f"executing, {plan.tokens:,} tokens")
         if key not in journal.records:
-            if task.seconds <= left:
-                done = evaluation.execute(plan, task, options)
-            else:
-                done = evaluation.describe_left_out(task, options.budget, left)
-            journal.add(key, {"values": done})
+            journal.add(key, {"values": evaluation.execute(plan, task, options, left)})
         values[key] = {"turn": turn, **journal.records[key]["values"]}
         left -= task.seconds if "how" in values[key] else 0.0
     return {point.number: values[key] for key, points in sharing.items() for point in points}

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
@@ -65,13 +65,14 @@ class Point:
         return digest(self.inputs)
 
     @property
-    def plan_key(self) -> str:
-        """The inputs of the point's plan as text: points with equal texts have equal plans.
+    def has_auto(self) -> bool:
+        """Whether the machine chooses the layout or the schedule."""
+        return "auto" in (self.config.layout.spec, self.config.schedule.spec)
 
-        With a layout or schedule that is "auto", the plan depends on the machine too.
-        """
-        has_auto = self.config.layout.spec == "auto" or self.config.schedule.spec == "auto"
-        left_out = () if has_auto else OF_MACHINE
+    @property
+    def plan_key(self) -> str:
+        """The inputs of the point's plan as text: points with equal texts have equal plans."""
+        left_out = () if self.has_auto else OF_MACHINE
         return json.dumps({name: value for name, value in self.inputs.items() if name not in left_out}, sort_keys=True)
 
 
@@ -141,15 +142,6 @@ def _check_points(points: Sequence[Point]) -> None:
             refusals.append(error)
     if refusals and len(refusals) == len(points):
         raise refusals[0]
-
-
-def group_by_plan(points: Sequence[Point]) -> Iterator[Point]:
-    """All points, grouped by equal plans, so that one cached plan serves consecutive points."""
-    groups: dict[str, list[Point]] = {}
-    for point in points:
-        groups.setdefault(point.plan_key, []).append(point)
-    for group in groups.values():
-        yield from group
 
 
 class _PointMaker:

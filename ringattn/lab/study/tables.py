@@ -58,11 +58,6 @@ class Column:
     unit: str = ""
     word: str = ""
 
-    @property
-    def title(self) -> str:
-        """The name, with the unit in brackets."""
-        return f"{self.name} [{self.unit}]" if self.unit else self.name
-
 
 def _make_column(name: str) -> Column:
     """The column of a recorded value, or of an axis."""
@@ -99,11 +94,6 @@ class Table:
         """The column of this name."""
         return next(column for column in self.columns if column.name == name)
 
-    def word_of(self, name: str, row: Row) -> str:
-        """The word of the row's number in column `name`: modelled, counted, measured or extrapolated."""
-        word = self.column(name).word
-        return str(row.get(f"{name.split()[0]} kind", "modelled")) if word == "kind" else word
-
     def numbers(self, name: str) -> list[Any]:
         """The distinct numbers of a column, ascending."""
         return sorted({row[name] for row in self.rows if is_number(row.get(name))})
@@ -137,13 +127,13 @@ def name_value(name: str, value: Any) -> str:
 
 
 def show_number(name: str, value: Any) -> str:
-    """An axis number in suitable units: 64k (as on the command line), 25 GB/s, 1.5 us, 0.5."""
+    """A number in suitable units: 64k (as on the command line), 25 GB/s, 1.5 us, 0.5."""
     unit = _make_column(name).unit
     if unit == "s":
         return duration(value)
     if unit.endswith("/s"):
         return rate(value, unit.replace("bytes", "B"))
-    if unit == "bytes":
+    if unit.startswith("bytes"):
         return size(value)
     power = 0
     while unit.startswith("tokens") and value and value % 1024 == 0 and power < 4:
@@ -216,7 +206,7 @@ def to_csv(table: Table) -> str:
     """The table as CSV; Python reads the numbers back exactly, and missing numbers are empty cells."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([column.title for column in table.columns])
+    writer.writerow([f"{column.name} [{column.unit}]" if column.unit else column.name for column in table.columns])
     for row in table.rows:
         values = [row.get(column.name) for column in table.columns]
         writer.writerow(["" if x is None else x if isinstance(x, str) else json.dumps(x) for x in values])

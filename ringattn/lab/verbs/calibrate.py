@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from ...text import duration, plural
 from ...transport.base import Transport
 from ...transport.launcher import detect
 from ..bench.runner import describe_host
-from ..calibrate.measure import Calibration, CalibrationSizes, calibrate
+from ..calibrate.measure import Calibration, calibrate
 from ..calibrate.measuring_ranks import MeasuringRanks, Settings
 from .settings import CalibrateConfig
 
@@ -42,8 +42,8 @@ def main(config: CalibrateConfig) -> None:
         get_console().print(f"\nwritten {path}; use it with machine=file machine.path={path}", soft_wrap=True)
 
 
-def check(config: CalibrateConfig) -> tuple[CalibrationSizes, Settings, Path]:
-    """The sizes and settings of the measurements, and the path of the machine file.
+def check(config: CalibrateConfig) -> tuple[Settings, Path]:
+    """The settings of the measurements, and the path of the machine file.
 
     Raises InvalidInput for a bad configuration before minutes are spent on measuring.
     """
@@ -56,23 +56,17 @@ def check(config: CalibrateConfig) -> tuple[CalibrationSizes, Settings, Path]:
     if config.output.path is None:
         raise InvalidInput("output.path is missing; give the machine file to write, such as output.path=machine.yaml")
     check_writable(Path(config.output.path))
-    names = ("rows", "widths", "messages")
-    sizes = CalibrationSizes(*([parse_size(value, name) for value in getattr(config, name)] for name in names))
-    settings = Settings(config.heads, config.head_dim, config.dtype, config.kernel.spec, config.repeat, config.seconds)
-    return sizes, settings, Path(config.output.path)
+    values: dict[str, Any] = {x: getattr(config, x) for x in ("heads", "head_dim", "dtype", "repeat", "seconds")}
+    values |= {x: tuple(parse_size(y, x) for y in getattr(config, x)) for x in ("rows", "widths", "messages")}
+    settings = Settings(**values, kernel=config.kernel.spec)
+    settings.check_sizes()
+    return settings, Path(config.output.path)
 
 
-def measure_on(
-    config: CalibrateConfig,
-    transport: Transport | None,
-    between: Callable[[MeasuringRanks], object] = lambda ranks: None,
-) -> None:
-    """Measure as one rank, or alone if `transport` is None. Rank 0 prints and writes the machine file.
-
-    `between` is called with the ranks after each round of measurements.
-    """
+def measure_on(config: CalibrateConfig, transport: Transport | None) -> None:
+    """Measure as one rank, or alone if `transport` is None. Rank 0 prints and writes the machine file."""
     device = torch.device(config.device) if transport is None else rank_device(config)
-    sizes, settings, path = check(config)
+    settings, path = check(config)
     launch = detect()
     team = MeasuringRanks(transport, device, None if launch.kind == "none" else launch.local_world)
     if team.size % team.ranks_per_node:
@@ -81,7 +75,7 @@ def measure_on(
             "many ranks; start the same number of ranks on each node"
         )
     with announcing(shown=team.rank == 0) as announce:
-        calibration = calibrate(team, settings, sizes, config.machine.made(device.type), announce, between)
+        calibration = calibrate(team, settings, config.machine.made(device.type), announce)
     if team.rank == 0:
         made = {  # where, when and with which settings
             **describe_host(),
@@ -91,7 +85,7 @@ def measure_on(
             "ranks_per_node": team.ranks_per_node,
             "threads": torch.get_num_threads(),
             **({} if team.pace is None else {"pace": team.pace}),
-            **vars(settings),
+            **{name: list(x) if isinstance(x, tuple) else x for name, x in vars(settings).items()},
         }
         write_machine(path, calibration.machine, made=made, samples=calibration.samples, fits=calibration.fits)
         _print(calibration)

@@ -16,7 +16,7 @@ from ...text import plural
 from ..bench import get_cases, get_suite
 from ..bench.records import read_results
 from ..bench.report import BenchReport, compare, narrow, write_index
-from ..bench.runner import BenchOptions, run_suite
+from ..bench.runner import run_suite
 from ..pages.pages import write_report
 from .settings import ReportConfig
 
@@ -44,9 +44,8 @@ def _measure(config: ReportConfig) -> None:
     if suite.check is not None:
         suite.check(folder)
     make_folder(folder)
-    options = BenchOptions(config.suite, config.cases, config.repeat, folder, memory)
     with announcing() as announce:
-        path = run_suite(options, announce)
+        path = run_suite(config.suite, config.cases, config.repeat, folder, memory, announce)
     _show_results(path)
 
 

@@ -22,7 +22,6 @@ from ..models.config import ModelConfig, load_model
 from ..models.inference import decode, prefill
 from ..models.layer import ModelEstimate
 from ..models.parallel import Parallel, Software
-from ..models.pipeline import Pipeline
 from ..models.training import EXPERTS_STEPS, PUBLISHED_STEPS, StepEstimate, training_step
 
 PHASES = ("training", "prefill", "decode")
@@ -41,26 +40,21 @@ def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, Model
     check_file("model", config.model.spec, config.model.path, "the config.json of a Hugging Face model")
     model = load_model(config.model.path or str(config.model.spec))
     parallel = Parallel(
-        cp=config.cp,
-        dp=config.dp,
-        tp=config.tp,
-        ep=config.ep,
+        **{name: getattr(config, name) for name in ("cp", "dp", "tp", "ep", "pp", "micro_batches", "interleaved")},
         layout=config.layout.spec,
         schedule=config.schedule.spec,
         checkpointing=config.checkpointing,
         shard=config.sharding,
         rows=config.batch,
-        software=Software(fp8=config.fp8),
+        software=Software(config.dtype, config.fp8),
     )
-    pipeline = Pipeline(config.pp, config.micro_batches, config.interleaved)
-    machine, tokens = config.machine.made(ranks=parallel.gpus * pipeline.stages), config.size()
+    machine, tokens = config.machine.made(ranks=parallel.gpus), config.size()
     if config.phase == "training":
-        return model, parallel, training_step(model, machine, tokens, parallel, pipeline, config.dtype)
+        return model, parallel, training_step(model, machine, tokens, parallel)
     if config.phase == "prefill":
         chunk = None if config.chunk is None else parse_size(config.chunk, "chunk")
-        return model, parallel, prefill(model, machine, tokens, parallel, config.dtype, chunk=chunk)
-    ways = {"merge": config.merge, "windows": config.windows}
-    return model, parallel, decode(model, machine, tokens, config.batch, parallel, config.dtype, **ways)
+        return model, parallel, prefill(model, machine, tokens, parallel, chunk=chunk)
+    return model, parallel, decode(model, machine, tokens, parallel, merge=config.merge, windows=config.windows)
 
 
 def main(config: SimulateConfig) -> None:
@@ -92,7 +86,7 @@ def _print(
     print_paragraph(
         f"{config.phase} of {model.name}: {plural(parallel.rows * parallel.dp, 'sequence')} of "
         f"{plural(config.size(), 'token')} on {plural(estimate.gpus, 'GPU')} of {name}, cp={parallel.cp} "
-        f"dp={parallel.dp} tp={parallel.tp} ep={parallel.ep} pp={config.pp}, {config.dtype}"
+        f"dp={parallel.dp} tp={parallel.tp} ep={parallel.ep} pp={parallel.pp}, {config.dtype}"
         + (f", sharding={parallel.shard} checkpointing={parallel.checkpointing}" if config.phase == "training" else "")
     )
     if estimate.plan:
@@ -107,9 +101,7 @@ def _print(
         kept = "weights are trained" if config.phase == "training" else "weights are stored as quantized, and compute"
         print_paragraph(f"note: the config is quantized; {kept} in {config.dtype} [assumed]")
     training = isinstance(estimate, StepEstimate)
-    pipeline = Pipeline(config.pp, config.micro_batches, config.interleaved)
-    rows = parallel.rows // pipeline.count(parallel.rows)
-    band = describe_band(estimate.machine.preset, rows * -(-config.size() // parallel.cp))
+    band = describe_band(estimate.machine.preset, parallel.rows // parallel.count * -(-config.size() // parallel.cp))
     if band and config.phase == "prefill":
         print_paragraph(f"note: attention on {band}")
     print_paragraph(f"note: {PUBLISHED_STEPS if training else f'a {config.phase} has no published measurement here'}")
@@ -154,20 +146,10 @@ def _cost_numbers(step: StepEstimate) -> list[Number]:
         energy = machine.watts * step.gpus * step.seconds / JOULES_PER_KWH
         text = f"{digits(energy)} kWh a step, {digits(machine.watts * step.gpu_hours / 1000)} for 1e9 tokens"
         numbers.append(Number("energy", f"{text}, at {machine.watts:g} W", "modelled"))
-    effective = _effective_seconds(step)
-    if effective is not None:
+    if (effective := step.effective_seconds) is not None:
         text = f"{effective / step.seconds:.4g} times as long in a long job: {duration(effective)} a step"
         numbers.append(Number("with failures", text, "modelled"))
     return numbers
-
-
-def _effective_seconds(step: StepEstimate) -> float | None:
-    """Mean seconds of a step in a long job with the machine's failures and checkpoints; None if it specifies none."""
-    machine = step.machine
-    if machine.mtbf is None or machine.checkpoint is None or machine.restart is None:
-        return None
-    hours = machine.mtbf / SECONDS_PER_HOUR
-    return step.effective_seconds(hours, step.checkpoint_bytes / machine.checkpoint, machine.restart)
 
 
 def _record(config: SimulateConfig, model: ModelConfig, parallel: Parallel, estimate: ModelEstimate) -> dict[str, Any]:
@@ -176,11 +158,7 @@ def _record(config: SimulateConfig, model: ModelConfig, parallel: Parallel, esti
         "model": {**asdict(model), "parameters": model.parameters, "active_parameters": model.active_parameters},
         "phase": config.phase,
         "tokens": config.size(),
-        "parallel": {
-            **asdict(parallel),
-            **{name: getattr(config, name) for name in ("pp", "micro_batches", "interleaved")},
-            "gpus": estimate.gpus,
-        },
+        "parallel": {**asdict(parallel), "gpus": estimate.gpus},
         "machine": machine_record(estimate.machine),
         **{name: getattr(estimate, name) for name in ("plan", "seconds", "parts", "memory", "fits")},
         "tokens per second and GPU": estimate.tokens_per_second,
@@ -195,6 +173,6 @@ def _record(config: SimulateConfig, model: ModelConfig, parallel: Parallel, esti
             **{name: getattr(estimate, name) for name in ("flops", "mfu", "tflops")},
             "cost per 1e9 tokens": None if price is None else price * estimate.gpu_hours,
             "kWh per 1e9 tokens": None if watts is None else watts * estimate.gpu_hours / 1000,
-            "seconds with failures": _effective_seconds(estimate),
+            "seconds with failures": estimate.effective_seconds,
         }
     return record

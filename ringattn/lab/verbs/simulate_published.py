@@ -5,55 +5,44 @@ from __future__ import annotations
 import csv
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from ...cli.config.groups import refuse_stdout
 from ...cli.config.schema import SimulateConfig
 from ...files import make_folder, write_json, writing
-from ...machine.bands import BANDS, SIZES, ErrorBand, describe_band
+from ...machine.bands import BANDS, SIZES, describe_band
 from ...machine.presets import PRESETS
 from ...simulator.reporting.console import get_console, print_grid, print_paragraph, show_progress
 from ..pages.figures import check_matplotlib
-from ..published.errors import (
-    ErrorStatistics,
-    GroupErrors,
-    cause_of,
-    draw_scatter,
-    errors_of,
-    group_errors,
-    judge_choices,
-    preset_bands,
-)
-from ..published.predictions import CAUSES, SOURCES, PredictedRow, predict_measurements, read_measurements
-from ..published.steps import StepErrors, step_errors
+from ..published.errors import Errors, draw_scatter, errors_by_family, judge_choices, preset_bands
+from ..published.predictions import SOURCES, PredictedRow, predict_measurements, read_measurements
+from ..published.steps import step_errors
 
 
 def main(config: SimulateConfig) -> None:
-    """Print the errors by family and by cause; write predictions.csv, summary.json and a scatter plot to a folder."""
+    """Print the errors by family; write predictions.csv, summary.json and a scatter plot to a folder."""
     refuse_stdout("output.path", config.output.path, "mode=published writes several files; try output.path=errors")
     if config.output.path is not None:
         check_matplotlib("leave output.path out")
         make_folder(Path(config.output.path))
     with show_progress(Console(stderr=True), tenths=True) as tell:
         predictions = predict_measurements(read_measurements(), tell)
-    families = group_errors(predictions, lambda one: one.row.family)
-    causes = group_errors(predictions, cause_of)
+    families = errors_by_family(predictions)
     print_paragraph(
         f"{len(predictions)} published measurements, each modelled by presets made without the rows of its family "
         "(unseen), by a null model (all FLOPs at half of the data sheet's peak), and by the presets as they are, with "
         "the numbers below fitted to rows. A floor is the error that no model of these inputs can avoid, since the "
         "methods of a source differ in details that no plan states."
     )
-    _print_errors("errors by family", [errors_of("all", predictions), *families])
-    _print_errors("errors by what takes longest beside the kernel", causes)
-    header = ("part of the modelled time", *CAUSES)
-    print_grid("", header, [(group.name, *(f"{group.shares[cause]:.1%}" for cause in CAUSES)) for group in families])
+    _print_errors("by family", families)
     get_console().print()
     choices = judge_choices(predictions)
     print_paragraph(
-        f"choosing the method that is predicted to be fastest, in {choices.count} published comparisons, loses "
-        f"{choices.mean:.1%} on average ({choices.median:.1%} in the median); choosing any method {choices.null:.1%}"
+        f"choosing the method that is predicted to be fastest, in {choices['count']} published comparisons, loses "
+        f"{choices['mean']:.1%} on average ({choices['median']:.1%} in the median); choosing any method "
+        f"{choices['null']:.1%}"
     )
     for number, machines in _fitted_numbers().items():
         print_paragraph(f"{number}: {', '.join(machines)}")
@@ -63,9 +52,10 @@ def main(config: SimulateConfig) -> None:
     for family, source in SOURCES.items():
         print_paragraph(f"{family}: {source}")
     steps, band = step_errors()
-    _print_steps(steps, band)
+    _print_errors("steps of training; bytes where the source tells a peak, which holds what an allocator had", steps)
+    print_paragraph(f"90 % of {band.rows} steps took {band.low:g} to {band.high:g} times as long as modelled")
     if config.output.path is not None:
-        _write(Path(config.output.path), predictions, families, causes, steps)
+        _write(Path(config.output.path), predictions, families, steps)
 
 
 def _fitted_numbers() -> dict[str, list[str]]:
@@ -81,64 +71,36 @@ def _fitted_numbers() -> dict[str, list[str]]:
     return found
 
 
-def _print_errors(title: str, groups: list[GroupErrors]) -> None:
-    header = ("", "rows", "unseen: median", "P90", "bias", "null: median", "P90", "preset: median", "P90", "floor P90")
+def _print_errors(title: str, groups: dict[str, Errors]) -> None:
+    kinds = dict.fromkeys(kind for errors in groups.values() for kind in errors)
     rows = [
-        (
-            group.name,
-            str(group.unseen.rows),
-            *(f"{group.unseen.median:.1%}", f"{group.unseen.p90:.1%}", f"{group.unseen.bias:+.1%}"),
-            *(f"{group.null.median:.1%}", f"{group.null.p90:.1%}"),
-            *(f"{group.preset.median:.1%}", f"{group.preset.p90:.1%}", f"{group.floor.p90:.1%}"),
-        )
-        for group in groups
+        (name, str(next(iter(errors.values())).rows), *(str(errors.get(kind, "")) for kind in kinds))
+        for name, errors in groups.items()
     ]
     get_console().print()
-    print_grid(title, header, rows)
+    print_grid(f"{title}: median / P90 of absolute errors / mean error", ("", "rows", *kinds), rows)
 
 
-def _print_steps(steps: list[StepErrors], band: ErrorBand) -> None:
-    header = ("", "steps", "tokens/s: median", "P90", "bias", "runs", "reserved: median", "P90", "needed: bias")
-    rows = []
-    for one in steps:
-        cells = [one.group, *_tell(one.speed), f"{one.speed.bias:+.1%}"]
-        if one.reserved is not None and one.needed is not None:
-            cells += [*_tell(one.reserved), f"{one.needed.bias:+.1%}"]
-        rows.append(cells + [""] * (len(header) - len(cells)))
-    get_console().print()
-    print_grid(
-        "steps of training; memory where the source tells a peak, which holds what an allocator had", header, rows
-    )
-    print_paragraph(f"90 % of {band.rows} steps took {band.low:g} to {band.high:g} times as long as modelled")
-
-
-def _tell(errors: ErrorStatistics) -> list[str]:
-    return [str(errors.rows), f"{errors.median:.1%}", f"{errors.p90:.1%}"]
+def _plain(groups: dict[str, Errors]) -> dict[str, Any]:
+    return {name: {kind: asdict(one) for kind, one in errors.items()} for name, errors in groups.items()}
 
 
 def _write(
-    folder: Path,
-    predictions: list[PredictedRow],
-    families: list[GroupErrors],
-    causes: list[GroupErrors],
-    steps: list[StepErrors],
+    folder: Path, predictions: list[PredictedRow], families: dict[str, Errors], steps: dict[str, Errors]
 ) -> None:
     """Write the predictions, their errors and the plot to a folder."""
     with writing(folder / "predictions.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
-        names = ("id", "machine", "kernel", "method", "measured [s]", "unseen [s]", "null [s]", "preset [s]")
-        table.writerow([*names, *(f"{cause}, unseen [s]" for cause in CAUSES)])
+        table.writerow(["id", "machine", "kernel", "method", "measured [s]", "unseen [s]", "null [s]", "preset [s]"])
         for one in predictions:
             row = one.row
-            seconds = (row.seconds, one.unseen.seconds, one.null, one.preset.seconds, *one.unseen.causes.values())
+            seconds = (row.seconds, one.unseen, one.null, one.preset)
             table.writerow([row.id, row.machine, row.kernel, row.method, *(f"{x:.6g}" for x in seconds)])
     record = {
         "kind": "modelled against published measurements",
-        "all": asdict(errors_of("all", predictions)),
-        "families": [asdict(group) for group in families],
-        "causes": [asdict(group) for group in causes],
-        "steps of training": [asdict(one) for one in steps],
-        "choices": asdict(judge_choices(predictions)),
+        "families": _plain(families),
+        "steps of training": _plain(steps),
+        "choices": judge_choices(predictions),
         "bands": {
             name: [None if band is None else asdict(band) for band in bands]
             for name, bands in preset_bands(predictions).items()

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from msgspec import Struct
 
 from ...cli.config.groups import ConfigGroup, OutputGroup, TransportGroup, check_least, refuse_stdout
-from ...cli.config.schema import SimulateConfig, parse_size
-from ...cli.ranks import check_ranks, check_threads
+from ...cli.config.schema import SimulateConfig, ValidateGroup, parse_size
+from ...cli.ranks import check_ranks, check_threads, start_ranks
 from ...errors import InvalidInput
 from ...files import Count, Positive, as_kind, check_json, write_json
 from ...machine.file import read_calibration
@@ -31,14 +29,14 @@ from ..calibrate.kernels import find_kernel, make_reference
 from ..calibrate.measuring_ranks import MeasuringRanks, Settings
 from ..calibrate.passes import (
     LEVEL,
-    Errors,
     Pass,
+    PassErrors,
     Runs,
     held_out,
     model_passes,
     sizes_between,
     summarise_groups,
-    time_passes,
+    time_pass,
     validation_cases,
 )
 from . import calibrate
@@ -46,28 +44,26 @@ from .settings import CalibrateConfig
 
 
 def main(config: SimulateConfig) -> None:
-    """Print the errors and the coverage of held-out passes for each number of ranks."""
+    """Print the errors and the coverage of held-out passes for each number of ranks, after a calibration if needed."""
     _check(config)
     with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
         path = Path(config.machine.path or Path(scratch) / "machine.yaml")
-        calibration = None
-        made: dict[str, Any] = {"kernel": "auto", **{x: getattr(config, x) for x in ("heads", "head_dim", "dtype")}}
         if config.machine.path is None:
             # Invalid held-out rows raise before minutes are spent on the calibration.
-            rows = _held_out_rows(config, [parse_size(n, "validate.rows") for n in config.validate.rows])
+            _held_out_rows(config, [parse_size(n, "validate.rows") for n in config.validate.rows])
             calibration = _calibration_config(config, path)
             check_ranks(calibration, "none")
             calibrate.check(calibration)
-        else:
-            machine, made = _read(path)
-            assert machine.kernel is not None, "checked"
-            rows = _held_out_rows(config, machine.kernel.grid("dense", False).rows)
-        runs = _measure(rows, made, calibration, config)
-        machine, made = _read(path)
+            start_ranks(calibration, calibrate.measure_on, "calibrate")
+        machine, made, calibrated = _read(path)
+    assert machine.kernel is not None, "checked"
+    rows, options = _held_out_rows(config, machine.kernel.grid("dense", False).rows), config.validate
+    settings = replace(calibrated, repeat=options.repeat, seconds=options.seconds)
+    runs = _measure(rows, settings, options)
     record: dict[str, Any] = {"kind": "measured", "machine": made, "rows": list(rows), "ranks": []}
-    for ranks in config.validate.ranks:
+    for ranks in options.ranks:
         cases, on_node = validation_cases(rows, ranks), machine.changed(ranks_per_node=ranks)
-        passes = model_passes(cases, runs[ranks], ranks, on_node, _settings(made, config))
+        passes = model_passes(cases, runs[ranks], ranks, on_node, settings)
         groups = summarise_groups(passes, machine, ranks)
         _print(ranks, passes, machine, groups)
         errors = {name: asdict(group) for name, group in groups.items()}
@@ -76,18 +72,15 @@ def main(config: SimulateConfig) -> None:
         write_json(config.output.path, record)
 
 
-class Calibrated(Struct):
-    """What the validation takes from a calibration."""
+@dataclass(frozen=True, kw_only=True)
+class Calibrated(Settings):
+    """The settings of a calibration, as its machine file holds them."""
 
-    heads: Count
-    head_dim: Count
-    dtype: str
-    kernel: str
     threads: Count
     pace: Positive | None = None
 
 
-def _read(path: Path) -> tuple[Machine, dict[str, Any]]:
+def _read(path: Path) -> tuple[Machine, dict[str, Any], Calibrated]:
     """The machine of a file, and how it was measured. Raises InvalidInput unless calibrated with Gloo on CPUs."""
     machine, made = read_calibration(path)
     if machine.kernel is None or (made.get("transport"), made.get("device")) != ("gloo", "cpu"):
@@ -95,8 +88,7 @@ def _read(path: Path) -> tuple[Machine, dict[str, Any]]:
             f"machine.path={path}: the validation needs a calibration of Gloo ranks on CPUs; make the file with "
             "ringattn calibrate transport=gloo, or leave machine out to calibrate now"
         )
-    as_kind(made, Calibrated, f"{path}: made")
-    return machine, made
+    return machine, made, as_kind(made, Calibrated, f"{path}: made")
 
 
 def _check(config: SimulateConfig) -> None:
@@ -149,113 +141,61 @@ def _calibration_config(config: SimulateConfig, path: Path) -> CalibrateConfig:
     )
 
 
-def _settings(made: dict[str, Any], config: SimulateConfig) -> Settings:
-    """The settings with which a machine with this `made` entry was calibrated."""
-    options = config.validate
-    return Settings(made["heads"], made["head_dim"], made["dtype"], made["kernel"], options.repeat, options.seconds)
-
-
-def _measure(
-    rows: Sequence[int], made: dict[str, Any], calibration: CalibrateConfig | None, config: SimulateConfig
-) -> dict[int, list[Runs]]:
-    """The runs of the held-out passes by number of ranks, on new local ranks that also run `calibration`, if any.
-
-    `made` describes how the machine was calibrated, or will be by `calibration`.
-    """
-    options = config.validate
-    threads = options.threads or made.get("threads") or max(1, (os.cpu_count() or 1) // options.ranks[0])
+def _measure(rows: Sequence[int], settings: Calibrated, options: ValidateGroup) -> dict[int, list[Runs]]:
+    """The runs of the held-out passes by number of ranks, on new local ranks with the calibration's threads."""
     count = max(options.ranks)
     each = plural(len(validation_cases(rows, count)), "kind")
     get_console().print(f"measuring {each} of passes on {' and '.join(map(str, options.ranks))} ranks")
     runs: list[dict[int, list[Runs]]] = run_local(
         _measure_rank,
         count,
-        *(rows, made, calibration, config),
+        *(rows, settings, options),
         timeout=math.inf,
         group_timeout=options.timeout,
-        threads=threads,
+        threads=options.threads or settings.threads,
         show=True,
     )
     return runs[0]
 
 
 def _measure_rank(
-    rank: int, rows: Sequence[int], made: dict[str, Any], calibration: CalibrateConfig | None, config: SimulateConfig
+    rank: int, rows: Sequence[int], settings: Calibrated, options: ValidateGroup
 ) -> dict[int, list[Runs]]:
-    """The runs of each pass by number of ranks, measured by one rank between the rounds of its calibration."""
-    rounds = _Rounds(rows, _settings(made, config), config)
-    if calibration is None:
-        for _ in rounds.everyone.rounds(rounds.settings):
-            rounds.measure(made.get("pace"))
-    elif rank < calibration.ranks:
-        calibrate.measure_on(
-            calibration, rounds.teams[calibration.ranks].transport, lambda ranks: rounds.measure_announced(ranks.pace)
-        )
-        rounds.measure_announced(last=True)
-    else:
-        while rounds.measure_announced():
-            pass
-    return {count: list(zip(*of_ranks, strict=True)) for count, of_ranks in rounds.rounds.items()}
+    """The runs of each pass by number of ranks, measured by one rank in rounds, at the pace of the calibration."""
+    device, timeout = torch.device("cpu"), options.timeout
+    everyone = MeasuringRanks(TorchDist(timeout=timeout), device)
+    groups = {count: dist.new_group(range(count)) for count in options.ranks}  # collective, of all ranks
+    teams = {
+        count: MeasuringRanks(TorchDist(group, timeout=timeout), device)
+        for count, group in groups.items()
+        if rank < count
+    }
+    if settings.pace is not None:
+        for team in teams.values():
+            team.keep_pace(make_reference(find_kernel(settings, device), settings, device), settings.pace)
+    rounds: dict[int, list[Runs]] = {count: [] for count in teams}
+    for number in everyone.rounds(settings):
+        for count, team in teams.items():
+            cases = validation_cases(rows, count)
+            rounds[count].append(tuple(time_pass(team, case, settings, warm_up=not number) for case in cases))
+    return {count: list(zip(*of_ranks, strict=True)) for count, of_ranks in rounds.items()}
 
 
-class _Rounds:
-    """Rounds of all held-out passes on every number of ranks. All ranks make the same number of rounds.
-
-    A round follows each round of the calibration, so that both see the same conditions on a machine whose speed
-    varies. Ranks that do not calibrate wait meanwhile.
-    """
-
-    def __init__(self, rows: Sequence[int], settings: Settings, config: SimulateConfig) -> None:
-        options, device = config.validate, torch.device("cpu")
-        self.rows, self.settings = rows, settings
-        self.everyone = MeasuringRanks(TorchDist(timeout=options.timeout), device)
-        #: The teams that include this rank, by number of ranks.
-        self.teams: dict[int, MeasuringRanks] = {}
-        self.rounds: dict[int, list[Runs]] = {}
-        for count in options.ranks:
-            group = dist.new_group(range(count))
-            if self.everyone.rank < count:
-                self.teams[count] = MeasuringRanks(TorchDist(group, timeout=options.timeout), device)
-                self.rounds[count] = []
-
-    def measure_announced(self, pace: float | None = None, *, last: bool = False) -> bool:
-        """Measure a round at the pace that rank 0 sends; returns False, without a round, once rank 0 announces the end.
-
-        Collective.
-        """
-        pace, last = self.everyone.gather((pace, last))[0]
-        if not last:
-            self.measure(pace)
-        return not last
-
-    def measure(self, pace: float | None) -> None:
-        """Measure a round. Collective."""
-        for count, team in self.teams.items():
-            cases, rounds = validation_cases(self.rows, count), self.rounds[count]
-            if not rounds and pace is not None:
-                reference = make_reference(find_kernel(self.settings, team.device), self.settings, team.device)
-                team.keep_pace(reference, pace)
-            rounds.append(time_passes(team, cases, self.settings, warm_up=not rounds))
-
-
-def _print(ranks: int, passes: list[Pass], machine: Machine, groups: dict[str, Errors]) -> None:
+def _print(ranks: int, passes: list[Pass], machine: Machine, groups: dict[str, PassErrors]) -> None:
     """Print a table of the passes, and a table of the errors by group."""
     rows = []
     for one in passes:
-        interval = machine.interval(one.modelled, LEVEL)
-        measured = median(one.seconds)
-        bounds = f"{duration(interval[0])} .. {duration(interval[1])}" if interval else "not known"
-        error, by_clock = (f"{one.modelled / median(t) - 1:+.0%}" for t in (one.seconds, one.raw or one.seconds))
-        rows.append((str(one.case), duration(measured), duration(one.modelled), error, by_clock, bounds))
+        interval, measured = machine.interval(one.modelled, LEVEL), median(one.seconds)
+        bounds = " .. ".join(map(duration, interval)) if interval else "not known"
+        error = f"{one.modelled / measured - 1:+.0%}"
+        rows.append((str(one.case), duration(measured), duration(one.modelled), error, bounds))
     get_console().print()
-    header = ("pass", "measured", "modelled", "error", "clock", f"{LEVEL:.0%} interval")
-    print_grid(f"{ranks} Gloo ranks; clock: the error by times not corrected for the machine's pace", header, rows)
+    print_grid(f"{ranks} Gloo ranks", ("pass", "measured", "modelled", "error", f"{LEVEL:.0%} interval"), rows)
     get_console().print()
     table = []
     for name, e in groups.items():
         unknown = "not known: too few residuals"
         coverage = unknown if e.coverage is None else f"{e.coverage:.1%} of {plural(e.runs, 'run')}"
-        numbers = (f"{e.bias:+.1%}", f"{e.median:.1%}", f"{e.p90:.1%}", f"{e.worst:.1%}")
-        table.append((name, str(e.passes), *numbers, coverage))
-    columns = ("passes", "number", "signed bias", "median error", "P90 error", "largest", f"in {LEVEL:.0%} interval")
+        table.append((name, str(e.rows), str(e), f"{e.worst:.1%}", coverage))
+    columns = ("passes", "number", "median / P90 / mean error", "largest", f"in {LEVEL:.0%} interval")
     print_grid(f"modelled against measured, {ranks} ranks, held-out passes [measured]", columns, table)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from ringattn.lab.advise.advice import advise, nearest_miss, span
 from ringattn.lab.advise.search import Offer, Question, least_attention_of_layers, list_spreads, search
 from ringattn.lab.models.config import ModelConfig, load_model
 from ringattn.lab.models.parallel import Parallel
-from ringattn.lab.models.pipeline import Pipeline
 from ringattn.lab.models.training import ATTENTION_PARTS, StepEstimate, training_step
 from ringattn.machine.bands import STEPS
 
@@ -29,7 +27,7 @@ def ask(**more: Any) -> Question:
     return Question(**{"model": MODEL, "offers": (Offer("small", machine, 2.0),), "tokens": 4096, "gpus": 4, **more})
 
 
-def try_all(question: Question) -> list[tuple[Parallel, Pipeline, StepEstimate]]:
+def try_all(question: Question) -> list[tuple[Parallel, StepEstimate]]:
     """Every candidate on all GPUs, by loops of its own: a stage of two has one layer, and a sequence for each."""
     tried, machine = [], question.offers[0].machine
     for tp, pp in product((1, 2), (1, 2)):  # divides the 2 key/value heads and the node of 2; the 2 layers
@@ -49,20 +47,19 @@ def try_all(question: Question) -> list[tuple[Parallel, Pipeline, StepEstimate]]
             ):
                 for checkpointing in ("none", "selective", "attention", "full"):
                     for shard in ("none", "gradients", "weights") if cp * dp > 1 else ("none",):
-                        parallel = Parallel(cp, dp, tp, ep, layout, schedule, checkpointing, shard, rows=pp)
-                        step = training_step(MODEL, machine, question.tokens, parallel, Pipeline(pp))
-                        tried.append((parallel, Pipeline(pp), step))
+                        parallel = Parallel(cp, dp, tp, ep, layout, schedule, checkpointing, shard, rows=pp, pp=pp)
+                        tried.append((parallel, training_step(MODEL, machine, question.tokens, parallel)))
     return tried
 
 
 def test_the_search_finds_what_loops_over_all_candidates_find() -> None:
     question = ask()
     tried, offer = try_all(question), question.offers[0]
-    fitting = [(step.seconds / step.tokens, parallel, pipeline) for parallel, pipeline, step in tried if step.fits]
+    fitting = [(step.seconds / step.tokens, parallel) for parallel, step in tried if step.fits]
     assert 0 < len(fitting) < len(tried)  # the memory decides for some of them
     best: dict[tuple[int, ...], float] = {}
-    for seconds, parallel, pipeline in fitting:
-        shape = (parallel.cp, parallel.dp, parallel.tp, pipeline.stages, parallel.ep)
+    for seconds, parallel in fitting:
+        shape = (parallel.cp, parallel.dp, parallel.tp, parallel.pp, parallel.ep)
         best[shape] = min(seconds, best.get(shape, seconds))
     for shown in (1, 3):
         found = search(question, offer, 4, shown)
@@ -79,8 +76,8 @@ def test_the_search_finds_what_loops_over_all_candidates_find() -> None:
 def test_nothing_is_faster_or_smaller_than_the_least_step(tokens: int, flops: float | None) -> None:
     machine = MACHINE if flops is None else MACHINE.changed(flops=flops)
     question = ask(tokens=tokens, machine=machine)
-    for parallel, pipeline, step in try_all(question):
-        least = question.step(machine, parallel, pipeline, least_attention_of_layers)
+    for parallel, step in try_all(question):
+        least = question.step(machine, parallel, least_attention_of_layers)
         assert least.seconds <= step.seconds * (1 + 1e-9)
         assert all(least.parts[name] <= step.parts[name] * (1 + 1e-9) for name in ATTENTION_PARTS)
         assert all(count <= step.memory[name] for name, count in least.memory.items())
@@ -92,11 +89,11 @@ def test_pipelines_answer_where_weights_are_too_many_for_a_node() -> None:
     question = Question(load_model("llama3_405b"), (Offer("a100_40gb", machine, 1.0),), 8192, 512, 64)
     best = search(question, question.offers[0], 512, 1).best[0]
     alone = [
-        training_step(question.model, machine, 8192, parallel, pipeline)
-        for parallel, pipeline in list_spreads(question, machine, 512)
-        if pipeline.stages == 1 and parallel.cp == 1
+        training_step(question.model, machine, 8192, parallel)
+        for parallel in list_spreads(question, machine, 512)
+        if parallel.pp == 1 and parallel.cp == 1
     ]
-    assert best.pipeline.stages > 1 and best.step.fits
+    assert best.parallel.pp > 1 and best.step.fits
     assert best.seconds < min(1e9 / one.tokens * one.seconds for one in alone if one.fits)
 
 
@@ -153,35 +150,3 @@ def test_an_answer_says_what_helps_and_how_to_launch_it() -> None:
     best = search(Question(load_model("llama3_405b"), (offer,), 8192, 16384, 2048), offer, 16384, 5).best
     (meta,) = (one for one in best if one.shape == (1, 128, 8, 16, 1))
     assert meta.seconds <= STEPS.high * best[0].seconds
-
-
-def test_torchtitan_reads_the_printed_command(tmp_path: Path) -> None:
-    """Its own parser and its own check of the degrees; layers are cut into as many parts as were modelled."""
-    manager = pytest.importorskip("torchtitan.config").ConfigManager
-    dims = pytest.importorskip("torchtitan.distributed").ParallelDims
-    advice = advise(ask(offers=(Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), None),), gpus=2))
-    (tmp_path / "tiny.toml").touch()
-    for parallel, pipeline in (
-        (Parallel(2, 4, 2, 8, checkpointing="selective", rows=3), Pipeline()),
-        (Parallel(1, 2, 4, 2, checkpointing="attention", shard="none"), Pipeline(2, interleaved=3)),
-    ):
-        gpus = parallel.gpus * pipeline.stages
-        candidate = replace(
-            advice.best[0], parallel=parallel, pipeline=pipeline, step=replace(advice.best[0].step, gpus=gpus)
-        )
-        question = replace(advice.question, model=replace(MODEL, layers=12, windows=(None,) * 12))
-        words = replace(advice, question=question, best=[candidate]).launch.split()
-        assert int(words[2]) * int(words[4]) == gpus
-        config = manager().parse_args([*words[7:8], str(tmp_path / words[8]), *words[9:]])
-        degrees = vars(config.parallelism)
-        names = {"cp": "context", "tp": "tensor", "pp": "pipeline", "ep": "expert", "etp": "expert_tensor"}
-        found = {name: degrees[f"{long}_parallel_degree"] for name, long in names.items()}
-        assert (*found.values(),) == (parallel.cp, parallel.tp, pipeline.stages, parallel.ep, parallel.tp)
-        both = {f"dp_{name}": degrees[f"data_parallel_{name}_degree"] for name in ("replicate", "shard")}
-        made = dims(**found, **both, world_size=gpus)
-        assert made.dp_replicate * made.dp_shard == parallel.dp
-        assert (config.training.seq_len, config.training.local_batch_size) == (4096, parallel.rows)
-        assert config.compile.enable and config.activation_checkpoint.early_stop
-        if pipeline.interleaved > 1:
-            per_stage = degrees["pipeline_parallel_layers_per_stage"]
-            assert 12 / per_stage == 6 and degrees["pipeline_parallel_schedule"] == "Interleaved1F1B"

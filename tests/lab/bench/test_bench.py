@@ -14,7 +14,7 @@ from ringattn.cli.config.groups import OutputGroup
 from ringattn.errors import CommFailure, InvalidInput, LaunchFailure, OutOfMemory
 from ringattn.lab.bench import SUITES, get_cases, records
 from ringattn.lab.bench import runner as bench_runner
-from ringattn.lab.bench.case import TOLERANCES, BenchCase, BenchColumn, Ratio, iqr
+from ringattn.lab.bench.case import TOLERANCES, BenchCase, BenchColumn, Ratio
 from ringattn.lab.bench.report import BenchReport
 from ringattn.lab.bench.suites import ring
 from ringattn.lab.pages.journal import write_line
@@ -44,17 +44,15 @@ def test_ratios_are_medians_of_the_rounds(target: float, met: bool) -> None:
     assert ratio["rounds"] == [2.0, 3.0, 1.0] and ratio["median"] == 2.0 and ratio["met"] is met
 
 
-def options(folder: Path, **more: Any) -> bench_runner.BenchOptions:
-    return bench_runner.BenchOptions("ring", ["x", "y"], 1, folder, **more)
+def make_header() -> dict[str, Any]:
+    return bench_runner.make_header("ring", ["x", "y"], 1, None, [case(1.5), case(1.6)])
 
 
 RAW = [{"times": {"single": [4.0], "ring": [2.0]}, "errors": {"ring": 1e-7}}]
 
 
 def test_an_interrupted_run_goes_on_and_a_whole_one_does_not(tmp_path: Path) -> None:
-    cases = [case(1.5), case(1.6)]
-    header = bench_runner.make_header(options(tmp_path), cases)
-    record = bench_runner.summarise_case(cases[0], RAW)
+    header, record = make_header(), bench_runner.summarise_case(case(1.5), RAW)
     with records.open_results(tmp_path, header, ["x", "y"]) as journal:
         journal.add("x", record)
     with journal.path.open("a") as file:
@@ -84,8 +82,11 @@ def test_the_command_of_a_report_is_one_of_a_shell_and_of_hydra() -> None:
 @pytest.mark.parametrize("suite", ["ring", "not_installed"])
 def test_both_forms_of_a_report_have_the_tables(suite: str, tmp_path: Path) -> None:
     path = tmp_path / "ring_cpu_2026-01-01_1.jsonl"
-    header = {**bench_runner.make_header(options(tmp_path), [case(1.5), case(1.6)]), "suite": suite}
-    lines = [header, {"key": "x", **bench_runner.summarise_case(case(1.5), RAW), "source": "another"}]
+    lines = [
+        {**make_header(), "suite": suite, "planned": 3},
+        {"key": "x", **bench_runner.summarise_case(case(1.5), RAW), "source": "another"},
+        {"key": "y", **bench_runner.summarise_case(case(1.5), [bench_runner._failure("OutOfMemory", "<script>")])},
+    ]
     path.write_bytes(b"".join(map(write_line, lines)))
     report = BenchReport(records.read_results(path), "ringattn report ring")
     written = write_report(path.parent, path.stem, "ringattn.lab.bench", "bench.j2", report, report.plots)
@@ -93,10 +94,11 @@ def test_both_forms_of_a_report_have_the_tables(suite: str, tmp_path: Path) -> N
     assert "| x | single / ring | 2.000 |" in text and "| >= 1.5 | yes |" in text and "1.0e-07" in text
     assert "<td>single / ring</td>" in page and 'data-v="2.0"' in page
     for form in (text, page):
-        assert "measured different versions" in form and "1 of 2 cases" in form and "ringattn report ring" in form
+        assert "measured different versions" in form and "2 of 3 cases" in form and "ringattn report ring" in form
+        assert "OutOfMemory: &lt;script" in form
 
 
-def test_a_failure_has_a_class_and_ends_what_is_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failure_has_a_class_and_ends_what_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     no_memory = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 1 byte")
     no_memories = [(error, "OutOfMemory") for error in (no_memory, MemoryError(), OutOfMemory("x"))]
     others = [(kind("x"), kind.__name__) for kind in (InvalidInput, CommFailure)]
@@ -105,7 +107,7 @@ def test_a_failure_has_a_class_and_ends_what_is_longer(monkeypatch: pytest.Monke
     lost, cause = (bench_runner._failure(kind, "why") for kind in ("CommFailure", "OutOfMemory"))
     failed = bench_runner.summarise_case(case(1.0), [lost, cause])
     assert failed["failed"] == {"class": "OutOfMemory", "message": "why"}
-    longer = bench_runner.run_case(BenchCase("y", 1, {}, (), after="x"), options(tmp_path), {"x": failed})
+    longer = bench_runner.run_case(BenchCase("y", 1, {}, (), after="x"), make_header(), {"x": failed})
     assert longer["failed"] == {"class": "NotTried", "message": "x failed: OutOfMemory"}
     (table,) = BenchReport({"kind": "measured", "cases": [failed]}, "").tables
     assert table.rows[0][-1] == "OutOfMemory: why"
@@ -115,11 +117,7 @@ def test_a_failure_has_a_class_and_ends_what_is_longer(monkeypatch: pytest.Monke
             raise LaunchFailure("it ended", status)
 
         monkeypatch.setattr(bench_runner, "run_local", end)
-        assert bench_runner.run_case(case(1.0), options(tmp_path), {})["failed"]["class"] == kind
-
-
-def test_iqr_is_the_distance_of_quartiles() -> None:
-    assert iqr([5.0, 1.0, 3.0, 2.0, 4.0]) == 2.0 and iqr([7.0]) == 0.0
+        assert bench_runner.run_case(case(1.0), make_header(), {})["failed"]["class"] == kind
 
 
 def test_unknown_names() -> None:

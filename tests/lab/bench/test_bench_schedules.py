@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +11,10 @@ import ringattn as ra
 from ringattn.cli.config.schema import RunConfig
 from ringattn.cli.run_job import Run
 from ringattn.lab.bench import get_cases, runner
-from ringattn.lab.bench.case import HEAD_DIM, HEADS, TOLERANCES, BenchCase
-from ringattn.lab.bench.links import Links, Wrapper, run_nodes
+from ringattn.lab.bench.case import HEAD_DIM, HEADS, TOLERANCES, BenchCase, BenchColumn
+from ringattn.lab.bench.links import Links, run_nodes
 from ringattn.lab.bench.suites import schedules
-from ringattn.transport.base import Post, Transport
+from ringattn.transport.base import Transport
 
 LINKS = Links(2, 2, 1e9, 1e10)
 
@@ -29,38 +28,12 @@ def small() -> list[BenchCase]:
     ]
 
 
-class Heard(Wrapper):
-    """A transport that notes what it is asked for."""
-
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner)
-        self.heard: list[str] = []
-
-    def post(self, post: Post) -> Any:
-        self.heard.append("messages")
-        return self.inner.post(post)
-
-    def gather(self, record: bytes, stage: str) -> list[bytes]:
-        self.heard.append(stage)
-        return self.inner.gather(record, stage)
-
-
-def warm_start(rank: int, transport: Transport) -> list[str]:
-    """What the ranks say to each other in a case of two rounds; its check stands between the warm-up and the timing."""
-    heard = Heard(transport)
-    check = lambda context, results: heard.heard.append("timing") or {}  # noqa: E731
-    case = replace(schedules._double_ring_case("warm", LINKS, 128, None), check=check)
-    runner.measure_case(case, rank, heard, 2)
-    return heard.heard
-
-
-#: What a rank said in a case of two rounds, and what it measured, by case.
-Measured = tuple[list[str], dict[str, dict[str, Any]]]
+#: What a rank measured, by case.
+Measured = dict[str, dict[str, Any]]
 
 
 def measure_small(rank: int, transport: Transport) -> Measured:
-    events = warm_start(rank, transport)
-    return events, {case.name: runner.measure_case(case, rank, transport, 2) for case in small()}
+    return {case.name: runner.measure_case(case, rank, transport, 2) for case in small()}
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +42,13 @@ def measured() -> list[Measured]:
     return run_nodes(measure_small, LINKS, timeout=90)
 
 
-@pytest.mark.multi
-def test_plans_are_compared_and_links_opened_before_the_timing(measured: list[Measured]) -> None:
-    for events, _ in measured:
-        warm, timed = events[: events.index("timing")], events[events.index("timing") + 1 :]
-        talk = [event for event in warm if event != "messages"]
-        assert talk == ["call"] * 2  # one of each column
-        assert warm.index("call") < warm.index("messages")
-        # Two columns run in two rounds, and once more for their memory.
-        assert [event for event in timed if event != "messages"] == ["call"] * 6
-        assert timed.count("messages") == 3 * warm.count("messages")
+def test_calls_are_warm_and_checked_before_the_timing() -> None:
+    """A first call compares plans and opens links; then two columns run in two rounds, and again for their memory."""
+    events: list[str] = []
+    columns = tuple(BenchColumn(name, 1, lambda context, name=name: lambda: events.append(name)) for name in "ab")
+    case = BenchCase("x", 1, {}, columns, check=lambda context, results: events.append("check") or {})
+    runner.measure_case(case, 0, None, 2)
+    assert events == ["a", "b", "check", "a", "b", "a", "b", "a", "b"]
 
 
 class Counted(Run):
@@ -115,29 +85,36 @@ def test_a_run_is_not_timed_before_it_is_warm() -> None:
     ],
 )
 def test_what_is_timed_is_right(name: str, columns: list[str], measured: list[Measured]) -> None:
-    for _, cases in measured:
+    for cases in measured:
         found = cases[name]
         assert list(found["times"]) == columns and all(len(times) == 2 for times in found["times"].values())
         whole = [column for column in columns if column != "compute" and not column.endswith("_messages")]
         assert list(found["errors"]) == whole and max(found["errors"].values()) < TOLERANCES["float32"]
     (case,) = [case for case in small() if case.name == name]
-    record = runner.summarise_case(case, [cases[name] for _, cases in measured])
+    record = runner.summarise_case(case, [cases[name] for cases in measured])
     assert len(record["ratios"]) == len(case.ratios)
     assert record["links"]["bandwidth"] == 1e9 and any(note.startswith("network: ") for note in record["notes"])
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (2, 4), (3, 2), (4, 4)])
 def test_outer_bytes_are_those_of_the_formula(nodes: int, ranks_per_node: int) -> None:
+    """Bytes that leave the first node."""
     links = Links(nodes, ranks_per_node, 1e9, 1e10)
-    tokens = 16 * links.ranks
-    found = schedules._double_ring_case("x", links, tokens, None).settings["outer_bytes"]
+
+    def count(schedule: str, way: str = "forward") -> int:
+        case = schedules._double_ring_case("x", links, 16 * links.ranks, None)
+        plan = schedules._plan(case.settings, links.ranks, schedule)
+        steps = [step for rank in range(ranks_per_node) for step in getattr(plan.for_rank(rank), way)]
+        hops = [hop for step in steps for hop in step.sends if links.node(hop.peer)]
+        return sum(plan.part_bytes(part) for hop in hops for part in hop.parts)
+
     block = 16 * 2 * HEADS * HEAD_DIM * 4
-    assert found["ring"]["forward"] == (links.ranks - 1) * block
-    assert found[f"double_ring({ranks_per_node})"]["forward"] == (nodes - 1) * ranks_per_node * block
+    assert count("ring") == (links.ranks - 1) * block
+    assert count(f"double_ring({ranks_per_node})") == (nodes - 1) * ranks_per_node * block
     if nodes == ranks_per_node == 2:
         row = 16 * 2 * HEADS * 4  # lse and delta
-        assert found["ring"]["backward"] == 3 * (block + row) + 3 * block // 2  # q and dout, and dq
-        assert found["double_ring(2)"]["backward"] == 2 * block
+        assert count("ring", "backward") == 3 * (block + row) + 3 * block // 2  # q and dout, and dq
+        assert count("double_ring(2)", "backward") == 2 * block
 
 
 def test_every_promise_is_a_target() -> None:

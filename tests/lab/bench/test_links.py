@@ -42,23 +42,23 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_links_are_queues(clock: list[float], tmp_path: Path) -> None:
     board = MessageBoard(tmp_path / "board", Links(2, 2, 10.0, 100.0))
     other = MessageBoard(tmp_path / "board", board.links)  # of another process
-    for source, target, tag in ((0, 2, 0), (1, 3, 0), (0, 1, 0), (2, 0, 0), (0, 2, 7)):
-        board.post(source, target, tag, 1, 20)
+    for source, target, number in ((0, 2, 1), (1, 3, 1), (0, 1, 1), (2, 0, 1), (0, 2, 2)):
+        board.post(source, target, number, 20)
     clock[0] = 103.0
-    for source, target, tag in ((1, 3, 0), (0, 2, 0), (0, 1, 0), (2, 0, 0)):
-        other.post(source, target, tag, 1, 20)
+    for source, target in ((1, 3), (0, 2), (0, 1), (2, 0)):
+        other.post(source, target, 1, 20)
     # A message starts when the second side posts; both ranks of node 0 share its outer link, in that order.
-    assert board.arrival(1, 3, 0, 1) == other.arrival(1, 3, 0, 1) == 105.0
-    assert other.arrival(0, 2, 0, 1) == 107.0
-    assert other.arrival(2, 0, 0, 1) == 105.0  # the way back is another link
-    assert other.arrival(0, 1, 0, 1) == pytest.approx(103.2)
+    assert board.arrival(1, 3, 1) == other.arrival(1, 3, 1) == 105.0
+    assert other.arrival(0, 2, 1) == 107.0
+    assert other.arrival(2, 0, 1) == 105.0  # the way back is another link
+    assert other.arrival(0, 1, 1) == pytest.approx(103.2)
     with pytest.raises(AssertionError, match="before both sides"):
-        board.arrival(0, 2, 7, 1)
+        board.arrival(0, 2, 2)
     # A place is free again when both sides have asked.
-    for turn in range(2 * SLOTS):
+    for number in range(1, 2 * SLOTS):
         for side in (board, other):
-            side.post(3, 2, 0, turn, 1)
-        assert board.arrival(3, 2, 0, turn) == other.arrival(3, 2, 0, turn)
+            side.post(3, 2, number, 1)
+        assert board.arrival(3, 2, number) == other.arrival(3, 2, number)
 
 
 def test_only_what_is_left_of_a_delay_is_slept(clock: list[float], tmp_path: Path) -> None:
@@ -69,14 +69,14 @@ def test_only_what_is_left_of_a_delay_is_slept(clock: list[float], tmp_path: Pat
     data = torch.zeros(30, dtype=torch.uint8)
     for wanted in (103.0, 106.0):  # equal tags, one after the other
         ticket = transport.post(Post((Message(2, 0, data),), (Message(1, 0, data),), "step"))
-        turn = 1 if wanted == 103.0 else 2
-        peer.post(0, 2, 0, turn, 30)
-        peer.post(1, 0, 0, turn, 30)
+        number = 1 if wanted == 103.0 else 2
+        peer.post(0, 2, number, 30)
+        peer.post(1, 0, number, 30)
         clock[0] += 2.0  # computing
         transport.wait(ticket)
         assert clock[0] == wanted
     ticket = transport.post(Post((), (Message(1, 5, data),), "step"))
-    peer.post(1, 0, 5, 1, 30)
+    peer.post(1, 0, 3, 30)
     clock[0] += 7.0
     transport.wait(ticket)
     assert clock[0] == 113.0  # nothing was left

@@ -76,14 +76,14 @@ def test_validation_calibrates_and_compares_held_out_passes(tmp_path: Path) -> N
         "simulate", "experiment=validate", "heads=2", "head_dim=16", *small, f"output.path={out}", cwd=tmp_path
     )
     assert "machine.path=" not in done.stdout, "the machine file of a validation is gone at its end"
-    rows = ("signed bias", "median error", "P90 error", "in 90% interval", "24 rows per rank", "pattern held out")
+    rows = ("median / P90 / mean error", "in 90% interval", "24 rows per rank", "pattern held out")
     assert all(words in done.stdout for words in rows)
     by_ranks = {found["ranks"]: found for found in json.loads(out.read_text())["ranks"]}
     assert list(by_ranks) == [2, 3]
     for ranks, found in by_ranks.items():
         every = found["errors"]["all"]
-        assert every["runs"] == 3 * every["passes"] == 3 * len(found["passes"]) and every["coverage"] is not None
-        assert found["errors"]["24 rows per rank"] == every and found["errors"]["pattern held out"]["passes"] == 2
+        assert every["runs"] == 3 * every["rows"] == 3 * len(found["passes"]) and every["coverage"] is not None
+        assert found["errors"]["24 rows per rank"] == every and found["errors"]["pattern held out"]["rows"] == 2
         errors = [one["modelled"] / median(one["seconds"]) - 1 for one in found["passes"]]
         assert every["bias"] == pytest.approx(sum(errors) / len(errors))
         assert {one["tokens"] for one in found["passes"]} == {24 * ranks}
@@ -115,15 +115,11 @@ def test_one_process_alone_measures_kernels(inside: Inside, tmp_path: Path) -> N
     ("change", "words"),
     [
         ({"rows": [64]}, "expected at least 2 ascending sizes"),
-        ({"dtype": "float31"}, "did you mean 'float32'"),
-        ({"output": OutputGroup("/nowhere/m.yaml")}, "does not exist"),
         ({"output": OutputGroup(None)}, "output.path is missing"),
         ({"transport": TransportGroup("virtual")}, "expected one of gloo, nccl, mpi, none"),
         ({"transport": TransportGroup("nccl")}, "torchrun --nproc-per-node N -m ringattn calibrate"),
         ({"transport": TransportGroup("mpi")}, "mpirun -n 2 ringattn calibrate"),
         ({"device": "cuda"}, "device=cuda: expected cpu with gloo ranks"),
-        ({"heads": 0}, "heads=0: must be at least 1"),
-        ({"timeout": 0.0}, "timeout=0: must be"),
     ],
 )
 def test_wrong_calls_are_told_at_once(tmp_path: Path, change: dict[str, Any], words: str) -> None:

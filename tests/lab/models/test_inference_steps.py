@@ -42,7 +42,7 @@ def test_a_prefill_in_chunks_attends_what_was_before() -> None:
     whole, parts = (prefill(MODEL, MACHINE, 2000, parallel, chunk=size) for size in (None, chunk))
     ends = 512, 1024, 1536, 2000
     options: dict[str, Any] = {"backward": False, "chunk": chunk}
-    layers = [attention_of_layers(MODEL, MACHINE, end, parallel, "bfloat16", **options) for end in ends]
+    layers = [attention_of_layers(MODEL, MACHINE, end, parallel, **options) for end in ends]
     seconds = sum(count * one.forward for each in layers for count, one in each)
     assert parts.parts["attention"] == pytest.approx(seconds)
     assert parts.memory["keys and values"] == whole.memory["keys and values"]
@@ -56,7 +56,7 @@ def test_a_prefill_in_chunks_attends_what_was_before() -> None:
 
 
 def test_a_decoded_token_reads_weights_and_keys_once() -> None:
-    one = decode(MODEL, MACHINE, 2048, 4, Parallel(cp=2, dp=3))
+    one = decode(MODEL, MACHINE, 2048, Parallel(cp=2, dp=3, rows=4))
     assert one.memory["keys and values"] == 4 * (50 + 1024) * 2 * 2 * 64 * 2
     assert one.parts["keys and values"] == pytest.approx(one.memory["keys and values"] / 1e12)
     qkv, out = 4 * 256 + 256 * 512 + 4 * 512, 4 * 256 + 256 * 256 + 4 * 256
@@ -65,7 +65,7 @@ def test_a_decoded_token_reads_weights_and_keys_once() -> None:
     merged = 4 * 4 * 4 * 65
     assert one.parts["merging over cp"] == pytest.approx(2 * (1e-5 + merged / 1e8))
     assert one.tokens_per_second == pytest.approx(12 / one.seconds / 6)
-    wide = decode(MODEL, MACHINE, 2048, 4096, Parallel(cp=2, dp=3))
+    wide = decode(MODEL, MACHINE, 2048, Parallel(cp=2, dp=3, rows=4096))
     assert wide.parts["mlp"] == pytest.approx(
         2 * (2 * 4096 * 3 * 256 * 512 / 2e13 + 2 * (4096 * (256 + 1024 + 512 + 256) + 3 * 256 * 512) / 1e12)
     )
@@ -74,17 +74,17 @@ def test_a_decoded_token_reads_weights_and_keys_once() -> None:
 def test_more_ranks_hold_fewer_keys_and_few_experts_are_read() -> None:
     full = replace(MODEL, windows=(None,) * 2)
     sizes = [
-        decode(full, MACHINE, 4096, 1, Parallel(cp=cp, tp=tp)).memory["keys and values"]
+        decode(full, MACHINE, 4096, Parallel(cp=cp, tp=tp)).memory["keys and values"]
         for cp, tp in ((1, 1), (4, 1), (4, 2), (4, 4))
     ]
     assert sizes == [sizes[0], sizes[0] // 4, sizes[0] // 8, sizes[0] // 8], "heads are repeated beyond two ranks"
     experts = replace(MODEL, experts=8, experts_per_token=2)
-    one = decode(experts, MACHINE, 64, 1, Parallel())
-    dense = decode(MODEL, MACHINE, 64, 1, Parallel())
+    one = decode(experts, MACHINE, 64, Parallel())
+    dense = decode(MODEL, MACHINE, 64, Parallel())
     assert one.parts["mlp"] == pytest.approx(2 * dense.parts["mlp"], rel=0.01), "two experts of eight"
-    with pytest.raises(InvalidInput, match="batch=0 must be"):
-        decode(MODEL, MACHINE, 64, 0, Parallel())
-    for phase in (lambda how: decode(experts, MACHINE, 64, 1, how), lambda how: prefill(experts, MACHINE, 64, how)):
+    with pytest.raises(InvalidInput, match="rows=0 must be"):
+        decode(MODEL, MACHINE, 64, Parallel(rows=0))
+    for phase in (lambda how: decode(experts, MACHINE, 64, how), lambda how: prefill(experts, MACHINE, 64, how)):
         with pytest.raises(InvalidInput, match="ep=2: expert parallelism is modelled for training only"):
             phase(Parallel(dp=2, ep=2))
 
@@ -100,7 +100,7 @@ def test_ranks_merge_by_the_messages_of_a_step() -> None:
     # Two of 8 ranks in a node: 6 messages leave it, through a card that the node's two ranks share.
     shared = replace(MACHINE, shared_nic=True)
     assert merge_seconds(shared, size, 8, 1, "gather")[1] == pytest.approx(1e-5 + 6 * size * 2 / 1e8)
-    copy = decode(MODEL, MACHINE, 2048, 4, Parallel(cp=2), windows="copy")
+    copy = decode(MODEL, MACHINE, 2048, Parallel(cp=2, rows=4), windows="copy")
     assert copy.memory["keys and values"] == 4 * (100 + 1024) * 2 * 2 * 64 * 2
-    shard = decode(MODEL, MACHINE, 2048, 4, Parallel(cp=2))
+    shard = decode(MODEL, MACHINE, 2048, Parallel(cp=2, rows=4))
     assert 2 * copy.parts["merging over cp"] == shard.parts["merging over cp"], "a window sends nothing"

@@ -107,19 +107,16 @@ def test_configs_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None
         ({"model_type": "lama"}, "model_type='lama' .*did you mean 'llama'"),
         ({"model_type": "deepseek_v3"}, "model_type='deepseek_v3' is not modelled; expected one of llama"),
         ({"model_type": "qwen3_moe"}, "moe_intermediate_size: Expected int, got null"),
-        ({"num_attention_heads": "6"}, "num_attention_heads: Expected int, got str"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq' is not modelled"),
         ({"mlp_bias": True}, "mlp_bias=True is not modelled"),
         ({"layer_types": ["conv"] * 3}, r"layer_types\[0\]: .*conv"),
         ({"layer_types": ["sliding_attention"] * 3}, "sliding_window=None"),
         ({"num_key_value_heads": 4}, "6 heads cannot share 4"),
-        *(({name: 0}, f"{name}: Expected int >= 1, got 0") for name in ("num_key_value_heads", "head_dim")),
-        ({"vocab_size": 1.5}, "vocab_size: Expected int, got float"),
+        ({"head_dim": 0}, "head_dim: Expected int >= 1, got 0"),
         ({"num_experts_per_tok": 2}, "experts_per_token=2 exceeds the 1"),
     ]
     cases = [(json.dumps({**SMALL, **change}), message) for change, message in wrong]
-    cases += [("{", "not valid JSON"), ("[]", "Expected object, got array")]
-    cases += [(json.dumps({"model_type": "llama"}), "missing required field hidden_size")]
+    cases += [("[]", "Expected object, got array")]
     for text, message in cases:
         path.write_text(text)
         with pytest.raises(InvalidInput, match=message):

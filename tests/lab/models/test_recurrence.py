@@ -11,7 +11,6 @@ import ringattn as ra
 from ringattn.lab.models.config import load_model
 from ringattn.lab.models.inference import decode, prefill
 from ringattn.lab.models.parallel import Parallel
-from ringattn.lab.models.pipeline import Pipeline
 from ringattn.lab.models.recurrence import recur
 from ringattn.lab.models.training import training_step
 from ringattn.recurrence.runs import plan_rows, plan_states
@@ -53,10 +52,10 @@ def test_every_phase_counts_recurrent_layers() -> None:
     assert "12 layers" in step.plan and "36 layers: recurrent" in step.plan
     alone = training_step(replace(MODEL, recurrence=None, windows=()), MACHINE, 1 << 16, parallel)
     assert step.parts["attention forward"] == pytest.approx(alone.parts["attention forward"] / 4)
-    assert prefill(MODEL, MACHINE, 1 << 16, parallel, "bfloat16").parts["recurrence"] == pytest.approx(36 * one.forward)
-    token = decode(MODEL, MACHINE, 1 << 16, 1, parallel, "bfloat16")
+    assert prefill(MODEL, MACHINE, 1 << 16, parallel).parts["recurrence"] == pytest.approx(36 * one.forward)
+    token = decode(MODEL, MACHINE, 1 << 16, parallel)
     assert token.memory["states"] == 36 * 32 * 128 * 128 * 4 and token.parts["states"] > 0
     with pytest.raises(ra.InvalidInput, match="stages of layers that differ"):
-        training_step(MODEL, MACHINE, 1 << 16, parallel, Pipeline(2))
+        training_step(MODEL, MACHINE, 1 << 16, replace(parallel, pp=2))
     with pytest.raises(ra.Unsupported, match="runs of consecutive tokens"):
         training_step(MODEL, MACHINE, 1 << 16, replace(parallel, layout="striped(1)"))

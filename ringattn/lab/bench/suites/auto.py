@@ -59,14 +59,8 @@ MODELLED_NOTE = (
 RANKS = (4, 8, 16, 32, 64)
 SETTINGS, SEED = 20, 17
 PRESETS = ("h100_nvlink_ib", "a100_nvlink_ib", "a100_pcie")
-#: Query heads and key/value heads.
-HEAD_COUNTS = ((32, 8), (32, 32), (64, 8), (40, 8), (16, 2))
-#: The exponents of two between which tokens are drawn; fewer for block masks, as these have a tile for each block.
-TOKENS, BLOCK_TOKENS = (14, 20), (14, 17)
 #: The backward is simulated, too, up to this many ranks.
 BOTH = 16
-#: Schedules between Ulysses groups besides the ring, used with at most MOST_GROUPS groups.
-BETWEEN, MOST_GROUPS = ("direct", "allgather"), 16
 
 
 def list_cases() -> list[BenchCase]:
@@ -99,7 +93,9 @@ def _modelled_case(ranks: int) -> BenchCase:
     settings = {"ranks": ranks, "settings": SETTINGS, "seed": SEED}
 
     def measure(context: Context, repeat: int) -> dict[str, Any]:
-        rows = [{**asdict(setting), **setting.judge()} for setting in draw_settings(ranks)]
+        source = random.Random(f"{SEED}, {ranks}")
+        drawn = [_draw(source, ranks, number) for number in range(SETTINGS)]
+        rows = [{**asdict(setting), **setting.judge()} for setting in drawn]
         return {"times": {}, "errors": {}, "details": {"settings": rows}}
 
     def summarise(record: CaseRecord) -> list[dict[str, Any]]:
@@ -184,7 +180,7 @@ class Setting:
         names = ["ring", "direct", "allgather"]
         names += [f"double_ring({size})" for size in sizes if size in (node, node // 2)]
         for size in sizes:
-            others = BETWEEN if 1 < self.ranks // size <= MOST_GROUPS else ()
+            others = ("direct", "allgather") if 1 < self.ranks // size <= 16 else ()
             names += [f"ulysses({size}, {name})" for name in ("ring", *others)]
         return [name for name in names if self._fits(name)]
 
@@ -209,15 +205,10 @@ class Setting:
         return {"auto": picked, "best": best[0], "auto / best": ratios[0], "forward + backward": both}
 
 
-def draw_settings(ranks: int) -> list[Setting]:
-    """Random settings that go through the patterns in turn."""
-    source = random.Random(f"{SEED}, {ranks}")
-    return [_draw(source, ranks, number) for number in range(SETTINGS)]
-
-
 def _draw(source: random.Random, ranks: int, number: int) -> Setting:
+    """A random setting; the patterns take turns."""
     kind = ("causal", "window", "documents", "dilated", "blocks")[number % 5]
-    tokens = 1 << source.randint(*(BLOCK_TOKENS if kind == "blocks" else TOKENS))
+    tokens = 1 << source.randint(14, 17 if kind == "blocks" else 20)  # block masks have a tile for each block
     width, block = source.choice((255, 1023, 4095, 16383)), source.choice((128, 256, 512))
     segment = source.choice((1024, 2048, 4096))
     lengths = _draw_lengths(source, tokens)
@@ -229,7 +220,7 @@ def _draw(source: random.Random, ranks: int, number: int) -> Setting:
         "blocks": source.choice((f"strided_blocks({block}, stride=8)", f"dilated_blocks({block}, offsets=(1, 8, 16))")),
     }[kind]
     layout = source.choice(("contiguous", "zigzag"))
-    heads, kv_heads = source.choice(HEAD_COUNTS)
+    heads, kv_heads = source.choice(((32, 8), (32, 32), (64, 8), (40, 8), (16, 2)))
     return Setting(pattern, layout, tokens, ranks, heads, kv_heads, source.choice(PRESETS))
 
 

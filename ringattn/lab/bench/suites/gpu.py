@@ -20,20 +20,14 @@ import torch
 from ....call.functional import attention, virtual_attention
 from ....call.planner import make_plan
 from ....errors import InvalidInput, OutOfMemory, Unsupported
-from ....files import OUTPUTS, check_writable
-from ....machine.file import write_machine
-from ....machine.presets import get_machine
 from ....pattern import Causal, Dilated, Pattern, Window
 from ....runtime.peak_memory import available
 from ....simulator.numerics.oracle import oracle_rows_alone, sampled_rows
 from ....text import size
-from ...calibrate.measure import CalibrationSizes, calibrate
-from ...calibrate.measuring_ranks import MeasuringRanks, Settings
 from ..calls import relative_error
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio
 from ..libraries import CANNOT_RUN, LIBRARIES, Attend, list_masks, make_call, say_what_lacks
-from ..records import slug
-from ..runner import describe_host, take_turns
+from ..runner import take_turns
 
 #: The type of the device. Tests set "cpu" and replace torch.cuda by stand-ins; such results are labelled emulated.
 DEVICE = "cuda"
@@ -75,13 +69,10 @@ class Sizes:
     long: tuple[int, int] = (1 << 30, 1 << 19)
     long_heads: tuple[int, int] = (8, 64)
     long_dilated: tuple[tuple[int, ...], tuple[int, ...]] = ((8192, 65536), (1, 8))
-    #: Rows of the calibration's tiles.
-    rows: tuple[int, ...] = (64, 256, 1024, 4096)
-    widths: tuple[int, ...] = (64, 256, 1024)
 
 
 def list_cases(sizes: Sizes) -> list[BenchCase]:
-    """The cases: rates of masks, virtual rings, the longest sequences, the long dilated sequence, and a calibration."""
+    """The cases: rates of masks, virtual rings, the longest sequences, and the long dilated sequence."""
     settings = {"device": "emulated", "kind": "emulated", **vars(sizes)}
     if DEVICE == "cuda":
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
@@ -101,7 +92,6 @@ def list_cases(sizes: Sizes) -> list[BenchCase]:
         "longest_forward": partial(measure_longest, sizes, False),
         "longest_backward": partial(measure_longest, sizes, True),
         "dilated_tokens": partial(measure_long_dilated, sizes),
-        "calibration": partial(measure_machine, settings, sizes),
     }
     cases += [BenchCase(x, 1, settings, (), measure=y, summarise=list_rows) for x, y in measures.items()]
     return cases
@@ -271,20 +261,6 @@ def measure_long_dilated(sizes: Sizes, context: Context, repeat: int) -> Raw:
     return _raw([{"what": repr(pattern), "seconds": seconds, "rate": rate, "remark": remark}], errors)
 
 
-def measure_machine(case: Raw, sizes: Sizes, context: Context, repeat: int) -> Raw:
-    """Write a machine file with what `ringattn calibrate transport=none device=cuda` measures; returns its rates."""
-    path = Path(OUTPUTS) / "bench" / f"machine_{slug(case['device'])}.yaml"
-    check_writable(path)
-    ranks, start = MeasuringRanks(None, torch.device(DEVICE)), time.perf_counter()
-    settings = Settings(sizes.heads, sizes.head_dim, str(DTYPE).removeprefix("torch."), "auto", repeat)
-    grid = CalibrationSizes(sizes.rows, sizes.widths, (256, 4096))
-    found = calibrate(ranks, settings, grid, get_machine("cuda"), lambda text: None)
-    made = {**describe_host(), **describe_device(), "kind": case["kind"]}
-    write_machine(path, found.machine, made=made, samples=found.samples, fits=found.fits)
-    row = {"what": "calibration", "seconds": time.perf_counter() - start, "rate": found.machine.flops}
-    return _raw([{**row, "remark": f"rate of a dense tile; use it with machine=file machine.path={path}"}])
-
-
 def _raw(rows: list[dict[str, Any]], errors: dict[str, float] | None = None) -> Raw:
     return {"times": {}, "errors": errors or {}, "details": {"hardware": describe_device(), "rows": rows}}
 
@@ -351,6 +327,5 @@ SUITE = BenchSuite(partial(list_cases, Sizes()), conclude, check)
 SMALL = Sizes(
     heads=2, head_dim=16, tokens=128, window=40, block=16, dilated=(64, 4), matmul=64, enough=0.0,
     lengths=(64, 128), chunk=96, long=(1 << 10, 256), long_heads=(2, 16), long_dilated=((32, 128), (1, 4)),
-    rows=(16, 32), widths=(16,),
 )  # fmt: skip
 QUICK = BenchSuite(partial(list_cases, SMALL), conclude, check)

@@ -44,13 +44,9 @@ def _get_mask(context: Context) -> Mask:
     return _list_masks(context.settings["tokens"])[context.settings["mask"]]
 
 
-def _require(condition: bool, reason: str) -> None:
-    if not condition:
-        raise Unsupported(reason)
-
-
 def _require_plain(context: Context, reason: str) -> None:
-    _require(context.settings["mask"] in ("dense", "causal"), reason)
+    if context.settings["mask"] not in ("dense", "causal"):
+        raise Unsupported(reason)
 
 
 def _make_sdpa(context: Context) -> Run | None:
@@ -144,7 +140,7 @@ def make_flash_attn() -> ModuleType:
         window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Any = None,
         return_softmax: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
-        _require(window_size_left < 0 and not dropout_p, "the stand-in has no window and no dropout")
+        assert window_size_left < 0 and not dropout_p, "the stand-in has no window and no dropout"
         return *_flash_for_torchscale(q, k, v, 0.0, None, softmax_scale, causal), None, None
 
     def backward(
@@ -223,16 +219,12 @@ def check(context: Context, results: dict[str, Any]) -> dict[str, float]:
 
 def compute_dense(context: Context) -> list[torch.Tensor]:
     """Dense attention in fp64, head by head: the output, and with a backward the gradients of q, k and v."""
-    settings, mask = context.settings, _get_mask(context)
+    settings, inputs = context.settings, calls.make_inputs(context.settings, 4)
+    seen = torch.from_numpy(_get_mask(context).pattern.mask(settings["tokens"], HEADS) > 0)
     parts = []
     for h in range(HEADS):
-        q, k, v, grad = (x[:, h : h + 1].double() for x in calls.make_inputs(settings, 4))
-        seen = torch.from_numpy(mask.pattern.mask(settings["tokens"], HEADS)[h] > 0)
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor = seen) -> torch.Tensor:
-            scores = (q @ k.mT * HEAD_DIM**-0.5).masked_fill(~seen, torch.finfo(torch.float64).min)
-            return (scores.softmax(-1) * seen) @ v
-
+        q, k, v, grad = (x[:, h : h + 1].double() for x in inputs)
+        attend = partial(scaled_dot_product_attention, attn_mask=seen[h])
         parts.append(calls.make_pass(attend, [q, k, v], grad if settings["backward"] else None)())
     return [torch.cat(heads, 1) for heads in zip(*parts, strict=True)]
 

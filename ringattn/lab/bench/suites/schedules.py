@@ -33,7 +33,7 @@ DOUBLE_NOTE = (
     "m - 1 inner hops after the last: ((N - 1) m + (m - 1) / 10) B / R. The ratio of the forward is therefore at most "
     "3 / 2.1 = 1.43 for 2 x 2 ranks, which has no target, and at most 7 / 4.3 = 1.63 for 2 x 4. In the backward of "
     "2 x 2, queries go around the ring, 4.5 blocks in all with lse, delta and dq, while the double ring sends 2 blocks "
-    "of gradients. outer_bytes: bytes that leave a node, counted in the plans"
+    "of gradients"
 )
 
 
@@ -104,12 +104,6 @@ def _overlap_case(name: str, links: Links, tokens: int) -> BenchCase:
 def _case(
     name: str, links: Links, settings: dict[str, Any], columns: list[BenchColumn], ratios: tuple[Ratio, ...], note: str
 ) -> BenchCase:
-    """A case whose settings also hold each schedule's counted bytes over the outer links."""
-    schedules = dict.fromkeys(column.name.removesuffix("_messages") for column in columns if column.name != "compute")
-    outer_bytes = {
-        schedule: _count_outer_bytes(_plan(settings, links.ranks, schedule), links) for schedule in schedules
-    }
-    settings = {**settings, "outer_bytes": outer_bytes}
     return BenchCase(name, links.ranks, settings, tuple(columns), ratios, _check, links=links, notes=(note,))
 
 
@@ -120,21 +114,6 @@ def _settings(tokens: int, pattern: str, layout: str, backward: bool) -> dict[st
 def _plan(settings: dict[str, Any], ranks: int, schedule: str) -> Plan:
     names = ("pattern", "tokens", "layout", "heads", "kv_heads", "head_dim", "dtype", "batch")
     return make_plan(**{name: settings[name] for name in names}, ranks=ranks, schedule=schedule)
-
-
-def _count_outer_bytes(plan: Plan, links: Links) -> dict[str, int]:
-    """Bytes over the busiest outer link, for the forward and the backward."""
-
-    def count(backward: bool) -> int:
-        by_node = [0] * links.nodes
-        for rank in range(plan.ranks):
-            node = links.node(rank)
-            steps = plan.for_rank(rank).backward if backward else plan.for_rank(rank).forward
-            outer_hops = (hop for step in steps for hop in step.sends if links.node(hop.peer) != node)
-            by_node[node] += sum(plan.part_bytes(part) for hop in outer_hops for part in hop.parts)
-        return max(by_node)
-
-    return {"forward": count(False), "backward": count(True)}
 
 
 def _transport(context: Context) -> Transport:

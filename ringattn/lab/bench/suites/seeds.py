@@ -13,88 +13,72 @@ from torch.utils.checkpoint import checkpoint
 from ....call.graph_op import keep_attention
 from ....nn import MultiheadRingAttention
 from ....pattern import parse_pattern
-from ..case import HEAD_DIM, HEADS, BenchCase, BenchColumn, BenchSuite, CaseRecord, Claim, Context, Run, make_settings
-from ..systems import SYSTEMS, fastest, find_cases, list_long_cases, list_system_cases, longest, make_system_case
+from ..case import HEAD_DIM, HEADS, BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Run, make_settings
+from ..systems import SYSTEMS, conclude_systems, find_cases, list_long_cases, list_system_cases, make_system_case
 
 SPARSE = "BlockSparseRingDilatedAttention"
 STANDARD = BenchSuite(
     partial(list_system_cases, SYSTEMS, (1024, 2048), settings={"segment_lengths": (256, 512, 1024)}),
+    conclude_systems,
     title="Standard lengths: 1,024 and 2,048 tokens",
     about=(
         "All systems of the earlier reports under their names there: batch 1, 8 heads of 64, fp32, two threads, "
         "forward without gradients. Names that were different implementations there make the same module here, so "
         "that equal rows are expected, and their differences show the noise.",
     ),
-    claim=Claim(
+    claim=(
         "Comprehensive report of June 27, 2025, GTX 1080, fp16, at 2K: DilatedAttention 1.09 ms, "
         "ImprovedDilatedAttention 0.83 ms, RingDilatedAttention 0.83 ms, BlockSparseRingDilatedAttention 18.65 ms.",
         "A batch of unstated size. ImprovedDilatedAttention and RingDilatedAttention gave (tokens, heads) to "
         "SDPA in the place of (heads, tokens): each token attended to the heads of its own group, and to no "
         "other token. RingDilatedAttention in one process was the Improved class. The block-sparse output was a "
         "sum of one softmax per block, not a softmax. Nothing was compared with dense attention.",
-        lambda records: f"On a CPU, right by the error column, {fastest(records, 2048)}.",
     ),
 )
 
 LONG_SYSTEMS = (
-    "DilatedAttention",
-    "ImprovedDilatedAttention",
-    "RingDilatedAttention",
-    "RingDilatedAttentionV2_r4",
-    "BlockSparseRingDilatedAttention",
+    *("DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttention", "RingDilatedAttentionV2_r4"),
+    SPARSE,
 )
 LONG = BenchSuite(
     partial(list_system_cases, LONG_SYSTEMS, (8192, 16384, 32768, 65536)),
+    conclude_systems,
     title="Long sequences: 8K to 64K tokens",
     about=(
         "Batch 1 at every length, so that times of different lengths may be compared: 8 heads of 64, fp32, two "
         "threads, forward without gradients.",
     ),
-    claim=Claim(
+    claim=(
         "Comprehensive report: ImprovedDilatedAttention 574 ms at 8K and 1,332 ms at 64K, RingDilatedAttention 570 and "
         "1,335 ms, BlockSparseRingDilatedAttention 364 and 1,257 ms; 'sub-linear scaling', 'crossover at 8K'.",
         "The batch was 8, 8, 4, 2 from 8K to 64K, one column each: the scaling and the crossover are the "
         "batch's. The Improved and Ring rows are one class, which attended over heads.",
-        lambda records: f"At batch 1 throughout, {fastest(records, 8192)}; {fastest(records, 65536)}.",
     ),
 )
 
 
-def count_right(records: list[CaseRecord]) -> str:
-    """A sentence on how many rows agree with the oracle, and on the largest error."""
-    done = find_cases(records, "")
-    worst = max((max(record["errors"].values()) for record in done), default=float("nan"))
-    real = sum(record["ranks"] > 1 for record in done)
-    return (
-        f"{len(done)} of {len(records)} rows agree with fp64 softmaxes, the largest error is {worst:.1e}; {real} of "
-        "them ran on 2 or 4 processes that sent each other keys and values."
-    )
-
-
 COMPREHENSIVE = BenchSuite(
     partial(list_system_cases, SYSTEMS, (4096,), ranks=(1, 2, 4)),
+    conclude_systems,
     title="Every system by its name, on one device and on ranks",
     about=(
         "Batch 1, 8 heads of 64, fp32, forward without gradients. One device has two threads; 2 and 4 ranks are "
         "processes of one thread each, joined by Gloo, on the same two cores: 4 ranks share them. Each rank passes "
         "its shard of a contiguous layout.",
     ),
-    claim=Claim(
+    claim=(
         "Comprehensive report: RingDilatedAttention on 'simulated multi-device' rings of 1 to 262,144.",
         "No version in the history of that project computed a correct distributed ring: one fell back to a "
         "single device at the first rotation, one called a function that does not exist, one gathered all keys "
         "on every rank and masked wrongly, one received keys and values into one buffer.",
-        count_right,
     ),
 )
 
 EXTREME_LENGTHS = (4096, 16384, 65536, 1048576, 4194304)
-#: The maximum tokens of the systems that do the same work as `LONGEST`.
-MOST_OF_OTHERS = 65536
 LONGEST = "RingDilatedAttentionProduction_r16"
+#: They do the same work as `LONGEST`, and end at 65,536 tokens.
 OTHERS = (
-    "DilatedAttention",
-    "ImprovedDilatedAttention",
+    *("DilatedAttention", "ImprovedDilatedAttention"),
     *(f"RingDilatedAttentionV2_r{ranks}" for ranks in (1, 4, 8, 16)),
     *(f"RingDilatedAttentionProduction_r{ranks}" for ranks in (1, 8)),
 )
@@ -107,7 +91,7 @@ WINDOWS = {
 
 def _list_extreme() -> list[BenchCase]:
     """The cases of the earlier report, and lengths that it did not reach."""
-    cases = list_long_cases((LONGEST, *OTHERS), EXTREME_LENGTHS, most=dict.fromkeys(OTHERS, MOST_OF_OTHERS))
+    cases = list_long_cases((LONGEST, *OTHERS), EXTREME_LENGTHS, most=dict.fromkeys(OTHERS, 65536))
     for label, (blocks, lengths) in WINDOWS.items():
         settings = {"pattern": f"local_window(64, blocks={blocks})"}
         cases += list_long_cases([SPARSE], lengths, settings=settings, label=label)
@@ -116,6 +100,7 @@ def _list_extreme() -> list[BenchCase]:
 
 EXTREME = BenchSuite(
     _list_extreme,
+    conclude_systems,
     title="Extreme lengths: 4K tokens and on until memory ends",
     about=(
         "Storage in bfloat16 (computed in fp32), two threads, forward without gradients. A length is tried if the "
@@ -126,7 +111,7 @@ EXTREME = BenchSuite(
         "allocations beyond 8 GiB per process; without it, the machine's memory is the limit. Several ranks r "
         "are virtual here: one process holds all of them, so that the memory is that of the whole ring.",
     ),
-    claim=Claim(
+    claim=(
         "Extreme length reports of June 27, 2025: BlockSparseRing 786,432 tokens in 3.01 GB, 'winner'; "
         "RingDilatedAttentionProduction_r16 262,144 tokens in 14.34 ms and 288 MB; DilatedAttention 0 tokens, "
         "'DIVISIBILITY'; ImprovedDilatedAttention fails at 262,144 with 'OTHER'.",
@@ -135,7 +120,6 @@ EXTREME = BenchSuite(
         "65,536, longer than each chunk. The r8 and r16 rows are independent local attentions: nothing crossed a "
         "chunk. 'OTHER' hid a launch limit: segment / dilation above 65,535 stood in the place of the heads. Classes "
         "were found by searching the text of any exception; every time is one run that was not warm.",
-        lambda records: "; ".join(longest(records, name) for name in (*list(WINDOWS)[1:], LONGEST, OTHERS[0])) + ".",
     ),
 )
 
@@ -147,8 +131,6 @@ LEAST = 4 * HEADS * HEAD_DIM * 2
 #: Maximum bytes per token at the peak of the process: a quarter more than 4.1 KiB. The earlier project stated 4.06 KiB
 #: after the call.
 MOST = 1.25 * 4.1 * 1024
-#: Tokens of the checkpoint cases.
-CHECKPOINT_TOKENS = 8192
 CHECKPOINT_NOTE = (
     "checkpoint: forward and backward of 4 layers; formula: input, q, k, v, output and result of every layer"
 )
@@ -197,19 +179,10 @@ def make_checkpoint_case(recompute: str) -> BenchCase:
     return BenchCase(
         f"checkpoint_{recompute}",
         1,
-        make_settings(CHECKPOINT_TOKENS, pattern=pattern, layers=layers, recompute=recompute),
+        make_settings(8192, pattern=pattern, layers=layers, recompute=recompute),
         (BenchColumn("step", 1, make),),
         formula_bytes=formula,
         notes=(CHECKPOINT_NOTE,),
-    )
-
-
-def describe_reuse(records: list[CaseRecord]) -> str:
-    """A sentence: there is no pool to switch on, and what the longest sequences take."""
-    text = "; ".join(longest(records, name) for name in (SPARSE, *MEMORY_OTHERS))
-    return (
-        "There is no pool here and no switch for one: a call allocates its output and the buffers of its messages, and "
-        f"gives the buffers back. {text}."
     )
 
 
@@ -236,20 +209,16 @@ MEMORY = BenchSuite(
         "take too long on two cores (25 s a call at 131,072 tokens). The checkpoint rows are a "
         "step (forward and backward) of 4 layers at 8,192 tokens in fp32.",
     ),
-    claim=Claim(
+    claim=(
         "Memory pool report of June 28, 2025: pools allow 2.7 times longer sequences (65,536 instead of 24,576 "
         "tokens), 16 to 21 % less memory, 28 % faster at 128K.",
         "The report's own table shows the runs without a pool at 65,536 and 131,072 tokens. The pool never reused a "
         "buffer (0 hits in 24 forwards) and kept all 22. Memory was read after the call, pool first, so that the later "
         "run was charged for the pool's buffers; any exception counted as the limit of memory; each time is one call.",
-        describe_reuse,
     ),
 )
 
 SPARSE_SYSTEMS = (SPARSE, "BlockSparseHierarchical", "BlockSparseAdaptive", "BlockSparseRingMultiheadDilatedAttention")
-SPARSE_LENGTHS = (4096, 16384, 65536)
-MOST_SPARSE = {"BlockSparseHierarchical": 16384}
-BRANCH_TOKENS = 16384
 #: Dilated branches that are added to the blocks, as in the earlier report.
 BRANCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((2048,), (1,)),
@@ -262,26 +231,17 @@ BRANCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 
 def _list_blocksparse() -> list[BenchCase]:
     """The cases: lengths of every form until one fails, and the dilation configurations at 16K tokens."""
-    cases = list_long_cases(SPARSE_SYSTEMS, SPARSE_LENGTHS, most=MOST_SPARSE)
+    cases = list_long_cases(SPARSE_SYSTEMS, (4096, 16384, 65536), most={"BlockSparseHierarchical": 16384})
     for segments, rates in BRANCHES:
         label = f"Base {list(segments)}, {list(rates)}"
         branches = {"segment_lengths": segments, "dilation_rates": rates}
-        cases.append(make_system_case(SPARSE, BRANCH_TOKENS, dtype="bfloat16", label=label, settings=branches))
+        cases.append(make_system_case(SPARSE, 16384, dtype="bfloat16", label=label, settings=branches))
     return cases
-
-
-def compare_branches(records: list[CaseRecord]) -> str:
-    """A phrase: the smallest and largest time of a dilation configuration, relative to the blocks alone."""
-    base = [x for x in find_cases(records, SPARSE) if x["settings"]["tokens"] == BRANCH_TOKENS]
-    if not base:
-        return "the blocks alone were not measured"
-    alone = base[0]["columns"]["forward"]["median"]
-    ratios = [x["columns"]["forward"]["median"] / alone for x in find_cases(records, "Base ")] or [float("nan")]
-    return f"with dilated branches beside its blocks it takes {min(ratios):.1f} to {max(ratios):.1f} times as long"
 
 
 BLOCKSPARSE = BenchSuite(
     _list_blocksparse,
+    conclude_systems,
     title="Block-sparse attention: lengths, speeds and dilation",
     about=(
         "Batch 1, 8 heads of 64, bfloat16 storage (computed in fp32), two threads, forward without gradients; "
@@ -290,13 +250,12 @@ BLOCKSPARSE = BenchSuite(
         "tokens, and a call of 65,536 takes 16 s on two cores. One softmax goes over all keys of a query. `ringattn "
         "report memory` has Base at 1,048,576 tokens.",
     ),
-    claim=Claim(
+    claim=(
         "Block-sparse report of July 7, 2025: at most 65,536 tokens (Base, Multihead) and 32,768 (Adaptive); "
         "4.06 GB per million tokens; 'dilation has zero impact on memory'; Adaptive 3,011.9 ms at 16K.",
         "4.06 KiB per token are q, k, v and the output in fp16 after the call; the failure at 131,072 on 7.9 GB shows "
         "a peak of at least 60 KB per token. segment_lengths, dilation_rates and sparsity_ratio were not read at all, "
         "so that all configurations computed the same blocks, and '328 % slower' is one run that was not warm. "
         "Adaptive received no gradient in any of its 53 parameters, and scored all pairs of blocks in Python loops.",
-        lambda records: f"{longest(records, SPARSE)}; {compare_branches(records)}; {fastest(records, BRANCH_TOKENS)}.",
     ),
 )
