@@ -35,7 +35,7 @@ LEAST_ROWS = 2
 #: The exchange before a prompt, and the one after all tokens.
 PROMPT, END = "prompt", "end of generate()"
 #: The argument of models and of `generate` that takes the cache; its name depends on the release of transformers.
-CACHES = ("cache", "past_key_values")
+CACHES = ("cache", "past_key_values", "cache_params")
 #: Settings of `generate` that do not work with a sharded cache, and why.
 REFUSED = {
     "guidance_scale": "it generates a second sequence beside the first; leave it out",
@@ -45,7 +45,7 @@ REFUSED = {
 
 
 def find_cache(kwargs: dict[str, Any]) -> Any:
-    """The cache among the arguments of a call, by either name; None if there is none."""
+    """The cache among the arguments of a call, by any of its names; None if there is none."""
     return next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
 
 
@@ -130,7 +130,8 @@ class RingCache(Cache):  # type: ignore[misc]
 
     def conv_before(self, count: int) -> Tensor | None:
         """The last `count` inputs [B, C, count] of the convolution that runs, before this prompt."""
-        before = self.get_conv_state(*self._conv)
+        layer, place = self._conv
+        before: Tensor | None = self.layers[layer].conv_states[place]  # 5.20 has no get_conv_state
         return None if before is None else before[..., before.shape[-1] - count :].clone()
 
     def store_conv(self, last: Tensor) -> None:

@@ -70,6 +70,8 @@ class Ranks:
         with exchange or nullcontext():
             for name, x in given.items():
                 _measure(name, x, tensors[name][1], sizes)
+            if documents is not None and not isinstance(documents, Documents):
+                raise InvalidInput(f"documents={documents!r:.60}: give Documents, such as Documents([4, 5])")
             if exchange is not None:
                 exchange.transport.check(next(iter(given.values())).device)
                 record = {
@@ -165,6 +167,8 @@ def _measure(name: str, x: object, dims: str, sizes: dict[str, int]) -> None:
             raise InvalidInput(
                 f"{name} {tuple(x.shape)} is [{dims}], but {dim} is {sizes[dim]} in the tensors before it"
             )
+        if not size and dim not in ("n", "before"):
+            raise InvalidInput(f"{name} {tuple(x.shape)} is [{dims}], but {dim} is 0; only n may be")
 
 
 def _spell(given: Mapping[str, Tensor], tensors: Mapping[str, tuple[Tensor | None, str]]) -> str:

@@ -14,7 +14,6 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import InvalidInput
@@ -418,12 +417,15 @@ def causal_conv1d(
     The other arguments and the errors are those of `gated_delta_rule`. Returns (out [B, C, n], the last K - 1 inputs of
     the sequence [B, C, K - 1] on every rank, or None).
     """
-    ranks, before = Ranks(**where), None if initial_state is None else F.pad(initial_state, (0, 1))
+    ranks = Ranks(**where)
     size = ranks.agree(
         "causal_conv1d", layout, documents,
-        {"x": (x, "B C n"), "weight": (weight, "C K"), "bias": (bias, "C"), **_rest(before, "C K", padding)},
+        {"x": (x, "B C n"), "weight": (weight, "C K"), "bias": (bias, "C"),
+         **_rest(initial_state, "C before", padding)},
         activation=activation, output_final_state=output_final_state,
     )  # fmt: skip
+    if size.get("before", size["K"] - 1) != size["K"] - 1:
+        raise InvalidInput(f"initial_state has {size['before']} inputs, weight [C, K] of K={size['K']} needs K - 1")
     if activation not in (None, "silu", "swish"):
         raise InvalidInput(f"activation={activation!r}: expected None, 'silu' or 'swish'")
     x = x if padding is None else x.masked_fill(padding[:, None], 0)

@@ -142,7 +142,7 @@ def refusals(rank: int) -> dict[str, str]:
             model.config.use_cache = True
 
     def unnamed() -> Any:
-        """As if a release gave the cache by a third name."""
+        """As if a release gave the cache by another name."""
         with pytest.MonkeyPatch.context() as patch:
 
             def prepare(self: Any, input_ids: Any, cache: Any = None, past_key_values: Any = None, **_: Any) -> Any:
@@ -155,7 +155,7 @@ def refusals(rank: int) -> dict[str, str]:
         "no cache": lambda: model.generate(**ids, use_cache=False),
         "no cache by config": lambda: without_cache(use_cache=False),
         "no cache by both configs": in_both,
-        "cache of a third name": unnamed,
+        "cache of another name": unnamed,
         "quantized": lambda: without_cache(cache_implementation="quantized"),
         "guided": lambda: without_cache(guidance_scale=2.0),
         "guided by keyword": lambda: model.generate(**ids, guidance_scale=2.0),

@@ -69,6 +69,7 @@ def refusals(rank: int) -> list[str]:
     """What calls raise that do not compose."""
     _, gdn = pair("Qwen3NextForCausalLM")
     _, mamba = pair("MambaForCausalLM")
+    _, jamba = pair("JambaForCausalLM")
     ids = make_ids()
 
     def add_function() -> None:
@@ -108,7 +109,7 @@ def refusals(rank: int) -> list[str]:
         add_function,
         stripe,
         lambda: gdn.generate(**prompts(2, 3, 1), max_new_tokens=2),
-        lambda: mamba.generate(ids[:1, :30], max_new_tokens=2, prefill_chunk_size=11),
+        lambda: jamba.generate(ids[:1, :30], max_new_tokens=2, prefill_chunk_size=11),
         crop,
         recompute,
         lambda: gdn.generate(ids[:1, :20], max_new_tokens=2),

@@ -72,7 +72,7 @@ def test_what_cannot_be_honoured_is_an_error_on_all_ranks(run_ranks) -> None:  #
         "no cache": "use_cache=False; a parallelized model generates only with its cache",
         "no cache by config": "use_cache=False",
         "no cache by both configs": "use_cache=False",
-        "cache of a third name": "was called without a cache (cache or past_key_values)",
+        "cache of another name": "was called without a cache (cache or past_key_values or cache_params)",
         "quantized": "quantized is not a RingCache",
         "guided": "guidance_scale=2.0: it generates a second sequence",
         "guided by keyword": "guidance_scale=2.0",
