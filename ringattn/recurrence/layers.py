@@ -213,6 +213,7 @@ def gated_delta_rule(
     Per token S = (I - beta k k^T) Diag(exp(g)) S + beta k v^T and o = scale * S^T q, with S [K, V] for each head.
 
     q, k [B, n, H, K], v [B, n, HV, V], beta [B, n, HV]: the rows of this rank; HV is a multiple of H.
+
     g: the logarithm of the decay, [B, n, HV], or for each key channel (KDA) [B, n, HV, K].
     layout: the Layout that cut the sequence, or its name, of at most 16 runs of consecutive tokens for each rank.
     documents: packed documents; the state is 0 at the start of each.
@@ -283,6 +284,7 @@ def ssd(
 
     x [B, n, H, P], dt [B, n, H] (positive: after softplus and bias), B and C [B, n, G, N]: the rows of this rank; G
     divides H. A [H], negative. initial_state: [B, H, P, N]. The skip D x and the gate are the caller's.
+
     function: what computes the pieces of a rank, with the arguments of `recurrence.functions.ssd`; None: mamba_ssm's
         where it is installed and the tensors are on a GPU, else plain torch.
 
@@ -308,8 +310,10 @@ def selective_scan(
     Per token S = exp(dt A) S + dt x B and y = sum_N S C, with S [D, N].
 
     x, dt [B, n, D] (dt after softplus and bias), B and C [B, n, N]: the rows of this rank. A [D, N], negative.
-    initial_state: [B, D, N]. function: what computes the pieces of a rank, with the arguments of
-        `recurrence.functions.selective_scan`; None: plain torch.
+    initial_state: [B, D, N].
+
+    function: what computes the pieces of a rank, with the arguments of `recurrence.functions.selective_scan`; None:
+        plain torch.
 
     The other arguments, the errors and results are those of `gated_delta_rule`: (y [B, n, D], state [B, D, N]).
     """
