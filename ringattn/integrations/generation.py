@@ -138,9 +138,9 @@ class RingCache(Cache):  # type: ignore[misc]
         """Store the last inputs [B, C, K - 1] of a prompt; the state has one column more, which is not read."""
         super().update_conv_state(nn.functional.pad(last, (1, 0)), *self._conv, conv_kernel_size=last.shape[-1] + 1)
 
-    def count(self, rows: int, batch: int, note: str | None) -> None:
-        """Count new tokens, of which this rank has `rows`, of a model that does not attend."""
-        none = torch.zeros(batch, 1, rows, 8)
+    def count(self, rows: int, logits: Tensor, note: str | None) -> None:
+        """Count new tokens, of which this rank has `rows`, of a model that does not attend; logits [B, ...]."""
+        none = torch.zeros(len(logits), 1, rows, 8, device=logits.device)
         if note is None:
             self.cache.prefill(0, none, none, none)
         else:
@@ -252,7 +252,7 @@ class Generation:
         """The result with the wanted logits [B, n, classes] of the whole prompt, on every rank. Collective."""
         self.past.running = self.past.sharded = False
         if not self.past.windows:
-            self.past.count(self.rows, len(result["logits"]), self.note)
+            self.past.count(self.rows, result["logits"], self.note)
         if self.note is None:
             mine = result["logits"] if self.mine is None else result["logits"][:, self.mine]
             rows = GatherRows.apply(mine, self.kept, group)  # in order of their slots
