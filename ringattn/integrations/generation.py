@@ -197,7 +197,7 @@ class RingCache(Cache):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
-        self.reorder_cache(torch.arange(len(self.cache.lengths)).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(len(self.cache.lengths), device="cpu").repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Forget all tokens."""

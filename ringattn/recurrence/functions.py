@@ -77,18 +77,18 @@ class _Chunks:
     """
 
     def __init__(self, x: Tensor, cu_seqlens: CuSeqlens, size: int) -> None:
-        cut = torch.tensor(_read_cu_seqlens(x, cu_seqlens))
+        cut = torch.tensor(_read_cu_seqlens(x, cu_seqlens), device="cpu")
         lengths = cut.diff()
         order = lengths.argsort(descending=True)
         counts = -(-lengths[order] // size)
-        steps = torch.arange(int(counts.max()) if len(counts) else 0)
+        steps = torch.arange(int(counts.max()) if len(counts) else 0, device="cpu")
         step, piece = (counts[None] > steps[:, None]).nonzero(as_tuple=True)
-        rows = step[:, None] * size + torch.arange(size)
+        rows = step[:, None] * size + torch.arange(size, device="cpu")
         rows = torch.where(rows < lengths[order][piece, None], cut[:-1][order][piece, None] + rows, int(cut[-1]))
         self.counts: list[int] = (counts[None] > steps[:, None]).sum(1).tolist()
         self.order, self.rows = order.to(x.device), rows.to(x.device)
-        places = torch.empty(int(cut[-1]) + 1, dtype=torch.int64)
-        places[rows.flatten()] = torch.arange(rows.numel())
+        places = torch.empty(int(cut[-1]) + 1, dtype=torch.int64, device="cpu")
+        places[rows.flatten()] = torch.arange(rows.numel(), device="cpu")
         self.places = places[:-1].to(x.device)
 
     def cut(self, x: Tensor, dtype: torch.dtype | None = None, fill: Tensor | None = None) -> Tensor:
