@@ -23,6 +23,7 @@ from ..text import did_you_mean, shorten
 from . import MAX_RANGES as MAX_RANGES
 from . import Layout as Layout
 from . import nonempty
+from .packing import BOUND_OF_ONE, pack
 
 #: The default layout of plans, whole tensors and the command line. Calls on shards have no default, because a wrong
 #: guess would silently give wrong results.
@@ -273,14 +274,16 @@ def make_layout(
     patterns: Sequence[Pattern | str] | None = None,
     weights: Sequence[int] | None = None,
     heads: int = 1,
+    most_runs: int | None = None,
 ) -> Layout:
     """The layout `name` for `tokens` positions over `ranks` ranks; a Layout with these sizes is returned unchanged.
 
     Names: "contiguous", "zigzag", "striped", "striped(64)" (tokens of a block), "balanced" and "balanced(256)" (tokens
-    of a chunk). Only "balanced" needs `pattern` and `heads` (query heads): it distributes chunks by their numbers of
-    query-key pairs, so its partition depends on the pattern. If several patterns share the shards, as in the layers of
-    a model, give `patterns` and in `weights` the number of layers of each (default: 1), and pass the Layout to all
-    calls.
+    of a chunk). Only "balanced" needs `pattern` and `heads` (query heads): it gives all ranks about equal tokens and
+    query-key pairs, with few rows to receive, so its partition depends on the pattern. Packed documents lie whole on
+    one rank where they fit. If several patterns share the shards, as in the layers of a model, give `patterns` and in
+    `weights` the number of layers of each (default: 1), and pass the Layout to all calls. `most_runs` limits the runs
+    of adjacent positions on each rank, as recurrent layers need, where each query attends one run of keys.
 
     "rows(11, 9)" gives the first 11 positions to rank 0 and the next 9 to rank 1.
 
@@ -314,14 +317,11 @@ def make_layout(
         )
     masks = read_masks(patterns, weights)
     if any(mask.transient for mask, _ in masks):
-        return balance(tokens, ranks, chunk, masks, heads)
-    key = tokens, ranks, chunk, masks, heads
+        return balance(tokens, ranks, chunk, masks, heads, most_runs)
+    key = tokens, ranks, chunk, masks, heads, most_runs
     return _balanced.answer(key, lambda: balance(*key))
 
 
-#: Each rank keeps a run of adjacent chunks while the busiest rank costs at most this percentage of the mean: a finer
-#: balance costs more in bytes than it saves in time.
-BOUND = 105
 #: Chunks per rank if the layout's name has no chunk size; a chunk longer than ALIGNED tokens is a multiple of ALIGNED.
 CHUNKS, ALIGNED = 8, 128
 
@@ -330,8 +330,9 @@ CHUNKS, ALIGNED = 8, 128
 class Balanced(Layout):
     """Chunks of `chunk` tokens, distributed so that all ranks compute about the same number of pairs.
 
-    A rank owns at most ceil(chunks / ranks) chunks, so memory is balanced up to one chunk. Each rank keeps a run of
-    adjacent chunks unless the busiest ranks would then have more than 1.05 times the mean number of pairs; see `deal`.
+    Packed documents have chunks of one token, see `pack`. Of other masks, a rank owns at most ceil(chunks / ranks)
+    chunks, and each rank keeps a run of adjacent chunks unless the busiest ranks would then have more than 1.05 times
+    the mean number of pairs, see `deal`.
 
     `runs` holds (first chunk, owner) of each run of chunks, ascending. Use `make_layout` to balance one or several
     patterns. Raises InvalidInput if `runs` is not a partition of the chunks.
@@ -400,34 +401,48 @@ class Balanced(Layout):
         return tuple(range(parts[a].start, parts[b - 1].stop) for a, b in pairwise(bounds)), False
 
 
-def balance(tokens: int, ranks: int, chunk: int | None, masks: Sequence[tuple[Pattern, int]], heads: int) -> Balanced:
+def balance(
+    tokens: int, ranks: int, chunk: int | None, masks: Sequence[tuple[Pattern, int]], heads: int, most_runs: int | None
+) -> Balanced:
     """The layout that balances every pattern of `masks`, which holds (pattern, weight), over `heads` query heads.
 
-    Costs O(chunks) calls of `count` for each pattern. If `chunk` is None, there are at least 8 chunks per rank, each a
-    multiple of 128 tokens if it is longer than 128. If few rows hold most pairs, as with global blocks, only a smaller
-    chunk can balance them. Raises InvalidInput for invalid sizes, and for a pattern that does not fit.
+    If every query attends one run of keys and `chunk` is None, `pack` places documents: from these runs it knows which
+    rows travel. Chunks of other masks, such as blocks, are dealt by their pairs, with O(chunks) calls of `count` for
+    each pattern. There are at least 8 chunks per rank, each a multiple of 128 tokens if it is longer than 128. If few
+    rows hold most pairs, as with global blocks, only a smaller chunk can balance them. Raises InvalidInput for invalid
+    sizes, for a pattern that does not fit, and for dealt chunks of more than `most_runs` runs.
     """
     # Report wrong numbers before the patterns are counted.
     sized, _ = Contiguous(tokens, ranks), Balanced(0, 1, 1 if chunk is None else chunk, ())
     tokens, ranks, heads = sized.tokens, sized.ranks, check_integer(heads, "heads", 1, "heads=8")
+    for pattern, _ in masks:
+        pattern.check(tokens, heads)
+
+    def dealt(chunk: int) -> Balanced:
+        positions, costs = range(tokens), []
+        spans = [positions[start : start + chunk] for start in range(0, tokens, chunk)]
+        for pattern, weight in masks:
+            bound = pattern.bind(heads, tokens)
+            rows = [bound.row(index) for index in range(bound.rows or 1)]  # batch rows may have their own patterns
+            costs.append([weight * sum(row.count(span, positions, range(heads)) for row in rows) for span in spans])
+        # Divide by the common factor: a pattern that is the same for all heads gives one layout for any head count.
+        common = gcd(*(cost for mask in costs for cost in mask)) or 1
+        shares = deal([[cost // common for cost in mask] for mask in costs], ranks)
+        return Balanced(
+            tokens, ranks, chunk, tuple(sorted((i, rank) for rank, share in enumerate(shares) for i in share))
+        )
+
     if chunk is None:
         chunk = max(tokens // (CHUNKS * ranks), 1)
         chunk -= chunk % ALIGNED if chunk > ALIGNED else 0
-    positions, costs = range(tokens), []
-    spans = [positions[start : start + chunk] for start in range(0, tokens, chunk)]
-    for pattern, weight in masks:
-        pattern.check(tokens, heads)
-        bound = pattern.bind(heads, tokens)
-        rows = [bound.row(index) for index in range(bound.rows or 1)]  # batch rows may have their own patterns
-        costs.append([weight * sum(row.count(span, positions, range(heads)) for row in rows) for span in spans])
-    # Divide by the common factor: a pattern that is the same for all heads then gives one layout for any head count.
-    common = gcd(*(cost for mask in costs for cost in mask)) or 1
-    owners = [0] * len(spans)
-    for rank, share in enumerate(deal([[cost // common for cost in mask] for mask in costs], ranks)):
-        for i in share:
-            owners[i] = rank
-    firsts = [i for i, owner in enumerate(owners) if i == 0 or owner != owners[i - 1]]
-    return Balanced(tokens, ranks, chunk, tuple((i, owners[i]) for i in firsts))
+        if found := pack(tokens, ranks, masks, most_runs, lambda step: dealt(max(chunk // step, 1) * step)):
+            step, shares = found
+            parts = sorted((first, rank) for rank, share in enumerate(shares) for first, _ in share)
+            return Balanced(tokens, ranks, step, tuple(parts))
+    layout = dealt(chunk)
+    if most_runs is not None and (runs := max(len(layout.shard(rank)) for rank in range(ranks))) > most_runs:
+        raise InvalidInput(f"balanced: {runs} runs of chunks on a rank, more than most_runs={most_runs}; try zigzag")
+    return layout
 
 
 def deal(masks: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
@@ -441,7 +456,7 @@ def deal(masks: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
     chunks = len(masks[0])
     runs = [list(range(chunks * r // ranks, chunks * (r + 1) // ranks)) for r in range(ranks)]
     masks = [mask for mask in masks if any(mask)]
-    if 100 * ranks * _busiest(masks, runs) <= BOUND * sum(map(sum, masks)):
+    if 100 * ranks * _busiest(masks, runs) <= BOUND_OF_ONE * sum(map(sum, masks)):
         return runs
     alone = [[mask] for mask in masks] if len(masks) > 1 else []
     return min(runs, *(_deal(dealt, ranks) for dealt in (masks, *alone)), key=lambda shares: _busiest(masks, shares))

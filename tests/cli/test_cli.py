@@ -83,7 +83,7 @@ DOCUMENTS = ("plan", "ranks=4", "tokens=1000", "pattern=Documents([700, 300])")
         (("run", "--cfg", "job", "--resolve"), "spec: Causal()"),
         (("plan", "--help"), "pattern=causal | dilated | "),
         (("help", "run", "machine"), "machine.latency=null"),
-        ((*DOCUMENTS, "layout=balanced"), "balanced(31) on 4 ranks"),
+        ((*DOCUMENTS, "layout=balanced"), "balanced(1) on 4 ranks"),
         ((*DOCUMENTS, "layout=balanced", "layout.chunk=50"), "balanced(50) on 4 ranks"),
         ((*DOCUMENTS, "layout=balanced(20)"), "balanced(20) on 4 ranks"),
         ((*DOCUMENTS, "layout=rows(400,300,0,300)"), "rows(400, 300, 0, 300) on 4 ranks"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from strategies import patterns
 
 import ringattn as ra
-from ringattn import BlockSparse, Causal, Documents, Full, InvalidInput, Pattern, Window, make_layout, make_plan
+from ringattn import BlockSparse, Causal, Documents, InvalidInput, Pattern, Window, make_layout, make_plan
 from ringattn.layout import MAX_RANGES
 from ringattn.layout.regular import Balanced, deal
 from ringattn.pattern.tile import ceil_div
@@ -56,8 +56,11 @@ def test_imbalance(name: str) -> None:
     assert make_plan(pattern, tokens=TOKENS, ranks=RANKS).imbalance > contiguous
     plan = make_plan(pattern, tokens=TOKENS, ranks=RANKS, layout="balanced")
     assert plan.imbalance <= balanced
-    assert plan.layout.name == "balanced(64)", "8 chunks per rank"
-    assert {plan.layout.rows(rank) for rank in range(RANKS)} == {TOKENS // RANKS}, "memory is balanced, too"
+    packed = name not in ("hot rows", "longnet")
+    assert plan.layout.name == ("balanced(1)" if packed else "balanced(64)"), (
+        "documents by token, else 8 chunks per rank"
+    )
+    assert max(map(plan.layout.rows, range(RANKS))) <= TOKENS / RANKS * (1.05 if packed else 1), "memory, too"
 
 
 def test_neighbours_stay_together_where_balance_allows() -> None:
@@ -75,7 +78,7 @@ def test_default_chunk() -> None:
     for tokens, ranks, chunk in ((0, 3, 1), (5, 9, 1), (1000, 4, 31), (1 << 20, 8, 16384), (1_000_000, 8, 15616)):
         name = f"balanced({chunk})"
         for asked in ("balanced", "balanced(auto)", name, f" balanced( chunk = {chunk} ) "):
-            assert make_layout(asked, tokens=tokens, ranks=ranks, pattern=Full()).name == name
+            assert make_layout(asked, tokens=tokens, ranks=ranks, pattern=ra.Sinks(2)).name == name
 
 
 @given(st.data())
