@@ -48,9 +48,7 @@ class _Frame(NamedTuple):
         layout, documents = self.ring.layout, None if self.borders is None else read_borders(self.borders)
         if isinstance(layout, LayerMasks):
             with ErrorReport(get_transport(group), name):
-                if documents is None:
-                    raise Unsupported("LayerMasks without documents in a layer that is not checkpointed by the model")
-                layout = layout.cut(documents, dist.get_world_size(group))
+                layout = "zigzag" if documents is None else layout.cut(documents, dist.get_world_size(group))
         padding = None if self.mask is None else self.mask == 0
         return {"layout": layout, "group": group, "documents": documents, "padding": padding}
 

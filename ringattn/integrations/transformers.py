@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,6 +32,7 @@ from ..call.functional import get_transport, ring_attention
 from ..errors import InvalidInput, Unsupported
 from ..layout.regular import Layout
 from ..pattern import local_window
+from ..recurrence.runs import MOST_RUNS
 from ..train import NO_LABEL
 from ..transport.records import ErrorReport, Exchange
 from ..transport.torchdist import WeakGroup, place_group
@@ -184,8 +185,8 @@ def parallelize(
     model: a transformers model, or PEFT's wrapper around one.
     group: a ProcessGroup, or one axis of a DeviceMesh; None: all processes.
     layout: how `shard_batch` or `Collator` cuts sequences: a name such as "zigzag", a Layout for batches of one length,
-        or `LayerMasks.of(model)`, which balances the masks of all layers over the documents of each batch. `generate()`
-        cuts prompts by this name, or by zigzag if it is not a name.
+        or `LayerMasks.of(model)`, which balances the masks of all layers over the documents of each batch, with
+        whole=True also "balanced". `generate()` cuts prompts by another name, otherwise by zigzag.
     whole: if True, calls take whole sequences, equal on all ranks, cut them, and return the loss and all rows on every
         rank, so that a program for one process runs unchanged. With labels they return no logits, which are large. All
         ranks must compute the same loss; the mean of their gradients, as DDP and FSDP take it, is its gradient.
@@ -213,11 +214,13 @@ def parallelize(
     if whole and model.config.is_encoder_decoder:
         raise Unsupported("whole=True with an encoder-decoder model; leave it out, and cut batches by shard_batch")
     pooler = check_pooler(model)
+    layers = take_layers(model)
+    cut = _balance(model, whole, layers) if layout == "balanced" else layout
     before = unparallelize(model).config._attn_implementation
     rotary = list(filter(rotates_by_length, model.modules()))
     ring = _Ring(
-        place_group(group), layout, AttentionOptions(**options), before, shift, pooling, pooler is not None,
-        model.config.is_encoder_decoder, first_position(model), bool(rotary), whole, take_layers(model),
+        place_group(group), cut, AttentionOptions(**options), before, shift, pooling, pooler is not None,
+        model.config.is_encoder_decoder, first_position(model), bool(rotary), whole, layers,
     )  # fmt: skip
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and not hasattr(part, STATE):
@@ -250,6 +253,13 @@ def parallelize(
             unparallelize(model)
             raise
     return wrapper
+
+
+def _balance(model: PreTrainedModel, whole: bool, recurrent: bool) -> LayerMasks:
+    """The masks of all layers; those between recurrent layers have few runs of tokens on a rank."""
+    if not whole:
+        raise InvalidInput("layout='balanced': give LayerMasks.of(model) here and to shard_batch, or whole=True")
+    return replace(LayerMasks.of(model), most_runs=MOST_RUNS if recurrent else None)
 
 
 def _copy_config(model: nn.Module, config: Any) -> None:
@@ -347,7 +357,7 @@ def _attend_ring(
         if q.shape[2] != k.shape[2] and not crosses:
             sizes = f"{q.shape[2]} queries, {k.shape[2]} keys"
             raise Unsupported(f"a cache of earlier tokens: {sizes}; pass use_cache=False")
-        if borders is None and (ring.call.borders is not None or isinstance(ring.layout, LayerMasks)):
+        if borders is None and ring.call.borders is not None:
             raise Unsupported(f"{name} is not given cu_seq_lens_q by its model, and would see across documents")
         layout, documents = ring.layout, None if borders is None else read_borders(borders)
         pattern = make_pattern(None if chunked or crosses else window, causal and not crosses)
@@ -357,7 +367,7 @@ def _attend_ring(
         elif documents is not None:
             pattern = pattern & documents
         if isinstance(layout, LayerMasks):
-            layout = layout.cut(cast(Tensor, borders), dist.get_world_size(group))
+            layout = "zigzag" if borders is None else layout.cut(borders, dist.get_world_size(group))
         padding = None if mask is None else ~mask.to(device=k.device, dtype=torch.bool)
     return ring_attention(
         q, k, v, pattern, layout=layout, q_layout=layout if crosses else None, group=group,

@@ -80,11 +80,12 @@ def pack(
                 add(_Filling(pairs.data, borders, ranks, *way).shares())
             if within:
                 break
-    if not within:
+    if not within and most_runs is None:
         layout = dealt(step)
         add([[(x.start // step, -(-x.stop // step)) for x in layout.shard(rank)] for rank in range(ranks)])
+    if not within:
         least = min(busiest for busiest, *_ in beyond)
-        within += [(received, shares) for busiest, received, shares in beyond if 100 * busiest <= BOUND * least]
+        within = [(received, shares) for busiest, received, shares in beyond if 100 * busiest <= BOUND * least]
     return step, min(within, key=itemgetter(0))[1]
 
 

@@ -361,7 +361,7 @@ def other_inputs(rank: int) -> dict[str, float]:
 def balanced_layers(rank: int, name: str) -> dict[str, float]:
     """Errors of logits and gradients of three batches, whose backwards come last.
 
-    A layout is made for the documents of each batch and the masks of all layers: three in all.
+    A layout is made for the documents of each batch and the masks of all layers; without documents it is zigzag.
     """
     eager, ranks, tokens = make(name, attn_implementation="eager"), dist.get_world_size(), 60
     layout = LayerMasks.of(eager)
@@ -372,18 +372,19 @@ def balanced_layers(rank: int, name: str) -> dict[str, float]:
         ids = torch.randint(1, 61, (2, tokens), generator=torch.Generator().manual_seed(len(cuts)))
         weight = torch.randn(2, tokens, 61, generator=torch.Generator().manual_seed(4))
         batch = shard_batch({"input_ids": ids}, layout=layout, cu_seqlens=borders)
-        cut = layout.cut(batch["cu_seq_lens_q"], ranks)
+        packed = batch.get("cu_seq_lens_q")
+        cut = ra.make_layout("zigzag", tokens=tokens, ranks=ranks) if packed is None else layout.cut(packed, ranks)
         local = model(**batch, use_cache=False).logits
         loss = loss + (local * cut.shard_tensor(weight, rank, dim=1)).sum()
-        expected = alone(eager, ids, batch["cu_seq_lens_q"].expand(2, -1).tolist())
+        expected = alone(eager, ids, [[0, tokens]] * 2 if packed is None else packed.expand(2, -1).tolist())
         right = right + (expected * weight).sum()
         found[f"batch {len(cuts)}"] = largest([gather_logits(local, layout=cut) - expected]) / largest([expected])
         cuts.append(cut)
     gradients = torch.autograd.grad(right, list(eager.parameters()))
     loss.backward()
     found["gradients"] = wrong_gradients(model, gradients)
-    lacking = {**batch, "cu_seq_lens_q": None}
-    says("Unsupported: GptOssAttention is not given cu_seq_lens_q", lambda: model(**lacking, use_cache=False))
+    lacking = shard_batch({"input_ids": ids}, layout=layout, cu_seqlens=[0, 50, tokens]) | {"cu_seq_lens_q": None}
+    says("InvalidInput: position_ids of rank", lambda: model(**lacking, use_cache=False))
     assert torch.equal(eager.eval().generate(ids, max_new_tokens=2), model.eval().generate(ids, max_new_tokens=2))
     model = parallelize(model, layout=cuts[0])  # a Layout is for batches of its length
     batch = shard_batch({"input_ids": ids}, layout=cuts[0])
