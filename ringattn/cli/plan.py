@@ -21,7 +21,7 @@ from ..simulator.reporting.console import (
     print_plain,
 )
 from ..simulator.timing.auto import count_lookups
-from ..text import plural, size
+from ..text import plural, shorten, size
 from .comparison import headlines, print_jobs
 from .config.build import plans_from_config
 from .config.schema import PlanConfig
@@ -33,6 +33,8 @@ SMALL_RANKS, MAX_LOOKUPS = 64, 1_800_000
 TABLE_RANKS = 16
 #: Names of the passes, and whether each is a backward.
 DIRECTIONS = {"forward": False, "backward": True}
+#: The longest documents on several ranks whose ranks are listed.
+SHOWN = 3
 TOTALS_LEFT_OUT = "left out: they need the steps of every rank"
 
 
@@ -74,6 +76,7 @@ def _show(plan: Plan, config: PlanConfig) -> dict[str, Any]:
         "rotates": plan.rotates,
         "totals": totals,
         **({} if recurrence is None else {"recurrence": recurrence}),
+        "documents": [{"tokens": tokens, "ranks": ranks} for tokens, ranks in plan.documents],
         "totals_left_out": None if counts_all else TOTALS_LEFT_OUT,
     }
     if path is not None:
@@ -120,6 +123,19 @@ def _count_sent(plan: Plan, rank: int | None, backward: bool) -> dict[str, int]:
     return {"bytes": plan.bytes_sent(rank, backward=backward), "messages": plan.messages(rank, backward=backward)}
 
 
+def _describe_documents(documents: Sequence[tuple[int, tuple[int, ...]]]) -> list[Number]:
+    """How many documents lie on one rank, and which ranks hold the longest of the others."""
+    spread = sorted((one for one in documents if len(one[1]) > 1), key=lambda one: -one[0])
+    if not documents:
+        return []
+    lines = [
+        f"{tokens:,} tokens on ranks {shorten(', '.join(map(str, ranks)), 40)}" for tokens, ranks in spread[:SHOWN]
+    ]
+    more = f"; {len(spread) - SHOWN} more on several ranks" if len(spread) > SHOWN else ""
+    alone = f"{len(documents) - len(spread)} of {plural(len(documents), 'document')} on one rank"
+    return [Number("documents", "; ".join([alone, *lines]) + more, "counted")]
+
+
 def _print(plan: Plan, ranks: list[dict[str, Any]], totals: dict[str, Any], *, ascii: bool) -> None:
     """Print the picture, the table of ranks and the totals of a plan."""
     print_plain(describe_sides(plan))
@@ -148,6 +164,7 @@ def _print(plan: Plan, ranks: list[dict[str, Any]], totals: dict[str, Any], *, a
             sent, full_ring, messages = (totals[name][key] for key in ("bytes", "full_ring_bytes", "messages"))
             share = f" = {sent / full_ring:.4f} of a full ring" if full_ring else ""
             numbers.append(Number(f"{name} sends", f"{size(sent)}{share}, {plural(messages, 'message')}", "counted"))
+    numbers += _describe_documents(plan.documents)
     numbers.append(Number("plan hash", plan.hash))
     print_numbers("", numbers if "imbalance" in totals else [*numbers, Number("totals", TOTALS_LEFT_OUT)])
     if plan.choice is not None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import InvalidInput
 from ..text import shorten
-from .base import FAR, ONE_HEAD, Pattern, Position, Run, Side, check_integer
+from .base import FAR, ONE_HEAD, And, Pattern, Position, Run, Side, check_integer
 from .tile import Tile, clip, make_tile
 
 if TYPE_CHECKING:
@@ -183,6 +183,14 @@ class Documents(Pattern):
         document = np.repeat(np.arange(len(lengths)), lengths)
         own = document if self.q_lengths is None else np.repeat(np.arange(len(lengths)), self.q_lengths)
         return own[q] == document[k]
+
+
+def find_documents(pattern: Pattern) -> Documents | None:
+    """The documents that keep the rows of one sequence apart; None if there are none, or some for each batch row."""
+    if isinstance(pattern, Documents):
+        return pattern if pattern.rows is None and pattern.q_lengths is None else None
+    both = pattern.operands if isinstance(pattern, And) else ()
+    return next(filter(None, map(find_documents, both)), None)
 
 
 def _read_rows(source: Any, cumulative: bool | None) -> list[tuple[int, ...]]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..cache import Cache, cached, estimate_bytes
 from ..errors import InvalidInput
 from ..layout.regular import Balanced, Layout, make_layout, restore_layout
 from ..pattern import Pattern, parse_pattern
+from ..pattern.documents import find_documents
 from .demand import ANSWERS, KeyDemand, QueryDemand
 from .row_sets import ONE_ROW, RowSet
 from .schedules import make_schedule, resolve, split_ulysses
@@ -297,6 +300,24 @@ class Plan(PlanSizes):
         """Pairs of the busiest rank / mean pairs per rank; 1 is perfect balance. Counted."""
         total = self.pairs()
         return max(map(self.pairs, range(self.ranks))) * self.ranks / total if total else 1.0
+
+    @cached_property
+    def documents(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """(tokens, the ranks that hold them) of each packed document that is not empty; () if batch rows differ."""
+        found = None if self.q_layout is not None else find_documents(self.pattern)
+        if found is None:
+            return ()
+        starts, holders = found.starts, [list[int]() for _ in found.lengths]
+        for rank in range(self.ranks):
+            for rows in self.layout.shard(rank):
+                first, last = bisect_right(starts, rows[0]) - 1, bisect_right(starts, rows[-1]) - 1
+                for number in range(first, last + 1):
+                    # The first of these rows that is not before the document.
+                    row = rows[max(-(-(starts[number] - rows[0]) // rows.step), 0)]
+                    if row < starts[number + 1] and holders[number][-1:] != [rank]:
+                        holders[number].append(rank)
+        lengths = [end - start for start, end in pairwise(starts)]
+        return tuple((length, tuple(ranks)) for length, ranks in zip(lengths, holders, strict=True) if length)
 
     @cached_property
     def hash(self) -> str:

@@ -389,7 +389,7 @@ def balanced_layers(rank: int, name: str) -> dict[str, float]:
     model = parallelize(model, layout=cuts[0])  # a Layout is for batches of its length
     batch = shard_batch({"input_ids": ids}, layout=cuts[0])
     found["a Layout"] = largest([gather_logits(model(**batch).logits, layout=cuts[0]) - expected])
-    words = "InvalidInput: the layout balanced(3) was made for 60 tokens over 2 ranks"
+    words = "InvalidInput: the layout balanced(1) was made for 60 tokens over 2 ranks"
     says(words, lambda: shard_batch({"input_ids": ids[:, 1:]}, layout=cuts[0]))
     assert len(set(cuts)) == 3
     return found
