@@ -136,7 +136,9 @@ def errors(seed: int, ranks: int | None = None, rank: int = 0) -> list[float]:
         where: Any = {"ranks": layout.ranks} if ranks is None else {}
         out = (ra.ring_attention if ranks else ra.virtual_attention)(*mine, mask, layout=layout, **where)
         got = out, *torch.autograd.grad(out, mine, cut(x[3]))
-        found += [float((a - cut(b)).abs().max()) if a.numel() else 0.0 for a, b in zip(got, expected, strict=True)]
+        found += [
+            float((a - cut(b)).detach().abs().max()) if a.numel() else 0.0 for a, b in zip(got, expected, strict=True)
+        ]
     return found
 
 

@@ -44,7 +44,9 @@ def make_inputs(settings: dict[str, Any], count: int, tokens: int | None = None)
 
 def get_layout(context: Context, name: str | None = None) -> Layout:
     """The layout `name`, by default that of the settings, for the tokens and ranks of a case."""
-    return make_layout(name or context.settings["layout"], tokens=context.settings["tokens"], ranks=context.ranks)
+    settings = context.settings
+    sizes: Any = {"tokens": settings["tokens"], "ranks": context.ranks, "pattern": settings.get("pattern")}
+    return make_layout(name or settings["layout"], **sizes)
 
 
 def make_shards(context: Context, tensors: Sequence[torch.Tensor], layout: str | None = None) -> list[torch.Tensor]:

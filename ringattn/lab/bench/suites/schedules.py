@@ -5,18 +5,26 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ....call.functional import attention
+from ....call.functional import attention, ring_attention
 from ....call.planner import make_plan
 from ....pattern import parse_pattern
 from ....plan.plan import Plan
 from ....transport.base import Transport
-from ..calls import check_error, make_call, make_ring, make_shards
+from ..calls import check_error, get_layout, make_call, make_ring, make_shards
 from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make_settings
 from ..links import InstantTransport, Links
 from .host import NoKernel, make_passes
 
 #: Lengths of 16 documents, which do not end at the ends of shards.
 DOCUMENTS = [200, 317, 150, 403, 61, 298, 350, 244, 411, 90, 333, 275, 180, 366, 222, 196]
+#: Lengths of documents, the longest at the end, and the layouts that cut them.
+PACKED = [120, 75, 410, 33, 260, 94, 510, 61, 188, 700, 45, 320, 150, 230, 900, 4096]
+LAYOUTS = ("contiguous", "zigzag", "balanced")
+PACKED_NOTE = (
+    "packed: one document has half of the tokens; contiguous, zigzag, balanced: shards by that layout, schedule "
+    "direct, one thread for each process; four processes share two cores: the others use what a waiting rank leaves "
+    "idle, and imbalance costs less than on four cores"
+)
 MESSAGES_NOTE = (
     "columns SCHEDULE_messages: the schedule's time in communication, as the executor runs its plan without kernels "
     "and packs, posts and awaits each message at its step; columns named after a schedule alone are whole calls"
@@ -51,6 +59,7 @@ def list_cases() -> list[BenchCase]:
         _double_ring_case("double_ring_4_step", slower_4, 1024, 1.5, backward=True),
         _double_ring_case("double_ring_8", slower_8, 2048, 1.5),
         _overlap_case("overlap", Links(2, 2, 96e6, 960e6), 8192),
+        *(_packed_case(*each) for each in (("packed", 2, False), ("packed_step", 2, True), ("packed_4", 4, False))),
     ]
 
 
@@ -99,6 +108,27 @@ def _overlap_case(name: str, links: Links, tokens: int) -> BenchCase:
     hops_per_visit = (links.ranks - 1) / links.ranks
     ratios = (Ratio("compute", "ring", 0.9), Ratio("compute", "ring_messages", 2.0, work=hops_per_visit))
     return _case(name, links, _settings(tokens, "Full()", "contiguous", False), columns, ratios, COMPUTE_NOTE)
+
+
+def _packed_case(name: str, ranks: int, backward: bool) -> BenchCase:
+    """A case: time of packed documents of very different lengths under contiguous, zigzag and balanced shards."""
+    columns = tuple(BenchColumn(layout, 1, partial(_make_packed, layout=layout)) for layout in LAYOUTS)
+    ratios = (Ratio("contiguous", "balanced", 1.4 if ranks == 2 else None), Ratio("zigzag", "balanced"))
+    settings = make_settings(sum(PACKED), pattern=f"Causal() & Documents({PACKED})", backward=backward)
+    return BenchCase(name, ranks, settings, columns, ratios, _check_packed, notes=(PACKED_NOTE,))
+
+
+def _make_packed(context: Context, layout: str) -> Run:
+    pattern, cut = parse_pattern(context.settings["pattern"]), get_layout(context, layout)
+    attend = partial(ring_attention, pattern=pattern, layout=cut, schedule="direct")
+    return make_call(context, attend, layout=layout)
+
+
+def _check_packed(context: Context, results: dict[str, Any]) -> dict[str, float]:
+    """Errors of each layout's calls against one device."""
+    attend = partial(attention, pattern=parse_pattern(context.settings["pattern"]))
+    exact = make_call(context, attend, whole=True)()
+    return {name: check_error(name, result, make_shards(context, exact, name)) for name, result in results.items()}
 
 
 def _case(
