@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,49 @@ def draw_layouts() -> str:
         left + tokens * unit + 150,
         252,
         "Layouts: which rank holds which of 48 tokens, and how much each computes",
+        body,
+    )
+
+
+def draw_packed() -> str:
+    """The same packed documents under three layouts: who holds which part, each rank's work, and what it receives."""
+    lengths, ranks, unit, left, height = (14, 24, 14, 30, 10, 36, 18, 10, 30, 54), 4, 2.2, 116, 40
+    tokens, pattern = sum(lengths), ra.Causal() & ra.Documents(lengths)
+    starts, mask = [0, *accumulate(lengths)], pattern.mask(tokens)[0]
+    side = left + tokens * unit + 10 * len(lengths) + 24
+    body = [
+        text(left, 28, "Who holds which part of ten documents", 17, anchor="start"),
+        text(side, 28, "Work, rows received", 17, anchor="start"),
+    ]
+    for row, name in enumerate(("contiguous", "zigzag", "balanced")):
+        layout = ra.make_layout(name, tokens=tokens, ranks=ranks, pattern=pattern)
+        plan = ra.make_plan(pattern, tokens=tokens, ranks=ranks, layout=layout, schedule="direct")
+        y = 46 + row * (height + 22)
+        body.append(text(left - 12, y + height / 2 + 5, name, anchor="end"))
+        for rank in range(ranks):
+            for part in layout.shard(rank):
+                for number, (start, stop) in enumerate(pairwise(starts)):
+                    first, end = max(part.start, start), min(part.stop, stop)
+                    if first < end:  # a gap between documents
+                        x = left + first * unit + 10 * number
+                        body.append(box(x, y, (end - first) * unit, height, RANK_COLORS[rank]))
+            seen = mask[layout.positions(rank)].any(0)
+            seen[layout.positions(rank)] = False
+            width, top = 60 * plan.pairs(rank) * ranks / plan.pairs(), y + rank * height / ranks
+            body += [
+                box(side, top, width, height / ranks - 1, RANK_COLORS[rank]),
+                text(side + width + 6, top + 9, str(seen.sum()), 11, "pale", "start"),
+            ]
+    for rank in range(ranks):
+        x = left + rank * 90
+        body += [
+            box(x, 234, 12, 12, RANK_COLORS[rank]),
+            text(x + 18, 245, f"rank {rank}", 14, "pale", "start"),
+        ]
+    return svg(
+        int(side) + 200,
+        260,
+        "Packed documents under three layouts: which rank holds what, computes and receives how much",
         body,
     )
 
@@ -506,6 +550,7 @@ def draw_all(folder: Path) -> None:
     drawings = (
         draw_textbook,
         draw_layouts,
+        draw_packed,
         draw_runs,
         draw_schedules,
         draw_overlap,
