@@ -16,14 +16,14 @@ from . import Layout
 
 #: Tokens and pairs of the busiest rank, in percent of the mean: the most with packed documents, and with one document,
 #: where a finer balance costs more in bytes than it saves in time. If no partition is within the bound, those whose
-#: busiest ranks have at most BOUND percent of the fewest pairs are as good.
+#: busiest ranks have at most BOUND_OF_ONE percent of the fewest pairs are as good.
 BOUND, BOUND_OF_ONE = 103, 105
 #: At what percentage the received rows of contiguous and zigzag shards count.
 SIMPLER = 98
 #: How `_Filling` tries: how far a rank may be from the mean, and by how much its whole documents may exceed its pairs,
 #: in percent of the mean; into how many units of neighbouring short documents its share is divided; and whether
-#: documents are dealt first.
-TRIES = ((3, 2, 16, True), (3, 2, 4, False), (3, 6, 8, False))
+#: documents are dealt first. The last way is for batches that the others leave unequal.
+TRIES = ((3, 2, 16, True), (3, 2, 4, False), (3, 6, 8, False), (1, 2, 4, False))
 #: A longer sequence is cut at multiples of the least number of tokens that makes at most so many.
 CUTS = 1 << 20
 #: Adjacent positions: (pairs, first, end).
@@ -56,7 +56,7 @@ def pack(
     sums = [np.concatenate(([0], np.cumsum(weight * pairs))) for weight, *_, pairs in runs]
     bound = BOUND if len(borders) > 2 else BOUND_OF_ONE
     views = [(weight, low.data, high.data, x.data) for (weight, low, high, _), x in zip(runs, sums, strict=True)]
-    within, beyond = list[tuple[int, Shares]](), list[tuple[int, int, Shares]]()
+    within, beyond = list[tuple[int, int, Shares]](), list[tuple[int, int, Shares]]()
 
     def add(shares: Shares, percent: int = 100) -> None:
         if most_runs is not None and any(len(share) > most_runs for share in shares):
@@ -65,40 +65,40 @@ def pack(
         loads += [[sum(x[b] - x[a] for a, b in share) for share in shares] for *_, x in views]
         over = any(100 * ranks * max(load) > bound * sum(load) for load in loads)
         received = sum(weight * _received(share, low, high) for share in shares for weight, low, high, _ in views)
-        if over:
-            beyond.append((sum(map(max, loads[1:])), received * percent, shares))
-        else:
-            within.append((received * percent, shares))
+        (beyond if over else within).append((sum(map(max, loads[1:])), received * percent, shares))
 
     cuts = [count * i // (2 * ranks) for i in range(2 * ranks + 1)]
     add([_join([(cuts[2 * r], cuts[2 * r + 2])]) for r in range(ranks)], SIMPLER)
     add([_join([(cuts[r], cuts[r + 1]), (cuts[-r - 2], cuts[-r - 1])]) for r in range(ranks)], SIMPLER)
     # By the pairs of all masks together; if that fails, by those of each. A row in a hundred is as good as none.
-    if not within or (min(x for x, _ in within) > SIMPLER * count // 100 and len(borders) > 2):
-        for pairs in (np.sum(sums, 0), *(sums if len(sums) > 1 else ())):
+    if not within or (min(received for _, received, _ in within) > SIMPLER * count // 100 and len(borders) > 2):
+        for pairs in sums if len(sums) == 1 else (np.sum(sums, 0), *sums):
             for way in TRIES:
-                add(_Filling(pairs.data, borders, ranks, *way).shares())
+                if not within or way != TRIES[-1]:
+                    add(_Filling(pairs.data, borders, ranks, *way).shares())
             if within:
                 break
-    if not within and most_runs is None:
-        layout = dealt(step)
-        add([[(x.start // step, -(-x.stop // step)) for x in layout.shard(rank)] for rank in range(ranks)])
     if not within:
-        least = min(busiest for busiest, *_ in beyond)
-        within = [(received, shares) for busiest, received, shares in beyond if 100 * busiest <= BOUND * least]
-    return step, min(within, key=itemgetter(0))[1]
+        if most_runs is None:
+            layout = dealt(step)
+            add([[(x.start // step, -(-x.stop // step)) for x in layout.shard(rank)] for rank in range(ranks)])
+        least = min(busiest for busiest, *_ in beyond + within)
+        within = [one for one in beyond + within if 100 * one[0] <= BOUND_OF_ONE * least]
+    return step, min(within, key=itemgetter(1))[2]
 
 
 def _read(pattern: Pattern, tokens: int, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """(first key, last key, keys of a row) for each step of tokens, keys in steps; None if keys form several runs."""
-    first = np.arange(0, tokens, step)
-    last, bounds = np.minimum(first + step, tokens) - 1, []
+    first, bounds = np.arange(0, tokens, step), []
+    last = first if step == 1 else np.minimum(first + step, tokens) - 1
     for x in (first,) if step == 1 else (first, last):
         if (run := pattern.run("keys", x, x)) is None:
             return None
-        bounds += [np.clip(np.broadcast_to(x, first.shape), 0, tokens - 1) for x in run]
-    keys = sum(bounds[1::2]) - sum(bounds[::2]) + len(bounds) // 2  # changes evenly from the first to the last row
-    return bounds[0] // step, bounds[-1] // step, keys * (last - first + 1) // (len(bounds) // 2 * step)
+        bounds += [np.minimum(np.maximum(np.broadcast_to(x, first.shape), 0), tokens - 1) for x in run]
+    if step == 1:
+        return bounds[0], bounds[1], bounds[1] - bounds[0] + 1
+    keys = bounds[1] - bounds[0] + bounds[3] - bounds[2] + 2  # changes evenly from the first to the last row
+    return bounds[0] // step, bounds[3] // step, keys * (last - first + 1) // (2 * step)
 
 
 def _join(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -241,7 +241,7 @@ class _Filling:
             pairs, a, b = self.pool[0]
             tokens = self.tokens - (b - a)
             tail = self.count(max(end - tokens, first), end) if tokens > 0 else 0
-            if tokens <= 0 or tail + self.least(tokens - (end - first), 0) < self.missing - pairs:
+            if not 0 <= self.missing - pairs <= tail + self.least(tokens - (end - first), 0) or tokens <= 0:
                 break
             self.take(a, b)
             del self.pool[0]
@@ -261,10 +261,12 @@ class _Filling:
 
     def sparsest(self) -> Part:
         """The part whose head, as long as the missing tokens, has the fewest pairs for each."""
+        pairs, tokens = self.pairs, self.tokens
 
         def density(part: Part) -> float:
-            length = min(self.tokens, part[2] - part[1])
-            return self.count(part[1], part[1] + length) / length
+            _, first, end = part
+            length = end - first if end - first < tokens else tokens
+            return (pairs[first + length] - pairs[first]) / length
 
         return min(self.pool, key=density)
 
