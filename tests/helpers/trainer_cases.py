@@ -173,7 +173,8 @@ def train_sft(
     name, sizes = more.get(family, ("MistralForCausalLM", {}))
     model = make_model(name, **sizes)
     settings = options(folder, steps, 4, dp, accumulate, include_num_input_tokens_seen="all", **changes)
-    return train_trl("SFT", [{"text": make_text(i)} for i in range(60)], model, cp, settings, lora)
+    rows = [{"text": make_text(i)} for i in range(60)]
+    return train_trl("SFT", rows, model, cp, settings, lora, layout="balanced")
 
 
 def make_pairs(count: int) -> list[dict[str, str]]:

@@ -7,7 +7,9 @@ from typing import Any
 
 import packing_cases
 import pytest
+import torch
 from packing_cases import BATCHES, spread
+from torch._dynamo.testing import CompileCounter
 
 import ringattn as ra
 from ringattn import Causal, Documents, Window, make_layout, make_plan
@@ -68,6 +70,21 @@ def test_random_batches_are_exact(seeds: range) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_random_batches_are_exact_on_real_ranks(run_ranks: Callable[..., list[float]], ranks: int) -> None:
     assert max(run_ranks(packing_cases.on_ranks, ranks, range(100, 115), timeout=120)) < 1e-12
+
+
+def test_fresh_layouts_do_not_compile_anew() -> None:
+    counter, linear = CompileCounter(), torch.nn.Linear(8, 8)
+
+    @torch.compile(backend=counter)
+    def attend(x: torch.Tensor, pattern: ra.Pattern, layout: ra.Layout) -> torch.Tensor:
+        q = linear(x).view(1, 2, -1, 4)
+        return ra.virtual_attention(q, q, q, pattern, ranks=4, layout=layout)
+
+    for seed in range(12):
+        lengths = packing_cases.lognormal(64, seed, mu=2.0)
+        out = attend(torch.ones(1, 64, 8), Causal() & Documents(lengths), cut("balanced", lengths, 4))
+        assert out.isfinite().all()
+    assert counter.frame_count <= 2
 
 
 def test_a_plan_names_the_ranks_of_each_document(inside: Callable[..., Any]) -> None:
