@@ -415,6 +415,8 @@ def balance(
     # Report wrong numbers before the patterns are counted.
     sized, _ = Contiguous(tokens, ranks), Balanced(0, 1, 1 if chunk is None else chunk, ())
     tokens, ranks, heads = sized.tokens, sized.ranks, check_integer(heads, "heads", 1, "heads=8")
+    if most_runs is not None:
+        check_integer(most_runs, "most_runs", 1, "most_runs=16")
     for pattern, _ in masks:
         pattern.check(tokens, heads)
 

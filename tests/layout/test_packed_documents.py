@@ -57,6 +57,8 @@ def test_runs_of_a_rank_are_limited() -> None:
     for most in (1, 2, 4):
         layout = cut("balanced", lengths, 8, most_runs=most)
         assert max(len(layout.shard(rank)) for rank in range(8)) <= most
+    with pytest.raises(ra.InvalidInput, match="most_runs=0 must be"):
+        cut("balanced", lengths, 8, most_runs=0)
     with pytest.raises(ra.InvalidInput, match="more than most_runs=1"):
         make_layout("balanced(4)", tokens=64, ranks=2, pattern=Causal(), most_runs=1)
 
