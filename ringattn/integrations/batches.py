@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..call.functional import get_transport
+from ..call.planner import make_plans
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..layout import shift_labels
 from ..layout.regular import Layout, make_layout
@@ -47,6 +48,8 @@ Batch = Mapping[str, Tensor]
 Tensors = dict[str, Tensor]
 #: Documents by their tensor of borders, which transformers passes to all layers, so it is copied to the host once.
 _borders: Any = WeakIdKeyDictionary()
+#: The layouts of packed batches by the masks that choose them, and the number of ranks.
+_fastest: dict[tuple[LayerMasks, int], str] = {}
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,14 @@ class LayerMasks:
 
     `patterns` are the distinct masks of the layers, without documents; `weights` count the layers with each mask.
     `most_runs` limits the runs of adjacent tokens on a rank, as recurrent layers need. Without documents, zigzag.
+    `sizes`: arguments of `make_plans`; with them, batches are only balanced if the first one is predicted to be faster
+    than on contiguous and zigzag shards.
     """
 
     patterns: tuple[Pattern, ...]
     weights: tuple[int, ...]
     most_runs: int | None = None
+    sizes: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> LayerMasks:
@@ -75,9 +81,23 @@ class LayerMasks:
         """
         documents = borders if isinstance(borders, Documents) else read_borders(borders)
         patterns, tokens = [pattern & documents for pattern in self.patterns], documents.row(0).starts[-1]
-        return make_layout(
-            "balanced", tokens=tokens, ranks=ranks, patterns=patterns, weights=self.weights, most_runs=self.most_runs
-        )
+        common: dict[str, Any] = {"tokens": tokens, "ranks": ranks}
+
+        def make(name: str) -> Layout:
+            return make_layout(name, patterns=patterns, weights=self.weights, most_runs=self.most_runs, **common)
+
+        if self.sizes and (self, ranks) not in _fastest:
+            from ..simulator.timing.simulation import simulate  # a layout by its name needs no timing model
+
+            options = dict(self.sizes) | common
+
+            def seconds(name: str) -> float:
+                plans = make_plans(patterns, self.weights, layout=make(name), **options)
+                each = [simulate(plan, options["machine"]).seconds for plan in plans]
+                return sum(weight * one for weight, one in zip(self.weights, each, strict=True))
+
+            _fastest[self, ranks] = min(("zigzag", "contiguous", "balanced"), key=seconds)
+        return make(_fastest[self, ranks] if self.sizes else "balanced")
 
 
 def cut_batch(layout: str | Layout | LayerMasks, tokens: int, ranks: int, borders: Tensor | Documents | None) -> Layout:

@@ -133,8 +133,8 @@ class RingMixin:
     """Makes a trainer run on ranks that share sequences: class RingSFTTrainer(RingMixin, SFTTrainer).
 
     cp: how many ranks share a sequence; None: all. Each cp group gets its share of the data (dp).
-    layout: how a sequence is cut, as in `parallelize`. "balanced" cuts packed documents anew in each batch, so that
-        ranks have equal work, and other batches by zigzag.
+    layout: how a sequence is cut, as in `parallelize`. The default cuts packed batches so that ranks have equal work,
+        if that is predicted to be faster on `ring["machine"]`, and other batches by zigzag.
     ring: other options of `parallelize`, such as {"schedule": "ulysses"}.
 
     The trainer parallelizes its model and its reference model itself. Set its arguments as for dp processes:
@@ -148,7 +148,7 @@ class RingMixin:
         self,
         *args: Any,
         cp: int | None = None,
-        layout: str | Layout | LayerMasks = "zigzag",
+        layout: str | Layout | LayerMasks = "auto",
         ring: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:

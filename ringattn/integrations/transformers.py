@@ -29,8 +29,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ..call.arguments import AttentionOptions, check_option_names
 from ..call.autograd import compilable
 from ..call.functional import get_transport, ring_attention
+from ..dtypes import dtype_name
 from ..errors import InvalidInput, Unsupported
 from ..layout.regular import Layout
+from ..machine.presets import get_machine
 from ..pattern import local_window
 from ..recurrence.runs import MOST_RUNS
 from ..train import NO_LABEL
@@ -185,8 +187,9 @@ def parallelize(
     model: a transformers model, or PEFT's wrapper around one.
     group: a ProcessGroup, or one axis of a DeviceMesh; None: all processes.
     layout: how `shard_batch` or `Collator` cuts sequences: a name such as "zigzag", a Layout for batches of one length,
-        or `LayerMasks.of(model)`, which balances the masks of all layers over the documents of each batch, with
-        whole=True also "balanced". `generate()` cuts prompts by another name, otherwise by zigzag.
+        or `LayerMasks.of(model)`, which balances the masks of all layers over the documents of each batch; with
+        whole=True "balanced" does this, and "auto" does it if the first packed batch is predicted to be faster than on
+        zigzag and contiguous shards. `generate()` cuts prompts by another name, otherwise by zigzag.
     whole: if True, calls take whole sequences, equal on all ranks, cut them, and return the loss and all rows on every
         rank, so that a program for one process runs unchanged. With labels they return no logits, which are large. All
         ranks must compute the same loss; the mean of their gradients, as DDP and FSDP take it, is its gradient.
@@ -215,7 +218,7 @@ def parallelize(
         raise Unsupported("whole=True with an encoder-decoder model; leave it out, and cut batches by shard_batch")
     pooler = check_pooler(model)
     layers = take_layers(model)
-    cut = _balance(model, whole, layers) if layout == "balanced" else layout
+    cut = _balance(model, whole, layers, layout, options) if layout in ("auto", "balanced") else layout
     before = unparallelize(model).config._attn_implementation
     rotary = list(filter(rotates_by_length, model.modules()))
     ring = _Ring(
@@ -255,11 +258,24 @@ def parallelize(
     return wrapper
 
 
-def _balance(model: PreTrainedModel, whole: bool, recurrent: bool) -> LayerMasks:
+def _balance(model: PreTrainedModel, whole: bool, recurrent: bool, layout: str, options: Any) -> LayerMasks:
     """The masks of all layers; those between recurrent layers have few runs of tokens on a rank."""
     if not whole:
-        raise InvalidInput("layout='balanced': give LayerMasks.of(model) here and to shard_batch, or whole=True")
-    return replace(LayerMasks.of(model), most_runs=MOST_RUNS if recurrent else None)
+        raise InvalidInput(f"layout={layout!r}: give LayerMasks.of(model) here and to shard_batch, or whole=True")
+    masks = replace(LayerMasks.of(model), most_runs=MOST_RUNS if recurrent else None)
+    if layout == "balanced":
+        return masks
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", 1)
+    sizes = {
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or max(config.hidden_size // heads, 1),
+        "dtype": dtype_name(model.dtype),
+        "machine": get_machine(options.get("machine"), model.device.type),
+        "schedule": options.get("schedule", "auto"),
+    }
+    return replace(masks, sizes=tuple(sizes.items()))
 
 
 def _copy_config(model: nn.Module, config: Any) -> None:

@@ -174,7 +174,7 @@ def train_sft(
     model = make_model(name, **sizes)
     settings = options(folder, steps, 4, dp, accumulate, include_num_input_tokens_seen="all", **changes)
     rows = [{"text": make_text(i)} for i in range(60)]
-    return train_trl("SFT", rows, model, cp, settings, lora, layout="balanced")
+    return train_trl("SFT", rows, model, cp, settings, lora, layout="auto" if accumulate > 1 else "balanced")
 
 
 def make_pairs(count: int) -> list[dict[str, str]]:

@@ -17,6 +17,7 @@ import sweep
 import transformers
 from graph_cases import in_graphs
 from packaging.specifiers import SpecifierSet
+from packing_cases import FORTY_THREE
 from rank_pool import told_by
 
 import ringattn as ra
@@ -68,6 +69,16 @@ def test_layers_of_two_kinds_on_three_ranks(run_ranks: Run) -> None:
 def test_padded_and_packed_rows_equal_sequences_alone(run_ranks: Run, name: str) -> None:
     for found in run_ranks(model_cases.batches, 2, name, 32 * EPS, timeout=120):
         assert found == dict.fromkeys(sweep.PARTS, "exact")
+
+
+@pytest.mark.parametrize(
+    ("machine", "ranks", "name"), [("h100_nvlink_ib", 8, "balanced(1)"), ("a100_pcie", 32, "contiguous")]
+)
+def test_the_first_packed_batch_decides_whether_batches_are_balanced(machine: str, ranks: int, name: str) -> None:
+    sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "schedule": "auto", "machine": machine}
+    masks = adapter.LayerMasks((ra.Causal(),), (1,), sizes=tuple(sizes.items()))
+    assert masks.cut(ra.Documents(FORTY_THREE), ranks).name == name
+    assert masks.cut(ra.Documents([1000] * 128), ranks).name == name
 
 
 def test_masks_of_layers_are_read_from_the_model() -> None:
