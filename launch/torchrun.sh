@@ -15,8 +15,10 @@ ranks="${RANKS:-$((gpus > 0 ? gpus : 2))}"
 place=(--standalone)
 if [ "${NODES:-1}" -gt 1 ]; then
     : "${HEAD:?NODES > 1 needs HEAD=host:port of the first node}"
+    # Static, not c10d, whose ranks would meet at the first node's own name, whatever HEAD says.
+    host="${HEAD%:*}" host="${host#[}"
     place=(--nnodes "$NODES" --node-rank "${NODE:?NODE=0..NODES-1 is needed}"
-           --rdzv-backend c10d --rdzv-endpoint "$HEAD" --rdzv-id "${RINGATTN_RUN_ID:-ringattn}")
+           --master-addr "${host%]}" --master-port "${HEAD##*:}")
 fi
 
 # torchrun's default is one thread per rank; divide the cores among the ranks instead.

@@ -178,6 +178,13 @@ def make_plans(
     return plans[0] if len(plans) == 1 else choose_layout(plans, [weight for _, weight in masks], machine)
 
 
+def simulate_layers(plans: Sequence[Plan], weights: Sequence[int], machine: Machine) -> float:
+    """Seconds of the forwards of all layers on a machine: `weights[i]` layers have the mask of `plans[i]`."""
+    from ..simulator.timing.auto import simulate_seconds  # as above
+
+    return sum(weight * simulate_seconds(plan, machine) for plan, weight in zip(plans, weights, strict=True))
+
+
 def _make_sides(
     layout: str | Layout, q_layout: str | Layout | None, tokens: int, q_tokens: int, ranks: int
 ) -> tuple[Layout, Layout]:

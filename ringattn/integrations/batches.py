@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..call.functional import get_transport
-from ..call.planner import make_plans
+from ..call.planner import make_plans, simulate_layers
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..layout import shift_labels
 from ..layout.regular import Layout, make_layout
@@ -87,14 +87,11 @@ class LayerMasks:
             return make_layout(name, patterns=patterns, weights=self.weights, most_runs=self.most_runs, **common)
 
         if self.sizes and (self, ranks) not in _fastest:
-            from ..simulator.timing.simulation import simulate  # a layout by its name needs no timing model
-
             options = dict(self.sizes) | common
 
             def seconds(name: str) -> float:
                 plans = make_plans(patterns, self.weights, layout=make(name), **options)
-                each = [simulate(plan, options["machine"]).seconds for plan in plans]
-                return sum(weight * one for weight, one in zip(self.weights, each, strict=True))
+                return simulate_layers(plans, self.weights, options["machine"])
 
             _fastest[self, ranks] = min(("zigzag", "contiguous", "balanced"), key=seconds)
         return make(_fastest[self, ranks] if self.sizes else "balanced")

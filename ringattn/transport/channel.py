@@ -11,8 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Generic, Never, TypeVar
 from weakref import WeakKeyDictionary, finalize
@@ -22,8 +24,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..errors import CommFailure
+from ..errors import CommFailure, InvalidInput
 from .comparison import GRACE, Comparison, Event, read_frames
+from .launcher import interfaces
 from .records import RECORDS
 
 T = TypeVar("T")
@@ -39,6 +42,11 @@ PARTING = 1.0
 STRANGER = 5.0
 #: Bytes of the secret that shows that a rank belongs to the group.
 SECRET = 16
+#: Why a connection fails.
+UNREACHED = (
+    "its process has ended, GLOO_SOCKET_IFNAME on one of the hosts names no interface that leads to the other, or a "
+    "firewall stands between them"
+)
 #: The channel of each group, which closes when the group is destroyed.
 _channels: WeakKeyDictionary[Any, Channel] = WeakKeyDictionary()
 
@@ -204,7 +212,9 @@ class Channel:
                     connection, _ = server.accept()
                 except TimeoutError:
                     missing = min({*self.comparison.peers} - {*found})
-                    raise self._missing(missing, "it has not connected in time") from None
+                    raise self._missing(
+                        missing, f"it has not connected to {host}:{port} in time; {UNREACHED}"
+                    ) from None
                 peer = _admit(connection, secret)
                 if peer is None:
                     connection.close()
@@ -238,10 +248,7 @@ class Channel:
                     return connection
                 connection.close()
             except OSError as error:
-                hints = ["GLOO_SOCKET_IFNAME names another network interface"]
-                if isinstance(error, ConnectionRefusedError | ConnectionResetError):  # loopback raises either
-                    hints = ["its process has ended", *(hints if host.startswith("127.") else [])]
-                why = f"no connection to {host}:{port} ({error}); {', or '.join(hints)}"
+                why = f"no connection to {host}:{port} ({error}); {UNREACHED}"
             time.sleep(RETRY)
         raise self._missing(peer, why)
 
@@ -400,11 +407,7 @@ def _own_address(store: Store) -> tuple[str, socket.AddressFamily]:
     """(host, family) at which other ranks reach this process: GLOO_SOCKET_IFNAME's, or the interface to the store."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if name and sys.platform == "linux":
-        import fcntl  # not on Windows
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            raw = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-        return socket.inet_ntoa(raw[20:24]), socket.AF_INET
+        return _interface_address(name)
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     host = getattr(store, "host", None) or socket.gethostname()  # a FileStore or HashStore has no host
@@ -415,3 +418,19 @@ def _own_address(store: Store) -> tuple[str, socket.AddressFamily]:
             return probe.getsockname()[0], family
     except OSError:
         return "127.0.0.1", socket.AF_INET
+
+
+def _interface_address(name: str) -> tuple[str, socket.AddressFamily]:
+    """The IPv4 address of a network interface, or else its global IPv6 address. Linux only."""
+    import fcntl  # not on Windows
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        raw = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+        return socket.inet_ntoa(raw[20:24]), socket.AF_INET
+    for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        digits, _, _, scope, _, interface = line.split()
+        if (interface, scope) == (name, "00"):
+            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)), socket.AF_INET6
+    raise InvalidInput(
+        f"GLOO_SOCKET_IFNAME={name}: this host has no such network interface with an address; it has {interfaces()}"
+    )

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context, parent_process
@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..errors import InvalidInput, LaunchFailure, Unsupported
+from ..errors import CommFailure, InvalidInput, LaunchFailure, Unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,8 @@ def detect(env: Mapping[str, str] | None = None) -> Launch:
 def init_process_group(launch: Launch, *, backend: str, timeout: float, device: torch.device | None = None) -> None:
     """Join the process group of a torchrun job (env://), also after a restart by `torchrun --max-restarts`.
 
-    `timeout` (seconds) bounds joining and every later collective. NCCL connects `device` immediately.
+    `timeout` (seconds) bounds joining and every later collective. NCCL connects `device` immediately. Raises
+    CommFailure that quotes the first rank that could not connect.
     """
     if launch.kind != "torchrun":
         raise InvalidInput(
@@ -96,7 +97,22 @@ def init_process_group(launch: Launch, *, backend: str, timeout: float, device: 
     store, rank, world = next(dist.rendezvous("env://", timeout=within))
     # torchrun's store outlives the ranks: after a restart, Gloo would find the previous ranks' addresses in it.
     store = dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=within, device_id=device)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=within, device_id=device)
+    except RuntimeError as error:
+        why = f"rank {rank}, on a host with the interfaces {interfaces()}: {str(error).strip().splitlines()[-1]}"
+        first = why
+        with suppress(RuntimeError):  # the store may have ended with its host
+            first = store.compare_set("ringattn/failure", "", why).decode()  # the others only time out
+        raise CommFailure(
+            f"the ranks cannot connect; the first to fail was {first}; on each host, {backend.upper()}_SOCKET_IFNAME "
+            "must name an interface that leads to the others, and no firewall may stand between them"
+        ) from error
+
+
+def interfaces() -> str:
+    """The network interfaces of this host, for errors."""
+    return ", ".join(name for _, name in socket.if_nameindex())
 
 
 def refuse_windows(what: str) -> None:
@@ -115,6 +131,7 @@ def run_local(
     group_timeout: float | None = None,
     threads: int | None = None,
     show: bool = False,
+    place: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """The return values, in rank order, of fn(rank, *args) on `ranks` new processes joined in a Gloo group.
 
@@ -122,7 +139,8 @@ def run_local(
     whole run, and `group_timeout` (default: the same) bounds every collective in the run. `threads` is torch's thread
     count per rank. After one rank has failed, the others get `GRACE` seconds to end by themselves. The standard output
     and standard error of ranks are kept for error messages; with `show`, rank 0 writes to this process's standard
-    output, and shows its progress on this process's standard error.
+    output, and shows its progress on this process's standard error. `place(rank)` runs first on each rank, and chooses
+    its network interface; by default, the loopback interface.
 
     Raises LaunchFailure with the stderr of the rank that failed first. No process or temporary file is left behind,
     even if this process is killed. SIGTERM ends it with SystemExit.
@@ -133,7 +151,7 @@ def run_local(
     refuse_windows("ranks in processes of their own")
     if ranks < 1:
         raise InvalidInput(f"ranks={ranks}: at least one rank is needed")
-    group = {"world": ranks, "timeout": group_timeout or timeout, "threads": threads, "show": show}
+    group = {"world": ranks, "timeout": group_timeout or timeout, "threads": threads, "show": show, "place": place}
     work, context = pickle.dumps((fn, args)), get_context("spawn")
     with terminable(), _scratch_folder() as scratch:
         processes = [
@@ -159,11 +177,19 @@ def _file(scratch: Path, rank: int, ending: str) -> Path:
 
 @contextmanager
 def _scratch_folder() -> Iterator[Path]:
-    """A temporary folder. A shell removes it when its standard input closes: after the block, or with this process."""
+    """A temporary folder, which ends with the block, or with this process."""
     folder = tempfile.mkdtemp(prefix="ringattn-")
-    command = ["/bin/sh", "-c", 'cat; exec rm -rf "$0"', folder]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
+    with at_end('rm -rf "$0"', folder):
         yield Path(folder)
+
+
+@contextmanager
+def at_end(script: str, *arguments: str) -> Iterator[None]:
+    """Run a shell script after the block, or when this process ends, even if it is killed."""
+    command = ["/bin/sh", "-c", f"cat; {script}", *arguments]
+    # The shell runs the script when its standard input closes.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
+        yield
 
 
 @contextmanager
@@ -263,7 +289,9 @@ def _run_rank(scratch: Path, group: dict[str, Any], rank: int, work: bytes) -> N
         os.dup2(log.fileno(), 2)
         if rank or not group["show"]:
             os.dup2(log.fileno(), 1)
-    if any(name == "lo" for _, name in socket.if_nameindex()):
+    if group["place"]:
+        group["place"](rank)
+    elif any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # No rank starts work before all are connected: otherwise a quick rank's end would be an error on ranks still
     # connecting.

@@ -225,10 +225,12 @@ def explain(standings: dict[int, dict[str, Any]], number: int, why: str, size: i
     least = min(standing["count"] for standing in standings.values())
     late = [rank for rank in range(size) if rank in standings and standings[rank]["count"] == least <= number]
     if silent or (why and late):
-        done = "does not answer" if silent else "has not joined the call of the others"
-        return CommFailure(
-            f"rank {_list_ranks(silent or late)} {done}: its process hangs, is stopped, or does something else ({why})"
+        what = (
+            "does not answer: its process hangs or is stopped, or its host or its network is down"
+            if silent
+            else "has not joined the call of the others: its process hangs, is stopped, or does something else"
         )
+        return CommFailure(f"rank {_list_ranks(silent or late)} {what} ({why})")
     made = {rank: json.loads(raw) for rank in range(size) if (raw := standings[rank]["record"])}
     try:
         compare({rank: {"call": f"{fields['stage']}"} for rank, fields in made.items()})

@@ -46,5 +46,5 @@ def test_a_rank_that_is_not_reached_is_told_with_the_network() -> None:
         store.set("1", f"127.0.0.1 {port} {'00' * 16}")
         rank = object.__new__(Channel)
         rank.rank, rank.size = 0, 2
-        with pytest.raises(CommFailure, match=f"rank 1: no connection to 127.0.0.1:{port} .*GLOO_SOCKET_IFNAME names"):
+        with pytest.raises(CommFailure, match=f"rank 1: no connection to 127.0.0.1:{port} .*GLOO_SOCKET_IFNAME on"):
             rank._call(store, 1, time.monotonic() + 0.3)

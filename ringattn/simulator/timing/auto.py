@@ -116,6 +116,13 @@ def choose(
     return _take_best(candidates, plans, machine)
 
 
+def simulate_seconds(plan: Plan, machine: Machine) -> float:
+    """Seconds of a forward, in which every step of every rank is simulated, see `simulate`."""
+    from .simulation import simulate  # rarely needed
+
+    return simulate(plan, machine).seconds
+
+
 def predict(plan: Plan, machine: Machine) -> Prediction:
     """The estimated time of a forward, as `auto` compares it: the sum over a rank's steps of max(visits, messages).
 
@@ -128,7 +135,7 @@ def predict(plan: Plan, machine: Machine) -> Prediction:
     """
     if plan.is_plain:
         return estimate(plan, machine, plan.ring_plan(0)[0].demand)[0]
-    from .simulation import simulate  # rarely needed
+    from .simulation import simulate  # as above
 
     found = simulate(plan, machine, solver="events")
     sent, messages = (max(map(count, range(plan.ranks))) for count in (plan.bytes_sent, plan.messages))
