@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import generations
+import pytest
 import rank_cases
 import torch
 import torch.distributed as dist
@@ -15,12 +16,22 @@ from rank_pool import told_by, wait_for_files
 
 import ringattn as ra
 from ringattn import Causal, Documents, Window
-from ringattn.lab.bench.hosts import Hosts
+from ringattn.errors import Unsupported
+from ringattn.lab.bench.hosts import Cluster, Hosts, make_hosts
 from ringattn.transport.torchdist import TorchDist
 
 #: How ranks compare their calls: each way in a group of its own, so that both meet the same fault.
 CHECKS = ("now", "deferred")
 DOCUMENTS = [260, 33, 700, 5, 402, 648]
+
+
+def skip_without_hosts() -> None:
+    """Skip a test, with the reason, where no hosts can be made."""
+    try:
+        with make_hosts(Cluster(2, 1, 1e9)):
+            pass
+    except Unsupported as error:
+        pytest.skip(str(error))
 
 
 def all_calls(rank: int, hosts: Hosts) -> dict[str, float]:

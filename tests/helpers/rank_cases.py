@@ -315,15 +315,6 @@ def fail(rank: int, how: str) -> str:
     return f"rank {rank} of {dist.get_world_size()}, {torch.get_num_threads()} threads"
 
 
-def on_nodes(rank: int, transport: Transport) -> int:
-    """Behind the links of two nodes: the number of cells checked."""
-    return compare_with_virtual(transport, "float32", (4, 2), (Full(), Causal(), Causal() & Window(20), Window(5, 9)))
-
-
-def fail_behind(rank: int, transport: Transport, how: str) -> str:
-    return fail(rank, how)
-
-
 WRONG = (
     (
         "InvalidInput: q must be a tensor [batch, heads, tokens, head_dim]",

@@ -19,7 +19,7 @@ from typing import Any
 import host_cases
 import pytest
 
-from ringattn.errors import LaunchFailure, Unsupported
+from ringattn.errors import LaunchFailure
 from ringattn.lab.bench.hosts import Cluster, Hosts, make_hosts
 from ringattn.transport import launcher
 
@@ -33,11 +33,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.multi]
 
 @pytest.fixture(scope="module", autouse=True)
 def _possible() -> None:
-    try:
-        with make_hosts(Cluster(2, 1, RATE)):
-            pass
-    except Unsupported as error:
-        pytest.skip(str(error))
+    host_cases.skip_without_hosts()
 
 
 @pytest.fixture(autouse=True)

@@ -92,9 +92,9 @@ def make_single(context: Context) -> Run | None:
 
 
 def make_ring(context: Context, schedule: str = "ring", transport: Transport | None = None) -> Run:
-    """Our attention on the ranks of a case with this schedule, over `transport` or else the context's transport."""
+    """Our attention on the ranks of a case with this schedule, over `transport` or else Gloo."""
     pattern, layout = parse_pattern(context.settings["pattern"]), context.settings["layout"]
-    options: Any = {"schedule": schedule, "transport": transport or context.transport}
+    options: Any = {"schedule": schedule, "transport": transport}
     return make_call(context, partial(ring_attention, pattern=pattern, layout=layout, **options))
 
 

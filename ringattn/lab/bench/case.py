@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...transport.base import Transport
-from .links import Links
+from .hosts import Cluster, Hosts
 
 #: One run of a column on this rank; returns the rank's result.
 Run = Callable[[], Any]
@@ -24,12 +23,12 @@ HEADS, HEAD_DIM = 8, 64
 
 @dataclass(frozen=True)
 class Context:
-    """The rank on which a column is built, and the settings of its case. `transport` is set in cases with links."""
+    """The rank on which a column is built, the settings of its case, and its hosts, if it has several."""
 
     rank: int
     ranks: int
     settings: dict[str, Any]
-    transport: Transport | None = None
+    hosts: Hosts | None = None
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,8 @@ class BenchCase:
     limit: float | None = None
     #: Upper limit on the rounds, for cases that take minutes.
     rounds: int | None = None
-    #: The modelled network between the ranks; None for plain processes on one machine.
-    links: Links | None = None
+    #: The hosts of the ranks, and their links; None for plain processes on one machine.
+    cluster: Cluster | None = None
     #: How the numbers were obtained, for readers of the record.
     notes: tuple[str, ...] = ()
     #: Returns one or more table rows that summarise the record of the case; stored in the record under "summary".

@@ -60,13 +60,16 @@ class Hosts:
         return ["ip", "netns", "exec", f"{self.tag}h{host}"]
 
     def enter(self, rank: int) -> None:
-        """Move this process, which must have one thread, to the host of a rank."""
-        namespace = os.open(f"/run/netns/{self.tag}h{rank // self.cluster.ranks_per_node}", os.O_RDONLY)
+        """Move this process, of one thread, to the host of a rank, and to that host's share of the cores."""
+        host = rank // self.cluster.ranks_per_node
+        namespace = os.open(f"/run/netns/{self.tag}h{host}", os.O_RDONLY)
         try:
             if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
         finally:
             os.close(namespace)
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[host :: self.cluster.nodes] or [cores[host % len(cores)]])
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 
     def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:

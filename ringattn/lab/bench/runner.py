@@ -29,13 +29,12 @@ from ... import __version__
 from ...errors import LaunchFailure, RingAttentionError
 from ...runtime import peak_memory
 from ...text import duration
-from ...transport.base import Transport
 from ...transport.launcher import run_local
 from ..pages.journal import git, source
 from . import get_cases
 from .case import TOLERANCES, BenchCase, BenchColumn, CaseRecord, Context, Run, iqr
+from .hosts import NETWORK, Hosts, make_hosts
 from .libraries import say_what_lacks
-from .links import NETWORK, run_nodes
 from .records import FORMAT, open_results
 
 #: Exceptions that are recorded as the failure of a case: our errors, lack of memory, a wrong result, and torch's
@@ -59,8 +58,6 @@ def run_suite(
     """
     cases = get_cases(suite, asked)
     header = make_header(suite, asked, repeat, memory, cases)
-    if any(case.links for case in cases):
-        tell(f"behind {NETWORK}")
     with open_results(folder, header, [case.name for case in cases]) as journal:
         if journal.records:
             tell(f"what {journal.path} lacks, {len(cases) - len(journal.records)} of {len(cases)} cases")
@@ -110,10 +107,11 @@ def run_case(case: BenchCase, header: dict[str, Any], done: dict[str, CaseRecord
         return summarise_case(case, [_failure("NotTried", reason)])
     work = (header["suite"], case.name, header["repeat"], header["memory"])
     try:
-        if case.links is None:
+        if case.cluster is None:
             raw = run_local(measure, case.ranks, None, *work, timeout=case.timeout)
         else:
-            raw = run_nodes(measure, case.links, *work, timeout=case.timeout)
+            with make_hosts(case.cluster) as hosts:
+                raw = hosts.run(measure, hosts, *work, timeout=case.timeout, threads=1)
     except LaunchFailure as error:
         kind = "Timeout" if error.status is None else "Killed" if error.status < 0 else "Crashed"
         raw = [_failure(kind, str(error))]
@@ -140,9 +138,7 @@ def _failure(kind: str, message: str) -> dict[str, Any]:
     return {"failed": {"class": kind, "message": message.strip() or kind}, "times": {}, "errors": {}}
 
 
-def measure(
-    rank: int, transport: Transport | None, suite: str, name: str, repeat: int, memory: int | None
-) -> dict[str, Any]:
+def measure(rank: int, hosts: Hosts | None, suite: str, name: str, repeat: int, memory: int | None) -> dict[str, Any]:
     """Raw numbers of a case on one rank, or its failure. Runs in its own process, limited to `memory` bytes."""
     (case,) = get_cases(suite, [name])
     if memory is not None:
@@ -150,7 +146,7 @@ def measure(
     if case.ranks == 1 and dist.is_initialized():
         dist.destroy_process_group()  # factories of the seeds' systems make a ring in any group, even of one rank
     try:
-        return measure_case(case, rank, transport, repeat)
+        return measure_case(case, rank, hosts, repeat)
     except FAILURES as error:
         return _failure(classify(error), str(error))
 
@@ -169,13 +165,13 @@ def classify(error: Exception) -> str:
     return type(error).__name__
 
 
-def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat: int) -> dict[str, Any]:
+def measure_case(case: BenchCase, rank: int, hosts: Hosts | None, repeat: int) -> dict[str, Any]:
     """Raw numbers of one rank, from a warm-up, a check of results, `repeat` rounds of all columns, and a memory run.
 
     {"times": seconds by column, "errors": by name, "peaks": bytes by column}, with {"details": {"missing": reasons by
     column}} where columns may be missing; or {"bytes": by round, "allowed": bytes, "errors": {}}.
     """
-    context = Context(rank, case.ranks, case.settings, transport)
+    context = Context(rank, case.ranks, case.settings, hosts)
     repeat = min(repeat, case.rounds or repeat)
     if case.measure is not None:
         return case.measure(context, repeat)
@@ -328,10 +324,10 @@ def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
         "ranks": case.ranks,
         "settings": case.settings,
         "errors": raw[0]["errors"],
-        "notes": [*case.notes, *([f"network: {NETWORK}"] if case.links else [])],
+        "notes": [*case.notes, *([f"network: {NETWORK}"] if case.cluster else [])],
     }
-    if case.links is not None:
-        record["links"] = asdict(case.links)
+    if case.cluster is not None:
+        record["cluster"] = asdict(case.cluster)
     failures = [rank["failed"] for rank in raw if "failed" in rank]
     if failures:
         causes = [failure for failure in failures if failure["class"] not in FOLLOWING]

@@ -87,7 +87,8 @@ class MeasuringRanks:
         self.rank, self.size = (0, 1) if transport is None else (transport.rank, transport.size)
         self.ranks_per_node = ranks_per_node or self.size
         #: Ranks of a node that can compute at full speed at the same time.
-        self.cores = max((os.cpu_count() or 1) // torch.get_num_threads(), 1)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.cores = max(cores // torch.get_num_threads(), 1)
         self._reference: Callable[[], Any] | None = None
         #: Seconds of the reference call at the pace to which all times are corrected; None: no correction.
         self.pace: float | None = None

@@ -6,25 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+from host_cases import skip_without_hosts
 
 import ringattn as ra
 from ringattn.cli.config.schema import RunConfig
 from ringattn.cli.run_job import Run
 from ringattn.lab.bench import get_cases, runner
 from ringattn.lab.bench.case import HEAD_DIM, HEADS, TOLERANCES, BenchCase, BenchColumn
-from ringattn.lab.bench.links import Links, run_nodes
+from ringattn.lab.bench.hosts import Cluster, make_hosts
 from ringattn.lab.bench.suites import schedules
-from ringattn.transport.base import Transport
 
-LINKS = Links(2, 2, 1e9, 1e10)
+CLUSTER = Cluster(2, 2, 1e9)
 
 
 def small() -> list[BenchCase]:
     """The kinds of cases of the suite, at sizes for tests."""
     return [
-        schedules._local_case("moving", LINKS, "Causal() & Window(9)", tokens=130, layout="zigzag", backward=True),
-        schedules._double_ring_case("double", LINKS, 128, 1.5, backward=True),
-        schedules._overlap_case("overlap", LINKS, 128),
+        schedules._local_case("moving", CLUSTER, "Causal() & Window(9)", tokens=130, layout="zigzag", backward=True),
+        schedules._double_ring_case("double", CLUSTER, 128, 1.5, backward=True),
+        schedules._overlap_case("overlap", CLUSTER, 128),
     ]
 
 
@@ -32,14 +32,16 @@ def small() -> list[BenchCase]:
 Measured = dict[str, dict[str, Any]]
 
 
-def measure_small(rank: int, transport: Transport) -> Measured:
-    return {case.name: runner.measure_case(case, rank, transport, 2) for case in small()}
+def measure_small(rank: int) -> Measured:
+    return {case.name: runner.measure_case(case, rank, None, 2) for case in small()}
 
 
 @pytest.fixture(scope="module")
 def measured() -> list[Measured]:
     """One start of ranks for all tests."""
-    return run_nodes(measure_small, LINKS, timeout=90)
+    skip_without_hosts()
+    with make_hosts(CLUSTER) as hosts:
+        return hosts.run(measure_small, timeout=90, threads=1)
 
 
 def test_calls_are_warm_and_checked_before_the_timing() -> None:
@@ -93,23 +95,23 @@ def test_what_is_timed_is_right(name: str, columns: list[str], measured: list[Me
     (case,) = [case for case in small() if case.name == name]
     record = runner.summarise_case(case, [cases[name] for cases in measured])
     assert len(record["ratios"]) == len(case.ratios)
-    assert record["links"]["bandwidth"] == 1e9 and any(note.startswith("network: ") for note in record["notes"])
+    assert record["cluster"]["bandwidth"] == 1e9 and any(note.startswith("network: ") for note in record["notes"])
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (2, 4), (3, 2), (4, 4)])
 def test_outer_bytes_are_those_of_the_formula(nodes: int, ranks_per_node: int) -> None:
     """Bytes that leave the first node."""
-    links = Links(nodes, ranks_per_node, 1e9, 1e10)
+    cluster = Cluster(nodes, ranks_per_node, 1e9)
 
     def count(schedule: str, way: str = "forward") -> int:
-        case = schedules._double_ring_case("x", links, 16 * links.ranks, None)
-        plan = schedules._plan(case.settings, links.ranks, schedule)
+        case = schedules._double_ring_case("x", cluster, 16 * cluster.ranks, None)
+        plan = schedules._plan(case.settings, cluster.ranks, schedule)
         steps = [step for rank in range(ranks_per_node) for step in getattr(plan.for_rank(rank), way)]
-        hops = [hop for step in steps for hop in step.sends if links.node(hop.peer)]
+        hops = [hop for step in steps for hop in step.sends if hop.peer >= ranks_per_node]
         return sum(plan.part_bytes(part) for hop in hops for part in hop.parts)
 
     block = 16 * 2 * HEADS * HEAD_DIM * 4
-    assert count("ring") == (links.ranks - 1) * block
+    assert count("ring") == (cluster.ranks - 1) * block
     assert count(f"double_ring({ranks_per_node})") == (nodes - 1) * ranks_per_node * block
     if nodes == ranks_per_node == 2:
         row = 16 * 2 * HEADS * 4  # lse and delta
@@ -123,4 +125,4 @@ def test_every_promise_is_a_target() -> None:
     assert targets["double_ring_4_step"] == targets["double_ring_8"] == [1.5] and targets["overlap"] == [0.9, 2.0]
     assert targets["packed"][0] == targets["packed_step"][0] == 1.4
     linked = [case for case in get_cases("schedules") if not case.name.startswith("packed")]
-    assert all(case.links and case.links.ranks == case.ranks for case in linked)
+    assert all(case.cluster and case.cluster.ranks == case.ranks for case in linked)

@@ -18,7 +18,7 @@ from ....simulator.timing.auto import list_schedules
 from ....simulator.timing.simulation import simulate
 from ..calls import check_error, make_ring
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, make_settings
-from ..links import Links
+from ..hosts import Cluster
 
 HEADS, HEAD_DIM = 2, 64
 #: A pick counts as right if the fastest schedule takes at least this share of the pick's time.
@@ -37,7 +37,7 @@ LOCAL: tuple[tuple[str, str, str, int], ...] = (
     ("blocks", "strided_blocks(128, stride=8)", "contiguous", 16384),
     ("far", "dilated_blocks(128, offsets=(1, 8, 16))", "contiguous", 16384),
 )
-#: (name, pattern, layout, tokens) of settings on two nodes of two ranks, each run behind each of LINKS: the first few
+#: (name, pattern, layout, tokens) of settings on two nodes of two ranks, each run on each of CLUSTERS: the first few
 #: of LOCAL with half the tokens, and others.
 LINKED: tuple[tuple[str, str, str, int], ...] = (
     *((name, pattern, layout, tokens // 2) for name, pattern, layout, tokens in LOCAL[:5]),
@@ -45,7 +45,7 @@ LINKED: tuple[tuple[str, str, str, int], ...] = (
     ("blocks", "strided_blocks(128, stride=8)", "contiguous", 4096),
     ("far", "dilated_blocks(128, offsets=(1, 32))", "contiguous", 8192),
 )
-LINKS = (Links(2, 2, 10e6, 100e6), Links(2, 2, 40e6, 400e6), Links(2, 2, 100e6, 100e6))
+CLUSTERS = (Cluster(2, 2, 10e6), Cluster(2, 2, 40e6), Cluster(4, 1, 100e6))
 NOTE = (
     "auto: forward, 1 thread per rank, the layout as given; auto / best is the time of the schedule that auto picks, "
     "divided by that of the fastest schedule (medians over the rounds); it is 1 if auto picks the fastest. The model "
@@ -71,18 +71,18 @@ def list_cases() -> list[BenchCase]:
         for name, pattern, layout, tokens in LOCAL
         for ranks in (2, 4)
     ]
-    for links in LINKS:
+    for cluster in CLUSTERS:
         machine = Machine(
             flops=cpu.flops / 2,  # four ranks share two cores
             latency=cpu.latency,
-            bandwidth=links.bandwidth,
-            ranks_per_node=links.ranks_per_node,
-            node_bandwidth=links.node_bandwidth,
+            bandwidth=cluster.bandwidth,
+            ranks_per_node=cluster.ranks_per_node,
+            node_bandwidth=cpu.bandwidth if cluster.ranks_per_node > 1 else None,
             shared_nic=True,
         )
-        rates = f"{links.bandwidth / 1e6:.0f}_{links.node_bandwidth / 1e6:.0f}"
+        hosts = f"{cluster.nodes}_hosts_{cluster.bandwidth / 1e6:.0f}"
         cases += [
-            _case(f"{name}_{layout}_{rates}", pattern, layout, tokens, links.ranks, machine, links)
+            _case(f"{name}_{layout}_{hosts}", pattern, layout, tokens, cluster.ranks, machine, cluster)
             for name, pattern, layout, tokens in LINKED
         ]
     return cases + [_modelled_case(ranks) for ranks in RANKS]
@@ -108,7 +108,7 @@ def _modelled_case(ranks: int) -> BenchCase:
 
 
 def _case(
-    name: str, pattern: str, layout: str, tokens: int, ranks: int, machine: Machine, links: Links | None = None
+    name: str, pattern: str, layout: str, tokens: int, ranks: int, machine: Machine, cluster: Cluster | None = None
 ) -> BenchCase:
     written = pattern.format(documents=[tokens // 16] * 16)
     sizes: dict[str, Any] = {"tokens": tokens, "layout": layout, "heads": HEADS, "head_dim": HEAD_DIM}
@@ -119,7 +119,7 @@ def _case(
     names = list_schedules(plan, machine)
     columns = tuple(BenchColumn(schedule, 1, partial(make_ring, schedule=schedule)) for schedule in names)
     ratios = tuple(Ratio(other, plan.schedule) for other in names if other != plan.schedule)
-    return BenchCase(name, ranks, settings, columns, ratios, _check, links=links, summarise=_judge, notes=(NOTE,))
+    return BenchCase(name, ranks, settings, columns, ratios, _check, cluster=cluster, summarise=_judge, notes=(NOTE,))
 
 
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
