@@ -53,11 +53,13 @@ class AttentionOptions:
 
     schedule: what travels between ranks and when: "ring", "direct", "allgather", "double_ring(n)", "ulysses(n)",
         "ulysses(n, schedule)", or "auto", the schedule that the timing model predicts to be fastest on `machine`.
+        Without a number, "double_ring" and "ulysses" take the ranks per node of `machine`.
     kernel: "reference", "aten_cpu", "aten_cuda", "aten_cuda:flash", "aten_cuda:cudnn", "aten_cuda:efficient",
         "flash_attn", "flash_attn_3" and "flash_attn_4" (from the packages of these names), a kernel that an installed
         package adds, or "auto": by the device of the tensors. If a named kernel cannot compute the call, the call
         raises Unsupported; no other kernel replaces it.
-    machine: a Machine or its name, for schedule="auto"; None: "cpu" or "cuda", by the device of the tensors.
+    machine: a Machine or its name, for schedule="auto" or a schedule without its number; None: "cpu" or "cuda", by the
+        device of the tensors.
     scale: factor of the logits; None: 1 / sqrt(head_dim).
     deterministic: repeated runs give equal bits.
     comm_dtype: dtype that messages are rounded to; None: no rounding, see `make_plan`.

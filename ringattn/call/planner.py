@@ -11,7 +11,7 @@ from ..errors import InvalidInput
 from ..layout.regular import DEFAULT_LAYOUT, Layout, make_layout, read_masks
 from ..pattern import Pattern, as_pattern
 from ..plan.plan import Plan, arrange, bind_sides
-from ..plan.schedules import resolve
+from ..plan.schedules import resolve, takes_node
 from ..plan.steps import PlanSizes
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ def make_plan(
     after 1000 cached keys: tokens=1024, q_layout="shifted(zigzag, 1000)", q_tokens=24. "auto" in the name stands for
     the keys' layout: "shifted(auto, 1000)".
 
-    layout="auto" and schedule="auto" take the layout and the schedule that the timing model predicts to be fastest in
+    schedule="double_ring" and "ulysses" without a number take the ranks per node of `machine`. layout="auto" and
+    schedule="auto" take the layout and the schedule that the timing model predicts to be fastest in
     the forward on `machine` (a Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` shows what was compared, and the
     reason for the choice. Raises InvalidInput.
     """
@@ -108,7 +109,6 @@ def find_plan(
         named = (name for name in names if not choose_layout or name != "balanced")
         own = dict(_make_sides(name, q_layout, tokens, count, ranks) for name in named)
         layouts = [*own]
-    schedule = resolve(schedule, ranks, heads, sizes.kv_heads)
     if own and all(layout == of_queries for layout, of_queries in own.items()):  # `rotate` is for both passes
         own = {}
         sizes = replace(sizes, rotate="q, q" if sizes.rotate == "q" else sizes.rotate)
@@ -120,13 +120,16 @@ def find_plan(
     if own and passes[0] == "auto":  # the forward's; a comm_dtype asks for rounded keys
         forms = ("kv",) if ranks == 1 or sizes.comm_dtype is not None else ("kv", "q")
         rotates = [f"{form}, {passes[-1]}" for form in forms]
+    schedule = resolve(schedule)
     choosing = choose_layout or schedule == "auto" or len(rotates) > 1
     by_events = own or sizes.rotate.startswith("q, ")
     on_machine = None
-    if choosing or machine is not None:
+    if choosing or machine is not None or takes_node(schedule):
         from ..machine.presets import get_machine  # as above
 
         on_machine = get_machine(machine)
+    node = None if on_machine is None else on_machine.ranks_per_node
+    schedule = resolve(schedule, ranks, heads, sizes.kv_heads, node)
 
     def make(layout: Layout, schedule: str, rotate: str = rotates[0]) -> Plan:
         return arrange(bound, layout, schedule, replace(sizes, rotate=rotate), own.get(layout))

@@ -13,7 +13,9 @@ from oracle import mark_pairs
 from strategies import head_counts, problems, schedules
 
 from ringattn import BlockSparse, Causal, Dilated, Documents, InvalidInput, Pattern, Plan, Window, make_plan
+from ringattn.machine.presets import MACHINES
 from ringattn.plan.row_sets import ALL_ROWS, RowSet, count_rows, find_copies, subtract, to_numbers, to_ranges, union
+from ringattn.plan.schedules import resolve
 from ringattn.plan.steps import Part
 
 
@@ -324,10 +326,10 @@ def test_what_is_saved_is_one_block_at_most() -> None:
 def test_wrong_schedules() -> None:
     for schedule, words in (
         ("double_ring(3)", "8 ranks cannot be split into such nodes; try double_ring with 2 or 4 or 8"),
-        ("double_ring", r"needs the number of ranks per node; try double_ring\(2\)"),
-        ("double_ring(inner=2)", r"try double_ring\(2\)"),
+        ("double_ring", r"each node of the machine has one rank; give a number, such as double_ring\(2\), or machine"),
+        ("double_ring(inner=2)", r"such as double_ring\(2\)"),
         ("direct(2)", "expected auto, ring"),
-        ("ulysses", "expected auto, ring"),
+        ("ulysses(node, direct)", r"has one rank; give a number, such as ulysses\(2, direct\)"),
         ("ulysses(3)", "groups of 3 ranks do not divide 8 ranks; try ring: no size fits all"),
         ("ulysses(4)", "groups of 4 ranks do not divide 6 query heads"),
         ("ulysses(2)", "groups of 2 ranks do not divide 3 key/value heads"),
@@ -338,5 +340,14 @@ def test_wrong_schedules() -> None:
     ):
         with pytest.raises(InvalidInput, match=words):
             make_plan(Causal(), tokens=64, ranks=8, schedule=schedule, heads=6, kv_heads=3)
+    machine = MACHINES["cpu"].changed(ranks_per_node=4)
+    for schedule, expected in (
+        ("double_ring", "double_ring(4)"),
+        ("double_ring(node)", "double_ring(4)"),
+        ("ulysses", "ulysses(4, ring)"),
+        ("ulysses(2, double_ring)", "ulysses(2, double_ring(2))"),
+    ):
+        assert resolve(schedule, 8, 8, 8, 4) == expected
+        assert make_plan(Causal(), tokens=64, ranks=8, schedule=schedule, heads=8, machine=machine).schedule == expected
     with pytest.raises(InvalidInput, match="groups of 2 ranks do not divide 9 ranks; try sizes 3"):
         make_plan(Causal(), tokens=64, ranks=9, schedule="ulysses(2)", heads=6, kv_heads=3)

@@ -112,10 +112,10 @@ class LayoutGroup(ConfigGroup):
 
 @dataclass
 class ScheduleGroup(ConfigGroup):
-    """A schedule: its name with parameters, such as ulysses(4, direct)."""
+    """A schedule: its name with parameters, such as ulysses(4, direct). The number "node" is the machine's."""
 
-    ranks_per_node: int | None = None
-    size: int | None = None
+    ranks_per_node: Size | None = None
+    size: Size | None = None
     between: str | None = None
 
 

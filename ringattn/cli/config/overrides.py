@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 
 from ...errors import InvalidInput
 from ...files import STDOUT
+from ...machine.machine import MACHINE_NUMBERS
 from ...machine.presets import PRESETS
 from ...text import did_you_mean, split_commas
 from .defaults import conf_dir, read_defaults
@@ -36,9 +37,19 @@ WRITTEN = {
 JSON_KEYS = {"run": "output.report", "plan": "output.path", "simulate": "output.path", "advise": "output.path"}
 #: Matches a whole number in human notation, such as 4096, 1_000, 1e9, 64k or 2GiB.
 SIZE = re.compile(r"(?<![\w.])\d[\d._]*(?:e\+?\d+)?(?:[kmgt](?:ib)?)?(?![\w.])", re.IGNORECASE)
+#: Factors of the units in which numbers of a machine may be written, by the unit of the number.
+UNITS = {
+    "s": {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0},
+    "bytes/s": {
+        prefix + unit: factor * size
+        for prefix, factor in {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.items()
+        for unit, size in {"B/s": 1.0, "b/s": 0.125, "bit/s": 0.125}.items()
+    },
+    "flop/s": {f"{prefix}FLOP/s": factor for prefix, factor in {"G": 1e9, "T": 1e12, "P": 1e15}.items()},
+}
 #: Matches OmegaConf's message for a value of the wrong type; and for each type, what to write instead.
 WRONG_TYPE = re.compile(r"Value '(.*?)'(?: of type '\w+')? (?:could not be converted to|is not a valid) (\w+)", re.S)
-TYPES = {"Integer": "a whole number, such as 8 or 64k", "Float": "a number, such as 2.5", "bool": "true or false"}
+TYPES = {"Integer": "a whole number, such as 8 or 64k", "Float": "a number, such as 2.5 (in machine.*, also 400Gb/s or 5us)", "bool": "true or false"}
 
 
 class _OptionParser(argparse.ArgumentParser):
@@ -123,10 +134,13 @@ def _installed(group: str) -> set[str]:
 
 
 def in_digits(schema: Any, key: str, value: str) -> str:
-    """`value` with sizes such as 8k written out in digits, if the key takes numbers and not text."""
+    """`value` with sizes such as 8k and units such as 400Gb/s in digits, if the key takes numbers and not text."""
     kinds = _types(schema, key)
     if str in kinds or not {int, float} & {*kinds}:
         return value
+    number = MACHINE_NUMBERS.get(key.removeprefix("machine."))
+    for unit, factor in UNITS.get(number.unit, {}).items() if number else ():
+        value = re.sub(rf"(?<![\w.])([\d._]+) ?{unit}(?!\w)", lambda m, f=factor: repr(float(m[1]) * f), value)  # type: ignore[misc]
     return SIZE.sub(
         lambda size: size[0] if int not in kinds and size[0][-1].isdigit() else str(parse_size(size[0], key)), value
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...errors import InvalidInput
 from ...machine.machine import MACHINE_NUMBERS
+from ...plan.schedules import takes_node
 from ...registry import Registry
 from ...text import shorten
 from .defaults import settings_of
@@ -151,9 +152,9 @@ class TwoSides(ProblemSizes):
 
     @property
     def chooses(self) -> bool:
-        """True if the layout, the schedule or `rotate` is chosen with the machine's numbers."""
+        """True if the layout, the schedule or `rotate` follows from the machine's numbers."""
         by_time = not self.is_square and self.rotate.startswith("auto")
-        return by_time or "auto" in (self.layout.spec, self.schedule.spec)
+        return by_time or "auto" in (self.layout.spec, self.schedule.spec) or takes_node(self.schedule.spec)
 
     def queries(self) -> dict[str, Any]:
         """The arguments of `make_plan` about queries that are not the keys. Raises InvalidInput."""

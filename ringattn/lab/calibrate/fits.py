@@ -102,11 +102,12 @@ def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], S
 
     `samples` has, for each size, the seconds of (visits alone, messages alone, both at once until both have ended);
     repetitions of the first and the last are paired. If a message lacks a core during the visit, it ends after the
-    visit and the rank waits. Each size gives the median lengthening over the time that visit and message share; the
-    result is the median over sizes.
+    visit and the rank waits. Each size gives the median lengthening of the longer over the time that visit and message
+    share; the result is the median over sizes.
     """
     shares = [
-        median(b - a for a, b in zip(visit, both, strict=True)) / min(median(visit), median(message))
+        median(b - max(a, median(message)) for a, b in zip(visit, both, strict=True))
+        / min(median(visit), median(message))
         for visit, message, both in samples
     ]
     return min(max(0.0, median(shares)), 1.0)

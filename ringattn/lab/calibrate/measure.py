@@ -21,6 +21,9 @@ from .fits import Sample, fit_calls, fit_interference, fit_jitter, fit_kernel_ti
 from .measuring_ranks import MeasuringRanks, Settings, TimedBytes, count_turns
 from .passes import GRID, Pass, PassCase, Runs, list_cases, model_passes, sizes_between, time_pass
 
+#: Ranks of a node share a card if their messages take this many times as long together as one of them alone.
+SHARED = 1.4
+
 
 @dataclass(frozen=True)
 class Overlap:
@@ -45,7 +48,8 @@ class Round:
     overheads: list[tuple[float, ...]]
     works: list[Sample]
     merges: list[TimedBytes]
-    #: Messages to the next rank, by the prefix of the machine numbers they yield: "", or "node_" within a node.
+    #: Messages to the next rank, by the prefix of the machine numbers they yield: "", or "node_" within a node. Between
+    #: nodes of several ranks, one rank of each node sends, and "crowd_" has a message that all ranks send at once.
     shifts: dict[str, list[TimedBytes]]
     overlaps: list[Overlap]
     #: The runs of each pass.
@@ -62,12 +66,15 @@ class Round:
         merges = kernels.time_merges(ranks, settings.rows, settings)
         if ranks.size == 1:
             return cls(overheads, samples, merges, {}, [], [])
-        # Whether links lie within a node, by prefix: links of one kind have none, nor have those between nodes.
-        links = {"": False, "node_": True} if 1 < ranks.ranks_per_node < ranks.size else {"": ranks.nodes == 1}
-        shifts = {
-            prefix: time_shift(ranks, kernel, settings.messages, settings, within_node=within_node)
-            for prefix, within_node in links.items()
-        }
+        sizes = settings.messages
+        if 1 < ranks.ranks_per_node < ranks.size:
+            shifts = {
+                "": time_shift(ranks, kernel, sizes, settings, within_node=False, alone=True),
+                "crowd_": time_shift(ranks, kernel, sizes[-1:], settings, within_node=False),
+                "node_": time_shift(ranks, kernel, sizes, settings, within_node=True),
+            }
+        else:
+            shifts = {"": time_shift(ranks, kernel, sizes, settings, within_node=ranks.nodes == 1)}
         overlaps = [measure_overlap(ranks, kernel, rows, settings) for rows in settings.rows]
         runs: list[Runs] = [(time_pass(ranks, case, settings, warm_up=first),) for case in cases]
         return cls(overheads, samples, merges, shifts, overlaps, runs)
@@ -103,7 +110,7 @@ def calibrate(ranks: MeasuringRanks, settings: Settings, base: Machine, tell: Ca
     compute the dtype.
     """
     kernel = kernels.find_kernel(settings, ranks.device)
-    if ranks.device.type == "cpu":
+    if ranks.device.type == "cpu" and ranks.nodes == 1:  # a link between nodes does not slow down with the cores
         ranks.keep_pace(kernels.make_reference(kernel, settings, ranks.device))
     # Two calibrated sizes, and sizes in between; a single process has no passes.
     cases = list_cases(GRID, (*settings.rows[:2], *sizes_between(settings.rows)) if ranks.size > 1 else (), ranks.size)
@@ -149,16 +156,23 @@ def _fit(
 def _fit_links(ranks: MeasuringRanks, measured: Round, values: dict[str, Any], fits: dict[str, Any]) -> None:
     """Fit latency and bandwidth of the links, separately within a node if there are several nodes, and `gamma`."""
     values["ranks_per_node"] = ranks.ranks_per_node if ranks.nodes > 1 else 1
-    for prefix, times in measured.shifts.items():
+    shifts = dict(measured.shifts)
+    crowd = shifts.pop("crowd_", None)
+    for prefix, times in shifts.items():
         fit = fit_link([one.bytes for one in times], [median(one.seconds) for one in times])
         values[f"{prefix}latency"], values[f"{prefix}bandwidth"] = fit.latency, fit.bandwidth
-        of = "shift to the neighbour, all ranks at once, after a visit"
+        who = "one rank of each node" if crowd and not prefix else "all ranks at once"
+        of = f"shift to the neighbour, {who}, after a visit"
         fits[f"{prefix}link"] = {**asdict(fit), "unit": "s, bytes/s, relative", "of": of}
-    if len(measured.shifts) == 1:
+    if len(shifts) == 1:
         values["node_latency"] = values["node_bandwidth"] = None
         if ranks.device.type == "cpu":
             values["cores"] = max(ranks.cores, ranks.ranks_per_node)
-    values["shared_nic"] = False  # the bandwidth was measured while all ranks of a node sent to another node
+    values["shared_nic"] = False
+    if crowd:  # ranks that share a card need as many times as long together
+        longer = median(crowd[0].seconds) / median(shifts[""][-1].seconds)
+        values["shared_nic"] = longer > SHARED
+        values["bandwidth"] /= 1 if longer > SHARED else max(longer, 1.0)
     # Skip the smallest block: its message takes longer than its visit, and a ring is not meant for such blocks.
     values["gamma"] = fit_interference([(one.visit, one.message, one.both) for one in measured.overlaps[1:]])
 
@@ -203,10 +217,17 @@ def list_measured(values: dict[str, Any], nodes: int) -> list[str]:
 
 
 def time_shift(
-    ranks: MeasuringRanks, kernel: Kernel, sizes: Sequence[int], settings: Settings, *, within_node: bool
+    ranks: MeasuringRanks,
+    kernel: Kernel,
+    sizes: Sequence[int],
+    settings: Settings,
+    *,
+    within_node: bool,
+    alone: bool = False,
 ) -> list[TimedBytes]:
     """Seconds of messages from every rank to the next rank of its node, or to its counterpart on the next node.
 
+    With `alone`, only the first rank of each node sends.
     Each message follows a visit and uses other buffers than the message before: as in a pass, the threads that copy it
     were asleep, and its bytes are not in the caches. Repeated alone, messages of some MiB take half as long.
     """
@@ -224,26 +245,28 @@ def time_shift(
 
         def shift(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]] = pairs) -> None:
             sent, received = next(pairs)
-            ranks.exchange({peer(1): sent}, {peer(-1): received})
+            if place == 0 or not alone:
+                ranks.exchange({peer(1): sent}, {peer(-1): received})
 
         _, seconds = ranks.time_alternating((visit, shift))
-        times.append(TimedBytes(size, _of_last(ranks, seconds)))
+        times.append(TimedBytes(size, _of_last(ranks, seconds, ranks.ranks_per_node if alone else 1)))
     return times
 
 
-def _of_last(ranks: MeasuringRanks, seconds: Sequence[float]) -> tuple[float, ...]:
-    """The seconds on whichever rank started each message last: the others also waited for that rank."""
-    return tuple(min(of_ranks) for of_ranks in zip(*ranks.gather(seconds), strict=True))
+def _of_last(ranks: MeasuringRanks, seconds: Sequence[float], every: int = 1) -> tuple[float, ...]:
+    """The seconds on whichever rank (of each `every`) started each message last: the others also waited for it."""
+    return tuple(min(of_ranks) for of_ranks in zip(*ranks.gather(seconds)[::every], strict=True))
 
 
 def measure_overlap(ranks: MeasuringRanks, kernel: Kernel, rows: int, settings: Settings) -> Overlap:
-    """A dense visit of `rows` queries to `rows` keys while a K/V block of `rows` rows goes to the next rank."""
+    """A dense visit of `rows` queries to `rows` keys while as large a K/V block goes to the next node, or rank."""
     heads = range(settings.heads)
     work = Work(heads, heads, range(rows), (range(rows),))
     visit = kernels.make_call(kernel, work, settings, ranks.device, backward=False)
     size = 2 * rows * settings.heads * settings.head_dim * settings.torch_dtype.itemsize
-    sends = {(ranks.rank + 1) % ranks.size: ranks.make_buffer(size)}
-    recvs = {(ranks.rank - 1) % ranks.size: ranks.make_buffer(size)}
+    step = ranks.ranks_per_node if ranks.nodes > 1 else 1
+    sends = {(ranks.rank + step) % ranks.size: ranks.make_buffer(size)}
+    recvs = {(ranks.rank - step) % ranks.size: ranks.make_buffer(size)}
 
     def overlap() -> None:
         ticket = ranks.start_messages(sends, recvs)

@@ -22,17 +22,42 @@ SCHEDULES: Registry[Callable[..., Schedule]] = Registry(
     },
 )
 ULYSSES = re.compile(r"\s*ulysses\s*\(\s*(?:size\s*=\s*)?(\d+)\s*(?:,\s*(.+?)\s*)?\)\s*")
+#: The number of a schedule that stands for the ranks of a node, and the names that mean it if no number follows.
+NODE = re.compile(r"\bnode\b")
+ULYSSES_OF_NODE = re.compile(r"(\s*ulysses\s*\(\s*(?:size\s*=\s*)?)node\b")
+BARE = re.compile(r"\b(double_ring|ulysses)\b(?!\s*\()")
 
 
-def resolve(name: str, ranks: int | None = None, heads: int = 0, kv_heads: int = 0) -> str:
+def takes_node(name: str) -> bool:
+    """Whether the schedule `name` depends on the ranks of a node, as "double_ring" and "ulysses(node)" do."""
+    return bool(NODE.search(name) or BARE.search(name))
+
+
+def resolve(
+    name: str, ranks: int | None = None, heads: int = 0, kv_heads: int = 0, ranks_per_node: int | None = None
+) -> str:
     """The canonical spelling of the schedule `name`; "auto" stays. Raises InvalidInput for an unknown or unfit one.
 
-    `ranks`, `heads` and `kv_heads` are checked if they are known (not None, not 0).
+    "double_ring" and "ulysses" without a number take `ranks_per_node`; if that is None, they become "double_ring(node)"
+    and "ulysses(node)". `ranks`, `heads` and `kv_heads` are checked if they are known (not None, not 0).
     """
     if not isinstance(name, str):
         raise InvalidInput(f"schedule must be a name such as 'auto', got {name!r}")
     if name.strip() == "auto":
         return "auto"
+    if takes_node(name):
+        written = BARE.sub(r"\1(node)", name)
+        if ranks_per_node is None:
+            resolve(NODE.sub("2", written))  # for its errors
+            return written.strip()
+        if ranks_per_node == 1 and ranks != 1:
+            raise InvalidInput(
+                f"schedule {name!r}: each node of the machine has one rank; give a number, such as "
+                f"{NODE.sub('2', written)}, or machine.ranks_per_node="
+            )
+        node = min(ranks_per_node, ranks or ranks_per_node)
+        name = ULYSSES_OF_NODE.sub(rf"\g<1>{node}", written)
+        name = NODE.sub(str(max(node // split_ulysses(name)[0], 1)), name)  # between groups, so many fill a node
     size, rest = split_ulysses(name)
     if ULYSSES.fullmatch(name):
         if size == 1:  # a group of one rank exchanges nothing
@@ -99,7 +124,7 @@ def _parse(name: str) -> tuple[str, int | None]:
     kind = match[1] if match else name
     before = name.partition("(")[0].strip()
     if before in SCHEDULES and _numbered(before) and (match is None or not match[2]):
-        raise InvalidInput(f"schedule {name!r}: {before} needs the number of ranks per node; try {before}(2)")
+        raise InvalidInput(f"schedule {name!r}: expected the number of ranks per node, such as {before}(2)")
     if match is None or kind not in SCHEDULES or _numbered(kind) != bool(match[2]):
         hint = did_you_mean(kind, [*SCHEDULES, "ulysses", "auto"]) if kind not in (*SCHEDULES, "ulysses") else ""
         raise InvalidInput(f"unknown schedule {name!r}; {hint}expected {', '.join(list_spellings())}")

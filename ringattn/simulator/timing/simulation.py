@@ -170,7 +170,7 @@ def _make_timeline(
         solver=solver,
         why=why,
         compared=solved.compared,
-        finish=solved.finish,
+        finish=np.maximum(solved.finish, host) + rates.call,
         compute=compute,
         exposed=exposed,
         interval=interval,

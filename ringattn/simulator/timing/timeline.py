@@ -37,7 +37,7 @@ class Timeline:
     why: str
     #: What was compared in the plan to prove that a simpler problem takes as long; "" if every step was simulated.
     compared: str
-    #: When each rank finishes, without jitter, float64 [ranks].
+    #: When each rank finishes, its call and its host included, without jitter, float64 [ranks].
     finish: np.ndarray
     #: Mean seconds of visits per rank.
     compute: float

@@ -47,7 +47,7 @@ MOST_BYTES, MEDIAN, MOST, NEAR = 1.06, 0.12, 0.25, 0.9
 #: Calls whose bytes are counted.
 CALLS = 3
 MESSAGES = 256, 4096, 65536, 1 << 20, 1 << 22
-CALIBRATION = Settings(8, 64, "float32", "auto", 5, 0.0, (64, 256, 1024), (64, 256), MESSAGES)
+CALIBRATION = Settings(8, 64, "float32", "auto", 5, 0.0, (64, 512, 2048), (64, 256), MESSAGES)
 NOTE = (
     "two hosts of two ranks, each host on half of this machine's cores; links of 100, 400 and 1,600 Mbit/s in each "
     "direction. bytes: what the kernel counts on the link of the first host, over what the plan sends between hosts; "
