@@ -49,7 +49,11 @@ UNITS = {
 }
 #: Matches OmegaConf's message for a value of the wrong type; and for each type, what to write instead.
 WRONG_TYPE = re.compile(r"Value '(.*?)'(?: of type '\w+')? (?:could not be converted to|is not a valid) (\w+)", re.S)
-TYPES = {"Integer": "a whole number, such as 8 or 64k", "Float": "a number, such as 2.5 (in machine.*, also 400Gb/s or 5us)", "bool": "true or false"}
+TYPES = {
+    "Integer": "a whole number, such as 8 or 64k",
+    "Float": "a number, such as 2.5 (in machine.*, also 400Gb/s or 5us)",
+    "bool": "true or false",
+}
 
 
 class _OptionParser(argparse.ArgumentParser):

@@ -19,8 +19,9 @@ from ...transport.launcher import at_end, run_local
 NETWORK = "hosts are network namespaces of this machine; Linux (tc) holds the link of each host to its rate"
 #: The flag of setns(2) for a network namespace.
 CLONE_NEWNET = 0x40000000
-#: What a link carries at once, without its rate: in this many seconds, and at least a few packets (bytes).
-AT_ONCE, PACKETS = 1e-3, 15_000
+#: A token bucket must hold what a link carries between two ticks of the kernel (1 / 250 s), and a segment of 64 KiB:
+#: with a quarter of that, links with traffic in both directions carried half of their rate.
+TICKS, SEGMENT = 250, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Hosts:
 
     def set_rate(self, host: int, bandwidth: float) -> None:
         """Let the link of a host carry `bandwidth` bytes per second in each direction."""
-        burst = max(bandwidth * AT_ONCE, PACKETS)
+        burst = max(bandwidth / TICKS, SEGMENT) * 1.1
         shape = f"root tbf rate {bandwidth * 8:.0f}bit burst {burst:.0f} latency 200ms"
         for place in (f"-n {self.tag}h{host} qdisc replace dev eth0", f"qdisc replace dev {self.tag}v{host}"):
             _call("tc", *place.split(), *shape.split())

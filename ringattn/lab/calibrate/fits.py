@@ -100,11 +100,16 @@ def _fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, floa
 def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], Sequence[float]]]) -> float:
     """The share of a message's time, 0 to 1, by which it lengthens the visit that hides it.
 
+    Messages that take more than twice as long as their visit vary by more than the visit may lengthen them: of these,
+    only the one that is shortest beside its visit counts, and only if there are no others.
+
     `samples` has, for each size, the seconds of (visits alone, messages alone, both at once until both have ended);
     repetitions of the first and the last are paired. If a message lacks a core during the visit, it ends after the
     visit and the rank waits. Each size gives the median lengthening of the longer over the time that visit and message
     share; the result is the median over sizes.
     """
+    longest = max(2.0, min(median(message) / median(visit) for visit, message, _ in samples))
+    samples = [one for one in samples if median(one[1]) <= longest * median(one[0])]
     shares = [
         median(b - max(a, median(message)) for a, b in zip(visit, both, strict=True))
         / min(median(visit), median(message))

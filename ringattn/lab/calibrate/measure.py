@@ -21,6 +21,8 @@ from .fits import Sample, fit_calls, fit_interference, fit_jitter, fit_kernel_ti
 from .measuring_ranks import MeasuringRanks, Settings, TimedBytes, count_turns
 from .passes import GRID, Pass, PassCase, Runs, list_cases, model_passes, sizes_between, time_pass
 
+#: The most time that a pass may wait for links to tell the time of a call, and a bandwidth without waiting (bytes/s).
+WAITING, INSTANT = 0.25, 1e18
 #: Ranks of a node share a card if their messages take this many times as long together as one of them alone.
 SHARED = 1.4
 
@@ -183,7 +185,8 @@ def _fit_passes(
     """The machine with what calls take besides visits and messages, and all passes as this machine models them.
 
     Passes of three sizes give, for each direction, the fixed time of a call and its time per byte of tensors, at least
-    that of merging a byte. Passes without any work would take less, as the threads of messages would find a free core.
+    that of merging a byte; where links are slow, the passes that hardly wait for them. Passes without any work would
+    take less, as the threads of messages would find a free core.
     """
 
     def model(machine: Machine) -> list[Pass]:
@@ -192,7 +195,10 @@ def _fit_passes(
 
     assert machine.merge is not None, "merging is measured before passes"
     fitted: dict[str, float] = {}
-    plain = model(machine.changed(call=0.0, call_backward=None, sweep=None, sweep_backward=None))
+    bare = machine.changed(call=0.0, call_backward=None, sweep=None, sweep_backward=None)
+    plain, free = model(bare), model(bare.changed(latency=0.0, bandwidth=INSTANT))
+    few = [each for each, one in zip(plain, free, strict=True) if one.modelled >= (1 - WAITING) * each.modelled]
+    plain = few if min(sum(each.case.backward is way for each in few) for way in (False, True)) > 2 else plain
     for backward, suffix in ((False, ""), (True, "_backward")):
         of_way = [(each, median(each.seconds)) for each in plain if each.case.backward == backward]
         nbytes = [own_bytes(each.case.plan(ranks.size, settings)) for each, _ in of_way]

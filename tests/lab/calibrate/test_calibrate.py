@@ -139,9 +139,12 @@ def test_jitter_is_recovered_and_its_scale_does_not_matter() -> None:
 def test_interference_is_the_middle_of_the_slowdowns() -> None:
     one = ([1.0, 1.1, 9.0], [0.5, 0.5, 0.5], [1.2, 1.3, 9.2])  # 0.2 more under a message of 0.5
     assert fits.fit_interference([one]) == pytest.approx(0.4)
-    short = ([0.1], [0.4], [0.46])  # the visit ends first: 0.06 more than the message
+    short = ([0.1], [0.2], [0.26])  # the visit ends first: 0.06 more than the message
     assert fits.fit_interference([one, short, ([1.0], [1.0], [1.0])]) == pytest.approx(0.4)
     assert fits.fit_interference([([1.0], [0.5], [0.9])]) == 0.0
+    long, longer = ([0.1], [0.4], [0.43]), ([0.1], [0.9], [1.0])
+    assert fits.fit_interference([one, long]) == pytest.approx(0.4)
+    assert fits.fit_interference([long, longer]) == pytest.approx(0.3)
 
 
 def test_held_out_sizes_are_held_out() -> None:

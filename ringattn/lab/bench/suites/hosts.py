@@ -46,13 +46,13 @@ MASKS = (
 MOST_BYTES, MEDIAN, MOST, NEAR = 1.06, 0.12, 0.25, 0.9
 #: Calls whose bytes are counted.
 CALLS = 3
-MESSAGES = 256, 4096, 65536, 1 << 20, 1 << 22
+MESSAGES = 256, 4096, 1 << 20, 1 << 22, 1 << 24
 CALIBRATION = Settings(8, 64, "float32", "auto", 5, 0.0, (64, 512, 2048), (64, 256), MESSAGES)
 NOTE = (
     "two hosts of two ranks, each host on half of this machine's cores; links of 100, 400 and 1,600 Mbit/s in each "
     "direction. bytes: what the kernel counts on the link of the first host, over what the plan sends between hosts; "
     "the rest is TCP, IP and Ethernet. prediction: the simulator with a machine that calibrate measured at the two "
-    "other rates, its latency and the share of the link's rate that it reaches averaged over them"
+    "other rates, its latency and the share of the link's rate that it reaches (at most 1) averaged over them"
 )
 
 
@@ -163,7 +163,7 @@ def predict(records: list[CaseRecord]) -> list[dict[str, Any]]:
     for record in (x for x in records if x["columns"]):
         settings, rate = record["settings"], record["settings"]["rate"]
         others = {other: machine for other, machine in machines.items() if other != rate}
-        share = mean(8e-6 * machine.bandwidth / other for other, machine in others.items())
+        share = min(mean(8e-6 * machine.bandwidth / other for other, machine in others.items()), 1.0)
         machine = [*others.values()][-1].changed(
             bandwidth=share * rate * 1e6 / 8, latency=mean(machine.latency for machine in others.values())
         )
