@@ -176,7 +176,7 @@ def _run_verb(verb: str, given: Namespace) -> None:
 
 
 def _own_overrides(verb: str, given: Namespace) -> tuple[str, list[str]]:
-    """(verb, overrides), with --json, --compare and `report NAME` turned into overrides. Raises InvalidInput."""
+    """(verb, overrides), with --json, --compare, `report NAME` and `audit TARGET` as overrides. Raises InvalidInput."""
     overrides = given.words[1:]
     if given.json:
         if verb not in JSON_KEYS:
@@ -186,6 +186,8 @@ def _own_overrides(verb: str, given: Namespace) -> tuple[str, list[str]]:
         if verb != "report":
             raise InvalidInput("--compare is an option of ringattn report")
         overrides.append(f"compare=[{','.join(map(quote, given.compare))}]")
+    if verb == "audit" and overrides and re.fullmatch(r"[\w.]+(:\w+)?", overrides[0]):
+        overrides[0] = f"target={overrides[0]}"
     if verb == "report" and overrides and re.fullmatch(r"\w+", overrides[0]):
         overrides[0] = f"suite={overrides[0]}"
         if overrides[0] == "suite=billion":  # this suite is a study of the timing model

@@ -106,9 +106,8 @@ def _print(plan: Plan, machine: Machine, timelines: list[Timeline], tables: dict
     for direction, numbers in tables.items():
         print_numbers(direction, numbers)
     if len(timelines) > 1:
-        kind = "extrapolated" if any(timeline.extrapolated for timeline in timelines) else "modelled"
         seconds = sum(timeline.seconds for timeline in timelines)
-        print_numbers("", [Number("forward and backward", duration(seconds), kind)])
+        print_numbers("", [Number("forward and backward", duration(seconds), "modelled")])
     for note in timelines[0].notes:
         print_paragraph(f"note: {note}")
     print_paragraph("not modelled: " + "; ".join(timelines[0].unmodelled))
@@ -117,16 +116,17 @@ def _print(plan: Plan, machine: Machine, timelines: list[Timeline], tables: dict
 def _machine_numbers(machine: Machine) -> list[Number]:
     """The numbers of a machine that are set, each with its source."""
     numbers = []
+    replaced = machine.kernel is not None or machine.kernel_rates is not None
     for name in MACHINE_NUMBERS:
         value = getattr(machine, name)
-        if value is not None and value is not False:
+        if value is not None and value is not False and not (name == "flops" and replaced):
             dtype = f" of {machine.flops_dtype}" if name == "flops" and machine.flops_dtype else ""
             numbers.append(Number(name, format_quantity(name, value) + dtype, machine.source(name)))
     if machine.kernel is not None:
-        text = f"of {machine.kernel.dtype} tiles with head_dim={machine.kernel.head_dim}, which replace flops"
+        text = f"of {machine.kernel.dtype} tiles with head_dim={machine.kernel.head_dim}"
         numbers.append(Number("kernel times", text, machine.source("kernel")))
     elif machine.kernel_rates is not None:
-        text = f"of {machine.kernel_rates.library} by the size of a call, which replace flops"
+        text = f"of {machine.kernel_rates.library} by the size of a call"
         numbers.append(Number("kernel rates", text, machine.source("kernel_rates")))
     return numbers
 
@@ -135,30 +135,25 @@ def _timeline_numbers(timeline: Timeline) -> list[Number]:
     """The numbers of a pass, each with its kind ("counted", "modelled", ...)."""
 
     def share(seconds: float) -> str:
-        less = " less" if seconds < 0 else ""  # sampled jitter can shorten a run
-        return f"{duration(abs(seconds))} = {abs(seconds) / timeline.seconds:.2%}{less}" if timeline.seconds else "0"
+        return f"{duration(seconds)} = {seconds / timeline.seconds:.2%}" if timeline.seconds else "0"
 
-    machine, traffic, kind = timeline.machine, timeline.traffic, timeline.kind
+    machine, traffic = timeline.machine, timeline.traffic
     numbers = [Number("solver", f"{timeline.solver}: {timeline.why}")]
     if timeline.compared:
         numbers.append(Number("compared", timeline.compared, "counted"))
-    numbers.append(Number("time", duration(timeline.seconds), kind))
+    numbers.append(Number("time", duration(timeline.seconds), "modelled"))
     numbers.append(Number("  compute, mean", share(timeline.compute), "modelled"))
     for cause, seconds in timeline.exposed.items():
         if cause in CAUSES and getattr(machine, CAUSES[cause]) is None:
             numbers.append(Number(f"  {cause}", "not modelled"))
         else:
-            numbers.append(Number(f"  {cause}", share(seconds), kind if cause == "jitter" else "modelled"))
-    if timeline.interval is not None:
-        text = f"{' .. '.join(map(duration, timeline.interval))}, of the mean of sampled runs"
-        numbers.append(Number("  95 % interval", text, kind))
+            numbers.append(Number(f"  {cause}", share(seconds), "modelled"))
     measured = machine.interval(timeline.seconds)
     if measured is not None:
         text = f"{' .. '.join(map(duration, measured))}, by {plural(len(machine.residuals), 'pass')} of the calibration"
-        numbers.append(Number("  90 % of measured passes", text, kind))
+        numbers.append(Number("  90 % of measured passes", text, "modelled"))
     if timeline.ranks > 1:
-        without = "" if timeline.interval is None else ", without jitter"
-        numbers.append(Number("first rank done", duration(float(timeline.finish.min())) + without, "modelled"))
+        numbers.append(Number("first rank done", duration(float(timeline.finish.min())), "modelled"))
     messages = f"{plural(traffic.messages, 'message')} on {plural(traffic.links, 'link')}"
     numbers.append(Number("messages", messages, "counted"))
     numbers.append(Number("bytes", f"{size(traffic.total)}, {size(traffic.busiest)} on the busiest link", "counted"))
@@ -170,7 +165,7 @@ def _timeline_numbers(timeline: Timeline) -> list[Number]:
 
 def _job_numbers(timeline: Timeline) -> list[Number]:
     """Failures, checkpoints, energy and cost of the job, or of one pass if `passes` is not set."""
-    numbers, unit, included, kind = [], "pass", "", timeline.kind
+    numbers, unit, included, kind = [], "pass", "", "modelled"
     if timeline.machine.mtbf is not None:
         numbers.append(Number("a failure every", duration(timeline.machine.mtbf / timeline.ranks), "modelled"))
     if timeline.failures is not None:
@@ -181,12 +176,12 @@ def _job_numbers(timeline: Timeline) -> list[Number]:
     if timeline.passes is not None:
         unit = "job"
         text = f"{plural(timeline.passes, 'pass')} in {duration(timeline.total)}{included}"
-        numbers.append(Number("job", text, kind))
+        numbers.append(Number("job", text, "modelled"))
     if timeline.joules is not None:
         numbers.append(Number(f"energy of the {unit}", f"{digits(timeline.joules / JOULES_PER_KWH)} kWh", kind))
     if timeline.price is not None:
         text = f"{digits(timeline.price)} in the currency of machine.price"
-        numbers.append(Number(f"cost of the {unit}", text, kind))
+        numbers.append(Number(f"cost of the {unit}", text, "modelled"))
     return numbers
 
 

@@ -1,4 +1,4 @@
-"""Error bands of presets: how far published measurements are from the model, by tokens per rank, and for whole steps.
+"""Error bands: how far published measurements are from the model: passes of presets, steps of training, and memory.
 
 `ringattn simulate experiment=published` computes the bands; tests compare them.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: The smallest number of tokens per rank, over all sequences, in each size class.
@@ -14,7 +15,7 @@ SIZES = (0, 4096, 16384)
 
 @dataclass(frozen=True)
 class ErrorBand:
-    """90 % of `rows` published passes took `low` to `high` times as long as a model made without them predicts."""
+    """`rows` published passes or steps took mostly `low` to `high` times as long as a model made without them says."""
 
     rows: int
     low: float
@@ -30,8 +31,31 @@ BANDS: dict[str, tuple[ErrorBand | None, ...]] = {
 }
 
 
-#: The error band of whole training steps.
-STEPS = ErrorBand(81, 0.91, 1.12)
+#: The error bands of whole training steps, and of the bytes that an allocator reserves in one: 1 / high to high holds
+#: 90 % of the rows of a source, each source counted alike, so that no source with many rows sets the band.
+STEPS, MEMORY = ErrorBand(81, 0.81, 1.24), ErrorBand(22, 0.73, 1.37)
+#: The longest sequences of those steps (tokens), and the libraries whose attention they use.
+STEPS_TOKENS, STEPS_LIBRARIES = 1 << 18, ("fa2", "cudnn", "triton_2022")
+
+
+def describe_steps(outside: Sequence[str]) -> str:
+    """The error band of a training step in one sentence; `outside`: what the published steps do not cover."""
+    low, high = step_band(outside)
+    if outside:
+        return (
+            f"No published step has {' or '.join(outside)}: the band {low:.2g} to {high:.2g} is twice as wide as that "
+            f"of {STEPS.rows} published steps [assumed]"
+        )
+    return (
+        f"{STEPS.rows} published steps of training took {low:g} to {high:g} times as long as this model, in which no "
+        "number is fitted to them, in 90 % of the steps of a source"
+    )
+
+
+def step_band(outside: Sequence[str]) -> tuple[float, float]:
+    """(low, high) factors on a modelled step: in logarithms twice as wide where a step is `outside` the published."""
+    power = 2 if outside else 1
+    return STEPS.low**power, STEPS.high**power
 
 
 def size_class(tokens: int) -> int:

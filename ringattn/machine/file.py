@@ -103,6 +103,8 @@ def read_calibration(path: Path) -> tuple[Machine, dict[str, Any]]:
     advice = "make a machine file with ringattn calibrate output.path=machine.yaml"
     try:
         content = load(path, dict[str, Any], "machine.path")
+        if isinstance(content.get("values"), dict):
+            content["values"].pop("jitter", None)  # of earlier calibrations; nothing reads it
         record = as_kind(content, MachineFile, str(path), (*MachineFile.__struct_fields__, *MACHINE_NUMBERS))
         facts = {name: fact for name in MACHINE_NUMBERS if (fact := getattr(record.values, name)) is not None}
         for name, fact in facts.items():

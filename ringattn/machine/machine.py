@@ -24,7 +24,7 @@ TABLES = ("kernel", "kernel_rates", "residuals")
 #: How many residuals of a calibration make an interval: about as many runs as it makes of one size by default.
 NEAREST_RUNS = 80
 #: Numbers that only whole models use.
-MODEL_ONLY = ("peak", "matmul", "matmul_fp8", "memory")
+MODEL_ONLY = ("peak", "matmul", "matmul_fp8", "memory", "host_bandwidth")
 #: Fields that do not affect a preset's error band: the published gathers were predicted with one_gather.
 BESIDE_BANDS = {*MODEL_ONLY, "watts", "price", "mtbf", "checkpoint", "restart", "sources", "one_gather"}
 #: The calibrations that measure a number: "every" calibration, or only a calibration of several "ranks".
@@ -128,7 +128,6 @@ class Machine:
     cores: int | None = None
     merge: float | None = None
     gamma: float | None = None
-    jitter: float | None = None
     call: float | None = None
     call_backward: float | None = None
     deferred: bool | None = None
@@ -141,6 +140,7 @@ class Machine:
     matmul: float | None = None
     matmul_fp8: float | None = None
     memory: float | None = None
+    host_bandwidth: float | None = None
     watts: float | None = None
     price: float | None = None
     mtbf: float | None = None

@@ -156,7 +156,7 @@ FILE = ("run", "input=file", "output.path=y.safetensors")
         (("simulate", "experiment=validate", "passes=3"), "passes=3 has no meaning with mode=validate"),
         (("simulate", "stalls=[[1, 2]]"), "stalls=[[1, 2]]: expected a list of [rank, step, seconds]"),
         (("simulate", "slow=3"), "slow: expected a factor for each of"),
-        ((*MANY_RANKS, "layout=zigzag", "machine.jitter=0.1"), "visits that differ are more than"),
+        (("simulate", "seed=3"), "seed=3 has no meaning with mode=timing"),
         ((*DECODE, "tokens=64"), "tokens=64 has no meaning with mode=decode"),
         ((*DECODE, "backward=true"), "backward=True has no meaning with mode=decode"),
         ((*DECODE, "new=0"), "of at least 1"),

@@ -34,7 +34,7 @@ OTHERS: dict[str, Any] = {
     **{"pattern": PatternGroup("Full()"), "layout": LayoutGroup("contiguous"), "schedule": ScheduleGroup("ulysses(2)")},
     **{"tokens": 512, "shard": 32, "heads": 4, "kv_heads": 1, "dtype": "bfloat16", "comm_dtype": "bfloat16"},
     **{"rotate": "kv", "slow": {1: 2.0}, "slow_links": {1: 50.0}, "stalls": [[1, 0, 0.5]], "solver": "events"},
-    **{"machine.spec": "cuda", "machine.path": "m.yaml", "machine.jitter": 0.5, "machine.bandwidth": 1e4},
+    **{"machine.spec": "cuda", "machine.path": "m.yaml", "machine.bandwidth": 1e4},
     **{"machine.deferred": False, "numerics.mode": "all", "numerics.rows": 3, "numerics.spread": 1},
     **{"numerics.period": 37, "numerics.fault": "drop", "model.spec": "llama3_8b", "phase": "decode"},
     **{"checkpointing": "none", "sharding": "none"},
@@ -101,7 +101,7 @@ def test_every_setting_has_an_effect_or_is_refused(tmp_path: Path, mode: str) ->
         assert after != before, f"{key}={value} changes nothing with mode={mode}, and nobody is told"
     # What could not be tried may hide a setting that is honoured.
     honoured = {
-        "timing": {"backward", "slow", "stalls", "machine.jitter", "passes", "solver", "machine.watts", "dtype"},
+        "timing": {"backward", "slow", "stalls", "passes", "solver", "machine.watts", "dtype"},
         "numerics": {"heads", "seed", "numerics.mode", "numerics.rows", "numerics.period", "layout"},
     }
     assert not honoured[mode] & refused
@@ -112,7 +112,6 @@ def test_needs_are_met_where_they_say(tmp_path: Path) -> None:
     failures = {"machine.mtbf": 1e6, "machine.checkpoint": 2e6, "machine.restart": 1.0, "passes": 10**8}
     for beside, key, value in (
         ({"backward": True}, "rotate", "kv"),
-        ({"machine.jitter": 0.3}, "seed", 5),
         (failures, "machine.restart", 4.0),
         (failures, "machine.checkpoint", 1e9),
     ):
@@ -214,24 +213,6 @@ def test_why_shards_are_not_alike() -> None:
             assert words in simulate(plan, EVEN).why
     striped = make_plan(ra.Causal(), tokens=64, ranks=4, layout="striped", schedule="ring")
     assert "the mask is not one band over contiguous or zigzag ranks" in simulate(striped, EVEN).why
-
-
-def test_the_mean_with_jitter_is_at_least_the_time_without() -> None:
-    """Of one rank, the mean of few runs is below as often as above it."""
-    plan, calm = make_plan(ra.Full(), tokens=64, ranks=1), None
-    at_floor = 0
-    for seed in range(12):
-        calm = simulate(plan, EVEN)
-        found = simulate(plan, dataclasses.replace(EVEN, jitter=0.5), seed=seed)
-        assert found.interval is not None
-        assert calm.seconds <= found.interval[0] <= found.seconds <= found.interval[1]
-        assert found.exposed["jitter"] >= 0
-        at_floor += found.seconds == calm.seconds
-    assert 0 < at_floor < 12
-    gamma = dataclasses.replace(EVEN, jitter=0.5, gamma=0.5)
-    for seed in range(4):
-        other = simulate(PLAN, gamma, seed=seed)
-        assert other.interval is not None and other.compute <= other.interval[0]
 
 
 def kernel(**made: Any) -> KernelTimes:

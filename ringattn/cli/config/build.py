@@ -60,5 +60,5 @@ def simulate_options(config: SimulateConfig) -> dict[str, Any]:
         raise InvalidInput(
             f"stalls={config.stalls}: expected a list of [rank, step, seconds] ({error}); try 'stalls=[[3, 0, 0.5]]'"
         ) from None
-    names = ("slow", "slow_links", "passes", "solver", "seed")
+    names = ("slow", "slow_links", "passes", "solver")
     return {**{name: getattr(config, name) for name in names}, "stalls": [Stall(*stall) for stall in stalls]}

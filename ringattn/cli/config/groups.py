@@ -19,6 +19,8 @@ from .defaults import settings_of
 #: A whole number in human notation: 4096, 1e9 or 64k. `schema.parse_size` parses it.
 Size = int | float | str
 #: Groups whose `spec` is a text with parameters.
+#: What a model may do.
+PHASES = ("training", "prefill", "decode")
 PARAMETER_GROUPS = ("pattern", "layout", "schedule")
 
 
@@ -133,9 +135,13 @@ def with_machine_numbers(group: type[Group]) -> type[Group]:
 @dataclass
 @with_machine_numbers
 class MachineGroup(ConfigGroup):
-    """A machine preset or machine file, and numbers that override it; None keeps its number."""
+    """A machine preset or machine file, and numbers that override it; None keeps its number.
+
+    `library` names the kernels of a preset, such as fa2; None: its first.
+    """
 
     path: str | None = None
+    library: str | None = None
     extrapolate: bool = False
 
     def made(self, device: str = "cpu", ranks: int | None = None) -> Machine:
@@ -145,9 +151,13 @@ class MachineGroup(ConfigGroup):
         """
         check_file("machine", self.spec, self.path, "a file of ringattn calibrate output.path=machine.yaml")
         if self.path is not None:
+            refuse(self, "library", "with machine=file, which has its own kernel times")
             machine = read_machine(Path(self.path))
         else:
             machine = get_machine(None if self.spec == "auto" else self.spec, device)
+            if self.library is not None:
+                refuse(self, "flops", f"beside machine.library={self.library}, whose rates replace it")
+                machine = get_machine(f"{machine.preset}/{self.library}")
         replaced = {name: value for name in MACHINE_NUMBERS if (value := getattr(self, name)) is not None}
         if "flops" in replaced:
             replaced["kernel"] = None  # measured kernel times would override the given flops

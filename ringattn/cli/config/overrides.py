@@ -34,7 +34,7 @@ WRITTEN = {
     "kernel": "kernel=aten_cuda:flash",
 }
 #: For each verb: the key that, set to `-`, prints only JSON on standard output.
-JSON_KEYS = {"run": "output.report", "plan": "output.path", "simulate": "output.path", "advise": "output.path"}
+JSON_KEYS = {"run": "output.report", **dict.fromkeys(("plan", "simulate", "advise", "audit"), "output.path")}
 #: Matches a whole number in human notation, such as 4096, 1_000, 1e9, 64k or 2GiB.
 SIZE = re.compile(r"(?<![\w.])\d[\d._]*(?:e\+?\d+)?(?:[kmgt](?:ib)?)?(?![\w.])", re.IGNORECASE)
 #: Factors of the units in which numbers of a machine may be written, by the unit of the number.
@@ -144,7 +144,8 @@ def in_digits(schema: Any, key: str, value: str) -> str:
         return value
     number = MACHINE_NUMBERS.get(key.removeprefix("machine."))
     for unit, factor in UNITS.get(number.unit, {}).items() if number else ():
-        value = re.sub(rf"(?<![\w.])([\d._]+) ?{unit}(?!\w)", lambda m, f=factor: repr(float(m[1]) * f), value)  # type: ignore[misc]
+        written = re.compile(rf"(?<![\w.])([\d._]+) ?{unit}(?!\w)")
+        value = written.sub(lambda match, factor=factor: repr(float(match[1]) * factor), value)  # type: ignore[misc]
     return SIZE.sub(
         lambda size: size[0] if int not in kinds and size[0][-1].isdigit() else str(parse_size(size[0], key)), value
     )

@@ -230,6 +230,7 @@ class SimulateConfig(TwoSides):
     seed: int
     shard: Size | None
     trace: str | None
+    forecast: str | None
     model: ModelGroup
     phase: str
     chunk: Size | None
@@ -255,7 +256,9 @@ class SimulateConfig(TwoSides):
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect in combination with the others."""
-        models = "phase chunk merge windows cp dp tp ep pp micro_batches interleaved checkpointing sharding fp8"
+        models = (
+            "forecast phase chunk merge windows cp dp tp ep pp micro_batches interleaved checkpointing sharding fp8"
+        )
         faults = "slow slow_links stalls passes solver"
         sizes = "pattern ranks shard kv_heads comm_dtype rotate backward seed q_tokens q_first"
         if self.shard is not None:
@@ -265,7 +268,7 @@ class SimulateConfig(TwoSides):
             return
         refuse(
             self,
-            f"{models} machine.peak machine.matmul machine.matmul_fp8 model",
+            f"{models} machine.peak machine.matmul machine.matmul_fp8 machine.host_bandwidth model",
             "without a model, such as model=llama3_8b",
         )
         if self.mode != "timing":
@@ -295,7 +298,7 @@ class SimulateConfig(TwoSides):
         reason = "with a model, which sets its own sizes (cp=, dp= and tp= set the ranks)"
         refuse(self, f"mode validate numerics trace heads head_dim {without}", reason)
         if self.phase != "training":
-            refuse(self, "checkpointing sharding fp8 ep pp micro_batches interleaved", f"with phase={self.phase}")
+            refuse(self, "checkpointing sharding ep pp micro_batches interleaved", f"with phase={self.phase}")
         if self.phase != "prefill":
             refuse(self, "chunk", f"with phase={self.phase}, only with phase=prefill")
         if self.phase != "decode":
@@ -312,9 +315,8 @@ class SimulateConfig(TwoSides):
 
     def _check_timing(self) -> None:
         refuse(self, "validate numerics", "with mode=timing")
+        refuse(self, "seed", "with mode=timing, which draws nothing")
         machine = self.machine.made()
-        if not machine.jitter:
-            refuse(self, "seed", "without machine.jitter=..., which it seeds")
         if not machine.mtbf or not self.passes:
             refuse(self, "machine.checkpoint machine.restart", "without machine.mtbf=... and passes=...")
         if "allgather" not in self.schedule.spec and "auto" not in self.schedule.spec:

@@ -10,13 +10,13 @@ from math import ceil, log
 from typing import Any
 
 from ...errors import InvalidInput
-from ...machine.bands import STEPS
+from ...machine.bands import describe_steps, step_band
 from ...machine.machine import MACHINE_NUMBERS
-from ...machine.presets import CURRENCY
+from ...machine.presets import CURRENCY, PRESETS, get_machine
 from ...simulator.progress import Listener
 from ...text import did_you_mean, digits, duration, plural, rate, size
-from ..models.parallel import CHECKPOINTING
-from ..models.training import ATTENTION_PARTS, EXPERTS_STEPS, PUBLISHED_STEPS
+from ..models.parallel import CHECKPOINTING, TORCHTITAN, Parallel
+from ..models.training import ATTENTION_PARTS, StepEstimate
 from .search import (
     EQUAL,
     SHOWN,
@@ -36,7 +36,7 @@ BANDWIDTHS, LENGTHS = (0.125, 0.5, 1.0, 2.0), (0.25, 4.0)
 #: Limit of the search for the longest sequence that fits.
 MOST_TOKENS = 1 << 30
 #: Parts of a step that are traffic outside attention.
-TRAFFIC = ("tp", "ep", "fsdp", "pp")
+TRAFFIC = ("tp", "ep", "fsdp", "pp", "host")
 #: The smallest share of time saved for which the advice recommends more memory.
 WORTH = 0.03
 #: From this share of used memory on, a GPU counts as nearly full.
@@ -56,6 +56,10 @@ class Advice:
     bandwidths: list[list[TrainingCandidate]]
     #: The best candidate at each of LENGTHS times the tokens; None if nothing fits.
     lengths: list[TrainingCandidate | None]
+    #: Seconds of the best candidate's step with each other library of attention kernels.
+    libraries: dict[str, float]
+    #: The step that `launch` starts, as torchtitan makes it.
+    launched: StepEstimate
 
     @cached_property
     def all(self) -> list[TrainingCandidate]:
@@ -88,7 +92,8 @@ class Advice:
         mfu = "" if step.mfu is None else f", {step.mfu:.0%} of the peak"
         return (
             f"{self.words[1].title()} for {model.name} on sequences of "
-            f"{self.question.tokens:,} tokens: {describe_place(best)}, {best.name}, {best.choices}; a step of "
+            f"{self.question.tokens:,} tokens: {describe_place(best)}, {best.name}, {best.choices}"
+            f"{f', attention by {best.library}' if best.library else ''}; a step of "
             f"{plural(best.parallel.rows * best.parallel.dp, 'sequence')} takes {duration(step.seconds)}{mfu}, and 1e9 "
             f"tokens take {duration(best.seconds)} and {digits(best.cost)} {self.unit} [modelled]"
             f"{self._bandwidth_change()}."
@@ -97,7 +102,7 @@ class Advice:
     @property
     def changes(self) -> list[str]:
         """What else would change the verdict, one sentence each."""
-        return [*self._length_changes(), self._memory_change(), *self._price_changes()]
+        return [*self._kernel_change(), *self._length_changes(), self._memory_change(), *self._price_changes()]
 
     def value(self, candidate: TrainingCandidate) -> float:
         """The sort key: seconds or cost of 1e9 tokens."""
@@ -120,6 +125,14 @@ class Advice:
                 return f"; at {changed} instead of {rate(now, 'B/s')} between nodes, {winner.name} is {self.words[0]}"
         low, high = (rate(now * factor, "B/s") for factor in (BANDWIDTHS[0], BANDWIDTHS[-1]))
         return f"; at {low} to {high} between nodes, none of the other candidates shown becomes {self.words[0]}"
+
+    def _kernel_change(self) -> list[str]:
+        best = self.best[0]
+        if not self.libraries:
+            return []
+        others = ", ".join(f"{duration(seconds)} with {name}" for name, seconds in self.libraries.items())
+        why = ", which torchtitan's attention uses on this GPU" if best.library == software_library(best.offer) else ""
+        return [f"Kernel: with {best.library}{why}, a step takes {duration(best.step.seconds)}; {others}."]
 
     def _length_changes(self) -> list[str]:
         best, lines = self.best[0], []
@@ -167,10 +180,10 @@ class Advice:
         best, lines = self.best[0], []
         low, high = span(best)
         if low < high:
-            lines.append(f"{PUBLISHED_STEPS}: here 1e9 tokens take {duration(low)} to {duration(high)}.")
-            if self.question.model.experts > 1:
-                lines.append(EXPERTS_STEPS)
-            most = STEPS.high * self.value(best)
+            lines.append(
+                f"{describe_steps(best.step.outside)}: here 1e9 tokens take {duration(low)} to {duration(high)}."
+            )
+            most = step_band(best.step.outside)[1] * self.value(best)
             equal = [f"{place}. {one.name}" for place, one in enumerate(self.best, 1) if self.value(one) <= most][1:]
             if equal:
                 lines.append(f"Within this band of the first, so not distinguishable from it: {', '.join(equal)}.")
@@ -183,6 +196,19 @@ class Advice:
                 f"{size(best.step.reserved)}: if it runs out, take more GPUs, or keep activations on the host."
             )
         return lines
+
+    @property
+    def launched_words(self) -> str:
+        """How the step that `launch` starts differs from the one advised, in one sentence."""
+        has = self.best[0].offer.machine.memory
+        room = "" if has is None else f" of {size(has)}"
+        words = (
+            "torchtitan gathers all keys at once, keeps fp32 weights, and holds all logits of a micro-batch: there a "
+            f"step takes {duration(self.launched.seconds)} and {size(self.launched.needed)}{room} [modelled]"
+        )
+        if self.launched.fits is not False:
+            return f"{words}."
+        return f"{words}, which does not fit: train with ringattn.train, whose loss holds the logits of 512 tokens."
 
     @property
     def launch(self) -> str:
@@ -200,8 +226,7 @@ class Advice:
             "parallelism.expert_parallel_degree": parallel.ep,
             "parallelism.expert_tensor_parallel_degree": parallel.tp,
             "parallelism.fsdp_reshard_after_forward": "always" if parallel.shard == "weights" else "never",
-            # torchtitan cannot save the output of attention alone; full recomputes it too, and takes less memory.
-            "activation_checkpoint.mode": {"attention": "full"}.get(parallel.checkpointing, parallel.checkpointing),
+            "activation_checkpoint.mode": as_torchtitan(parallel).checkpointing,
             "activation_checkpoint.selective_ac_option": "op",
         }
         if parallel.interleaved > 1:
@@ -237,6 +262,25 @@ class Advice:
     def frontier(self) -> dict[str, list[tuple[int, int]]]:
         """By checkpointing: (GPUs, most tokens of one sequence that fit on them), on the best candidate's machine."""
         return {name: find_frontier(self.question, self.best[0].offer, name) for name in CHECKPOINTING}
+
+
+def as_torchtitan(parallel: Parallel) -> Parallel:
+    """The same spread as torchtitan runs it: it saves neither attention's output alone, nor anything on the host."""
+    return replace(
+        parallel,
+        schedule="allgather" if parallel.cp > 1 else parallel.schedule,
+        checkpointing={"attention": "full", "host": "full"}.get(parallel.checkpointing, parallel.checkpointing),
+        software=replace(TORCHTITAN, dtype=parallel.software.dtype),
+    )
+
+
+def software_library(offer: Offer) -> str | None:
+    """The library whose kernels torch, and so torchtitan, takes on a machine by itself; None if there is no choice.
+
+    Torch contains flash-attn 2, and takes cuDNN first on Blackwell (torchtitan, models/attention.py).
+    """
+    names = [*PRESETS[offer.machine.preset].kernels] if offer.machine.preset else []
+    return "fa2" if "fa2" in names else next(iter(names), None)
 
 
 def describe_place(candidate: TrainingCandidate) -> str:
@@ -292,8 +336,6 @@ def nearest_miss(found: Found, offer: Offer) -> str:
         f"the nearest miss is {nearest.name}, {nearest.choices}: {size(lacking)} more than the {size(has)} there are, "
         f"most of it {category}, {size(memory[category])}"
     )
-    if lacking <= memory["activations"]:
-        words += f"; it would fit with {size(lacking)} of its activations in host memory"
     return words
 
 
@@ -304,7 +346,14 @@ def describe_numbers(advice: Advice) -> list[str]:
         f"{where}: {name} {getattr(machine, name):g} {number.unit}, {machine.source(name)}"
         for where, machine in machines.items()
         for name, number in MACHINE_NUMBERS.items()
-        if number.python_type is float and getattr(machine, name) is not None
+        if number.python_type is float
+        and getattr(machine, name) is not None
+        and not (name == "flops" and machine.kernel_rates is not None)
+    ] + [
+        f"{where}: attention by {rates.library}, {rates.forward:g} flop/s forward, {rates.backward:g} backward, "
+        f"with their exponentials, {machine.source('kernel_rates')}"
+        for where, machine in machines.items()
+        if (rates := machine.kernel_rates) is not None
     ]
 
 
@@ -362,7 +411,13 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
     tell(len(tasks) + 1, len(tasks) + 2, "other lengths")
     others = (replace(question, tokens=max(int(factor * question.tokens), 1)) for factor in LENGTHS)
     lengths = [next(iter(search(other, best[0].offer, best[0].step.gpus, 1).best), None) for other in others]
-    return Advice(question, by, found, best, bandwidths, lengths)
+    machine, libraries = best[0].offer.machine, dict[str, float]()
+    for name in PRESETS[machine.preset].kernels if machine.preset else ():
+        if name != best[0].library:
+            rates = get_machine(f"{machine.preset}/{name}").kernel_rates
+            libraries[name] = question.step(replace(machine, kernel_rates=rates), best[0].parallel).seconds
+    launched = question.step(machine, as_torchtitan(best[0].parallel))
+    return Advice(question, by, found, best, bandwidths, lengths, libraries, launched)
 
 
 def _choose(found: dict[tuple[str, int], Found], by: str) -> list[TrainingCandidate]:
@@ -401,12 +456,14 @@ def record(advice: Advice) -> dict[str, Any]:
             "machines": {offer.name: offer.price for offer in question.offers},
         },
         "verdict": advice.verdict,
+        "libraries": advice.libraries,
         "changes": advice.changes,
         "best": [_record(candidate) for candidate in advice.best],
         "pareto": [_record(candidate) for candidate in advice.pareto],
         "does not fit": advice.not_fitting,
         "how sure": advice.doubts,
         "launch": advice.launch,
+        "launched": {"seconds": advice.launched.seconds, "bytes": advice.launched.needed, "fits": advice.launched.fits},
         "numbers": describe_numbers(advice),
         "counts": {f"{name}, {gpus} GPUs": dict(found.counts) for (name, gpus), found in advice.found.items()},
         "refused": advice.refused,

@@ -106,6 +106,12 @@ class TrainingCandidate:
         """The price of 1e9 tokens; GPU hours if the offer has no price."""
         return self.step.gpu_hours * (1.0 if self.offer.price is None else self.offer.price)
 
+    @property
+    def library(self) -> str:
+        """The library of attention kernels that the step is modelled with; "" if its rate is the machine's `flops`."""
+        rates = self.offer.machine.kernel_rates
+        return rates.library if rates is not None else ""
+
     @cached_property
     def bytes(self) -> int:
         """Bytes per GPU."""
@@ -190,7 +196,7 @@ def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Pa
     part, or the largest number, up to PARTS, that divides its layers.
     """
     model, software = question.model, Software(dtype=question.dtype)
-    for tp, cp, pp in product(_divisors(gpus), repeat=3):
+    for tp, cp, pp in product(divisors(gpus), repeat=3):
         dp = gpus // (tp * cp * pp)
         if (
             tp * cp * pp * dp != gpus
@@ -205,15 +211,17 @@ def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Pa
         rows = pp if question.batch is None else question.batch // dp
         parts = {1} if rows % pp else {1, max(i for i in range(1, PARTS + 1) if (model.layers // pp) % i == 0)}
         shards = SHARED if cp * dp > 1 else SHARED[:1]
-        experts = _divisors(gcd(model.experts - model.shared, cp * dp))
-        for ep, checkpointing, shard in product(experts, CHECKPOINTING, shards):
+        experts = divisors(gcd(model.experts - model.shared, cp * dp))
+        kinds = [kind for kind in CHECKPOINTING if kind != "host" or machine.host_bandwidth is not None]
+        for ep, checkpointing, shard in product(experts, kinds, shards):
             options: dict[str, Any] = {"checkpointing": checkpointing, "shard": shard, "software": software}
             parallel = Parallel(cp, dp, tp, ep, rows=rows, pp=pp, **options)
             for interleaved in sorted(parts) if pp > 1 else (1,):
                 yield replace(parallel, interleaved=interleaved)
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, ascending."""
     return [i for i in range(1, number + 1) if number % i == 0]
 
 

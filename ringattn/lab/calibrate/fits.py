@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median, quantiles
+from statistics import median
 
 from ...errors import InvalidInput
 from ...machine.kernel_times import SHAPES, KernelTimes, TimeGrid
-
-#: Distance between the quartiles of a normal distribution, in standard deviations.
-QUARTILES_APART = 1.349
 
 
 @dataclass(frozen=True)
@@ -131,17 +128,3 @@ def fit_calls(passes: Sequence[tuple[float, float, float]], least: float) -> tup
         return call, per_byte
     left = sum(weight * (y - least * x) for weight, x, y in points)
     return max(0.0, left / sum(weight for weight, *_ in points)), least
-
-
-def fit_jitter(samples: Sequence[Sequence[float]]) -> float:
-    """Standard deviation over mean of repeated times: the median over the longer half of the measurements.
-
-    The deviation is that of a normal distribution with the same quartiles, so that moments in which the machine does
-    something else do not count as variation between visits. The shorter half is left out, as such moments last many
-    times as long as the shortest calls.
-    """
-    longest = [seconds for seconds in sorted(samples, key=median)[len(samples) // 2 :] if len(seconds) > 1]
-    if not longest:
-        return 0.0
-    quartiles = [quantiles(seconds, n=4, method="inclusive") for seconds in longest]
-    return median((third - first) / (QUARTILES_APART * middle) for first, middle, third in quartiles)

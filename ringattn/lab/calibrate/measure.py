@@ -17,7 +17,7 @@ from ...machine.machine import Machine
 from ...plan.work import Work
 from ...simulator.timing.rates import MERGE_PASSES, own_bytes
 from . import kernels
-from .fits import Sample, fit_calls, fit_interference, fit_jitter, fit_kernel_times, fit_link
+from .fits import Sample, fit_calls, fit_interference, fit_kernel_times, fit_link
 from .measuring_ranks import MeasuringRanks, Settings, TimedBytes, count_turns
 from .passes import GRID, Pass, PassCase, Runs, list_cases, model_passes, sizes_between, time_pass
 
@@ -131,7 +131,6 @@ def _fit(
     kernel_times = fit_kernel_times(measured.works, overhead, settings.head_dim, settings.dtype, settings.heads)
     values: dict[str, Any] = {
         "flops": kernel_times.grid("dense", False).rates[-1][-1],
-        "jitter": fit_jitter([sample.seconds for sample in measured.works]),
         "merge": median(MERGE_PASSES * one.bytes / median(one.seconds) for one in measured.merges),
     }
     samples, fits = {"unit": "s", **asdict(measured)}, dict[str, Any]()

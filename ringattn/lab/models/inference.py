@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
+from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
 from ...inference import merge_seconds
 from ...machine.machine import Machine
@@ -15,6 +16,8 @@ from .config import ModelConfig
 from .layer import RESERVED, LayerCosts, ModelEstimate, memory_bandwidth
 from .parallel import Parallel
 
+#: Bytes of a weight of a layer in 8 bits.
+FP8 = 1
 #: Maximum number of chunks in a prompt.
 MOST_CHUNKS = 1024
 
@@ -29,7 +32,7 @@ def prefill(
     has logits. With `chunk`, prompts come in chunks of that many tokens, one after another; each chunk attends all
     tokens so far, as in `ra.KVCache`, reads the weights, and holds its own activations. Raises as `training_step`.
     """
-    _check(model, machine, tokens, parallel)
+    model = _check(model, machine, tokens, parallel)
     if chunk is not None and (chunk < parallel.cp or tokens > MOST_CHUNKS * chunk):
         raise InvalidInput(
             f"chunk={chunk}: each chunk is planned separately, so {tokens:,} tokens come in at most "
@@ -41,10 +44,16 @@ def prefill(
     return _prefill(model, machine, tokens, parallel, tokens)
 
 
-def _check(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel) -> None:
+def _check(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel) -> ModelConfig:
+    """The model with its weights as they are stored. Raises InvalidInput."""
     parallel.check(model, machine, tokens)
     if parallel.ep > 1:
         raise InvalidInput(f"ep={parallel.ep}: expert parallelism is modelled for training only; leave ep out")
+    if not parallel.software.fp8:
+        return model
+    item = ITEM_BYTES[parallel.software.dtype]
+    mlp, attention = (min(stored or item, FP8) for stored in (model.mlp_item, model.attention_item))
+    return replace(model, mlp_item=mlp, attention_item=attention)
 
 
 def _join_chunks(chunks: list[ModelEstimate]) -> ModelEstimate:
@@ -92,7 +101,7 @@ def decode(
     shard, and ranks merge outputs and lse in fp32 with the messages of `merge` (see `merge_seconds`). With
     windows="copy" each rank holds whole windows, and layers with a window send nothing. Raises as `training_step`.
     """
-    _check(model, machine, context, parallel)
+    model = _check(model, machine, context, parallel)
     batch = parallel.rows
     costs = LayerCosts(model, machine, parallel, batch)
     copied = 1 if windows == "copy" else parallel.cp

@@ -287,7 +287,7 @@ class LayerCosts:
         model, kind = self.model, self.parallel.checkpointing
         if kind == "none":
             return self.activation_bytes
-        kept = self.input_bytes + (self.attention_bytes if kind != "full" else 0)
+        kept = self.input_bytes + (0 if self.parallel.recomputes_all else self.attention_bytes)
         if kind == "selective":
             columns = model.hidden // self.parallel.tp + (self.heads + self.kv_heads) * model.head_dim
             columns += model.experts_per_token * model.mlp // self.parallel.tp
@@ -323,14 +323,16 @@ class LayerCosts:
         The inputs of two norms (2 h); q, k, v, output and lse of attention; the MLP's columns, both halves with a gate.
         If not compiled, also the results of the norms (2 h) and of the activation (m), which a compiler recomputes.
         With experts, the e rows per token at their input and output (2 e h). After Korthikanti et al. (2022), without
-        dropout masks and scores.
+        dropout masks and scores. With checkpointing="host" the MLP computes h rows at a time.
         """
         model, tp, more = self.model, self.parallel.tp, 0 if self.software.compiled else 1
         chosen = model.experts_per_token
-        elements = (2 + 2 * more) * model.hidden + chosen * ((2 if model.gated else 1) + more) * model.mlp
-        elements += 2 * chosen * model.hidden if model.experts > 1 else 0
+        columns = chosen * ((2 if model.gated else 1) + more) * model.mlp
+        columns += 2 * chosen * model.hidden if model.experts > 1 else 0
+        tile = min(self.rows, model.hidden) if self.parallel.checkpointing == "host" else self.rows
         qkv = (self.heads + 2 * self.kv_heads) * model.head_dim
-        return self.rows * (elements // tp + qkv) * self.item + self.attention_bytes
+        rest = (2 + 2 * more) * model.hidden // tp + qkv
+        return (self.rows * rest + tile * (columns // tp)) * self.item + self.attention_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

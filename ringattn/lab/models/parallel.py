@@ -12,8 +12,10 @@ from ...text import did_you_mean
 from .config import ModelConfig
 
 #: What a layer saves for its backward: everything; its input and the outputs of attention and of every second
-#: product, as torchtitan's "selective op"; its input and the output of attention; only its input.
-CHECKPOINTING = ("none", "selective", "attention", "full")
+#: product, as torchtitan's "selective op"; its input and the output of attention; only its input. "host": its input, in
+#: the memory of the host, as are gradients and the optimizer's states, and the MLP computes one tile of rows after
+#: another (ALST, arXiv:2506.13996).
+CHECKPOINTING = ("none", "selective", "attention", "full", "host")
 #: What the dp x cp ranks hold in shards: ZeRO 0, 1, 2 and 3.
 SHARDS = ("none", "optimizer", "gradients", "weights")
 
@@ -44,6 +46,10 @@ class Software:
     #: Memory Optimizations Toward Training Trillion Parameter Models", 2020; gradients have 16 bits there, and here
     #: fp32, in which FSDP reduces them).
     states: tuple[int, int, int] = (2, 4, 12)
+
+
+#: torchtitan with FSDP: fp32 shards, from which it gathers bf16, and a loss over all logits.
+TORCHTITAN = Software(states=(4, 4, 8), loss_rows=None)
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,11 @@ class Parallel:
         return self.pp * self.stage
 
     @property
+    def recomputes_all(self) -> bool:
+        """Whether a backward computes attention again."""
+        return self.checkpointing in ("full", "host")
+
+    @property
     def count(self) -> int:
         """Micro-batches of a dp group in a step."""
         return self.micro_batches or (self.rows if self.pp > 1 else 1)
@@ -134,11 +145,7 @@ class Parallel:
                 f"dtype={dtype}: this machine's rates are for {machine.flops_dtype}; try "
                 f"dtype={machine.flops_dtype}, or a machine with flops= and without flops_dtype"
             )
-        if self.software.fp8 and machine.matmul_fp8 is None:
-            raise InvalidInput(
-                f"fp8=true: {machine.preset or 'this machine'} has no rate for 8-bit products; leave fp8 out, or "
-                "give machine.matmul_fp8="
-            )
+        self._check_rates(machine)
         if model.experts == 1 < self.ep:
             raise InvalidInput(f"ep={self.ep}: {model.name} has no experts; leave ep out")
         if (most := gcd(model.experts - model.shared, self.group)) % self.ep:
@@ -164,4 +171,17 @@ class Parallel:
             raise InvalidInput(
                 f"interleaved={self.interleaved} needs a multiple of pp={self.pp} micro-batches, but there are "
                 f"{self.count}; try batch={self.pp}"
+            )
+
+    def _check_rates(self, machine: Machine) -> None:
+        """Raise InvalidInput where the machine lacks a rate."""
+        if self.software.fp8 and machine.matmul_fp8 is None:
+            raise InvalidInput(
+                f"fp8=true: {machine.preset or 'this machine'} has no rate for 8-bit products; leave fp8 out, or "
+                "give machine.matmul_fp8="
+            )
+        if self.checkpointing == "host" and machine.host_bandwidth is None:
+            raise InvalidInput(
+                f"checkpointing=host: {machine.preset or 'this machine'} has no rate to the host's memory; give "
+                "machine.host_bandwidth="
             )

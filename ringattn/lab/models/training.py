@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ...errors import InvalidInput
-from ...machine.bands import STEPS
+from ...machine.bands import STEPS_LIBRARIES, STEPS_TOKENS, step_band
 from ...machine.machine import Machine
 from ...simulator.timing.costs import HOPELESS, SECONDS_PER_HOUR, expected_seconds, young_daly
 from ...text import duration
@@ -42,13 +42,6 @@ FUSED_LOSS, LOSS_BY_STEPS, LOGIT, LOGIT_COPIES = 24, 40, 4, 8
 ATTENTION_PARTS = ("attention forward", "attention backward", "attention again")
 #: Parts of a step that do not repeat per layer.
 BESIDE_LAYERS = ("loss", "optimiser", "fsdp")
-#: How far published steps lie from this model, as text; `simulate experiment=published` computes the numbers.
-PUBLISHED_STEPS = (
-    f"90 % of {STEPS.rows} published steps of training took {STEPS.low:g} to {STEPS.high:g} times as long as this "
-    "model, in which no number is fitted to them; half were within 4.1 %"
-)
-#: The same for models with experts (benchmarks/published.md).
-EXPERTS_STEPS = "None of these models has experts: five published steps with experts took 0.8 to 2.6 times as long."
 #: (seconds, bytes) of collectives.
 Collectives = tuple[float, float]
 #: (number of layers, attention of one of them) for a model's layers: `attention_of_layers`, or a bound on it.
@@ -63,11 +56,16 @@ class StepEstimate(ModelEstimate):
     flops: float
     #: Bytes that each GPU writes for a checkpoint.
     checkpoint_bytes: float
+    #: What the step has that no published step has, in words.
+    outside: tuple[str, ...]
+    #: Bytes per GPU in the memory of its host.
+    host_bytes: int
 
     @property
     def seconds_band(self) -> tuple[float, float] | None:
-        """The (low, high) seconds between which 90 % of published steps would lie; None if this is no preset."""
-        return (STEPS.low * self.seconds, STEPS.high * self.seconds) if self.machine.preset else None
+        """The (low, high) seconds of the band of published steps, see `step_band`; None if this is no preset."""
+        low, high = step_band(self.outside)
+        return (low * self.seconds, high * self.seconds) if self.machine.preset else None
 
     @property
     def tflops(self) -> float:
@@ -144,7 +142,28 @@ def training_step(
         + states,
         plan=describe_layers(layers, recurrent),
         checkpoint_bytes=CHECKPOINT * model.parameters / parallel.gpus,
+        outside=_outside(model, machine, tokens, parallel),
+        host_bytes=_host_bytes(costs) if parallel.checkpointing == "host" else 0,
     )
+
+
+def _host_bytes(costs: LayerCosts) -> int:
+    """Bytes per GPU in the memory of its host: layers' inputs, gradients, and the optimizer's states."""
+    _, gradient, optimizer = costs.software.states
+    return ceil((gradient + optimizer) * costs.held("optimizer")) + costs.model.layers * costs.kept_bytes
+
+
+def _outside(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel) -> tuple[str, ...]:
+    rates = machine.kernel_rates
+    found = {
+        "activations on the host": parallel.checkpointing == "host",
+        "experts": model.experts > 1,
+        "recurrent layers": model.recurrence is not None,
+        f"{tokens:,} tokens": tokens > STEPS_TOKENS,
+        "PCIe between GPUs": "pcie" in machine.preset,
+        f"attention by {rates.library if rates else 'flops'}": rates is None or rates.library not in STEPS_LIBRARIES,
+    }
+    return tuple(words for words, is_so in found.items() if is_so)
 
 
 def _pipelined(costs: LayerCosts, one: dict[str, float], count: int, left_over: bool) -> dict[str, float]:
@@ -186,18 +205,41 @@ def _parts(
     parts = {
         "attention forward": forward,
         "attention backward": sum(count * one.backward for count, one in layers),
-        "attention again": forward if parallel.checkpointing == "full" else 0.0,
+        "attention again": forward if parallel.recomputes_all else 0.0,
         "recurrence": recurrent[0] * (recurrent[1].forward + recurrent[1].backward),
-        "recurrence again": recurrent[0] * recurrent[1].forward if parallel.checkpointing == "full" else 0.0,
+        "recurrence again": recurrent[0] * recurrent[1].forward if parallel.recomputes_all else 0.0,
         **costs.products(3 * model.layers),
         "all else again": model.layers * costs.again,
         "loss": products * costs.logits() + moved / memory,
         "gradients": copied * whole / memory,
         "optimiser": (ADAM_TRAFFIC * costs.held("optimizer") + (CAST if software.fp8 else 0) * whole) / memory,
         "tp": 2 * model.layers * costs.exchanges,
-        "ep": (3 if parallel.checkpointing in ("attention", "full") else 2) * model.layers * costs.dispatch,
+        "ep": (2 if parallel.checkpointing in ("none", "selective") else 3) * model.layers * costs.dispatch,
+        "host": 0.0,
     }
+    if parallel.checkpointing == "host":
+        parts["host"] = _host_seconds(costs, layers, recurrent)
+        parts["optimiser"] = 0.0
     return {**parts, "fsdp": _exposed(costs, layers, parts["loss"])}
+
+
+def _host_seconds(
+    costs: LayerCosts, layers: list[tuple[int, LayerAttention]], recurrent: tuple[int, LayerRecurrence]
+) -> float:
+    """Seconds that memory on the host adds: copies of layers' inputs that computing does not hide, and the optimiser.
+
+    A layer's input goes to the host while the next layer computes, and comes back while another one does. Gradients and
+    new weights travel once; the host's Adam moves its bytes at the same rate [assumed].
+    """
+    rate = costs.machine.host_bandwidth
+    assert rate is not None, "Parallel.check"
+    copy = costs.input_bytes / rate
+    exposed = sum(
+        count * (max(copy - one.forward - costs.seconds, 0.0) + max(copy - one.backward - 2 * costs.seconds, 0.0))
+        for count, one in layers
+    )
+    exposed += recurrent[0] * 2 * max(copy - recurrent[1].forward - costs.seconds, 0.0)
+    return exposed + (GRADIENT + costs.item + ADAM_TRAFFIC) * costs.held("optimizer") / rate
 
 
 def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: float) -> float:
@@ -232,7 +274,7 @@ def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: 
     ends = forward[0] + backward[0] - (forward[0] if level == 3 else 0.0)
     exposed = 0.0
     for count, one in layers:
-        again = costs.again + (one.forward if parallel.checkpointing == "full" else 0.0)
+        again = costs.again + (one.forward if parallel.recomputes_all else 0.0)
         behind = one.backward + 2 * costs.seconds - costs.exchanges + again
         exposed += count * (added(forward, one.forward + costs.seconds) + added(backward, behind))
     outer = collectives(model.parameters - model.layers * model.layer)
@@ -245,12 +287,14 @@ def _memory(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict
     level, layer = SHARDS.index(parallel.shard), costs.cut(model.layer)
     largest = max(layer, model.table / parallel.tp)
     weight, _, optimizer = costs.software.states
-    activations = model.layers * costs.kept_bytes
+    on_host = parallel.checkpointing == "host"
+    # Of inputs on the host, the layer that computes has its own, and another one's is on its way.
+    activations = (2 if on_host else model.layers) * costs.kept_bytes
     return {
         "weights": ceil(weight * costs.held("weights")),
         # Gradients of one micro-batch take the place of activations, layer by layer.
-        "gradients": max(costs.gradient_bytes - activations, 0),
-        "optimizer": ceil(optimizer * costs.held("optimizer")),
+        "gradients": ceil(GRADIENT * layer) if on_host else max(costs.gradient_bytes - activations, 0),
+        "optimizer": 0 if on_host else ceil(optimizer * costs.held("optimizer")),
         # Weights of the layer that computes and of the one gathered meanwhile; one's gradients before they are sharded.
         "gathered weights and gradients": (
             ceil((costs.item * (layer + largest) if level >= 3 else 0) + (GRADIENT * largest if level >= 2 else 0))

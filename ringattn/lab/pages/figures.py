@@ -14,8 +14,11 @@ from markupsafe import Markup
 
 from ...errors import Unsupported
 
-COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd")
-#: Markers and dashes of lines; combined with COLOURS they distinguish 320 lines.
+COLOURS = (
+    *("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd"),
+    *("#1b5e20", "#b5179e"),
+)
+#: Markers and dashes of lines; combined with COLOURS they distinguish 384 lines.
 MARKERS, DASHES = "osD^vP*X", ("-", "--", ":", "-.")
 #: A placeholder, which `to_svg` replaces by the page's text colour.
 TEXT = "#010203"
@@ -72,8 +75,8 @@ def draw_lines(
     """Draw named series of points (x, y), joined by lines if `joined`, with a log x axis if `log`; returns the axes."""
     axes = figure.subplots()
     for i, (name, points) in enumerate(series.items()):
-        style = {"color": COLOURS[i % 10], "marker": MARKERS[i // 10 % 8]}
-        style["linestyle"] = DASHES[i // 80 % 4] if joined else ""
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % 8]}
+        style["linestyle"] = DASHES[i // (8 * len(COLOURS)) % 4] if joined else ""
         axes.plot(*zip(*points, strict=True), label=name or None, markersize=3, **style)
     if log:
         axes.set_xscale("log", base=2)
@@ -93,7 +96,7 @@ def draw_stacks(
     for i, name in enumerate(names):
         parts = np.array([bar.get(name, 0.0) for bar in bars])
         if parts.any():
-            style = {"label": name, "color": COLOURS[i % 10], "hatch": "//" * (i // 10)}
+            style = {"label": name, "color": COLOURS[i % len(COLOURS)], "hatch": "//" * (i // len(COLOURS))}
             draw, begin = (axes.barh, {"left": ends}) if across else (axes.bar, {"bottom": ends})
             drawn[name] = draw(range(len(bars)), parts, **begin, **style)
             ends = ends + parts

@@ -8,50 +8,50 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...machine.bands import ErrorBand
 from ...machine.presets import get_machine
 from ..models.config import ModelConfig
-from ..models.parallel import Parallel, Software
+from ..models.parallel import TORCHTITAN, Parallel, Software
 from ..models.training import training_step
-from .errors import Errors, ErrorStatistics, band_of
+from .errors import Errors, ErrorStatistics
 
 #: The group of all steps.
 ALL = "all"
 #: The preset of each GPU.
 MACHINES = {"a100": "a100_nvlink_ib", "h100": "h100_nvlink_ib", "h200": "h200_nvlink_ib", "b200": "b200_nvlink_ib"}
-#: FSDP with fp32 shards, from which it gathers bf16, and a loss over all logits.
-_FSDP = Software(states=(4, 4, 8), loss_rows=None)
 #: By the first word of a source's name: its attention kernel and its software, from its own text and code. No number
 #: is fitted to rows.
 SOURCES: dict[str, tuple[str, Software]] = {
-    "torchtitan": ("/fa2", _FSDP),
-    "Trainy": ("/cudnn", _FSDP),
+    "torchtitan": ("/fa2", TORCHTITAN),
+    "Trainy": ("/cudnn", TORCHTITAN),
     # tensor_parallel.py: q, k, v, gate and up each gather their input, and logits are gathered; all states in bf16.
     "KempnerForge": ("/fa2", Software(states=(2, 2, 4), loss_rows=None, exchanges=7, splits_loss=False)),
-    "NeMo": ("/cudnn", replace(_FSDP, hides_exchanges=True)),
+    "NeMo": ("/cudnn", replace(TORCHTITAN, hides_exchanges=True)),
     # submit_benchmarks.py: attn_impl=triton; PyTorch of 2023, not compiled.
-    "llm-foundry": ("/triton_2022", replace(_FSDP, compiled=False, stops_early=False)),
+    "llm-foundry": ("/triton_2022", replace(TORCHTITAN, compiled=False, stops_early=False)),
 }
 
 
-def step_errors() -> tuple[dict[str, Errors], ErrorBand]:
-    """Errors by source and precision and over all steps, and the band that holds 90 % of all.
+def step_errors() -> tuple[dict[str, Errors], dict[str, dict[str, list[float]]]]:
+    """Errors by source and precision and over all steps; and measured / modelled by kind and source.
 
     Of tokens/s, and of bytes needed and reserved where the source gives a peak.
     """
     found: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    ratios: dict[str, dict[str, list[float]]] = {"seconds": {}, "reserved": {}}
     with (Path(__file__).parent / "steps.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             speed, needed, reserved = _predict(row)
-            for group in (f"{row['source'].partition(' ')[0]}, {row['precision']}", ALL):
+            source = row["source"].partition(" ")[0]
+            ratios["seconds"].setdefault(source, []).append(speed / float(row["tokens_per_s_per_gpu"]))
+            if row["peak_GiB"]:
+                ratios["reserved"].setdefault(source, []).append(2**30 * float(row["peak_GiB"]) / reserved)
+            for group in (f"{source}, {row['precision']}", ALL):
                 found[group]["tokens/s"].append(speed / float(row["tokens_per_s_per_gpu"]) - 1)
                 if row["peak_GiB"]:
                     for name, size in (("needed", needed), ("reserved", reserved)):
                         found[group][name].append(size / 2**30 / float(row["peak_GiB"]) - 1)
-    band = band_of([1 + error for error in found[ALL]["tokens/s"]])
-    assert band is not None
     ordered = sorted(found, key=ALL.__eq__)
-    return {name: {x: ErrorStatistics.of(errors) for x, errors in found[name].items()} for name in ordered}, band
+    return {name: {x: ErrorStatistics.of(errors) for x, errors in found[name].items()} for name in ordered}, ratios
 
 
 def _predict(row: dict[str, str]) -> tuple[float, int, int]:
@@ -67,7 +67,7 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
         tied=row["model"].startswith("mpt"),
     )
     name = next((name for name in SOURCES if row["source"].startswith(name)), "")
-    library, software = SOURCES.get(name, ("", _FSDP))
+    library, software = SOURCES.get(name, ("", TORCHTITAN))
     software = replace(
         software,
         fp8=row["precision"] == "fp8",

@@ -77,18 +77,15 @@ def _evaluate_model(config: SimulateConfig) -> dict[str, Any]:
 
 def _pass_values(timeline: Timeline, plan: Plan) -> dict[str, Any]:
     """The numbers of a pass by name; None for those that are not modelled."""
-    low, high = timeline.interval or (None, None)
     traffic, machine = timeline.traffic, timeline.machine
     unmodelled = {cause for cause, number in CAUSES.items() if getattr(machine, number) is None}
     return {
         "time": timeline.seconds,
         "rate": plan.batch * plan.tokens / timeline.seconds if timeline.seconds else None,
-        "kind": timeline.kind,
+        "kind": "modelled",
         "solver": timeline.solver,
         "compute": timeline.compute,
         **{cause: None if cause in unmodelled else value for cause, value in timeline.exposed.items()},
-        "time low": low,
-        "time high": high,
         "efficiency": timeline.compute / timeline.seconds if timeline.seconds else None,
         "bytes": traffic.total,
         "busiest link": traffic.busiest,

@@ -17,7 +17,7 @@ from .tables import DIRECTIONS, WAITS, Row, Table, efficiency, is_number, show_n
 
 #: Panels side by side (each 160 pixels wide on a phone), and the maximum number of ticks in a panel.
 PANELS, MOST_TICKS = 2, 12
-CAUSES = ("compute", "imbalance", "merge", "interference", "stalls", *WAITS, "jitter", "host", "call")
+CAUSES = ("compute", "imbalance", "merge", "interference", "stalls", *WAITS, "host", "call")
 
 
 def check_names(names: Iterable[str]) -> None:

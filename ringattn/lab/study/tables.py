@@ -30,7 +30,7 @@ _UNITS = {
 _UNITS_OF_PASS = {
     **dict.fromkeys(("compute", "imbalance", "merge", "interference", "stalls", *WAITS), ("s", "modelled")),
     **dict.fromkeys(("host", "call", "failure every"), ("s", "modelled")),
-    **dict.fromkeys(("time", "time low", "time high", "jitter", "total"), ("s", "kind")),
+    **dict.fromkeys(("time", "total"), ("s", "kind")),
     "rate": ("tokens/s", "kind"),
     "efficiency": ("compute / time", "kind"),
     **dict.fromkeys(("bytes", "busiest link"), ("bytes", "counted")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from ...cli.config.schema import parse_size
 from ...errors import InvalidInput
 from ...files import STDOUT, check_json, check_writable, write_json, write_text
 from ...machine.presets import MACHINES, get_machine
+from ...simulator.progress import listening
 from ...simulator.reporting.console import print_grid, print_paragraph, show_progress
 from ...text import did_you_mean
-from ..advise.advice import Advice, advise, describe_counts, explain, record, tabulate
+from ..advise.advice import Advice, advise, describe_counts, explain, record, software_library, tabulate
 from ..advise.search import Offer, Question
+from ..advise.serving import ServingQuestion, serve
 from ..models.config import load_model
 from ..pages.figures import check_matplotlib
 from .settings import AdviseConfig
@@ -24,6 +27,9 @@ from .settings import AdviseConfig
 def main(config: AdviseConfig) -> None:
     """Print the advice; also write it as JSON to `output.path` and as an HTML page to `output.page`, if set."""
     check_json(config.output.path)
+    config.check()
+    if config.phase != "training":
+        return _serve(config)
     if config.output.page is not None:
         refuse_stdout(
             "output.page", config.output.page, "a page is written to a file only; try output.page=advice.html"
@@ -49,11 +55,41 @@ def main(config: AdviseConfig) -> None:
         _print(advice)
 
 
+def _serve(config: AdviseConfig) -> None:
+    """Print how many GPUs a prefill or a decode needs; also write it as JSON to `output.path`, if set."""
+    machine = config.machine.made(ranks=config.gpus)
+    question = ServingQuestion(
+        load_model(config.model.path or str(config.model.spec)),
+        Offer(config.machine.path or config.machine.spec, machine, machine.price),
+        config.phase,
+        parse_size(config.tokens, "tokens"),
+        config.gpus,
+        1 if config.batch is None else config.batch,
+        config.within,
+        config.dtype,
+        config.fp8,
+    )
+    with show_progress(Console(stderr=True)) as tell, listening(tell):
+        serving = serve(question, tell)
+    if config.output.path is not None:
+        write_json(config.output.path, serving.record)
+    if config.output.path == STDOUT:
+        return
+    print_paragraph(serving.verdict)
+    waits = f"{question.waits_for} [modelled]"
+    print_grid("", ["GPUs", "candidate", waits, "rate", "longest part", "memory of a GPU"], serving.rows)
+    for gpus in serving.misses:
+        print_paragraph(f"does not fit: {serving.describe_miss(gpus)}")
+    library = "flops" if machine.kernel_rates is None else machine.kernel_rates.library
+    print_paragraph(f"note: a {config.phase} has no published measurement here; attention at the rate of {library}")
+
+
 def make_offers(config: AdviseConfig) -> list[Offer]:
     """The machines listed in `prices`, or the one `machine` with its own price. Raises InvalidInput."""
     if config.prices is None:
         machine = config.machine.made(ranks=config.gpus)
-        return [Offer(config.machine.path or config.machine.spec, machine, machine.price)]
+        offer = Offer(config.machine.path or config.machine.spec, machine, machine.price)
+        return [offer if config.machine.library else _of_software(offer)]
     if not isinstance(config.prices, dict) or not config.prices:
         raise InvalidInput(
             f"prices={config.prices}: expected prices per hour by machine, such as 'prices={{h100: 2.5, a100: 1.2}}'"
@@ -73,7 +109,17 @@ def _make_offer(name: str, price: object) -> Offer:
             f"prices: unknown machine {name!r}; {did_you_mean(name, MACHINES)}expected {', '.join(MACHINES)}, or "
             "such a name up to a _"
         )
-    return Offer(found or name, get_machine(found or name), float(price))
+    offer = Offer(found or name, get_machine(found or name), float(price))
+    return offer if "/" in name else _of_software(offer)
+
+
+def _of_software(offer: Offer) -> Offer:
+    """The offer with the attention kernels that the launched software takes, if the machine is a preset."""
+    library = software_library(offer)
+    if library is None or offer.machine.kernel_rates is None:
+        return offer
+    rates = get_machine(f"{offer.machine.preset}/{library}").kernel_rates
+    return replace(offer, machine=replace(offer.machine, kernel_rates=rates))
 
 
 def _print(advice: Advice) -> None:
@@ -91,3 +137,4 @@ def _print(advice: Advice) -> None:
             print_paragraph(f"{title}: {line}")
     print_paragraph(describe_counts(advice.counts))
     print_paragraph(f"launch: {advice.launch}")
+    print_paragraph(f"note: {advice.launched_words}")

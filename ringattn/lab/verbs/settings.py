@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from ...cli.config.defaults import settings_of
-from ...cli.config.groups import ConfigGroup, MachineGroup, ModelGroup, OutputGroup, Size, TransportGroup, refuse
+from ...cli.config.groups import (
+    PHASES,
+    ConfigGroup,
+    MachineGroup,
+    ModelGroup,
+    OutputGroup,
+    Size,
+    TransportGroup,
+    check_choice,
+    refuse,
+)
 from ...machine.machine import MACHINE_NUMBERS
 
 
@@ -29,6 +39,29 @@ class AdviseConfig:
     batch: int | None
     by: str
     dtype: str
+    phase: str
+    within: float | None
+    fp8: bool
+
+    def check(self) -> None:
+        """Raise InvalidInput for a setting that has no effect in the phase."""
+        check_choice("phase", self.phase, PHASES)
+        if self.phase == "training":
+            refuse(self, "within fp8", "with phase=training, only with phase=prefill or phase=decode")
+        else:
+            refuse(self, "prices by output.page", f"with phase={self.phase}, only with phase=training")
+
+
+@settings_of("audit")
+class AuditConfig:
+    """The settings of `ringattn audit`; conf/audit.yaml explains each."""
+
+    target: str
+    ranks: int
+    features: list[str] | None
+    patience: float
+    folder: str
+    output: AdviseOutputGroup
 
 
 @settings_of("report")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ...cli.config.groups import check_choice, check_file
+from ...cli.config.groups import PHASES, check_choice, check_file
 from ...cli.config.schema import SimulateConfig, parse_size
 from ...cli.simulate import machine_record
-from ...files import STDOUT, check_json, write_json
+from ...errors import InvalidInput
+from ...files import STDOUT, check_json, check_writable, write_json
 from ...inference import MERGES, WINDOWS
-from ...machine.bands import describe_band
+from ...machine.bands import MEMORY, describe_band, describe_steps
 from ...machine.presets import CURRENCY
 from ...simulator.progress import listening
 from ...simulator.reporting.console import Number, print_grid, print_numbers, print_paragraph, show_progress
@@ -22,9 +25,9 @@ from ..models.config import ModelConfig, load_model
 from ..models.inference import decode, prefill
 from ..models.layer import ModelEstimate
 from ..models.parallel import Parallel, Software
-from ..models.training import EXPERTS_STEPS, PUBLISHED_STEPS, StepEstimate, training_step
+from ..models.training import StepEstimate, training_step
+from ..published.forecasts import append_forecast
 
-PHASES = ("training", "prefill", "decode")
 #: Effects that no formula of models/ covers.
 NOT_MODELLED = (
     "unequal load of experts, reading data, kernel launches outside attention, collectives that slow down each "
@@ -74,6 +77,8 @@ def main(config: SimulateConfig) -> None:
         ]
     if config.output.path is not None:
         write_json(config.output.path, _record(config, model, parallel, estimate))
+    if config.forecast is not None:
+        _append(config.forecast, estimate)
     if config.output.path != STDOUT:
         _print(config, model, parallel, estimate, numbers)
 
@@ -100,14 +105,24 @@ def _print(
     if model.mlp_item is not None:
         kept = "weights are trained" if config.phase == "training" else "weights are stored as quantized, and compute"
         print_paragraph(f"note: the config is quantized; {kept} in {config.dtype} [assumed]")
-    training = isinstance(estimate, StepEstimate)
     band = describe_band(estimate.machine.preset, parallel.rows // parallel.count * -(-config.size() // parallel.cp))
     if band and config.phase == "prefill":
         print_paragraph(f"note: attention on {band}")
-    print_paragraph(f"note: {PUBLISHED_STEPS if training else f'a {config.phase} has no published measurement here'}")
-    if training and model.experts > 1:
-        print_paragraph(f"note: {EXPERTS_STEPS}")
+    known = isinstance(estimate, StepEstimate) and describe_steps(estimate.outside)
+    print_paragraph(f"note: {known or f'a {config.phase} has no published measurement here'}")
     print_paragraph(f"not modelled: {NOT_MODELLED}")
+
+
+def _append(path: str, estimate: ModelEstimate) -> None:
+    """Append the prediction, with the band of published steps, to a file of forecasts. Raises InvalidInput."""
+    if not isinstance(estimate, StepEstimate) or estimate.seconds_band is None:
+        raise InvalidInput(f"forecast={path}: only a training step on a preset has a band; leave forecast out")
+    check_writable(Path(path))
+    settings = [
+        x for x in import_module("hydra.core.hydra_config").HydraConfig.get().overrides.task if x[:9] != "forecast="
+    ]
+    speeds = (estimate.tokens / estimate.gpus / seconds for seconds in reversed(estimate.seconds_band))
+    append_forecast(Path(path), settings, estimate.tokens_per_second, *speeds)
 
 
 def _fits(estimate: ModelEstimate) -> list[Number]:
@@ -131,6 +146,12 @@ def _step_numbers(step: StepEstimate) -> list[Number]:
         Number("tokens of a GPU", rate(step.tokens_per_second, "tokens/s"), "modelled"),
         *_fits(step),
         Number("memory needed", f"{size(step.needed)}; an allocator shows about {size(step.reserved)}", "modelled"),
+        *(
+            [Number("memory of the host", f"{size(step.host_bytes)} of each GPU", "modelled")]
+            if step.host_bytes
+            else []
+        ),
+        Number("  published peaks", f"{MEMORY.low:g} to {MEMORY.high:g} times what an allocator shows", "cited"),
     ]
 
 

@@ -16,7 +16,16 @@ from ...machine.bands import BANDS, SIZES, describe_band
 from ...machine.presets import PRESETS
 from ...simulator.reporting.console import get_console, print_grid, print_paragraph, show_progress
 from ..pages.figures import check_matplotlib
-from ..published.errors import Errors, draw_scatter, errors_by_family, judge_choices, preset_bands
+from ..published.errors import (
+    Errors,
+    band_of_sources,
+    count_left_out,
+    draw_scatter,
+    errors_by_family,
+    judge_choices,
+    preset_bands,
+)
+from ..published.forecasts import score
 from ..published.predictions import SOURCES, PredictedRow, predict_measurements, read_measurements
 from ..published.steps import step_errors
 
@@ -51,11 +60,31 @@ def main(config: SimulateConfig) -> None:
             print_paragraph(describe_band(name, size))
     for family, source in SOURCES.items():
         print_paragraph(f"{family}: {source}")
-    steps, band = step_errors()
+    steps, ratios = step_errors()
     _print_errors("steps of training; bytes where the source tells a peak, which holds what an allocator had", steps)
-    print_paragraph(f"90 % of {band.rows} steps took {band.low:g} to {band.high:g} times as long as modelled")
+    for kind, of_sources in ratios.items():
+        band = band_of_sources(of_sources)
+        counts = ", ".join(f"{name} {held} of {rows}" for name, (held, rows) in count_left_out(of_sources).items())
+        print_paragraph(
+            f"{kind} measured / modelled: {band.low:g} to {band.high:g} holds 90 % of {band.rows} steps, sources "
+            f"counted alike; the band of all other sources holds {counts}"
+        )
+    _print_forecasts(Path("benchmarks/forecasts.csv"))
     if config.output.path is not None:
         _write(Path(config.output.path), predictions, families, steps)
+
+
+def _print_forecasts(path: Path) -> None:
+    """Print how far outcomes are from what was forecast before they were read, if the file exists."""
+    if not path.exists():
+        return
+    forecasts, known = score(path)
+    for one, outcome in known:
+        band = f"{one.predicted:g} tokens/s of a GPU ({one.low:g} to {one.high:g})"
+        error = f"published {outcome.measured:g}, {one.predicted / outcome.measured - 1:+.1%} ({outcome.source})"
+        print_paragraph(f"forecast {one.number}, {one.settings}: {band}, {error}")
+    within = sum(one.low <= outcome.measured <= one.high for one, outcome in known)
+    print_paragraph(f"{len(forecasts)} forecasts, {len(known)} with an outcome, {within} of these within their bands")
 
 
 def _fitted_numbers() -> dict[str, list[str]]:

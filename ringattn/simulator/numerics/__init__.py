@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from ...errors import InvalidInput
 from ...plan.plan import Plan
 from ...text import did_you_mean
-from ..timing.solvers.jitter import check_seed
 from .faults import Fault
 from .oracle import count_mask_errors
 from .result import NumericsReport
 from .sampled import chosen_rows, sample
-from .source import PERIOD, make_source
+from .source import PERIOD, check_seed, make_source
 from .whole import TOGETHER, whole
 
 MODES = ("sample", "all")

@@ -31,12 +31,11 @@ from ...plan.work import Work
 from ...runtime.accumulators import RowViews, select_inputs
 from ...runtime.softmax import merge_
 from ..progress import track
-from ..timing.solvers.jitter import check_seed
 from .faults import Fault, with_fault
 from .ledger import AuditingKernel, PairLedger, expect
 from .oracle import exact_rows
 from .result import NumericsReport
-from .source import RowSource
+from .source import RowSource, check_seed
 
 #: The largest accepted fp64 error; 262,144 merges drift by less than 1e-12.
 TOLERANCE = 1e-11

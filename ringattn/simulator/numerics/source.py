@@ -180,6 +180,12 @@ def placed(layout: Layout, owner: int, local: Sequence[range]) -> list[range]:
     return ranges
 
 
+def check_seed(seed: object) -> None:
+    """Raise InvalidInput unless `seed` is an integer >= 0."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise InvalidInput(f"seed={seed!r}: expected an integer >= 0; try seed=0")
+
+
 def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> RowSource:
     """The inputs of a plan; K and V repeat with `period`, a prime, or not at all (None). Raises InvalidInput."""
     domains = plan.layout_of("q").domain, plan.layout.domain

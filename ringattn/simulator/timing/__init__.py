@@ -1,1 +1,1 @@
-"""The time of a plan on a machine. Every number is modelled, extrapolated or counted. Needs no torch."""
+"""The time of a plan on a machine. Every number is modelled or counted. Needs no torch."""

@@ -18,12 +18,11 @@ from .kernel_seconds import timed_ranks
 from .problem import TimingProblem, make_timing_problem
 from .rates import FEW_RANKS, Factors, Faults, Rates, own_bytes, parse_factors
 from .solvers.base import Solved, solve_ring
-from .solvers.event_loop import rank_steps, simulate_events
+from .solvers.event_loop import rank_steps
 from .solvers.events import solve_by_events
-from .solvers.jitter import REPEATS, SampledTime, check_seed, sample_ring, sample_runs
 from .solvers.periodic import solve_periodic
 from .solvers.recurrence import Stall
-from .solvers.stencil import MOST_COUNTED, check_size, solve_by_stencil
+from .solvers.stencil import solve_by_stencil
 from .timeline import Timeline, note_assumptions
 
 #: The most ranks of a plan, and the most bytes of all their tensors: messages are counted in 64 bits.
@@ -51,7 +50,6 @@ def simulate(
     stalls: Sequence[Stall] = (),
     passes: int | None = None,
     solver: str = "auto",
-    seed: int = 0,
 ) -> Timeline:
     """The modelled time of a forward, or of a backward, of `plan` on `machine` (a Machine, "cpu" or "cuda").
 
@@ -60,30 +58,16 @@ def simulate(
     the pass. Energy and cost are those of the job, with its failures and checkpoints; without a job, of one pass.
 
     `solver` selects an algorithm (periodic, stencil or events) instead of the cheapest exact one. Solver events may
-    simulate a smaller plan with the same times. Jitter is sampled separately, with `seed`. Raises InvalidInput for
-    wrong arguments, and Unsupported if no solver can model the request.
+    simulate a smaller plan with the same times. Raises InvalidInput for wrong arguments, and Unsupported if no solver
+    can model the request.
     """
     _check_options(plan, backward, stalls, passes, solver)
-    check_seed(seed)
     machine = get_machine(machine)
     slow_factors = parse_factors("slow", slow, plan.ranks)
     link_factors = parse_factors("slow_links", slow_links, plan.ranks)
     problem = make_timing_problem(Rates(plan, machine, backward), Faults(slow_factors, link_factors, tuple(stalls)))
-    ring = None if solver == "events" else problem.ring
-    if machine.jitter and ring is not None and ring.counts is not None:
-        check_size(ring, MOST_COUNTED, " with jitter and visits that differ")
     solved = _solve(problem, solver)
-    sample: SampledTime | None = None
-    if machine.jitter:
-        if ring is None:
-            noise = np.random.default_rng(seed)
-            sample = sample_runs(
-                lambda: simulate_events(problem.rates, problem.faults, noise=noise).seconds,
-                f"{REPEATS} runs of every step of every rank, seed {seed}",
-            )
-        else:
-            sample = sample_ring(ring.ring, machine.jitter, seed)
-    return _make_timeline(problem.rates, solved, sample, passes, _host_seconds(problem))
+    return _make_timeline(problem.rates, solved, passes, _host_seconds(problem))
 
 
 def simulate_passes(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> list[Timeline]:
@@ -142,23 +126,11 @@ def _host_seconds(problem: TimingProblem) -> float:
     return host_seconds(machine, calls)
 
 
-def _make_timeline(
-    rates: Rates, solved: Solved, sample: SampledTime | None, passes: int | None, host: float
-) -> Timeline:
-    """The timeline of a solved problem, with jitter, `host` seconds, and the job's failures, energy and cost."""
+def _make_timeline(rates: Rates, solved: Solved, passes: int | None, host: float) -> Timeline:
+    """The timeline of a solved problem, with `host` seconds, and the job's failures, energy and cost."""
     plan, machine, seconds = rates.plan, rates.machine, solved.seconds
-    solver, why, interval = solved.solver, solved.why, None
     compute, exposed = solved.loads.causes(seconds, solved.peers)
-    exposed |= {"jitter": 0.0, "host": 0.0, "call": rates.call}
-    if sample is not None:
-        # Times are maxima of sums, so their mean is at least the time with mean visits. Interference ends with the
-        # message and so may end earlier with jitter; then the time is at least what a rank computes.
-        least = seconds if not machine.gamma else compute
-        mean, low, high = (max(value, least) for value in (sample.seconds, sample.low, sample.high))
-        exposed["jitter"], seconds = mean - seconds, mean
-        solver, why = f"{solver} + jitter", f"{why}; jitter: {sample.why}"
-        low, high = (max(end, host) + exposed["call"] for end in (low, high))
-        interval = low, high
+    exposed |= {"host": 0.0, "call": rates.call}
     exposed["host"] = max(host - seconds, 0.0)
     seconds += exposed["host"] + exposed["call"]
     job_failures = None if passes is None else failures(plan, machine, passes * seconds, backward=rates.backward)
@@ -167,14 +139,12 @@ def _make_timeline(
         direction="backward" if rates.backward else "forward",
         ranks=plan.ranks,
         seconds=seconds,
-        solver=solver,
-        why=why,
+        solver=solved.solver,
+        why=solved.why,
         compared=solved.compared,
         finish=np.maximum(solved.finish, host) + rates.call,
         compute=compute,
         exposed=exposed,
-        interval=interval,
-        extrapolated=sample is not None and sample.extrapolated,
         traffic=solved.traffic,
         memory=memory(plan, backward=rates.backward),
         passes=passes,

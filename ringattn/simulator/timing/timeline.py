@@ -37,18 +37,14 @@ class Timeline:
     why: str
     #: What was compared in the plan to prove that a simpler problem takes as long; "" if every step was simulated.
     compared: str
-    #: When each rank finishes, its call and its host included, without jitter, float64 [ranks].
+    #: When each rank finishes, its call and its host included, float64 [ranks].
     finish: np.ndarray
     #: Mean seconds of visits per rank.
     compute: float
     #: Seconds by which the pass is longer than `compute`, by cause: imbalance (of the busiest rank), merge,
     #: interference, stalls, wait for peers (the waiting that would remain if messages took no time), wait for messages
-    #: (all other waiting), jitter, host (starting steps) and call. Together with `compute` they sum to `seconds`.
+    #: (all other waiting), host (starting steps) and call. Together with `compute` they sum to `seconds`.
     exposed: dict[str, float]
-    #: The 95 % interval of the mean time with jitter (None without jitter), and whether the time is extrapolated from
-    #: smaller rings.
-    interval: tuple[float, float] | None
-    extrapolated: bool
     #: Counted bytes on links.
     traffic: Traffic
     #: Bytes of one rank by category.
@@ -68,11 +64,6 @@ class Timeline:
     def total(self) -> float:
         """Seconds of the job, with failures and checkpoints if modelled; without a job, of one pass."""
         return (self.passes or 1) * self.seconds if self.failures is None else self.failures.expected
-
-    @property
-    def kind(self) -> str:
-        """The kind of `seconds`: "modelled" or "extrapolated"."""
-        return "extrapolated" if self.extrapolated else "modelled"
 
     @property
     def fits(self) -> bool | None:

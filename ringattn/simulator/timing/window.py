@@ -36,7 +36,7 @@ class TimedMessage:
 
 @dataclass(frozen=True)
 class StepWindow:
-    """When `ranks` begin `steps`, in seconds, without jitter. A rank takes no time in steps in which it does nothing.
+    """When `ranks` begin `steps`, in seconds. A rank takes no time in steps in which it does nothing.
 
     All arrays are float64. `messages` is None if the solver does not know when messages begin.
     """

@@ -127,15 +127,6 @@ def test_what_a_call_takes(ranks: int, values: dict[str, float], forward: float,
     assert calls == pytest.approx([forward, backward])
 
 
-def test_jitter_is_recovered_and_its_scale_does_not_matter() -> None:
-    source = random.Random(3)
-    shape = 1 / 0.1**2
-    samples = [[scale * source.gammavariate(shape, 1 / shape) for _ in range(400)] for scale in (1e-3, 1.0, 2.0, 50.0)]
-    assert fits.fit_jitter(samples) == pytest.approx(0.1, rel=0.1)
-    assert fits.fit_jitter([[t * 7 for t in one] for one in samples]) == pytest.approx(fits.fit_jitter(samples))
-    assert fits.fit_jitter([[1.0, 1.0], [2.0, 2.0]]) == 0.0
-
-
 def test_interference_is_the_middle_of_the_slowdowns() -> None:
     one = ([1.0, 1.1, 9.0], [0.5, 0.5, 0.5], [1.2, 1.3, 9.2])  # 0.2 more under a message of 0.5
     assert fits.fit_interference([one]) == pytest.approx(0.4)

@@ -29,7 +29,7 @@ def check(path: Path, ranks: int, *, alone: bool = False) -> ra.Machine:
     """A machine file holds every number with its source, and samples of every rank behind each."""
     record, machine = yaml.safe_load(path.read_text()), read_machine(path)
     assert {"cpu", "torch", "date", "commit", "transport", "threads"} <= set(record["made"])
-    measured = ["flops", "merge", "jitter", *([] if alone else ["latency", "bandwidth", "gamma", *CALLS])]
+    measured = ["flops", "merge", *([] if alone else ["latency", "bandwidth", "gamma", *CALLS])]
     assert [machine.source(name) for name in measured] == ["measured"] * len(measured)
     assert all({"value", "unit", "source"} == set(entry) for entry in record["values"].values())
     samples = record["samples"]

@@ -20,7 +20,7 @@ from ringattn.lab.models.training import StepEstimate, training_step
 MODEL = ModelConfig("small", 2, 256, 4, 2, 64, 512, 1024)
 #: A memory of 1e12 bytes/s (twice the rate of merging), matrix products of 2e12 flop/s, nodes of 4.
 LINKS: dict[str, Any] = {"ranks_per_node": 4, "node_latency": 1e-6, "node_bandwidth": 1e9}
-MACHINE = ra.Machine(1e12, 1e-5, 1e8, merge=5e11, peak=4e12, matmul=2e12, memory=1e9, **LINKS)
+MACHINE = ra.Machine(1e12, 1e-5, 1e8, merge=5e11, peak=4e12, matmul=2e12, memory=1e9, host_bandwidth=1e9, **LINKS)
 TOKENS = 2048
 #: Elements of the matrices of attention, of the MLP, and of the embedding.
 ATTENTION, MLP, TABLE = 256 * 64 * 12, 3 * 256 * 512, 1024 * 256
@@ -256,6 +256,21 @@ def test_checkpointing_trades_time_for_memory() -> None:
     deep = replace(MODEL, layers=20, windows=(None,) * 20)
     kept = [step(model=deep, checkpointing=name).memory["activations"] for name in CHECKPOINTING]
     assert sorted(kept, reverse=True) == kept
+
+
+def test_memory_of_the_host_takes_inputs_and_states() -> None:
+    """The input of each layer, 256 columns of 4,096 rows in 2 bytes, goes and comes; states travel once."""
+    full, host = (step(checkpointing=name, tokens=4096) for name in ("full", "host"))
+    for category in ("optimizer", "activations", "gradients"):
+        assert host.memory[category] < full.memory[category]
+    inputs = 2 * 4096 * 256 * 2
+    assert host.host_bytes == 16 * MODEL.parameters + inputs and full.host_bytes == 0
+    states = (4 + 2 + 30) * MODEL.parameters
+    assert host.parts["host"] == pytest.approx(states / 1e9), "layers compute for longer than their inputs travel"
+    slow = step(checkpointing="host", tokens=4096, machine=MACHINE.changed(host_bandwidth=1.0))
+    assert slow.parts["host"] == pytest.approx(states + 2 * inputs, rel=1e-3)
+    with pytest.raises(InvalidInput, match=r"has no rate to the host's memory; give machine\.host_bandwidth="):
+        step(checkpointing="host", machine=MACHINE.changed(host_bandwidth=None))
 
 
 def test_more_tokens_take_longer_and_more_sequences_hide_collectives() -> None:

@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 
 import ringattn as ra
-from ringattn.lab.models.training import PUBLISHED_STEPS
 from ringattn.lab.published import steps
-from ringattn.lab.published.errors import draw_scatter, errors_by_family, judge_choices, preset_bands
+from ringattn.lab.published.errors import (
+    band_of_sources,
+    count_left_out,
+    draw_scatter,
+    errors_by_family,
+    judge_choices,
+    preset_bands,
+)
 from ringattn.lab.published.predictions import (
     SOURCES,
     Measurement,
@@ -20,7 +26,7 @@ from ringattn.lab.published.predictions import (
     read_measurements,
 )
 from ringattn.lab.published.steps import step_errors
-from ringattn.machine.bands import BANDS, SIZES, STEPS, describe_band, size_class
+from ringattn.machine.bands import BANDS, MEMORY, SIZES, STEPS, STEPS_LIBRARIES, STEPS_TOKENS, describe_band, size_class
 from ringattn.machine.presets import PRESETS
 
 #: Most (median, P90) of the errors of presets made without the family, in the fixed subset.
@@ -113,19 +119,26 @@ def test_the_scatter_is_drawn(predictions: list[PredictedRow], tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["scatter.svg"]
 
 
+def _read_steps() -> list[dict[str, str]]:
+    with (Path(steps.__file__).parent / "steps.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def test_steps_of_training_are_as_far_as_the_model_says() -> None:
-    errors, band = step_errors()
+    errors, ratios = step_errors()
     *groups, everything = errors.values()
     speed = everything["tokens/s"]
     assert sum(one["tokens/s"].rows for one in groups) == speed.rows == 81 and len(errors) == 7
-    assert band == STEPS and f"within {100 * speed.median:.1f} %" in PUBLISHED_STEPS
+    assert {kind: band_of_sources(x) for kind, x in ratios.items()} == {"seconds": STEPS, "reserved": MEMORY}
+    assert sum(held for held, _ in count_left_out(ratios["seconds"]).values()) >= 0.85 * speed.rows
+    assert {library.strip("/") for library, _ in steps.SOURCES.values()} == {*STEPS_LIBRARIES}
+    assert max(int(row["seq"]) for row in _read_steps()) == STEPS_TOKENS
     assert speed.median <= 0.1 and speed.p90 <= 0.25 and abs(speed.bias) <= 0.05
     assert everything["reserved"].median <= 0.2
 
 
 def test_no_step_that_fitted_needs_more_than_its_peak() -> None:
-    with (Path(steps.__file__).parent / "steps.csv").open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["peak_GiB"]]
+    rows = [row for row in _read_steps() if row["peak_GiB"]]
     assert len(rows) == 22
     for row in rows:
         _, needed, reserved = steps._predict(row)

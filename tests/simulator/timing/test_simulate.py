@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import Inside
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import problems
 
@@ -19,8 +19,6 @@ from ringattn import Causal, Full, InvalidInput, Machine, Pattern, Plan, Stall, 
 from ringattn.machine.kernel_times import BACKWARD
 from ringattn.simulator.timing.auto import predict
 from ringattn.simulator.timing.costs import expected_seconds, failures, memory, young_daly
-from ringattn.simulator.timing.solvers.jitter import sample_ring
-from ringattn.simulator.timing.solvers.recurrence import NeighborMessages, Phase, Ring
 
 CLOSE = 1e-12
 #: A machine on which visits and messages of these small plans take about as long.
@@ -143,44 +141,9 @@ def test_262144_ranks_at_once() -> None:
     assert full.seconds == pytest.approx(((1 << 18) - 1) * max(visit, block) + visit, rel=CLOSE)
     nodes = simulate(make_plan(Full(), **sizes), "cuda")  # type: ignore[arg-type]
     assert nodes.solver == "periodic" and nodes.traffic == full.traffic
-    with pytest.raises(Unsupported, match=r"262,144 steps with jitter and visits that differ are more than"):
-        simulate(make_plan(Causal(), layout="zigzag", **sizes), replace(machine, jitter=0.1))  # type: ignore[arg-type]
     local = simulate(make_plan(Causal() & Window(4095), layout="contiguous", **sizes), machine)  # type: ignore[arg-type]
     assert local.solver == "stencil" and local.traffic.messages == (1 << 18) - 1
     assert local.seconds == pytest.approx(block + (1 << 12) * ((1 << 12) - 1) // 2 * 8 * 512 / machine.flops, rel=1e-3)
-
-
-@settings(max_examples=20)
-@given(st.floats(0.05, 1.0), st.integers(0, 9))
-def test_sampled_jitter_of_ranks_that_do_not_wait(jitter: float, seed: int) -> None:
-    """Without messages a rank's time is a sum of its visits; the mean over one rank must be that of the machine."""
-    ring = Ring(1, (Phase(80, 1.0),))
-    found = sample_ring(ring, jitter, seed)
-    assert not found.extrapolated
-    assert abs(found.seconds - 80) < 6 * jitter * (80 / 8) ** 0.5 and found.low < found.seconds < found.high
-
-
-def test_jitter_of_exponential_times() -> None:
-    """A ring in which every step waits for a neighbour, with exponential visits and no messages' time: each step takes
-    more than twice the mean and less than the mean of the largest of three; extrapolation agrees with a run."""
-    lane = NeighborMessages(1, 0.0, 0.0)
-    small = sample_ring(Ring(512, (Phase(512, 1.0, 0.0, (lane,)),)), 1.0, 1)
-    assert 1.5 < small.seconds / 512 < 2.2
-    big = sample_ring(Ring(4096, (Phase(4096, 1.0, 0.0, (lane,)),)), 1.0, 1)
-    assert big.extrapolated and small.seconds / 512 - 0.15 < big.seconds / 4096 < 2.2
-    assert big.low < big.seconds < big.high
-
-
-def test_jitter_of_plans() -> None:
-    plan = make_plan(Full(), tokens=64, ranks=4, schedule="ring")
-    for solver in ("auto", "events"):
-        found = simulate(plan, replace(EVEN, jitter=0.3), solver=solver)
-        calm = simulate(plan, EVEN, solver=solver)
-        assert found.solver == calm.solver + " + jitter" and found.interval is not None and found.kind == "modelled"
-        assert found.seconds == pytest.approx(calm.seconds + found.exposed["jitter"]) and found.exposed["jitter"] > 0
-        again = simulate(plan, replace(EVEN, jitter=0.3), solver=solver)
-        assert again.seconds == found.seconds
-        assert simulate(plan, replace(EVEN, jitter=0.3), solver=solver, seed=5).seconds != found.seconds
 
 
 def test_memory_by_hand() -> None:

@@ -81,14 +81,19 @@ def _swap(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda *qkv: attend(*(x.transpose(1, 2) for x in qkv)).transpose(1, 2)
 
 
-def _make_ring_flash_attn(context: Context) -> Run:
-    _require_plain(context, "ring-flash-attn: its kernel for such masks has no stand-in here")
+def import_ring_flash_attn() -> Any:
+    """ring-flash-attn; without flash-attn, over a stand-in for its CUDA kernel. Raises ImportError without it."""
     sys.modules.setdefault("flash_attn", ModuleType("flash_attn"))
     sys.modules.setdefault("flash_attn.flash_attn_interface", make_flash_attn())
     hugging_face = ModuleType("ring_flash_attn.adapters")  # cannot be imported with transformers 5; not measured
     vars(hugging_face).update(substitute_hf_flash_attn=None, update_ring_flash_attn_params=None)
     sys.modules.setdefault(hugging_face.__name__, hugging_face)
-    library: Any = import_module("ring_flash_attn")
+    return import_module("ring_flash_attn")
+
+
+def _make_ring_flash_attn(context: Context) -> Run:
+    _require_plain(context, "ring-flash-attn: its kernel for such masks has no stand-in here")
+    library = import_ring_flash_attn()
     causal = context.settings["causal"]
     attend = partial(library.zigzag_ring_flash_attn_func if causal else library.ring_flash_attn_func, causal=causal)
     return calls.make_call(context, _swap(attend))

@@ -24,7 +24,6 @@ from ....plan.steps import Step
 from ...progress import track
 from ..rates import Faults, Rates
 from .base import Loads, Solved, Traffic
-from .jitter import draw_factors
 
 #: The most ranks, and roughly the most steps and messages of all ranks: each is a Python object.
 MOST_RANKS, MOST_EVENTS = 4096, 1_000_000
@@ -92,17 +91,12 @@ class EventPass:
         return Solved("events", float(finish.max()), finish, why, self.loads, traffic, peers=peers)
 
 
-def simulate_events(
-    rates: Rates, faults: Faults, why: str = "every step of every rank", noise: np.random.Generator | None = None
-) -> Solved:
-    """Simulate every step and message of a plan; `why` is the reason for reports and errors.
-
-    With `noise`, visits vary by the machine's jitter. Raises as `list_events`.
-    """
-    return list_events(rates, faults, why, noise).solve(why)
+def simulate_events(rates: Rates, faults: Faults, why: str = "every step of every rank") -> Solved:
+    """Simulate every step and message of a plan; `why` is the reason for reports. Raises as `list_events`."""
+    return list_events(rates, faults, why).solve(why)
 
 
-def list_events(rates: Rates, faults: Faults, why: str, noise: np.random.Generator | None = None) -> EventPass:
+def list_events(rates: Rates, faults: Faults, why: str) -> EventPass:
     """All steps and messages of all ranks; arguments as in `simulate_events`.
 
     Raises Unsupported for plans with too many ranks or steps, InvalidInput for stalls after the last step of the pass.
@@ -118,7 +112,7 @@ def list_events(rates: Rates, faults: Faults, why: str, noise: np.random.Generat
     for rank, steps in enumerate(steps_of_ranks):
         numbers = [clocks[step.clock] for step in steps]
         for number, step in zip(numbers, steps, strict=True):
-            visits[number, rank], merge = _busy_seconds(rates, faults, rank, step, noise)
+            visits[number, rank], merge = _busy_seconds(rates, faults, rank, step)
             busy[number, rank] = visits[number, rank] + merge
             loads.merge[rank] += merge
         posted.append(_list_posts(rates, faults, rank, steps, numbers, messages))
@@ -185,9 +179,7 @@ def _stalls_by_step(faults: Faults, steps: int) -> dict[tuple[int, int], float]:
     return seconds
 
 
-def _busy_seconds(
-    rates: Rates, faults: Faults, rank: int, step: Step, noise: np.random.Generator | None
-) -> tuple[float, float]:
+def _busy_seconds(rates: Rates, faults: Faults, rank: int, step: Step) -> tuple[float, float]:
     """(seconds of the visits of a step, seconds of merging their results)."""
     ring_plan, place = rates.plan.ring_plan(rank)
     # Visits to several parts of one owner's block count as one. With pass-Q, the queries are the owner's.
@@ -195,8 +187,6 @@ def _busy_seconds(
     step_visits = [(owner, place) if rates.passes_q else (place, owner) for owner in owners]
     slow = 1.0 if faults.slow is None else float(faults.slow[rank])
     compute = slow * rates.visits(ring_plan, step_visits)
-    if noise is not None and rates.machine.jitter:
-        compute *= float(draw_factors(rates.machine.jitter, noise, 1)[0])
     rows = sum(rates.merged_rows(ring_plan, *visit) for visit in step_visits)
     return compute, slow * rates.merge(rows)
 

@@ -40,8 +40,8 @@ def solve_by_events(problem: TimingProblem) -> Solved:
         return simulate_events(rates, faults, "asked for")
     if rates.plan.ranks <= SIMULATED_WHOLE:
         why = "few ranks"
-    elif faults or rates.machine.jitter:
-        why = "slow ranks, stalls and jitter rule out a smaller plan"
+    elif faults:
+        why = "slow ranks and stalls rule out a smaller plan"
     else:
         folded = simulate_folded(rates, problem.not_a_ring)
         if isinstance(folded, Solved):

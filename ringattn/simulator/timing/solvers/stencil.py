@@ -17,13 +17,13 @@ from ...progress import track
 from ..band.band import find_rank_breakpoints
 from ..band.counts import BandCounts
 from ..band.messages import DirectCosts
-from ..problem import RingProblem, TimingProblem
+from ..problem import TimingProblem
 from .base import Loads, RingTimes, Solved, Traffic, solve_ring
 from .delay import DEPTH, CoefficientChanges, DelayState
 from .recurrence import NO_DIRECT, Ring
 
-#: The most ranks x steps: in general, and if pairs and rows are counted at every step.
-MOST, MOST_COUNTED = 1 << 38, 1 << 28
+#: The most ranks x steps.
+MOST = 1 << 38
 #: If more ranks than this change at a step, all ranks are recounted.
 MANY = 4096
 #: Offsets of the ranks whose numbers affect a rank's coefficients: a neighbor's message ends together with its other
@@ -39,7 +39,11 @@ def solve_by_stencil(problem: TimingProblem) -> Solved | None:
     ring = problem.ring
     if ring is None:
         return None
-    check_size(ring, MOST)
+    if ring.ring.ranks * ring.steps > MOST:
+        raise Unsupported(
+            f"{ring.ring.ranks:,} ranks x {ring.steps:,} steps are more than {MOST:,}, the limit of solver stencil; "
+            "try fewer ranks"
+        )
     if ring.counts is None:
         return solve_ring("stencil", problem, solve_stencil)
     steps = IncrementalSteps(ring.counts)
@@ -61,16 +65,6 @@ def solve_stencil(ring: Ring) -> RingTimes:
         state.advance(phase, phase.steps)
     finish = state.finish()
     return RingTimes(float(finish.max()), finish, "every rank at every step")
-
-
-def check_size(problem: RingProblem, most: int, what: str = "") -> None:
-    """Raise Unsupported for more than `most` ranks x steps; `what` qualifies them in the message."""
-    ranks = problem.ring.ranks
-    if ranks * problem.steps > most:
-        raise Unsupported(
-            f"{ranks:,} ranks x {problem.steps:,} steps{what} are more than {most:,}, the limit of solver "
-            "stencil; try fewer ranks, or leave machine.jitter out"
-        )
 
 
 def find_changed_runs(counts: BandCounts, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,0 +1,218 @@
+"""`serve`: how many GPUs a prefill or a decode needs, and how to spread a model over them, from modelled times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import InvalidInput, RingAttentionError
+from ...simulator.progress import Listener
+from ...text import digits, duration, plural, size
+from ..models.config import ModelConfig
+from ..models.inference import decode, prefill
+from ..models.layer import ModelEstimate
+from ..models.parallel import Parallel, Software
+from .search import LARGE, Offer, divisors
+
+#: Times that differ by less than this fraction are equal: fewer bytes win.
+EQUAL = 0.01
+
+
+@dataclass(frozen=True)
+class ServingQuestion:
+    """How to prefill, or decode after, `tokens` tokens of `users` sequences at once on up to `gpus` GPUs of an offer.
+
+    `within`: seconds until the first token of all prompts, or for a token of each sequence; None: as fast as possible.
+    Raises InvalidInput.
+    """
+
+    model: ModelConfig
+    offer: Offer
+    phase: str
+    tokens: int
+    gpus: int
+    users: int = 1
+    within: float | None = None
+    dtype: str = "bfloat16"
+    fp8: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "gpus", "users"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"{name}={getattr(self, name)}: must be at least 1; try {name}=8")
+        if self.within is not None and not 0 < self.within < float("inf"):
+            raise InvalidInput(f"within={self.within}: must be a number of seconds > 0, such as within=0.05")
+
+    @property
+    def counts(self) -> list[int]:
+        """Numbers of GPUs to compare, ascending: powers of two, and all."""
+        powers = [1 << i for i in range(self.gpus.bit_length())]
+        return sorted({*powers, self.gpus})
+
+    @property
+    def waits_for(self) -> str:
+        """What `within` limits, in words."""
+        return "first token" if self.phase == "prefill" else "token of each"
+
+
+@dataclass(frozen=True)
+class ServingCandidate:
+    """A way to serve, and its modelled phase."""
+
+    parallel: Parallel
+    estimate: ModelEstimate
+
+    @property
+    def name(self) -> str:
+        """The ranks of each kind as text, without the numbers that are 1."""
+        numbers = {name: getattr(self.parallel, name) for name in ("cp", "dp", "tp")}
+        return " ".join(f"{name}={number}" for name, number in numbers.items() if number > 1) or "one GPU"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes per GPU."""
+        return sum(self.estimate.memory.values())
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The result of `serve`: for each number of GPUs the fastest candidate that fits, or the one that nearly does."""
+
+    question: ServingQuestion
+    best: dict[int, ServingCandidate]
+    misses: dict[int, ServingCandidate]
+
+    @property
+    def chosen(self) -> int | None:
+        """The fewest GPUs that are fast enough, or without `within` those of the fastest; None: no number is enough."""
+        within, best = self.question.within, self.best
+        if within is None:
+            return min(best, key=lambda gpus: (best[gpus].estimate.seconds, gpus), default=None)
+        return next((gpus for gpus, one in best.items() if one.estimate.seconds <= within), None)
+
+    @property
+    def verdict(self) -> str:
+        """The answer in one sentence."""
+        question, gpus = self.question, self.chosen
+        what = (
+            f"{question.phase} of {question.model.name}, {plural(question.users, 'sequence')} of {question.tokens:,} "
+            f"tokens on {question.offer.name}"
+        )
+        limit = "" if question.within is None else f" within {duration(question.within)}"
+        if not self.best:
+            miss = self.describe_miss(question.gpus)
+            return f"{what}: fits on no number of GPUs up to {question.gpus}; {miss} [modelled]."
+        if gpus is None:
+            most = min(self.best, key=lambda count: self.best[count].estimate.seconds)
+            fastest = self.best[most]
+            return (
+                f"{what}: no number of GPUs up to {question.gpus} is fast enough; {plural(most, 'GPU')} with "
+                f"{fastest.name} take {duration(fastest.estimate.seconds)} for the {question.waits_for}, not "
+                f"{duration(question.within or 0.0)} [modelled]."
+            )
+        one = self.best[gpus]
+        return (
+            f"{what}: {plural(gpus, 'GPU')}{' are the fewest' if limit else ' are the fastest'} that give the "
+            f"{question.waits_for}{limit}: {one.name}, {duration(one.estimate.seconds)}, {size(one.bytes)} of each GPU "
+            "[modelled]."
+        )
+
+    def describe_miss(self, gpus: int) -> str:
+        """What is missing on this number of GPUs, in words."""
+        one, has = self.misses[gpus], self.question.offer.machine.memory or 0
+        category = max(one.estimate.memory, key=lambda name: one.estimate.memory[name])
+        return (
+            f"on {plural(gpus, 'GPU')} {one.name} lacks {size(one.bytes - has)} beside the {size(has)} of each; most "
+            f"of its memory is {category}"
+        )
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """For each number of GPUs: candidate, seconds, rate and memory; never a time where nothing fits."""
+        rows = list[tuple[str, ...]]()
+        for gpus in self.question.counts:
+            if gpus in self.best:
+                one = self.best[gpus]
+                seconds, parts = one.estimate.seconds, one.estimate.parts
+                longest = max(parts, key=lambda name: parts[name])
+                share = f"{longest} {parts[longest] / seconds:.0%}"
+                rate = f"{digits(one.estimate.tokens / seconds)} tokens/s"
+                rows.append((str(gpus), one.name, duration(seconds), rate, share, size(one.bytes)))
+            elif gpus in self.misses:
+                rows.append((str(gpus), self.misses[gpus].name, "does not fit", "", "", size(self.misses[gpus].bytes)))
+        return rows
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The answer as plain data: seconds and bytes."""
+        question = self.question
+        names = ("phase", "tokens", "gpus", "users", "within", "dtype", "fp8")
+        return {
+            "question": {
+                "model": question.model.name,
+                "machine": question.offer.name,
+                **{name: getattr(question, name) for name in names},
+            },
+            "verdict": self.verdict,
+            "chosen": self.chosen,
+            "best": {
+                str(gpus): {
+                    **{name: getattr(one.parallel, name) for name in ("cp", "dp", "tp")},
+                    **{name: getattr(one.estimate, name) for name in ("seconds", "parts", "memory", "plan")},
+                }
+                for gpus, one in self.best.items()
+            },
+            "does not fit": {str(gpus): self.describe_miss(gpus) for gpus in self.misses if gpus not in self.best},
+            "kind": "modelled",
+        }
+
+
+def serve(question: ServingQuestion, tell: Listener = lambda done, count, what: None) -> Serving:
+    """The best way to serve on each number of GPUs. Raises InvalidInput where no cp x dp x tp has such a number."""
+    best: dict[int, ServingCandidate] = {}
+    misses: dict[int, ServingCandidate] = {}
+    refused = set[str]()
+    for done, gpus in enumerate(question.counts):
+        tell(done, len(question.counts), plural(gpus, "GPU"))
+        found = []
+        for parallel in list_spreads(question, gpus):
+            try:
+                found.append(ServingCandidate(parallel, _estimate(question, parallel)))
+            except RingAttentionError as error:
+                refused.add(str(error))
+        fitting = [one for one in found if one.estimate.fits is not False]
+        if fitting:
+            least = min(one.estimate.seconds for one in fitting)
+            best[gpus] = min(
+                (one for one in fitting if one.estimate.seconds <= least * (1 + EQUAL)), key=lambda one: one.bytes
+            )
+        elif found:
+            misses[gpus] = min(found, key=lambda one: one.bytes)
+    if not best and question.gpus not in misses:
+        why = f": {min(refused)}" if refused else ""
+        raise InvalidInput(
+            f"no cp x dp x tp of {question.gpus} GPUs serves {question.model.name}{why}; try another number of GPUs"
+        )
+    return Serving(question, best, misses)
+
+
+def list_spreads(question: ServingQuestion, gpus: int) -> Iterator[Parallel]:
+    """Every cp x dp x tp = `gpus` with equally many sequences in each dp group; tp stays within a node."""
+    model, machine = question.model, question.offer.machine
+    software = Software(question.dtype, question.fp8)
+    for tp in divisors(gpus):
+        if tp > machine.ranks_per_node or any(count % tp for count in (model.heads, model.kv_heads, model.mlp)):
+            continue
+        for cp in divisors(gpus // tp):
+            dp = gpus // (tp * cp)
+            if question.users % dp or cp > question.tokens:
+                continue
+            schedule = "auto" if cp <= LARGE else "ring"
+            yield Parallel(cp, dp, tp, rows=question.users // dp, schedule=schedule, software=software)
+
+
+def _estimate(question: ServingQuestion, parallel: Parallel) -> ModelEstimate:
+    machine = question.offer.machine
+    phase = prefill if question.phase == "prefill" else decode
+    return phase(question.model, machine, question.tokens, parallel)

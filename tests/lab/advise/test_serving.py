@@ -1,0 +1,92 @@
+"""Serving: the fewest GPUs against loops over every spread, misses in bytes, and words that give no time for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+import ringattn as ra
+from ringattn import InvalidInput
+from ringattn.lab.advise.search import Offer
+from ringattn.lab.advise.serving import ServingQuestion, serve
+from ringattn.lab.models.config import ModelConfig, load_model
+from ringattn.lab.models.inference import decode, prefill
+from ringattn.lab.models.parallel import Parallel, Software
+
+MODEL = ModelConfig("tiny", 2, 256, 8, 4, 32, 512, 1024)
+MACHINE = replace(ra.get_machine("h100_nvlink_ib"), ranks_per_node=4)
+
+
+def ask(**more: Any) -> ServingQuestion:
+    machine = more.pop("machine", MACHINE)
+    return ServingQuestion(
+        **{"model": MODEL, "offer": Offer("small", machine, None), "phase": "decode", "tokens": 8192, "gpus": 4, **more}
+    )
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("users", [1, 4])
+def test_the_best_of_each_number_is_what_loops_find(phase: str, users: int) -> None:
+    """Of all cp x dp x tp: tp divides 4 key/value heads, and dp the users."""
+    serving = serve(ask(phase=phase, users=users))
+    model = {"prefill": prefill, "decode": decode}[phase]
+    for gpus in (1, 2, 4):
+        tried = [
+            model(MODEL, MACHINE, 8192, Parallel(cp, dp, tp, rows=users // dp)).seconds
+            for cp, dp, tp in product((1, 2, 4), repeat=3)
+            if cp * dp * tp == gpus and users % dp == 0
+        ]
+        assert min(tried) <= serving.best[gpus].estimate.seconds <= min(tried) * 1.011
+    times = {gpus: one.estimate.seconds for gpus, one in serving.best.items()}
+    assert serving.chosen == min(times, key=lambda gpus: (times[gpus], gpus))
+    for seconds in times.values():
+        first = min(n for n in times if times[n] <= seconds)
+        limited = serve(ask(phase=phase, users=users, within=seconds))
+        assert limited.chosen == first and f"{first} GPU" in limited.verdict and "are the fewest" in limited.verdict
+    impossible = serve(ask(phase=phase, users=users, within=1e-9))
+    assert impossible.chosen is None and "no number of GPUs up to 4 is fast enough" in impossible.verdict
+
+
+def test_what_does_not_fit_has_bytes_and_no_time() -> None:
+    machine = MACHINE.changed(memory=1.5e9)
+    serving = serve(ask(machine=machine, users=64, tokens=1 << 15))
+    need = 64 * (1 << 15) * 2 * 2 * 4 * 32 * 2  # sequences, tokens, layers, K and V, heads, columns, bytes
+    assert need > 1.5e9 and 1 in serving.misses and 1 not in serving.best and 4 in serving.best
+    (row,) = (row for row in serving.rows if row[0] == "1")
+    assert row[2:5] == ("does not fit", "", "") and "most of its memory is keys and values" in serving.describe_miss(1)
+    assert serving.chosen in serving.best and set(serving.record["does not fit"]) == {str(n) for n in serving.misses}
+    nothing = serve(ask(machine=MACHINE.changed(memory=1e6)))
+    assert not nothing.best and nothing.chosen is None and "fits on no number of GPUs up to 4" in nothing.verdict
+
+
+def test_eight_bits_halve_weights() -> None:
+    """Of the 8 billion parameters of Llama 3, all but two tables of 128,256 rows of 4,096 take one byte."""
+    model, machine = load_model("llama3_8b"), ra.get_machine("h100_nvlink_ib")
+    wide, narrow = (
+        decode(model, machine, 8192, Parallel(software=Software(fp8=fp8))).memory["weights"] for fp8 in (False, True)
+    )
+    layers = model.layers * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)
+    assert wide - narrow == layers
+    times = [serve(ask(model=model, offer=Offer("h100", machine, None), fp8=fp8, gpus=1)) for fp8 in (False, True)]
+    slow, fast = (one.best[1].estimate.seconds for one in times)
+    assert slow > 1.5 * fast
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"users": 0}, "users=0: must be at least 1"),
+        ({"within": 0.0}, "within=0.0: must be a number of seconds > 0"),
+        ({"gpus": 3, "users": 3, "tokens": 2, "machine": MACHINE.changed(flops_dtype=None)}, None),
+        ({"dtype": "float32"}, "no cp x dp x tp of 4 GPUs serves tiny: dtype=float32"),
+    ],
+)
+def test_questions_without_an_answer_say_why(change: dict[str, Any], words: str | None) -> None:
+    if words is None:
+        assert serve(ask(**change)).best[3].parallel.dp == 3
+        return
+    with pytest.raises(InvalidInput, match=words):
+        serve(ask(**change))
