@@ -1,0 +1,26 @@
+"""ring-flash-attention (zhuzilin): its ring over contiguous shards; on CPUs over a stand-in for its CUDA kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ringattn.lab.bench.suites.peers import import_ring_flash_attn
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Any,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The function ring_flash_attn_func, which takes a window although its ring does not shift it."""
+    window_size = (-1, -1) if window is None else (window, 0)
+    options: dict[str, Any] = {"causal": causal, "window_size": window_size, "softmax_scale": scale, "group": group}
+    rows = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    return import_ring_flash_attn().ring_flash_attn_func(*rows, **options).transpose(1, 2)

@@ -1,0 +1,39 @@
+"""This library: one pattern for causal, window, sinks and documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import ringattn as ra
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Any,
+    causal: bool = False,
+    window: int | None = None,
+    sinks: int = 0,
+    documents: tuple[int, ...] = (),
+    padding_mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    return_lse: bool = False,
+) -> Any:
+    """Ring attention of contiguous shards."""
+    pattern: Any = ra.Causal() if causal else ra.Full()
+    if window is not None:
+        near = ra.Window(window)
+        pattern &= near | ra.Sinks(sinks) if sinks else near
+    if documents:
+        pattern &= ra.Documents(documents)
+    options: dict[str, Any] = {"softcap": softcap, "scale": scale, "dropout": dropout, "return_lse": return_lse}
+    return ra.ring_attention(
+        q, k, v, pattern, layout="rows", group=group, key_padding_mask=padding_mask, sinks=sink_logits, **options
+    )

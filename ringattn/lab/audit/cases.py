@@ -1,0 +1,102 @@
+"""What an audit tries: features, each with the smallest problem that shows it, and smaller problems of a failure."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+#: Keywords by which a target may take a mask or an option, see docs/audit.md.
+KEYWORDS = ("causal", "window", "sinks", "documents", "padding_mask", "softcap", "sink_logits", "scale", "dropout")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem over the whole sequence; `mask` are the keywords that the target gets, `ways` how it is called.
+
+    Ways: lse (the target also returns it), no_dk, twice (a second backward), again (a second call with other values),
+    strided (inputs that are views), checkpoint, compile, differ (rank 1 has another dtype).
+    """
+
+    feature: str
+    tokens: int = 24
+    batch: int = 1
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 16
+    dtype: str = "float32"
+    mask: dict[str, Any] = field(default_factory=dict)
+    ways: tuple[str, ...] = ()
+
+    @property
+    def needs(self) -> set[str]:
+        """The keywords that the target must take."""
+        return {"padding_mask" if name == "padding" else name for name in self.mask}
+
+
+def list_cases(ranks: int) -> Iterator[Case]:
+    """One case for each feature, for sequences of 12 tokens a rank."""
+    tokens = 12 * ranks
+    cuts = (5, tokens // 2, tokens - tokens // 2 - 5)
+    causal = {"causal": True}
+    masks: dict[str, dict[str, Any]] = {
+        "dense": {},
+        "causal": causal,
+        "window": {**causal, "window": 7},
+        "window over ranks": {**causal, "window": 17},
+        "window and sinks": {**causal, "window": 7, "sinks": 2},
+        "documents": {**causal, "documents": cuts},
+        "documents, not causal": {"documents": cuts},
+        "padding": {**causal, "padding": 5},
+        "softcap": {**causal, "softcap": 1.5},
+        "learned sinks": {**causal, "sink_logits": True},
+        "scale": {**causal, "scale": 0.5},
+    }
+    for name, mask in masks.items():
+        yield Case(name, tokens, mask=mask)
+    base = Case("causal", tokens, mask=causal)
+    yield replace(base, feature="grouped heads", kv_heads=2)
+    yield replace(base, feature="one key/value head", kv_heads=1)
+    yield replace(base, feature="batch of 3", batch=3)
+    yield replace(base, feature="head dim 24", head_dim=24)
+    yield replace(base, feature="uneven length", tokens=tokens - 1)
+    yield replace(base, feature="ranks without tokens", tokens=ranks - 1)
+    yield replace(base, feature="bfloat16", dtype="bfloat16")
+    yield replace(base, feature="float64", dtype="float64")
+    yield replace(base, feature="dropout", mask={**causal, "dropout": 0.5}, head_dim=tokens, heads=16, kv_heads=16)
+    for way, name in (
+        ("lse", "log-sum-exp"),
+        ("no_dk", "no gradient for keys"),
+        ("twice", "a second backward"),
+        ("again", "a second call"),
+        ("strided", "strided inputs"),
+        ("checkpoint", "checkpointing"),
+        ("compile", "torch.compile"),
+        ("differ", "ranks that differ"),
+    ):
+        yield replace(base, feature=name, ways=(way,))
+
+
+def shrink(case: Case, ranks: int) -> Iterator[Case]:
+    """Smaller cases that may fail in the same way, the smallest first in each size."""
+    for name, least in (("batch", 1), ("heads", 1), ("kv_heads", 1), ("head_dim", 2)):
+        value = getattr(case, name)
+        if value > least and not case.mask.get("dropout"):
+            smaller = replace(case, **{name: max(value // 2, least)})
+            if smaller.heads % smaller.kv_heads == 0:
+                yield smaller
+    tokens = case.tokens // 2
+    if tokens >= 2 * ranks and not {"documents", "dropout"} & {*case.mask}:
+        odd = case.tokens % ranks != 0
+        tokens -= tokens % ranks - odd
+        numbers = {name: max(case.mask[name] // 2, 1) for name in ("window", "padding", "sinks") if name in case.mask}
+        yield replace(case, tokens=tokens, mask={**case.mask, **numbers})
+
+
+def accepts(target: Callable[..., Any]) -> set[str]:
+    """The keywords that a target takes, by its signature."""
+    parameters = inspect.signature(target).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return {*KEYWORDS, "return_lse"}
+    return {one.name for one in parameters}

@@ -1,0 +1,180 @@
+"""One case on one rank: the target's results beside the oracle's, and a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from .cases import Case, accepts
+from .oracle import NAMES, make_inputs, make_sink_logits, see, solve
+from .oracle import attend as attend_dense
+
+Tensor = torch.Tensor
+#: A result may be this many times as wrong as a call on one device, and at least this many rounding errors.
+TIMES, ROUNDING = 8.0, 16.0
+#: Errors by which a library refuses a call, and those that count as crashes; any other ends the rank.
+REFUSALS = (NotImplementedError, ValueError, TypeError)
+CRASHES = (RuntimeError, AssertionError, AttributeError, LookupError, ArithmeticError, ImportError, OSError)
+#: Verdicts, the worst last.
+VERDICTS = ("exact", "not offered", "not run", "refused", "crash", "hang", "wrong")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a case on a rank; of a wrong result the tensor, its rows and how wrong it is.
+
+    `error` and `tolerance` are relative to the largest entry of the exact tensor.
+    """
+
+    verdict: str
+    why: str = ""
+    tensor: str = ""
+    error: float = 0.0
+    tolerance: float = 0.0
+
+
+def place_rows(target: Callable[..., Any], tokens: int, rank: int, ranks: int) -> Tensor:
+    """The positions of a rank's rows by the target's attribute `layout`: contiguous (default), zigzag or striped."""
+    layout = getattr(target, "layout", "contiguous")
+    place = torch.arange(tokens)
+    if layout == "striped":
+        return place[rank::ranks]
+    if layout == "zigzag":
+        pieces = place.tensor_split(2 * ranks)
+        return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]])
+    return place.tensor_split(ranks)[rank]
+
+
+def judge(target: Callable[..., Any], case: Case, device: torch.device) -> Verdict:
+    """Call the target on this rank's shards, with a random cotangent. Collective, as the target is."""
+    try:
+        return _compare(target, case, device)
+    except REFUSALS as error:
+        return Verdict("refused", f"{type(error).__name__}: {_first_line(error)}")
+    except _WrongError as error:
+        return Verdict("wrong", str(error), "out", 1.0)
+    except CRASHES as error:
+        return Verdict("crash", f"{type(error).__name__}: {_first_line(error)}")
+
+
+class _WrongError(Exception):
+    """What is wrong with the results of all ranks together."""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0][:200]
+
+
+def _compare(target: Callable[..., Any], case: Case, device: torch.device) -> Verdict:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rows, dtype = place_rows(target, case.tokens, rank, ranks), getattr(torch, case.dtype)
+    if "differ" in case.ways and rank == 1:
+        dtype = torch.float64
+    *inputs, grad = (x[:, :, rows].to(dtype).to(device) for x in make_inputs(case))
+    if "strided" in case.ways:
+        inputs = [torch.stack([x, x], -1)[..., 0] for x in inputs]
+    call = _prepare(target, case, rows, device)
+    if "again" in case.ways:  # buffers of this call must not reach the next
+        others = [x.neg().requires_grad_() for x in inputs]
+        torch.autograd.grad(call(*others)[0].sum(), others)
+    leaves = [x.detach().requires_grad_(not ("no_dk" in case.ways and i == 1)) for i, x in enumerate(inputs)]
+    out, lse = call(*leaves)
+    if "differ" in case.ways:
+        return Verdict("wrong", "nobody noticed that rank 1 has another dtype", "out", 1.0)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    grads = iter(torch.autograd.grad(out, wanted, grad, retain_graph="twice" in case.ways))
+    if "twice" in case.ways:
+        grads = iter(torch.autograd.grad(out, wanted, grad))
+    found = [out.detach(), *(next(grads) if leaf.requires_grad else None for leaf in leaves)]
+    keep = _find_dropped(case, out, ranks, target) if case.mask.get("dropout") else None
+    verdict = _worst(case, rows, found, keep)
+    if verdict.verdict == "exact" and "lse" in case.ways and lse is not None:
+        exact = attend_dense(case, *make_inputs(case)[:3])[1]
+        verdict = _check("lse", lse.detach(), exact[:, :, rows], ROUNDING * torch.finfo(torch.float32).eps, rows)
+    return verdict
+
+
+def _prepare(
+    target: Callable[..., Any], case: Case, rows: Tensor, device: torch.device
+) -> Callable[..., tuple[Tensor, Any]]:
+    """The call of the target with the case's keywords; returns (out, lse or None)."""
+    keywords = {name: value for name, value in case.mask.items() if name not in ("sink_logits", "padding")}
+    if "padding" in case.mask:
+        keywords["padding_mask"] = (rows >= case.tokens - case.mask["padding"]).expand(case.batch, -1).to(device)
+    if case.mask.get("sink_logits"):
+        keywords["sink_logits"] = make_sink_logits(case).to(device)
+    if "lse" in case.ways and "return_lse" in accepts(target):
+        keywords["return_lse"] = True
+
+    def attend(*qkv: Tensor) -> tuple[Tensor, Any]:
+        result = target(*qkv, group=dist.group.WORLD, **keywords)
+        return result if isinstance(result, tuple) else (result, None)
+
+    if "compile" in case.ways:
+        return torch.compile(attend, backend="aot_eager")
+    if "checkpoint" in case.ways:
+        return lambda *qkv: checkpoint(attend, *qkv, use_reentrant=False)
+    return attend
+
+
+def _find_dropped(case: Case, out: Tensor, ranks: int, target: Callable[..., Any]) -> Tensor:
+    """1 / (1 - p) for each weight that dropout kept, [B, H, N, N], as the outputs of all ranks show; v is a unit."""
+    parts: list[Any] = [None] * ranks
+    dist.all_gather_object(parts, out.detach().double().cpu())
+    shown = torch.empty(case.batch, case.heads, case.tokens, case.tokens, dtype=torch.float64)
+    for other, part in enumerate(parts):
+        shown[:, :, place_rows(target, case.tokens, other, ranks)] = part
+    seen, share = see(case), 1 - case.mask["dropout"]
+    kept = (shown != 0) & seen
+    found = float(kept.sum() / (seen.sum() * case.batch * case.heads))
+    first = kept[:, :, :, 0]
+    half = case.tokens // 2
+    both = seen[:half] & seen[half:][:half]
+    same = (kept[:, :, :half] == kept[:, :, half : 2 * half])[..., both]
+    if abs(found - share) > 0.08:
+        raise _WrongError(f"dropout={1 - share:g} kept {found:.0%} of the weights")
+    if (first == first[:, :1]).all():
+        raise _WrongError("dropout is the same in all heads")
+    if float(same.double().mean()) > 0.9:
+        raise _WrongError("ranks drop the same weights of their rows")
+    return kept.double() / share
+
+
+def _worst(case: Case, rows: Tensor, found: Sequence[Tensor | None], keep: Tensor | None) -> Verdict:
+    """The verdict on the tensor that is farthest beyond its tolerance."""
+    dtype = getattr(torch, case.dtype)
+    exact, single = solve(case, torch.float64, keep), solve(case, dtype, keep)
+    verdicts = []
+    for name, ours, right, alone in zip(NAMES, found, exact, single, strict=True):
+        if ours is not None:
+            scale = float(right.abs().max()) or 1.0
+            tolerance = max(TIMES * float((alone - right).abs().max()) / scale, ROUNDING * torch.finfo(dtype).eps)
+            verdicts.append(_check(name, ours, right[:, :, rows], tolerance, rows, scale))
+    return max(verdicts, key=lambda one: one.error / one.tolerance)
+
+
+def _check(
+    name: str, ours: Tensor, exact: Tensor, tolerance: float, rows: Tensor, scale: float | None = None
+) -> Verdict:
+    if ours.shape != exact.shape:
+        return Verdict("wrong", f"{name} has shape {tuple(ours.shape)}, not {tuple(exact.shape)}", name, 1.0, tolerance)
+    finite = exact.isfinite()
+    away = (ours.double().cpu() - exact).abs().masked_fill(~finite, 0.0)
+    away = away.nan_to_num(nan=float("inf"))
+    if not away.numel():
+        return Verdict("exact", tensor=name, tolerance=tolerance)
+    error = float(away.max()) / (scale or float(exact[finite].abs().max()) or 1.0)
+    if error <= tolerance:
+        return Verdict("exact", tensor=name, error=error, tolerance=tolerance)
+    by_row = away.amax([i for i in range(away.dim()) if i != 2])
+    wrong = rows[by_row > tolerance * (scale or 1.0)].tolist()
+    return Verdict("wrong", f"{name} of rows {_spell(wrong)}", name, error, tolerance)
+
+
+def _spell(rows: Sequence[int]) -> str:
+    return f"{rows[0]} .. {rows[-1]} ({len(rows)})" if len(rows) > 1 else str(rows[0] if rows else "none")

@@ -1,0 +1,80 @@
+"""The oracle of the audit: dense attention of the whole sequence, without any of the library's plans or kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .cases import Case
+
+Tensor = torch.Tensor
+#: Names of the tensors that are compared.
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def see(case: Case) -> Tensor:
+    """bool [tokens, tokens]: which keys (columns) each query (row) attends."""
+    mask, place = case.mask, torch.arange(case.tokens)
+    distance = place[:, None] - place
+    seen = torch.ones(case.tokens, case.tokens, dtype=torch.bool)
+    if mask.get("causal"):
+        seen &= distance >= 0
+    if (window := mask.get("window")) is not None:
+        near = distance <= window
+        seen &= near | (place < mask["sinks"]) if mask.get("sinks") else near
+    if mask.get("documents"):
+        number = torch.repeat_interleave(torch.arange(len(mask["documents"])), torch.tensor(mask["documents"]))
+        seen &= number[:, None] == number
+    return seen & (place < case.tokens - mask.get("padding", 0))
+
+
+def attend(case: Case, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(out [B, H, N, D], lse [B, H, N]) of q [B, H, N, D] and k, v [B, K, N, D] in their dtype; rows without keys: 0.
+
+    `keep` [B, H, N, N] holds 1 / (1 - p) for weights that dropout kept, and 0 for the others.
+    """
+    group, seen = case.heads // case.kv_heads, see(case).to(q.device)
+    scores = q @ k.repeat_interleave(group, 1).mT * (case.mask.get("scale") or case.head_dim**-0.5)
+    if cap := case.mask.get("softcap"):
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if case.mask.get("sink_logits"):
+        sink = make_sink_logits(case).to(q)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()[..., : case.tokens]
+    weights = weights if keep is None else weights * keep
+    return weights @ v.repeat_interleave(group, 1), lse
+
+
+def make_sink_logits(case: Case) -> Tensor:
+    """A learned logit of each query head, [H]."""
+    return torch.linspace(-1.0, 1.0, case.heads)
+
+
+def make_inputs(case: Case) -> list[Tensor]:
+    """q, k, v and the cotangent of out over the whole sequence, fp64 with values of the case's dtype.
+
+    With dropout v is the unit matrix, so that out shows every weight. The cotangent of padding is 0.
+    """
+    source = torch.Generator().manual_seed(case.tokens)
+    wide = (case.batch, case.heads, case.tokens, case.head_dim)
+    narrow = (case.batch, case.kv_heads, case.tokens, case.head_dim)
+    shapes = (wide, narrow, narrow, wide)
+    q, k, v, grad = (torch.randn(shape, generator=source, dtype=torch.float64) for shape in shapes)
+    if case.mask.get("dropout"):
+        v = torch.eye(case.tokens, dtype=torch.float64).expand(narrow).clone()
+    grad[:, :, case.tokens - case.mask.get("padding", 0) :] = 0.0
+    dtype = getattr(torch, case.dtype)
+    return [x.to(dtype).double() for x in (q, k, v, grad)]
+
+
+def solve(case: Case, dtype: torch.dtype, keep: Tensor | None = None) -> list[Tensor]:
+    """out, dq, dk and dv, computed in `dtype`, as fp64."""
+    *qkv, grad = (x.to(dtype) for x in make_inputs(case))
+    leaves = [x.requires_grad_() for x in qkv]
+    out, _ = attend(case, leaves[0], leaves[1], leaves[2], None if keep is None else keep.to(dtype))
+    out = out.masked_fill(~see(case).any(-1)[:, None], 0.0)
+    return [x.detach().double() for x in (out, *torch.autograd.grad(out, leaves, grad))]

@@ -1,0 +1,62 @@
+"""The smallest failing case as a script without this library."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from .cases import Case
+from .oracle import see
+
+SCRIPT = """# {feature}: torchrun --nproc-per-node {ranks} this.py
+import torch, torch.distributed as dist
+{target}
+dist.init_process_group("gloo")
+rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), torch.{dtype}
+torch.manual_seed(0)
+q, grad = torch.randn(2, {batch}, {heads}, {tokens}, {head_dim}).to(dtype).double()
+k, v = torch.randn(2, {batch}, {kv_heads}, {tokens}, {head_dim}).to(dtype).double()
+q, k, v = (x.requires_grad_() for x in (q, k, v))
+seen = torch.tensor({seen}).bool()  # queries x keys
+scores = (q @ k.repeat_interleave({group}, 1).mT * {scale}){softcap}.masked_fill(~seen, -torch.inf)
+exact = scores.softmax(-1).nan_to_num(0.0) @ v.repeat_interleave({group}, 1)
+exact = [exact, *torch.autograd.grad(exact, (q, k, v), grad)]
+rows = {rows}
+mine = [x[:, :, rows].detach().to(dtype).requires_grad_() for x in (q, k, v)]
+out = {function}(*mine, group=dist.group.WORLD{keywords})
+out = out[0] if isinstance(out, tuple) else out
+found = [out, *torch.autograd.grad(out, mine, grad[:, :, rows].to(dtype))]
+for name, x, y in zip(("out", "dq", "dk", "dv"), found, exact):
+    print(f"rank {{rank}} {{name}}: largest error {{(x.double() - y[:, :, rows]).abs().max():.1e}}")
+"""
+SIZES = ("feature", "batch", "heads", "kv_heads", "tokens", "head_dim", "dtype")
+ROWS = {
+    "contiguous": "torch.arange({n}).tensor_split(ranks)[rank]",
+    "striped": "torch.arange({n})[rank::ranks]",
+    "zigzag": "torch.cat([torch.arange({n}).tensor_split(2 * ranks)[i] for i in (rank, 2 * ranks - 1 - rank)])",
+}
+
+
+def write_script(target: Callable[..., Any], name: str, case: Case, ranks: int) -> str:
+    """A script that shows the failure of a case; "" where a call, not a mask, is wrong, or weights are dropped."""
+    if case.ways or case.mask.get("dropout") or case.mask.get("sink_logits"):
+        return ""
+    module, named, function = name.partition(":")
+    if named:
+        source = f"from {module} import {function}"
+    else:
+        source, function = inspect.getsource(inspect.getmodule(target) or inspect).strip(), "attend"
+    cap = case.mask.get("softcap")
+    return SCRIPT.format(
+        **{name: getattr(case, name) for name in SIZES},
+        ranks=ranks,
+        target=source,
+        function=function,
+        group=case.heads // case.kv_heads,
+        scale=case.mask.get("scale") or f"{case.head_dim} ** -0.5",
+        softcap=f".div({cap}).tanh().mul({cap})" if cap else "",
+        seen=see(case).int().tolist(),
+        rows=ROWS[getattr(target, "layout", "contiguous")].format(n=case.tokens),
+        keywords="".join(f", {key}={value!r}" for key, value in case.mask.items()),
+    )

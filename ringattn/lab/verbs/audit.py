@@ -1,0 +1,95 @@
+"""ringattn audit: whether a context-parallel attention computes what its mask says, feature by feature."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ... import __version__
+from ...errors import InvalidInput
+from ...files import STDOUT, check_json, check_writable, write_json, write_text
+from ...simulator.reporting.console import get_console, print_grid, print_paragraph
+from ...text import plural
+from ...transport.launcher import detect, init_process_group, show_note
+from ..audit.run import FAILURES, Finding, audit, choose_cases, finish, load_target, work
+from .settings import AuditConfig
+
+
+def main(config: AuditConfig) -> None:
+    """Print a verdict for each feature, and write JSON and a page if set; exit with 1 if any is wrong, or hangs."""
+    check_json(config.output.path)
+    if config.output.page is not None:
+        check_writable(Path(config.output.page))
+    if config.ranks < 2:
+        raise InvalidInput(f"ranks={config.ranks}: one rank sends nothing; try ranks=2")
+    launch = detect()
+    ranks = config.ranks if launch.kind == "none" else launch.world
+    cases = choose_cases(ranks, config.features)
+    if launch.kind == "none":
+        findings = []
+        for finding in audit(config.target, ranks, cases, config.patience):
+            show_note(f"{finding.case.feature}: {finding.verdict.verdict}")
+            findings.append(finding)
+    else:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        init_process_group(launch, backend=backend, timeout=60 * config.patience)
+        work(launch.rank, config.target, cases, str(Path(config.folder).absolute()), config.patience)
+        dist.barrier()
+        if launch.rank:
+            return
+        findings = [*finish(Path(config.folder), ranks, cases, config.target)]
+    _report(config, ranks, findings)
+    if any(one.verdict.verdict in FAILURES for one in findings):
+        sys.exit(1)
+
+
+def _report(config: AuditConfig, ranks: int, findings: Iterable[Finding]) -> None:
+    load_target(config.target)
+    findings = [*findings]
+    if config.output.path is not None:
+        record = {
+            "target": config.target,
+            "ranks": ranks,
+            "versions": {"torch": torch.__version__, "ringattn": __version__},
+            "features": [{**asdict(one), "feature": one.case.feature} for one in findings],
+        }
+        write_json(config.output.path, record)
+    if config.output.page is not None:
+        write_text(Path(config.output.page), _page(config.target, ranks, findings))
+    if config.output.path == STDOUT:
+        return
+    rows = [(one.case.feature, one.verdict.verdict, _explain(one)) for one in findings]
+    print_grid(f"{config.target} on {plural(ranks, 'rank')}", ("feature", "verdict", "why"), rows)
+    first = next((one for one in findings if one.script), None)
+    if first is not None:
+        print_paragraph(f"the smallest failing case of {first.case.feature!r}:")
+        get_console().print(first.script, markup=False, highlight=False, soft_wrap=True)
+
+
+def _explain(one: Finding) -> str:
+    verdict = one.verdict
+    if verdict.verdict == "exact":
+        return f"within {verdict.error:.0e} (allowed {verdict.tolerance:.0e})"
+    if verdict.verdict == "wrong" and verdict.error:
+        return f"rank {one.rank}: {verdict.why}, by {verdict.error:.0e} of the largest entry"
+    return verdict.why
+
+
+def _page(target: str, ranks: int, findings: list[Finding]) -> str:
+    """The findings as Markdown."""
+    lines = [
+        f"# Audit of {target} on {plural(ranks, 'rank')}\n",
+        f"Written by `ringattn audit` {__version__} with torch {torch.__version__}.\n",
+        "| feature | verdict | why |",
+        "|---|---|---|",
+        *(f"| {one.case.feature} | {one.verdict.verdict} | {_explain(one).replace('|', '/')} |" for one in findings),
+    ]
+    for one in findings:
+        if one.script:
+            lines += [f"\n## {one.case.feature}\n", "```python", one.script.rstrip(), "```"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,131 @@
+"""A context-parallel attention that gathers all keys, and the same with one fault each: targets of the audit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.nn.functional import all_gather
+
+Tensor = torch.Tensor
+
+
+class _Change(torch.autograd.Function):
+    """The identity of k and v, whose gradients `change` makes wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, change: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        ctx.change = change
+        return k.clone(), v.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (*ctx.change(*grads), None)
+
+
+_kept: dict[torch.Size, list[Tensor]] = {}
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False, window: int | None = None,
+    documents: tuple[int, ...] = (), padding_mask: Tensor | None = None, dropout: float = 0.0, fault: str = "",
+) -> Tensor:  # fmt: skip
+    """Attention of contiguous shards of any equal length."""
+    rank, ranks, rows, heads = dist.get_rank(group), dist.get_world_size(group), q.shape[2], q.shape[1]
+    sizes: list[Any] = [None] * ranks
+    dist.all_gather_object(sizes, (rows, q.dtype), group=group)
+    if len({*sizes}) > 1:
+        raise ValueError("shards must have equal lengths and dtypes; pad the sequence")
+    if fault == "gradients exchanged":
+        k, v = _Change.apply(k, v, lambda dk, dv: (dv, dk))
+    if fault == "half a gradient" and rank == 1:
+        k, v = _Change.apply(k, v, lambda dk, dv: (dk / 2, dv))
+    keys, values = (torch.cat(all_gather(x.contiguous(), group), 2) for x in (k, v))
+    if fault == "stale buffer":
+        keys = _kept.setdefault(keys.shape, [keys.detach()])[0] if not keys.requires_grad else keys
+        kept = _kept.setdefault(values.shape, [values.detach()])[0]
+        values = values + (kept - values).detach()
+    many = ranks * rows
+    place, mine = torch.arange(many), torch.arange(rank * rows, (rank + 1) * rows)
+    distance = mine[:, None] - place
+    seen = torch.ones(rows, many, dtype=torch.bool)
+    if causal and fault != "dropped mask":
+        seen &= distance >= (1 if fault == "shift by one" and rank else 0)
+    if window is not None:
+        seen &= distance <= window
+    if documents and not (fault == "lost border" and rank == ranks - 1):
+        number = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))
+        seen &= number[mine][:, None] == number
+    if padding_mask is not None and fault != "padding attended":
+        gathered = [torch.empty_like(padding_mask) for _ in range(ranks)]
+        dist.all_gather(gathered, padding_mask.contiguous(), group=group)
+        seen = seen & ~torch.cat(gathered, 1)[:1]
+    if fault == "hop skipped":
+        seen &= place // rows != (rank - 2) % ranks
+    share = heads // k.shape[1]
+    spread = (lambda x: x.repeat(1, share, 1, 1)) if fault == "wrong head group" else (
+        lambda x: x.repeat_interleave(share, 1)
+    )  # fmt: skip
+    keys, values = spread(keys), spread(values)
+    scores = (q @ keys.mT * q.shape[3] ** -0.5).masked_fill(~seen, -torch.inf)
+    if fault in ("lse in bf16", "sum of softmaxes"):
+        return _by_blocks(scores, values, rows, fault)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    if dropout:
+        source = torch.Generator().manual_seed(1 if fault == "dropout differs" else 1 + rank)
+        keep = torch.rand(weights.shape, generator=source) >= dropout
+        weights = weights * keep / (1 - dropout)
+    return weights @ values
+
+
+def _by_blocks(scores: Tensor, values: Tensor, rows: int, fault: str) -> Tensor:
+    """The merge of the ranks' blocks, in bf16 or by adding them."""
+    blocks, lses = [], []
+    for part, value in zip(scores.split(rows, -1), values.split(rows, 2), strict=True):
+        lses.append(part.logsumexp(-1, keepdim=True))
+        blocks.append(part.softmax(-1).nan_to_num(0.0) @ value)
+    if fault == "sum of softmaxes":
+        return torch.stack(blocks).sum(0)
+    shares = torch.stack(lses).bfloat16().softmax(0)
+    return (shares.to(values) * torch.stack(blocks)).sum(0)
+
+
+#: (the feature in which each fault must show, the fault).
+FAULTS = {
+    "dropped mask": "causal",
+    "shift by one": "causal",
+    "lse in bf16": "causal",
+    "gradients exchanged": "causal",
+    "lost border": "documents",
+    "stale buffer": "a second call",
+    "half a gradient": "causal",
+    "hop skipped": "causal",
+    "padding attended": "padding",
+    "dropout differs": "dropout",
+    "wrong head group": "grouped heads",
+    "sum of softmaxes": "causal",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """`fault_0` .. `fault_11`: `attend` with the fault of this number."""
+    if not name.startswith("fault_"):
+        raise AttributeError(name)
+    return partial(attend, fault=[*FAULTS][int(name[6:])])
+
+
+def hanging(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False) -> Tensor:
+    """Rank 0 refuses causal masks after the others have begun to wait for it."""
+    if causal and dist.get_rank(group) == 0:
+        raise NotImplementedError("no causal mask here")
+    return attend(q, k, v, group=group, causal=causal)
+
+
+def dying(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False) -> Tensor:
+    """Rank 1 ends with an error that the audit does not expect."""
+    if causal and dist.get_rank(group) == 1:
+        raise SystemExit(7)
+    return attend(q, k, v, group=group, causal=causal)

@@ -1,0 +1,123 @@
+"""The audit finds planted faults, hangs and crashes, and has nothing to say about what is right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulty_rings import FAULTS
+
+from ringattn import InvalidInput
+from ringattn.lab.audit.cases import Case, list_cases
+from ringattn.lab.audit.oracle import attend, make_inputs, see
+from ringattn.lab.audit.run import audit, choose_cases, finish, load_target, work
+from ringattn.lab.verbs.audit import main
+from ringattn.transport.launcher import run_local
+
+HELPERS = Path(__file__).parents[2] / "helpers"
+RANKS = 3
+
+
+def try_all(rank: int, names: list[str], features: list[list[str] | None], folder: str) -> None:
+    """Audit one target after the other, on the same ranks."""
+    for name, chosen in zip(names, features, strict=True):
+        place = Path(folder, name.replace(":", "_"))
+        place.mkdir(exist_ok=True)
+        work(rank, name, choose_cases(RANKS, chosen), str(place), 20.0)
+
+
+@pytest.mark.multi
+def test_twelve_planted_faults_are_found_and_nothing_else(tmp_path: Path) -> None:
+    """Each in its feature, with the rank and rows, and a smaller case whose script shows it without this library."""
+    names = ["faulty_rings:attend", "ringattn", *(f"faulty_rings:fault_{i}" for i in range(len(FAULTS)))]
+    most = [case.feature for case in list_cases(RANKS) if case.feature != "torch.compile"]
+    features: list[list[str] | None] = [most, None, *([feature] for feature in FAULTS.values())]
+    run_local(try_all, RANKS, names, features, str(tmp_path), timeout=110, threads=1)
+    found = {
+        name: [*finish(tmp_path / name.replace(":", "_"), RANKS, choose_cases(RANKS, chosen), name)]
+        for name, chosen in zip(names, features, strict=True)
+    }
+    for name in names[:2]:
+        wrong = [one for one in found[name] if one.verdict.verdict not in ("exact", "not offered", "refused")]
+        assert not wrong, wrong
+    refused = {one.case.feature for one in found["faulty_rings:attend"] if one.verdict.verdict == "refused"}
+    assert refused == {"uneven length", "ranks without tokens", "ranks that differ"}
+    assert [one.case.feature for one in found["ringattn"] if one.verdict.verdict == "refused"] == ["ranks that differ"]
+    for i, fault in enumerate(FAULTS):
+        (one,) = found[f"faulty_rings:fault_{i}"]
+        assert one.verdict.verdict == "wrong", (fault, one)
+    (lost,) = found["faulty_rings:fault_4"]
+    assert lost.rank == RANKS - 1 and "of rows " in lost.verdict.why
+    (small,) = found["faulty_rings:fault_0"]
+    assert small.case.heads == small.case.kv_heads == 1 and small.case.tokens < 12 * RANKS
+
+
+@pytest.mark.multi
+def test_the_script_of_a_failure_shows_it_without_this_library(tmp_path: Path) -> None:
+    (one,) = audit("faulty_rings:fault_0", 2, choose_cases(2, ["causal"]), 20.0)
+    assert one.script and "ringattn" not in one.script and len(one.script.splitlines()) <= 24
+    path = tmp_path / "small.py"
+    path.write_text(one.script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    done = subprocess.run(command, cwd=HELPERS, capture_output=True, text=True, timeout=60, env=_environment())
+    errors = [float(line.split()[-1]) for line in done.stdout.splitlines() if "largest error" in line]
+    assert len(errors) == 8 and max(errors) > 0.1, done.stdout + done.stderr
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(HELPERS), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.multi
+def test_hangs_and_crashes_end_a_feature_and_not_the_audit() -> None:
+    features = ["dense", "causal", "batch of 3", "softcap"]
+    for target, verdicts in (
+        ("faulty_rings:hanging", ["exact", "hang", "not offered", "hang"]),
+        ("faulty_rings:dying", ["exact", "crash", "not offered", "crash"]),
+    ):
+        found = [*audit(target, 2, choose_cases(2, features), 3.0)]
+        assert [one.verdict.verdict for one in found] == verdicts, found
+    (waits,) = audit("faulty_rings:hanging", 2, choose_cases(2, ["causal"]), 2.0)
+    assert "rank 0: NotImplementedError: no causal mask here" in waits.verdict.why
+
+
+def test_the_oracle_is_that_of_torch() -> None:
+    """Masks by loops over pairs, and torch's own attention of them."""
+    for case in list_cases(2):
+        if {"softcap", "sink_logits", "dropout"} & {*case.mask}:
+            continue
+        q, k, v, _ = make_inputs(case)
+        mask: Any = case.mask
+        starts = torch.tensor(mask.get("documents", (case.tokens,))).cumsum(0).tolist()
+        for i in range(case.tokens):
+            for j in range(case.tokens):
+                seen = not mask.get("causal") or j <= i
+                if "window" in mask:
+                    seen = seen and (i - j <= mask["window"] or j < mask.get("sinks", 0))
+                seen = seen and sum(i >= x for x in starts) == sum(j >= x for x in starts)
+                seen = seen and j < case.tokens - mask.get("padding", 0)
+                assert bool(see(case)[i, j]) == seen, (case, i, j)
+        group = case.heads // case.kv_heads
+        spread = (x.repeat_interleave(group, 1) for x in (k, v))
+        exact = torch.nn.functional.scaled_dot_product_attention(
+            q, *spread, attn_mask=see(case), scale=case.mask.get("scale")
+        )
+        assert (attend(case, q, k, v)[0] - exact).abs().max() < 1e-12
+
+
+def test_wrong_targets_and_features_are_told() -> None:
+    with pytest.raises(InvalidInput, match=r"target=ringatn: did you mean 'ringattn'"):
+        load_target("ringatn")
+    with pytest.raises(InvalidInput, match=r"target=no_such_module:f: No module named"):
+        load_target("no_such_module:f")
+    with pytest.raises(InvalidInput, match=r"target=math:nothing: math has no function nothing"):
+        load_target("math:nothing")
+    with pytest.raises(InvalidInput, match="features: windows: did you mean 'window'"):
+        choose_cases(2, ["windows"])
+    assert isinstance(choose_cases(2, ["window"])[0], Case) and callable(main)
