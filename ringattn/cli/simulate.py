@@ -41,10 +41,7 @@ MODES: Registry[Callable[[SimulateConfig], dict[str, Any] | None]] = Registry(
 #: The most ranks and steps in a trace.
 TRACED_RANKS, TRACED_STEPS = 64, 256
 #: Attributes of a timeline that are written to JSON unchanged.
-RECORDED = (
-    *("solver", "why", "compared", "kind", "seconds", "compute", "exposed", "interval", "memory", "total"),
-    *("joules", "price"),
-)
+RECORDED = (*("solver", "why", "compared", "seconds", "compute", "exposed", "memory", "total"), *("joules", "price"))
 
 
 def main(config: SimulateConfig) -> dict[str, Any] | None:

@@ -277,7 +277,9 @@ def test_run_on_a_file(inside: Inside, tmp_path: Path) -> None:
 def test_every_schema_has_its_config() -> None:
     root = Path(__file__).resolve().parents[2] / "conf"
     assert {path.stem for path in root.glob("*.yaml")} == {*SCHEMAS, "job", "quiet"}
-    assert json.dumps(sorted(SCHEMAS)) == '["advise", "calibrate", "doctor", "plan", "report", "run", "simulate"]'
+    assert (
+        json.dumps(sorted(SCHEMAS)) == '["advise", "audit", "calibrate", "doctor", "plan", "report", "run", "simulate"]'
+    )
 
 
 @pytest.mark.parametrize(

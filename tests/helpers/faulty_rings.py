@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.nn.functional import all_gather
 
 Tensor = torch.Tensor
 
@@ -24,6 +23,23 @@ class _Change(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (*ctx.change(*grads), None)
+
+
+class _Gather(torch.autograd.Function):
+    """The shards of all ranks, [B, K, N, D]. torch.distributed.nn's all_gather has wrong gradients for strided ones."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.rows = group, shard.shape[2]
+        shards = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(shards, shard, group=group)
+        return torch.cat(shards, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total.split(ctx.rows, 2)[dist.get_rank(ctx.group)], None
 
 
 _kept: dict[torch.Size, list[Tensor]] = {}
@@ -43,7 +59,7 @@ def attend(
         k, v = _Change.apply(k, v, lambda dk, dv: (dv, dk))
     if fault == "half a gradient" and rank == 1:
         k, v = _Change.apply(k, v, lambda dk, dv: (dk / 2, dv))
-    keys, values = (torch.cat(all_gather(x.contiguous(), group), 2) for x in (k, v))
+    keys, values = (_Gather.apply(x.contiguous(), group) for x in (k, v))
     if fault == "stale buffer":
         keys = _kept.setdefault(keys.shape, [keys.detach()])[0] if not keys.requires_grad else keys
         kept = _kept.setdefault(values.shape, [values.detach()])[0]

@@ -162,7 +162,7 @@ def test_a_number_of_a_machine_is_declared_once() -> None:
     numbers = {f.name: f for f in dataclasses.fields(ra.Machine) if f.name in MACHINE_NUMBERS}
     hints = typing.get_type_hints(ra.Machine)
     keys = {f.name: f for f in dataclasses.fields(MachineGroup)}
-    assert set(keys) == {"spec", "path", "extrapolate", *MACHINE_NUMBERS}
+    assert set(keys) == {"spec", "path", "library", "extrapolate", *MACHINE_NUMBERS}
     least = machine()
     for name, number in MACHINE_NUMBERS.items():
         optional = numbers[name].default is None

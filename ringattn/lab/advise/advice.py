@@ -193,7 +193,7 @@ class Advice:
         if memory is not None and best.bytes > NEARLY_FULL * memory:
             lines.append(
                 f"The first needs {size(best.step.needed)} of {size(memory)}, and an allocator would take "
-                f"{size(best.step.reserved)}: if it runs out, take more GPUs, or keep activations on the host."
+                f"{size(best.step.reserved)}: if it runs out, take more GPUs, or checkpointing=host."
             )
         return lines
 

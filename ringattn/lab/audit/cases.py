@@ -90,7 +90,9 @@ def shrink(case: Case, ranks: int) -> Iterator[Case]:
     if tokens >= 2 * ranks and not {"documents", "dropout"} & {*case.mask}:
         odd = case.tokens % ranks != 0
         tokens -= tokens % ranks - odd
-        numbers = {name: max(case.mask[name] // 2, 1) for name in ("window", "padding", "sinks") if name in case.mask}
+        numbers: dict[str, Any] = {
+            name: max(case.mask[name] // 2, 1) for name in ("window", "padding", "sinks") if name in case.mask
+        }
         yield replace(case, tokens=tokens, mask={**case.mask, **numbers})
 
 

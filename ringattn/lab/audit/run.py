@@ -144,6 +144,9 @@ def work(rank: int, name: str, cases: Sequence[Case], folder: str, patience: flo
             if any(one.verdict == "wrong" for one in verdicts):
                 smaller, verdicts = _shrink(case, verdicts, partial(_agree_on, agree, number), ranks)
                 tell(case.feature, verdicts[rank], smaller)
+        store.set(f"end/{rank}", "")
+        if rank == 0:  # whose store the others read
+            store.wait([f"end/{other}" for other in range(ranks)], timedelta(seconds=2 * patience))
 
 
 def _agree_on(agree: Callable[[Case, str], list[Verdict]], number: int, case: Case, turn: int) -> list[Verdict]:
@@ -191,7 +194,9 @@ def finish(folder: Path, ranks: int, cases: Sequence[Case], target: str) -> Iter
     for case in cases:
         of_ranks = found[case.feature]
         verdicts = [one for one, _ in of_ranks]
-        rank = max(range(ranks), key=lambda i: (VERDICTS.index(verdicts[i].verdict), verdicts[i].error))
+        # A wrong output tells more about a fault than the gradients that it makes wrong on other ranks.
+        order = [(VERDICTS.index(one.verdict), one.tensor == "out", one.error) for one in verdicts]
+        rank = max(range(ranks), key=order.__getitem__)
         worst = verdicts[rank]
         said = [f"rank {i}: {one.why}" for i, one in enumerate(verdicts) if one.verdict in ("refused", "crash")]
         if worst.verdict == "hang" and said:

@@ -41,7 +41,7 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Publication:
     """The published tokens per second and GPU of a forecast, and where they were published."""
 
     number: int
@@ -74,10 +74,10 @@ def append_forecast(path: Path, settings: Sequence[str], predicted: float, low: 
     return row
 
 
-def score(path: Path) -> tuple[list[Forecast], list[tuple[Forecast, Outcome]]]:
+def score(path: Path) -> tuple[list[Forecast], list[tuple[Forecast, Publication]]]:
     """(all forecasts of a file, those whose outcome is known with it). Raises InvalidInput."""
     forecasts, outcomes = read_forecasts(path), path.with_name(OUTCOMES)
-    known = {one.number: one for one in _read(outcomes, Outcome)} if outcomes.exists() else {}
+    known = {one.number: one for one in _read(outcomes, Publication)} if outcomes.exists() else {}
     if unknown := known.keys() - {one.number for one in forecasts}:
         raise InvalidInput(f"{outcomes}: no forecast has number {min(unknown)}; use the numbers in {path.name}")
     return forecasts, [(one, known[one.number]) for one in forecasts if one.number in known]

@@ -19,7 +19,7 @@ from ...plan.plan import Plan
 from ...simulator.timing.simulation import simulate_passes
 from ...simulator.timing.timeline import CAUSES, Timeline
 from ...text import duration, plural
-from ..verbs.simulate_model import NOT_MODELLED, estimate_model
+from ..verbs.simulate_model import NOT_MODELLED, describe_errors, estimate_model
 from .space import Point
 
 #: Assumed fp64 rates of one core per second: elements of K and V that sampled rows visit; elements of whole ranks that
@@ -59,7 +59,7 @@ def evaluate(config: SimulateConfig) -> dict[str, Any]:
 def _evaluate_model(config: SimulateConfig) -> dict[str, Any]:
     """The record of a point that simulates a phase of a model."""
     try:
-        _, _, estimate = estimate_model(config)
+        _, parallel, estimate = estimate_model(config)
     except (InvalidInput, Unsupported) as error:
         return {"status": "refused", "why": str(error)}
     values = {
@@ -72,7 +72,8 @@ def _evaluate_model(config: SimulateConfig) -> dict[str, Any]:
         **{f"time: {name}": value for name, value in estimate.parts.items()},
     }
     named = {f"{config.phase} {name}": value for name, value in values.items()}
-    return {"status": "ok", "values": named, "not modelled": [NOT_MODELLED]}
+    notes = [NOT_MODELLED, *describe_errors(config, parallel, estimate)]
+    return {"status": "ok", "values": named, "not modelled": notes}
 
 
 def _pass_values(timeline: Timeline, plan: Plan) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ... import __version__
 from ...errors import InvalidInput
 from ...files import STDOUT, check_json, check_writable, write_json, write_text
-from ...simulator.reporting.console import get_console, print_grid, print_paragraph
+from ...simulator.reporting.console import get_console, print_paragraph
 from ...text import plural
 from ...transport.launcher import detect, init_process_group, show_note
 from ..audit.run import FAILURES, Finding, audit, choose_cases, finish, load_target, work
@@ -63,8 +63,10 @@ def _report(config: AuditConfig, ranks: int, findings: Iterable[Finding]) -> Non
         write_text(Path(config.output.page), _page(config.target, ranks, findings))
     if config.output.path == STDOUT:
         return
-    rows = [(one.case.feature, one.verdict.verdict, _explain(one)) for one in findings]
-    print_grid(f"{config.target} on {plural(ranks, 'rank')}", ("feature", "verdict", "why"), rows)
+    print_paragraph(f"audit of {config.target} on {plural(ranks, 'rank')}")
+    for one in findings:
+        line = f"{one.case.feature:<22} {one.verdict.verdict:<11} {_explain(one)}".rstrip()
+        get_console().print(line, markup=False, highlight=False, soft_wrap=True)
     first = next((one for one in findings if one.script), None)
     if first is not None:
         print_paragraph(f"the smallest failing case of {first.case.feature!r}:")

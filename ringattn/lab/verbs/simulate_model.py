@@ -105,12 +105,18 @@ def _print(
     if model.mlp_item is not None:
         kept = "weights are trained" if config.phase == "training" else "weights are stored as quantized, and compute"
         print_paragraph(f"note: the config is quantized; {kept} in {config.dtype} [assumed]")
-    band = describe_band(estimate.machine.preset, parallel.rows // parallel.count * -(-config.size() // parallel.cp))
-    if band and config.phase == "prefill":
-        print_paragraph(f"note: attention on {band}")
-    known = isinstance(estimate, StepEstimate) and describe_steps(estimate.outside)
-    print_paragraph(f"note: {known or f'a {config.phase} has no published measurement here'}")
+    for note in describe_errors(config, parallel, estimate):
+        print_paragraph(f"note: {note}")
     print_paragraph(f"not modelled: {NOT_MODELLED}")
+
+
+def describe_errors(config: SimulateConfig, parallel: Parallel, estimate: ModelEstimate) -> list[str]:
+    """How far published measurements are from the model, one sentence each."""
+    if isinstance(estimate, StepEstimate):
+        return [describe_steps(estimate.outside)]
+    tokens = parallel.rows // parallel.count * -(-config.size() // parallel.cp)
+    band = describe_band(estimate.machine.preset, tokens) if config.phase == "prefill" else ""
+    return [*([f"attention on {band}"] if band else []), f"a {config.phase} has no published measurement here"]
 
 
 def _append(path: str, estimate: ModelEstimate) -> None:

@@ -17,6 +17,7 @@ from ringattn.lab.models.config import ModelConfig, load_model
 from ringattn.lab.models.parallel import Parallel
 from ringattn.lab.models.training import ATTENTION_PARTS, StepEstimate, training_step
 from ringattn.machine.bands import step_band
+from ringattn.text import duration
 
 MODEL = ModelConfig("tiny", 2, 64, 4, 2, 16, 128, 512, experts=2, windows=(64, None))
 MACHINE = replace(ra.get_machine("h100_nvlink_ib"), ranks_per_node=2, memory=1.1e7)
@@ -138,15 +139,18 @@ def test_an_answer_says_what_helps_and_how_to_launch_it() -> None:
     """What is nearly full or misses; the decision of the Llama 3 report is within the band of the first."""
     offer = Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), None)
     small = load_model("llama3_8b")
-    full = advise(Question(small, (offer,), 1 << 20, 8))
+    full = advise(Question(small, (offer,), 3 << 20, 8))
+    assert full.best[0].parallel.checkpointing == "host" and full.launched.fits is False
+    assert "which does not fit: train with ringattn.train" in full.launched_words
+    assert f"Kernel: with fa3, a step takes {duration(full.best[0].step.seconds)}; " in " ".join(full.changes)
     assert any("allocator would take" in line for line in full.doubts)
     assert f"--parallelism.context_parallel_degree {full.best[0].parallel.cp} " in full.launch
     with pytest.raises(
         InvalidInput, match=r"nearest miss is .* more than the 74.5 GiB there are.*; \d+ GPUs would be enough"
     ):
-        advise(Question(small, (offer,), 1 << 21, 8))
+        advise(Question(small, (offer,), 1 << 23, 8))
     experts = advise(Question(load_model("gpt_oss_20b"), (offer,), 4096, 8))
-    assert experts.best[0].parallel.ep == 8 and any("has experts" in line for line in experts.doubts)
+    assert experts.best[0].parallel.ep == 8 and any("No published step has experts" in line for line in experts.doubts)
     assert "--parallelism.expert_parallel_degree 8 " in experts.launch
     best = search(Question(load_model("llama3_405b"), (offer,), 8192, 16384, 2048), offer, 16384, 5).best
     (meta,) = (one for one in best if one.shape == (1, 128, 8, 16, 1))

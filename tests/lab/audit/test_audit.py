@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,29 +64,23 @@ def test_the_script_of_a_failure_shows_it_without_this_library(tmp_path: Path) -
     assert one.script and "ringattn" not in one.script and len(one.script.splitlines()) <= 24
     path = tmp_path / "small.py"
     path.write_text(one.script)
+    environment = {**os.environ, "PYTHONPATH": str(HELPERS), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-    done = subprocess.run(command, cwd=HELPERS, capture_output=True, text=True, timeout=60, env=_environment())
-    errors = [float(line.split()[-1]) for line in done.stdout.splitlines() if "largest error" in line]
+    done = subprocess.run(command, cwd=HELPERS, capture_output=True, text=True, timeout=60, env=environment)
+    errors = [float(number) for number in re.findall(r"largest error (\d\.\de[+-]\d\d)", done.stdout)]
     assert len(errors) == 8 and max(errors) > 0.1, done.stdout + done.stderr
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(HELPERS), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.multi
 def test_hangs_and_crashes_end_a_feature_and_not_the_audit() -> None:
-    features = ["dense", "causal", "batch of 3", "softcap"]
-    for target, verdicts in (
-        ("faulty_rings:hanging", ["exact", "hang", "not offered", "hang"]),
-        ("faulty_rings:dying", ["exact", "crash", "not offered", "crash"]),
+    features = ["dense", "causal", "documents, not causal"]
+    for target, verdict, why in (
+        ("faulty_rings:hanging", "hang", "after rank 0: NotImplementedError: no causal mask here"),
+        ("faulty_rings:dying", "crash", "a rank ended: "),
     ):
-        found = [*audit(target, 2, choose_cases(2, features), 3.0)]
-        assert [one.verdict.verdict for one in found] == verdicts, found
-    (waits,) = audit("faulty_rings:hanging", 2, choose_cases(2, ["causal"]), 2.0)
-    assert "rank 0: NotImplementedError: no causal mask here" in waits.verdict.why
+        found = [*audit(target, 2, choose_cases(2, features), 2.0)]
+        assert [one.verdict.verdict for one in found] == ["exact", verdict, "not offered"], found
+        assert why in found[1].verdict.why
 
 
 def test_the_oracle_is_that_of_torch() -> None:

@@ -27,7 +27,7 @@ def test_a_changed_forecast_is_noticed(tmp_path: Path) -> None:
         path.write_text("".join(changed))
         with pytest.raises(InvalidInput, match=r"forecast \d was changed after it was written"):
             append_forecast(path, ["model=y"], 1.0, 1.0, 1.0)
-    path.write_text("".join(lines).replace(",81,", ",many,"))
+    path.write_text("".join(lines).replace(",81.0,", ",many,"))
     with pytest.raises(InvalidInput, match="Expected `float`"):
         read_forecasts(path)
 

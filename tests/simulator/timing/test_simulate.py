@@ -256,7 +256,6 @@ def test_wrong_requests() -> None:
         (lambda: simulate(plan, 3), InvalidInput, "unknown machine 3; expected cpu"),  # type: ignore[arg-type]
         (lambda: simulate(plan, EVEN, backward="yes"), InvalidInput, "backward='yes': expected True or False"),  # type: ignore[arg-type]
         (lambda: simulate(plan, EVEN, solver=5), InvalidInput, "solver=5: expected one of auto"),  # type: ignore[arg-type]
-        (lambda: simulate(plan, EVEN, seed=-1), InvalidInput, "seed=-1: expected an integer >= 0"),
         (lambda: simulate(plan, EVEN, slow=np.ones((2, 2))), InvalidInput, "slow: expected a factor for each of"),
         (lambda: simulate(plan, EVEN, slow_links={0: "x"}), InvalidInput, "slow_links: a factor is not a number"),  # type: ignore[dict-item]
         (lambda: simulate(plan, EVEN, stalls=[Stall(0, 0, -1.0)]), InvalidInput, "a step >= 0 and seconds >= 0"),

@@ -137,6 +137,13 @@ def _flash_for_torchscale(
     return out.transpose(1, 2), lse
 
 
+def _score(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, window: int) -> torch.Tensor:
+    """Logits [B, H, N, N] of q and k [B, N, H, D] with at most `window` keys before each row's own."""
+    distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+    seen = (distance <= window) & (distance >= 0) if causal else distance <= window
+    return (q.transpose(1, 2) @ k.transpose(1, 2).mT * scale).masked_fill(~seen, -torch.inf)
+
+
 def make_flash_attn() -> ModuleType:
     """A stand-in for flash_attn.flash_attn_interface on tensors [B, N, H, D], by the same CPU op as our kernel."""
 
@@ -145,7 +152,11 @@ def make_flash_attn() -> ModuleType:
         window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Any = None,
         return_softmax: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
-        assert window_size_left < 0 and not dropout_p, "the stand-in has no window and no dropout"
+        assert not dropout_p, "the stand-in has no dropout"
+        if window_size_left >= 0:
+            scores = _score(q, k, softmax_scale, causal, window_size_left)
+            out = scores.softmax(-1).nan_to_num(0.0) @ v.transpose(1, 2)
+            return out.transpose(1, 2), scores.logsumexp(-1), None, None
         return *_flash_for_torchscale(q, k, v, 0.0, None, softmax_scale, causal), None, None
 
     def backward(
@@ -154,7 +165,13 @@ def make_flash_attn() -> ModuleType:
         softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False, rng_state: Any = None,
     ) -> None:  # fmt: skip
         heads_first = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
-        grads = CPU_FLASH_BACKWARD(*heads_first, softmax_lse.contiguous(), 0.0, causal, scale=softmax_scale)
+        if window_size_left >= 0:
+            weights = (_score(q, k, softmax_scale, causal, window_size_left) - softmax_lse[..., None]).exp()
+            dout, q, k, v, out = heads_first
+            by_score = weights * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * softmax_scale
+            grads = by_score @ k, by_score.mT @ q, weights.mT @ dout
+        else:
+            grads = CPU_FLASH_BACKWARD(*heads_first, softmax_lse.contiguous(), 0.0, causal, scale=softmax_scale)
         for target, grad in zip((dq, dk, dv), grads, strict=True):
             target.copy_(grad.transpose(1, 2))
 
