@@ -42,7 +42,7 @@ class Verdict:
 def place_rows(target: Callable[..., Any], tokens: int, rank: int, ranks: int) -> Tensor:
     """The positions of a rank's rows by the target's attribute `layout`: contiguous (default), zigzag or striped."""
     layout = getattr(target, "layout", "contiguous")
-    place = torch.arange(tokens)
+    place = torch.arange(tokens, device="cpu")
     if layout == "striped":
         return place[rank::ranks]
     if layout == "zigzag":
@@ -130,7 +130,7 @@ def _find_dropped(case: Case, out: Tensor, ranks: int, target: Callable[..., Any
     """1 / (1 - p) for each weight that dropout kept, [B, H, N, N], as the outputs of all ranks show; v is a unit."""
     parts: list[Any] = [None] * ranks
     dist.all_gather_object(parts, out.detach().double().cpu())
-    shown = torch.empty(case.batch, case.heads, case.tokens, case.tokens, dtype=torch.float64)
+    shown = torch.empty(case.batch, case.heads, case.tokens, case.tokens, dtype=torch.float64, device="cpu")
     for other, part in enumerate(parts):
         shown[:, :, place_rows(target, case.tokens, other, ranks)] = part
     seen, share = see(case), 1 - case.mask["dropout"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,16 +16,17 @@ NAMES = ("out", "dq", "dk", "dv")
 
 def see(case: Case) -> Tensor:
     """bool [tokens, tokens]: which keys (columns) each query (row) attends."""
-    mask, place = case.mask, torch.arange(case.tokens)
+    mask, place = case.mask, torch.arange(case.tokens, device="cpu")
     distance = place[:, None] - place
-    seen = torch.ones(case.tokens, case.tokens, dtype=torch.bool)
+    seen = torch.ones(case.tokens, case.tokens, dtype=torch.bool, device="cpu")
     if mask.get("causal"):
         seen &= distance >= 0
     if (window := mask.get("window")) is not None:
         near = distance <= window
         seen &= near | (place < mask["sinks"]) if mask.get("sinks") else near
     if mask.get("documents"):
-        number = torch.repeat_interleave(torch.arange(len(mask["documents"])), torch.tensor(mask["documents"]))
+        lengths = torch.tensor(mask["documents"], device="cpu")
+        number = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)
         seen &= number[:, None] == number
     return seen & (place < case.tokens - mask.get("padding", 0))
 
@@ -51,7 +52,7 @@ def attend(case: Case, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = No
 
 def make_sink_logits(case: Case) -> Tensor:
     """A learned logit of each query head, [H]."""
-    return torch.linspace(-1.0, 1.0, case.heads)
+    return torch.linspace(-1.0, 1.0, case.heads, device="cpu")
 
 
 def make_inputs(case: Case) -> list[Tensor]:
@@ -63,9 +64,10 @@ def make_inputs(case: Case) -> list[Tensor]:
     wide = (case.batch, case.heads, case.tokens, case.head_dim)
     narrow = (case.batch, case.kv_heads, case.tokens, case.head_dim)
     shapes = (wide, narrow, narrow, wide)
-    q, k, v, grad = (torch.randn(shape, generator=source, dtype=torch.float64) for shape in shapes)
+    made: Any = {"dtype": torch.float64, "device": "cpu"}
+    q, k, v, grad = (torch.randn(shape, generator=source, **made) for shape in shapes)
     if case.mask.get("dropout"):
-        v = torch.eye(case.tokens, dtype=torch.float64).expand(narrow).clone()
+        v = torch.eye(case.tokens, **made).expand(narrow).clone()
     grad[:, :, case.tokens - case.mask.get("padding", 0) :] = 0.0
     dtype = getattr(torch, case.dtype)
     return [x.to(dtype).double() for x in (q, k, v, grad)]

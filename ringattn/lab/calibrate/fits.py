@@ -105,8 +105,8 @@ def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], S
     visit and the rank waits. Each size gives the median lengthening of the longer over the time that visit and message
     share; the result is the median over sizes.
     """
-    longest = max(2.0, min(median(message) / median(visit) for visit, message, _ in samples))
-    samples = [one for one in samples if median(one[1]) <= longest * median(one[0])]
+    ratios = [median(message) / median(visit) for visit, message, _ in samples]
+    samples = [one for one, ratio in zip(samples, ratios, strict=True) if ratio <= max(2.0, min(ratios))]
     shares = [
         median(b - max(a, median(message)) for a, b in zip(visit, both, strict=True))
         / min(median(visit), median(message))

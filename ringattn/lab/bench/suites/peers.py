@@ -139,7 +139,7 @@ def _flash_for_torchscale(
 
 def _score(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, window: int) -> torch.Tensor:
     """Logits [B, H, N, N] of q and k [B, N, H, D] with at most `window` keys before each row's own."""
-    distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+    distance = torch.arange(q.shape[1], device="cpu")[:, None] - torch.arange(k.shape[1], device="cpu")
     seen = (distance <= window) & (distance >= 0) if causal else distance <= window
     return (q.transpose(1, 2) @ k.transpose(1, 2).mT * scale).masked_fill(~seen, -torch.inf)
 
