@@ -46,7 +46,7 @@ NAMES = (*SCHEMAS, "bench")
 #: Errors, besides Hydra's own, that Hydra raises for unusable overrides of its own keys or of groups.
 HYDRA_ERRORS = (ValueError, TypeError, AttributeError, KeyError, AssertionError, ImportError, RuntimeError)
 #: Verbs that every rank of a launched job runs.
-RANK_VERBS = ("run", "calibrate")
+RANK_VERBS = ("run", "calibrate", "audit")
 #: Exit status after an error.
 USAGE_ERROR = 2
 #: Longer error lines are cut to MAX_LINE characters, the last LINE_END of them from the end of the line.

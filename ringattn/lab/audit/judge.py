@@ -17,7 +17,7 @@ from .oracle import attend as attend_dense
 
 Tensor = torch.Tensor
 #: A result may be this many times as wrong as a call on one device, and at least this many rounding errors.
-TIMES, ROUNDING = 8.0, 16.0
+TIMES, ROUNDING = 8.0, 32.0
 #: Errors by which a library refuses a call, and those that count as crashes; any other ends the rank.
 REFUSALS = (NotImplementedError, ValueError, TypeError)
 CRASHES = (RuntimeError, AssertionError, AttributeError, LookupError, ArithmeticError, ImportError, OSError)

@@ -38,7 +38,10 @@ def main(config: AuditConfig) -> None:
     else:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         init_process_group(launch, backend=backend, timeout=60 * config.patience)
-        work(launch.rank, config.target, cases, str(Path(config.folder).absolute()), config.patience)
+        folder = Path(config.folder).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{launch.rank}.jsonl").unlink(missing_ok=True)  # of an earlier audit
+        work(launch.rank, config.target, cases, str(folder), config.patience)
         dist.barrier()
         if launch.rank:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import started
 from faulty_rings import FAULTS
 
 from ringattn import InvalidInput
@@ -81,6 +83,17 @@ def test_hangs_and_crashes_end_a_feature_and_not_the_audit() -> None:
         found = [*audit(target, 2, choose_cases(2, features), 2.0)]
         assert [one.verdict.verdict for one in found] == ["exact", verdict, "not offered"], found
         assert why in found[1].verdict.why
+
+
+@pytest.mark.multi
+def test_the_audit_runs_on_the_ranks_of_torchrun(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    words = ("audit", "features=[causal,documents]", "output.path=-")
+    for _ in range(2):  # the second time over the files of the first
+        done = started(*words, cwd=tmp_path, launcher=torchrun)
+        record = json.loads(done.stdout)
+        assert record["ranks"] == 3 and [one["feature"] for one in record["features"]] == ["causal", "documents"]
+        assert {one["verdict"]["verdict"] for one in record["features"]} == {"exact"}
 
 
 def test_the_oracle_is_that_of_torch() -> None:
