@@ -133,6 +133,8 @@ def work(rank: int, name: str, cases: Sequence[Case], folder: str, patience: flo
             return [Verdict(**json.loads(store.get(key))) for key in others]
 
         for number, case in enumerate(cases):
+            if case.dtype == "float32":
+                case = replace(case, dtype=getattr(target, "dtype", case.dtype))
             file.write(json.dumps({"begun": case.feature}) + "\n")
             file.flush()
             lacks = (case.needs | ({"return_lse"} if "lse" in case.ways else set())) - accepts(target)

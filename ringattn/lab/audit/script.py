@@ -46,7 +46,8 @@ def write_script(target: Callable[..., Any], name: str, case: Case, ranks: int) 
     if named:
         source = f"from {module} import {function}"
     else:
-        source, function = inspect.getsource(inspect.getmodule(target) or inspect).strip(), "attend"
+        source, function = inspect.getsource(inspect.getmodule(target) or inspect), "attend"
+        source = source[source.index("from typing") :].strip()  # after the docstring and the future
     cap = case.mask.get("softcap")
     return SCRIPT.format(
         **{name: getattr(case, name) for name in SIZES},

@@ -32,3 +32,4 @@ def attend(
 
 
 attend.layout = "zigzag"  # type: ignore[attr-defined]
+attend.dtype = "bfloat16"  # type: ignore[attr-defined]  # its kernels have 16 bits
