@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ def main(config: SimulateConfig) -> dict[str, Any]:
             period=options.period,
             seed=config.seed,
             fault=fault,
+            state=None if options.state is None else Path(options.state),
         )
     numbers = [*report.numbers(), Number("peak memory", size(peak()), "measured")]
     if fault is not None:
@@ -144,10 +146,9 @@ def _describe_catch(report: NumericsReport) -> str:
 
 def _record(report: NumericsReport, numbers: list[Number], fault: Fault | None) -> dict[str, Any]:
     """The report as plain data, with the kind of each printed number."""
-    values = {name: value for name, value in vars(report).items() if name != "plan"}
     return {
         "plan": json.loads(report.plan.to_json()),
-        **values,
+        **report.counts(),
         "peak_bytes": peak(),
         "complete": report.complete,
         "accurate": report.accurate,

@@ -42,7 +42,7 @@ OTHERS: dict[str, Any] = {
 #: What says where results go, which of the modes it is, or how a computation runs; axes make a study; nodes of equal
 #: links.
 ELSEWHERE = (
-    *("output.path", "experiment", "mode", "numerics.threads", "study.axes", "study.together"),
+    *("output.path", "experiment", "mode", "numerics.threads", "numerics.state", "study.axes", "study.together"),
     *("machine.cores", "machine.ranks_per_node", "machine.one_gather"),  # cores: with machine.ranks_per_node
 )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from ...cli.config.build import plan_from_config, simulate_options
@@ -148,8 +149,11 @@ def plan_execution(plan: Plan, options: ExecuteGroup) -> ExecutionTask:
     return ExecutionTask("rows", 0, options.rows, seconds)
 
 
-def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup, left: float) -> dict[str, Any]:
-    """Run a task unless it takes more than the `left` seconds of the budget; returns its record, without times."""
+def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup, left: float, state: Path) -> dict[str, Any]:
+    """Run a task unless it takes more than the `left` seconds of the budget; returns its record, without times.
+
+    The file `state` exists only while the task runs: an interrupted task continues from it.
+    """
     if task.seconds > left:
         assert options.budget is not None
         work = plural(task.count, "row" if task.how == "rows" else "whole rank")
@@ -167,11 +171,12 @@ def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup, left: float)
     # One thread, as in mode=numerics: the numbers do not depend on the cores, and short calls gain nothing from more.
     torch.set_num_threads(1)
     try:
-        report = numerics(plan, seed=options.seed, **settings)
+        report = numerics(plan, seed=options.seed, state=state, **settings)
     except (InvalidInput, Unsupported) as error:
         return {"why not": str(error)}
     finally:
         torch.set_num_threads(threads)
+    state.unlink(missing_ok=True)
     descriptions = {
         "whole": "all ranks, whole",
         "some": f"ranks {task.first:,} .. {task.first + task.count - 1:,}, whole",

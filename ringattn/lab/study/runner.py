@@ -35,6 +35,8 @@ from .tables import DIRECTIONS, Row, Table, list_passes, make_table, to_csv, to_
 
 FORMAT = "ringattn study 2"
 JOURNAL = "points.jsonl"
+#: What a running execution has finished.
+EXECUTION = "execution.json"
 #: The parent folder of studies without an output.path.
 STUDIES = Path(OUTPUTS) / "simulate"
 #: Records of points, or of executions, by the number of the point.
@@ -194,7 +196,7 @@ def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
     for turn, (key, plan, task) in enumerate(tasks, 1):
         tell(turn - 1, len(tasks), f"executing, {plan.tokens:,} tokens")
         if key not in journal.records:
-            journal.add(key, {"values": evaluation.execute(plan, task, options, left)})
+            journal.add(key, {"values": evaluation.execute(plan, task, options, left, study.folder / EXECUTION)})
         values[key] = {"turn": turn, **journal.records[key]["values"]}
         left -= task.seconds if "how" in values[key] else 0.0
     return {point.number: values[key] for key, points in sharing.items() for point in points}

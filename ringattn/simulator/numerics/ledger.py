@@ -16,10 +16,12 @@ on the way to its owner is missing from the count.
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,6 +93,20 @@ class PairLedger:
             index, hashes, pairs = index[known], hashes[known], pairs[known]
         np.add.at(self.hashes[head], index, hashes)
         np.add.at(self.pairs[head], index, pairs)
+
+    def counts(self) -> dict[str, Any]:
+        """The entries as plain data that `restore` takes."""
+        return {**vars(self), **{name: getattr(self, name).tolist() for name in ("positions", "hashes", "pairs")}}
+
+    def restore(self, counts: dict[str, Any]) -> None:
+        """Continue from the `counts` of a ledger of the same rows."""
+        self.hashes[:], self.pairs[:] = (np.array(counts[name], dtype=x.dtype) for name, x in
+                                         (("hashes", self.hashes), ("pairs", self.pairs)))  # fmt: skip
+        self.strays, self.calls = counts["strays"], counts["calls"]
+
+    def digest(self) -> str:
+        """16 hexadecimal digits that depend on every entry."""
+        return hashlib.sha256(self.positions.tobytes() + self.hashes.tobytes() + self.pairs.tobytes()).hexdigest()[:16]
 
     def wrong(self, other: PairLedger) -> int:
         """Rows, over all heads, that differ in hash or number of pairs, plus the strays of both ledgers."""

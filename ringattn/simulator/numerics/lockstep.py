@@ -82,12 +82,12 @@ def batch_ranks(plan: Plan, ranks: Iterable[int], *, backward: bool) -> list[Bat
     return [BatchedRanks(plan, tuple(members)) for members in found.values()]
 
 
-def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[int]]:
+def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> Iterator[list[int]]:
     """Split `ranks` into groups that send no messages to each other.
 
     Raises InvalidInput if a backward, or a pass-Q forward, needs ranks that are not in `ranks`.
     """
-    inside, todo, found = set(ranks), set(ranks), []
+    inside, todo = set(ranks), set(ranks)
     sums = "gradients" if backward else None if plan.forward_rotates == "kv" else "(out, lse) of queries"
     for start in ranks:
         if start not in todo:
@@ -108,9 +108,7 @@ def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[
                     )
                 stack += sorted(peers & todo)
                 todo -= peers
-        found.append(sorted(group))
-    assert sum(map(len, found)) == len(inside)
-    return found
+        yield sorted(group)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -69,6 +70,14 @@ class NumericsReport:
     #: which they differ.
     mask_keys: int = 0
     wrong_mask_keys: int = 0
+
+    def counts(self) -> dict[str, Any]:
+        """Everything found so far, as plain data that `restore` takes."""
+        return {name: value for name, value in vars(self).items() if name != "plan"}
+
+    def restore(self, counts: dict[str, Any]) -> None:
+        """Continue from the `counts` of an interrupted execution."""
+        vars(self).update(counts)
 
     def add_ledger(self, computed: PairLedger, wanted: PairLedger) -> None:
         """Add the pairs of two ledgers and the number of rows in which they differ."""

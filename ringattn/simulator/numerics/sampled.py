@@ -31,6 +31,7 @@ from ...plan.work import Work
 from ...runtime.accumulators import RowViews, select_inputs
 from ...runtime.softmax import merge_
 from ..progress import track
+from .checkpoint import NOT_KEPT, Checkpoint
 from .faults import Fault, with_fault
 from .ledger import AuditingKernel, PairLedger, expect
 from .oracle import exact_rows
@@ -71,7 +72,8 @@ def chosen_rows(plan: Plan, number: int, ranks: int | None = None, seed: int = 0
     return sorted(rows)
 
 
-def sample(plan: Plan, source: RowSource, *, rows: list[int], fault: Fault | None = None) -> NumericsReport:
+def sample(plan: Plan, source: RowSource, *, rows: list[int], fault: Fault | None = None,
+           checkpoint: Checkpoint = NOT_KEPT) -> NumericsReport:  # fmt: skip
     """Execute every message of the ranks that hold the query positions `rows`, check the rows with the oracle, and
     return the report.
 
@@ -103,8 +105,17 @@ def sample(plan: Plan, source: RowSource, *, rows: list[int], fault: Fault | Non
     scale, factor = plan.head_dim**-0.5, plan.pattern.output_scale
     out = torch.zeros(1, plan.heads, len(order), plan.value_dim, dtype=q.dtype, device="cpu")
     lse = torch.full(out.shape[:3], -torch.inf, dtype=q.dtype, device="cpu")
-    walk = Walk(plan, source, homes, fault)
-    for block, calls in walk.visits():
+    walk, finished, before = Walk(plan, source, homes, fault), 0, 0.0
+    if checkpoint.state:
+        kept = checkpoint.state
+        finished, before = kept["deliveries"], kept["seconds"]
+        out, lse = (torch.tensor(kept[name], dtype=q.dtype, device="cpu") for name in ("out", "lse"))
+        ledger.restore(kept["ledger"])
+    for number, (block, calls) in enumerate(walk.visits(finished), finished):
+        if checkpoint.due:
+            seconds = before + time.perf_counter() - begun
+            checkpoint.write({"deliveries": number, "seconds": seconds, "out": out.tolist(), "lse": lse.tolist(),
+                              "ledger": ledger.counts()})  # fmt: skip
         for call, index in split_calls(kernel, calls):
             (x,), (y, z) = select_inputs(call, None, RowViews(q[:, :, index]), block)
             heads = slice(call.heads.start, call.heads.stop, call.heads.step)
@@ -117,7 +128,7 @@ def sample(plan: Plan, source: RowSource, *, rows: list[int], fault: Fault | Non
     for i in range(len(order)):
         report.compare(out[0, :, i] * factor, lse[0, :, i], truth.out[:, i], truth.lse[:, i])
     report.add_ledger(ledger, wanted)
-    report.seconds = time.perf_counter() - begun
+    report.seconds = before + time.perf_counter() - begun
     return report
 
 
@@ -185,10 +196,11 @@ class Walk:
                     self.streams.append(SampledArc(rank, local, first, mine[arc]))
                 first += len(local)
 
-    def visits(self) -> Iterator[tuple[RowViews, Calls]]:
+    def visits(self, finished: int = 0) -> Iterator[tuple[RowViews, Calls]]:
         """Visit the owners one by one, always the nearest one that an arc waits for, until no arc waits.
 
-        Yields (keys and values as they arrived, works) of each visit.
+        Yields (keys and values as they arrived, works) of each delivery, but for the first `finished`, which only
+        move the walk on.
         """
         size, at, hops = self.plan.ranks, 0, 0
         for one in reversed(self.streams):
@@ -210,7 +222,9 @@ class Walk:
                 seen: set[int] = set()
                 for row_set in row_sets:
                     calls = self._find_calls(at, row_set, group, seen)
-                    if calls:
+                    if calls and finished:
+                        finished -= 1
+                    elif calls:
                         blocks = {o: self.source.block(self.plan, Part("kv", o, row_set)) for o in {*came}}
                         yield RowViews(blocks[came[0]][0], blocks[came[1]][1]), calls
                 for one in group:

@@ -8,9 +8,11 @@ blocks of K/V cross group borders, and the source generates these again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from ...layout.regular import Layout
 from ...plan.plan import Plan
 from ...runtime.executor import ForwardResult, Job, backward, forward
 from ..progress import track
+from .checkpoint import NOT_KEPT, Checkpoint
 from .faults import Fault, with_fault
 from .ledger import AuditingKernel, PairLedger, expect, expected_counts
 from .lockstep import BatchedRanks, Lockstep, batch_ranks, connected
@@ -52,18 +55,22 @@ class Outcome:
 RankGroup = tuple[BatchedRanks, ...]
 
 
-def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: int = TOGETHER) -> list[RankGroup]:
-    """Groups of about `together` ranks, each split into batches. Raises InvalidInput if sums would leave `ranks`."""
+def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: int = TOGETHER) -> Iterator[RankGroup]:
+    """Yield groups of about `together` ranks, each split into batches. Raises InvalidInput if sums would leave `ranks`.
+
+    A group is planned when it is asked for, so that no memory grows with the number of ranks.
+    """
     check_plan(plan)
-    found: list[list[int]] = [[]]
+    closed = backward or plan.forward_rotates == "q"
+    group: list[int] = []
     for part in connected(plan, ranks, backward=backward):
-        closed = backward or plan.forward_rotates == "q"
-        pieces = [part] if closed else [part[i : i + together] for i in range(0, len(part), together)]
-        for piece in pieces:
-            if found[-1] and len(found[-1]) + len(piece) > together:
-                found.append([])
-            found[-1] += piece
-    return [tuple(batch_ranks(plan, sorted(group), backward=backward)) for group in found if group]
+        for piece in [part] if closed else [part[i : i + together] for i in range(0, len(part), together)]:
+            if group and len(group) + len(piece) > together:
+                yield tuple(batch_ranks(plan, sorted(group), backward=backward))
+                group = []
+            group += piece
+    if group:
+        yield tuple(batch_ranks(plan, sorted(group), backward=backward))
 
 
 def execute(
@@ -102,8 +109,27 @@ class _Compared:
     scale: float
 
     def __post_init__(self) -> None:
-        self.plan, self.random = self.report.plan, np.random.default_rng(0)
-        self.q_layout = self.plan.layout_of("q")
+        self.plan, self.q_layout = self.report.plan, self.report.plan.layout_of("q")
+
+    def begin(self, ranks: Sequence[int], grads: bool) -> None:
+        """Add what the plan says of a group of ranks; their compared rows depend on the first of them alone."""
+        self.random = np.random.default_rng(ranks[0])
+        report, plan = self.report, self.plan
+        steps = (step for rank in ranks for step in plan.for_rank(rank).forward)
+        report.live = max(report.live, len(ranks))
+        report.visits += sum(len({part.owner for part in step.visits}) for step in steps)
+        for back in (False, True)[: 1 + grads]:
+            report.planned_bytes += sum(plan.bytes_sent(rank, backward=back) for rank in ranks)
+            report.planned_messages += sum(plan.messages(rank, backward=back) for rank in ranks)
+
+    def results_of(self, outcomes: Sequence[Outcome]) -> None:
+        """Compare the outputs of a group, and its gradients if there are any."""
+        for outcome in outcomes:
+            self.rows_of(outcome)
+            if outcome.grads:
+                self.counts_of(outcome)
+        if outcomes[0].grads:
+            self.gradients_of(outcomes)
 
     def rows_of(self, outcome: Outcome) -> None:
         """Compare `COMPARED` rows of every rank, of the output and dq if there is one, with `exact_rows`."""
@@ -230,12 +256,13 @@ def whole(
     grads: bool = False,
     together: int = TOGETHER,
     fault: Fault | None = None,
+    checkpoint: Checkpoint = NOT_KEPT,
 ) -> NumericsReport:
     """Execute all rows of `ranks` (default: all ranks), with a ledger of all rows, and return the report.
 
     Compares `COMPARED` query rows of each rank with `exact_rows`. With `grads`, also compares dq of these rows, dk and
-    dv of as many key rows with `exact_keys`, and products of the gradients over all rows. Raises InvalidInput or
-    Unsupported.
+    dv of as many key rows with `exact_keys`, and products of the gradients over all rows. `checkpoint` keeps, for each
+    finished group, its ranks, its number of pairs and a hash of its ledger. Raises InvalidInput or Unsupported.
     """
     if fault is not None:
         fault.check(plan, backward=grads)
@@ -249,17 +276,19 @@ def whole(
     plain = get_kernel("auto", one, one, one)
     # In fp32: the rounding of a sum over all keys.
     tolerance = TOLERANCE if plan.dtype == "float64" else torch.finfo(torch.float32).eps * (8 + plan.tokens**0.5)
-    steps = (step for rank in mine for step in plan.for_rank(rank).forward)
-    visits = sum(len({part.owner for part in step.visits}) for step in steps)
-    report = NumericsReport(true, "all", ranks=len(mine), tolerance=tolerance, visits=visits)
-    for back in (False, True)[: 1 + grads]:
-        report.planned_bytes += sum(plan.bytes_sent(rank, backward=back) for rank in mine)
-        report.planned_messages += sum(plan.messages(rank, backward=back) for rank in mine)
-    done = _Compared(report, source, scale)
-    groups = make_groups(plan, mine, backward=grads, together=together)
-    report.live = max((sum(len(batched.ranks) for batched in group) for group in groups), default=0)
-    for group in track(groups, len(groups), "groups of ranks"):
+    report = NumericsReport(true, "all", ranks=len(mine), tolerance=tolerance)
+    done, before, finished = _Compared(report, source, scale), 0.0, list[dict[str, Any]]()
+    if checkpoint.state:
+        report.restore(checkpoint.state["report"])
+        before, finished = report.seconds, checkpoint.state["finished"]
+    groups: Iterable[RankGroup] = make_groups(plan, mine, backward=grads, together=together)
+    if ranks is not None:
+        groups = [*groups]  # refused before anything is executed, if they need other ranks
+    for number, group in enumerate(track(groups, -(-len(mine) // together), "groups of ranks")):
         members = [rank for batched in group for rank in batched.ranks]
+        if number < len(finished):
+            continue
+        done.begin(members, grads)
         ledger = PairLedger(np.concatenate([done.q_layout.positions(rank) for rank in members]), plan.heads)
 
         def audited(ledger: PairLedger = ledger) -> Kernel:
@@ -270,11 +299,18 @@ def whole(
         report.sent_bytes += sum(each.sent_bytes for each in passes)
         report.sent_messages += sum(each.sent_messages for each in passes)
         done.ledger_of(ledger, members)
-        for outcome in outcomes:
-            done.rows_of(outcome)
-            if grads:
-                done.counts_of(outcome)
-        if grads:
-            done.gradients_of(outcomes)
-    report.seconds = time.perf_counter() - begun
+        done.results_of(outcomes)
+        report.seconds = before + time.perf_counter() - begun
+        finished.append({"ranks": _runs(members), "pairs": int(ledger.pairs.sum()), "ledger": ledger.digest()})
+        if checkpoint.due:
+            checkpoint.write({"report": report.counts(), "finished": finished})
+    checkpoint.write({"report": report.counts(), "finished": finished})
+    assert ranks is not None or fault is not None or report.pairs_expected == plan.pairs(), "each pair is expected once"
     return report
+
+
+def _runs(ranks: Sequence[int]) -> list[list[int]]:
+    """[first, last] of each run of consecutive ranks."""
+    order = sorted(ranks)
+    cuts = [0, *(i for i in range(1, len(order)) if order[i] != order[i - 1] + 1), len(order)]
+    return [[order[first], order[stop - 1]] for first, stop in pairwise(cuts)]

@@ -73,7 +73,7 @@ def _make_virtual_ranks(context: Context) -> Run:
     source = TensorSource.of(make_source(plan))
     row = source.rows("q", range(1))
     kernel = get_kernel("auto", row, row, row)
-    groups = make_groups(plan, range(plan.ranks), backward=backward)
+    groups = [*make_groups(plan, range(plan.ranks), backward=backward)]
 
     def run() -> list[Outcome]:
         executed = (execute(group, source, lambda: kernel, plan.head_dim**-0.5, grads=backward) for group in groups)
