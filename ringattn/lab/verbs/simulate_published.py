@@ -26,7 +26,7 @@ from ..published.errors import (
     preset_bands,
 )
 from ..published.forecasts import score
-from ..published.predictions import SOURCES, PredictedRow, predict_measurements, read_measurements
+from ..published.predictions import LEFT_OUT, SOURCES, PredictedRow, predict_measurements, read_measurements
 from ..published.steps import step_errors
 
 
@@ -60,6 +60,9 @@ def main(config: SimulateConfig) -> None:
             print_paragraph(describe_band(name, size))
     for family, source in SOURCES.items():
         print_paragraph(f"{family}: {source}")
+    for why in dict.fromkeys(LEFT_OUT.values()):
+        names = [name for name, reason in LEFT_OUT.items() if reason == why]
+        print_paragraph(f"left out: {', '.join(names)}: {why}")
     steps, ratios = step_errors()
     _print_errors("steps of training; bytes where the source tells a peak, which holds what an allocator had", steps)
     for kind, of_sources in ratios.items():
