@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import os
 import re
-import shutil
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from markdown_it import MarkdownIt
-from pygments import highlight, lexers
-from pygments.formatters import HtmlFormatter
 from sphinx import addnodes
 
 import ringattn
+from ringattn.lab.bench.report import write_site
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -26,25 +25,13 @@ project = "ringattn"
 author = copyright = "The ringattn authors"
 version = release = ringattn.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton"]
 html_theme = "furo"
 html_title = f"ringattn {release}"
 html_css_files = ["site.css"]
 html_static_path = ["_static"]
 html_show_sphinx = False
 exclude_patterns = ["_build"]
-repository = (
-    tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    .get("urls", {})
-    .get("Repository")
-)
-if repository:
-    html_theme_options = {
-        "source_repository": repository,
-        "source_branch": "main",
-        "source_directory": "docs/",
-    }
-
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 nb_execution_mode = "force"  # an output that was kept would be that of older code
@@ -74,8 +61,11 @@ def mark_options(app: Any, what: str, name: str, obj: Any, options: Any, lines: 
     ]
 
 
-def show_code(app: Any, document: nodes.document) -> None:
-    """Links to files beside the pages lead to a copy to look at, where Sphinx offers a download or finds no page."""
+def link_files(app: Any, document: nodes.document) -> None:
+    """Links to files of the checkout lead to these files, where Sphinx offers a copy to download or finds no page.
+
+    Results of benchmarks lead to their report on the site.
+    """
     up, page = "../" * app.env.docname.count("/"), HERE / app.env.docname
     for link in [
         *document.findall(addnodes.download_reference),
@@ -88,51 +78,32 @@ def show_code(app: Any, document: nodes.document) -> None:
         if target.startswith(str(ROOT)):
             source = Path(target)
         else:  # relative to the page, or to the folder of the pages
-            source = (
-                page.parent / target
-                if (page.parent / target).exists()
-                else HERE / target.lstrip("/")
-            )
+            beside = page.parent / target
+            source = beside if beside.exists() else HERE / target.lstrip("/")
         path = source.resolve().relative_to(ROOT)
-        if path.parts[0] == "docs":
+        if path.suffix == ".md" and path.parts[0] == "docs":
             continue
-        shown = nodes.reference(
-            "", "", *link.children, refuri=f"{up}files/{path}.html", internal=True
-        )
+        address = Path(os.path.relpath(ROOT, Path(app.outdir, app.env.docname).parent), path)
+        if path == Path("benchmarks/README.md"):
+            address = Path(up, "benchmarks/index.html")
+        elif path.suffix == ".jsonl":
+            address = Path(up, "benchmarks", f"{path.stem}.html")
+        shown = nodes.reference("", "", *link.children, refuri=str(address), internal=True)
         link.replace_self(shown)
-        write_file(app, path)
 
 
-def write_file(app: Any, path: Path) -> None:
-    """The page of the site to which a link to a file of the repository leads."""
-    target = Path(app.outdir, "files", f"{path}.html")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    own_page = (ROOT / path).with_suffix(".html")
-    if own_page.exists():  # results of benchmarks have one
-        shutil.copy(own_page, target)
-        return
-    code = (ROOT / path).read_text()
-    if path.suffix == ".md":
-        body = (
-            MarkdownIt().enable("table").render(re.sub(r"\]\(([\w.-]+\.md)\)", r"](\1.html)", code))
-        )
-    else:
-        lexer = lexers.PythonLexer() if path.suffix == ".py" else lexers.TextLexer()
-        body = highlight(code, lexer, HtmlFormatter(noclasses=True))
-    style = """body { font: 16px/1.5 system-ui, sans-serif; margin: 1rem auto; max-width: 60rem; padding: 0 1rem }
-        td, th { border: 1px solid #ccc; padding: .2rem .5rem; text-align: left }
-        table, pre { display: block; overflow-x: auto }"""
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{path}</title>'
-    target.write_text(f"<!doctype html>{head}<style>{style}</style><h1>{path}</h1>{body}")
-
-
-def prepare(app: Any) -> None:
+def write_data(app: Any) -> None:
+    """Draw the figures, and write the data of the page of classes and the reports of benchmarks into the site."""
     figures.draw_all(HERE / "_generated")
-    for page in ROOT.glob("benchmarks/*.md"):
-        write_file(app, page.relative_to(ROOT))
+    static, results = Path(app.outdir, "_static"), Path(app.outdir, "benchmarks")
+    static.mkdir(parents=True, exist_ok=True)
+    with (HERE / "support_models.csv").open(newline="") as file:
+        rows = list(csv.reader(file))[1:]
+    (static / "support_models_data.js").write_text(f"const CLASSES = {json.dumps(rows)};\n")
+    write_site(ROOT / "benchmarks", results)
 
 
 def setup(app: Any) -> None:
-    app.connect("builder-inited", prepare)
+    app.connect("builder-inited", write_data)
     app.connect("autodoc-process-docstring", mark_options)
-    app.connect("doctree-read", show_code, priority=100)  # before Sphinx collects downloads
+    app.connect("doctree-read", link_files, priority=100)  # before Sphinx collects downloads

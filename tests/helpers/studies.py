@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import html
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +41,8 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def text_of(page: Path) -> str:
+    """The words of a page, without its tags."""
+    return html.unescape(re.sub(r"<[^>]+>", " ", page.read_text()))

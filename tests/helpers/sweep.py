@@ -12,6 +12,7 @@ numbers, `CLASS(field=value, ...)`, see `search_fields`. `test_transformers.py` 
 from __future__ import annotations
 
 import copy
+import csv
 import inspect
 import logging
 import multiprocessing
@@ -39,6 +40,7 @@ from ringattn.train import mean_over_ranks
 from ringattn.transport import launcher
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/support_models.md"
+TABLE = PAGE.with_suffix(".csv")
 TOKENS, CLASSES = 41, 99
 #: The sequences of each kind of batch: (row, first token, end). The rows of a packed batch have documents of their own.
 PARTS = {
@@ -497,30 +499,32 @@ def verdict(results: list[dict[str, str]]) -> str:
     return " ".join(" | ".join(shown).replace(" []", "").split())
 
 
-#: The words before the table of docs/support_models.md.
+#: docs/support_models.md; the site shows the table beside it.
 INTRODUCTION = """# Classes of transformers
 
-Which models of Hugging Face can be sharded, and what is said to the others? `python tests/helpers/sweep.py` writes this
-page: it makes every class of the automatic mappings of transformers {transformers} tiny, with random weights, and
-compares it on 2 and 3 ranks (torch {torch}, CPU, fp32) with each sequence alone: logits, hidden states, poolers,
-answers, losses and all gradients, to 0.2 % of the largest value. Tests hold some to 1e-5. A class whose fp32 numbers
-differ by more is run again in fp64, where 1e-6 is the bound: rounding can choose another expert.
+This page lists which models of Hugging Face transformers {transformers} run over ranks, and why others are refused.
 
-Fields of configurations that change numbers are set, too, all together and each alone: `CLASS(field=value)`.
-Batches are packed, padded on the left, padded on the right, and packed with gradient checkpointing; models with an
-encoder and a decoder have padded ones only. `{text}` is the text part of the class above it.
-A class that is not named in a table has no tokens ({blind} classes). "Not set up" says why no tiny model was made.
+Of {classes} classes and variants {counts}. {blind} more classes have no tokens.
 
-{counts}.
+```{{raw}} html
+<p><label for="search">Search for a class or a reason:</label> <input id="search" type="search"></p>
+<div id="families"></div>
+<script src="_static/support_models_data.js"></script><script src="_static/support_models.js"></script>
+```
+
+The data are [one table](support_models.csv). `CLASS(field=value)` is a class with a field of its configuration changed,
+`{text}` the text part of the class above it. "Not set up" says why no tiny model was made.
+
+## How they were compared
+
+`python tests/helpers/sweep.py` makes every class of the automatic mappings tiny, with random weights, and compares it
+on 2 and 3 ranks (torch {torch}, CPU, fp32) with each sequence alone: logits, hidden states, poolers, answers, losses
+and all gradients, to 0.2 % of the largest value. Tests hold some to 1e-5. A class whose fp32 numbers differ by more is
+run again in fp64, where 1e-6 is the bound: rounding can choose another expert. Batches are packed, padded on the left,
+padded on the right, and packed with gradient checkpointing; models with an encoder and a decoder have padded ones only.
 """
-#: The words of an answer, and the head of its column, in the order of the page: what is not served comes first.
-ANSWERS = {
-    "WRONG": ("wrong", "what"),
-    "crash": ("crashed", "what"),
-    "refused": ("refused by name", "why"),
-    "exact": ("exact", "answer"),
-    "not buildable": ("not set up", "why"),
-}
+#: The words of an answer, what comes first being served least.
+ANSWERS = {"WRONG": "wrong", "crash": "crashed", "refused": "refused", "exact": "exact", "not buildable": "not set up"}
 
 
 def answer(text: str) -> str:
@@ -528,27 +532,32 @@ def answer(text: str) -> str:
     return text.split(":")[0].split(" {")[0].split(" [")[0]
 
 
-def write_page(lines: list[str]) -> str:
-    """docs/support_models.md of lines of this program."""
+def write_page(lines: list[str]) -> None:
+    """Write docs/support_models.md, and the table beside it, of lines of this program."""
     found = dict(line.split("\t") for line in lines if "\t" in line)
     counts = Counter(map(answer, found.values()))
-    shown = [f"{counts[word]} are {words}" for word, (words, _) in ANSWERS.items()]
+    shown = [f"{counts[word]} are {words}" for word, words in ANSWERS.items()]
     page = INTRODUCTION.format(
         transformers=hf.__version__, torch=torch.__version__.split("+")[0], text=TEXT, blind=counts["no text"],
-        counts=f"Of {sum(counts.values()) - counts['no text']} classes {', '.join(shown)}",
+        classes=sum(counts.values()) - counts["no text"], counts=", ".join(shown),
     )  # fmt: skip
-    for word, (words, head) in ANSWERS.items():
-        rows = [(name, text) for name, text in sorted(found.items()) if answer(text) == word]
-        page += f"\n## {words.capitalize()}\n\n| class | {head} |\n|---|---|\n" if rows else ""
-        page += "".join(row(name, text) for name, text in rows)
-    return page
+    PAGE.write_text(page)
+    with TABLE.open("w", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["class", "answer", "why"])
+        table.writerows(row(*each) for each in sorted(found.items()) if answer(each[1]) in ANSWERS)
 
 
-def row(name: str, text: str) -> str:
-    """The row of a class in the table of the page."""
+def row(name: str, text: str) -> list[str]:
+    """The row of a class in the table."""
     own = text.removeprefix(f"{answer(text)}: ").removeprefix("Unsupported: ")
-    own = own.removeprefix(f"{name} ").replace("|", ";").replace("<", "&lt;")
-    return f"| {name} | {own} |\n"
+    return [name, ANSWERS[answer(text)], "" if own == "exact" else own.removeprefix(f"{name} ").replace("|", ";")]
+
+
+def read_table() -> list[list[str]]:
+    """The rows of the table: [class, answer, why]."""
+    with TABLE.open(newline="") as file:
+        return list(csv.reader(file))[1:]
 
 
 def find_fields(name: str, known: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -562,7 +571,7 @@ def find_fields(name: str, known: dict[str, list[dict[str, Any]]]) -> list[dict[
 
 def main(names: list[str]) -> int:
     if names[:1] == ["--page"]:
-        PAGE.write_text(write_page(sys.stdin.read().splitlines()))
+        write_page(sys.stdin.read().splitlines())
         return 0
     plain = names[:1] == ["--plain"]
     names = names[plain:]

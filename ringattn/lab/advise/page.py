@@ -34,7 +34,7 @@ def render(advice: Advice) -> str:
         "numbers": describe_numbers(advice),
         "counts": describe_counts(advice.counts),
     }
-    return render_page(__package__ or "", "advise.j2", "html", values)
+    return render_page(__package__ or "", "advise.j2", values)
 
 
 def _draw(title: str, draw: Callable[[Any, Any], None], data: object) -> Plot:

@@ -1,4 +1,4 @@
-"""The report of a suite's results: tables and sentences for the console, the Markdown file and the HTML page.
+"""The report of a suite's results: tables and sentences for the console and the HTML page.
 
 All numbers come from the stored results; nothing is measured here.
 """
@@ -6,17 +6,20 @@ All numbers come from the stored results; nothing is measured here.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ...cli.config.overrides import quote
 from ...errors import InvalidInput
-from ...files import write_text
+from ...files import make_folder, write_text
 from ...text import duration, plural, shorten, size
-from ..pages.pages import Cell, Plot, ReportTable
+from ..pages.pages import Cell, Plot, ReportTable, render_page
 from . import SUITES, figures
 from .case import BenchSuite, CaseRecord, iqr
 from .records import read_results
@@ -40,11 +43,10 @@ MOST_SETTING, MOST_REMARK = 40, 160
 
 @dataclass(frozen=True)
 class BenchReport:
-    """What the templates need from a suite's results. `command` repeats the run; `stem` names the plots' files."""
+    """What the page needs from a suite's results. `command` repeats the run."""
 
     record: dict[str, Any]
     command: str
-    stem: str = ""
 
     @property
     def suite(self) -> BenchSuite | None:
@@ -103,8 +105,7 @@ class BenchReport:
     @cached_property
     def plots(self) -> list[Plot]:
         """The plots; none without matplotlib."""
-        drawn = figures.draw(self.record["cases"], self.suite)
-        return [Plot(title, svg, f"{self.stem}_{number}.svg") for number, (title, svg) in enumerate(drawn, 1)]
+        return [Plot(*each) for each in figures.draw(self.record["cases"], self.suite)]
 
 
 def _judge(cases: list[CaseRecord]) -> tuple[str, None]:
@@ -278,6 +279,25 @@ def _without_empty(title: str, header: Sequence[str], rows: list[list[str]]) -> 
     return ReportTable([header[i] for i in kept], [[row[i] for i in kept] for row in rows], title)
 
 
+def write_page(results: Path, target: Path) -> BenchReport:
+    """Write the page of stored results; returns their report. Raises InvalidInput."""
+    record = read_results(results)
+    report = BenchReport(record, make_command(record))
+    write_text(target, render_page(__package__ or "", "bench.j2", {"report": report}))
+    return report
+
+
+def make_command(record: dict[str, Any]) -> str:
+    """The command that produces results like these again."""
+    parts = [str(record["suite"]), f"repeat={record['repeat']}"]
+    if record["memory"]:
+        parts.append(f"memory={record['memory']}")
+    if isinstance(asked := record["asked"], list):
+        names = (name if re.fullmatch(r"[\w.-]+", name) else quote(name) for name in asked)
+        parts.append(f"cases=[{','.join(names)}]")
+    return f"ringattn report {shlex.join(parts)}"
+
+
 def write_index(folder: Path) -> list[Path]:
     """Write the README.md of a folder: the newest run of each suite per machine, and of each study; returns its path.
 
@@ -286,27 +306,45 @@ def write_index(folder: Path) -> list[Path]:
     target = folder / "README.md"
     if target.exists() and not target.read_text(errors="replace").startswith(INDEX):
         return []
-    newest: dict[tuple[str, str], tuple[str, str]] = {}
+    rows = ["| suite | machine | date | conclusion | results |", "|---|---|---|---|---|"]
+    rows += [f"| {suite} | {machine} | {date} | {said} | [{path.name}]({path.relative_to(folder)}) |"
+             for suite, machine, date, said, path in _newest(folder)]  # fmt: skip
+    write_text(target, INDEX + "\n".join(rows) + "\n")
+    return [target]
+
+
+def write_site(results: Path, target: Path) -> None:
+    """Write the pages of all stored results in the folder `results`, and index.html, to the folder `target`."""
+    make_folder(target)
+    pages = []
+    for suite, machine, date, said, path in _newest(results):
+        link = str(path.relative_to(results))
+        if path.suffix == ".jsonl":
+            link = f"{path.stem}.html"
+            write_page(path, target / link)
+        pages.append((suite, machine, date, said, link))
+    write_text(target / "index.html", render_page(__package__ or "", "index.j2", {"pages": pages}))
+
+
+def _newest(folder: Path) -> Iterator[tuple[str, str, str, str, Path]]:
+    """(suite, machine, date, conclusion, file) of the newest run of each suite per machine, and of each study."""
+    newest: dict[tuple[str, str], tuple[str, str, Path]] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        page = f"[{path.stem}]({path.stem}.md)"
         try:
             report = BenchReport(read_results(path), "")
         except InvalidInput as error:  # perhaps written by another version
-            newest[path.stem, ""] = "", f"| {path.name} | | | {error} | |"
+            newest[path.name, ""] = "", str(error), path
             continue
-        suite, machine = report.record["suite"], report.record["machine"]
-        hardware, date = f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores", machine["date"]
-        said = " ".join([report.conclusion or "", *report.warnings]).strip()
-        row = date, f"| {suite} | {hardware} | {date[:10]} | {said} | {page} |"
-        newest[suite, hardware] = max(row, newest.get((suite, hardware), row))
-    for path in sorted(folder.glob("*/summary.json")):  # a study's
-        study, stem = json.loads(path.read_text(encoding="utf-8")), path.parent.name
+        machine = report.record["machine"]
+        key = report.record["suite"], f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores"
+        run = machine["date"], " ".join([report.conclusion or "", *report.warnings]).strip(), path
+        newest[key] = max(run, newest.get(key, run))
+    for path in sorted(folder.glob("*/summary.json")):
+        study = json.loads(path.read_text(encoding="utf-8"))
         if "study" not in study:  # of mode=published
             continue
-        name, date, counts = study["study"], study["date"] or "", study["counts"]
-        said = f"{plural(counts['ok'], 'point')} with numbers, {counts['refused']} refused"
-        row = date, f"| {name} | any | {date} | {said} | [{stem}]({stem}/report.md) |"
-        newest[name, ""] = max(row, newest.get((name, ""), row))
-    rows = ["| suite | machine | date | conclusion | report |", "|---|---|---|---|---|"]
-    write_text(target, INDEX + "\n".join([*rows, *(row for _, row in newest.values())]) + "\n")
-    return [target]
+        said = f"{plural(study['counts']['ok'], 'point')} with numbers, {study['counts']['refused']} refused"
+        run = study["date"] or "", said, path
+        newest[study["study"], "any"] = max(run, newest.get((study["study"], "any"), run))
+    for (suite, machine), (date, said, path) in newest.items():
+        yield suite, machine, date[:10], said, path

@@ -54,7 +54,7 @@ def draw(name: str, table: Table, x: str, y: str | None) -> list[Plot]:
     """The plots called `name` of a table; empty if no row has numbers."""
     title = f"{name}: {PLOTS[name][1]}, by {x}" + (f" and {y}" if name == "crossover" else "")
     with drawing(4.2, width=7.2) as figure:
-        return [Plot(title, to_svg(figure, name), f"{name}.svg")] if PLOTS[name][0](figure, table, x, y) else []
+        return [Plot(title, to_svg(figure, name))] if PLOTS[name][0](figure, table, x, y) else []
 
 
 def _draw_efficiency(figure: Any, table: Table, x: str, y: str | None) -> bool:

@@ -27,7 +27,7 @@ from ...simulator.reporting.console import print_plain, show_progress
 from ...text import duration, plural, size
 from ..pages.figures import check_matplotlib
 from ..pages.journal import Journal, git, source
-from ..pages.pages import write_report
+from ..pages.pages import render_page
 from . import evaluation, plots
 from .report import StudyReport, describe_machines, extrapolate, machines_of, name_points
 from .space import Point, digest, list_points
@@ -69,7 +69,7 @@ def main(config: SimulateConfig) -> None:
             sys.stderr.write(f"ringattn: {folder} holds the finished points; the same command continues from there\n")
         raise
     print_jobs(_jobs(table), "points", f" in {folder / 'sweep.csv'}")
-    print_plain(f"{_summarize(table)}; {folder / 'report.md'}, report.html, sweep.csv, summary.json")
+    print_plain(f"{_summarize(table)}; {folder / 'report.html'}, sweep.csv, summary.json")
 
 
 def _jobs(table: Table) -> list[tuple[dict[str, str], dict[str, str]]]:
@@ -161,7 +161,7 @@ def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
         _write_files(study, head, table, records)
     if wrong := [row["point"] for row in table.rows if "executed error" in row and not _is_right(row)]:
         raise NumericsFailure(
-            f"{name_points(wrong)}: the executed numerics are wrong; {folder / 'report.md'} says where"
+            f"{name_points(wrong)}: the executed numerics are wrong; {folder / 'report.html'} says where"
         )
     return table
 
@@ -226,9 +226,9 @@ def _write_files(study: Study, head: dict[str, Any], table: Table, records: Reco
         "config.yaml": import_module("omegaconf").OmegaConf.to_yaml(asdict(study.config)),
         "sweep.csv": to_csv(table),
         "summary.json": to_json(table, provenance, not_modelled, more),
+        "report.html": render_page(__package__ or "", "report.j2", {"report": report}),
     }.items():
         write_text(folder / name, text)
-    write_report(folder, "report", __package__ or "", "report.j2", report, report.plots)
 
 
 def check_study(options: StudyGroup, points: Sequence[Point]) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from pathlib import Path
 
 from ...cli.config.groups import check_least
-from ...cli.config.overrides import quote
 from ...cli.config.schema import parse_size
 from ...errors import BenchFailure, InvalidInput
 from ...files import make_folder
@@ -15,9 +12,8 @@ from ...simulator.reporting.console import announcing, get_console, print_grid, 
 from ...text import plural
 from ..bench import get_cases, get_suite
 from ..bench.records import read_results
-from ..bench.report import BenchReport, compare, narrow, write_index
+from ..bench.report import compare, narrow, write_index, write_page
 from ..bench.runner import run_suite
-from ..pages.pages import write_report
 from .settings import ReportConfig
 
 
@@ -51,8 +47,8 @@ def _measure(config: ReportConfig) -> None:
 
 def _show_results(path: Path) -> None:
     """Print the tables of results and write their report. Raises BenchFailure if cases have failed."""
-    record = read_results(path)
-    report = BenchReport(record, make_command(record), path.stem)
+    page = path.with_suffix(".html")
+    report = write_page(path, page)
     for table in map(narrow, report.tables):
         get_console().print()
         print_grid(table.title, table.header, table.rows)
@@ -60,23 +56,11 @@ def _show_results(path: Path) -> None:
     for text in (report.conclusion, *report.warnings):
         if text:
             print_paragraph(text)
-    pages = write_report(path.parent, path.stem, "ringattn.lab.bench", "bench.j2", report, report.plots)
-    written = ", ".join(map(str, [*pages, *write_index(path.parent)]))
+    written = ", ".join(map(str, [page, *write_index(path.parent)]))
     get_console().print(f"written {path}, {written}", soft_wrap=True)
-    failed = [case["case"] for case in record["cases"] if "failed" in case and not case["may_fail"]]
+    failed = [case["case"] for case in report.record["cases"] if "failed" in case and not case["may_fail"]]
     if failed:
         raise BenchFailure(f"{plural(len(failed), 'case')} failed: {', '.join(failed)}; their errors are in {path}")
-
-
-def make_command(record: dict[str, object]) -> str:
-    """The command that produces results like these again."""
-    parts = [str(record["suite"]), f"repeat={record['repeat']}"]
-    if record["memory"]:
-        parts.append(f"memory={record['memory']}")
-    if isinstance(asked := record["asked"], list):
-        names = (name if re.fullmatch(r"[\w.-]+", name) else quote(name) for name in asked)
-        parts.append(f"cases=[{','.join(names)}]")
-    return f"ringattn report {shlex.join(parts)}"
 
 
 def _compare(paths: list[str], noise: float) -> None:

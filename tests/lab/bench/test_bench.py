@@ -15,12 +15,11 @@ from ringattn.errors import CommFailure, InvalidInput, LaunchFailure, OutOfMemor
 from ringattn.lab.bench import SUITES, get_cases, records
 from ringattn.lab.bench import runner as bench_runner
 from ringattn.lab.bench.case import TOLERANCES, BenchCase, BenchColumn, Ratio
-from ringattn.lab.bench.report import BenchReport
+from ringattn.lab.bench.report import BenchReport, make_command
 from ringattn.lab.bench.suites import ring
 from ringattn.lab.pages.journal import write_line
-from ringattn.lab.pages.pages import write_report
+from ringattn.lab.pages.pages import render_page
 from ringattn.lab.verbs import report as report_command
-from ringattn.lab.verbs.report import make_command
 from ringattn.lab.verbs.settings import ReportConfig
 from ringattn.transport.launcher import run_local
 
@@ -80,7 +79,7 @@ def test_the_command_of_a_report_is_one_of_a_shell_and_of_hydra() -> None:
 
 
 @pytest.mark.parametrize("suite", ["ring", "not_installed"])
-def test_both_forms_of_a_report_have_the_tables(suite: str, tmp_path: Path) -> None:
+def test_a_report_has_the_tables(suite: str, tmp_path: Path) -> None:
     path = tmp_path / "ring_cpu_2026-01-01_1.jsonl"
     lines = [
         {**make_header(), "suite": suite, "planned": 3},
@@ -89,13 +88,11 @@ def test_both_forms_of_a_report_have_the_tables(suite: str, tmp_path: Path) -> N
     ]
     path.write_bytes(b"".join(map(write_line, lines)))
     report = BenchReport(records.read_results(path), "ringattn report ring")
-    written = write_report(path.parent, path.stem, "ringattn.lab.bench", "bench.j2", report, report.plots)
-    text, page = (one.read_text() for one in written)
-    assert "| x | single / ring | 2.000 |" in text and "| >= 1.5 | yes |" in text and "1.0e-07" in text
-    assert "<td>single / ring</td>" in page and 'data-v="2.0"' in page
-    for form in (text, page):
-        assert "measured different versions" in form and "2 of 3 cases" in form and "ringattn report ring" in form
-        assert "OutOfMemory: &lt;script" in form
+    page = render_page("ringattn.lab.bench", "bench.j2", {"report": report})
+    assert "<td>single / ring</td>" in page and 'data-v="2.0"' in page and "1.0e-07" in page
+    assert "<td>&gt;= 1.5</td><td>yes</td>" in page
+    assert "measured different versions" in page and "2 of 3 cases" in page and "ringattn report ring" in page
+    assert "OutOfMemory: &lt;script" in page
 
 
 def test_a_failure_has_a_class_and_ends_what_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_the_suite_from_start_to_end(emulated: None, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gpu, "attention", attend)
     main(ReportConfig("gpu_quick", repeat=1, output=OutputGroup("results")))
     (data,) = (tmp_path / "results").glob("*.jsonl")
-    record, text = read_results(data), data.with_suffix(".md").read_text()
+    record, text = read_results(data), data.with_suffix(".html").read_text()
     assert "emulated" in data.name and record["kind"] == "emulated" and "All numbers are emulated" in text
     assert "EMULATED on a CPU, the times mean nothing: 19 of 19" in text and "target met." in text
     rows = rows_of(record)

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 from browser import BROWSER, OVERLAPS, WIDTHS, probe, probe_all
+from markupsafe import escape
 
-from ringattn.lab.bench.records import read_results
-from ringattn.lab.bench.report import BenchReport, write_index
-from ringattn.lab.pages.pages import render_page
-from ringattn.lab.verbs.report import make_command
+from ringattn.lab.bench.report import write_index, write_page, write_site
 
 #: What a reader does, and what the page is then; the answer stands in the title.
 PROBE = """
@@ -33,10 +31,23 @@ STORED = sorted((Path(__file__).parents[3] / "benchmarks").glob("*.jsonl"))
 
 
 @pytest.fixture(scope="module")
-def page() -> str:
+def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
+    """The page of each stored result."""
+    pytest.importorskip("matplotlib")
+    target = tmp_path_factory.mktemp("made") / "page.html"
+
+    def make(path: Path) -> str:
+        write_page(path, target)
+        return target.read_text()
+
+    return {path: make(path) for path in STORED}
+
+
+@pytest.fixture(scope="module")
+def page(stored: dict[Path, str]) -> str:
     """The page of a suite with systems, lengths and failures."""
-    (path,) = (path for path in STORED if path.name.startswith("extreme_"))
-    return path.with_suffix(".html").read_text()
+    (text,) = (text for path, text in stored.items() if path.name.startswith("extreme_"))
+    return text
 
 
 def test_the_page_needs_nothing_else(page: str) -> None:
@@ -46,29 +57,28 @@ def test_the_page_needs_nothing_else(page: str) -> None:
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.name.partition("_")[0])
-def test_stored_results_have_their_page(path: Path) -> None:
-    """As the code makes it today: the conclusion, then plots, whose files are there, then tables, every column last."""
+def test_stored_results_have_a_page(path: Path, stored: dict[Path, str], tmp_path: Path) -> None:
+    """The conclusion, then plots, then tables, every column last."""
+    report, text = write_page(path, tmp_path / "page.html"), stored[path]
+    assert report.conclusion is not None and text.count("<svg") == len(report.plots) > 0
+    assert text.index(str(escape(report.conclusion))) < text.index("<svg") < text.index("<table")
+    if "<h2>every column" in text:
+        assert text.index("<h2>every column") == text.rindex("<h2>", 0, text.rindex("<table"))
+
+
+def test_the_site_has_every_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    report = BenchReport(read_results(path), make_command(read_results(path)), path.stem)
-    text = path.with_suffix(".md").read_text()
-    again = render_page("ringattn.lab.bench", "bench.j2", "markdown", {"report": report})
-    assert text == again, f"make it again: ringattn report results={path}"
-    plots = re.findall(r"!\[(.+)\]\((.+)\)", text)
-    assert report.conclusion is not None and len(plots) == len(report.plots) > 0
-    for (title, name), (drawn, svg, file) in zip(plots, report.plots, strict=True):
-        stored = path.with_name(name).read_text()
-        assert (title, name) == (drawn, file) and 2000 < len(stored) < 60_000
-        assert re.findall("<text[^>]*>([^<]*)", stored) == re.findall("<text[^>]*>([^<]*)", svg)
-    assert text.index(report.conclusion) < text.index("![") < text.index("\n|")
-    if "\n## every column" in text:
-        assert text.index("\n## every column") == text.rindex("\n## ", 0, text.rindex("\n|"))
+    write_site(STORED[0].parent, tmp_path)
+    links = re.findall(r'href="([^"#]+\.html)"', (tmp_path / "index.html").read_text())
+    assert {path.stem for path in STORED} >= {Path(link).stem for link in links} and len(links) > 12
+    assert all((tmp_path / link).is_file() for link in links)
 
 
 @pytest.fixture(scope="module")
-def stored_pages(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Path, int], Any]:
+def stored_pages(stored: dict[Path, str], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Path, int], Any]:
     """What OVERLAPS finds on each page at each width."""
     shown = list(product(STORED, WIDTHS))
-    pages = [(path.with_suffix(".html").read_text(), width) for path, width in shown]
+    pages = [(stored[path], width) for path, width in shown]
     return dict(zip(shown, probe_all(pages, OVERLAPS, tmp_path_factory.mktemp("pages")), strict=True))
 
 
@@ -96,14 +106,14 @@ def to_seconds(text: str) -> float:
 
 
 def test_the_stored_index_has_the_whole_conclusions_of_suites_and_studies(tmp_path: Path) -> None:
-    (stored,) = {path.parent for path in STORED}
-    for path in (*STORED, *stored.glob("*/summary.json")):
-        copy = tmp_path / path.relative_to(stored)
+    (folder,) = {path.parent for path in STORED}
+    for path in (*STORED, *folder.glob("*/summary.json")):
+        copy = tmp_path / path.relative_to(folder)
         copy.parent.mkdir(exist_ok=True)
         copy.write_bytes(path.read_bytes())
     (index,) = write_index(tmp_path)
     text = index.read_text()
-    assert text == (stored / "README.md").read_text(), "make it again: ringattn report results=FILE"
+    assert text == (folder / "README.md").read_text(), "make it again: ringattn report results=FILE"
     assert "..." not in text.replace("Dilated(...)", "") and "| billion_tokens |" in text
     assert all(len(line) < 700 for line in text.splitlines())
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from command_line import Inside, Refused
 from omegaconf import OmegaConf
-from studies import config, read, study
+from studies import config, read, study, text_of
 
 import ringattn as ra
 from ringattn import InvalidInput
@@ -61,7 +61,7 @@ def test_refused_points_are_rows_with_their_reason(tmp_path: Path) -> None:
     table = run(study(tmp_path, {"heads": [1, 2], "kv_heads": [2]}))
     assert [row["status"] for row in table.rows] == ["refused", "ok"]
     assert "1 query heads cannot share 2" in table.rows[0]["why"] and "forward time" not in table.rows[0]
-    report = (tmp_path / "report.md").read_text()
+    report = text_of(tmp_path / "report.html")
     assert "point 0: 1 query heads cannot share 2" in report and "1 of 2 points has numbers, 1 was refused" in report
     with pytest.raises(InvalidInput, match="every point of the study is refused"):
         run(study(tmp_path / "all", {"heads": [1], "kv_heads": [2]}))
@@ -83,7 +83,7 @@ def test_points_of_nothing_are_rows_with_their_reason(
     table = run(study(tmp_path, axes, study={"execute": budget, "extrapolate": "1G"}))
     assert [row["status"] for row in table.rows] == ["ok", "refused", "ok"]
     assert [row["tokens"] for row in table.rows] == tokens and words in table.rows[1]["why"]
-    assert words in (tmp_path / "report.md").read_text()
+    assert words in text_of(tmp_path / "report.html")
 
 
 def test_tokens_that_shards_would_set_are_refused() -> None:
@@ -190,11 +190,12 @@ def test_numbers_of_machines_are_axes_of_plots_however_they_are_written(tmp_path
     assert [(row["machine.bandwidth"], row["passes"]) for row in table.rows] == [
         (1e9, 1), (1e9, 1024), (5e10, 1), (5e10, 1024)
     ]  # fmt: skip
-    report = (tmp_path / "s" / "report.md").read_text()
+    report = text_of(tmp_path / "s" / "report.html")
     assert "h100_nvlink_ib: flops=6.5e+14 flop/s [assumed]" in report
     assert "bandwidth=1e+09 .. 5e+10 bytes/s, by point" in report
-    assert "| 3: machine.bandwidth=50 GB/s, passes=1,024 |" in report
-    assert all(line.count(" | ") <= 5 for line in report.splitlines() if line.startswith("| "))
+    assert "3: machine.bandwidth=50 GB/s, passes=1,024" in report
+    page = (tmp_path / "s" / "report.html").read_text()
+    assert all(line.count("<td") <= 6 for line in page.splitlines() if line.startswith("<tr>"))
 
 
 def test_nodes_that_do_not_fit_are_refused_as_in_one_simulation(tmp_path: Path, refused: Refused) -> None:
@@ -234,7 +235,7 @@ def test_points_of_a_model_are_direct_calls(tmp_path: Path) -> None:
         assert row["decode memory: keys and values"] == one.memory["keys and values"]
         assert row["decode time: mlp"] == one.parts["mlp"] and row["decode rate"] == row["batch"] / one.seconds
     assert [row["status"] for row in table.rows] == ["ok", "ok", "refused", "refused"]
-    text = (tmp_path / "report.md").read_text()
+    text = text_of(tmp_path / "report.html")
     assert "tokens=8 must be a whole number of at least cp=16" in text
     assert "Equal for all points: model=llama3_8b" in text
-    assert {path.stem for path in tmp_path.glob("*.svg")} == {"time", "stack", "memory"}
+    assert (tmp_path / "report.html").read_text().count("<svg") == 3

@@ -85,10 +85,10 @@ def test_another_study_in_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_of_the_user_are_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "report.md").write_text("mine")
+    (tmp_path / "report.html").write_text("mine")
     with pytest.raises(InvalidInput, match="holds files, but no study"):
         run(study(tmp_path, {"ranks": [2]}))
-    assert files(tmp_path) == {"report.md": b"mine"}
+    assert files(tmp_path) == {"report.html": b"mine"}
 
 
 def test_a_killed_study_ends_with_the_same_bytes(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_killed_study_ends_with_the_same_bytes(tmp_path: Path) -> None:
     subprocess.run(command, cwd=killed, env=env, check=True, capture_output=True, timeout=100)
     assert files(killed / "out") == files(quiet / "out")
     assert len({json.loads(line).get("key") for line in journal.read_text().splitlines()}) == 13
-    assert {"stack.svg", "report.html", "sweep.csv", "summary.json"} <= files(quiet / "out").keys()
+    assert {"report.html", "sweep.csv", "summary.json"} <= files(quiet / "out").keys()
 
 
 def test_a_study_that_is_interrupted_says_how_to_go_on(
