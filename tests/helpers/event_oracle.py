@@ -1,6 +1,6 @@
 """The time of a plan by an event simulation of its own: a heap of events, pairs from dense masks, bytes from the plan's
 rows. It shares no code with the timing model but the seconds of measured and modelled kernels, and goes through every
-step of the pass on every rank. The rules are those of docs/simulation.md and docs/decisions/0004-recurrence.md."""
+step of the pass on every rank. The rules are those of docs/simulation.md and docs/decisions.md."""
 
 from __future__ import annotations
 

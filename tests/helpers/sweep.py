@@ -509,7 +509,8 @@ Of {classes} classes and variants {counts}. {blind} more classes have no tokens.
 ```{{raw}} html
 <p><label for="search">Search for a class or a reason:</label> <input id="search" type="search"></p>
 <div id="families"></div>
-<script src="_static/support_models_data.js"></script><script src="_static/support_models.js"></script>
+<script src="_static/support_models_data.js"></script>
+<script src="_static/support_models.js"></script>
 ```
 
 The data are [one table](support_models.csv). `CLASS(field=value)` is a class with a field of its configuration changed,
