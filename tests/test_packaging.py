@@ -278,5 +278,5 @@ def test_doctor_names_the_extras_that_there_are() -> None:
     section = text.split("[project.optional-dependencies]")[1].split("\n[")[0]
     extras = set(re.findall(r"^(\w+) = ", section, re.MULTILINE)) - {"dev"}
     named = {name for _, command in EXTRAS.values() for name in re.findall(r"ringattn\[(\w+)\]", command)}
-    pages = "".join(page.read_text() for page in ROOT.glob("docs/*.md"))
+    pages = "".join(page.read_text() for page in (*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")))
     assert extras == named == set(re.findall(r"ringattn\[(\w+)\]", pages))
