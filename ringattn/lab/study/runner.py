@@ -22,7 +22,7 @@ from ...cli.config.schema import SimulateConfig, parse_size
 from ...errors import InvalidInput, NumericsFailure, RingAttentionError
 from ...files import OUTPUTS, TEMPORARY, check_writable, make_folder, write_text
 from ...plan.plan import Plan
-from ...simulator.progress import Listener
+from ...simulator.progress import Listener, listening
 from ...simulator.reporting.console import print_plain, show_progress
 from ...text import duration, plural, size
 from ..pages.figures import check_matplotlib
@@ -196,7 +196,10 @@ def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
     for turn, (key, plan, task) in enumerate(tasks, 1):
         tell(turn - 1, len(tasks), f"executing, {plan.tokens:,} tokens")
         if key not in journal.records:
-            journal.add(key, {"values": evaluation.execute(plan, task, options, left, study.folder / EXECUTION)})
+            words = f"of plan {turn} of {len(tasks)}"
+            with listening(lambda done, count, what, words=words: tell(done, count, f"{what} {words}")):  # type: ignore[misc]
+                found = evaluation.execute(plan, task, options, left, study.folder / EXECUTION)
+            journal.add(key, {"values": found})
         values[key] = {"turn": turn, **journal.records[key]["values"]}
         left -= task.seconds if "how" in values[key] else 0.0
     return {point.number: values[key] for key, points in sharing.items() for point in points}
