@@ -332,8 +332,9 @@ def test_pages_of_the_site_fit(name: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_the_pages_of_a_study_and_of_advice_fit(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    (study,) = ROOT.glob("benchmarks/billion_*/report.html")
-    page = tmp_path / "advice.html"
+    page, study = tmp_path / "advice.html", tmp_path / "study" / "report.html"
+    study_words = "-m ranks=2,4,8 tokens=64k,1M pattern=causal,longnet,dilated machine=h100_nvlink_ib,gtx1080_pcie"
+    assert ringattn("simulate", *study_words.split(), "output.path=study", cwd=tmp_path).returncode == 0
     config = AdviseConfig(tokens="32k", gpus=4, batch=1, output=AdviseOutputGroup(page=str(page)))
     with contextlib.redirect_stdout(io.StringIO()):
         advise.main(config)

@@ -318,7 +318,7 @@ def write_site(results: Path, target: Path) -> None:
     make_folder(target)
     pages = []
     for suite, machine, date, said, path in _newest(results):
-        link = str(path.relative_to(results))
+        link = ""  # a study has no page here: its points are all that is stored
         if path.suffix == ".jsonl":
             link = f"{path.stem}.html"
             write_page(path, target / link)
