@@ -81,6 +81,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     of_hydra.add_argument("--info", "-i")
     of_hydra.add_argument("--config-dir", "-cd")
     of_hydra.add_argument("--package", "-p")
+    if name := next((word for word in arguments if re.match("-cn|--config-name", word)), None):
+        raise InvalidInput(f"{name}: each verb has one configuration; settings of your own are experiment=FILE")
     found, others = parser.parse_known_intermixed_args(arguments)
     if others:
         flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
@@ -89,6 +91,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         value = value or next((word for word in arguments[place : place + 1] if word[0] != "-"), "...")
         hint = did_you_mean(flag, flags)
         key = flag.lstrip("-").replace("-", "_")
+        hint = "the number of ranks is ranks=...; " if flag in ("-n", "-np", "--np", "--nproc-per-node") else hint
         if any(key in read_defaults(verb) for verb in found.words[:1] if verb in SCHEMAS):
             hint = f"write {key}={value}; "
         raise InvalidInput(f"{others[0]}: unknown option; {hint}settings are written key=value, without dashes")
@@ -100,6 +103,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def prepare(verb: str, overrides: Sequence[str]) -> list[str]:
     """The overrides of a verb in Hydra's syntax: patterns quoted, sizes in digits. Raises InvalidInput."""
     verb = "report" if verb == "bench" else verb
+    for word, value in zip(overrides, [*overrides[1:], "..."], strict=True):
+        if "=" not in word and not word.startswith("~"):
+            value = "..." if "=" in value else value
+            hint = f"try {word}={value}" if word in read_defaults(verb) else f"try {verb} --help"
+            raise InvalidInput(f"{word}: settings are written key=value; {hint}")
     return [part for override in overrides for part in _prepare_override(verb, override)]
 
 
@@ -113,6 +121,7 @@ def _prepare_override(verb: str, override: str) -> list[str]:
     plus, key, value = match.groups()
     if value in ("", "''", '""'):
         raise InvalidInput(f"{key}=: the value is empty; give one, or leave {key} out")
+    _check_group(verb, key, value)
     if key.startswith("study.axes."):
         return [f"++{key}={value}"]  # ++ both overrides an existing axis and adds a new one
     if (verb, key) == ("advise", "model"):  # advise has no group options in conf/model, only a model name
@@ -125,6 +134,21 @@ def _prepare_override(verb: str, override: str) -> list[str]:
         value = f"[{value}]"  # a single name becomes a list
     plus = plus if key == "study.axes" else ""  # for other keys, + would add one that nothing reads
     return [f"{plus}{key}={in_digits(SCHEMAS[verb], key, value)}"]
+
+
+def _check_group(verb: str, key: str, value: str) -> None:
+    """Raise InvalidInput for a value that Hydra would read as something else than its user."""
+    (kind, *_), folder = _types(SCHEMAS[verb], key), conf_dir() / key
+    if dataclasses.is_dataclass(kind) and not folder.is_dir():
+        names = [field.name for field in dataclasses.fields(kind)]
+        hint = f"{key}.path={value}" if "path" in names else f"{key}.{names[0]}=..."
+        raise InvalidInput(f"{key}={value}: {key} is a section; set {', '.join(names)} in it, such as {hint}")
+    if key in WRITTEN and "(" not in value and re.search(r"[\[&|]", value):
+        raise InvalidInput(
+            f"{key}={value}: names of options cannot be combined; write it in full, such as {WRITTEN[key]}"
+        )
+    if re.search(r"\s[\w.]+=", value) and "(" not in value and "{" not in value:
+        raise InvalidInput(f"{key}={value}: two settings in one word; give them as two, without quotes around both")
 
 
 def is_written(group: str, value: str) -> bool:
@@ -156,6 +180,12 @@ def _types(schema: Any, key: str) -> tuple[Any, ...]:
     for name in key.split("."):
         schema = get_type_hints(schema).get(name) if dataclasses.is_dataclass(schema) else None
     return get_args(schema) if isinstance(schema, UnionType) else (schema,)
+
+
+def _fields(schema: Any, group: str) -> set[str]:
+    """The names of the keys of a group."""
+    (kind, *_) = _types(schema, group)
+    return {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
 
 
 def quote(value: str) -> str:
@@ -273,8 +303,13 @@ def explain(verb: str, error: Exception) -> InvalidInput:
         text = f"{error.override}: {text}"  # type: ignore[attr-defined]
     if getattr(error, "options", None):
         group, _, wrong = str(error.missing_cfg_file).rpartition("/")  # type: ignore[attr-defined]
+        text = f"{group}={wrong}: no such option"
         names = sorted(({*error.options} | _installed(group)) - {"custom"})  # type: ignore[attr-defined]
     elif "not in" in text and dataclasses.is_dataclass(getattr(detail, "object_type", None)):
         wrong, names = detail.key, [field.name for field in dataclasses.fields(detail.object_type)]
+        text = f"{detail.full_key}: no such key"
+        inside = [f"{group}.{wrong}" for group in PARAMETER_GROUPS if wrong in _fields(SCHEMAS[verb], group)]
+        if wrong == detail.full_key and inside:
+            return InvalidInput(f"{text}; write {' or '.join(inside)}; ringattn {verb} --help shows groups and keys")
     hint = f"{did_you_mean(wrong, names)}expected one of {', '.join(names)}; " if names else ""
     return InvalidInput(f"{text}; {hint}ringattn {verb} --help shows groups and keys")
