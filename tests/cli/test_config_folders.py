@@ -36,9 +36,9 @@ def test_options_of_a_users_folder(project: Path, folder: tuple[str, ...], insid
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("--config-dir", "myconf", "pattern=mne"), "'pattern/mne'; did you mean 'mine'?"),
+        (("--config-dir", "myconf", "pattern=mne"), "pattern=mne: no such option; did you mean 'mine'?"),
         (("--config-dir", "myconf", "pattern=mine", "pattern.n=3"), "pattern.n=3 has no meaning with pattern=Causal()"),
-        (("pattern=mine",), "'pattern/mine'; "),
+        (("pattern=mine",), "pattern=mine: no such option; "),
         (("--config-dir", "nowhere", "pattern=mine"), "nowhere: no such folder; give a folder with config groups"),
     ],
 )
