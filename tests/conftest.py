@@ -15,6 +15,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+for name in ("COLUMNS", "LINES"):  # set behind os.environ by readline, which pytest imports
+    os.unsetenv(name)
+
 # In continuous integration the examples are the same every time; a developer's runs keep looking for new ones.
 settings.register_profile(
     "ringattn",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import re
 import sys
@@ -12,16 +13,16 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from importlib import import_module
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, NoReturn
 
 from ..errors import InvalidInput, RingAttentionError
-from ..files import STDOUT
+from ..files import STDOUT, write_json
 from ..registry import Registry
 from ..text import did_you_mean
 from ..transport.launcher import UNREAD, detect, drop_output, refuse_windows, show_note
 from .config.defaults import conf_dir, read_defaults
-from .config.folders import heading, user_folders, verb_help
+from .config.folders import fit, heading, user_folders, verb_help
 from .config.overrides import (
     JSON_KEYS,
     as_study,
@@ -91,7 +92,7 @@ def _dispatch(arguments: list[str]) -> None:
     elif given.words:
         _run_verb(given.words[0], given)
     else:
-        print(_usage())  # noqa: T201
+        print(fit(_usage()))  # noqa: T201
         if not given.help:
             raise SystemExit(USAGE_ERROR)
 
@@ -150,7 +151,7 @@ def _run_verb(verb: str, given: Namespace) -> None:
     folders = user_folders(given.config_dir, given.words[1:])
     verb = _full_name(verb)
     if given.help:
-        print(verb_help(verb, given.words[1:], folders))  # noqa: T201
+        print(fit(verb_help(verb, given.words[1:], folders)))  # noqa: T201
         return
     if verb in (*RANK_VERBS, "report"):
         refuse_windows(f"ringattn {verb}")
@@ -201,15 +202,19 @@ def _run_hydra(verb: str, prepared: list[str], program: str | None = None) -> No
     omegaconf = import_module("omegaconf")
     store_schemas(verb)
     omegaconf.OmegaConf.register_new_resolver("run_id", _run_id, replace=True, use_cache=True)
-    sys.argv = [program or f"ringattn {verb}", *prepared]
-    task = _Task(verb)
+    together = "--multirun" in prepared and f"{JSON_KEYS.get(verb)}=-" in prepared  # one document, and nothing else
+    quiet = ["hydra/hydra_logging=none", "hydra/job_logging=none"] if together else []
+    sys.argv = [program or f"ringattn {verb}", *prepared, *quiet]
+    task = _Task(verb, together)
     # Make Hydra raise its errors instead of printing them and exiting.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         if "--multirun" in prepared and not any(each.startswith("hydra/") for each in prepared):
             check_jobs(verb, prepared)
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=verb)(task)()
-        if len(task.jobs) > 1:
+        if together:
+            write_json(STDOUT, [json.loads(document) for document in task.documents])
+        elif len(task.jobs) > 1:
             import_module(".comparison", __package__).print_jobs(task.jobs)
     except (
         import_module("hydra.errors").HydraException,
@@ -233,9 +238,11 @@ def _run_hydra(verb: str, prepared: list[str], program: str | None = None) -> No
 class _Task:
     """The function that Hydra calls with the configuration of each job; `running` is True while the verb runs."""
 
-    def __init__(self, verb: str) -> None:
-        self.verb = verb
+    def __init__(self, verb: str, together: bool) -> None:
+        self.verb, self.together = verb, together
         self.running = False
+        #: The JSON of each job, if they are printed together.
+        self.documents: list[str] = []
         #: (overrides, headline numbers) of each job, except those that print JSON.
         self.jobs: list[tuple[dict[str, str], dict[str, str]]] = []
 
@@ -251,13 +258,27 @@ class _Task:
             run = VERBS[self.verb]
             show_note()  # clear the note: the verb shows its own progress
             with ending_tidily(launched=self.verb in RANK_VERBS and detect().kind != "none"):
-                record = run(config)
+                record = self._collect(run, config) if self.together else run(config)
             # JSON on standard output must stay alone: no table after it.
             if record is not None and omegaconf.OmegaConf.select(composed, JSON_KEYS[self.verb]) != STDOUT:
                 given = import_module("hydra.core.hydra_config").HydraConfig.get().overrides.task
                 comparison = import_module(".comparison", __package__)
                 self.jobs.append((comparison.read_overrides(given), comparison.headlines(record)))
         self.running = False
+
+    def _collect(self, run: Callable[[Any], Any], config: Any) -> Any:
+        """Run the verb, and keep what it and the ranks that it starts write to standard output."""
+        with TemporaryFile("w+", encoding="utf-8") as file, redirect_stdout(file):
+            terminal = os.dup(1)
+            os.dup2(file.fileno(), 1)
+            try:
+                record = run(config)
+            finally:
+                os.dup2(terminal, 1)
+                os.close(terminal)
+            file.seek(0)
+            self.documents.append(file.read())
+        return record
 
 
 def _fail(error: RingAttentionError) -> NoReturn:

@@ -155,7 +155,9 @@ def test_the_jobs_of_a_plan_end_in_a_table(inside: Inside, tmp_path: Path) -> No
         assert cells["forward messages"] == str(totals["forward"]["messages"])
         assert cells["backward sends"] == size(totals["backward"]["bytes"])
     assert "jobs:" not in inside("plan", "-m", "ranks=2", "tokens=64").stdout, "a job has no other"
-    assert "jobs:" not in inside("plan", "-m", "ranks=2,3", "tokens=64", "--json").stdout
+    for verb in ("plan", "run"):
+        jobs = json.loads(ringattn(verb, "-m", "ranks=2,3", "tokens=64", "--json", cwd=tmp_path).stdout)
+        assert len(jobs) == 2, "one document, and nothing else"
 
 
 @pytest.mark.multi

@@ -70,5 +70,26 @@ def test_the_examples_of_the_help_can_be_composed(example: str, inside: Inside, 
 def test_the_help_on_the_command_line(inside: Inside, tmp_path: Path) -> None:
     done = inside("bench", "--help")
     assert not done.stderr
-    assert done.stdout.startswith("ringattn report NAME: ") and f"suites: {', '.join(sorted(SUITES))}" in done.stdout
+    assert done.stdout.startswith("ringattn report NAME: ") and f"suites: {', '.join(sorted(SUITES))}" in " ".join(
+        done.stdout.split()
+    )
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([verb, "--help"] for verb in SCHEMAS),
+        ["--help"],
+        ["run", "--help", "machine"],
+        ["plan", "ranks=4", "tokens=64k", "layout=auto"],
+        ["run", "ranks=2", "tokens=1k", "transport=virtual", "layout=auto"],
+        ["simulate", "ranks=64", "tokens=1M", "machine=h100_nvlink_ib"],
+        ["advise", "model=llama3_8b", "gpus=4", "tokens=32k"],
+    ],
+    ids=" ".join,
+)
+def test_every_line_fits_80_columns(words: list[str], inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = inside(*words).stdout.splitlines()
+    assert len(lines) > 5 and not [line for line in lines if len(line) > 80]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import textwrap
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -103,3 +105,25 @@ def heading(text: str) -> list[str]:
     lines = [line for line in text.splitlines() if not line.startswith("# @package")]
     end = next((place for place, line in enumerate(lines) if not line.startswith("# ")), len(lines))
     return [line.removeprefix("# ") for line in lines[:end]] or [""]
+
+
+def fit(text: str) -> str:
+    """A help text in the width of the terminal: what follows a key, or stands behind #, goes on in its column."""
+    width = shutil.get_terminal_size((120, 24)).columns
+    return "\n".join(part for line in text.splitlines() for part in _fit_line(line, width))
+
+
+def _fit_line(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    start = re.match(r".*?#\s+|\s*\S+\s{2,}|\s*", line)
+    assert start is not None
+    head = start[0]
+    if len(head) > width // 2:  # its text begins below
+        below = " " * (len(head) - len(head.lstrip()) + 4) + ("# " if "#" in head else "")
+        return [
+            head.rstrip("# "),
+            *textwrap.wrap(line[len(head) :], width, initial_indent=below, subsequent_indent=below),
+        ]
+    below = re.sub(r"[^#]", " ", head) if head.strip() else head + "  "
+    return textwrap.wrap(line[len(head) :], width, initial_indent=head, subsequent_indent=below, break_on_hyphens=False)

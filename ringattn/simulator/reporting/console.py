@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 import threading
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -87,7 +89,19 @@ def print_numbers(title: str, numbers: Iterable[Number]) -> None:
 
 
 def print_grid(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table with a header; the first column is left-aligned, the others right-aligned."""
+    """Print a table with a header; the first column is left-aligned, the others right-aligned.
+
+    A table that is wider than the terminal is stacked: each row becomes its first cell, and a line for each other one.
+    """
+    rows = [*rows]
+    widths = [max(map(cell_len, column)) for column in zip(header, *rows, strict=True)]
+    if sum(widths) + 2 * (len(widths) - 1) > get_console().width:
+        names = max(map(cell_len, header[1:]), default=0)
+        lines = [line for row in rows for line in (row[0], *(
+            f"  {name:<{names}}  {text}" for name, text in zip(header[1:], row[1:], strict=True) if text
+        ))]  # fmt: skip
+        print_plain("\n".join([*([title] if title else []), *lines]))
+        return
     table = Table(title=escape(title) or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for i, name in enumerate(header):
         table.add_column(escape(name), justify="left" if i == 0 else "right", no_wrap=True)
@@ -159,9 +173,9 @@ def choice_record(choice: Choice | None) -> dict[str, Any] | None:
 
 
 def get_console() -> Console:
-    """A console on the current standard output; `WIDTH` columns wide if that is not a terminal."""
+    """A console on the current standard output; if that is not a terminal, COLUMNS or `WIDTH` columns wide."""
     console = _Console()
-    return console if console.is_terminal else _Console(width=WIDTH)
+    return console if console.is_terminal or "COLUMNS" in os.environ else _Console(width=WIDTH)
 
 
 class _Console(Console):

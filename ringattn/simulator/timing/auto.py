@@ -256,7 +256,7 @@ class _Comparison:
             least = self._bound(plan) if self.plans else 0.0
             if fastest <= least * EQUAL:
                 slow, fast = durations((least, fastest))
-                why = f"its steps take at least {slow}, and the best takes {fast}"
+                why = f"pruned: its steps take at least {slow}, the best so far {fast}"
                 self.leave_out(layout, name, why)
             elif name != names[0] and self.machine.memory is not None and bound_memory(plan) > self.machine.memory:
                 self.leave_out(layout, name, "it does not fit into the memory of a rank")
