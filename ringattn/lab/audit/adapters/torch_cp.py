@@ -1,4 +1,7 @@
-"""PyTorch's context parallelism of scaled_dot_product_attention (torch.distributed.tensor.experimental), contiguous."""
+"""PyTorch's context parallelism (torch.distributed.tensor.experimental), contiguous.
+
+On CUDA by `context_parallel`; on CPUs by the private template below it, as its operators have no sharding for CPUs.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,32 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.experimental import _attention as ring
 from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.nn import functional
 
 MESHES: dict[int, Any] = {}
+CPU_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class _Template(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, group: Any, causal: bool, scale: float | None) -> torch.Tensor:
+        out, lse, *_ = ring._templated_ring_attention(group, 2, CPU_FORWARD, q, k, v, is_causal=causal, scale=scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = group, causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        group, causal, scale = ctx.options
+        found = ring._templated_ring_attention_backward(
+            group, 2, CPU_BACKWARD, grads[0].contiguous(), "grad_out", q, k, v, out, lse, is_causal=causal,
+            dropout_p=0.0, scale=scale,
+        )  # fmt: skip
+        return *found[:3], None, None, None
 
 
 def attend(
@@ -24,10 +48,17 @@ def attend(
     dropout: float = 0.0,
     balanced: bool = False,
 ) -> torch.Tensor:
-    """Attention inside `context_parallel`: contiguous shards, or zigzag shards if `balanced`."""
+    """Attention of contiguous shards, or of zigzag shards if `balanced`."""
     ranks = torch.distributed.get_world_size(group)
-    mesh = MESHES.setdefault(ranks, init_device_mesh(q.device.type, (ranks,)))
     ring._cp_options.enable_load_balance = balanced
+    if q.device.type == "cpu":
+        if dropout:
+            raise NotImplementedError("the template has no dropout")
+        # As scaled_dot_product_attention does before the template.
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        return _Template.apply(q, k, v, group, causal, scale)
+    mesh = MESHES.setdefault(ranks, init_device_mesh(q.device.type, (ranks,)))
     shown = torch.empty(2 * ranks, device=q.device)  # the context cuts at least one buffer; our shards are cut already
     with context_parallel(mesh, buffers=[shown], buffer_seq_dims=[0]):
         return functional.scaled_dot_product_attention(  # the context replaces this function
