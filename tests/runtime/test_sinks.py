@@ -11,6 +11,7 @@ from oracle import Case, dense, errors, make_case, same_lse, solve
 
 import ringattn as ra
 from ringattn import InvalidInput, Unsupported
+from ringattn.runtime.softmax import merge_, merge_sinks_
 
 B, H, K, N, D = 2, 4, 2, 37, 16
 PATTERN = "Causal() & Window(9)"
@@ -99,3 +100,14 @@ def test_errors_say_what_to_try(options: dict[str, Any], error: type[Exception],
         ra.virtual_attention(*case.inputs, PATTERN, ranks=2, **options)
     with pytest.raises(error, match=words):
         ra.attention(*case.inputs, PATTERN, **options)
+
+
+def test_rows_that_saw_no_key_stay_empty() -> None:
+    """Merged with each other they are empty, with a partial result they are that result, and -inf sinks add nothing."""
+    out, lse = torch.zeros(1, 1, 3, 2), torch.tensor([[[-torch.inf, -torch.inf, 1.0]]])
+    part, part_lse = torch.ones(1, 1, 3, 2), torch.tensor([[[-torch.inf, 2.0, -torch.inf]]])
+    part[:, :, 0] = 0
+    merge_(out, lse, part, part_lse)
+    assert out[0, 0, :, 0].tolist() == [0.0, 1.0, 0.0] and lse[0, 0].tolist() == [-torch.inf, 2.0, 1.0]
+    merge_sinks_(out, lse, torch.tensor([-torch.inf]))
+    assert out[0, 0, :, 0].tolist() == [0.0, 1.0, 0.0] and lse[0, 0].tolist() == [-torch.inf, 2.0, 1.0]
