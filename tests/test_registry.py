@@ -213,7 +213,7 @@ def test_an_installed_package_adds_a_bench_suite(tmp_path: Path) -> None:
     (path,) = (tmp_path / "out").glob("idle_*.jsonl")
     _, record = map(json.loads, path.read_text().splitlines())
     assert [len(column["seconds"]) for column in record["columns"].values()] == [2, 2]
-    assert "All is idle" in path.with_suffix(".md").read_text()
+    assert "All is idle" in path.with_suffix(".html").read_text()
     told = ringattn("bench", "--help", cwd=tmp_path, site=site)
     assert "suites: auto, " in told.stdout and ", idle, long" in told.stdout, told.stderr
 

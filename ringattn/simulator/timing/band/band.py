@@ -130,10 +130,11 @@ def _pairs_up_to(limit: np.ndarray, n: int) -> np.ndarray:
 
 def _union_size(runs: list[tuple[np.ndarray, np.ndarray]], n: int) -> np.ndarray:
     """How many of 0 .. n-1 lie in at least one of the runs [start, stop); elementwise."""
-    starts = np.stack([np.where(start < stop, start, n) for start, stop in runs])
-    stops = np.stack([np.where(start < stop, stop, 0) for start, stop in runs])
-    order = np.argsort(starts, axis=0, kind="stable")
-    starts, stops = np.take_along_axis(starts, order, 0), np.take_along_axis(stops, order, 0)
+    # In one number, so that they are sorted together: an empty run is (n, 0).
+    both = np.sort(
+        np.stack([np.where(start < stop, start * (n + 1) + stop, n * (n + 1)) for start, stop in runs]), axis=0
+    )
+    starts, stops = np.divmod(both, n + 1)
     total, reached = np.zeros(starts.shape[1:], dtype=np.int64), np.zeros(starts.shape[1:], dtype=np.int64)
     for start, stop in zip(starts, stops, strict=True):
         total += np.maximum(stop - np.maximum(start, reached), 0)

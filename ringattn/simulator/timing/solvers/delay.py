@@ -13,7 +13,11 @@ from ...progress import track
 from .recurrence import NO_DIRECT, DirectMessages, Phase, Ring, instant, largest
 
 #: Steps between two progress reports.
-DEPTH = 128
+DEPTH = 256
+#: Fewer steps are computed for all ranks.
+FEWEST = 32
+#: Two ranks gain the same in a step if the difference is at most this fraction of a step's time.
+STEADY = 3e-14
 #: For the neighbor below and the one above: (ranks, their neighbors, the rank at one end, its neighbor at the other).
 NEIGHBORS = ((slice(1, None), slice(None, -1), 0, -1), (slice(None, -1), slice(1, None), -1, 0))
 
@@ -53,6 +57,8 @@ class DelayState:
 
     def __init__(self, ring: Ring) -> None:
         self.ring, self.step, self.reference = ring, 0, 0.0
+        #: Seconds that are in no delay, so that these stay small.
+        self.passed = 0.0
         #: Coefficients of the last step, minus `reference`, float64 [3, ranks].
         self.coefficients = np.zeros((3, ring.ranks))
         #: The delays, float64 [ranks]: all that later steps depend on.
@@ -60,7 +66,7 @@ class DelayState:
 
     def finish(self) -> np.ndarray:
         """Seconds at which each rank has finished its last step, float64 [ranks]."""
-        return self.now + self.step * self.reference
+        return self.now + (self.passed + self.step * self.reference)
 
     def skip(self, steps: int, gain: float) -> None:
         """Skip steps that change the state only by a constant: `gain` seconds relative to the reference."""
@@ -88,51 +94,78 @@ class DelayState:
             self.now = self.now + self.step * (self.reference - longest)
             self.reference = longest
             self.coefficients = changes.initial[:3] - longest
-        steps, direct, values = changes.steps, changes.direct, changes.values[:3] - self.reference
-        busy = self._find_busy(changes, values)
-        self.now = self.now.copy()  # the old array may be in use elsewhere
-        self.now[: busy.start] += steps * self.coefficients[0, : busy.start]
-        self.now[busy.stop :] += steps * self.coefficients[0, busy.stop :]
-        coefficients = self.coefficients[:, busy]
-        now, then, scratch = self.now[busy], *np.empty((2, coefficients.shape[1]))
+        every = np.arange(self.ring.ranks)
+        if changes.steps < FEWEST or 4 * changes.steps >= len(every):  # windows would not be much smaller
+            self._run(changes, every, range(changes.steps), np.zeros(1))
+            return
+        latest = float(self.now.max())
+        self.now, self.passed = self.now - latest, self.passed + latest
+        before = self.now
+        self._run(changes, every, range(1), np.zeros(1))
+        gains = self.now - before
+        rounding = STEADY * max(self.reference, float(np.abs(self.now).max()))
+        gains = np.where(np.abs(gains - self.coefficients[0]) <= rounding, self.coefficients[0], gains)
+        differ = np.abs(gains - np.roll(gains, 1)) > rounding
+        if (firsts := np.flatnonzero(differ)).size:  # ranks between two differences gain exactly the same
+            gains = gains[firsts][np.cumsum(differ) - 1]
+        else:
+            gains = np.full(len(every), gains[0])
+        self._run(changes, self._find_unsteady(changes, firsts), range(1, changes.steps), gains)
+
+    def _run(self, changes: CoefficientChanges, ranks: np.ndarray, steps: range, gains: np.ndarray) -> None:
+        """Advance `ranks`, ascending, by some steps of the changes; all other ranks gain `gains` in each step.
+
+        So do the ends of each run of `ranks`, whose neighbors are not known, unless the run is the ring.
+        """
+        size, values, direct = self.ring.ranks, changes.values[:3] - self.reference, changes.direct
+        now = self.now + len(steps) * gains
+        held, coefficients = self.now[ranks], self.coefficients[:, ranks]
+        then, scratch = np.empty((2, len(ranks)))
         own, *others = coefficients
-        first_point = np.searchsorted(changes.step, np.arange(steps + 1)).tolist()
-        first_message = np.searchsorted(direct.step, self.step + np.arange(steps + 1)).tolist()
+        place = np.zeros(size, dtype=np.int64)
+        place[ranks] = np.arange(len(ranks))
+        changed, ends = place[changes.rank], place[np.stack([direct.source, direct.target])]
+        breaks = np.flatnonzero(np.diff(ranks, append=ranks[:1]) % size != 1) if len(ranks) < size else ranks[:0]
+        edges = np.concatenate([breaks, (breaks + 1) % max(len(ranks), 1)])
+        first_point = np.searchsorted(changes.step, np.arange(steps.start, steps.stop + 1)).tolist()
+        first_message = np.searchsorted(direct.step, self.step + np.arange(len(steps) + 1)).tolist()
         sides = [
             (coefficient, *side)
             for coefficient, later, side in zip(others, values[1:], NEIGHBORS, strict=True)
-            if np.isfinite(coefficient).any() or np.isfinite(later).any()
+            if len(ranks) and (np.isfinite(coefficient).any() or np.isfinite(later).any())
         ]
-        for k in range(steps):
+        for k in range(len(steps)):
             if first_point[k] < first_point[k + 1]:
                 part = slice(first_point[k], first_point[k + 1])
-                coefficients[:, changes.rank[part] - busy.start] = values[:, part]
-            np.add(now, own, out=then)
-            for coefficient, ranks, neighbors, end, other_end in sides:
-                np.add(now[neighbors], coefficient[ranks], out=scratch[ranks])
-                scratch[end] = now[other_end] + coefficient[end]
+                coefficients[:, changed[part]] = values[:, part]
+            np.add(held, own, out=then)
+            for coefficient, mine, neighbors, end, other_end in sides:
+                np.add(held[neighbors], coefficient[mine], out=scratch[mine])
+                scratch[end] = held[other_end] + coefficient[end]
                 np.maximum(then, scratch, out=then)
             if first_message[k] < first_message[k + 1]:
                 part = slice(first_message[k], first_message[k + 1])
-                ends = np.stack([direct.source[part], direct.target[part]]) - busy.start
-                ended = now[ends].max(axis=0) + (direct.seconds[part] - self.reference)
+                ended = held[ends[:, part]].max(axis=0) + (direct.seconds[part] - self.reference)
                 # Do not broadcast: np.maximum.at of numpy 2.4 reads beyond the end of broadcast values.
-                np.maximum.at(then, ends.ravel(), np.concatenate([ended, ended]))
-            now, then = then, now
-        self.now[busy] = now
-        self.step += steps
+                np.maximum.at(then, ends[:, part].ravel(), np.concatenate([ended, ended]))
+            if len(edges):
+                then[edges] = held[edges] + gains[ranks[edges]]
+            held, then = then, held
+        now[ranks] = held
+        self.now, self.coefficients[:, ranks] = now, coefficients
+        self.step += len(steps)
 
-    def _find_busy(self, changes: CoefficientChanges, values: np.ndarray) -> slice:
-        """A run of ranks that includes all ranks that do anything in these steps, and their neighbors.
+    def _find_unsteady(self, changes: CoefficientChanges, firsts: np.ndarray) -> np.ndarray:
+        """The ranks that may gain something else in a later step than in the first; `firsts` gained other than before.
 
-        All ranks if the last exchanges messages with the first. `values` are relative to the reference.
+        A rank that gains the same as its neighbors gains it again in the next step, as the recurrence is max-plus
+        linear. What differs, or changes, reaches one rank further in each step.
         """
-        own, below, above = self.coefficients
-        works = np.flatnonzero((own != -self.reference) | np.isfinite(below) | np.isfinite(above))
-        ranks = np.concatenate([works, changes.rank, changes.direct.source, changes.direct.target])
-        if not len(ranks):
-            return slice(0, 0)
-        ends = below[:1], above[-1:], values[1, changes.rank == 0], values[2, changes.rank == self.ring.ranks - 1]
-        if np.isfinite(np.concatenate(ends)).any():
-            return slice(0, self.ring.ranks)
-        return slice(max(int(ranks.min()) - 1, 0), int(ranks.max()) + 2)
+        size, far = self.ring.ranks, changes.steps + 1
+        later = changes.rank[changes.step > 0]
+        origins = np.concatenate([firsts, firsts - 1, later, changes.direct.source, changes.direct.target])
+        reach = np.zeros(size + 1, dtype=np.int64)
+        for shift in (-size, 0, size):  # a window may pass the end of the ring
+            np.add.at(reach, np.clip(origins - far + shift, 0, size), 1)
+            np.add.at(reach, np.clip(origins + far + 1 + shift, 0, size), -1)
+        return np.flatnonzero(np.cumsum(reach[:-1]))
