@@ -257,8 +257,8 @@ def test_long_computations_tell_how_far_they_are() -> None:
         told.clear()
         with listening(lambda *one: told.append(one)):
             heard = simulate(plan, EVEN, **options)  # type: ignore[arg-type]
-        count = -(-steps // 128)
-        once = [(done, count, "steps by 128") for done in range(count)]
+        count = -(-steps // DEPTH)
+        once = [(done, count, f"steps by {DEPTH}") for done in range(count)]
         assert told in (once, once * 2)  # a ring that waits is solved again, with messages that take no time
         told.clear()
         assert simulate(plan, EVEN, **options).seconds == heard.seconds and not told  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from ringattn.recurrence import runs
 
 Run = Callable[..., list[Any]]
 #: Random calls of each kind.
-CASES = 40
+CASES = 30
 
 
 @pytest.mark.parametrize("kind", KINDS)
