@@ -28,6 +28,7 @@ from ringattn.machine.kernel_times import KernelTimes
 from ringattn.machine.machine import MACHINE_NUMBERS
 from ringattn.simulator.progress import listening
 from ringattn.simulator.reporting.console import ProgressLines, show_progress
+from ringattn.simulator.timing.solvers.delay import DEPTH
 
 #: Values of settings of `simulate` that are not the default, where no other number does.
 OTHERS: dict[str, Any] = {
