@@ -21,7 +21,7 @@ for name in ("COLUMNS", "LINES"):  # set behind os.environ by readline, which py
 # In continuous integration the examples are the same every time; a developer's runs keep looking for new ones.
 settings.register_profile(
     "ringattn",
-    max_examples=45,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize="CI" in os.environ,

@@ -15,7 +15,7 @@ from ringattn.recurrence import runs
 
 Run = Callable[..., list[Any]]
 #: Random calls of each kind.
-CASES = 30
+CASES = 75
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -108,7 +108,7 @@ def heading(text: str) -> list[str]:
 
 
 def fit(text: str) -> str:
-    """A help text in the width of the terminal: what follows a key, or stands behind #, goes on in its column."""
+    """The help text wrapped to the width of the terminal; a wrapped description goes on below its own beginning."""
     width = shutil.get_terminal_size((120, 24)).columns
     return "\n".join(part for line in text.splitlines() for part in _fit_line(line, width))
 

@@ -215,7 +215,7 @@ class NumericsGroup:
 
     mode="sample" executes `rows` query rows (a number of rows, or their positions) on at most `spread` ranks.
     mode="all" executes whole ranks: `count` ranks (None: all) from rank `first` on, about `together` at a time.
-    `state`: a file from which an interrupted execution continues; None: it begins anew.
+    `state`: a file from which an interrupted execution continues; None: every execution starts from the beginning.
 
     `fault` is injected into the visit of rank `fault_rank` to the block of rank `fault_owner`. Default `fault_rank`:
     the rank of the last sampled row, or the middle rank with mode="all"; default `fault_owner`: the rank before it.

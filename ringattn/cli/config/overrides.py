@@ -82,7 +82,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     of_hydra.add_argument("--config-dir", "-cd")
     of_hydra.add_argument("--package", "-p")
     if name := next((word for word in arguments if re.match("-cn|--config-name", word)), None):
-        raise InvalidInput(f"{name}: each verb has one configuration; settings of your own are experiment=FILE")
+        raise InvalidInput(
+            f"{name}: each verb has one configuration; put your own settings into FOLDER/experiment/NAME.yaml, and add "
+            "--config-dir FOLDER experiment=NAME"
+        )
     found, others = parser.parse_known_intermixed_args(arguments)
     if others:
         flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
@@ -137,10 +140,8 @@ def _prepare_override(verb: str, override: str) -> list[str]:
 
 
 def _check_group(verb: str, key: str, value: str) -> None:
-    """Raise InvalidInput for a value that Hydra would read as something else than its user."""
-    (kind, *_), folder = _types(SCHEMAS[verb], key), conf_dir() / key
-    if dataclasses.is_dataclass(kind) and not folder.is_dir():
-        names = [field.name for field in dataclasses.fields(kind)]
+    """Raise InvalidInput for a value that Hydra would accept or misread, but that the user cannot have meant."""
+    if (names := _fields(SCHEMAS[verb], key)) and not (conf_dir() / key).is_dir():
         hint = f"{key}.path={value}" if "path" in names else f"{key}.{names[0]}=..."
         raise InvalidInput(f"{key}={value}: {key} is a section; set {', '.join(names)} in it, such as {hint}")
     if key in WRITTEN and "(" not in value and re.search(r"[\[&|]", value):
@@ -182,10 +183,10 @@ def _types(schema: Any, key: str) -> tuple[Any, ...]:
     return get_args(schema) if isinstance(schema, UnionType) else (schema,)
 
 
-def _fields(schema: Any, group: str) -> set[str]:
-    """The names of the keys of a group."""
-    (kind, *_) = _types(schema, group)
-    return {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+def _fields(schema: Any, key: str) -> list[str]:
+    """The names of the keys in a section; [] if `key` is no section."""
+    (kind, *_) = _types(schema, key)
+    return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
 
 
 def quote(value: str) -> str:

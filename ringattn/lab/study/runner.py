@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from shlex import quote
@@ -196,13 +197,16 @@ def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
     for turn, (key, plan, task) in enumerate(tasks, 1):
         tell(turn - 1, len(tasks), f"executing, {plan.tokens:,} tokens")
         if key not in journal.records:
-            words = f"of plan {turn} of {len(tasks)}"
-            with listening(lambda done, count, what, words=words: tell(done, count, f"{what} {words}")):  # type: ignore[misc]
+            with listening(partial(_tell_within, tell, f"of plan {turn} of {len(tasks)}")):
                 found = evaluation.execute(plan, task, options, left, study.folder / EXECUTION)
             journal.add(key, {"values": found})
         values[key] = {"turn": turn, **journal.records[key]["values"]}
         left -= task.seconds if "how" in values[key] else 0.0
     return {point.number: values[key] for key, points in sharing.items() for point in points}
+
+
+def _tell_within(tell: Listener, where: str, done: int, count: int, what: str) -> None:
+    tell(done, count, f"{what} {where}")
 
 
 def _write_files(study: Study, head: dict[str, Any], table: Table, records: Records) -> None:

@@ -96,12 +96,14 @@ class PairLedger:
 
     def counts(self) -> dict[str, Any]:
         """The entries as plain data that `restore` takes."""
-        return {**vars(self), **{name: getattr(self, name).tolist() for name in ("positions", "hashes", "pairs")}}
+        return {
+            "hashes": self.hashes.tolist(), "pairs": self.pairs.tolist(), "strays": self.strays, "calls": self.calls
+        }  # fmt: skip
 
     def restore(self, counts: dict[str, Any]) -> None:
         """Continue from the `counts` of a ledger of the same rows."""
-        self.hashes[:], self.pairs[:] = (np.array(counts[name], dtype=x.dtype) for name, x in
-                                         (("hashes", self.hashes), ("pairs", self.pairs)))  # fmt: skip
+        self.hashes[:] = np.array(counts["hashes"], dtype=np.uint64)
+        self.pairs[:] = counts["pairs"]
         self.strays, self.calls = counts["strays"], counts["calls"]
 
     def digest(self) -> str:

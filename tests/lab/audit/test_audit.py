@@ -88,11 +88,11 @@ def test_hangs_and_crashes_end_a_feature_and_not_the_audit() -> None:
 @pytest.mark.multi
 def test_the_audit_runs_on_the_ranks_of_torchrun(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
-    words = ("audit", "features=[documents]", "output.path=-")
+    words = ("audit", "features=[causal,documents]", "output.path=-")
     for _ in range(2):  # the second time over the files of the first
         done = started(*words, cwd=tmp_path, launcher=torchrun)
         record = json.loads(done.stdout)
-        assert record["ranks"] == 3 and [one["feature"] for one in record["features"]] == ["documents"]
+        assert record["ranks"] == 3 and [one["feature"] for one in record["features"]] == ["causal", "documents"]
         assert {one["verdict"]["verdict"] for one in record["features"]} == {"exact"}
 
 

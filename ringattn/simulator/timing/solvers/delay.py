@@ -113,9 +113,10 @@ class DelayState:
         self._run(changes, self._find_unsteady(changes, firsts), range(1, changes.steps), gains)
 
     def _run(self, changes: CoefficientChanges, ranks: np.ndarray, steps: range, gains: np.ndarray) -> None:
-        """Advance `ranks`, ascending, by some steps of the changes; all other ranks gain `gains` in each step.
+        """Compute `ranks`, ascending, in the given steps of the changes; all other ranks gain `gains` in each step.
 
-        So do the ends of each run of `ranks`, whose neighbors are not known, unless the run is the ring.
+        The first and last rank of each run of consecutive `ranks` gain `gains`, too, as a neighbor of theirs is not
+        computed; if `ranks` are the whole ring, it has no such ends.
         """
         size, values, direct = self.ring.ranks, changes.values[:3] - self.reference, changes.direct
         now = self.now + len(steps) * gains
@@ -156,10 +157,11 @@ class DelayState:
         self.step += len(steps)
 
     def _find_unsteady(self, changes: CoefficientChanges, firsts: np.ndarray) -> np.ndarray:
-        """The ranks that may gain something else in a later step than in the first; `firsts` gained other than before.
+        """The ranks whose gain in a later step may differ from that in the first of these steps.
 
-        A rank that gains the same as its neighbors gains it again in the next step, as the recurrence is max-plus
-        linear. What differs, or changes, reaches one rank further in each step.
+        `firsts` are the ranks that gain something else than the rank below. A rank that gains the same as its neighbors
+        gains it again in the next step, as the recurrence is max-plus linear. What differs, or changes, reaches one
+        rank further in each step.
         """
         size, far = self.ring.ranks, changes.steps + 1
         later = changes.rank[changes.step > 0]
