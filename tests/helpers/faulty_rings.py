@@ -145,3 +145,32 @@ def dying(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False) 
     if causal and dist.get_rank(group) == 1:
         raise SystemExit(7)
     return attend(q, k, v, group=group, causal=causal)
+
+
+def run_model(model: Any, batch: dict[str, Tensor], *, group: Any, drop: str = "", share: float = 1.0) -> Tensor:
+    """The logits of this rank's contiguous rows, by a model that runs the whole batch on every rank."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    given = {name: x for name, x in batch.items() if name != drop}
+    if "position_ids" in given:
+        number = (given["position_ids"] == 0).cumsum(1)
+        seen = (number[:, :, None] == number[:, None]).tril()[:, None]
+        given["attention_mask"] = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf).to(model.dtype)
+    elif "attention_mask" in given:
+        given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    logits = model(**given, use_cache=False).logits.tensor_split(ranks, 1)[rank]
+    return logits.detach() + (logits - logits.detach()) * (share if rank else 1.0)
+
+
+def without_documents(model: Any, batch: dict[str, Tensor], *, group: Any) -> Tensor:
+    """Packed documents see each other."""
+    return run_model(model, batch, group=group, drop="position_ids")
+
+
+def with_padding(model: Any, batch: dict[str, Tensor], *, group: Any) -> Tensor:
+    """Padding is attended."""
+    return run_model(model, batch, group=group, drop="attention_mask")
+
+
+def with_half_a_gradient(model: Any, batch: dict[str, Tensor], *, group: Any) -> Tensor:
+    """All ranks but the first halve their gradients."""
+    return run_model(model, batch, group=group, share=0.5)

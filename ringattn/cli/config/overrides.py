@@ -127,7 +127,7 @@ def _prepare_override(verb: str, override: str) -> list[str]:
     _check_group(verb, key, value)
     if key.startswith("study.axes."):
         return [f"++{key}={value}"]  # ++ both overrides an existing axis and adds a new one
-    if (verb, key) == ("advise", "model"):  # advise has no group options in conf/model, only a model name
+    if verb in ("advise", "audit") and key == "model":  # they have no group options in conf/model, only a model name
         return [f"model.spec={quote(value)}"]
     if not plus and is_written(key, value):
         return [f"{key}=custom", f"{key}.spec={','.join(map(quote, split_commas(value)))}"]

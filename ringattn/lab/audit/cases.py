@@ -32,7 +32,8 @@ class Case:
     @property
     def needs(self) -> set[str]:
         """The keywords that the target must take."""
-        return {"padding_mask" if name == "padding" else name for name in self.mask}
+        needed = {"padding_mask" if name == "padding" else name for name in self.mask}
+        return needed | ({"return_lse"} if "lse" in self.ways else set())
 
 
 def list_cases(ranks: int) -> Iterator[Case]:
@@ -91,7 +92,7 @@ def shrink(case: Case, ranks: int) -> Iterator[Case]:
         odd = case.tokens % ranks != 0
         tokens -= tokens % ranks - odd
         numbers: dict[str, Any] = {
-            name: max(case.mask[name] // 2, 1) for name in ("window", "padding", "sinks") if name in case.mask
+            name: max(case.mask[name] // 2, 1) for name in ("window", "padding", "left", "sinks") if name in case.mask
         }
         yield replace(case, tokens=tokens, mask={**case.mask, **numbers})
 

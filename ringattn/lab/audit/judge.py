@@ -41,8 +41,10 @@ class Verdict:
 
 
 def place_rows(target: Callable[..., Any], tokens: int, rank: int, ranks: int) -> Tensor:
-    """The positions of a rank's rows by the target's attribute `layout`: contiguous (default), zigzag or striped."""
+    """The positions of a rank's rows by the target's attribute `layout`: see docs/audit.md."""
     layout = getattr(target, "layout", "contiguous")
+    if callable(layout):
+        return torch.as_tensor(layout(tokens, rank, ranks), device="cpu")
     place = torch.arange(tokens, device="cpu")
     if layout == "striped":
         return place[rank::ranks]
@@ -52,10 +54,10 @@ def place_rows(target: Callable[..., Any], tokens: int, rank: int, ranks: int) -
     return place.tensor_split(ranks)[rank]
 
 
-def judge(target: Callable[..., Any], case: Case, device: torch.device) -> Verdict:
-    """Call the target on this rank's shards, with a random cotangent. Collective, as the target is."""
+def judge(compare: Callable[..., Verdict], target: Callable[..., Any], case: Case, device: torch.device) -> Verdict:
+    """The verdict of `compare`, or what an error means. Collective, as the target is."""
     try:
-        return _compare(target, case, device)
+        return compare(target, case, device)
     except REFUSALS as error:
         return Verdict("refused", f"{type(error).__name__}: {_first_line(error)}")
     except _WrongError as error:
@@ -72,7 +74,8 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0][:200]
 
 
-def _compare(target: Callable[..., Any], case: Case, device: torch.device) -> Verdict:
+def compare(target: Callable[..., Any], case: Case, device: torch.device) -> Verdict:
+    """Call the target on this rank's shards, with a random cotangent. Collective."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rows, dtype = place_rows(target, case.tokens, rank, ranks), getattr(torch, case.dtype)
     if "differ" in case.ways and rank == 1:
@@ -97,7 +100,7 @@ def _compare(target: Callable[..., Any], case: Case, device: torch.device) -> Ve
     verdict = _worst(case, rows, found, keep)
     if verdict.verdict == "exact" and "lse" in case.ways and lse is not None:
         exact = attend_dense(case, *make_inputs(case)[:3])[1]
-        verdict = _check("lse", lse.detach(), exact[:, :, rows], ROUNDING * torch.finfo(torch.float32).eps, rows)
+        verdict = check("lse", lse.detach(), exact[:, :, rows], ROUNDING * torch.finfo(torch.float32).eps, rows)
     return verdict
 
 
@@ -157,16 +160,27 @@ def _worst(case: Case, rows: Tensor, found: Sequence[Tensor | None], keep: Tenso
     for name, ours, right, alone in zip(NAMES, found, exact, single, strict=True):
         if ours is not None:
             scale = float(right.abs().max()) or 1.0
-            least = (ROUNDING if dtype.itemsize > 2 else ROUNDING_16) * torch.finfo(dtype).eps
-            tolerance = max(TIMES * float((alone - right).abs().max()) / scale, least)
-            verdicts.append(_check(name, ours, right[:, :, rows], tolerance, rows, scale))
+            tolerance = find_tolerance(alone, right, scale, dtype)
+            verdicts.append(check(name, ours, right[:, :, rows], tolerance, rows, scale))
+    return choose(verdicts)
+
+
+def choose(verdicts: Sequence[Verdict]) -> Verdict:
+    """The first verdict that is wrong, else the one that is nearest to its tolerance."""
     wrong = [one for one in verdicts if one.verdict == "wrong"]
     return wrong[0] if wrong else max(verdicts, key=lambda one: one.error / one.tolerance)
 
 
-def _check(
-    name: str, ours: Tensor, exact: Tensor, tolerance: float, rows: Tensor, scale: float | None = None
+def find_tolerance(alone: Tensor, exact: Tensor, scale: float, dtype: torch.dtype) -> float:
+    """The largest error, as a part of `scale`, by that of one device."""
+    least = (ROUNDING if dtype.itemsize > 2 else ROUNDING_16) * torch.finfo(dtype).eps
+    return max(TIMES * float((alone - exact).abs().max()) / scale, least)
+
+
+def check(
+    name: str, ours: Tensor, exact: Tensor, tolerance: float, rows: Tensor | None, scale: float | None = None
 ) -> Verdict:
+    """Exact or wrong; `rows` are the positions of the third axis, if there is one to name."""
     if ours.shape != exact.shape:
         return Verdict("wrong", f"{name} has shape {tuple(ours.shape)}, not {tuple(exact.shape)}", name, 1.0, tolerance)
     finite = exact.isfinite()
@@ -177,6 +191,8 @@ def _check(
     error = float(away.max()) / (scale or float(exact[finite].abs().max()) or 1.0)
     if error <= tolerance:
         return Verdict("exact", tensor=name, error=error, tolerance=tolerance)
+    if rows is None:
+        return Verdict("wrong", name, name, error, tolerance)
     by_row = away.amax([i for i in range(away.dim()) if i != 2])
     wrong = rows[by_row > tolerance * (scale or 1.0)].tolist()
     return Verdict("wrong", f"{name} of rows {_spell(wrong)}", name, error, tolerance)

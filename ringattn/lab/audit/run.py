@@ -12,7 +12,8 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from threading import Timer
-from typing import Any
+from time import sleep
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -20,16 +21,18 @@ import torch.distributed as dist
 from ...errors import InvalidInput, LaunchFailure
 from ...text import did_you_mean
 from ...transport.launcher import run_local
+from ...transport.mpi import HEARD
+from . import models
 from .cases import Case, accepts, list_cases, shrink
-from .judge import VERDICTS, Verdict, judge
+from .judge import VERDICTS, Verdict, compare, judge
 from .script import write_script
 
 #: Targets by name: the modules beside this one.
 ADAPTERS = tuple(sorted(path.stem for path in (Path(__file__).parent / "adapters").glob("[a-z]*.py")))
 #: Verdicts that make the audit fail.
 FAILURES = ("wrong", "hang", "crash")
-#: The exit status of a rank that waited in vain.
-STUCK = 3
+#: The exit status of a rank that waited in vain, and seconds in which the others write what they found.
+STUCK, LINGER = 3, 2.0
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,14 @@ class Finding:
     script: str = ""
 
 
-def load_target(name: str) -> Callable[..., Any]:
-    """The function "module:function", or that of an adapter by name. Raises InvalidInput."""
+def load_target(name: str, model: str | None = None) -> Callable[..., Any]:
+    """The function "module:function", or that of an adapter by name, of shards or of a model. Raises InvalidInput."""
     module, named, function = name.partition(":")
     if not named:
         if name not in ADAPTERS:
             hint = did_you_mean(name, ADAPTERS)
             raise InvalidInput(f"target={name}: {hint}expected module:function, or one of {', '.join(ADAPTERS)}")
-        module, function = f"ringattn.lab.audit.adapters.{name}", "attend"
+        module, function = f"ringattn.lab.audit.adapters.{name}", "attend" if model is None else "run_model"
     try:
         target = getattr(import_module(module), function, None)
     except ImportError as error:
@@ -59,113 +62,139 @@ def load_target(name: str) -> Callable[..., Any]:
     return target
 
 
-def choose_cases(ranks: int, features: Sequence[str] | None) -> list[Case]:
+def choose_cases(ranks: int, features: Sequence[str] | None, model: str | None = None) -> list[Case]:
     """The cases of an audit, or those of these features. Raises InvalidInput for an unknown one."""
-    cases = {case.feature: case for case in list_cases(ranks)}
+    cases = {case.feature: case for case in (list_cases if model is None else models.list_cases)(ranks)}
     for name in features or ():
         if name not in cases:
             raise InvalidInput(f"features: {name}: {did_you_mean(name, cases)}expected some of {', '.join(cases)}")
     return [case for name, case in cases.items() if not features or name in features]
 
 
-def audit(target: str, ranks: int, cases: Sequence[Case], patience: float) -> Iterator[Finding]:
+def audit(
+    target: str, ranks: int, cases: Sequence[Case], patience: float, model: str | None = None
+) -> Iterator[Finding]:
     """The findings of a target on new Gloo ranks of this machine, in the order of the cases.
 
     A rank that is not done after `patience` seconds hangs; the remaining cases then run on new ranks.
     """
-    load_target(target)
+    load_target(target, model)
+    if model is not None:
+        models.load_model(model)
     with tempfile.TemporaryDirectory() as folder:
         done = 0
         while done < len(cases):
             limit = (len(cases) - done) * 4 * patience + 60.0
             try:
-                run_local(work, ranks, target, cases[done:], folder, patience, timeout=limit, threads=1)
+                run_local(work, ranks, target, cases[done:], folder, patience, model, timeout=limit, threads=1)
                 end = len(cases)
             except LaunchFailure as error:
                 found, last = _read(Path(folder), ranks)
                 end = next((i for i, case in enumerate(cases) if case.feature == last), done) + 1
                 if cases[end - 1].feature not in found:
-                    yield from finish(Path(folder), ranks, cases[done : end - 1], target)
+                    yield from finish(Path(folder), ranks, cases[done : end - 1], target, model)
                     words = (str(error).strip().splitlines() or ["no message"])[-1]
                     yield Finding(cases[end - 1], Verdict("crash", f"a rank ended: {words}"))
                     done = end
                     continue
-            yield from finish(Path(folder), ranks, cases[done:end], target)
+            yield from finish(Path(folder), ranks, cases[done:end], target, model)
             done = end
 
 
-def work(rank: int, name: str, cases: Sequence[Case], folder: str, patience: float) -> None:
-    """Try the cases on this rank of a group; what it finds is appended to a file of its own in `folder`. Collective."""
-    target, ranks = load_target(name), dist.get_world_size()
+@dataclass(frozen=True)
+class _Rank:
+    """What a rank needs to try a case, and to tell the others, and a file of its own, what it found."""
+
+    judge: Callable[[Case], Verdict]
+    rank: int
+    ranks: int
+    file: TextIO
+    store: Any
+    patience: float
+    stop: Callable[[str], None]
+
+    def tell(self, feature: str, verdict: Verdict, smaller: Case | None = None) -> None:
+        self.write({"feature": feature, **asdict(verdict), "case": smaller and asdict(smaller)})
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+
+    def give_up(self, case: Case, number: str, verdict: Verdict | None = None) -> None:
+        if "." not in number:  # a smaller case that hangs is no case that is wrong
+            self.tell(case.feature, verdict or Verdict("hang", f"no result after {self.patience:g} s"))
+        self.stop(number)
+        os._exit(STUCK)
+
+    def agree(self, case: Case, number: str) -> list[Verdict]:
+        """The verdicts of all ranks on a case."""
+        timer = Timer(self.patience, self.give_up, (case, number))
+        timer.start()
+        mine = self.judge(case)
+        timer.cancel()
+        self.store.set(f"{number}/{self.rank}", json.dumps(asdict(mine)))
+        others = [f"{number}/{other}" for other in range(self.ranks)]
+        try:
+            self.store.wait(others, timedelta(seconds=2 * self.patience))
+        except RuntimeError:  # DistStoreError: another rank is stuck
+            self.give_up(case, number, mine)
+        return [Verdict(**json.loads(self.store.get(key))) for key in others]
+
+
+def work(
+    rank: int, name: str, cases: Sequence[Case], folder: str, patience: float, model: str | None = None,
+    report: Callable[[Sequence[Case]], None] | None = None,
+) -> None:  # fmt: skip
+    """Try the cases on this rank of a group; what it finds is appended to a file of its own in `folder`. Collective.
+
+    A hang ends the process, after `report` of the cases that were tried.
+    """
+    target, ranks = load_target(name, model), dist.get_world_size()
     device = torch.device("cuda", rank % torch.cuda.device_count()) if dist.get_backend() == "nccl" else "cpu"
     make_store: Any = vars(dist)["TCPStore"]  # has no type stubs
-    port: list[Any] = [None]
     store = make_store("127.0.0.1", 0, None, True, wait_for_workers=False) if rank == 0 else None
-    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port[0] = None if store is None else store.port
+    port: list[Any] = [store and store.port]
     dist.broadcast_object_list(port, 0)
-    store = store or make_store(host, port[0], None, False)
+    store = store or make_store(os.environ.get("MASTER_ADDR", "127.0.0.1"), *port, None, False)
+    comparison = compare if model is None else partial(models.compare, models.load_model(model))
+
+    def stop(number: str) -> None:
+        if report is not None:
+            sleep(LINGER * (1 if rank == 0 else 2))  # a launcher ends all ranks with the first
+            if rank == 0:
+                report(cases[: int(number.split(".")[0]) + 1])
+                sleep(HEARD)
+
     with Path(folder, f"{rank}.jsonl").open("a", encoding="utf-8") as file:
-
-        def tell(feature: str, verdict: Verdict, smaller: Case | None = None) -> None:
-            file.write(json.dumps({"feature": feature, **asdict(verdict), "case": smaller and asdict(smaller)}) + "\n")
-            file.flush()
-
-        def give_up(case: Case, number: str) -> None:
-            if "." not in number:  # a smaller case that hangs is no case that is wrong
-                tell(case.feature, Verdict("hang", f"no result after {patience:g} s"))
-            os._exit(STUCK)
-
-        def agree(case: Case, number: str) -> list[Verdict]:
-            """The verdicts of all ranks on a case."""
-            timer = Timer(patience, give_up, (case, number))
-            timer.start()
-            mine = judge(target, case, torch.device(device))
-            timer.cancel()
-            store.set(f"{number}/{rank}", json.dumps(asdict(mine)))
-            others = [f"{number}/{other}" for other in range(ranks)]
-            try:
-                store.wait(others, timedelta(seconds=2 * patience))
-            except RuntimeError:  # DistStoreError: another rank is stuck
-                if "." not in number:
-                    tell(case.feature, mine)
-                os._exit(STUCK)
-            return [Verdict(**json.loads(store.get(key))) for key in others]
-
+        run = partial(judge, comparison, target, device=torch.device(device))
+        one = _Rank(run, rank, ranks, file, store, patience, stop)
         for number, case in enumerate(cases):
             if case.dtype == "float32":
                 case = replace(case, dtype=getattr(target, "dtype", case.dtype))
-            file.write(json.dumps({"begun": case.feature}) + "\n")
-            file.flush()
-            lacks = (case.needs | ({"return_lse"} if "lse" in case.ways else set())) - accepts(target)
+            one.write({"begun": case.feature})
+            lacks = set() if model else case.needs - accepts(target)
             if lacks:
-                tell(case.feature, Verdict("not offered", f"no argument {', '.join(sorted(lacks))}"))
+                one.tell(case.feature, Verdict("not offered", f"no argument {', '.join(sorted(lacks))}"))
                 continue
-            verdicts = agree(case, str(number))
-            tell(case.feature, verdicts[rank])
-            if any(one.verdict == "wrong" for one in verdicts):
-                smaller, verdicts = _shrink(case, verdicts, partial(_agree_on, agree, number), ranks)
-                tell(case.feature, verdicts[rank], smaller)
+            verdicts = one.agree(case, str(number))
+            one.tell(case.feature, verdicts[rank])
+            if any(each.verdict == "wrong" for each in verdicts):
+                case, verdicts = _shrink(case, verdicts, one, number)
+                one.tell(case.feature, verdicts[rank], case)
         store.set(f"end/{rank}", "")
         if rank == 0:  # whose store the others read
             store.wait([f"end/{other}" for other in range(ranks)], timedelta(seconds=2 * patience))
 
 
-def _agree_on(agree: Callable[[Case, str], list[Verdict]], number: int, case: Case, turn: int) -> list[Verdict]:
-    return agree(case, f"{number}.{turn}")
-
-
-def _shrink(
-    case: Case, verdicts: list[Verdict], agree: Callable[[Case, int], list[Verdict]], ranks: int
-) -> tuple[Case, list[Verdict]]:
+def _shrink(case: Case, verdicts: list[Verdict], one: _Rank, number: int) -> tuple[Case, list[Verdict]]:
     """A smaller case that is still wrong, and the verdicts on it. Collective."""
     turn, going = 0, True
     while going:
         going = False
-        for smaller in shrink(case, ranks):
+        for smaller in shrink(case, one.ranks):
             turn += 1
-            found = agree(smaller, turn)
-            if any(one.verdict == "wrong" for one in found):
+            found = one.agree(smaller, f"{number}.{turn}")
+            if any(each.verdict == "wrong" for each in found):
                 case, verdicts, going = smaller, found, True
                 break
     return case, verdicts
@@ -190,7 +219,7 @@ def _read(folder: Path, ranks: int) -> tuple[dict[str, list[tuple[Verdict, Case 
     return {name: [of_rank.get(rank, missing) for rank in range(ranks)] for name, of_rank in found.items()}, last
 
 
-def finish(folder: Path, ranks: int, cases: Sequence[Case], target: str) -> Iterator[Finding]:
+def finish(folder: Path, ranks: int, cases: Sequence[Case], target: str, model: str | None = None) -> Iterator[Finding]:
     """The findings of the cases that all ranks have tried."""
     found, _ = _read(folder, ranks)
     for case in cases:
@@ -206,5 +235,7 @@ def finish(folder: Path, ranks: int, cases: Sequence[Case], target: str) -> Iter
         elif worst.verdict == "refused" and len(said) < ranks:
             worst = replace(worst, why=f"{worst.why} (on {len(said)} of {ranks} ranks only)")
         smaller = next((one for _, one in of_ranks if one is not None), case)
-        script = write_script(load_target(target), target, smaller, ranks) if worst.verdict == "wrong" else ""
+        script = ""
+        if worst.verdict == "wrong":
+            script = write_script(load_target(target, model), target, smaller, ranks, model)
         yield Finding(smaller if script else case, worst, rank, script)

@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from . import models
 from .cases import Case
+from .judge import place_rows
 from .oracle import see
 
 SCRIPT = """# {feature}: torchrun --nproc-per-node {ranks} this.py
@@ -22,23 +24,42 @@ seen = torch.tensor({seen}).bool()  # queries x keys
 scores = (q @ k.repeat_interleave({group}, 1).mT * {scale}){softcap}.masked_fill(~seen, -torch.inf)
 exact = scores.softmax(-1).nan_to_num(0.0) @ v.repeat_interleave({group}, 1)
 exact = [exact, *torch.autograd.grad(exact, (q, k, v), grad)]
-rows = {rows}
+rows = torch.tensor({rows}[rank])
 mine = [x[:, :, rows].detach().to(dtype).requires_grad_() for x in (q, k, v)]
 out = {function}(*mine, group=dist.group.WORLD{keywords})
 out = out[0] if isinstance(out, tuple) else out
 found = [out, *torch.autograd.grad(out, mine, grad[:, :, rows].to(dtype))]
 for name, x, y in zip(("out", "dq", "dk", "dv"), found, exact):
     print(f"rank {{rank}} {{name}}: largest error {{(x.double() - y[:, :, rows]).abs().max():.1e}}")
+dist.barrier()
+"""
+MODEL = """# {feature}: torchrun --nproc-per-node {ranks} this.py
+import torch, torch.distributed as dist
+{target}
+dist.init_process_group("gloo")
+rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), torch.{dtype}
+torch.manual_seed(1)
+model = {model}.eval().to(dtype)
+state = {{name: x.clone() for name, x in model.state_dict().items()}}
+batch = {inputs}
+ids = torch.tensor(batch["input_ids"])
+rows = torch.tensor({rows}[rank])
+out = {function}(model, {{name: torch.tensor(x) for name, x in batch.items()}}, group=dist.group.WORLD)
+out = getattr(out, "logits", out).double()
+torch.manual_seed(1)
+alone = {model}.eval()
+alone.load_state_dict(state)
+alone.double().set_attn_implementation("eager")
+for a, b in {spans}:
+    exact, seen = alone(ids[:, a:b], use_cache=False).logits, (rows >= a) & (rows < b)
+    error = (out[:, seen] - exact[:, rows[seen] - a]).abs()
+    print(f"rank {{rank}} tokens {{a}} .. {{b - 1}}: largest error {{error.max() if error.numel() else 0:.1e}}")
+dist.barrier()
 """
 SIZES = ("feature", "batch", "heads", "kv_heads", "tokens", "head_dim", "dtype")
-ROWS = {
-    "contiguous": "torch.arange({n}).tensor_split(ranks)[rank]",
-    "striped": "torch.arange({n})[rank::ranks]",
-    "zigzag": "torch.cat([torch.arange({n}).tensor_split(2 * ranks)[i] for i in (rank, 2 * ranks - 1 - rank)])",
-}
 
 
-def write_script(target: Callable[..., Any], name: str, case: Case, ranks: int) -> str:
+def write_script(target: Callable[..., Any], name: str, case: Case, ranks: int, model: str | None = None) -> str:
     """A script that shows the failure of a case; "" where a call, not a mask, is wrong, or weights are dropped."""
     if case.ways or case.mask.get("dropout") or case.mask.get("sink_logits"):
         return ""
@@ -46,18 +67,26 @@ def write_script(target: Callable[..., Any], name: str, case: Case, ranks: int) 
     if named:
         source = f"from {module} import {function}"
     else:
-        source, function = inspect.getsource(inspect.getmodule(target) or inspect), "attend"
+        source, function = inspect.getsource(inspect.getmodule(target) or inspect), target.__name__
         source = source[source.index("from typing") :].strip()  # after the docstring and the future
+    known: dict[str, Any] = {
+        **{name: getattr(case, name) for name in SIZES},
+        "ranks": ranks,
+        "function": function,
+        "rows": [place_rows(target, case.tokens, rank, ranks).tolist() for rank in range(ranks)],
+    }
+    if model is not None:
+        more, made = models.spell(model)
+        batch = {name: x.tolist() for name, x in models.make_batch(case).items()}
+        spans = models.find_spans(case)
+        return MODEL.format(**known, target=f"{source}\n{more}", model=made, inputs=batch, spans=spans)
     cap = case.mask.get("softcap")
     return SCRIPT.format(
-        **{name: getattr(case, name) for name in SIZES},
-        ranks=ranks,
+        **known,
         target=source,
-        function=function,
         group=case.heads // case.kv_heads,
         scale=case.mask.get("scale") or f"{case.head_dim} ** -0.5",
         softcap=f".div({cap}).tanh().mul({cap})" if cap else "",
         seen=see(case).int().tolist(),
-        rows=ROWS[getattr(target, "layout", "contiguous")].format(n=case.tokens),
         keywords="".join(f", {key}={value!r}" for key, value in case.mask.items()),
     )

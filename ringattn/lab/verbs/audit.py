@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -15,8 +17,10 @@ from ...errors import InvalidInput
 from ...files import STDOUT, check_json, check_writable, write_json, write_text
 from ...simulator.reporting.console import get_console, print_paragraph
 from ...text import plural
-from ...transport.launcher import detect, init_process_group, show_note
-from ..audit.run import FAILURES, Finding, audit, choose_cases, finish, load_target, work
+from ...transport.launcher import Launch, detect, init_process_group, show_note
+from ...transport.mpi import load
+from ..audit.cases import Case
+from ..audit.run import FAILURES, Finding, audit, choose_cases, finish, work
 from .settings import AuditConfig
 
 
@@ -29,44 +33,69 @@ def main(config: AuditConfig) -> None:
         raise InvalidInput(f"ranks={config.ranks}: one rank sends nothing; try ranks=2")
     launch = detect()
     ranks = config.ranks if launch.kind == "none" else launch.world
-    cases = choose_cases(ranks, config.features)
+    model = config.model.spec or config.model.path
+    cases = choose_cases(ranks, config.features, model)
     if launch.kind == "none":
         findings = []
-        for finding in audit(config.target, ranks, cases, config.patience):
+        for finding in audit(config.target, ranks, cases, config.patience, model):
             show_note(f"{finding.case.feature}: {finding.verdict.verdict}")
             findings.append(finding)
     else:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        init_process_group(launch, backend=backend, timeout=60 * config.patience)
+        _join(launch, 60 * config.patience)
         folder = Path(config.folder).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{launch.rank}.jsonl").unlink(missing_ok=True)  # of an earlier audit
-        work(launch.rank, config.target, cases, str(folder), config.patience)
+
+        def report(tried: Sequence[Case]) -> None:
+            _report(config, ranks, [*finish(folder, ranks, tried, config.target, model)])
+            if len(tried) < len(cases):
+                left = ", ".join(case.feature for case in cases[len(tried) :])
+                sys.stderr.write(f"ringattn: the ranks hang; not tried: {left}\n")
+            sys.stdout.flush()
+
+        work(launch.rank, config.target, cases, str(folder), config.patience, model, report)
         dist.barrier()
         if launch.rank:
             return
-        findings = [*finish(Path(config.folder), ranks, cases, config.target)]
+        findings = [*finish(folder, ranks, cases, config.target, model)]
     _report(config, ranks, findings)
     if any(one.verdict.verdict in FAILURES for one in findings):
         sys.exit(1)
 
 
-def _report(config: AuditConfig, ranks: int, findings: Iterable[Finding]) -> None:
-    load_target(config.target)
-    findings = [*findings]
+def _join(launch: Launch, timeout: float) -> None:
+    """Join the process group of a job; over MPI the ranks tell each other what torchrun tells in variables."""
+    if launch.kind != "torchrun":
+        world = load().COMM_WORLD
+        if world.size != launch.world:
+            words = f"{launch.kind} started {launch.world} processes, but MPI sees {world.size}"
+            raise InvalidInput(f"{words}; use the mpirun that ringattn doctor shows")
+        with socket.socket() as free:
+            free.bind(("", 0))
+            host, port = world.bcast((socket.gethostname(), free.getsockname()[1]))
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "RANK": str(world.rank)}
+        os.environ |= {"WORLD_SIZE": str(world.size)}
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    init_process_group(replace(launch, kind="torchrun"), backend=backend, timeout=timeout)
+
+
+def _report(config: AuditConfig, ranks: int, findings: list[Finding]) -> None:
+    model = config.model.spec or config.model.path
+    audited = config.target if model is None else f"{model} by {config.target}"
     if config.output.path is not None:
         record = {
             "target": config.target,
+            "model": model,
             "ranks": ranks,
             "versions": {"torch": torch.__version__, "ringattn": __version__},
             "features": [{**asdict(one), "feature": one.case.feature} for one in findings],
         }
         write_json(config.output.path, record)
     if config.output.page is not None:
-        write_text(Path(config.output.page), _page(config.target, ranks, findings))
+        write_text(Path(config.output.page), _page(audited, ranks, findings))
     if config.output.path == STDOUT:
         return
-    print_paragraph(f"audit of {config.target} on {plural(ranks, 'rank')}")
+    print_paragraph(f"audit of {audited} on {plural(ranks, 'rank')}")
     for one in findings:
         line = f"{one.case.feature:<22} {one.verdict.verdict:<11} {_explain(one)}".rstrip()
         get_console().print(line, markup=False, highlight=False, soft_wrap=True)

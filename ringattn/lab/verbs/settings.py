@@ -57,6 +57,7 @@ class AuditConfig:
     """The settings of `ringattn audit`; conf/audit.yaml explains each."""
 
     target: str
+    model: ModelGroup
     ranks: int
     features: list[str] | None
     patience: float

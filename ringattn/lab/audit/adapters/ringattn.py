@@ -37,3 +37,16 @@ def attend(
     return ra.ring_attention(
         q, k, v, pattern, layout="rows", group=group, key_padding_mask=padding_mask, sinks=sink_logits, **options
     )
+
+
+def run_model(model: Any, batch: dict[str, torch.Tensor], *, group: Any) -> torch.Tensor:
+    """The logits of this rank's contiguous rows."""
+    from ringattn.integrations.transformers import parallelize, shard_batch
+
+    model = parallelize(model, group, layout="contiguous")
+    return model(**shard_batch(batch, group, layout="contiguous", shift=False), use_cache=False).logits
+
+
+run_model.layout = lambda tokens, rank, ranks: (  # type: ignore[attr-defined]
+    ra.make_layout("contiguous", tokens=tokens, ranks=ranks).positions(rank)
+)
