@@ -148,7 +148,7 @@ FILE = ("run", "input=file", "output.path=y.safetensors")
         (("plan", "tokens=64", "pattern=" + "Window(1) & " * 5000 + "Full()"), "nested too deep"),
         (("plan", "tokens=64", f"output.path={'x' * 300}"), "File name too long"),
         (("bench", f"output.path={'x' * 300}"), "File name too long"),
-        (("plan", "machine=file", "machine.path=pipe"), "is a pipe or a device"),
+        (("plan", "schedule=auto", "machine=file", "machine.path=pipe"), "is a pipe or a device"),
         (("plan", "tokens=64", "output.path=link"), "the folder "),
         (("plan", "tokens=64", "output.path=circle"), "cannot be written"),
         ((*VIRTUAL, "input.path=pipe"), "is a pipe or a device"),

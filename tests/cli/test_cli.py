@@ -52,7 +52,7 @@ def test_a_plan_of_too_many_steps_says_so(inside: Inside, tmp_path: Path) -> Non
 
 
 def test_plan_prints_counted_facts_and_writes_json(inside: Inside, tmp_path: Path) -> None:
-    done = inside("plan", "ranks=4", "tokens=1k", "layout=zigzag", "output.path=p.json")
+    done = inside("plan", "ranks=4", "tokens=1k", "heads=1", "layout=zigzag", "output.path=p.json")
     plan = ra.make_plan(ra.Causal(), tokens=1024, ranks=4, layout="zigzag")
     assert ra.Plan.from_json((tmp_path / "p.json").read_text()) == plan
     for fact in (plan.picture().splitlines()[1], f"{plan.pairs():,}", f"{plan.pairs(2):,}", plan.hash, "[counted]"):
@@ -61,12 +61,12 @@ def test_plan_prints_counted_facts_and_writes_json(inside: Inside, tmp_path: Pat
 
 
 def test_a_plan_of_a_chunk_after_a_cache(inside: Inside, tmp_path: Path) -> None:
-    done = inside("plan", "ranks=4", "tokens=1k", "q_tokens=64", "layout=zigzag", "output.path=p.json")
+    done = inside("plan", "ranks=4", "tokens=1k", "heads=1", "q_tokens=64", "layout=zigzag", "output.path=p.json")
     assert "64 query tokens, shifted(zigzag, 960), and 1,024 keys, zigzag on 4 ranks" in done.stdout
     plan = ra.Plan.from_json((tmp_path / "p.json").read_text())
     assert plan == ra.make_plan(ra.Causal(), tokens=1024, q_tokens=64, ranks=4, layout="zigzag", q_layout=plan.q_layout)
     assert f"{plan.forward_rotates} rotate in the forward, {plan.rotates} rotate in the backward" in done.stdout
-    last = inside("plan", "ranks=4", "tokens=1k", "q_first=960", "layout=zigzag")
+    last = inside("plan", "ranks=4", "tokens=1k", "heads=1", "q_first=960", "layout=zigzag")
     assert plan.hash in last.stdout and plan.hash in done.stdout
 
 
@@ -108,7 +108,7 @@ def test_a_job_for_each_value(inside: Inside, tmp_path: Path) -> None:
 
 
 def test_the_masks_of_a_model_share_one_layout(inside: Inside, refused: Refused, tmp_path: Path) -> None:
-    several = "pattern=[Causal() & Window(15), Causal()]", "ranks=4", "tokens=512", "layout=balanced(8)"
+    several = "pattern=[Causal() & Window(15), Causal()]", "ranks=4", "tokens=512", "heads=1", "layout=balanced(8)", "schedule=auto"
     done = inside("plan", *several, "pattern.weights=[5,1]", "output.path=plans.json")
     plans = ra.make_plans(
         ["Causal() & Window(15)", "Causal()"], [5, 1], tokens=512, ranks=4, layout="balanced(8)", schedule="auto"

@@ -155,8 +155,8 @@ def test_completion_installs_for_the_program(tmp_path: Path, verb: tuple[str, ..
 
 def test_options_may_stand_between_overrides(inside: Inside, project: Path) -> None:
     for words in (
-        ("plan", "ranks=2", "tokens=4k", "--config-dir", "myconf", "machine=mycluster"),
-        ("--config-dir", "myconf", "plan", "ranks=2", "tokens=4k", "machine=mycluster"),
+        ("plan", "ranks=2", "schedule=auto", "--config-dir", "myconf", "machine=mycluster"),
+        ("--config-dir", "myconf", "plan", "ranks=2", "schedule=auto", "machine=mycluster"),
         ("plan", "ranks=2", "-m", "layout=contiguous,zigzag", "tokens=1k", "-cd", "myconf"),
         ("plan", "ranks=2", "--cfg", "job", "layout=zigzag"),
     ):

@@ -64,7 +64,7 @@ def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path]) -> str:
     path = conf_dir() / f"{verb}.yaml"
     head, _, keys = path.read_text(encoding="utf-8").partition("\n\n")
     options = default_options(verb)
-    groups = {name: _group_lines(name, str(x or "null"), [conf_dir(), *folders]) for name, x in options.items()}
+    groups = {name: _group_lines(verb, name, str(x or "null"), [conf_dir(), *folders]) for name, x in options.items()}
     for topic in topics:
         if topic not in groups:
             raise InvalidInput(f"{topic}: ringattn {verb} --help takes the name of a group: {', '.join(groups)}")
@@ -82,12 +82,17 @@ def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
-def _group_lines(group: str, default: str, folders: Sequence[Path]) -> list[str]:
-    """The help lines of a config group: each option with its comment and parameters, from the first folder with it."""
+def _group_lines(verb: str, group: str, default: str, folders: Sequence[Path]) -> list[str]:
+    """The help lines of a config group: each option with its comment and parameters, from the first folder with it.
+
+    An experiment whose comment begins with another verb, as in "simulate: ...", is left out.
+    """
     texts = {name: f"# {preset.about}" for name, preset in PRESETS.items()} if group == "machine" else {}
     for folder in reversed(folders):
         texts |= {path.stem: path.read_text(encoding="utf-8") for path in (folder / group).glob("*.yaml")}
     texts.pop("custom", None)
+    if group == "experiment":
+        texts = {name: text for name, text in texts.items() if re.match(rf"(?!\w+: )|{verb}: ", heading(text)[0])}
     written = f"; or written out, such as {WRITTEN[group]}" if group in WRITTEN else ""
     lines = ["", f"{group}={' | '.join(sorted(texts))}", f"    default: {default}{written}"]
     for option, text in sorted(texts.items()):

@@ -39,8 +39,6 @@ MOST_TOKENS = 1 << 30
 TRAFFIC = ("tp", "ep", "fsdp", "pp", "host")
 #: The smallest share of time saved for which the advice recommends more memory.
 WORTH = 0.03
-#: From this share of used memory on, a GPU counts as nearly full.
-NEARLY_FULL = 0.9
 
 
 @dataclass(frozen=True)
@@ -190,10 +188,10 @@ class Advice:
         else:
             lines.append("The machine is not a preset, so nothing tells how sure the order is.")
         memory = best.offer.machine.memory
-        if memory is not None and best.bytes > NEARLY_FULL * memory:
+        if memory is not None and best.is_tight:
             lines.append(
-                f"The first needs {size(best.step.needed)} of {size(memory)}, and an allocator would take "
-                f"{size(best.step.reserved)}: if it runs out, take more GPUs, or checkpointing=host."
+                f"Every candidate fits tightly: the first needs {size(best.bytes)} of {size(memory)}, and an allocator "
+                f"could take {size(best.step.reserved)}: if it runs out, take more GPUs, or checkpointing=host."
             )
         return lines
 
@@ -247,7 +245,7 @@ class Advice:
         """What does not fit on each machine: the nearest miss with all GPUs, and too small numbers of GPUs."""
         misses = {one.name: nearest_miss(self.found[one.name, self.question.gpus], one) for one in self.question.offers}
         return [f"{name}: {words}" for name, words in misses.items() if words] + [
-            f"{offer.name}: nothing fits on {', '.join(map(str, none))} GPUs"
+            f"{offer.name}: nothing fits on {' or '.join(map(str, none[::-1]))} GPU{'s' * (none != [1])}"
             for offer in self.question.offers
             if (none := [gpus for gpus in self.question.counts if not self.found[offer.name, gpus].best])
         ]
@@ -320,7 +318,7 @@ def explain(candidate: TrainingCandidate) -> str:
     if memory is None:
         return words
     category = max(candidate.step.memory, key=lambda name: candidate.step.memory[name])
-    nearly = "memory nearly full" if candidate.bytes > NEARLY_FULL * memory else "memory"
+    nearly = "memory tight" if candidate.is_tight else "memory"
     return f"{words}; {nearly}: {size(candidate.bytes)} of {size(memory)}, most of it {category}"
 
 
@@ -423,9 +421,9 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
 def _choose(found: dict[tuple[str, int], Found], by: str) -> list[TrainingCandidate]:
     """The best candidates of all; of equal ones, that with fewer bytes comes first."""
 
-    def key(candidate: TrainingCandidate) -> tuple[int, int, int]:
+    def key(candidate: TrainingCandidate) -> tuple[bool, int, int, int]:
         value = candidate.seconds if by == "time" else candidate.cost
-        return round(log(value) / EQUAL) if value else 0, candidate.order[0], candidate.bytes
+        return candidate.is_tight, round(log(value) / EQUAL) if value else 0, candidate.pace, candidate.bytes
 
     return sorted((candidate for one in found.values() for candidate in one.best), key=key)[:SHOWN]
 
@@ -440,7 +438,7 @@ def _nothing_fits(question: Question, found: dict[tuple[str, int], Found]) -> In
             reasons.append(f"{offer.name}: {words}{f'; {fitting} GPUs would be enough' if fitting else ''}")
     why = "; ".join(reasons[:3]) or "no cp x dp x tp x pp has this number of GPUs and this batch"
     return InvalidInput(
-        f"{question.model.name} with {question.tokens:,} tokens does not fit on up to {question.gpus} GPUs: {why};"
+        f"{question.model.name} with {question.tokens:,} tokens does not fit on up to {plural(question.gpus, 'GPU')}: {why};"
         " try more GPUs, fewer tokens, or machines with more memory"
     )
 

@@ -118,9 +118,19 @@ class TrainingCandidate:
         return sum(self.step.memory.values())
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Sort key among candidates on equally many GPUs: time per token in steps of EQUAL, then bytes."""
-        return round(log(self.step.seconds / self.step.tokens) / EQUAL), self.bytes
+    def is_tight(self) -> bool:
+        """Whether an allocator could need more memory than the GPU has."""
+        return self.offer.machine.memory is not None and self.step.reserved > self.offer.machine.memory
+
+    @property
+    def pace(self) -> int:
+        """Time per token, in steps of EQUAL."""
+        return round(log(self.step.seconds / self.step.tokens) / EQUAL)
+
+    @property
+    def order(self) -> tuple[bool, int, int]:
+        """Sort key among candidates on equally many GPUs: tight ones last, then by pace and bytes."""
+        return self.is_tight, self.pace, self.bytes
 
     @property
     def name(self) -> str:
@@ -154,7 +164,7 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
     """The best `shown` candidates of different shapes on exactly `gpus` GPUs, and perhaps more; nothing better exists.
 
     Simulates candidates in the order of their least possible time, and stops when the next one's exceeds the time of
-    the last one shown.
+    the last one shown. Candidates in whose memory an allocator might not find room come last.
     """
     found, best = Found(), dict[Shape, TrainingCandidate]()
     waiting: list[TrainingCandidate] = []
@@ -168,9 +178,10 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
                 found.too_large.append(bound)
             else:
                 waiting.append(bound)
-    waiting.sort(key=lambda one: one.order[0])
+    waiting.sort(key=lambda one: one.pace)
     for place, bound in enumerate(waiting):
-        if len(best) >= shown and bound.order[0] > sorted(one.order[0] for one in best.values())[shown - 1]:
+        paces = sorted(one.pace for one in best.values() if not one.is_tight)
+        if len(paces) >= shown and bound.pace > paces[shown - 1]:
             found.counts["slower"] = len(waiting) - place
             break
         try:
