@@ -140,9 +140,6 @@ def test_cuda_ranks_compute_16_bits_where_no_dtype_is_given() -> None:
     [
         (CalibrateConfig(), {"machine.bandwidth": 1e9}, "machine.bandwidth=1000000000.0 has no meaning here"),
         (CalibrateConfig(), {"ranks": 3, "transport.spec": "none"}, "ranks=3 has no meaning with"),
-        (SimulateConfig(mode="validate"), {"machine.spec": "cuda"}, "machine=cuda has no meaning with mode=validate"),
-        (SimulateConfig(mode="validate"), {"machine.watts": 3.0}, "machine.watts=3.0 has no meaning with mode="),
-        (SimulateConfig(mode="validate"), {"machine.path": "m", "validate.rows": [8]}, "with machine.path="),
         (SimulateConfig(mode="published"), {"tokens": 64}, "tokens=64 has no meaning with mode=published"),
         (SimulateConfig(), {"shard": "1k", "tokens": "4k"}, "tokens=4k has no meaning with shard="),
         (SimulateConfig(), {"study.plots": []}, "study.plots=[] has no meaning without a study"),

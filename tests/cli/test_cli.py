@@ -108,7 +108,8 @@ def test_a_job_for_each_value(inside: Inside, tmp_path: Path) -> None:
 
 
 def test_the_masks_of_a_model_share_one_layout(inside: Inside, refused: Refused, tmp_path: Path) -> None:
-    several = "pattern=[Causal() & Window(15), Causal()]", "ranks=4", "tokens=512", "heads=1", "layout=balanced(8)", "schedule=auto"
+    sizes = "ranks=4", "tokens=512", "heads=1", "layout=balanced(8)", "schedule=auto"
+    several = "pattern=[Causal() & Window(15), Causal()]", *sizes
     done = inside("plan", *several, "pattern.weights=[5,1]", "output.path=plans.json")
     plans = ra.make_plans(
         ["Causal() & Window(15)", "Causal()"], [5, 1], tokens=512, ranks=4, layout="balanced(8)", schedule="auto"

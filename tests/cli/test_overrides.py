@@ -32,7 +32,6 @@ from ringattn.transport.launcher import Launch
         ("simulate", "machine.latency=5MB/s", ["machine.latency=5MB/s"]),
         ("report", "cases=DilatedAttention_8192", ["cases=[DilatedAttention_8192]"]),
         ("report", "cases=null", ["cases=null"]),
-        ("simulate", "validate.ranks=[2,4k]", ["validate.ranks=[2,4k]"]),
         ("run", "hydra.verbose=true", ["hydra.verbose=true"]),
         ("plan", "+foo=1", ["foo=1"]),
         ("simulate", "+study.axes={ranks: [2, 4]}", ["+study.axes={ranks: [2, 4]}"]),

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import InvalidInput
-from ...machine.machine import MACHINE_NUMBERS
 from ...plan.schedules import takes_node
 from ...registry import Registry
 from ...text import shorten
@@ -193,26 +192,6 @@ class PlanConfig(TwoSides):
             refuse(self, "machine", "with a named layout and schedule; try schedule=auto, or ringattn simulate")
 
 
-@settings_of("simulate", "validate")
-class ValidateGroup:
-    """The settings of `simulate mode=validate`.
-
-    `ranks`: numbers of ranks to validate on; calibration uses the first, the others are held out. `rows`, `widths` and
-    `messages`: sizes to calibrate first if there is no machine file. `held_out`: rows per rank of the compared passes;
-    None: sizes between the calibrated rows.
-    """
-
-    ranks: list[int]
-    held_out: list[Size] | None
-    rows: list[Size]
-    widths: list[Size]
-    messages: list[Size]
-    repeat: int
-    seconds: float
-    threads: int | None
-    timeout: float
-
-
 @settings_of("simulate")
 class SimulateConfig(TwoSides):
     """The settings of `ringattn simulate`; conf/simulate.yaml explains each.
@@ -246,7 +225,6 @@ class SimulateConfig(TwoSides):
     checkpointing: str
     sharding: str
     fp8: bool
-    validate: ValidateGroup
     numerics: NumericsGroup
     study: StudyGroup
 
@@ -275,20 +253,13 @@ class SimulateConfig(TwoSides):
             refuse(self, f"study trace {faults} batch", f"with mode={self.mode}")
         elif not self.study.axes and not self.study.together:
             refuse(self, "study", "without a study; give study.axes.ranks=[8,64], study=NAME, or -m")
-        if self.mode in ("published", "validate"):
-            refuse(self, f"{sizes} layout schedule tokens numerics", f"with mode={self.mode}")
+        if self.mode == "published":
+            refuse(self, f"{sizes} layout schedule tokens numerics", "with mode=published")
         if not self.backward:
             rotate = "rotate " * (self.is_square and ", " not in self.rotate)
             refuse(self, f"{rotate}machine.call_backward machine.sweep_backward", "without backward=true")
         if self.mode == "published":
-            refuse(self, "validate machine heads head_dim dtype", "with mode=published")
-        elif self.mode == "validate":
-            measured = [f"machine.{name}" for name in (*MACHINE_NUMBERS, "extrapolate")]
-            refuse(self, " ".join(measured), "with mode=validate, which measures or reads the machine")
-            if self.machine.path is None:
-                refuse(self, "machine", "with mode=validate, which measures this machine")
-            else:
-                refuse(self, "validate.rows validate.widths validate.messages", "with machine.path=")
+            refuse(self, "machine heads head_dim dtype", "with mode=published")
         elif self.mode == "numerics":
             self._check_numerics()
         else:
@@ -296,7 +267,7 @@ class SimulateConfig(TwoSides):
 
     def _check_model(self, without: str) -> None:
         reason = "with a model, which sets its own sizes (cp=, dp= and tp= set the ranks)"
-        refuse(self, f"mode validate numerics trace heads head_dim {without}", reason)
+        refuse(self, f"mode numerics trace heads head_dim {without}", reason)
         if self.phase != "training":
             refuse(self, "checkpointing sharding ep pp micro_batches interleaved", f"with phase={self.phase}")
         if self.phase != "prefill":
@@ -305,7 +276,6 @@ class SimulateConfig(TwoSides):
             refuse(self, "merge windows", f"with phase={self.phase}, only with phase=decode")
 
     def _check_numerics(self) -> None:
-        refuse(self, "validate", "with mode=numerics")
         if not self.chooses:
             refuse(self, "machine", "with mode=numerics, unless layout=auto or schedule=auto uses it")
         unread = {"sample": "numerics.first numerics.count numerics.together", "all": "numerics.rows numerics.spread"}
@@ -314,7 +284,7 @@ class SimulateConfig(TwoSides):
             refuse(self, "numerics.fault_rank numerics.fault_owner", "without numerics.fault")
 
     def _check_timing(self) -> None:
-        refuse(self, "validate numerics", "with mode=timing")
+        refuse(self, "numerics", "with mode=timing")
         refuse(self, "seed", "with mode=timing, which draws nothing")
         machine = self.machine.made()
         if not machine.mtbf or not self.passes:

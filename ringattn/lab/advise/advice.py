@@ -438,8 +438,8 @@ def _nothing_fits(question: Question, found: dict[tuple[str, int], Found]) -> In
             reasons.append(f"{offer.name}: {words}{f'; {fitting} GPUs would be enough' if fitting else ''}")
     why = "; ".join(reasons[:3]) or "no cp x dp x tp x pp has this number of GPUs and this batch"
     return InvalidInput(
-        f"{question.model.name} with {question.tokens:,} tokens does not fit on up to {plural(question.gpus, 'GPU')}: {why};"
-        " try more GPUs, fewer tokens, or machines with more memory"
+        f"{question.model.name} with {question.tokens:,} tokens does not fit on up to {plural(question.gpus, 'GPU')}: "
+        f"{why}; try more GPUs, fewer tokens, or machines with more memory"
     )
 
 

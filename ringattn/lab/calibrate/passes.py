@@ -1,11 +1,10 @@
-"""Whole passes of the ring measured on real ranks, the modelled times of the same plans, and the model's errors."""
+"""Whole passes of the ring measured on real ranks, and the modelled times of the same plans."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from ...machine.machine import Machine
 from ...pattern import parse_pattern
 from ...plan.plan import Plan
 from ...simulator.timing.simulation import simulate
-from ...text import duration, plural
-from ..published.errors import ErrorStatistics
 from .measuring_ranks import MeasuringRanks, Settings
 
 #: Seconds of each run, corrected for the pace of the machine.
@@ -30,12 +27,6 @@ GRID = (
     ("Causal()", "contiguous"),
     ("Causal() & Window(255)", "contiguous"),
 )
-#: Target probability of an interval.
-LEVEL = 0.9
-#: (pattern, layout) of passes for comparison only, which no calibration measures.
-HELD_OUT_GRID = (("Dilated((256, 1024), (1, 4), causal=True)", "contiguous"),)
-#: A pass counts as long from this many modelled seconds: the noise of the machine's processes is small beside them.
-LONG_PASS = 0.02
 
 
 @dataclass(frozen=True)
@@ -138,60 +129,3 @@ def time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, *, warm
     if warm_up:
         time_once()
     return time_once()
-
-
-@dataclass(frozen=True)
-class PassErrors(ErrorStatistics):
-    """Errors of modelled times relative to the medians of measured times: `rows` is the number of passes.
-
-    `worst` is the largest absolute error. `coverage` is the share of the single runs within their interval, None
-    without residuals.
-    """
-
-    runs: int
-    worst: float
-    coverage: float | None
-
-
-def held_out(rows: Sequence[int]) -> list[int]:
-    """Rows per rank that were measured neither for kernel times nor for the passes of a calibration, ascending.
-
-    They lie 1/4 and 3/4 of the way between neighbouring sizes, on a logarithmic scale, and above the second size, as a
-    smaller call is all overhead.
-    """
-    pairs = list(pairwise(rows))
-    sizes = [round(a ** (1 - x) * b**x) for a, b in (pairs[1:] or pairs) for x in (0.25, 0.75)]
-    return sorted(set(sizes) - set(rows))
-
-
-def summarise_errors(passes: Sequence[Pass], machine: Machine) -> PassErrors:
-    """The model's errors on measured passes."""
-    signed = [each.modelled / median(each.seconds) - 1 for each in passes]
-    hits = [
-        low <= seconds <= high
-        for each in passes
-        if (interval := machine.interval(each.modelled, LEVEL)) is not None
-        for low, high in [interval]
-        for seconds in each.seconds
-    ]
-    return PassErrors(
-        **vars(ErrorStatistics.of(signed)),
-        runs=sum(len(each.seconds) for each in passes),
-        worst=max(map(abs, signed)),
-        coverage=sum(hits) / len(hits) if hits else None,
-    )
-
-
-def summarise_groups(passes: Sequence[Pass], machine: Machine, ranks: int) -> dict[str, PassErrors]:
-    """The errors by group name: all passes, long passes, passes of each size, and held-out patterns."""
-    held = {pattern for pattern, _ in HELD_OUT_GRID}
-    groups = {"all": list(passes), f"over {duration(LONG_PASS)}": [p for p in passes if p.modelled >= LONG_PASS]}
-    for rows in sorted({each.case.tokens // ranks for each in passes}):
-        groups[f"{plural(rows, 'row')} per rank"] = [p for p in passes if p.case.tokens // ranks == rows]
-    groups["pattern held out"] = [p for p in passes if p.case.pattern in held]
-    return {name: summarise_errors(group, machine) for name, group in groups.items() if group}
-
-
-def validation_cases(rows: Sequence[int], ranks: int) -> list[PassCase]:
-    """The cases of a validation on `ranks` ranks: the patterns of a calibration, and the held-out ones."""
-    return list_cases((*GRID, *HELD_OUT_GRID), rows, ranks)

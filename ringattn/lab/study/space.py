@@ -25,7 +25,7 @@ from ...errors import InvalidInput
 #: Config groups whose options and keys can be axes.
 GROUPS = ("pattern", "layout", "schedule", "machine", "model")
 #: Keys that cannot be axes: keys of the study itself, and keys of other modes.
-FIXED = ("study", "output", "experiment", "mode", "validate", "numerics")
+FIXED = ("study", "output", "experiment", "mode", "numerics")
 #: Keys whose values are sizes such as 64k.
 SIZES = ("tokens", "shard")
 #: Keys of a configuration that do not affect the numbers of a point.

@@ -1,4 +1,4 @@
-"""Calibration: fits recover what samples were made of, and validation counts what it says."""
+"""Calibration: fits recover what samples were made of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringattn.errors import InvalidInput
 from ringattn.lab.calibrate import fits, kernels, measuring_ranks
 from ringattn.lab.calibrate.measure import Calibration, Overlap, Round, join, list_measured
 from ringattn.lab.calibrate.measuring_ranks import MeasuringRanks, Settings
-from ringattn.lab.calibrate.passes import Pass, PassCase, held_out, sizes_between, summarise_errors, validation_cases
+from ringattn.lab.calibrate.passes import Pass, PassCase
 from ringattn.lab.verbs.calibrate import _print as print_calibration
 from ringattn.machine.kernel_times import SHAPES
 
@@ -136,34 +136,6 @@ def test_interference_is_the_middle_of_the_slowdowns() -> None:
     long, longer = ([0.1], [0.4], [0.43]), ([0.1], [0.9], [1.0])
     assert fits.fit_interference([one, long]) == pytest.approx(0.4)
     assert fits.fit_interference([long, longer]) == pytest.approx(0.3)
-
-
-def test_held_out_sizes_are_held_out() -> None:
-    rows = (64, 256, 1024, 4096)
-    inside = {*rows, *sizes_between(rows)}
-    found = held_out(rows)
-    assert len(found) == 4 and not inside & set(found)
-    assert all(rows[1] < n < rows[-1] for n in found)
-    assert {c.tokens for c in validation_cases(found, 4)} == {4 * n for n in found}
-
-
-def test_errors_are_those_of_a_plain_count() -> None:
-    source = random.Random(5)
-    case = PassCase("Full()", "contiguous", 64, False)
-    passes = [
-        Pass(case, tuple(source.uniform(0.5, 2.0) for _ in range(5)), source.uniform(0.8, 1.2)) for _ in range(11)
-    ]
-    found = summarise_errors(passes, machine(residuals=tuple((1.0, 0.5 + i / 20) for i in range(19))))
-    signed = [p.modelled / sorted(p.seconds)[2] - 1 for p in passes]
-    absolute = sorted(map(abs, signed))
-    # 19 ratios: the 90 % interval is from the least to the largest.
-    hits = sum(0.5 * p.modelled <= t <= 1.4 * p.modelled for p in passes for t in p.seconds)
-    assert (found.rows, found.runs) == (11, 55)
-    assert found.bias == pytest.approx(sum(signed) / 11)
-    assert (found.median, found.worst) == (absolute[5], absolute[10])
-    assert found.p90 == pytest.approx(absolute[9])  # of 11 numbers, 0.9 of the way is the tenth
-    assert found.coverage == pytest.approx(hits / 55)
-    assert summarise_errors(passes, machine()).coverage is None
 
 
 def test_what_nothing_measures_is_not_said_to_be_measured() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -13,11 +11,9 @@ from command_line import Inside, Refused, ringattn
 
 import ringattn as ra
 from ringattn.cli.config.groups import ConfigGroup, MachineGroup, OutputGroup, TransportGroup
-from ringattn.cli.config.schema import SimulateConfig, ValidateGroup
 from ringattn.errors import InvalidInput
 from ringattn.lab.verbs.calibrate import main as calibrate
 from ringattn.lab.verbs.settings import CalibrateConfig
-from ringattn.lab.verbs.simulate_validate import main as validate
 from ringattn.machine.file import read_machine
 
 CALLS = ("call", "sweep", "call_backward", "sweep_backward")
@@ -60,45 +56,11 @@ def test_two_gloo_ranks_make_a_machine_that_plan_and_simulate_use(
     assert sources == ["assumed", "assumed", "measured"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.yaml"], "nothing else is left behind"
     file = ("machine=file", f"machine.path={path}", "heads=2", "head_dim=16", "tokens=128", "ranks=2")
-    inside("plan", *file)
+    inside("plan", "schedule=auto", *file)
     assert "measured" in inside("simulate", *file).stdout
     far = ("simulate", *file[:4], "tokens=4k", "ranks=2")
     assert "machine.extrapolate=true" in refused(*far)
     inside(*far, "machine.extrapolate=true")
-
-
-@pytest.mark.multi
-def test_validation_calibrates_and_compares_held_out_passes(tmp_path: Path) -> None:
-    out = tmp_path / "v.json"
-    options = (*SIZES[:2], "messages=[256,32M]", "repeat=3", "seconds=0", "ranks=[2,3]", "held_out=[24]")
-    small = [f"validate.{one}" for one in options]
-    done = ringattn(
-        "simulate", "experiment=validate", "heads=2", "head_dim=16", *small, f"output.path={out}", cwd=tmp_path
-    )
-    assert "machine.path=" not in done.stdout, "the machine file of a validation is gone at its end"
-    rows = ("median / P90 / mean error", "in 90% interval", "24 rows per rank", "pattern held out")
-    assert all(words in done.stdout for words in rows)
-    by_ranks = {found["ranks"]: found for found in json.loads(out.read_text())["ranks"]}
-    assert list(by_ranks) == [2, 3]
-    for ranks, found in by_ranks.items():
-        every = found["errors"]["all"]
-        assert every["runs"] == 3 * every["rows"] == 3 * len(found["passes"]) and every["coverage"] is not None
-        assert found["errors"]["24 rows per rank"] == every and found["errors"]["pattern held out"]["rows"] == 2
-        errors = [one["modelled"] / median(one["seconds"]) - 1 for one in found["passes"]]
-        assert every["bias"] == pytest.approx(sum(errors) / len(errors))
-        assert {one["tokens"] for one in found["passes"]} == {24 * ranks}
-
-
-def test_what_was_calibrated_cannot_validate() -> None:
-    config = SimulateConfig(machine=MachineGroup("auto"), validate=ValidateGroup(held_out=[64]))
-    with pytest.raises(InvalidInput, match=r"\[64\] were calibrated"):
-        validate(config)
-    for held_out in ([100], [0]):  # tiles end at 16 rows: nothing is modelled beyond 32
-        options = ValidateGroup(held_out=held_out, rows=[8, 16])
-        with pytest.raises(InvalidInput, match=r"sizes up to 16: .*; give 1 \.\. 32, or calibrate"):
-            validate(SimulateConfig(machine=MachineGroup("auto"), validate=options))
-    with pytest.raises(InvalidInput, match="expected numbers of ranks >= 2"):
-        validate(SimulateConfig(machine=MachineGroup("auto"), validate=ValidateGroup(ranks=[1])))
 
 
 def test_one_process_alone_measures_kernels(inside: Inside, tmp_path: Path) -> None:
