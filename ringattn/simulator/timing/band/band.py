@@ -24,8 +24,8 @@ from ....text import plural
 if TYPE_CHECKING:
     from ....plan.plan import Plan
 
-#: Offsets to try: a chunk meets a limit of the band at two distances; the others allow for rounding of divisions.
-AROUND = np.arange(-3, 4)
+#: Pairs and rows change where the distance of two chunks is floor(limit / size) plus one of these, in either direction.
+AROUND = np.arange(-1, 3)
 #: Limit on the pairs of a visit, and of one head in all visits of a rank, so that int64 does not overflow.
 MOST_PAIRS = 1 << 62
 

@@ -104,12 +104,13 @@ class DelayState:
         self._run(changes, every, range(1), np.zeros(1))
         gains = self.now - before
         rounding = STEADY * max(self.reference, float(np.abs(self.now).max()))
-        gains = np.where(np.abs(gains - self.coefficients[0]) <= rounding, self.coefficients[0], gains)
         differ = np.abs(gains - np.roll(gains, 1)) > rounding
-        if (firsts := np.flatnonzero(differ)).size:  # ranks between two differences gain exactly the same
-            gains = gains[firsts][np.cumsum(differ) - 1]
-        else:
-            gains = np.full(len(every), gains[0])
+        firsts = np.flatnonzero(differ)  # ranks between two of these gain the same
+        some = firsts if firsts.size else every[:1]
+        own, gains = self.coefficients[0, some], gains[some]
+        gains = np.where(np.abs(gains - own) <= rounding, own, gains)
+        # Those below the first of them gain as much as the last one.
+        gains = np.repeat(np.append(gains[-1:], gains), np.diff(some, prepend=0, append=len(every)))
         self._run(changes, self._find_unsteady(changes, firsts), range(1, changes.steps), gains)
 
     def _run(self, changes: CoefficientChanges, ranks: np.ndarray, steps: range, gains: np.ndarray) -> None:
@@ -119,15 +120,16 @@ class DelayState:
         computed; if `ranks` are the whole ring, it has no such ends.
         """
         size, values, direct = self.ring.ranks, changes.values[:3] - self.reference, changes.direct
-        now = self.now + len(steps) * gains
-        held, coefficients = self.now[ranks], self.coefficients[:, ranks]
+        changed, ends, edges = changes.rank, np.stack([direct.source, direct.target]), ranks[:0]
+        now, held, coefficients = self.now, self.now.copy(), self.coefficients
+        if len(ranks) < size:
+            now, held, coefficients = now + len(steps) * gains, now[ranks], coefficients[:, ranks]
+            # Of a rank that is not computed, the place is any, and no later step reads it.
+            changed, ends = (np.searchsorted(ranks, x) % max(len(ranks), 1) for x in (changed, ends))
+            breaks = np.flatnonzero(np.diff(ranks, append=ranks[:1]) % size != 1)
+            edges = np.concatenate([breaks, (breaks + 1) % max(len(ranks), 1)])
         then, scratch = np.empty((2, len(ranks)))
         own, *others = coefficients
-        place = np.zeros(size, dtype=np.int64)
-        place[ranks] = np.arange(len(ranks))
-        changed, ends = place[changes.rank], place[np.stack([direct.source, direct.target])]
-        breaks = np.flatnonzero(np.diff(ranks, append=ranks[:1]) % size != 1) if len(ranks) < size else ranks[:0]
-        edges = np.concatenate([breaks, (breaks + 1) % max(len(ranks), 1)])
         first_point = np.searchsorted(changes.step, np.arange(steps.start, steps.stop + 1)).tolist()
         first_message = np.searchsorted(direct.step, self.step + np.arange(len(steps) + 1)).tolist()
         sides = [
@@ -152,9 +154,12 @@ class DelayState:
             if len(edges):
                 then[edges] = held[edges] + gains[ranks[edges]]
             held, then = then, held
+        self.step += len(steps)
+        if len(ranks) == size:
+            self.now = held
+            return
         now[ranks] = held
         self.now, self.coefficients[:, ranks] = now, coefficients
-        self.step += len(steps)
 
     def _find_unsteady(self, changes: CoefficientChanges, firsts: np.ndarray) -> np.ndarray:
         """The ranks whose gain in a later step may differ from that in the first of these steps.
@@ -166,8 +171,8 @@ class DelayState:
         size, far = self.ring.ranks, changes.steps + 1
         later = changes.rank[changes.step > 0]
         origins = np.concatenate([firsts, firsts - 1, later, changes.direct.source, changes.direct.target])
-        reach = np.zeros(size + 1, dtype=np.int64)
-        for shift in (-size, 0, size):  # a window may pass the end of the ring
-            np.add.at(reach, np.clip(origins - far + shift, 0, size), 1)
-            np.add.at(reach, np.clip(origins + far + 1 + shift, 0, size), -1)
-        return np.flatnonzero(np.cumsum(reach[:-1]))
+        origins = np.unique(origins % size)
+        apart = np.flatnonzero(np.diff(origins) > 2 * far)
+        begins, ends = origins[np.append(0, apart + 1)[: len(origins)]], origins[np.append(apart, -1)[: len(origins)]]
+        windows = [np.arange(begin - far, end + far + 1) for begin, end in zip(begins, ends, strict=True)]
+        return np.unique(np.concatenate([origins[:0], *windows]) % size)  # a window may pass the end of the ring

@@ -178,7 +178,10 @@ class IncrementalSteps:
 
     def _count(self, ranks: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(numbers as in `totals`, coefficients and busy seconds, seconds of interference) of ranks at steps."""
-        counted = self.counts.count(ranks, steps)
+        # Neighbors of neighbors are the same ranks again.
+        keys, place = np.unique(steps * self.ranks + ranks, return_inverse=True)
+        step, rank = np.divmod(keys, self.ranks)
+        counted = self.counts.count(rank, step)[:, place.reshape(np.broadcast_shapes(ranks.shape, steps.shape))]
         phase = self.counts.make_phase(counted, ranks, self.direct_costs, steps)
         interference = self.ring.busy(phase) - phase.compute - phase.merge
         seconds_late = np.zeros(counted.shape[1:])
