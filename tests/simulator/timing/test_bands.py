@@ -3,6 +3,7 @@ the event oracle and step by step."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -175,3 +176,34 @@ def test_windows_that_nobody_knows_are_refused() -> None:
     many = make_plan(Causal(), tokens=1 << 30, ranks=1 << 18, heads=8, layout="zigzag", schedule="ring")
     with pytest.raises(Unsupported):
         window(many, Machine(1e12, 1e-6, 1e12), ranks=range(4), steps=range(1 << 14, (1 << 14) + 4))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_rank_changes_without_being_counted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank whose numbers differ from those of the step before lies in a run that the stencil recounts."""
+    draw, checked = random.Random(seed), []
+    find = stencil.find_changed_runs
+
+    def check(counts: Any, steps: np.ndarray) -> Any:
+        runs = find(counts, steps)
+        every = np.stack([counts.count(np.arange(counts.band.ranks), np.asarray(step)) for step in steps], 1)
+        recounted = np.zeros(every.shape[1:], dtype=bool)
+        for row, start, stop in zip(*runs, strict=True):
+            recounted[row, start:stop] = True
+        changed = (every[:, 1:] != every[:, :-1]).any(axis=0)
+        assert not (changed & ~recounted[1:]).any(), counts.band
+        checked.append(changed.any())
+        return runs
+
+    monkeypatch.setattr(stencil, "find_changed_runs", check)
+    for _ in range(8):
+        ranks, size = draw.choice([draw.randint(2, 40), draw.randint(100, 200)]), draw.choice([1, 2, 3, 5, 8])
+        layout, rotate = draw.choice(["contiguous", "zigzag"]), draw.choice(["kv", "q"])
+        tokens = ranks * size * (2 if layout == "zigzag" else 1)
+        left, right = draw.randint(0, 3 * size), draw.randint(0, 3 * size)
+        wide = Causal() & Window(draw.randint(0, tokens))
+        pattern = draw.choice([Causal(), wide, Window(left, right)])
+        plan = make_plan(pattern, tokens=tokens, ranks=ranks, layout=layout, schedule="ring", rotate=rotate)
+        for backward in (False, True):
+            simulate(plan, EVEN, backward=backward, solver="stencil")
+    assert any(checked)
