@@ -196,9 +196,14 @@ def _run_under_mpi(launch: Launch, config: C, work: Worker[C], verb: str) -> Rep
         if config.transport.gpu_aware:
             _set_cuda_device(launch, "transport.gpu_aware=true")
         transport = Mpi(timeout=config.timeout, gpu_aware=config.transport.gpu_aware)
-        if transport.size != launch.world:
-            raise InvalidInput(
-                f"{launch.kind} started {launch.world} processes, but MPI sees {transport.size}: mpirun and mpi4py "
-                "belong to different MPI libraries; use the mpirun that ringattn doctor shows"
-            )
+        check_mpi_size(launch, transport.size)
         return work(config, transport)
+
+
+def check_mpi_size(launch: Launch, size: int) -> None:
+    """Raise InvalidInput if MPI sees another number of processes than the launcher started."""
+    if size != launch.world:
+        raise InvalidInput(
+            f"{launch.kind} started {launch.world} processes, but MPI sees {size}: mpirun and mpi4py "
+            "belong to different MPI libraries; use the mpirun that ringattn doctor shows"
+        )

@@ -91,15 +91,7 @@ def write_machine(
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine in a machine file. Raises InvalidInput as `read_calibration` does."""
-    return read_calibration(path)[0]
-
-
-def read_calibration(path: Path) -> tuple[Machine, dict[str, Any]]:
-    """The machine in a machine file, and the part `made` of the file, which says how it was calibrated.
-
-    Raises InvalidInput, naming the file and the place in it, if the file cannot be used.
-    """
+    """The machine in a machine file. Raises InvalidInput, naming the file and the place in it, if it cannot be used."""
     advice = "make a machine file with ringattn calibrate output.path=machine.yaml"
     try:
         content = load(path, dict[str, Any], "machine.path")
@@ -112,7 +104,7 @@ def read_calibration(path: Path) -> tuple[Machine, dict[str, Any]]:
                 raise InvalidInput(f"{path}: values: {name} is in {fact.unit!r}; convert the number to {unit!r}")
         sources = [(name, fact.source) for name, fact in facts.items() if fact.source != "assumed"]
         sources += [(name, content[name].get("source")) for name in TABLES if content.get(name)]
-        machine = Machine(
+        return Machine(
             **{name: fact.value for name, fact in facts.items()},
             kernel=record.kernel,
             kernel_rates=record.kernel_rates,
@@ -120,7 +112,6 @@ def read_calibration(path: Path) -> tuple[Machine, dict[str, Any]]:
             sources=tuple(sources),
             flops_dtype=record.flops_dtype,
         )
-        return machine, record.made
     except InvalidInput as error:
         named = "" if str(path) in str(error) else f"{path}: "
         raise InvalidInput(f"{named}{error}; {advice}") from None

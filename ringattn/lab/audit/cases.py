@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
+
+from ...errors import InvalidInput
 
 #: Keywords by which a target may take a mask or an option, see docs/audit.md.
 KEYWORDS = ("causal", "window", "sinks", "documents", "padding_mask", "softcap", "sink_logits", "scale", "dropout")
@@ -95,6 +98,14 @@ def shrink(case: Case, ranks: int) -> Iterator[Case]:
             name: max(case.mask[name] // 2, 1) for name in ("window", "padding", "left", "sinks") if name in case.mask
         }
         yield replace(case, tokens=tokens, mask={**case.mask, **numbers})
+
+
+def find_named(key: str, module: str, name: str) -> Any:
+    """The attribute `name` of a module, or None. Raises InvalidInput, beginning with `key`, without the module."""
+    try:
+        return getattr(import_module(module), name, None)
+    except ImportError as error:
+        raise InvalidInput(f"{key}: {error}; install it, or run where it can be imported") from None
 
 
 def accepts(target: Callable[..., Any]) -> set[str]:

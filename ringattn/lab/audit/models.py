@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import InvalidInput
-from .cases import Case
+from .cases import Case, find_named
 from .judge import Verdict, check, choose, find_tolerance, place_rows
 
 Tensor = torch.Tensor
@@ -26,13 +26,11 @@ SIZES: dict[str, Any] = {
 def load_model(name: str) -> Callable[[], Any]:
     """A function that makes the model: module:function, a class of transformers, tiny, or a folder with config.json."""
     module, named, function = name.partition(":")
-    try:
-        hf: Any = import_module(module if named else "transformers")
-    except ImportError as error:
-        raise InvalidInput(f"model={name}: {error}; install it, or run where it can be imported") from None
+    find: Any = partial(find_named, f"model={name}", module if named else "transformers")
     if not named and Path(name).exists():
-        return lambda: hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained(name))
-    kind = getattr(hf, function if named else name, None)
+        model, config = find("AutoModelForCausalLM"), find("AutoConfig")
+        return lambda: model.from_config(config.from_pretrained(name))
+    kind = find(function if named else name)
     if not callable(kind):
         words = "expected module:function, a class of transformers, or a folder with config.json"
         raise InvalidInput(f"model={name}: {words}")
@@ -147,12 +145,12 @@ def compare(make: Callable[[], Any], target: Callable[..., Any], case: Case, dev
         found.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         dist.all_reduce(found[-1])
     scale = max(float(x.abs().max()) for x in exact[1:])
-    wrong = max(find_tolerance(x, right, scale, dtype) for x, right in zip(alone[1:], exact[1:], strict=True))
+    allowed = max(find_tolerance(x, right, scale, dtype) for x, right in zip(alone[1:], exact[1:], strict=True))
     real = _is_token(case)[rows]
     rows, shown, largest = rows[real], found[0][:, None, real.to(device)], float(exact[0].abs().max())
     right = exact[0][:, None, rows]
     verdicts = [check("logits", shown, right, find_tolerance(alone[0], exact[0], largest, dtype), rows, largest)]
-    # Rounding of large gradients reaches small ones.
+    # All gradients share a tolerance, as small ones inherit the rounding of large ones.
     for (name, _), mine, right in zip(model.named_parameters(), found[1:], exact[1:], strict=True):
-        verdicts.append(check(f"the gradient of {name}", mine, right, wrong, None, scale))
+        verdicts.append(check(f"the gradient of {name}", mine, right, allowed, None, scale))
     return choose(verdicts)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from threading import Timer
 from time import sleep
@@ -23,7 +22,7 @@ from ...text import did_you_mean
 from ...transport.launcher import run_local
 from ...transport.mpi import HEARD
 from . import models
-from .cases import Case, accepts, list_cases, shrink
+from .cases import Case, accepts, find_named, list_cases, shrink
 from .judge import VERDICTS, Verdict, compare, judge
 from .script import write_script
 
@@ -53,10 +52,7 @@ def load_target(name: str, model: str | None = None) -> Callable[..., Any]:
             hint = did_you_mean(name, ADAPTERS)
             raise InvalidInput(f"target={name}: {hint}expected module:function, or one of {', '.join(ADAPTERS)}")
         module, function = f"ringattn.lab.audit.adapters.{name}", "attend" if model is None else "run_model"
-    try:
-        target = getattr(import_module(module), function, None)
-    except ImportError as error:
-        raise InvalidInput(f"target={name}: {error}; install it, or run where it can be imported") from None
+    target = find_named(f"target={name}", module, function)
     if not callable(target):
         raise InvalidInput(f"target={name}: {module} has no function {function}")
     return target

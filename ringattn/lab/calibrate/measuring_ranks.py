@@ -93,14 +93,14 @@ class MeasuringRanks:
         #: Seconds of the reference call at the pace to which all times are corrected; None: no correction.
         self.pace: float | None = None
 
-    def keep_pace(self, reference: Callable[[], Any], pace: float | None = None) -> None:
-        """Correct all later times to a pace at which `reference` takes `pace` seconds; None: the seconds it takes now.
+    def keep_pace(self, reference: Callable[[], Any]) -> None:
+        """Correct all later times to the pace at which `reference` runs now.
 
         A CPU that is shared or hot runs slower for minutes, which is not a property of a pass.
         """
         self._reference = reference
         self._time_reference()
-        self.pace = median(self._time_reference() for _ in range(2 * REFERENCE_RUNS)) if pace is None else pace
+        self.pace = median(self._time_reference() for _ in range(2 * REFERENCE_RUNS))
 
     def rounds(self, settings: Settings) -> Iterator[int]:
         """Numbers of the rounds: `settings.repeat` rounds, and more while they end within `settings.seconds`."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ... import __version__
+from ...cli.ranks import check_mpi_size
 from ...errors import InvalidInput
 from ...files import STDOUT, check_json, check_writable, write_json, write_text
 from ...simulator.reporting.console import get_console, print_paragraph
@@ -47,7 +48,7 @@ def main(config: AuditConfig) -> None:
         (folder / f"{launch.rank}.jsonl").unlink(missing_ok=True)  # of an earlier audit
 
         def report(tried: Sequence[Case]) -> None:
-            _report(config, ranks, [*finish(folder, ranks, tried, config.target, model)])
+            _report(config, model, ranks, [*finish(folder, ranks, tried, config.target, model)])
             if len(tried) < len(cases):
                 left = ", ".join(case.feature for case in cases[len(tried) :])
                 sys.stderr.write(f"ringattn: the ranks hang; not tried: {left}\n")
@@ -58,7 +59,7 @@ def main(config: AuditConfig) -> None:
         if launch.rank:
             return
         findings = [*finish(folder, ranks, cases, config.target, model)]
-    _report(config, ranks, findings)
+    _report(config, model, ranks, findings)
     if any(one.verdict.verdict in FAILURES for one in findings):
         sys.exit(1)
 
@@ -67,9 +68,7 @@ def _join(launch: Launch, timeout: float) -> None:
     """Join the process group of a job; over MPI the ranks tell each other what torchrun tells in variables."""
     if launch.kind != "torchrun":
         world = load().COMM_WORLD
-        if world.size != launch.world:
-            words = f"{launch.kind} started {launch.world} processes, but MPI sees {world.size}"
-            raise InvalidInput(f"{words}; use the mpirun that ringattn doctor shows")
+        check_mpi_size(launch, world.size)
         with socket.socket() as free:
             free.bind(("", 0))
             host, port = world.bcast((socket.gethostname(), free.getsockname()[1]))
@@ -79,8 +78,7 @@ def _join(launch: Launch, timeout: float) -> None:
     init_process_group(replace(launch, kind="torchrun"), backend=backend, timeout=timeout)
 
 
-def _report(config: AuditConfig, ranks: int, findings: list[Finding]) -> None:
-    model = config.model.spec or config.model.path
+def _report(config: AuditConfig, model: str | None, ranks: int, findings: list[Finding]) -> None:
     audited = config.target if model is None else f"{model} by {config.target}"
     if config.output.path is not None:
         record = {

@@ -56,15 +56,14 @@ def try_all(question: Question) -> list[tuple[Parallel, StepEstimate]]:
 def test_the_search_finds_what_loops_over_all_candidates_find() -> None:
     question = ask()
     tried, offer = try_all(question), question.offers[0]
-    fitting = [(step.seconds / step.tokens, parallel) for parallel, step in tried if step.fits]
+    fitting = [(parallel, step) for parallel, step in tried if step.fits]
     assert 0 < len(fitting) < len(tried)  # the memory decides for some of them
     best: dict[tuple[int, ...], tuple[bool, float]] = {}
-    for parallel, step in tried:
-        if step.fits:
-            shape = (parallel.cp, parallel.dp, parallel.tp, parallel.pp, parallel.ep)
-            key = step.reserved > (offer.machine.memory or 0), step.seconds / step.tokens
-            best[shape] = min(key, best.get(shape, key))
-    assert any(step.fits and step.reserved > (offer.machine.memory or 0) for _, step in tried)
+    for parallel, step in fitting:
+        shape = (parallel.cp, parallel.dp, parallel.tp, parallel.pp, parallel.ep)
+        key = step.reserved > (offer.machine.memory or 0), step.seconds / step.tokens
+        best[shape] = min(key, best.get(shape, key))
+    assert any(step.reserved > (offer.machine.memory or 0) for _, step in fitting)
     for shown in (1, 3):
         found = search(question, offer, 4, shown)
         assert sum(found.counts.values()) == len(tried) and not found.refused

@@ -159,7 +159,8 @@ def test_times_are_told_at_one_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring_ranks, "MOST_REPETITIONS", 3)
     monkeypatch.setattr(measuring_ranks, "ENOUGH", 1e3)
     assert alone.time_alternating([lambda: 12.0, lambda: 1.0]) == ([6.0] * 3, [0.5] * 3)
-    alone.keep_pace(lambda: clock[0], pace=1.0)
+    alone.keep_pace(lambda: clock[0])
+    alone.pace = 1.0
     assert alone.correction(lambda: clock.__setitem__(0, 12.0)) == (None, 0.125)
 
 

@@ -109,7 +109,7 @@ class DelayState:
         some = firsts if firsts.size else every[:1]
         own, gains = self.coefficients[0, some], gains[some]
         gains = np.where(np.abs(gains - own) <= rounding, own, gains)
-        # Those below the first of them gain as much as the last one.
+        # Around the ring, the ranks below the first of these follow the last of these.
         gains = np.repeat(np.append(gains[-1:], gains), np.diff(some, prepend=0, append=len(every)))
         self._run(changes, self._find_unsteady(changes, firsts), range(1, changes.steps), gains)
 
@@ -124,7 +124,7 @@ class DelayState:
         now, held, coefficients = self.now, self.now.copy(), self.coefficients
         if len(ranks) < size:
             now, held, coefficients = now + len(steps) * gains, now[ranks], coefficients[:, ranks]
-            # Of a rank that is not computed, the place is any, and no later step reads it.
+            # A rank that is not computed gets an arbitrary place, which none of these steps reads.
             changed, ends = (np.searchsorted(ranks, x) % max(len(ranks), 1) for x in (changed, ends))
             breaks = np.flatnonzero(np.diff(ranks, append=ranks[:1]) % size != 1)
             edges = np.concatenate([breaks, (breaks + 1) % max(len(ranks), 1)])
@@ -164,9 +164,9 @@ class DelayState:
     def _find_unsteady(self, changes: CoefficientChanges, firsts: np.ndarray) -> np.ndarray:
         """The ranks whose gain in a later step may differ from that in the first of these steps.
 
-        `firsts` are the ranks that gain something else than the rank below. A rank that gains the same as its neighbors
-        gains it again in the next step, as the recurrence is max-plus linear. What differs, or changes, reaches one
-        rank further in each step.
+        `firsts` are the ranks whose gain differs from that of the rank below. A rank that gains the same as its
+        neighbors gains it again in the next step, as the recurrence is max-plus linear. A difference or a change
+        reaches one rank further in each step.
         """
         size, far = self.ring.ranks, changes.steps + 1
         later = changes.rank[changes.step > 0]

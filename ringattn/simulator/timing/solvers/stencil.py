@@ -178,7 +178,7 @@ class IncrementalSteps:
 
     def _count(self, ranks: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(numbers as in `totals`, coefficients and busy seconds, seconds of interference) of ranks at steps."""
-        # Neighbors of neighbors are the same ranks again.
+        # Ranks near each other have neighbors in common: count each (step, rank) once.
         keys, place = np.unique(steps * self.ranks + ranks, return_inverse=True)
         step, rank = np.divmod(keys, self.ranks)
         counted = self.counts.count(rank, step)[:, place.reshape(np.broadcast_shapes(ranks.shape, steps.shape))]
