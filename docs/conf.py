@@ -71,15 +71,13 @@ def link_files(app: Any, document: nodes.document) -> None:
         *document.findall(addnodes.download_reference),
         *document.findall(addnodes.pending_xref),
     ]:
-        if isinstance(link, addnodes.pending_xref) and link.get("refdomain") != "doc":
+        # A page of the site is named without its suffix.
+        target = link["reftarget"] + (".md" if link.get("refdomain") == "doc" else "")
+        # Relative to the page, to the folder of the pages, or, in README.md, to the checkout; or absolute.
+        places = (page.parent / target, HERE / target.lstrip("/"), ROOT / target)
+        source = next((place for place in places if place.is_file()), None)
+        if source is None:  # an anchor
             continue
-        suffix = "" if isinstance(link, addnodes.download_reference) else ".md"
-        target = link["reftarget"] + suffix
-        if target.startswith(str(ROOT)):
-            source = Path(target)
-        else:  # relative to the page, or to the folder of the pages
-            beside = page.parent / target
-            source = beside if beside.exists() else HERE / target.lstrip("/")
         path = source.resolve().relative_to(ROOT)
         if path.suffix == ".md" and path.parts[0] == "docs":
             continue

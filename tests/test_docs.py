@@ -287,10 +287,10 @@ def test_headlines_are_those_of_the_newest_stored_runs() -> None:
         assert f"| {label} | {' | '.join(cells)} |".replace("- / -", "-") in measured
     told = " ".join(readme.split())
     for words, name, masks in (
-        ("own ring {} (dense, causal)", "template", ("dense", "causal")),
-        ("on two threads {} (window)", "FlexAttention", ("window",)),
-        ("(window) and {} (documents)", "FlexAttention", ("documents",)),
-        ("`scaled_dot_product_attention` on two threads {} (dense, causal)", "sdpa", ("dense", "causal")),
+        ("dense and causal masks is {} times that of PyTorch's own ring", "template", ("dense", "causal")),
+        ("compiled FlexAttention, {} times (window)", "FlexAttention", ("window",)),
+        ("(window) and {} times (documents)", "FlexAttention", ("documents",)),
+        ("own ring, and {} times that of `scaled_dot_product_attention`", "sdpa", ("dense", "causal")),
     ):
         before, after = map(re.escape, words.split("{}"))
         ((low, high),) = re.findall(rf"{before}([\d.]+) to ([\d.]+){after}", told)
@@ -303,8 +303,10 @@ def test_errors_on_published_measurements_are_those_of_their_page() -> None:
     assert any(line.startswith("| all |") and row.startswith(line) for line in pages[1].splitlines())
     count, half, most = re.findall(r"\| all \| (\d+) \| ([\d.]+) / ([\d.]+) %", row)[0]
     told = " ".join(pages[0].split())
-    assert f"On {count} published measurements" in told
-    assert f"the median error is {half} %, and the 90th percentile {most} %" in told
+    assert f"Predictions of {count} published times" in told
+    assert f"a median error of {half} %, and a 90th percentile of {most} %" in told
+    (kept,) = re.findall(r"the errors of all are (\d\S* and \d+ %)", " ".join(pages[2].split()))
+    assert f"with them, the errors are {kept}" in told
 
 
 SITE = ROOT / "docs/_build/html"
