@@ -11,7 +11,7 @@ import numpy as np
 from ....plan.schedules.ring import Direction
 from ..rates import Faults, Rates
 from ..solvers.recurrence import DirectMessages, Phase, Ring, Value
-from .band import Band, BandTraffic, find_owner_breakpoints
+from .band import Band, BandTraffic, distinct, find_owner_breakpoints
 from .messages import (
     RANKS_AT_A_TIME,
     DirectCosts,
@@ -187,7 +187,7 @@ class BandCounts:
         for keys, size in self._neighbor_messages.values():
             begins = np.append(True, (np.diff(keys) != 1) | (np.diff(size) != 0))
             points += [keys[begins], keys[np.append(begins[1:], True)] + 1]
-        return np.unique(np.concatenate(points))
+        return distinct(np.concatenate(points))
 
     def _count_all_steps(self) -> Iterator[np.ndarray]:
         return (self.count(self.ranks, np.asarray(step)) for step in range(self.steps))
@@ -238,7 +238,7 @@ class BandCounts:
         """The most hops of any block, by bisection: the needed rows decrease with the distance."""
 
         def reaches(distance: int) -> bool:
-            owners = np.unique(find_owner_breakpoints(self.band, direction, np.array([distance - 1])))
+            owners = distinct(find_owner_breakpoints(self.band, direction, np.array([distance - 1])))
             return bool(self.band.rows_beyond(owners, direction.sign, distance, direction.limit).any())
 
         low, high = 0, 1

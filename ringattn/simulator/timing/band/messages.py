@@ -11,7 +11,7 @@ import numpy as np
 from ....plan.schedules.ring import Direction
 from ..rates import Faults, Rates
 from ..solvers.recurrence import NEVER, DirectMessages, NeighborMessages, Value, shift_ranks
-from .band import Band, BandTraffic
+from .band import Band, BandTraffic, distinct
 
 #: Bytes of a message: an array by rank, or one number for all ranks.
 Bytes = np.ndarray | float
@@ -192,7 +192,7 @@ class DirectCosts:
         if faults.slow_links is not None:
             alone = alone * faults.slow_links[sent.source]
         keys_of_ends = [sent.step * ranks + rank for rank in (sent.source, sent.target)]
-        end_keys = np.unique(np.concatenate(keys_of_ends))
+        end_keys = distinct(np.concatenate(keys_of_ends))
         places = [np.searchsorted(end_keys, keys) for keys in keys_of_ends]
         end_seconds, longest = np.zeros((2, 2, len(end_keys))), np.zeros((2, len(end_keys)))
         for sums, place in zip(end_seconds, places, strict=True):

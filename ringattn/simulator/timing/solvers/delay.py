@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...progress import track
+from ..band.band import distinct
 from .recurrence import NO_DIRECT, DirectMessages, Phase, Ring, instant, largest
 
 #: Steps between two progress reports.
@@ -171,8 +172,8 @@ class DelayState:
         size, far = self.ring.ranks, changes.steps + 1
         later = changes.rank[changes.step > 0]
         origins = np.concatenate([firsts, firsts - 1, later, changes.direct.source, changes.direct.target])
-        origins = np.unique(origins % size)
+        origins = distinct(origins % size)
         apart = np.flatnonzero(np.diff(origins) > 2 * far)
         begins, ends = origins[np.append(0, apart + 1)[: len(origins)]], origins[np.append(apart, -1)[: len(origins)]]
         windows = [np.arange(begin - far, end + far + 1) for begin, end in zip(begins, ends, strict=True)]
-        return np.unique(np.concatenate([origins[:0], *windows]) % size)  # a window may pass the end of the ring
+        return distinct(np.concatenate([origins[:0], *windows]) % size)  # a window may pass the end of the ring

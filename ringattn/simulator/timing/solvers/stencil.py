@@ -14,7 +14,7 @@ import numpy as np
 
 from ....errors import Unsupported
 from ...progress import track
-from ..band.band import find_rank_breakpoints
+from ..band.band import distinct, find_rank_breakpoints
 from ..band.counts import BandCounts
 from ..band.messages import DirectCosts
 from ..problem import TimingProblem
@@ -79,14 +79,14 @@ def find_changed_runs(counts: BandCounts, steps: np.ndarray) -> tuple[np.ndarray
         find_rank_breakpoints(counts.band, counts.directions, counts.traffic, counts.distance(steps)) + row_keys
     )
     direct_breakpoints = counts.direct_breakpoints(int(steps[0]), int(steps[-1]) + 1)
-    keys = np.unique(np.concatenate([breakpoints.ravel(), direct_breakpoints]))
+    keys = distinct(np.concatenate([breakpoints.ravel(), direct_breakpoints]))
     keys = keys[keys < ranks * len(steps)]
     row, rank = np.divmod(keys, ranks)
     values = counts.count(rank, steps[row])
     begins = np.append(True, (values[:, 1:] != values[:, :-1]).any(axis=0)) | (rank == 0)
     starts, values = keys[begins], values[:, begins]
     # Between two of these keys, neither the step nor the previous step has a breakpoint.
-    both = np.unique(np.concatenate([starts, starts + ranks]))
+    both = distinct(np.concatenate([starts, starts + ranks]))
     both = both[(both >= ranks) & (both < ranks * len(steps))]
     now, before = (np.searchsorted(starts, key, side="right") - 1 for key in (both, both - ranks))
     differ = (values[:, now] != values[:, before]).any(axis=0)
@@ -169,7 +169,7 @@ class IncrementalSteps:
         for stall in self.counts.faults.stalls:  # a stall lasts one step
             rows = stall.step - int(steps[0]) + np.arange(2)
             keys.append(rows[(rows >= low) & (rows < high), None] * self.ranks + stall.rank)
-        row, rank = np.divmod(np.unique(np.concatenate([key.ravel() for key in keys])), self.ranks)
+        row, rank = np.divmod(distinct(np.concatenate([key.ravel() for key in keys])), self.ranks)
         near_ranks = (rank[:, None] + NEAR) % self.ranks
         numbers, values, interference = self._count(near_ranks, steps[row][:, None])
         middle = len(NEAR) // 2
@@ -179,9 +179,9 @@ class IncrementalSteps:
     def _count(self, ranks: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(numbers as in `totals`, coefficients and busy seconds, seconds of interference) of ranks at steps."""
         # Ranks near each other have neighbors in common: count each (step, rank) once.
-        keys, place = np.unique(steps * self.ranks + ranks, return_inverse=True)
-        step, rank = np.divmod(keys, self.ranks)
-        counted = self.counts.count(rank, step)[:, place.reshape(np.broadcast_shapes(ranks.shape, steps.shape))]
+        every = steps * self.ranks + ranks
+        step, rank = np.divmod(keys := distinct(every), self.ranks)
+        counted = self.counts.count(rank, step)[:, np.searchsorted(keys, every)]
         phase = self.counts.make_phase(counted, ranks, self.direct_costs, steps)
         interference = self.ring.busy(phase) - phase.compute - phase.merge
         seconds_late = np.zeros(counted.shape[1:])
