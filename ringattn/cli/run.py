@@ -17,7 +17,6 @@ from ..plan.plan import Plan
 from ..transport.base import Message, Post, Transport
 from ..transport.launcher import detect
 from ..transport.records import Exchange
-from .config.groups import check_least
 from .config.schema import RunConfig
 from .inputs import InputSource, open_source, read_shard
 from .ranks import check_ranks, rank_device, start_ranks
@@ -33,7 +32,6 @@ def main(config: RunConfig) -> dict[str, Any] | None:
     """
     config.check()
     check_ranks(config, "virtual")
-    check_least(config, repeat=1, sample=0)
     _check_paths(config)
     is_virtual = config.transport.spec == "virtual"
     launcher = detect().kind

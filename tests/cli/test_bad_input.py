@@ -228,3 +228,30 @@ def test_signals_at_start_up(tmp_path: Path, number: int, status: int, word: str
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )
     assert (done.returncode, done.stderr) == (status, f"ringattn: {word}\n")
+
+
+def test_bad_values_of_a_run_are_told_before_torch_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from ringattn.cli.main import main\n"
+        "sys.modules['torch'] = None\n"  # an import fails
+        "for words in sys.argv[1:]:\n"
+        "    sys.argv = ['ringattn', 'run', *words.split()]\n"
+        "    try: main()\n"
+        "    except SystemExit as end: assert end.code == 2\n"
+    )
+    told = {
+        "ranks=0": "ranks=0: must be at least 1",
+        "repeat=0": "repeat=0: must be at least 1",
+        "pattern=Windw(3)": "did you mean 'Window'?",
+        "tokens=12x": "tokens=12x: not a whole number",
+        "heads=8 kv_heads=3": "8 query heads cannot share 3 key/value heads",
+        "head_dim=0": "head_dim=0",
+        "dtype=int8": "dtype int8 is not supported",
+        "rotate=up": "rotate",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, *told], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True
+    )
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(told) and all(map(str.__contains__, lines, told.values())), done.stderr

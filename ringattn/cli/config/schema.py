@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ...errors import InvalidInput
+from ...pattern import parse_patterns
 from ...plan.schedules import takes_node
+from ...plan.steps import PlanSizes
 from ...registry import Registry
 from ...text import shorten
 from .defaults import settings_of
@@ -27,6 +29,7 @@ from .groups import (
     StudyGroup,
     TransportGroup,
     check_choice,
+    check_least,
     refuse,
 )
 
@@ -116,6 +119,13 @@ class RunConfig(ProblemSizes):
         if self.dtype == "auto":  # fast CUDA ops need 16 bits; a file has its own dtype
             on_cuda = self.transport.spec == "nccl" or self.transport.gpu_aware
             self.dtype = "bfloat16" if on_cuda and self.input.name != "file" else "float32"
+        # Here, before the verb imports torch, which takes seconds.
+        check_least(self, ranks=1, repeat=1, sample=0)
+        parse_patterns(self.pattern.spec)
+        self.size()
+        if self.input.name != "file":
+            names = (field.name for field in fields(PlanSizes) if field.name != "value_dim")
+            PlanSizes(**{name: getattr(self, name) for name in names})
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect in combination with the others."""
