@@ -387,6 +387,7 @@ class _Job(Generic[T]):
         except RuntimeError as error:
             self.error = error
         finally:
+            del self.call  # and the messages that it waits for: the thread holds its last job until the next one
             self.done = True
 
 

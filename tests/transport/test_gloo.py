@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 import rank_cases
-from rank_cases import check_told
+from rank_cases import check_told, messages_left
 
 from ringattn.errors import LaunchFailure
 from ringattn.transport import launcher
 
 Run = Callable[..., list[Any]]
 pytestmark = pytest.mark.multi
+
+
+def test_no_message_outlives_its_call(run_ranks: Run) -> None:
+    """The thread that waits for messages once kept those of its last wait until the next call."""
+    assert run_ranks(messages_left, 2) == [[], []]
 
 
 @pytest.mark.parametrize(

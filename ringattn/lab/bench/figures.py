@@ -92,7 +92,7 @@ def _choose(cases: list[CaseRecord], suite: BenchSuite | None) -> tuple[str, Row
     times: dict[str, dict[str, Bar]] = {}
     for case in cases:
         settings = case["settings"]
-        for name, column in case["columns"].items():
+        for name, column in case.get("columns", {}).items():
             label, series = _label(case), name
             if "system" in settings:
                 label, series = settings["system"], f"{settings['tokens']:,} tokens"

@@ -118,9 +118,11 @@ class PairLedger:
 class AuditingKernel(Kernel):
     """A kernel that records the pairs that it computes in a ledger, and writes counts into the gradients."""
 
-    def __init__(self, inner: Kernel, source: RowSource, layout: Layout, ledger: PairLedger) -> None:
+    def __init__(
+        self, inner: Kernel, source: RowSource, layout: Layout, ledger: PairLedger, queries_travel: bool = False
+    ) -> None:
         self.inner, self.source, self.layout, self.ledger = inner, source, layout, ledger
-        self.name = inner.name
+        self.name, self.queries_travel = inner.name, queries_travel
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self.inner.check(q, k, v)
@@ -176,9 +178,14 @@ class AuditingKernel(Kernel):
                 sums = [_between(m, low, high) for m in (wide, wide * wide)]
             seen = np.broadcast_to(entry(known, count, *sums), (*place.shape[:2], rows))
         pairs = np.broadcast_to(count, seen.shape)
-        for i, head in enumerate(work.heads):
+        for i, head in enumerate(self._find_heads(q, query) if self.queries_travel else work.heads):
             at = query[:, i].ravel()
             self.ledger.add(head, at, seen[:, i // group].ravel(), pairs[:, i // group].ravel())
+
+    def _find_heads(self, q: torch.Tensor, query: np.ndarray) -> list[int]:
+        """The head of each of the tensor's heads, by its first row: a message may bring the rows of some heads only."""
+        rows = [self.source.rows("q", range(p, p + 1))[0, :, 0] for p in query[0, :, 0].tolist()]
+        return [int((row == q[0, i, 0]).all(-1).byte().argmax()) for i, row in enumerate(rows)]
 
     def keys(self, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
         """Positions of keys, int64 [B, K, keys], from the tags of V; STRAY where the tags of K contradict them."""

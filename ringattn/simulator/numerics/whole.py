@@ -292,7 +292,7 @@ def whole(
         ledger = PairLedger(np.concatenate([done.q_layout.positions(rank) for rank in members]), plan.heads)
 
         def audited(ledger: PairLedger = ledger) -> Kernel:
-            return AuditingKernel(plain, source, plan.layout, ledger)
+            return AuditingKernel(plain, source, plan.layout, ledger, plan.forward_rotates == "q")
 
         outcomes, passes = execute(group, source, audited, scale, grads=grads, fault=fault)
         report.answered += passes[0].answered

@@ -53,6 +53,15 @@ def test_random_rectangles_are_the_dense_result(cross: bool, monkeypatch: pytest
         _same(plan, rectangle, source, [outcome for group in seen for outcome in group])
 
 
+def test_queries_of_some_heads_only_are_counted_under_their_heads() -> None:
+    """Offsets differ by head, so a rank may need a block's queries of one head, which then travel alone."""
+    sizes: dict[str, Any] = {"tokens": 43, "q_tokens": 43, "ranks": 3, "heads": 2, "head_dim": 8, "dtype": "float64"}
+    layouts: dict[str, Any] = {"layout": "contiguous", "q_layout": "shifted(striped, 8)", "schedule": "double_ring(1)"}
+    plan = ra.make_plan(ra.Dilated((8, 16), (1, 2)), rotate="q", **sizes, **layouts)
+    report = whole(plan, make_source(plan), grads=True)
+    assert report.passed, report
+
+
 def _same(plan: Plan, rectangle: Rectangle, source: Any, outcomes: list[Any]) -> None:
     """Outputs and gradients of all ranks are those of dense attention."""
     sides = plan.layout_of("q"), plan.layout, plan.layout, plan.layout_of("q")
