@@ -22,15 +22,16 @@ MOST_TOKENS = 1 << 18
 #: Work of a backward divided by that of its forward: five matrix products against two.
 BACKWARD_WORK = 2.5
 DILATED = "(2048, 4096, 8192), (1, 2, 4)"
-#: Name, pattern, and the promised ratio of its rate of useful work to the rate of dense attention.
+#: Name, pattern, and the promised ratio of its rate of useful work to the rate of dense attention. Below 0.8, PyTorch's
+#: flash op for CPUs sets the limit: it computes up to 512 keys for a row that sees fewer (docs/measured.md).
 RATES: tuple[tuple[str, str, float | None], ...] = (
     ("dilated_group", f"Dilated({DILATED}, mix='group')", 0.85),
     ("longnet", f"Dilated({DILATED})", 0.80),
     ("local_window_1_8", "local_window(128, density=0.125)", 0.70),
-    ("strided_blocks_1_8", "strided_blocks(128, stride=8)", 0.70),
-    ("dilated_blocks_1_8", "dilated_blocks(128, density=0.125)", 0.70),
+    ("strided_blocks_1_8", "strided_blocks(128, stride=8)", 0.55),
+    ("dilated_blocks_1_8", "dilated_blocks(128, density=0.125)", 0.60),
     ("causal_blocks_1_4", "dilated_blocks(128, density=0.25) & Causal()", None),
-    ("window_256", "Window(255)", 0.50),
+    ("window_256", "Window(255)", 0.40),
     ("window_1024", "Window(1023)", None),
     ("documents_16", f"Documents({[512] * 16})", None),
 )
