@@ -143,8 +143,8 @@ def small() -> list[BenchCase]:
     """The kinds of cases of suite "ring", at sizes for tests. The memory case needs a process with a fresh heap."""
     return [
         ring._memory_case(2, rows=1024),
-        ring._ring_case("dense", 256, False, False, None),
-        ring._ring_case("causal_backward", 256, True, True, 0.5),
+        ring._ring_case("dense", 256, False, False),
+        ring._ring_case("causal_backward", 256, True, True),
         *(ring._half_case(dtype, True, True, 256) for dtype in HALF),
     ]
 
@@ -163,9 +163,9 @@ def measured() -> list[dict[str, dict[str, Any]]]:
 @pytest.mark.parametrize("name", ["dense", "causal_backward"])
 def test_what_is_timed_is_right(name: str, measured: list[dict[str, dict[str, Any]]]) -> None:
     found = measured[0][name]
-    columns = ["single", "ring", "template", "template_a2a"]
+    columns = ["single", "compute", "ring", "template", "template_a2a"]
     assert list(found["times"]) == columns and all(len(times) == 2 for times in found["times"].values())
-    assert list(found["errors"]) == columns[1:] and max(found["errors"].values()) < 1e-5
+    assert list(found["errors"]) == columns[2:] and max(found["errors"].values()) < 1e-5
 
 
 @pytest.mark.multi
@@ -197,6 +197,6 @@ def test_tables_show_every_case(measured: list[dict[str, dict[str, Any]]]) -> No
     row = dict(zip(columns.header, shown["causal_backward", "template_a2a"], strict=True))
     assert row["median"] and row["IQR"] and row["peak of tensors"] and row["error"] and row["threads"] == "1"
     assert [row[1] for row in ratios.rows if row[1].startswith("template_a2a")] == ["template_a2a / ring"] * 2
-    assert ">= 0.5" in ratios.rows[3] and "<= 1.1" in formulas.rows[0]
+    assert ">= 0.9" in ratios.rows[3] and "<= 1.1" in formulas.rows[0]
     peaks = cases[1]["columns"]["ring"]["peaks"]
     assert peaks["after"] >= 4 * 128 * 8 * 64 * 4 and peaks["after"] <= peaks["tensors"] < 4 * peaks["after"]
