@@ -76,7 +76,7 @@ def link_files(app: Any, document: nodes.document) -> None:
         # Relative to the page, to the folder of the pages, or, in README.md, to the checkout; or absolute.
         places = (page.parent / target, HERE / target.lstrip("/"), ROOT / target)
         source = next((place for place in places if place.is_file()), None)
-        if source is None:  # an anchor
+        if source is None:  # an anchor, or a name in the code
             continue
         path = source.resolve().relative_to(ROOT)
         if path.suffix == ".md" and path.parts[0] == "docs":

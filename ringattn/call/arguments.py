@@ -106,7 +106,7 @@ OPTION_NAMES = tuple(AttentionKeywords.__annotations__)
 
 def check_type(name: str, value: object, annotation: str) -> None:
     """Raise InvalidInput unless the value has one of the types in the annotation."""
-    if not _has_type(type(value), annotation):  # type: ignore[arg-type]  # mypy takes the hash of values for that of types
+    if not _has_type(type(value), annotation):  # type: ignore[arg-type]  # mypy takes a type's hash for its values'
         hint = f"; try {name}={name}.item()" if isinstance(value, Tensor | np.ndarray) else ""
         raise InvalidInput(f"{name}={' '.join(repr(value).split())}: expected {annotation}{hint}")
 

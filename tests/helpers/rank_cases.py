@@ -45,7 +45,7 @@ def messages_left(rank: int) -> list[int]:
     ra.ring_attention(q, k, v, Full(), layout="contiguous").sum().backward()
     del q, k, v
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's names that some objects touch
+        warnings.simplefilter("ignore")  # isinstance asks torch's lazy objects, some of which are deprecated
         return [x.numel() for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.numel() >= 4096]
 
 

@@ -33,12 +33,12 @@ def plans_from_config(config: ProblemSizes, machine: Machine | None = None, **re
     Pass `machine` if the machine of the configuration is already built. `replaced` are arguments of `make_plan` that
     override the configuration, such as the sizes of an input file.
     """
-    names = ("ranks", "heads", "kv_heads", "head_dim", "dtype", "batch", "comm_dtype", "rotate")
     arguments: dict[str, Any] = {
         "tokens": config.size(),
         "layout": config.layout.spec,
         "schedule": config.schedule.spec,
-        **{name: getattr(config, name) for name in names},
+        "ranks": config.ranks,
+        **config.sizes(),
         **config.queries(),
         **replaced,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from ...errors import InvalidInput
@@ -85,6 +85,11 @@ class ProblemSizes:
         """The tokens of the sequence. Raises InvalidInput."""
         return parse_size(self.tokens, "tokens")
 
+    def sizes(self) -> dict[str, Any]:
+        """The arguments of `PlanSizes`, which `make_plan` also takes."""
+        names = ("heads", "kv_heads", "head_dim", "dtype", "batch", "comm_dtype", "rotate")
+        return {name: getattr(self, name) for name in names}
+
     def queries(self) -> dict[str, Any]:
         """The arguments of `make_plan` about queries that are not the keys. Raises InvalidInput."""
         return {}
@@ -124,8 +129,7 @@ class RunConfig(ProblemSizes):
         parse_patterns(self.pattern.spec)
         self.size()
         if self.input.name != "file":
-            names = (field.name for field in fields(PlanSizes) if field.name != "value_dim")
-            PlanSizes(**{name: getattr(self, name) for name in names})
+            PlanSizes(**self.sizes())
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect in combination with the others."""

@@ -116,7 +116,10 @@ class PairLedger:
 
 
 class AuditingKernel(Kernel):
-    """A kernel that records the pairs that it computes in a ledger, and writes counts into the gradients."""
+    """A kernel that records the pairs that it computes in a ledger, and writes counts into the gradients.
+
+    With `queries_travel` (pass-Q), the heads of a work count the heads of a message, not those of the plan.
+    """
 
     def __init__(
         self, inner: Kernel, source: RowSource, layout: Layout, ledger: PairLedger, queries_travel: bool = False
@@ -183,9 +186,10 @@ class AuditingKernel(Kernel):
             self.ledger.add(head, at, seen[:, i // group].ravel(), pairs[:, i // group].ravel())
 
     def _find_heads(self, q: torch.Tensor, query: np.ndarray) -> list[int]:
-        """The head of each of the tensor's heads, by its first row: a message may bring the rows of some heads only."""
-        rows = [self.source.rows("q", range(p, p + 1))[0, :, 0] for p in query[0, :, 0].tolist()]
-        return [int((row == q[0, i, 0]).all(-1).byte().argmax()) for i, row in enumerate(rows)]
+        """The number of each head of `q`, found by the head's first row, as a message may bring some heads only."""
+        places = query[0, :, 0].tolist()
+        rows = {p: self.source.rows("q", range(p, p + 1))[0, :, 0] for p in {*places}}  # mostly one place
+        return [int((rows[p] == q[0, i, 0]).all(-1).byte().argmax()) for i, p in enumerate(places)]
 
     def keys(self, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
         """Positions of keys, int64 [B, K, keys], from the tags of V; STRAY where the tags of K contradict them."""

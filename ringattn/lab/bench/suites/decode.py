@@ -16,7 +16,8 @@ CONTEXT = 1 << 16
 NOTE = (
     "alone is scaled_dot_product_attention in one process of two threads, its keys and values in place; step is "
     "KVCache.step on two ranks of one thread, with its record (beside the messages, check=deferred), the new rows, the "
-    "merge and a crop back. At least 0.8 is promised for one token: 0.87 was measured, and the rest is messages"
+    "merge and a crop back. At least 0.8 is promised for one token: 0.87 was measured, the rest being what a step does "
+    "besides its kernel"
 )
 
 

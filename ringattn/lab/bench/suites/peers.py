@@ -23,7 +23,7 @@ RANKS, TOKENS = 2, 4096
 #: By mask, the promised ratio of the time of the fastest peer with correct results to our time. On dense and causal
 #: masks, up to five peers call the same op, and the fastest of them took 0.84 to 1.0 of our time. On windows and
 #: documents FlexAttention's compiled kernel is the fastest; PyTorch's flash op limits ours (docs/measured.md).
-TARGETS = {"dense": 0.8, "causal": 0.8, "window": 1.0, "documents": 1.0, "dilated": 1.9}
+TARGETS = {"dense": 0.8, "causal": 0.8, "window": 1.0, "documents": 1.0, "dilated": 2.0}
 #: Layouts for masks with which contiguous shards would not have equal work.
 LAYOUTS = {"causal": "zigzag", "documents": "zigzag"}
 NOTE = (
