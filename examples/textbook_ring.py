@@ -77,3 +77,4 @@ if __name__ == "__main__":
     q, k, v = (torch.randn(1, 4, 256, 64, requires_grad=True) for _ in "qkv")
     RingAttention.apply(q, k, v, True).sum().backward()
     print(f"rank {dist.get_rank()} of {dist.get_world_size()}: |dk| = {k.grad.norm():.3f}")
+    dist.destroy_process_group()

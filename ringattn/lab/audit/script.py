@@ -14,47 +14,53 @@ from .oracle import see
 SCRIPT = """# {feature}: torchrun --nproc-per-node {ranks} this.py
 import torch, torch.distributed as dist
 {target}
+def main(group):
+    rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), torch.{dtype}
+    torch.manual_seed(0)
+    q, grad = torch.randn(2, {batch}, {heads}, {tokens}, {head_dim}).to(dtype).double()
+    k, v = torch.randn(2, {batch}, {kv_heads}, {tokens}, {head_dim}).to(dtype).double()
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    seen = torch.tensor({seen}).bool()  # queries x keys
+    scores = (q @ k.repeat_interleave({group}, 1).mT * {scale}){softcap}.masked_fill(~seen, -torch.inf)
+    exact = scores.softmax(-1).nan_to_num(0.0) @ v.repeat_interleave({group}, 1)
+    exact = [exact, *torch.autograd.grad(exact, (q, k, v), grad)]
+    rows = torch.tensor({rows}[rank])
+    mine = [x[:, :, rows].detach().to(dtype).requires_grad_() for x in (q, k, v)]
+    out = {function}(*mine, group=group{keywords})
+    out = out[0] if isinstance(out, tuple) else out
+    found = [out, *torch.autograd.grad(out, mine, grad[:, :, rows].to(dtype))]
+    for name, x, y in zip(("out", "dq", "dk", "dv"), found, exact):
+        print(f"rank {{rank}} {{name}}: largest error {{(x.double() - y[:, :, rows]).abs().max():.1e}}")
 dist.init_process_group("gloo")
-rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), torch.{dtype}
-torch.manual_seed(0)
-q, grad = torch.randn(2, {batch}, {heads}, {tokens}, {head_dim}).to(dtype).double()
-k, v = torch.randn(2, {batch}, {kv_heads}, {tokens}, {head_dim}).to(dtype).double()
-q, k, v = (x.requires_grad_() for x in (q, k, v))
-seen = torch.tensor({seen}).bool()  # queries x keys
-scores = (q @ k.repeat_interleave({group}, 1).mT * {scale}){softcap}.masked_fill(~seen, -torch.inf)
-exact = scores.softmax(-1).nan_to_num(0.0) @ v.repeat_interleave({group}, 1)
-exact = [exact, *torch.autograd.grad(exact, (q, k, v), grad)]
-rows = torch.tensor({rows}[rank])
-mine = [x[:, :, rows].detach().to(dtype).requires_grad_() for x in (q, k, v)]
-out = {function}(*mine, group=dist.group.WORLD{keywords})
-out = out[0] if isinstance(out, tuple) else out
-found = [out, *torch.autograd.grad(out, mine, grad[:, :, rows].to(dtype))]
-for name, x, y in zip(("out", "dq", "dk", "dv"), found, exact):
-    print(f"rank {{rank}} {{name}}: largest error {{(x.double() - y[:, :, rows]).abs().max():.1e}}")
+main(dist.group.WORLD)  # a function: a graph that outlives it would keep the group past its end
 dist.barrier()
+dist.destroy_process_group()
 """
 MODEL = """# {feature}: torchrun --nproc-per-node {ranks} this.py
 import torch, torch.distributed as dist
 {target}
+def main(group):
+    rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), torch.{dtype}
+    torch.manual_seed(1)
+    model = {model}.eval().to(dtype)
+    state = {{name: x.clone() for name, x in model.state_dict().items()}}
+    batch = {inputs}
+    ids = torch.tensor(batch["input_ids"])
+    rows = torch.tensor({rows}[rank])
+    out = {function}(model, {{name: torch.tensor(x) for name, x in batch.items()}}, group=group)
+    out = getattr(out, "logits", out).double()
+    torch.manual_seed(1)
+    alone = {model}.eval()
+    alone.load_state_dict(state)
+    alone.double().set_attn_implementation("eager")
+    for a, b in {spans}:
+        exact, seen = alone(ids[:, a:b], use_cache=False).logits, (rows >= a) & (rows < b)
+        error = (out[:, seen] - exact[:, rows[seen] - a]).abs()
+        print(f"rank {{rank}} tokens {{a}} .. {{b - 1}}: largest error {{error.max() if error.numel() else 0:.1e}}")
 dist.init_process_group("gloo")
-rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), torch.{dtype}
-torch.manual_seed(1)
-model = {model}.eval().to(dtype)
-state = {{name: x.clone() for name, x in model.state_dict().items()}}
-batch = {inputs}
-ids = torch.tensor(batch["input_ids"])
-rows = torch.tensor({rows}[rank])
-out = {function}(model, {{name: torch.tensor(x) for name, x in batch.items()}}, group=dist.group.WORLD)
-out = getattr(out, "logits", out).double()
-torch.manual_seed(1)
-alone = {model}.eval()
-alone.load_state_dict(state)
-alone.double().set_attn_implementation("eager")
-for a, b in {spans}:
-    exact, seen = alone(ids[:, a:b], use_cache=False).logits, (rows >= a) & (rows < b)
-    error = (out[:, seen] - exact[:, rows[seen] - a]).abs()
-    print(f"rank {{rank}} tokens {{a}} .. {{b - 1}}: largest error {{error.max() if error.numel() else 0:.1e}}")
+main(dist.group.WORLD)  # a function: a graph that outlives it would keep the group past its end
 dist.barrier()
+dist.destroy_process_group()
 """
 SIZES = ("feature", "batch", "heads", "kv_heads", "tokens", "head_dim", "dtype")
 
