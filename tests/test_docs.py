@@ -303,8 +303,8 @@ def test_errors_on_published_measurements_are_those_of_their_page() -> None:
     assert any(line.startswith("| all |") and row.startswith(line) for line in pages[1].splitlines())
     count, half, most = re.findall(r"\| all \| (\d+) \| ([\d.]+) / ([\d.]+) %", row)[0]
     told = " ".join(pages[0].split())
-    assert f"Predictions of {count} published times" in told
-    assert f"a median error of {half} %, and a 90th percentile of {most} %" in told
+    assert f"predicts {count} published attention times" in told
+    assert f"a median error of {half} % and a 90th percentile of {most} %" in told
     (kept,) = re.findall(r"the errors of all are (\d\S* and \d+ %)", " ".join(pages[2].split()))
     assert f"with them, the errors are {kept}" in told
 
