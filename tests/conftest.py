@@ -30,9 +30,6 @@ settings.load_profile("ringattn")
 # Without a GPU the tests of Triton's kernels need Triton's interpreter, which is chosen when Triton is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Tests are small: threads that wait for each other on a busy machine make them fifty times slower, not faster.
-torch.set_num_threads(1)
-
 #: Files that take longest. Those come first, so that no process ends long after the other.
 SLOW_FILES = (
     *("integrations/test_transformers.py", "runtime/test_deferred.py", "transport/test_mpi.py"),
@@ -59,6 +56,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000)
+
+
+def pytest_runtest_setup() -> None:
+    """Tests are small: threads that wait for each other on a busy machine make them fifty times slower, not faster.
+
+    A command that a test before this one ran in this process may have set more.
+    """
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
