@@ -306,7 +306,7 @@ def test_errors_on_published_measurements_are_those_of_their_page() -> None:
     assert f"predicts {count} published attention times" in told
     assert f"a median error of {half} % and a 90th percentile of {most} %" in told
     (kept,) = re.findall(r"the errors of all are (\d\S* and \d+ %)", " ".join(pages[2].split()))
-    assert f"with them, the errors are {kept}" in told
+    assert f"With these 30, the errors are {kept}" in told
 
 
 SITE = ROOT / "docs/_build/html"
