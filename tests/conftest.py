@@ -30,6 +30,7 @@ settings.load_profile("ringattn")
 # Without a GPU the tests of Triton's kernels need Triton's interpreter, which is chosen when Triton is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
 #: Files that take longest. Those come first, so that no process ends long after the other.
 SLOW_FILES = (
     *("integrations/test_transformers.py", "runtime/test_deferred.py", "transport/test_mpi.py"),
@@ -61,7 +62,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup() -> None:
     """Tests are small: threads that wait for each other on a busy machine make them fifty times slower, not faster.
 
-    A command that a test before this one ran in this process may have set more.
+    An earlier test may have run a command in this process that set more threads.
     """
     torch.set_num_threads(1)
 

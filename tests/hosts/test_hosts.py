@@ -73,7 +73,7 @@ LOST = "rank [01] does not answer: its process hangs or is stopped, or its host 
 FAULTS: dict[str, tuple[Callable[[Hosts], Any], float, float, int, str, str]] = {
     "the link is down": (lambda hosts: hosts.set_link(1, "down"), 30, TIMEOUT, 2048, LOST, LOST),
     "the link goes down in a pass": (lambda hosts: hosts.set_link(1, "down"), 30, TIMEOUT, 1 << 15, LOST, LOST),
-    # TCP tries again after 1, 2, 4, 8 s and longer: a link that is up again is not used at once.
+    # TCP doubles its wait after each retry, so a link that is up again may stay unused for many seconds.
     "the link is down for 3 s": (_interrupt, 5, 30, 2048, "fine", "fine"),
     "the link is slow": (lambda hosts: hosts.set_rate(1, RATE / 100), 1, 20, 2048, "fine", "fine"),
     "the host dies": (_lose, 30, TIMEOUT, 2048, "", LOST),

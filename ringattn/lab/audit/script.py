@@ -11,12 +11,20 @@ from .cases import Case
 from .judge import place_rows
 from .oracle import see
 
-SCRIPT = """# {feature}: torchrun --nproc-per-node {ranks} this.py
+#: How every script begins and ends. Its work is a function, so that no graph keeps the process group after its
+#: destruction: Gloo's threads would hold tensors while Python ends, which aborts.
+BEGIN = """# {feature}: torchrun --nproc-per-node {ranks} this.py
 import torch, torch.distributed as dist
 {target}
 def main(group):
     rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), torch.{dtype}
-    torch.manual_seed(0)
+"""
+END = """dist.init_process_group("gloo")
+main(dist.group.WORLD)
+dist.barrier()
+dist.destroy_process_group()
+"""
+SCRIPT = """    torch.manual_seed(0)
     q, grad = torch.randn(2, {batch}, {heads}, {tokens}, {head_dim}).to(dtype).double()
     k, v = torch.randn(2, {batch}, {kv_heads}, {tokens}, {head_dim}).to(dtype).double()
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -31,17 +39,8 @@ def main(group):
     found = [out, *torch.autograd.grad(out, mine, grad[:, :, rows].to(dtype))]
     for name, x, y in zip(("out", "dq", "dk", "dv"), found, exact):
         print(f"rank {{rank}} {{name}}: largest error {{(x.double() - y[:, :, rows]).abs().max():.1e}}")
-dist.init_process_group("gloo")
-main(dist.group.WORLD)  # a function: a graph that outlives it would keep the group past its end
-dist.barrier()
-dist.destroy_process_group()
 """
-MODEL = """# {feature}: torchrun --nproc-per-node {ranks} this.py
-import torch, torch.distributed as dist
-{target}
-def main(group):
-    rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), torch.{dtype}
-    torch.manual_seed(1)
+MODEL = """    torch.manual_seed(1)
     model = {model}.eval().to(dtype)
     state = {{name: x.clone() for name, x in model.state_dict().items()}}
     batch = {inputs}
@@ -57,10 +56,6 @@ def main(group):
         exact, seen = alone(ids[:, a:b], use_cache=False).logits, (rows >= a) & (rows < b)
         error = (out[:, seen] - exact[:, rows[seen] - a]).abs()
         print(f"rank {{rank}} tokens {{a}} .. {{b - 1}}: largest error {{error.max() if error.numel() else 0:.1e}}")
-dist.init_process_group("gloo")
-main(dist.group.WORLD)  # a function: a graph that outlives it would keep the group past its end
-dist.barrier()
-dist.destroy_process_group()
 """
 SIZES = ("feature", "batch", "heads", "kv_heads", "tokens", "head_dim", "dtype")
 
@@ -85,9 +80,9 @@ def write_script(target: Callable[..., Any], name: str, case: Case, ranks: int, 
         more, made = models.spell(model)
         batch = {name: x.tolist() for name, x in models.make_batch(case).items()}
         spans = models.find_spans(case)
-        return MODEL.format(**known, target=f"{source}\n{more}", model=made, inputs=batch, spans=spans)
+        return (BEGIN + MODEL + END).format(**known, target=f"{source}\n{more}", model=made, inputs=batch, spans=spans)
     cap = case.mask.get("softcap")
-    return SCRIPT.format(
+    return (BEGIN + SCRIPT + END).format(
         **known,
         target=source,
         group=case.heads // case.kv_heads,
