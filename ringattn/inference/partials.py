@@ -68,12 +68,12 @@ def merge_ranks(rank: int, size: int, out: Tensor, lse: Tensor, merge: str, tags
     inbox = empty((size, share.stop - share.start, flat.shape[1]), out.dtype, out.device)
     inbox[rank].copy_(flat[share])
     sends = [as_bytes(flat)] * size if merge == "gather" else [as_bytes(flat[cut]) for cut in cuts]
-    yield from exchange(rank, sends, [*map(as_bytes, inbox)], tags.of(0), label)
-    space = MergeSpace()
+    yield from exchange(rank, sends, as_bytes(inbox).view(size, -1).unbind(), tags.of(0), label)
+    space, partials = MergeSpace(), inbox[:, None, None]
+    first, *others = zip(partials[..., :-1].unbind(), partials[..., -1].unbind(), strict=True)
+    for part in others:
+        merge_(*first, *part, space=space)
     total = inbox[0]
-    for part in inbox[1:]:
-        a, b = total[None, None], part[None, None]
-        merge_(a[..., :-1], a[..., -1], b[..., :-1], b[..., -1], space=space)
     if merge == "scatter":
         whole = empty(flat.shape, out.dtype, out.device)
         whole[share].copy_(total)
