@@ -261,6 +261,7 @@ def test_headlines_are_those_of_the_newest_stored_runs() -> None:
     messages = [schedules[case][f"allgather_messages / {name}_messages"] for case, name in map(str.split, cases)]
     assert f"| {' | '.join(messages)} |" in measured
     assert f"{float(hosts['window_100']['allgather / ring']):.0f} times as fast as an all-gather's" in readme
+    assert f"{float(hosts['window_1600']['allgather / ring']):.1f} times over 1,600 Mbit/s" in readme
     for rate in (100, 400, 1600):
         times = [hosts[f"{mask}_{rate}"]["allgather / ring"] for mask in ("causal", "window", "documents")]
         assert f"| {rate:,} | {' | '.join(times)} |" in measured
