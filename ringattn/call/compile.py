@@ -76,7 +76,7 @@ class CompiledCall:
 
     @cached_property
     def cache(self) -> Cache:
-        """The results of the call's `cached` functions: plans, and what ranks compare."""
+        """Results of functions of this call that are computed once: its plans, and what ranks compare."""
         return Cache(ANSWERS, _count_bytes, grows=True)
 
     @property

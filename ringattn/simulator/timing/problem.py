@@ -38,7 +38,7 @@ class RingProblem:
 
     @property
     def calls(self) -> int:
-        """Visits plus steps without a visit, of the rank with the most."""
+        """The most visits of a rank, where a step without a visit counts as one."""
         return self.steps if self.counts is None else self.counts.calls
 
 
