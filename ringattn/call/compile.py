@@ -76,7 +76,7 @@ class CompiledCall:
 
     @cached_property
     def cache(self) -> Cache:
-        """Results of functions of this call that are computed once: its plans, and what ranks compare."""
+        """Results that this call computes once: its plans, and the digests by which ranks compare calls."""
         return Cache(ANSWERS, _count_bytes, grows=True)
 
     @property

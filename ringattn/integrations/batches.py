@@ -114,10 +114,10 @@ def shard_batch(
 ) -> dict[str, Tensor]:
     """This rank's shard of a batch of whole sequences, as keyword arguments of the model.
 
-    batch: `input_ids` [B, N], and optionally `labels`, `attention_mask` (0 for padding, 1 or the number of its
-        document for a token), `position_ids`, `token_type_ids` and `loss_weights`, all [B, N] and equal on all ranks;
-        `shift_labels` in place of `labels` if labels and weights are already shifted. Labels of sequences, [S] or
-        floats [S, classes], and `start_positions` and `end_positions` [B] are not cut; S is B, or the number of packed
+    batch: `input_ids` [B, N], and optionally `labels`, `attention_mask` (0 for padding; for a token 1, or the
+        number of its document), `position_ids`, `token_type_ids` and `loss_weights`, all [B, N] and equal on all ranks;
+        `shift_labels` in place of `labels` if labels and weights are already shifted. Labels per sequence, [S] or
+        floats [S, classes], and `start_positions` and `end_positions` [B] stay whole; S is B, or the number of packed
         documents. If `inputs_embeds` [B, N, d] are given, the model gets them, and `input_ids` only set the shape.
         position_ids may be [3, B, N], or [4, B, N] with those of the text first. `decoder_input_ids` [B, M] and
         `decoder_attention_mask` are for an encoder-decoder model, whose labels are [B, M].

@@ -183,7 +183,7 @@ class PlanSizes(Value):
         return self.heads // ulysses_size, max(self.kv_heads // ulysses_size, 1)
 
     def exchange_bytes(self, kind: Kind, rows: Sequence[int], ulysses_size: int) -> int:
-        """Bytes of a message inside a Ulysses group with the heads of one rank; `rows` has the rows of each tensor."""
+        """Bytes of one message between two ranks of a Ulysses group: one rank's heads, `rows` rows of each tensor."""
         item = ITEM_BYTES[self.dtype]
         heads, kv_heads = self.member_heads(ulysses_size)
         if kind in ("qkv", "dqkv"):

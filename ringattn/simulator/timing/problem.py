@@ -38,7 +38,7 @@ class RingProblem:
 
     @property
     def calls(self) -> int:
-        """The most visits of a rank, where a step without a visit counts as one."""
+        """The largest number of calls of a rank: one per visit, and one per step without a visit."""
         return self.steps if self.counts is None else self.counts.calls
 
 
