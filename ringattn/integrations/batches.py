@@ -119,7 +119,7 @@ def shard_batch(
         `shift_labels` in place of `labels` if labels and weights are already shifted. Labels per sequence, [S] or
         floats [S, classes], and `start_positions` and `end_positions` [B] stay whole; S is B, or the number of packed
         documents. If `inputs_embeds` [B, N, d] are given, the model gets them, and `input_ids` only set the shape.
-        position_ids may be [3, B, N], or [4, B, N] with those of the text first. `decoder_input_ids` [B, M] and
+        position_ids may be [3, B, N], or [4, B, N] with the text's at index 0. `decoder_input_ids` [B, M] and
         `decoder_attention_mask` are for an encoder-decoder model, whose labels are [B, M].
     cu_seqlens: the borders of packed documents, [0, ..., N] for all rows or one such list per row. Default:
         `cu_seq_lens_q` of the batch; without it, a document starts where the numbers of the mask or of `seq_idx`
@@ -131,13 +131,13 @@ def shard_batch(
 
     - `labels`, shifted before the cut, so that no label is lost between shards or crosses documents; shifted labels
       also appear as `shift_labels`;
-    - `loss_weights`, shifted alike, 0 without a label; models refuse them: take them out, for a loss of your own;
+    - `loss_weights`, shifted alike, 0 without a label; models do not take them: pop them, for a loss of your own;
     - `attention_mask`, only if some rank has padding;
     - `cu_seq_lens_q` for documents, [B, most borders], filled up with N if rows differ;
     - `batch_digest`: the model reads the number of labels and the largest position from it, and checks by it that all
       ranks were given the same batch.
 
-    Padding has no label (in transformers the last padding before a row predicts its first token). position_ids count
+    Padding has no label (in transformers, the last padding on the left predicts the first token). position_ids count
     from the first token that is not padding, and from 0 in each document.
     """
     if isinstance(batch, Mapping) and "decoder_input_ids" in batch:

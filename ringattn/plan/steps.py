@@ -164,7 +164,7 @@ class PlanSizes(Value):
         return self.kv_heads if kind in OF_KEYS else self.heads
 
     def part_widths(self, kind: Kind) -> tuple[int, ...]:
-        """The sizes of the last dimension of the tensors of a block or of its sums."""
+        """The last dimension of each tensor that a message of this kind carries, inputs or sums."""
         if kind == "row":  # lse and delta
             return 1, 1
         if kind == "part":  # out and lse
