@@ -76,7 +76,7 @@ class CompiledCall:
 
     @cached_property
     def cache(self) -> Cache:
-        """Results that this call computes once: its plans, and the digests by which ranks compare calls."""
+        """Results that this call computes once: its plans, and the records by which ranks compare calls."""
         return Cache(ANSWERS, _count_bytes, grows=True)
 
     @property

@@ -24,8 +24,8 @@ from ringattn.transport.torchdist import TorchDist
 
 #: How ranks compare their calls: each way in a group of its own, so that both meet the same fault.
 CHECKS = ("now", "deferred")
-#: The bytes of a full TCP segment on Ethernet.
-SEGMENT = 1448
+#: The maximum segment size of TCP on Ethernet, in bytes.
+MSS = 1448
 DOCUMENTS = [260, 33, 700, 5, 402, 648]
 
 
@@ -61,11 +61,11 @@ def _sent(hosts: Hosts) -> tuple[int, int]:
     """The bytes that host 0 has sent over its link, and those of them that TCP sent again, by the kernel's counts."""
     table = subprocess.check_output([*hosts.command(0), "cat", "/proc/net/snmp"], text=True)
     names, values = (line.split() for line in table.splitlines() if line.startswith("Tcp:"))
-    return hosts.sent_bytes(0), SEGMENT * int(values[names.index("RetransSegs")])
+    return hosts.sent_bytes(0), MSS * int(values[names.index("RetransSegs")])
 
 
 def link_bytes(rank: int, hosts: Hosts, transport: TorchDist) -> dict[str, tuple[int, int, int]]:
-    """As `_sent`, and the bytes planned, of calls with forward and backward."""
+    """(bytes sent, bytes sent again, see `_sent`; bytes planned) of each call, forward and backward."""
     size, tokens, found = transport.size, sum(DOCUMENTS), {}
     x = torch.randn(1, 8, tokens, 64, generator=torch.Generator().manual_seed(rank))
     inside = range(hosts.cluster.ranks_per_node)
@@ -97,7 +97,9 @@ def link_bytes(rank: int, hosts: Hosts, transport: TorchDist) -> dict[str, tuple
 def suffer(rank: int, folder: str, timeout: float, tokens: int, seconds: float) -> None:
     """Calls on two hosts of two ranks until one fails, for `seconds` at most. A rank of each host is in each group.
 
-    The group's rank on the first host says which call is the last: by clocks of their own, one might make a call more.
+    In each group, the rank on the first host decides which call is the last. If each rank used its own clock, one could
+    make a call that the other never joins.
+
     When all ranks have made a call they write files into `folder`/ready, wait for `folder`/go, and write after how many
     seconds they were told what into `folder`/told.
     """
