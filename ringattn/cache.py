@@ -35,8 +35,8 @@ class Cache:
     """A thread-safe cache that drops the least recently used entries beyond `limit` bytes.
 
     The newest entry stays even if it alone exceeds the limit. `size` returns the bytes of a value (default:
-    `estimate_bytes`). Set `grows` if values grow while they are cached: entries are then measured again after use and
-    before they are dropped.
+    `estimate_bytes`). Set `grows` if values grow while they are cached: they are then measured again after each use,
+    and before entries are dropped.
     """
 
     def __init__(self, limit: int, size: Callable[[Any], int] | None = None, *, grows: bool = False) -> None:
@@ -101,7 +101,7 @@ class Cache:
 
 
 def cached(compute: F) -> F:
-    """Decorate a function of an object and hashable arguments: its results are kept in the object's `cache`.
+    """Decorate a method, or function of an object, with hashable arguments: results are kept in the object's `cache`.
 
     The key is the function and its arguments, so functions never share entries. A default argument left out or given
     makes two different keys.
@@ -162,7 +162,7 @@ class Value:
         return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
 
     def kept_hash(self) -> int:
-        """The hash of all fields, computed once: the `__hash__` of values that are long, or keys of many tables."""
+        """The hash of all fields, computed once: for the `__hash__` of values that are large, or keys of many dicts."""
         return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class Value:
 
 
 class Numbered(Value):
-    """Base of values that may be new objects in each call of a compiled function."""
+    """Base of values that a compiled function may make again in each call: equal values share a number in its graph."""
 
     #: The key in `NUMBERED`. Every value has its own number, even if values are equal.
     number = 0

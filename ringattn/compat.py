@@ -92,7 +92,8 @@ def create_dilated_attention(
     - "auto": as "ring" if `ring_size` is given or a process group is initialized, else as "standard".
     - "block_sparse": see `create_block_sparse_attention`.
 
-    `options` are those of `ringattn.nn.DilatedAttention`, among them mix="lse" for LongNet's mixing, and `order`.
+    `options` are those of `ringattn.nn.DilatedAttention`, among them mix="lse" for LongNet's mixing, and `order`, the
+    order of dims.
     """
     if name in BLOCK_SPARSE:
         return create_block_sparse_attention(
@@ -154,9 +155,9 @@ def create_block_sparse_attention(
 
     `pattern` is a Pattern or its text, a name of PRESETS, or a name of FAMILIES (default "local_window"). A family
     takes `block`, the tokens of a block (default 128), and `density`, the fraction of the key blocks that a query block
-    keeps (default 0.1). With `segment_lengths` and `dilation_rates` the keys of dilated attention are added, each pair
-    once; the density then grows, and `module.achieved_density(tokens, heads)` counts it. `causal` hides later keys.
-    `ring_size` is as in `create_dilated_attention`; `options` are those of the module.
+    keeps (default 0.1). With `segment_lengths` and `dilation_rates` the keys of dilated attention are added, each
+    (query, key) pair counting once; the density then grows, and `module.achieved_density(tokens, heads)` counts it.
+    `causal` hides later keys. `ring_size` is as in `create_dilated_attention`; `options` are those of the module.
     """
     density = _read_density(options, density)
     if variant not in VARIANTS:
@@ -166,7 +167,7 @@ def create_block_sparse_attention(
         if density is not None or "k" not in options:
             options["density"] = 0.1 if density is None else density
         if segment_lengths is not None and any(rate != 1 for rate in dilation_rates or ()):
-            raise InvalidInput("the adaptive variant chooses its own blocks: leave out dilation_rates above 1")
+            raise InvalidInput("the adaptive variant chooses its own blocks: leave out dilation_rates, or set all to 1")
         if pattern is not None:
             raise InvalidInput(f"the adaptive variant learns its pattern: leave out pattern={pattern!r}")
         options = {"block": block or 128, "causal": causal, **place, **options}
@@ -202,7 +203,7 @@ def create_multihead_block_sparse(
 def BlockSparseAdaptive(
     segment_lengths: Sequence[int] | None = None, dilation_rates: Sequence[int] | None = None, **options: Any
 ) -> AdaptiveAttention:
-    """`create_block_sparse_attention("adaptive", ...)`, under the name of a class of the preceding projects.
+    """`create_block_sparse_attention("adaptive", ...)`, under the class name of the projects before this one.
 
     `segment_lengths` are accepted for compatibility and have no effect, because the scorer sees the whole sequence.
     """

@@ -56,11 +56,7 @@ class NumericsFailure(RingAttentionError, RuntimeError):
 
 
 def raised_below(error: BaseException, packages: tuple[str, ...] = ()) -> bool:
-    """True if the call in the caller's `try` raised `error`; False if a signal handler raised it during the call.
-
-    Use it in an `except` clause. The call inside `try` may run compiled code, and Python code of `packages`. A
-    traceback frame of any other module belongs to a signal handler, whose error must propagate unchanged.
-    """
+    """Whether the call in the caller's `try` raised `error`, and not a signal handler that ran during the call."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]  # the first frame is the caller's
     modules = [str(frame.f_globals.get("__name__", "")) for frame in frames]
     return all(any(name == package or name.startswith(f"{package}.") for package in packages) for name in modules)

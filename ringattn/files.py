@@ -59,7 +59,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path, *failures: type[Exception]) -> Iterator[Path]:
-    """`replacing`, for a block that only writes: OSErrors, such as a full disk, and `failures` become InvalidInput."""
+    """As `replacing`, for a block that only writes: OSErrors (a full disk) and `failures` become InvalidInput."""
     expected: tuple[type[Exception], ...] = (OSError, *failures)
     with replacing(path) as temporary:
         try:
@@ -141,7 +141,7 @@ def read_text(path: Path, name: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{name}={path}: cannot be read as text ({error}); write the file anew") from None
+        raise InvalidInput(f"{name}={path}: cannot be read as text ({error}); write the file again") from None
 
 
 def decode(text: str, kind: type[T], source: str, *, yaml: bool = False, known: Iterable[str] = ()) -> T:
@@ -253,7 +253,7 @@ def _check_yaml(yaml: Any, events: Iterable[Any]) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create the folder `path` if it does not exist; its parent must exist, except in `OUTPUTS`.
+    """Create the folder `path` if it does not exist; its parent must exist, unless it is the default folder `OUTPUTS`.
 
     Raises InvalidInput if the folder cannot be created, or if this user cannot write to it.
     """
@@ -262,7 +262,9 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(exist_ok=True)
     except OSError as error:
-        raise InvalidInput(f"output {path}: cannot be a folder ({error.strerror}); choose another path") from error
+        raise InvalidInput(
+            f"output {path}: cannot be made as a folder ({error.strerror}); choose another path"
+        ) from error
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise InvalidInput(f"output {path}: not writable by this user; choose another path")
 

@@ -56,15 +56,15 @@ class AttentionOptions:
         Without a number, "double_ring" and "ulysses" take the ranks per node of `machine`.
     kernel: "reference", "aten_cpu", "aten_cuda", "aten_cuda:flash", "aten_cuda:cudnn", "aten_cuda:efficient",
         "flash_attn", "flash_attn_3" and "flash_attn_4" (from the packages of these names), a kernel that an installed
-        package adds, or "auto": by the device of the tensors. If a named kernel cannot compute the call, the call
-        raises Unsupported; no other kernel replaces it.
+        package adds, or "auto", which goes by the device of the tensors. If a named kernel cannot compute the call, the
+        call raises Unsupported; no other kernel replaces it.
     machine: a Machine or its name, for schedule="auto" or a schedule without its number; None: "cpu" or "cuda", by the
         device of the tensors.
     scale: factor of the logits; None: 1 / sqrt(head_dim).
     deterministic: repeated runs give equal bits.
     comm_dtype: dtype that messages are rounded to; None: no rounding, see `make_plan`.
-    rotate: what travels in the backward: "kv", "q", or "auto" (fewer bytes); with a q_layout also what travels in the
-        forward, where "auto" is the faster one, see `make_plan`.
+    rotate: what travels in the backward: "kv", "q", or "auto" (fewer bytes); with a q_layout, which may let queries
+        travel in the forward as well, see `make_plan`.
     softcap: a number c > 0 that turns the scaled logits s into c * tanh(s / c), as in Gemma 2 (arXiv:2408.00118); None:
         no cap. Only kernel "reference" computes a softcap, so "auto" then chooses this kernel.
     dropout: the probability p of dropping an attention weight, or `ringattn.Dropout(p, seed)`; the other weights are
@@ -141,7 +141,7 @@ def read_dropout(dropout: float | Dropout) -> Dropout | None:
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, alike: bool) -> None:
     """Raise InvalidInput if q, k and v do not fit each other. Warns if heads and tokens seem swapped.
 
-    `alike`: queries and keys are the same tokens.
+    `alike`: queries and keys are the same tokens, so that their numbers must be equal.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not is_dense(x) or x.ndim != 4:
@@ -189,8 +189,8 @@ def check_sinks(sinks: Any, q: Tensor) -> None:
     if not is_dense(sinks) or not sinks.is_floating_point() or sinks.shape != q.shape[1:2]:
         kind = f"{sinks.dtype} {tuple(sinks.shape)}" if is_dense(sinks) else kind_of(sinks)
         raise InvalidInput(
-            f"sinks must be a float tensor [heads] = ({q.shape[1]},), one logit per query head, got {kind}; for first "
-            "tokens that all rows see use the pattern Sinks"
+            f"sinks must be a float tensor [heads] = ({q.shape[1]},), one logit per query head, got {kind}; to let all "
+            "rows see the first tokens, use the pattern Sinks instead"
         )
     if sinks.device != q.device:
         raise InvalidInput(f"sinks are on {sinks.device}, the queries are on {q.device}; move the sinks there")

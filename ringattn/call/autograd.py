@@ -39,7 +39,7 @@ class Runner:
     """Runs the forward and the backward of a call, for one rank of `transport` or (None) for all ranks in this process.
 
     Without a transport, tensors are those of the whole sequence. `number` is the number of the call, equal on all
-    ranks. Ranks compare `deferred` calls while messages travel.
+    ranks. With `deferred`, ranks compare the call while its messages travel.
     """
 
     call: CompiledCall
@@ -78,7 +78,10 @@ class Runner:
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: ForwardResult
     ) -> Tensors:
-        """(dq, dk, dv) from d loss / d out and d loss / d lse (or None). First the ranks agree on the call."""
+        """(dq, dk, dv) from d loss / d out and d loss / d lse (or None).
+
+        First the ranks check that all of them run the backward of the same call.
+        """
         if self.transport is None:
             return self._backward_all(grad, grad_lse, q, k, v, result)
         agree_backward(self.transport, self.number, deferred=self.deferred)
@@ -128,7 +131,10 @@ class Runner:
 
 
 class Attention(torch.autograd.Function):
-    """The whole ring as one node of the graph. Saves the inputs, out, lse and the block that the forward ends with."""
+    """The whole ring as one node of the graph.
+
+    Saves the inputs, out, lse and the K/V block of the forward's last step, with which the backward begins.
+    """
 
     @staticmethod
     def forward(

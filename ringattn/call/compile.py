@@ -45,11 +45,11 @@ ANSWERS = 1 << 22
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CompiledCall:
-    """The arguments of a call without its tensors, checked and normalized: all that the computation reads.
+    """The arguments of a call without its tensors, checked and normalized: all else that the computation depends on.
 
-    `sizes` are those of the tensors that kernels get, as keyword arguments of `PlanSizes`: a `key_padding_mask` makes q
-    and k wider by EXTRA columns. `q_layout` is None if queries and keys are the same tokens. `rows` is the number of
-    keys of this rank, `q_rows` that of its queries.
+    `sizes` are those of the tensors that kernels get, as keyword arguments of `PlanSizes`: a `key_padding_mask` is
+    encoded in EXTRA more columns of q and k. `q_layout` is None if queries and keys are the same tokens. `rows` is the
+    number of keys of this rank, `q_rows` that of its queries.
     """
 
     pattern: Pattern
@@ -81,17 +81,17 @@ class CompiledCall:
 
     @property
     def kept_bytes(self) -> int:
-        """About how many bytes the call takes, including plans that nothing else may hold."""
+        """About how many bytes the call takes, including plans that perhaps only it keeps alive."""
         return (1 << 12) + sum(map(_count_bytes, self.cache.values()))
 
     def hide(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v with the keys that `mask` flags hidden."""
+        """q, k and v in which no query sees the keys where `mask` is True."""
         if self.column is None or mask is None:
             return q, k, v
         return hide_keys(q, k, v, mask, self.column if self.scale > 0 else -self.column)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v with the keys that `mask` flags hidden, and with the sign of the scale in q."""
+        """q, k and v in which the keys where `mask` is True are hidden; a negative scale has its sign moved into q."""
         if mask is not None:
             q, k, v = self.hide(q, k, v, mask)
         return (q if self.sign == 1 else q * self.sign), k, v
@@ -146,7 +146,7 @@ def compile_call(
     """The `CompiledCall` of these arguments. Raises InvalidInput or Unsupported if they cannot be used.
 
     Equal arguments, tensors of equal shape, dtype and device, and equal switches of torch give the cached value, unless
-    the pattern is selected anew in every call. `named` are keyword arguments of `_compile`.
+    the pattern is one that is selected by tensors in every call. `named` are keyword arguments of `_compile`.
     """
     make = partial(_compile, q, k, v, pattern, layout, options, **named)
     if getattr(pattern, "transient", True) and not isinstance(pattern, str):
@@ -310,6 +310,6 @@ def _check_lse(kernel: Kernel, width: int) -> None:
     most = kernel.max_head_dim
     if most is not None and width + EXTRA > most:
         raise Unsupported(
-            f"a head dim of {width} with return_lse, and gradients: the gradient of lse takes {EXTRA} columns, "
-            f"and kernel {kernel.name} computes {most} at most; leave return_lse out, or try kernel=reference"
+            f"a head dim of {width} with return_lse and gradients is not supported: the gradient of lse takes {EXTRA} "
+            f"columns, and kernel {kernel.name} computes {most} at most; leave return_lse out, or try kernel=reference"
         )

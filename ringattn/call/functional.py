@@ -91,7 +91,7 @@ def ring_attention(
             if taken:
                 raise InvalidInput(
                     f"thread {current_thread().name!r} calls while another thread is in a call of the same group; make "
-                    "a group for each thread by dist.new_group, in the same order on all ranks"
+                    "a group for each thread with dist.new_group, in the same order on all ranks"
                 )
             q, k, v = cast_inputs(q, k, v)
             call = compile_call(
@@ -135,7 +135,7 @@ def positions(
     error: RingAttentionError | None = None,
     **options: Unpack[AttentionKeywords],
 ) -> np.ndarray:
-    """Global positions of this rank's rows in local order, int64 [n]: as rotary embeddings need them. Collective.
+    """Global positions of this rank's rows in local order, int64 [n], for example for rotary embeddings. Collective.
 
     Takes the arguments of `ring_attention`, does its handshake, and raises its errors. `error` is an error that the
     caller has already found: this rank raises `error`, and all other ranks raise a Mismatch.
@@ -197,7 +197,10 @@ def virtual_attention(
         q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
     )  # fmt: skip
     if call.options.check is not None:
-        raise InvalidInput(f"check={call.options.check!r}: ranks of one process compare nothing; leave it out")
+        raise InvalidInput(
+            f"check={call.options.check!r}: virtual ranks share one process and have nothing to compare; leave check "
+            "out"
+        )
     q, k, v = call.prepare(q, k, v, key_padding_mask)
     # A q_layout such as "shifted(auto, 0)" follows the layout that is chosen.
     chosen = ("auto", q_layout) if layout == "auto" else (layout, call.q_layout)
@@ -234,9 +237,9 @@ def attention(
     q, k and v are CPU tensors, ordinary, pinned or mapped from a file; out, lse and the gradients are CPU tensors, too.
     Chunks of at most `chunk` rows are virtual ranks that run one after another; by default `call.offload.chunk_rows`
     chooses `chunk` from the free memory of the device. At any time the device holds the queries and the K/V rows of one
-    chunk, and the needed K/V rows of two other chunks: one in use, one being copied. Device memory does not grow with
-    N. dK and dV are summed in host memory in fp32 (fp64 for fp64). A `key_padding_mask` costs copies of q, k and v in
-    host memory.
+    chunk, and of two other chunks the K/V rows that these queries see: one chunk in use, one being copied. Device
+    memory does not grow with N. dK and dV are summed in host memory in fp32 (fp64 for fp64). A `key_padding_mask` costs
+    copies of q, k and v in host memory.
     """
     options: AttentionKeywords = {
         "kernel": kernel,

@@ -172,7 +172,8 @@ def _write_object(value: Any) -> Any:
         return {"device": str(value)}
     if hasattr(value, "__dataclass_fields__") and not all(hasattr(value, x) for x in value.__dataclass_fields__):
         raise Unsupported(
-            f"a {type(value).__name__} made within a compiled function; make it outside, and pass it to the function"
+            f"a {type(value).__name__} cannot be made within a compiled function; make it outside, and pass it to the "
+            "function"
         )
     serial = next((known for known, other in _objects.items() if other is value), None)
     if serial is None:
@@ -237,8 +238,8 @@ def _find(spelled: dict[str, Any]) -> Any:
     found = NUMBERED.get(spelled["number"]) if "number" in spelled else _objects.get(spelled["object"])
     if found is None:
         raise InvalidInput(
-            "a pattern, layout or group of this compiled call was freed; keep what a compiled function was given "
-            "alive until its backward has run"
+            "a pattern, layout or group of this compiled call was freed; keep all that you pass to a compiled "
+            "function alive until its backward has run"
         )
     return found
 
@@ -276,8 +277,8 @@ def _attend_backward(
     record = _records.get(ticket.data_ptr())
     if record is None:
         raise InvalidInput(
-            "the ticket of a forward was copied or moved to another device, and its backward finds no tensors; leave "
-            "the int64 result of ringattn::attend where it is"
+            "the int64 result of ringattn::attend names the tensors that the backward needs, but it was copied or "
+            "moved to another device; leave it where it is"
         )
     pairs = [(x, g) for x, g in zip(record.results, (grad, grad_lse), strict=False) if g is not None]
     leaves = [x for x, need in zip(record.leaves, needs, strict=True) if need]

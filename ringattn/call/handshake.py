@@ -54,7 +54,7 @@ call_index: ContextVar[int] = ContextVar("ringattn_call_index", default=0)
 def agree(transport: Transport, call: CompiledCall, stage: str = "call") -> tuple[Plan, Kernel, int]:
     """The plan that all ranks of the transport run, this rank's kernel, and the number of the call. Collective.
 
-    `stage` names the first exchange: ranks that enter the handshake for different purposes raise Mismatch.
+    `stage` names the first exchange: ranks whose stages differ raise Mismatch.
     """
     kernel, drops = call.kernel, call.kernel.dropout is not None
     with Exchange(transport, stage, limit=LONGEST) as exchange:
@@ -123,7 +123,7 @@ def _plan_together(transport: Transport, call: CompiledCall, stage: str, records
 
 
 def announces(transport: Transport, call: CompiledCall) -> bool:
-    """Whether the ranks can compare a call while its messages travel: each can plan it alone.
+    """Whether ranks can compare the call while its messages travel, because each can plan it without the others.
 
     A layout given by name needs the rows of all ranks, and dropout without a seed needs the seed of rank 0.
     """
@@ -230,7 +230,7 @@ def _spell(call: CompiledCall) -> bytes:
 
 
 def spell_layout(layout: str | Layout) -> str:
-    """The name of a layout, with a digest of the partition if the layout is balanced."""
+    """The name of a layout, with a digest of the partition if its kind is "balanced"."""
     if isinstance(layout, str):
         return layout
     return f"{layout.name} (partition {layout.digest})" if layout.digest else layout.name

@@ -38,7 +38,7 @@ STEPS = 1 << 22
 
 
 class StreamedPlan(Plan):
-    """A plan whose ranks run one by one: their messages are copies of rows from storage and of gradients to storage."""
+    """A plan whose ranks run one by one; in place of messages, they copy rows from host storage and gradients to it."""
 
     @cached_property
     def cache(self) -> Cache:
@@ -52,12 +52,12 @@ class StreamedPlan(Plan):
         return PullSchedule(self.demand).steps(rank)
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
-        """Bytes of the messages of a rank (None: of all ranks), in both directions. Counted."""
+        """Bytes, counted, of the copies to and from a rank (None: all ranks)."""
         hops = (hop for step in self._steps(rank, backward) for hop in _hops(step))
         return sum(self.part_bytes(part) for hop in hops for part in hop.parts)
 
     def messages(self, rank: int | None = None, *, backward: bool = False) -> int:
-        """Messages of a rank (None: of all ranks), in both directions. Counted."""
+        """The number of copies to and from a rank (None: all ranks), counted."""
         return sum(len(_hops(step)) for step in self._steps(rank, backward))
 
 
@@ -79,7 +79,8 @@ class HostTensors:
 class OffloadRunner(Runner):
     """Runs the ranks of a plan on one device, one after another, reading and writing host storage.
 
-    `counters` count the messages so far. The copies of a rank's own q, k, v, out, lse and gradients are not counted.
+    `counters` count the copies that stand for messages. The copies of a rank's own q, k, v, out, lse and gradients are
+    not counted.
     """
 
     plan: StreamedPlan
@@ -87,7 +88,7 @@ class OffloadRunner(Runner):
     counters: Counters = field(default_factory=Counters, compare=False)
 
     def of_call(self, sinks: Tensor | None) -> OffloadRunner:
-        """This runner with the sinks of a call and, if the kernel has dropout, with a seed."""
+        """A runner for one call: with its sinks and, if it drops weights, a seed."""
         return replace(self, kernel=self.kernel.seeded(), sinks=None if sinks is None else sinks.to(self.device))
 
     def job(self, rank: int) -> Job:
@@ -132,7 +133,7 @@ class OffloadRunner(Runner):
         host.finish()
 
     def differentiate(self, storage: Storage, *, lse: bool = False) -> None:
-        """Read q, k, v, out, lse and dout (with `lse` also dlse), write dq, and sum dk and dv in storage.
+        """Read q, k, v, out, lse and dout (dlse, too, with lse=True), write dq, and sum dk and dv in storage.
 
         dk and dv in storage are fp32 (fp64 for fp64 inputs).
         """
@@ -175,7 +176,7 @@ def make_offload(call: CompiledCall, *, chunk: int | None, backward: bool) -> Of
     rows = chunk_rows(tokens, device=device, backward=backward, **sizes) if chunk is None else chunk
 
     def make() -> StreamedPlan:
-        """The plan with one rank per chunk."""
+        """Make the plan, with one rank for each chunk."""
         options: dict[str, Any] = {"layout": "contiguous", "schedule": "direct", "rotate": "kv"}
         ranks = max(1, -(-tokens // rows))
         plan = make_plan(call.pattern, tokens=tokens, ranks=ranks, **options, **sizes)
@@ -245,8 +246,8 @@ def row_bytes(
 def chunk_rows(tokens: int, *, device: torch.device, backward: bool, **sizes: Any) -> int:
     """The rows of a chunk that fits: half of the device's free memory divided by `row_bytes`, in multiples of 128.
 
-    `sizes` are those of `CompiledCall.sizes`. On the CPU, the results in storage take part of the free memory. Patterns
-    that give heads different numbers of rows need more buffers in the backward; give a smaller chunk= for these. Raises
+    `sizes` are those of `CompiledCall.sizes`. On the CPU, the results share this memory, and are counted. Patterns
+    whose heads see different numbers of keys need more buffers in the backward; give a smaller chunk= for these. Raises
     OutOfMemory if one row does not fit.
     """
     per_row, result_bytes = row_bytes(backward=backward, **sizes)

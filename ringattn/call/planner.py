@@ -53,20 +53,20 @@ def make_plan(
 
     `rotate` selects what travels in the backward: "kv" (pass-KV: keys and values with the gradients of both), "q"
     (pass-Q, arXiv:2411.01783: queries with the gradients of out and of q, and with lse), or "auto", whichever sends
-    fewer bytes. With a `comm_dtype`, "auto" is "kv": rounded queries would give other weights than in the forward. With
-    a `q_layout`, `rotate` holds for the forward, too: in pass-Q, queries then travel with their (out, lse) so far, in
-    fp32 (fp64 for fp64 inputs), and "auto" takes for the forward what the timing model predicts to be faster on
-    `machine`. "q, kv" gives each pass its own: first the forward, then the backward.
+    fewer bytes. With a `comm_dtype`, "auto" is "kv": with rounded queries, attention weights would differ from the
+    forward's. With a `q_layout`, `rotate` holds for the forward, too: in pass-Q, queries then travel with their (out,
+    lse) so far, in fp32 (fp64 for fp64 inputs), and "auto" takes for the forward what the timing model predicts to be
+    faster on `machine`. "q, kv" gives each pass its own: first the forward, then the backward.
 
     If the queries are at other positions than the keys, `q_layout` is the Layout of the queries, or its name, and
     `q_tokens` their number (default: `tokens`); `tokens` and `layout` then describe the keys. For a chunk of 24 queries
-    after 1000 cached keys: tokens=1024, q_layout="shifted(zigzag, 1000)", q_tokens=24. "auto" in the name stands for
-    the keys' layout: "shifted(auto, 1000)".
+    after 1000 cached keys: tokens=1024, q_layout="shifted(zigzag, 1000)", q_tokens=24. In the name of a q_layout,
+    "auto" stands for the keys' layout: "shifted(auto, 1000)".
 
     schedule="double_ring" and "ulysses" without a number take the ranks per node of `machine`. layout="auto" and
-    schedule="auto" take the layout and the schedule that the timing model predicts to be fastest in
-    the forward on `machine` (a Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` shows what was compared, and the
-    reason for the choice. Raises InvalidInput.
+    schedule="auto" take the layout and the schedule that the timing model predicts to be fastest in the forward on
+    `machine` (a Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` shows what was compared, and the reason for the
+    choice. Raises InvalidInput.
     """
     return find_plan(
         as_pattern(pattern),
@@ -194,14 +194,17 @@ def _make_sides(
     """The layouts of the keys and of queries at other positions. Raises InvalidInput."""
     if q_layout is None:
         raise InvalidInput(
-            f"q_tokens={q_tokens}: give the positions of queries that are not the keys' tokens, by "
-            f"q_layout='contiguous' (from 0 on) or q_layout='shifted(contiguous, first)'"
+            f"q_tokens={q_tokens}: the positions of the queries are unknown; give q_layout='contiguous' (from 0 on) or "
+            "q_layout='shifted(contiguous, first)'"
         )
     if isinstance(q_layout, str):
         q_layout = q_layout.replace("auto", layout if isinstance(layout, str) else layout.name)
     for name, given in (("layout", layout), ("q_layout", q_layout)):
         if isinstance(given, str) and "balanced" in given:
-            raise InvalidInput(f"{name}={given!r} needs the queries at the keys' positions; with q_layout= try zigzag")
+            raise InvalidInput(
+                f"{name}={given!r} needs queries and keys at the same positions; with q_layout=, use another such as "
+                "zigzag"
+            )
     keys = make_layout(layout, tokens=tokens, ranks=ranks)
     return keys, make_layout(
         q_layout, tokens=q_layout.tokens if isinstance(q_layout, Layout) else q_tokens, ranks=ranks

@@ -40,7 +40,7 @@ def headlines(record: dict[str, Any]) -> Cells:
 
 
 def read_overrides(overrides: Sequence[str]) -> Cells:
-    """The override values of a job by key; `pattern.spec` and other written-out options appear under their group."""
+    """The override values of a job by key; an option written as an expression appears under its group's name."""
     pairs = (override.lstrip("+").partition("=") for override in overrides)
     return {key.removesuffix(".spec"): value.strip("'") for key, _, value in pairs}
 
@@ -48,7 +48,8 @@ def read_overrides(overrides: Sequence[str]) -> Cells:
 def print_jobs(jobs: Sequence[tuple[Cells, Cells]], title: str = TITLE, all_in: str = "") -> None:
     """Print a table of `jobs`, pairs (settings, numbers): the settings that differ, and all numbers.
 
-    Prints nothing for a single job. If the table is cut, `all_in` ends the last line: where to find all rows.
+    Prints nothing for a single job. If the table has too many rows, its last line says by `all_in` where all of them
+    are.
     """
     if len(jobs) < 2:
         return

@@ -77,7 +77,10 @@ def _read_text(path: str | None, tokens: int) -> np.ndarray:
     if path is None:
         spec = importlib.util.find_spec("pydoc_data.topics")
         if spec is None or spec.origin is None:
-            raise InvalidInput("this Python has no pydoc_data/topics.py; give a text with input.path=")
+            raise InvalidInput(
+                "input=text reads pydoc_data/topics.py of the Python installation, which this one lacks; give a text "
+                "with input.path="
+            )
         path = spec.origin
     check_readable(Path(path), "input.path")
     text_bytes = Path(path).stat().st_size

@@ -41,7 +41,7 @@ TOTALS_LEFT_OUT = "left out: they need the steps of every rank"
 def main(config: PlanConfig) -> dict[str, Any]:
     """Print the picture, pairs, imbalance and bytes of a plan, and write them as JSON if a path is given; returns them.
 
-    For several patterns: one after the other, with a table at the end; the JSON has a list, "masks".
+    Several patterns are printed one after the other, with a table at the end; the JSON lists them as "masks".
     """
     config.check()
     path = config.output.path

@@ -49,7 +49,7 @@ Worker = Callable[[C, Transport], Report]
 def check_ranks(config: RankConfig, alone: str) -> None:
     """Raise InvalidInput if the transport, the number of ranks, the threads or the timeout cannot be used.
 
-    `alone` is the verb's single-process transport, such as "virtual".
+    `alone` names the transport that the verb uses in a single process, such as "virtual".
     """
     transport = config.transport.spec
     check_choice("transport", transport, (*LAUNCHED, alone, *REGISTERED_TRANSPORTS.installed))
@@ -101,7 +101,7 @@ def rank_device(config: RankConfig) -> torch.device:
 
 
 def start_ranks(config: C, work: Worker[C], verb: str) -> Report:
-    """Run `work(config, transport)` on every rank: under a launcher, this process is one; else start local processes.
+    """Run `work(config, transport)` on every rank: this process under a launcher, otherwise new local processes.
 
     Returns the report of this process's rank, or of rank 0 of the new processes.
     """

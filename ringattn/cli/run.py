@@ -93,7 +93,7 @@ def _worker(config: RunConfig, transport: Transport, plan: Plan | None) -> dict[
 
 
 class RankRun(Run):
-    """A run in which this process is one rank; the transport carries everything, including measurements."""
+    """A run in which this process is one rank; all that ranks exchange, even measurements, goes over the transport."""
 
     def __init__(self, config: RunConfig, transport: Transport, plan: Plan | None) -> None:
         super().__init__(config, plan)

@@ -49,7 +49,7 @@ class DecodeRun:
             )
 
     def run(self) -> dict[str, Any] | None:
-        """Decode, compare with the oracle, and print; returns the report on rank 0, None on the others."""
+        """Decode, compare with attention in fp64, and print; returns the report on rank 0, None on the others."""
         config, transport = self.config, self.transport
         source, total = self.open(), self.context + self.new
         who: dict[str, Any] = {"ranks": config.ranks} if transport is None else {"transport": transport}

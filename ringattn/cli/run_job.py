@@ -144,7 +144,7 @@ class Run:
         return out, lse
 
     def backward(self, out: torch.Tensor) -> object:
-        """Run a backward; all backwards of this run use the same random cotangent."""
+        """Run a backward, always with the same random cotangent."""
         if self.cotangent is None:
             self.cotangent = torch.randn_like(out)
         return torch.autograd.grad(out, self.inputs, self.cotangent)
@@ -161,7 +161,7 @@ class Run:
         return [measurements]
 
     def compare(self, out: torch.Tensor) -> float | None:
-        """The largest error of the sampled rows, relative to the largest oracle output; None without sampled rows."""
+        """The largest error of the sampled rows, relative to the largest output in fp64; None without sampled rows."""
         return self.sampled_error(out, np.arange(self.plan.tokens))
 
     def write(self, path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:

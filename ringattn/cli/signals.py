@@ -26,7 +26,7 @@ def ending_at_once() -> Iterator[None]:
     """Within the block, a signal ends the process at once, without cleanup.
 
     An exception might be raised inside imports, Hydra or OmegaConf, which would handle it as one of their own errors.
-    Signals with other handlers, or ignored ones, stay as they are.
+    Signals that are ignored, or have handlers of the caller's own, stay as they are.
     """
     ours = {number: handler for number, (_, _, handler) in SIGNALS.items() if _handler(number) == handler}
     try:

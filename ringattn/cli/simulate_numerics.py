@@ -81,7 +81,9 @@ def main(config: SimulateConfig) -> dict[str, Any]:
     if fault is None and not report.passed:
         raise NumericsFailure(f"the numerics of this plan are wrong: {_describe_catch(report)}; see the lines above")
     if fault is not None and report.passed:
-        raise NumericsFailure(f"neither the ledger nor the numbers noticed the fault {fault}")
+        raise NumericsFailure(
+            f"the fault {fault} went unnoticed: neither the ledger of pairs nor the comparison with the oracle shows it"
+        )
     return record
 
 

@@ -15,8 +15,8 @@ def merge_seconds(machine: Machine, size: int, ranks: int, stride: int = 1, merg
     """The way ("gather" or "scatter") in which ranks merge `size` bytes of out and lse each, and its modelled seconds.
 
     The `ranks` ranks are `stride` apart. gather: every rank sends everything to every other rank, in one round.
-    scatter: every rank merges its share of the heads and sends the result to every other rank: 1 / `ranks` of the bytes
-    in each of two rounds. auto: the faster one.
+    scatter: every rank gets its share of the heads from all others, merges it, and sends them the result: two rounds
+    with 1 / `ranks` of the bytes each. auto: the faster one.
     """
     gather, scatter = (_exchange_seconds(machine, part, ranks, stride) for part in (size, size / ranks))
     seconds = {"gather": gather, "scatter": 2 * scatter}

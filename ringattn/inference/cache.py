@@ -72,7 +72,8 @@ class KVCache:
         process: tensors then hold the rows of all ranks, in natural order.
     layout: the name of the layout that shards each prompt chunk. Rows stay on the ranks that computed them.
     page: tokens per page. New tokens of a step fill one page after another, page p is on rank p % P, and memory grows
-        and is freed by pages. Where rows that no later query sees were dropped, `crop` can still go back by one page.
+        and is freed by pages. Rows that no later query sees are dropped, except as many as `crop` needs to go back by
+        one page.
     max_tokens: the maximum number of tokens of a row.
     merge: how a step merges the ranks' partials: "gather" in one round of P - 1 messages per rank, "scatter" in two
         with 2 / P of the bytes, or "auto", the faster one on the links of `machine`.
@@ -121,7 +122,8 @@ class KVCache:
         if ranks is not None:
             if any(who is not None for who in (group, mesh, transport)):
                 raise InvalidInput(
-                    f"ranks={ranks} are virtual; leave it out, or leave out group=, mesh= and transport="
+                    f"ranks={ranks} asks for virtual ranks, group=, mesh= or transport= for real ones; leave out one "
+                    "of them"
                 )
             self.transport = VirtualRanks(check_integer(ranks, "ranks", 1, "ranks=4"))
             self._ranks = range(ranks)
@@ -131,7 +133,10 @@ class KVCache:
         size = self.transport.size
         shift_layout(made := make_layout(layout, tokens=size, ranks=size, pattern=self.patterns[0]), size)
         if made.domain != (range(size),):
-            raise InvalidInput(f"layout={layout!r} does not cut the positions of a chunk; try layout='zigzag'")
+            raise InvalidInput(
+                f"layout={layout!r} cannot cut a chunk that begins after position 0, as a cache needs; try "
+                "layout='zigzag'"
+            )
         spelled = f"{self.patterns}, {layout=}, {page=}, {max_tokens=}, {merge=}, {windows=}, {dtype=}"
         self._spelled = spelled if len(spelled) < 1024 else digest(spelled.encode()).hex()
         self._slotted: dict[Pattern, SlottedPattern] = {}
@@ -155,7 +160,7 @@ class KVCache:
     # What the cache holds.
 
     def rows(self, layer: int, rank: int | None = None) -> Ranges:
-        """The slots of the tokens that a rank (None: this one, or virtual rank 0) holds in a layer, in its order."""
+        """The slots (places in the cache, padding included) that a rank holds in a layer, in its order."""
         holdings = self._holdings.get(self.patterns[layer])
         blocks = holdings.held[self._ranks[0] if rank is None else rank] if holdings else []
         return tuple(run for block in blocks for run in block)
@@ -193,10 +198,10 @@ class KVCache:
         return torch.from_numpy(layout.positions(self._ranks[0])) + first
 
     def crop(self, tokens: int | Sequence[int]) -> None:
-        """Keep the first `tokens` slots, or if `tokens` <= 0 drop the last -`tokens`; or keep a number in each row.
+        """Keep the first `tokens` slots, or drop the last -`tokens` if <= 0; a sequence has a number for each row.
 
-        One number for all rows includes padding; numbers for each row count only tokens. Without tokens the cache is
-        like new, and takes any batch. Raises InvalidInput if this needs rows that were dropped.
+        One number for all rows counts padding, too; numbers for each row count only tokens. An empty cache is like new,
+        and takes any batch. Raises InvalidInput if this needs rows that were dropped.
         """
         self._check_event("crop")
         if isinstance(tokens, int | np.integer):
@@ -207,15 +212,19 @@ class KVCache:
             if len(tokens) != len(self.lengths) or not all(
                 0 <= n <= m for n, m in zip(tokens, self.lengths, strict=True)
             ):
-                raise InvalidInput(f"crop({tokens}): the rows hold {self.lengths} tokens")
+                raise InvalidInput(
+                    f"crop({tokens}): the rows hold {self.lengths} tokens; give at most as many for each"
+                )
             cuts = [find_slot(shifts, n - 1) + 1 if n else 0 for shifts, n in zip(self._shifts, tokens, strict=True)]
             length = max(cuts, default=0)
         if not 0 <= length <= self.length:
-            raise InvalidInput(f"crop({tokens}): the cache holds {plural(self.length, 'token')}")
+            raise InvalidInput(
+                f"crop({tokens}): the cache holds {plural(self.length, 'token')}; give at most that many"
+            )
         if any(0 < cut < self.least for cut in cuts):
             raise InvalidInput(
-                f"crop({tokens}): tokens that the next one sees were dropped; keep at least {self.least}, or make the "
-                f"cache with page= above {self.page}"
+                f"crop({tokens}): the next token would need tokens that the cache has already dropped; keep at least "
+                f"{self.least} tokens, or make the cache with page= above {self.page}, so that it drops them later"
             )
         self._note("crop", tokens)
         if not length:
@@ -231,14 +240,14 @@ class KVCache:
             holdings.settle()
 
     def fork(self, rows: Sequence[int] | Tensor) -> None:
-        """Let row i of the batch continue the present row rows[i], as in beam search. Rows share memory where they can.
+        """From now on, row i of the batch continues what is now row rows[i], as in beam search.
 
-        Raises InvalidInput for a row outside the batch.
+        Rows share memory where they can. Raises InvalidInput for a row outside the batch.
         """
         self._check_event("fork")
         rows = _whole_numbers("fork", rows)
         if not rows or not all(0 <= row < len(self.lengths) for row in rows):
-            raise InvalidInput(f"fork({rows}): the batch has {plural(len(self.lengths), 'row')}")
+            raise InvalidInput(f"fork({rows}): expected numbers of rows from 0 to {len(self.lengths) - 1}")
         if any(pattern.rows is not None for pattern in self.patterns):
             raise Unsupported("fork: a pattern differs between rows of the batch, which fork would reorder")
         self._note("fork", rows)
@@ -412,7 +421,9 @@ class KVCache:
     ) -> tuple[Tensor, Tensor, Tensor, CompiledCall]:
         """The tensors and their `CompiledCall`. Raises InvalidInput if they do not fit this cache."""
         if not 0 <= layer < len(self.patterns):
-            raise InvalidInput(f"layer {layer} of a cache of {plural(len(self.patterns), 'layer')}")
+            raise InvalidInput(
+                f"layer={layer}: the cache has {plural(len(self.patterns), 'layer')}, which count from 0"
+            )
         q, k, v = cast_inputs(q, k, v)
         call = compile_call(q, k, v, self.patterns[layer], "contiguous", options, sinks=sinks)
         if call.requires_grad:
@@ -425,8 +436,8 @@ class KVCache:
         if heads and (q.shape[0], q.shape[1]) != (batch, heads):
             has = f"a batch of {batch} and {heads} query heads"
             raise InvalidInput(
-                f"q {tuple(q.shape)}: the cache has {has}; change the batch by fork(rows), or empty "
-                "the cache by crop(-length)"
+                f"q {tuple(q.shape)}: the cache has {has}; change the batch with fork(rows), or empty the cache with "
+                "crop(-length)"
             )
         if held := self._stores[0][layer].like:
             new, old = ([(*x.shape[1::2], x.dtype, x.device.type) for x in pair] for pair in ((k, v), held))
@@ -479,8 +490,8 @@ class KVCache:
         if event and (kind != event.kind or layer not in event.todo or tokens not in (None, len(event.new))):
             raise InvalidInput(
                 f"{kind}{'' if layer is None else f' of layer {layer}'} within a {event.kind} of "
-                f"{plural(len(event.new), 'token')}: the layers {sorted(event.todo)} are left; call each "
-                "once, or after an error make a new cache"
+                f"{plural(len(event.new), 'token')}: layers {sorted(event.todo)} have not been called yet; call each "
+                "once, or make a new cache after an error"
             )
 
     def _end(self, result: Any) -> Any:
@@ -540,7 +551,8 @@ class KVCache:
         most = max(self.lengths, default=0)
         if self.max_tokens is not None and self._event is None and most + tokens > self.max_tokens:
             raise InvalidInput(
-                f"{plural(tokens, 'new token')} after {most:,}: the cache has max_tokens={self.max_tokens:,}; give more"
+                f"{plural(tokens, 'new token')} after {most:,}: the cache has max_tokens={self.max_tokens:,}; make it "
+                "with a larger one"
             )
 
     def _note(self, *change: object) -> None:

@@ -30,7 +30,7 @@ Kept = list[list[Ranges]]
 
 @dataclass(frozen=True)
 class HeldRows(Composed):
-    """A layout of a cache and a new chunk: each rank has the rows at its `shards`, in this order."""
+    """The layout of a cache and a new chunk: rank r has the rows `shards[r]`, in that order."""
 
     shards: tuple[Ranges, ...]
 
@@ -65,9 +65,10 @@ class HeldRows(Composed):
 class Holdings:
     """The slots that ranks hold in the layers of one pattern: by rank and block (`store.Block`), in local order.
 
-    Ranks add rows to their last block only. With `copies` every rank holds all slots. A query before slot `floor` may
-    miss keys that were dropped. While layers take new tokens one after another: `keys` is the layout of the held slots
-    and the chunk, `needed` the slots that later queries see, and `kept` the rows to keep afterwards.
+    A slot is the place of a token in the cache, padding included. Ranks add rows to their last block only. With
+    `copies` every rank holds all slots. A query before slot `floor` may miss keys that were dropped. While layers take
+    new tokens, `keys` is the layout of the held slots and the chunk, `needed` the slots that later queries see, and
+    `kept` the rows to keep afterwards.
     """
 
     def __init__(self, ranks: int, *, copies: bool) -> None:
@@ -80,7 +81,7 @@ class Holdings:
         self._calls: dict[object, tuple[Work, ...]] = {}
 
     def begin(self, shards: Sequence[Ranges], needed: Ranges | None, floor: int, page: int, *, prompt: bool) -> None:
-        """Add the slots of new tokens, of a `prompt` or of a step, by the rank that owns them.
+        """Add the slots of new tokens, of a `prompt` or of a step; rank r owns those in `shards[r]`.
 
         `needed` are the slots that queries from `floor` on see; None: nothing is dropped now.
         """
@@ -101,7 +102,7 @@ class Holdings:
             self.floor = floor
 
     def shards(self) -> list[Ranges]:
-        """The slots of each rank, without overlap: with copies, each rank counts only its `part` of the rows."""
+        """The slots of each rank, without overlap: with copies, each rank is assigned only its `part` of them."""
         held = [tuple(run for block in blocks for run in block) for blocks in self.held]
         if not self.copies:
             return held
@@ -113,7 +114,7 @@ class Holdings:
         return range(rows * rank // self.ranks, rows * (rank + 1) // self.ranks)
 
     def keep(self, runs: Ranges, least: int = 1) -> Kept | None:
-        """The local rows inside `runs`, which remain after `settle`; None if fewer than `least` rows would go."""
+        """The local rows inside `runs`; `settle` drops the others. None if that would drop fewer than `least` rows."""
         pairs = [[split(block, runs) for block in blocks] for blocks in self.held]
         later = [[slots for slots, _ in blocks] for blocks in pairs]
         rows, remaining = (sum(len(r) for blocks in x for block in blocks for r in block) for x in (self.held, later))
@@ -128,11 +129,11 @@ class Holdings:
         self._calls.clear()
 
     def seal(self, rank: int) -> None:
-        """Begin a new block."""
+        """Close the last block of a rank, so that later rows begin a new one."""
         self.held[rank].append([])
 
     def calls(self, rank: int, block: int, pattern: Pattern, q: range, call: CompiledCall) -> tuple[Work, ...]:
-        """The kernel calls of queries at slots `q` to one block of a rank, as works on the block's local rows."""
+        """The kernel calls of queries at slots `q` to one block of a rank, as `Work`s on the block's local rows."""
         key = rank, block, pattern, q, call
         if key not in self._calls:
             self._calls[key] = self._find_calls(self.held[rank][block], pattern, q, call)
@@ -154,7 +155,7 @@ class Holdings:
 
 
 def find_needed(patterns: Iterable[Pattern], queries: range, keys: range, heads: int) -> Ranges:
-    """Runs with all keys that queries see in any head and row of a batch, and possibly more keys."""
+    """Ranges that contain every key that a query sees in any head and row of the batch, and possibly other keys."""
     found: list[range] = []
     for pattern in patterns:
         pairs = islice(pattern.paired("keys", queries, keys, range(heads)), MOST_PIECES + 1)
@@ -173,7 +174,7 @@ def take(slots: Sequence[range], rows: range) -> Iterator[range]:
 
 
 def split(block: Sequence[range], runs: Ranges) -> tuple[list[range], Ranges]:
-    """(the slots of a block inside `runs`, their local rows)."""
+    """(those slots of a block that are in `runs`, their local rows)."""
     find = index_ranges(block) if block else None
     local = merge_runs(rows for run in runs for rows in find(run)) if find else ()
     parts: list[range] = []

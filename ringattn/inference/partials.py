@@ -26,7 +26,7 @@ RowGroups = Sequence[tuple[Pattern, Sequence[int] | None]]
 def attend(
     q: Tensor, slots: range, store: LayerStore, holdings: Holdings, rank: int, groups: RowGroups, call: CompiledCall
 ) -> Pair:
-    """(out [B, H, T, Dv], lse [B, H, T]) in fp32 (fp64 for fp64) of queries at `slots` over the rows of one rank."""
+    """(out [B, H, T, Dv], lse [B, H, T]), fp32 (fp64 for fp64), of queries at `slots` over the tokens of one rank."""
     q, kernel, scale = align_rows(q), call.kernel, call.factor
     count, heads, rows, _ = q.shape
     found: list[tuple[Work, slice | None, Pair]] = []

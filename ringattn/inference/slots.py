@@ -20,7 +20,7 @@ HORIZON = 1 << 60
 
 @dataclass(frozen=True)
 class SlottedPattern:
-    """The pattern of some layers of a cache, over slots instead of positions; `shifts` has an entry for each row."""
+    """The pattern of some layers of a cache, over slots instead of positions; `shifts[row]` relates the two."""
 
     bound: Pattern
     heads: int
@@ -29,7 +29,10 @@ class SlottedPattern:
 
     @classmethod
     def of(cls, pattern: Pattern, heads: int, max_tokens: int | None) -> SlottedPattern:
-        """Bind a pattern to the heads, and to `max_tokens` if it is for one length only. Raises InvalidInput."""
+        """A pattern over slots, bound to the heads, and to `max_tokens` if it is for one length only.
+
+        Raises InvalidInput.
+        """
         one, other = (pattern.bind(heads, tokens) for tokens in LENGTHS)
         try:
             for tokens in LENGTHS:
@@ -77,7 +80,7 @@ class SlottedPattern:
 
 
 def add_tokens(shifts: Shifts, length: int, new: range, runs: Ranges) -> tuple[int, Shifts]:
-    """(tokens, shifts) of a row of `length` tokens after the `new` slots are added; slots in `runs` hold tokens."""
+    """(tokens, shifts) of a row of `length` tokens to which slots `new` are added; those in `runs` hold tokens."""
     added: list[tuple[int, int | None]] = [*shifts, (new.start, None)]
     for run in runs:
         added += [(run.start, run.start - length), (run.stop, None)]
@@ -86,7 +89,7 @@ def add_tokens(shifts: Shifts, length: int, new: range, runs: Ranges) -> tuple[i
 
 
 def crop_tokens(shifts: Shifts, cut: int, length: int) -> tuple[int, Shifts]:
-    """(tokens before slot `cut`, their shifts) of a row whose next slot is `length`."""
+    """(tokens before slot `cut`, their shifts) of a row that has `length` slots."""
     count = sum(len(range(run.start, min(run.stop, cut))) for run in find_tokens(shifts))
     return count, _shorten([*(shift for shift in shifts if shift[0] < cut), (cut, None), (length, length - count)])
 

@@ -55,7 +55,7 @@ class Block:
         self.tensors = tuple(moved)
 
     def share(self, rows: Sequence[int]) -> None:
-        """Let row i of the batch be the present row rows[i]. Frees rows that are no longer used."""
+        """From now on, row i of the batch is what is now row rows[i]. Frees rows that are no longer used."""
         of = list(rows) if self.of is None else [self.of[row] for row in rows]
         used = sorted({*of})
         if self.tensors and len(used) < self.tensors[0].shape[0]:
@@ -69,7 +69,7 @@ class Block:
         self.tensors = tuple(x[list(rows)] for x in self.tensors)
 
     def batches(self, rows: Sequence[int] | None, count: int) -> Iterator[tuple[slice | None, tuple[Tensor, ...]]]:
-        """(rows of the batch, their keys and values): one pair for the whole batch (None), or one for each row."""
+        """Pairs (rows of the batch, their keys and values): one for each of `rows`; None: one for the whole batch."""
         if rows is None and self.of is None:
             yield None, self.tensors
             return
@@ -91,7 +91,7 @@ class LayerStore:
             self.blocks[-1].append((k, v), self.page)
 
     def trim(self, kept: Kept | None, rank: int) -> None:
-        """Keep only the rows that `Holdings.keep` lists for a rank."""
+        """Keep only the rows that `Holdings.keep` lists for a rank; None keeps all."""
         for block, rows in zip(self.blocks, kept[rank], strict=True) if kept else ():
             block.keep(rows, self.page)
 
@@ -106,7 +106,7 @@ class LayerStore:
 
     @property
     def like(self) -> tuple[Tensor, ...]:
-        """Keys and values of some block that has rows; () if there is none."""
+        """Keys and values of any block that has rows, as a template of their shape; () if there is none."""
         for block in self.blocks:
             if block.count:
                 return block.tensors

@@ -34,10 +34,10 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Agreement:
-    """The largest differences of logits and gradients between a parallelized model and its eager self.
+    """The largest differences of logits and gradients of a parallelized model from itself on one rank, eager.
 
-    `logits` and `gradients` are relative to the largest value of the eager model; `bound` is the most that rounding
-    can explain. `unseen` names what was not compared.
+    `logits` and `gradients` are relative to the largest value of the eager model; `bound` is the most that rounding can
+    explain. `unseen` names what was not compared.
     """
 
     logits: float
@@ -114,8 +114,9 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     dist.all_gather_object(worst, max(result.logits, result.gradients), group=group)
     if not max(worst) <= bound:
         raise Mismatch(
-            "the parallelized model does not match its eager self; do not train it: relative to the largest, logits "
-            f"differ by {result.logits:.2g} and gradients by {result.gradients:.2g}; rounding explains {bound:.2g}"
+            "the parallelized model does not compute what it computed before with eager attention; do not train it: "
+            f"relative to the largest value, logits differ by {result.logits:.2g} and gradients by "
+            f"{result.gradients:.2g}; rounding explains at most {bound:.2g}"
         )
     return result
 
@@ -163,8 +164,8 @@ def _in_fp32(model: nn.Module) -> Iterator[None]:
 def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> None:
     """Raise Unsupported for a model that mixes rows outside of transformers' attention functions. Sends no messages.
 
-    `run`, the model or its forward, computes a few tokens together without attention, and then some of them alone: the
-    results must be equal. Modes, gradients and the random generators stay unchanged.
+    `run`, the model or its forward, computes a few tokens together, with attention left out, and then some of them
+    alone: the results must be equal. Training modes, gradients and random generators stay unchanged.
     """
     config, device, taken = model.config.get_text_config(), model.device, inspect.signature(model.forward).parameters
     tokens, numbers = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS), torch.Generator()
@@ -205,7 +206,7 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
             again = torch.cat([rows_of(places[:, None]) for places in some.split(1 if ring.crosses else len(some))])
     except FOREIGN as error:
         words = f"{type(model).__name__}, {TOKENS} tokens: {type(error).__name__}: {error}"
-        raise Unsupported(f"{words}; compare=False skips this test for mixed rows") from error
+        raise Unsupported(f"{words}; compare=False skips this test, which looks for layers that mix rows") from error
     finally:
         model.set_attn_implementation(before)
         for module, training in modes:
@@ -215,9 +216,9 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
     # Rounding may send one row to another expert, or many rows if weights are quantized.
     if far[len(far) // 2 if quantized else -2] > (2**-3 if quantized else 2**-11):
         raise Unsupported(
-            f"{type(model).__name__} mixes rows outside of attention functions: other tokens beside a row change it by "
-            f"{float(far[-1]):.2g} of the largest. Look for a convolution, shift, mean or choice of tokens, positions "
-            "other than position_ids, or a layer's own attention; shard the batch instead"
+            f"{type(model).__name__} mixes rows outside of attention functions: a row changes when only other tokens "
+            f"do, by {float(far[-1]):.2g} of the largest value. Look for a convolution, a shift, a mean or a selection "
+            "over tokens, positions that are not position_ids, or a layer's own attention; shard the batch instead"
         )
 
 

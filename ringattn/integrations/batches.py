@@ -54,12 +54,13 @@ _fastest: dict[tuple[LayerMasks, int], str] = {}
 
 @dataclass(frozen=True)
 class LayerMasks:
-    """For `layout=` of `parallelize` and `shard_batch`: balances every packed batch anew, by its documents.
+    """A value for `layout=` of `parallelize` and `shard_batch` that balances every packed batch by its documents.
 
     `patterns` are the distinct masks of the layers, without documents; `weights` count the layers with each mask.
-    `most_runs` limits the runs of adjacent tokens on a rank, as recurrent layers need. Without documents, zigzag.
-    `sizes`: arguments of `make_plans`; with them, batches are only balanced if the first one is predicted to be faster
-    than on contiguous and zigzag shards.
+    `most_runs` limits the number of runs of adjacent tokens on a rank, as recurrent layers need few. Without documents,
+    zigzag.
+    `sizes`: arguments of `make_plans`; with them, batches are balanced only if that is predicted to make the first one
+    faster than contiguous and zigzag shards.
     """
 
     patterns: tuple[Pattern, ...]
@@ -77,7 +78,7 @@ class LayerMasks:
     def cut(self, borders: Tensor | Documents, ranks: int) -> Layout:
         """The Layout of a batch with these documents; `borders` is `cu_seq_lens_q` in the result of `shard_batch`.
 
-        Takes about 10 ms for 128k tokens on 64 ranks; the layers of a call make it once.
+        Takes about 10 ms for 128k tokens on 64 ranks; done once for all layers of a call.
         """
         documents = borders if isinstance(borders, Documents) else read_borders(borders)
         patterns, tokens = [pattern & documents for pattern in self.patterns], documents.row(0).starts[-1]
@@ -114,18 +115,19 @@ def shard_batch(
 ) -> dict[str, Tensor]:
     """This rank's shard of a batch of whole sequences, as keyword arguments of the model.
 
-    batch: `input_ids` [B, N], and optionally `labels`, `attention_mask` (0 for padding; for a token 1, or the
-        number of its document), `position_ids`, `token_type_ids` and `loss_weights`, all [B, N] and equal on all ranks;
+    batch: `input_ids` [B, N], and optionally `labels`, `attention_mask` (0 for padding; for a token 1, or the number of
+        its document), `position_ids`, `token_type_ids` and `loss_weights`, all [B, N] and equal on all ranks;
         `shift_labels` in place of `labels` if labels and weights are already shifted. Labels per sequence, [S] or
         floats [S, classes], and `start_positions` and `end_positions` [B] stay whole; S is B, or the number of packed
         documents. If `inputs_embeds` [B, N, d] are given, the model gets them, and `input_ids` only set the shape.
         position_ids may be [3, B, N], or [4, B, N] with the text's at index 0. `decoder_input_ids` [B, M] and
         `decoder_attention_mask` are for an encoder-decoder model, whose labels are [B, M].
     cu_seqlens: the borders of packed documents, [0, ..., N] for all rows or one such list per row. Default:
-        `cu_seq_lens_q` of the batch; without it, a document starts where the numbers of the mask or of `seq_idx`
-        change or position_ids jump.
+        `cu_seq_lens_q` of the batch; without it, a document starts where the numbers of the mask or of `seq_idx` change
+        or position_ids jump.
     shift: True for a causal language model, whose rows predict the next token; k to predict the token k places later;
-        False if a label belongs to its own token, as in a masked language model. Models refuse the wrong kind.
+        False if a label belongs to its own token, as in a masked language model. A model raises an error for a batch
+        with the wrong `shift`.
 
     The result has `input_ids` and `position_ids` of this rank's rows, and:
 
@@ -133,12 +135,12 @@ def shard_batch(
       also appear as `shift_labels`;
     - `loss_weights`, shifted alike, 0 without a label; models do not take them: pop them, for a loss of your own;
     - `attention_mask`, only if some rank has padding;
-    - `cu_seq_lens_q` for documents, [B, most borders], filled up with N if rows differ;
+    - `cu_seq_lens_q` for documents, [B, the most borders of a row], other rows filled up with N;
     - `batch_digest`: the model reads the number of labels and the largest position from it, and checks by it that all
       ranks were given the same batch.
 
-    Padding has no label (in transformers, the last padding on the left predicts the first token). position_ids count
-    from the first token that is not padding, and from 0 in each document.
+    Padding has no label (in transformers, unlike here, the last token of left padding predicts the first real token).
+    position_ids count from the first token that is not padding, and from 0 in each document.
     """
     if isinstance(batch, Mapping) and "decoder_input_ids" in batch:
         return _shard_both(batch, group, layout)
@@ -149,9 +151,9 @@ def cut_rows(
     batch: Batch, group: ProcessGroup | DeviceMesh | None, layout: str | Layout | LayerMasks,
     cu_seqlens: Borders | None, shift: int, alone: str | None = None, first: int = 0,
 ) -> Tensors:  # fmt: skip
-    """`shard_batch` without a decoder. With `alone`, unpacked rows have the loss of one process with that attention.
+    """`shard_batch` without a decoder; `alone` names the attention of one process whose loss unpacked rows must have.
 
-    One process counts labels on padding, and counts padding as positions if the model's first position is 0.
+    Such a process counts labels on padding, and counts padding as positions if the model's first position is 0.
     """
     place = place_group(group)
     with ErrorReport(get_transport(place.group), POSITIONS):
@@ -163,7 +165,8 @@ def cut_rows(
         cut = cut_batch(layout, tokens.shape[1], ranks, documents)
         if not all(map(cut.rows, range(ranks))):  # transformers models cannot run on an empty sequence
             raise InvalidInput(
-                f"{cut.tokens} tokens leave one of {ranks} ranks without rows, layout {cut.name!r}; use fewer ranks"
+                f"under layout {cut.name!r}, {cut.tokens} tokens leave at least one of {ranks} ranks without rows; use "
+                "fewer ranks"
             )
         whole = {"input_ids": tokens, **{name: x for name, x in batch.items() if name in OF_ROWS[-2:]}}
         hidden = None if alone and documents is None else mask
@@ -172,8 +175,9 @@ def cut_rows(
         padding = mask == 0 if mask is not hidden and alone != "sdpa" else None  # rows that may attend no key
         if padding is not None and "labels" in whole and bool((whole["labels"] != NO_LABEL)[padding].any()):
             raise Unsupported(
-                f"labels on rows of padding, where attn_implementation={alone!r} has outputs of its own; use 'sdpa', "
-                "or set these labels, and after padding in front also that of the first token, to -100"
+                f"some labels belong to padding, whose outputs with attn_implementation={alone!r} cannot be reproduced "
+                "over ranks; use 'sdpa', or set these labels to -100 (after left padding, that of the first token, "
+                "too)"
             )
         if documents is not None and "start_positions" in answers:
             raise Unsupported("start_positions are undefined for packed documents; give each document its own row")
@@ -197,7 +201,10 @@ def _shard_both(
 ) -> dict[str, Tensor]:
     """`shard_batch` for an encoder and a decoder: cuts each sequence separately; labels belong to the decoder."""
     if not isinstance(layout, str):
-        raise Unsupported("an encoder and a decoder have sequences of two lengths; name a layout, such as 'zigzag'")
+        raise Unsupported(
+            "an encoder and a decoder have sequences of two lengths, and a Layout object fits only one; give the name "
+            "of a layout, such as 'zigzag'"
+        )
     given = {own: batch[name] for own, name in DECODER.items() if name in batch}
     rest = {name: x for name, x in batch.items() if name not in DECODER.values()}
     for x in (given, rest):  # these models count padding as positions
@@ -238,7 +245,7 @@ def gather_logits(logits: Tensor, group: ProcessGroup | DeviceMesh | None = None
 
 
 def read_batch(batch: Batch) -> tuple[Tensors, Tensors, Borders | None]:
-    """(tensors to cut along tokens, labels of sequences and embeddings, borders). Raises InvalidInput for others."""
+    """(tensors to cut along tokens, other ones: labels per sequence and embeddings, borders). Raises InvalidInput."""
     if not isinstance(batch, Mapping):
         raise InvalidInput(f"a batch is a dict of tensors such as {{'input_ids': ids}}, got {type(batch).__name__}")
     kept = {name: x for name, x in batch.items() if name not in ("cu_seq_lens_k", "max_length_q", "max_length_k")}
@@ -248,8 +255,8 @@ def read_batch(batch: Batch) -> tuple[Tensors, Tensors, Borders | None]:
         whole["inputs_embeds"] = kept.pop("inputs_embeds")
     if unknown := set(kept) - {*OF_ROWS, "shift_labels", "seq_idx"}:
         raise InvalidInput(
-            f"{sorted(unknown)} cannot be cut into shards; shard them by Layout.shard_tensor, and give borders as "
-            "cu_seq_lens_q, or as cu_seqlens= of shard_batch"
+            f"{sorted(unknown)} cannot be cut by shard_batch; cut tensors with Layout.shard_tensor, and give document "
+            "borders as cu_seq_lens_q in the batch, or as cu_seqlens="
         )
     if "input_ids" not in kept:
         raise InvalidInput(f"a batch needs input_ids [batch, tokens], got {sorted(kept) or 'nothing'}")

@@ -60,7 +60,7 @@ def context_parallel(
     mesh: one axis of a DeviceMesh, such as mesh["cp"], or a ProcessGroup.
     buffers: tensors of whole sequences, equal on all ranks, such as tokens, labels and position tables. Each becomes
         this rank's rows, in place, and is whole again after the context. The first one sets the length; from a longer
-        table only the first rows are used. A BlockMask stays whole; list each one that compiled code uses.
+        table only the first rows are used. A BlockMask stays whole; only those that compiled code uses must be listed.
     buffer_seq_dims: the dim of the sequence in each buffer; None for a BlockMask.
     no_restore_buffers: buffers that keep this rank's rows afterwards. For a backward after the context, list all
         buffers that autograd saves, such as tokens; otherwise torch reports tensors that were changed in place.
@@ -69,9 +69,9 @@ def context_parallel(
 
     `scaled_dot_product_attention` takes q [B, H, n, D], k and v [B, K, n, D] of this rank's rows; its `attn_mask` may
     be padding, bool [B or 1, 1, 1, n], True for a token. `flex_attention` takes the BlockMask of whole sequences, see
-    `from_block_mask`. Code that torch.utils.checkpoint runs again later runs in this context, too. In the context
-    DistributedDataParallel broadcasts no buffers. Other attention functions, and scaled_dot_product_attention under
-    another name, are not replaced.
+    `from_block_mask`. Code that torch.utils.checkpoint runs again later runs in this context, too. Within the context,
+    DistributedDataParallel does not broadcast the model's buffers. Other attention functions, and
+    scaled_dot_product_attention under another name, are not replaced.
 
     Raises Mismatch if the ranks' buffers differ, InvalidInput for buffers that do not fit or if no attention ran over
     the ranks, Unsupported for other masks, score_mod and max_scores, and what `ring_attention` raises.
@@ -94,8 +94,8 @@ def context_parallel(
         assert isinstance(layout, Layout)
         if x.shape[dim] < layout.tokens:
             raise InvalidInput(
-                f"a buffer has {x.shape[dim]:,} rows along dim {dim}, but the sequence {layout.tokens:,} tokens; give "
-                "buffers of one sequence only, the one with its tokens first"
+                f"a buffer has {x.shape[dim]:,} rows along dim {dim}, but the sequence {layout.tokens:,} tokens; all "
+                "buffers must hold the same sequence, and the first of them its tokens"
             )
         rows = layout.shard_tensor(x.detach().narrow(dim, 0, layout.tokens), ring.rank, dim)
         swaps.append((x, rows.clone(memory_format=torch.contiguous_format)))
@@ -244,7 +244,10 @@ def attend_by_mask(
     from ringattn.pattern import Full
 
     if score_mod is not None or (return_aux is not None and return_aux.max_scores):
-        raise Unsupported("score_mod and max_scores of flex_attention; for a soft cap give context_parallel softcap=")
+        raise Unsupported(
+            "score_mod and max_scores of flex_attention are not supported; for a soft cap, pass softcap= to "
+            "context_parallel"
+        )
     lse = return_lse or (return_aux is not None and return_aux.lse)
     pattern = Full() if block_mask is None else read_mask(block_mask)
     result = ring_attention(query, key, value, pattern, scale=scale, return_lse=lse, **options_here())

@@ -71,7 +71,7 @@ def parallelize(
     Raises Unsupported if a processor does not let diffusers choose its attention; InvalidInput without a plan, for
     degrees that do not match the ranks, and for a model that is parallel already. Calls raise Unsupported for causal
     attention, dropout and masks other than boolean ones of padded keys, InvalidInput for fewer tokens than ranks, and
-    Mismatch on every rank if inputs, or weights that each rank holds whole, differ between ranks.
+    Mismatch on every rank if inputs, or unsharded weights, differ between ranks.
     """
     check_release("diffusers")
     if model._parallel_config is not None:
@@ -92,8 +92,8 @@ def parallelize(
     have = config.mesh["ring", "ulysses"].size() if config.mesh else dist.get_world_size()
     if config.ring_degree * config.ulysses_degree != have:
         raise InvalidInput(
-            f"ring_degree {config.ring_degree} x ulysses_degree {config.ulysses_degree} must be the number of ranks, "
-            f"{have}; change the degrees, or give mesh= if other axes take the remaining ranks"
+            f"ring_degree {config.ring_degree} x ulysses_degree {config.ulysses_degree} must equal the number of "
+            f"ranks, which is {have}; change the degrees, or give mesh= if other axes take the remaining ranks"
         )
     mesh = config.mesh or init_device_mesh(model.device.type, config.mesh_shape, mesh_dim_names=config.mesh_dim_names)
     parallel = ParallelConfig(context_parallel_config=config)
@@ -189,12 +189,14 @@ def _attend(
     if attn_mask is not None:
         if attn_mask.dtype != torch.bool or attn_mask.shape not in ((batch, keys), (batch, 1, 1, keys)):
             raise Unsupported(
-                f"a mask {attn_mask.dtype} {tuple(attn_mask.shape)} in attention over sharded tokens; give only "
-                f"boolean masks of padded keys, here {(batch, keys)} or {(batch, 1, 1, keys)}"
+                f"a mask {attn_mask.dtype} {tuple(attn_mask.shape)} is not supported in attention over sharded tokens; "
+                f"give only boolean masks of padded keys, here {(batch, keys)} or {(batch, 1, 1, keys)}"
             )
         padding = ~attn_mask.reshape(batch, keys)
     if is_causal or dropout_p:
-        raise Unsupported(f"{is_causal=}, {dropout_p=} in attention over sharded tokens; leave both out")
+        raise Unsupported(
+            f"{is_causal=}, {dropout_p=} are not supported in attention over sharded tokens; leave both out"
+        )
     config = _parallel_config.context_parallel_config
     out = ring_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), Full(),

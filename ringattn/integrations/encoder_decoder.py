@@ -32,7 +32,7 @@ def find_tables(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def attend_across(model: PreTrainedModel) -> None:
-    """Add hooks: attention notes whether its keys are the encoder's, and position tables get this rank's positions."""
+    """Add hooks: they tell attention whether keys are the encoder's, and position tables this rank's positions."""
     for module in model.modules():
         if not inspect.signature(module.forward).parameters.keys().isdisjoint(OTHERS):
             module.register_forward_pre_hook(_note_keys, with_kwargs=True)

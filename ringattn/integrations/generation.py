@@ -62,7 +62,7 @@ def has_chunks(model: Any) -> bool:
 
 
 def layer_windows(model: PreTrainedModel) -> dict[int, int | None]:
-    """The window of each layer that attends in keys, the row's own included; None: all. Read from the config."""
+    """The window of each attention layer, in keys, the row's own included; None: no limit. Read from the config."""
     config = model.config.get_text_config()
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     if kinds is None:
@@ -98,9 +98,14 @@ class RingCache(Cache):  # type: ignore[misc]
         self.recurrent = [layer for layer in self.layers if hasattr(layer, "recurrent_states")]
         shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0)
         if shared:
-            raise Unsupported(f"generate: {shared} layers of {type(model).__name__} share keys and values of others")
+            raise Unsupported(
+                f"generate: {shared} layers of {type(model).__name__} share keys and values of others, which is not "
+                "supported; call unparallelize(model) first"
+            )
         if has_chunks(model) or getattr(model.config.get_text_config(), "attn_temperature_tuning", False):
-            raise Unsupported("generate: attention in chunks, or scaled by position; call unparallelize(model) first")
+            raise Unsupported(
+                "generate: attention in chunks or scaled by position is not supported; call unparallelize(model) first"
+            )
         self.windows = layer_windows(model)
         self.places = {layer: place for place, layer in enumerate(self.windows)}
         # A model that does not attend counts its tokens in a layer of one key.
@@ -118,11 +123,11 @@ class RingCache(Cache):  # type: ignore[misc]
 
     @property
     def place(self) -> int:
-        """The place in `cache` of the layer that `update` was called for."""
+        """The index, in `cache`, of the layer that `update` was called for."""
         return self.places[self._layer]
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """The inputs of a convolution. In a sharded prompt `store_conv` follows, with those of the last rank."""
+        """The inputs of a convolution. In a sharded prompt, `store_conv` then stores those of the last rank."""
         if not self.sharded:
             return cast(Tensor, super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs))
         self._conv = layer_idx, state_idx
@@ -139,7 +144,7 @@ class RingCache(Cache):  # type: ignore[misc]
         super().update_conv_state(nn.functional.pad(last, (1, 0)), *self._conv, conv_kernel_size=last.shape[-1] + 1)
 
     def count(self, rows: int, logits: Tensor, note: str | None) -> None:
-        """Count new tokens, of which this rank has `rows`, of a model that does not attend; logits [B, ...]."""
+        """For a model without attention, count new tokens, `rows` of them on this rank; logits are [B, ...]."""
         none = torch.zeros(len(logits), 1, rows, 8, device=logits.device)
         if note is None:
             self.cache.prefill(0, none, none, none)
@@ -147,7 +152,10 @@ class RingCache(Cache):  # type: ignore[misc]
             self.cache.step(0, none, none, none, note=note)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Return the new keys and values unchanged; attention stores them. Raises InvalidInput for another model."""
+        """Return the new keys and values unchanged; attention stores them.
+
+        Raises InvalidInput if the cache belongs to another model.
+        """
         if not self.running:
             raise InvalidInput("a RingCache works only with the model it was made for; make a new RingCache(model)")
         self._layer = layer_idx
@@ -179,7 +187,9 @@ class RingCache(Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -n tokens if n = tokens_to_remove is negative; keep only the first n if it is positive."""
         if self.recurrent and not self.is_croppable:
-            raise Unsupported("generate: recurrent states cannot go back; leave out assistant_model= and prompt lookup")
+            raise Unsupported(
+                "generate: recurrent states cannot be rolled back; leave out assistant_model= and prompt lookup"
+            )
         for layer in self.recurrent:
             layer.crop(tokens_to_remove)
         if tokens_to_remove:
@@ -231,7 +241,10 @@ class Generation:
     def attend(
         self, module: nn.Module, window: int | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Any
     ) -> Tensor:
-        """out [B, H, n, Dv] of a layer. Raises Unsupported if it attends twice, or its window is not the cache's."""
+        """out [B, H, n, Dv] of a layer.
+
+        Raises Unsupported if the layer attends twice in a call, or its window is not the cache's.
+        """
         layer, cache, place = self.past._layer, self.past.cache, self.past.place
         if layer in self.attended:
             raise Unsupported(
@@ -249,7 +262,10 @@ class Generation:
         return cast(Tensor, cache.step(place, q, k, v, sinks=sinks, note=self.note, **options))
 
     def finish(self, result: Any, group: ProcessGroup) -> Any:
-        """The result with the wanted logits [B, n, classes] of the whole prompt, on every rank. Collective."""
+        """`result` with the logits that the caller asked for, gathered from the whole prompt, on every rank.
+
+        Collective.
+        """
         self.past.running = self.past.sharded = False
         if not self.past.windows:
             self.past.count(self.rows, result["logits"], self.note)
@@ -262,15 +278,15 @@ class Generation:
 
 
 def resume(model: PreTrainedModel, past: RingCache, kwargs: dict[str, Any]) -> RingCache:
-    """Return the cache of the running `generate`, emptied, for a call that has no cache and computes all tokens again.
+    """Return the cache of the running `generate`, emptied, for a call without a cache that computes all tokens again.
 
     Phi-3 makes such a call when its rope changes. Raises Unsupported for any other call without a cache.
     """
     most, ids = getattr(model.config, "original_max_position_embeddings", None), kwargs.get("input_ids")
     if most is None or ids is None or not past.cache.length <= most < ids.shape[1]:
         raise Unsupported(
-            f"generate: {type(model).__name__} was called without a cache ({' or '.join(CACHES)}); install a "
-            "release of transformers that ringattn supports"
+            f"generate: {type(model).__name__} passes no cache under a name that ringattn knows "
+            f"({' or '.join(CACHES)}); install a release of transformers that ringattn supports"
         )
     past.reset()
     return past
@@ -299,11 +315,13 @@ def begin(
         padding = None if mask is None else ~mask[:, first:].bool()
         padding = None if padding is None or not padding.any() else padding
         if padding is not None and any(past.windows.values()) and _pads_behind(padding, past.cache.lengths):
-            raise Unsupported("generate: padding after tokens would count in windows; set padding_side='left'")
+            raise Unsupported("generate: padding on the right would be counted in windows; set padding_side='left'")
         positions = kwargs.get("position_ids")
         if positions is None:
             if ring.first:
-                raise InvalidInput(f"{type(model).__name__} starts positions at {ring.first}; give position_ids=")
+                raise InvalidInput(
+                    f"{type(model).__name__} counts positions from {ring.first}, not from 0; give position_ids="
+                )
             positions = torch.arange(first, first + tokens, device=ids.device).expand_as(ids)
         largest = first + tokens - 1
         past.running, past.sharded = True, False
@@ -316,7 +334,9 @@ def begin(
         return kwargs, Generation(past, told, largest, np.arange(0), [], None, tokens)
     if fewest < LEAST_ROWS and past.recurrent:
         with ErrorReport(transport, PROMPT):
-            raise Unsupported(f"generate: a padded prompt of {tokens} tokens over {ranks} ranks; give longer ones")
+            raise Unsupported(
+                f"generate: a padded prompt of {tokens} tokens is too short for {ranks} ranks; give longer ones"
+            )
     with Exchange(transport, PROMPT) as exchange:
         name = "tokens (give every rank the whole prompt, not a shard)"
         exchange.mine = json.dumps({name: told, "shape": list(ids.shape), "layers": len(past)}).encode()
@@ -362,14 +382,14 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Run `generate` of the model's class with a `RingCache`, by default a new one. All ranks stop at the same token.
 
     The RingCache replaces the cache that the checkpoint's generation_config names. Raises Unsupported for another cache
-    in the call, and for settings that need no cache or a second one.
+    in the call, and for settings that run without a cache or need a second one.
     """
     ring = getattr(model, STATE)
     transport = get_transport(ring.place.group)
     with Exchange(transport, "generate", 0):
         past = find_cache(kwargs)
         if model.config.is_encoder_decoder:
-            raise Unsupported("generate: an encoder-decoder model; call unparallelize(model) first")
+            raise Unsupported("generate: encoder-decoder models are not supported; call unparallelize(model) first")
         mask = kwargs.get("attention_mask")
         if mask is not None and (mask.any(1) & (mask[:, -1] == 0)).any():
             raise Unsupported("generate: a row ends in padding; set padding_side='left' of the tokenizer")

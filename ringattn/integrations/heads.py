@@ -66,7 +66,10 @@ class Sequences:
     group: ProcessGroup
 
     def pool(self, rows: Tensor, how: str) -> Tensor:
-        """One row per sequence [number, d] of this rank's [B, n, d], equal on all ranks. Differentiable, collective."""
+        """A vector for each sequence, [sequences, d], from the rows [B, n, d] of all ranks.
+
+        Differentiable, collective.
+        """
         index, real = self.index.flatten(), self.real.flatten()
         weight = real.to(wide(rows.dtype))
         if how == "mean":
@@ -139,8 +142,9 @@ def pool(
 def find_pooling(model: PreTrainedModel, field: str) -> str:
     """Which rows a model's head reads to compute `field` of its result: "first", "last", "mean", "late" or "rows".
 
-    late: the head runs on each row, then the results are averaged; rows: it runs on each row. Tries a copy of the head
-    with random weights on a few random rows. Raises Unsupported for a head that reads anything else.
+    late: the head runs on each row, and the results are averaged; rows: it runs on each row, and no more. Found by
+    running a copy of the head with random weights on random rows. Raises Unsupported for a head that reads anything
+    else.
     """
     pooler, below = _copy(getattr(model.base_model, "pooler", None)), nn.Identity()
     head = _copy(model, {id(model.base_model): below})
@@ -160,7 +164,10 @@ def check_pooler(model: PreTrainedModel) -> nn.Module | None:
     pooler = getattr(model.base_model, "pooler", None)
     if pooler is not None and (found := _ask(model, "pooler", _copy(pooler))) != "first":
         name = type(model).__name__
-        raise Unsupported(f"{name} has a pooler of {found}, not first rows; take add_pooling_layer=False")
+        raise Unsupported(
+            f"{name} has a pooler that reads {found}, not the first row of a sequence; make the model with "
+            "add_pooling_layer=False"
+        )
     return cast("nn.Module | None", pooler)
 
 
@@ -196,7 +203,7 @@ def _ask(model: PreTrainedModel, part: str, run: Callable[[Tensor], Tensor]) -> 
     for name, right in known.items():
         if right.shape == whole.shape and torch.allclose(right, whole, atol=1e-5):
             return name
-    raise Unsupported(f"{words}; pool the rows of its base model by ringattn.integrations.transformers.pool")
+    raise Unsupported(f"{words}; pool the rows of its base model with ringattn.integrations.transformers.pool")
 
 
 class HeadCall:
@@ -216,7 +223,7 @@ class HeadCall:
         self.others = given
 
     def hide(self) -> dict[str, Any]:
-        """The arguments for the head, which sees sequences of one token unless it reads every row."""
+        """The call's arguments; a head that does not read every row is shown one token of each sequence."""
         ids = torch.ones_like(self.sequences.index)
         if self.pooling == "late":
             ids = ids.reshape(-1, 1)
@@ -233,7 +240,7 @@ class HeadCall:
         return self.sequences.pool(hidden, self.pooling)[:, None]
 
     def finish(self, model: PreTrainedModel, result: Any) -> Any:
-        """The result for whole sequences on every rank, with its loss."""
+        """`result`, completed for whole sequences on every rank, with its loss."""
         if self.pooling == "rows":
             for name in ("start_logits", "end_logits"):
                 rows = result[name].masked_fill(~self.sequences.real, torch.finfo(result[name].dtype).min)

@@ -39,7 +39,7 @@ class _Frame(NamedTuple):
     mask: Tensor | None = None
 
     def where(self, name: str, rows: int) -> dict[str, Any]:
-        """The arguments of a layer that say how the sequence is cut; `rows` on this rank."""
+        """The arguments that tell the layer function `name` how the sequence is cut; this rank has `rows` rows."""
         if self.ring is None:
             return {"layout": "contiguous", "ranks": 1, "documents": Documents([1] * rows)}
         group, generation = self.ring.place.group, self.ring.call.generation
@@ -147,7 +147,7 @@ def mixing_functions(module: nn.Module) -> set[str]:
 
 
 def unknown_functions(model: nn.Module) -> set[str]:
-    """The functions in the files of a model that a kernel may replace, and that ringattn does not know."""
+    """Functions in a model's source files that transformers may replace by a kernel, and ringattn does not know."""
     found = set()
     for file in {type(module).__module__ for module in model.modules() if mixing_functions(module)}:
         for name, function in vars(sys.modules[file]).items():
@@ -158,7 +158,10 @@ def unknown_functions(model: nn.Module) -> set[str]:
 
 
 def take_layers(model: PreTrainedModel) -> bool:
-    """Replace the functions of the model's files; whether it has any. Hooks tell the functions which call runs."""
+    """Replace the row-mixing functions in the model's source files by ours; returns whether there are any.
+
+    Hooks tell the functions which call of the model is running.
+    """
     mixers = [module for module in model.modules() if mixing_functions(module)]
     for file in {type(module).__module__ for module in mixers}:
         space = vars(sys.modules[file])
@@ -229,8 +232,8 @@ def _enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     borders = kwargs.get("cu_seq_lens_q")
     if borders is None and ring.call.packs:
         raise Unsupported(
-            f"{type(module).__name__} is recomputed without the borders of its documents; checkpoint by "
-            "model.gradient_checkpointing_enable()"
+            f"{type(module).__name__} is recomputed by activation checkpointing without its document borders; switch "
+            "it on with model.gradient_checkpointing_enable()"
         )
     mask = kwargs.get("attention_mask")
     frame = _Frame(ring, borders, mask if mask is not None and mask.ndim == 2 else None)

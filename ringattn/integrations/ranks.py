@@ -32,7 +32,8 @@ class GatherRows(torch.autograd.Function):
     """Gather the rows [B, N, ...] of all ranks from the [B, n, ...] of each. Only the forward is collective.
 
     All ranks must compute the same loss from the result. The gradient of a rank's rows is multiplied by the number of
-    ranks, so that the mean of the parameters' gradients over the ranks, as DDP and FSDP take it, is the gradient.
+    ranks, so that the mean of the parameters' gradients over the ranks, as DDP and FSDP take it, is the gradient of the
+    loss.
     """
 
     @staticmethod

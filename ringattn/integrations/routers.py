@@ -16,7 +16,7 @@ ROUTED = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 def has_routers(model: nn.Module) -> bool:
-    """Whether the model has Mixtral's router loss, which balances the tokens and probabilities of experts."""
+    """Whether the model has Mixtral's router loss, which balances the load of its experts."""
     loss = inspect.unwrap(type(model).forward).__globals__.get("load_balancing_loss_func")
     given = [] if loss is None else list(inspect.signature(loss).parameters)
     return given == ROUTED and hasattr(model, "router_aux_loss_coef") and hasattr(model, "num_experts_per_tok")
@@ -31,9 +31,9 @@ def take_routers(base: nn.Module, args: Any, result: Any) -> None:
 
 
 def balance_routers(model: Any, result: Any, logits: tuple[torch.Tensor, ...], kwargs: Any, group: Any) -> torch.Tensor:
-    """The router loss over the rows of all ranks without padding; replaces the one in `result`. Collective.
+    """The router loss over all ranks' rows but padding, which also replaces that in `result`. Collective.
 
-    If every rank adds it to its loss, the mean of the ranks' gradients is the gradient.
+    If every rank adds it to its loss, the mean of the ranks' gradients is the gradient of the loss of all.
     """
     mask, top, ranks = kwargs.get("attention_mask"), model.num_experts_per_tok, dist.get_world_size(group)
     real = torch.ones_like(logits[0][:, 0]).float() if mask is None else mask.flatten().float()

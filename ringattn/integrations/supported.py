@@ -42,16 +42,16 @@ def unwrap_adapters(model: Any) -> PreTrainedModel:
         kind = "aLoRA" if getattr(config, "alora_invocation_tokens", None) else config.peft_type.value
         if config.is_prompt_learning or kind in ADAPTERS:
             words = "adds tokens" if config.is_prompt_learning else "is not computed row by row by a call of the model"
-            raise Unsupported(f"adapter {name!r} ({kind}) {words}; take another kind, such as LoRA")
+            raise Unsupported(f"adapter {name!r} ({kind}) {words}; use another kind, such as LoRA")
     if isinstance(model, PreTrainedModel) or not hasattr(model, "peft_config"):
         return cast("PreTrainedModel", model)
     if "forward" in type(model.base_model).forward.__code__.co_names:
-        raise Unsupported("this release of PEFT calls model.forward, which no hook sees; take peft>=0.21")
+        raise Unsupported("this release of PEFT calls model.forward directly, past all hooks; install peft>=0.21")
     return cast("PreTrainedModel", model.base_model.model)
 
 
 def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
-    """(whether labels are those of the next token, which rows the head reads).
+    """A pair: whether labels are those of the next token, and which rows the head reads, see `find_pooling`.
 
     The first is None for a model without a loss per row, the second for a model whose head does not read whole
     sequences. Raises Unsupported, naming the feature, if ring attention cannot compute all of the model's attention, or
@@ -66,7 +66,9 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
     if not _is_of_text(config):
         parts = [path for path, part in model.named_modules() if part is model.get_decoder() and path]
         hint = f"parallelize(model.{parts[0]}, ...)" if parts else "a language model"
-        raise Unsupported(f"{name} has inputs besides text; take {hint} alone, with inputs_embeds in shard_batch")
+        raise Unsupported(
+            f"{name} has inputs besides text; parallelize {hint} alone, and give inputs_embeds to shard_batch"
+        )
     loss = LOSS_MAPPING.get(model.loss_type)
     causal = loss is ForCausalLMLoss or any(
         kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for kind in type(model).__mro__
@@ -111,7 +113,7 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
         ("a head whose loss is not of tokens, classes or answers", other, "take its base model and your own loss"),
     ):
         if present:
-            raise Unsupported(f"{name} has {feature}; {hint or 'unserved over ranks: shard the batch instead'}")
+            raise Unsupported(f"{name} has {feature}; {hint or 'not supported over ranks: shard the batch instead'}")
     if field is not None and not bare:
         return None, find_pooling(model, field)
     return None if not (causal or aligned) else not aligned, None

@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 
 class Broadcast(IterableDataset[Any]):
-    """Gives all ranks the examples of a stream that only rank 0 reads. Collective, so only for num_workers=0."""
+    """Gives all ranks the examples of a stream that only rank 0 reads.
+
+    Collective, so only for a DataLoader with num_workers=0.
+    """
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -62,12 +65,12 @@ class Broadcast(IterableDataset[Any]):
 class RingAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator that counts a cp group as one process: the ranks of a group get the same batches.
 
-    cp: how many consecutive ranks share a sequence; None: all. `mesh` has the axes dp and cp, and is None in a
-    single process. Pass its group to `parallelize(model, mesh["cp"], layout=..., whole=True)`.
+    cp: how many consecutive ranks share a sequence; None: all. `mesh` has the axes dp and cp, and is None in a single
+    process. Pass its group to `parallelize(model, mesh["cp"], layout=..., whole=True)`.
 
     `num_processes`, `process_index`, `gather` and `gather_for_metrics` of tensors, and `reduce` count each group once.
-    With dispatch_batches=True only rank 0 reads a stream, otherwise each rank does. A prepared scheduler would count
-    every rank: pass step_scheduler_with_optimizer=False, and step it yourself.
+    With dispatch_batches=True only rank 0 reads a stream, otherwise each rank does. A scheduler that Accelerate has
+    prepared would step once per rank: pass step_scheduler_with_optimizer=False, and step it yourself.
     """
 
     mesh: DeviceMesh | None
@@ -137,9 +140,10 @@ class RingMixin:
         if that is predicted to be faster on `ring["machine"]`, and other batches by zigzag.
     ring: other options of `parallelize`, such as {"schedule": "ulysses"}.
 
-    The trainer parallelizes its model and its reference model itself. Set its arguments as for dp processes:
-    per_device_train_batch_size is the batch of a cp group. In a single process the trainer is unchanged. Raises
-    InvalidInput for a `cp` that does not divide the ranks, and Unsupported for strategies that split data by rank.
+    The trainer parallelizes its model and its reference model itself. Set its arguments as if each cp group were one
+    process: per_device_train_batch_size is the batch of a cp group. In a single process the trainer is unchanged.
+    Raises InvalidInput for a `cp` that does not divide the ranks, and Unsupported for strategies that split data by
+    rank.
     """
 
     accelerator: RingAccelerator
@@ -184,7 +188,9 @@ class RingMixin:
             ("neftune_noise_alpha", "leave it out, its noise grows with fewer rows"),
         ):
             if dist.is_initialized() and dist.get_world_size() > 1 and getattr(given, name, None):
-                raise Unsupported(f"{name}={getattr(given, name)} on ranks that share sequences; {hint}")
+                raise Unsupported(
+                    f"{name}={getattr(given, name)} is not supported on ranks that share sequences; {hint}"
+                )
         cast(Any, super()).create_accelerator_and_postprocess()
         self.accelerator.__class__ = RingAccelerator
         self.accelerator.form_groups(self._cp)

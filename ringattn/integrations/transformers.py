@@ -215,7 +215,9 @@ def parallelize(
     wrapper, model = model, unwrap_adapters(model)
     shift, pooling = check_model(model)
     if whole and model.config.is_encoder_decoder:
-        raise Unsupported("whole=True with an encoder-decoder model; leave it out, and cut batches by shard_batch")
+        raise Unsupported(
+            "whole=True does not support encoder-decoder models; leave it out, and cut batches with shard_batch"
+        )
     pooler = check_pooler(model)
     layers = take_layers(model)
     cut = _balance(model, whole, layers, layout, options) if layout in ("auto", "balanced") else layout
@@ -261,7 +263,10 @@ def parallelize(
 def _balance(model: PreTrainedModel, whole: bool, recurrent: bool, layout: str, options: Any) -> LayerMasks:
     """The masks of all layers; those between recurrent layers have few runs of tokens on a rank."""
     if not whole:
-        raise InvalidInput(f"layout={layout!r}: give LayerMasks.of(model) here and to shard_batch, or whole=True")
+        raise InvalidInput(
+            f"layout={layout!r}: this layout is chosen by the masks of all layers; give LayerMasks.of(model) to both "
+            "parallelize and shard_batch, or use parallelize(..., whole=True)"
+        )
     masks = replace(LayerMasks.of(model), most_runs=MOST_RUNS if recurrent else None)
     if layout == "balanced":
         return masks
@@ -336,7 +341,10 @@ def _attend(
     unknown = ", ".join(f"{word}=" for word in given if word not in UNREAD)
     if mask is not None and mask.ndim > 2:
         if mask.dtype != torch.bool or mask.ndim != 4 or mask.stride(2):  # not from `_write_mask`
-            raise Unsupported(f"{name} has a mask of its own, {tuple(mask.shape)} {mask.dtype}, which is not padding")
+            raise Unsupported(
+                f"{name} has a mask of its own, {tuple(mask.shape)} {mask.dtype}, which is more than padding; write it "
+                "as a Pattern"
+            )
         window, causal, chunked = mask.shape[2] - 2 or None, mask.shape[1] != 2, mask.shape[1] == 3
         mask = mask[:, 0, 0] if mask.shape[3] else None
     generation = ring.call.generation
@@ -369,12 +377,17 @@ def _attend_ring(
     group = ring.place.group
     with ErrorReport(get_transport(group), "call"):
         if unknown:
-            raise Unsupported(f"{name} gives its attention {unknown} which ringattn does not know")
+            raise Unsupported(
+                f"{name} gives its attention {unknown} which ringattn does not know; shard the batch instead"
+            )
         if q.shape[2] != k.shape[2] and not crosses:
             sizes = f"{q.shape[2]} queries, {k.shape[2]} keys"
-            raise Unsupported(f"a cache of earlier tokens: {sizes}; pass use_cache=False")
+            raise Unsupported(f"a cache of earlier tokens is not supported: {sizes}; pass use_cache=False")
         if borders is None and ring.call.borders is not None:
-            raise Unsupported(f"{name} is not given cu_seq_lens_q by its model, and would see across documents")
+            raise Unsupported(
+                f"{name} is not given cu_seq_lens_q by its model, and would see across documents; give each document "
+                "its own row"
+            )
         layout, documents = ring.layout, None if borders is None else read_borders(borders)
         pattern = make_pattern(None if chunked or crosses else window, causal and not crosses)
         if chunked:
@@ -421,7 +434,9 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     lengths: list[int] = []
     if torch.compiler.is_compiling():
         if ring.pools or ring.pooling is not None:
-            raise Unsupported("torch.compile with a head or pooler over whole sequences; compile only the layers")
+            raise Unsupported(
+                "torch.compile does not support a head or pooler over whole sequences; compile only the layers"
+            )
         _check_call(model, ring, kept, kwargs)  # without the exchange, which cannot be traced
     else:
         lengths = _check_positions(model, ring, kept, kwargs)
@@ -500,8 +515,8 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
         raise Unsupported(f"{type(model).__name__} returns a tuple; set return_dict=True")
     if "pooler_output" in result and not ring.pools:
         raise Unsupported(
-            f"{type(model).__name__} makes pooler_output of rows of the whole sequence without a module of its own; "
-            "take a model without it, and pool its last_hidden_state by pool(...)"
+            f"{type(model).__name__} computes pooler_output from the whole sequence within its own forward, where it "
+            "cannot be replaced; use a model without it, and pool last_hidden_state with pool(...)"
         )
     labels = kwargs.get("labels")
     if head is not None:
@@ -535,7 +550,10 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
     if isinstance(keep, Tensor) or keep:
         raise Unsupported(f"logits_to_keep={keep} would keep rows of this rank, not of the sequence; leave it out")
     if "loss_weights" in kwargs:
-        raise Unsupported("loss_weights: the model weighs all labels alike; take both out, see docs/models.md")
+        raise Unsupported(
+            "loss_weights: the model's own loss weighs all labels equally; pass neither labels nor loss_weights, and "
+            "compute the loss yourself, see docs/models.md"
+        )
     own = "decoder_position_ids" if ring.crosses else "position_ids"
     positions, labels, shifted = (kwargs.get(name) for name in (own, "labels", "shift_labels"))
     whole = "call model(**batch) with a batch of shard_batch or Collator"
@@ -575,7 +593,7 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
         with ErrorReport(get_transport(ring.place.group), "call"):
             places = cut_batch(ring.layout, sum(lengths), len(lengths), None).positions(dist.get_rank(ring.place.group))
             if not kwargs["attention_mask"][:, torch.from_numpy(np.flatnonzero(places == 0))].all():
-                raise Unsupported("padding before tokens that attend in chunks; set padding_side='right'")
+                raise Unsupported("left padding is not supported if tokens attend in chunks; set padding_side='right'")
     if known or positions.ndim != 2 or kind[1]:
         return lengths  # with padding, positions depend on the whole mask
     with ErrorReport(get_transport(ring.place.group), "call"):
@@ -630,7 +648,7 @@ def _write_mask(
     """
     rules = set() if torch.compiler.is_compiling() else _rules(mask_function)
     if torch.compiler.is_compiling() and getattr(others.get("config"), "attention_chunk_size", None) is not None:
-        raise Unsupported("torch.compile with attention in chunks; compile only the layers")
+        raise Unsupported("torch.compile does not support attention in chunks here; compile only the layers")
     if unknown := rules - MASKS:
         raise Unsupported(
             f"this model lays a mask of its own over the causal one ({', '.join(sorted(unknown))}), which ringattn "

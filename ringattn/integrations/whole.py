@@ -79,7 +79,10 @@ def cut_call(model: nn.Module, ring: Any, kwargs: Mapping[str, Any]) -> dict[str
     if ids is None:
         raise InvalidInput("a call with whole sequences needs input_ids [batch, tokens]")
     if not isinstance(keep, int) or (keep and (kwargs.get("labels") is not None or kwargs.get("output_hidden_states"))):
-        raise Unsupported(f"logits_to_keep={keep}: give a number of last rows, without labels or output_hidden_states")
+        raise Unsupported(
+            f"logits_to_keep={keep}: give the number of last rows to keep, and leave out labels and "
+            "output_hidden_states"
+        )
     batch = {
         name: x
         for name, x in kwargs.items()

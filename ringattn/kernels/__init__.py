@@ -111,9 +111,9 @@ def merging(choice: str) -> Iterator[None]:
     """
     global _choice
     if choice not in MERGES:
-        raise InvalidInput(f"unknown choice {choice!r} for merges; expected {', '.join(MERGES)}")
+        raise InvalidInput(f"merging({choice!r}): unknown; expected {', '.join(MERGES)}")
     if choice == "triton" and (reason := missing()):
-        raise Unsupported(f"merges by triton: {reason}; or try merging('torch')")
+        raise Unsupported(f"merging('triton'): {reason}; or try merging('torch')")
     before, _choice = _choice, choice
     try:
         yield
@@ -149,7 +149,7 @@ def _by_triton(choice: str, device: torch.device) -> bool:
     """Whether Triton merges and sums tensors on this device."""
     if choice == "triton":
         if device.type != "cuda" and not _fused().INTERPRETED:
-            raise Unsupported(f"merges by triton need tensors on a cuda device, got {device}; try merging('auto')")
+            raise Unsupported(f"merging('triton') needs tensors on a cuda device, got {device}; try merging('auto')")
         return True
     if choice == "torch" or device.type != "cuda" or not torch.cuda.is_available():
         return False

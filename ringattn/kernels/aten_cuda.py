@@ -106,7 +106,9 @@ class AtenCuda(Kernel):
             able = [self.choice]
         if not able:
             told = "; ".join(f"{op}: {reasons[op]}" for op in ("flash", "efficient"))
-            raise Unsupported(f"kernel {self.name}: no op computes bands here; {told}; try kernel=reference")
+            raise Unsupported(
+                f"kernel {self.name}: no op of PyTorch computes windows here; {told}; try kernel=reference"
+            )
         self.band_op = able[0]
         # Plans cache the calls of a kernel by its name, so kernels that cut or pack differently need different names.
         if self.band_op == "flash":

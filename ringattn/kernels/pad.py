@@ -123,8 +123,8 @@ def hidden_column(scale: float, dtype: torch.dtype) -> float:
     column = 2.0 ** (frexp(column)[1] - 1)
     if not LEAST <= factor * column * column < float("inf"):
         raise Unsupported(
-            f"key_padding_mask does not work with scale={scale} in {dtype}: no finite column hides a key; "
-            "try a scale near 1 / sqrt(head_dim)"
+            f"key_padding_mask does not work with scale={scale} in {dtype}: the number that hides a key overflows; try "
+            "a scale near 1 / sqrt(head_dim)"
         )
     return column
 

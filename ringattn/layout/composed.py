@@ -28,9 +28,13 @@ class Composed(Layout):
         super().__post_init__()
         for part in self.parts:
             if part.digest or part.stacked > 1:
-                raise InvalidInput(f"{part.name} cannot be part of a layout; try contiguous, zigzag or striped(64)")
+                raise InvalidInput(
+                    f"{part.name} cannot be a part of joined(...); try contiguous, zigzag or striped(64)"
+                )
         if {part.ranks for part in self.parts} - {self.ranks}:
-            raise InvalidInput(f"{self.name} joins layouts of different ranks; make all of them for {self.ranks} ranks")
+            raise InvalidInput(
+                f"{self.name} joins layouts for different numbers of ranks; make all of them for {self.ranks} ranks"
+            )
 
     __hash__ = Layout.kept_hash
 

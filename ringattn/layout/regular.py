@@ -248,7 +248,7 @@ def restore_layout(name: str, tokens: int, ranks: int, runs: Sequence[Sequence[i
     """
     kind, chunk = _read_name(name)
     if kind != "balanced" or chunk is None:
-        raise InvalidInput(f"layout {name!r} has no stored partition; expected balanced(chunk)")
+        raise InvalidInput(f"layout {name!r} is not stored with the ranks of its chunks; only balanced(chunk) is")
     return Balanced(tokens, ranks, chunk, tuple((int(first), int(owner)) for first, owner in runs))
 
 

@@ -54,7 +54,7 @@ class TimeGrid:
         if len(self.rates) != len(self.rows) or any(len(numbers) != len(self.keys) for numbers in by_keys):
             raise InvalidInput(
                 f"kernel times: {self.shape} needs a rate for each of {self.rows} rows x {self.keys} keys, and "
-                "ragged, if given, a factor for each of the keys; measure the missing ones"
+                "`ragged` (factors for ragged keys), if given, one for each number of keys; measure the missing ones"
             )
 
     def rate(self, rows: int, keys: int) -> float:

@@ -262,7 +262,9 @@ class Combination(Pattern):
         """As in `Pattern`. Raises InvalidInput if the operands are for different batch sizes."""
         counts = {operand.rows for operand in self.operands} - {None}
         if len(counts) > 1:
-            raise InvalidInput(f"{self!r} joins patterns for batches of {sorted(map(str, counts))} rows; give all one")
+            raise InvalidInput(
+                f"{self!r} joins patterns for batches of {sorted(map(str, counts))} rows; give all the same number"
+            )
         return counts.pop() if counts else None
 
     def bind(self, heads: int, tokens: int) -> Pattern:
@@ -378,9 +380,9 @@ class Or(Union):
         for operand in self.operands:
             if operand.branches > 1:
                 raise InvalidInput(
-                    f"| takes patterns of one branch, but {operand!r} has {operand.branches}: a union counts each pair "
-                    f"once, a mix counts it once per branch; try {operand.union_hint}mix(a, b), "
-                    "or | inside the branches"
+                    f"| takes patterns of one branch (one softmax), but {operand!r} has {operand.branches}: a union "
+                    f"counts each pair once, a mix counts it once per branch; try {operand.union_hint}mix(a, b), or | "
+                    "inside the branches"
                 )
         super().__post_init__()
 

@@ -395,7 +395,10 @@ class Hierarchical(Family):
             return
         pairs = self.levels
         if not isinstance(pairs, list | tuple) or not all(isinstance(x, list | tuple) and len(x) == 2 for x in pairs):
-            raise InvalidInput(f"hierarchical: levels={pairs!r} must be a list of (stride, w); try ((1, 1), (4, -1))")
+            raise InvalidInput(
+                f"hierarchical: levels={pairs!r} must be a list of (stride, window in blocks; -1: no limit); try ((1, "
+                "1), (4, -1))"
+            )
         self._normalize(levels=tuple((self._integer("a stride", s, 1), self._integer("a w", w, -1)) for s, w in pairs))
 
     def query_blocks(self, low: int, high: int, first: int, last: int) -> Iterable[range]:

@@ -353,7 +353,8 @@ class Plan(PlanSizes):
         plan = arrange(bound, layout, schedule, sizes, q_layout)
         if plan.hash != record.hash:
             raise InvalidInput(
-                f"the plan has hash {plan.hash}, but its text has {record.hash}: it was edited; make it again"
+                f"the plan's contents have the hash {plan.hash}, but the file states {record.hash}: it was edited; "
+                "make the plan again"
             )
         return plan
 

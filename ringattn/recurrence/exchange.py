@@ -52,7 +52,10 @@ class Ranks:
             self.local, self.size = range(ring.rank, ring.rank + 1), ring.size
             return
         if any(who is not None for who in (group, mesh, transport)):
-            raise InvalidInput(f"ranks={ranks} are virtual; leave it out, or leave out group=, mesh= and transport=")
+            raise InvalidInput(
+                f"ranks={ranks} asks for virtual ranks, group=, mesh= or transport= for real ones; leave out one of "
+                "them"
+            )
         self.virtual = VirtualRanks(check_integer(ranks, "ranks", 1, "ranks=4"))
         self.local, self.size = range(ranks), ranks
 
@@ -94,7 +97,7 @@ class Ranks:
         if planned != held and (exchange is not None or (layout.tokens, layout.ranks) != (tokens, self.size)):
             raise Mismatch(
                 f"the shards do not fit the layout {layout.name} of {layout.tokens:,} tokens over {layout.ranks} "
-                f"ranks: they hold {held} rows, the layout gives {planned}; shard by its method shard_tensor(x, rank)"
+                f"ranks: they hold {held} rows, the layout gives {planned}; shard with its method shard_tensor(x, rank)"
             )
         list_runs(layout)  # raises for too many
         if documents is not None:
@@ -165,10 +168,10 @@ def _measure(name: str, x: object, dims: str, sizes: dict[str, int]) -> None:
     for dim, size in zip(names, x.shape, strict=True):
         if sizes.setdefault(dim, size) != size:
             raise InvalidInput(
-                f"{name} {tuple(x.shape)} is [{dims}], but {dim} is {sizes[dim]} in the tensors before it"
+                f"{name} {tuple(x.shape)} is read as [{dims}], but {dim} is {sizes[dim]} in the arguments before it"
             )
         if not size and dim not in ("n", "before"):
-            raise InvalidInput(f"{name} {tuple(x.shape)} is [{dims}], but {dim} is 0; only n may be")
+            raise InvalidInput(f"{name} {tuple(x.shape)} is read as [{dims}], but {dim} is 0; only n (tokens) may be 0")
 
 
 def _spell(given: Mapping[str, Tensor], tensors: Mapping[str, tuple[Tensor | None, str]]) -> str:

@@ -429,7 +429,10 @@ def causal_conv1d(
         activation=activation, output_final_state=output_final_state,
     )  # fmt: skip
     if size.get("before", size["K"] - 1) != size["K"] - 1:
-        raise InvalidInput(f"initial_state has {size['before']} inputs, weight [C, K] of K={size['K']} needs K - 1")
+        raise InvalidInput(
+            f"initial_state has {size['before']} earlier inputs, but a weight [C, K] with K={size['K']} needs K - 1 of "
+            "them"
+        )
     if activation not in (None, "silu", "swish"):
         raise InvalidInput(f"activation={activation!r}: expected None, 'silu' or 'swish'")
     x = x if padding is None else x.masked_fill(padding[:, None], 0)

@@ -25,7 +25,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def track(items: Iterable[T], count: int, what: str) -> Iterator[T]:
-    """Iterate and report progress; silent for a single item.
+    """Iterate over `items` and report progress to the listener of `listening`; silent for a single item.
 
     `count` is the expected number of items, `what` a plural noun for them, such as "steps".
     """

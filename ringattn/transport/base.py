@@ -94,12 +94,12 @@ class Transport(Carrier, Protocol):
         """Every rank's record, in rank order. Collective. `stage` names the exchange in errors."""
 
     def defers(self, check: str | None) -> bool:
-        """Whether ranks compare a call with the option `check` while its messages travel, not before them."""
+        """Whether, given the option `check`, ranks compare a call while its messages travel instead of before."""
 
     def announce(self, record: bytes) -> int:
         """Begin a call that ranks compare while its messages travel; `record` describes the call in JSON.
 
-        Returns the number of the call: its index among all calls and, in the last TAG_BITS bits, a digest that
+        Returns the number of the call: its index among all calls and, in the lowest TAG_BITS bits, a digest that
         distinguishes different calls of the same index.
         """
 
@@ -123,7 +123,7 @@ class Tags(NamedTuple):
 
     @classmethod
     def of_call(cls, number: int, *, backward: bool) -> Tags:
-        """Tags that no other call and no other pass uses. They repeat after TAGS / SPAN calls."""
+        """Tags that no other pass uses in any of the last TAGS / SPAN calls; then they repeat."""
         return cls(number * SPAN + backward, 2)
 
     def of(self, tag: int) -> int:

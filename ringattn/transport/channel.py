@@ -90,9 +90,9 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class Channel:
-    """The events of one rank of a group, see `comparison`. A thread calls `on_error` when an error is known.
+    """The events (exchanges, deferred calls) of one rank of a group. A thread calls `on_error` when an error is known.
 
-    The next call of `announce`, `gather` or `guard` on this rank raises the errors of other ranks.
+    See `comparison`. The next call of `announce`, `gather` or `guard` on this rank raises the errors of other ranks.
     """
 
     def __init__(self, group: Any, timeout: float) -> None:

@@ -57,7 +57,7 @@ class Gathering:
 
 
 class Comparison:
-    """One rank's part. `send(peer, frame)` must keep the order of frames to a peer. Not thread-safe."""
+    """A rank's side of the comparison. `send(peer, frame)` must keep the order of frames to a peer. Not thread-safe."""
 
     def __init__(self, rank: int, size: int, send: Callable[[int, bytes], None]) -> None:
         self.rank, self.size, self._send = rank, size, send
@@ -123,7 +123,7 @@ class Comparison:
             )
 
     def part(self, number: int, why: str) -> None:
-        """Report to all ranks that event `number` fails: `why` describes what is late; "": fingerprints differ."""
+        """Report to all ranks that event `number` fails: `why` says what is late; empty if fingerprints differ."""
         if self.error is None and self._parted is None:
             self._report(PARTED, self.rank, json.dumps([number, why]).encode())
             self._stand(number, why)
@@ -158,7 +158,7 @@ class Comparison:
             self._tell_loss(peer, f"rank {peer} is gone: its process has ended, or its host; look for its first error")
 
     def tick(self) -> None:
-        """Make the error from what is known, if the time for the ranks' reports is over."""
+        """Once the time for the other ranks' reports is over, build the error from those that came."""
         if self.deadline is not None and time.monotonic() >= self.deadline:
             self._conclude()
 

@@ -89,8 +89,8 @@ def init_process_group(launch: Launch, *, backend: str, timeout: float, device: 
     """
     if launch.kind != "torchrun":
         raise InvalidInput(
-            f"{launch.kind} started this job, and transport={backend} cannot join it; use torchrun, "
-            "transport=mpi, or start it alone with ranks=2 to use ranks on this machine"
+            f"{launch.kind} started this job, and transport={backend} cannot join it; use torchrun, transport=mpi, or "
+            "start it without a launcher, with ranks=2, to get ranks on this machine"
         )
     dist = importlib.import_module("torch.distributed")
     within = timedelta(seconds=timeout)
@@ -232,7 +232,7 @@ def progress_stream() -> TextIO:
 
 
 def show_note(text: str = "") -> None:
-    """On a terminal, show `text` on a line of standard error while work takes seconds; the next output replaces it."""
+    """On a terminal, show `text` on a line of standard error during long work; the next output replaces it."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{text:<30}\r")
         sys.stderr.flush()

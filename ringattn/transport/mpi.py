@@ -85,7 +85,9 @@ class Mpi:
     def defers(self, check: str | None) -> bool:
         """False: no thread watches MPI. Raises Unsupported for check="deferred"."""
         if check == "deferred":
-            raise Unsupported("check='deferred' needs a process group; over MPI ranks compare before each call: 'now'")
+            raise Unsupported(
+                "check='deferred' needs a process group; over MPI, ranks compare before each call; use check='now'"
+            )
         return False
 
     @property
@@ -110,7 +112,7 @@ class Mpi:
         if device.type != "cuda" or not self.gpu_aware:
             raise InvalidInput(
                 f"tensors are on {device}, and MPI carries only host memory; move them to the cpu, use NCCL, or pass "
-                "Mpi(gpu_aware=True) for CUDA tensors where the MPI library is built for them"
+                "Mpi(gpu_aware=True) for CUDA tensors if the MPI library was built for CUDA"
             )
         if self._mpi.Query_thread() < self._mpi.THREAD_SERIALIZED:
             raise Unsupported(

@@ -49,11 +49,11 @@ def describe_error(error: BaseException) -> str:
 class ErrorReport:
     """`with ErrorReport(transport, stage): ...` reports an exception of the block to the other ranks.
 
-    The other ranks receive the report in their exchange of that stage; with `deferred` immediately, wherever they are,
-    except errors of the `common` types, which all ranks raise. The exception propagates on this rank, even if the
-    report fails. If the block raises nothing, nothing is sent. With `once`, an error that an exchange within the block
-    has already reported is not sent again: the other ranks have raised it, and would take the report for their next
-    call.
+    The other ranks receive the report in their exchange of that stage; with `deferred`, at once, wherever they are.
+    Errors of the `common` types are not reported, as every rank raises them itself. The exception propagates on this
+    rank, even if the report fails. If the block raises nothing, nothing is sent. With `once`, an error that an exchange
+    within the block has already reported is not sent again: the other ranks have raised it, and would take the report
+    for their next call.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ def compare(records: dict[int, dict[str, Any]]) -> None:
 
 
 def by_rank(values: dict[int, Any]) -> str:
-    """The values of ranks as text, each with its first ranks."""
+    """Each distinct value as text, with the first ranks that have it."""
     ranks = {value: [rank for rank, other in values.items() if other == value] for value in values.values()}
     return "; ".join(f"{value} on rank{'s' if len(who) > 1 else ''} {_list_ranks(who)}" for value, who in ranks.items())
 
@@ -217,9 +217,9 @@ def _list_ranks(ranks: list[int]) -> str:
 
 
 def explain(standings: dict[int, dict[str, Any]], number: int, why: str, size: int) -> RingAttentionError:
-    """The error for event `number` that differs between ranks, from where each rank stood, see `comparison`.
+    """The error to raise when ranks differ at event `number`, built from each rank's last state, see `comparison`.
 
-    `why` describes what did not end in time; "": the fingerprints of two ranks differ.
+    `why` says what did not end in time; empty if the fingerprints of two ranks differ.
     """
     silent = [rank for rank in range(size) if rank not in standings]
     least = min(standing["count"] for standing in standings.values())

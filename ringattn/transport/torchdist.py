@@ -54,7 +54,7 @@ class WeakGroup:
     def __reduce__(self) -> str:
         raise InvalidInput(
             "a process group cannot be pickled, nor a module, model or transport that attends over one; save its "
-            "state_dict(), and make it anew, with a group, in the program that loads it"
+            "state_dict(), and make it again, with a group, in the program that loads it"
         )
 
     @property
@@ -66,7 +66,7 @@ class WeakGroup:
         elif group is None or not _is_registered(group):
             raise InvalidInput(
                 "the process group of this call or module was destroyed; run every backward before "
-                "destroy_process_group, and make modules and transports anew after init_process_group"
+                "destroy_process_group, and make modules and transports again after init_process_group"
             )
         elif dist.group.WORLD in _inherited:
             raise InvalidInput(
@@ -90,7 +90,7 @@ def check_group(group: object) -> None:
         raise InvalidInput(
             f"this rank is no member of the group or mesh (new_group returns {group!r} there); call on the members "
             "only, or give every rank a group, by torch.distributed.new_subgroups or an axis of a DeviceMesh of all "
-            "ranks; ringattn.attention needs no group"
+            "ranks; for attention on one device use ringattn.attention, which takes no group"
         )
     raise InvalidInput(f"group={group!r}: expected a ProcessGroup, or a DeviceMesh such as mesh['cp']")
 
@@ -122,12 +122,12 @@ class TorchDist:
     program's own messages on the group may have any lower tags. NCCL has no tags and matches messages between two ranks
     in the order in which they are posted: on NCCL nothing else may be sent on the group between the first and the last
     message of a call. If your program sends messages, too, give ring attention a separate group. Before the first
-    message of every pass, or while its messages travel (`check`), ranks verify that they run the same.
+    message of every pass, or while its messages travel (`check`), ranks verify that they run the same call.
 
-    Records and comparisons travel on separate TCP connections, so that no pass waits for its device. The first use
-    connects every rank to the ranks 1, 2, 4, 8 ... ahead and behind, and starts a thread that notices when another rank
-    fails; both end with the group. Before the first message of CUDA tensors, all ranks make one all-gather, in which
-    NCCL connects them: not every rank has a message in the first step.
+    Records and comparisons travel on separate TCP connections, so that a comparison never waits for a GPU. The first
+    use connects every rank to the ranks 1, 2, 4, 8 ... ahead and behind, and starts a thread that notices when another
+    rank fails; both end with the group. Before the first message of CUDA tensors, all ranks make one all-gather, in
+    which NCCL connects them: not every rank has a message in the first step.
 
     `timeout` (seconds) bounds every wait on Gloo. The default is the group's timeout, as given to init_process_group or
     new_group. On NCCL a wait only orders streams, and the group's own timeout aborts a hung message.
@@ -236,7 +236,7 @@ class TorchDist:
 
     @property
     def events(self) -> int:
-        """Exchanges and deferred calls so far: as many on all ranks."""
+        """The number of exchanges and deferred calls so far, equal on all ranks."""
         channel = None if self.size == 1 else find_channel(self.group)
         return 0 if channel is None else channel.comparison.count
 
@@ -259,11 +259,13 @@ class TorchDist:
             self.channel.fail(text)
 
     def defers(self, check: str | None) -> bool:
-        """Whether ranks compare calls while messages travel: by the option `check`, RINGATTN_CHECK, or the backend."""
+        """Whether ranks compare calls while messages travel: `check`, else RINGATTN_CHECK, else the backend decides."""
         default = "deferred" if "nccl" in self._backends.values() else "now"
         check = check or os.environ.get("RINGATTN_CHECK") or default
         if check not in CHECKS:
-            raise InvalidInput(f"check={check!r}, or RINGATTN_CHECK: expected one of {', '.join(CHECKS)}")
+            raise InvalidInput(
+                f"check={check!r} (the argument, or the variable RINGATTN_CHECK): expected one of {', '.join(CHECKS)}"
+            )
         if check == "now" or self.size == 1:
             return False
         return self._device is None or self._device == self.channel.device  # else NCCL must first connect the ranks

@@ -11,7 +11,7 @@ from torch.autograd import profiler
 
 
 class Span(NamedTuple):
-    """Seconds `start` to `end` of a rank: work, waiting, or a message to `peer` from its post to its wait."""
+    """An interval of a rank's time, in seconds: work, waiting, or a message to `peer`, from its post to its wait."""
 
     rank: int
     name: str

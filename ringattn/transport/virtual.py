@@ -84,7 +84,7 @@ def in_turns(
 
 
 class VirtualRanks:
-    """`size` ranks in one process, whose programs run in turns. Not a `Transport`: that carries one rank's messages.
+    """`size` ranks in one process, whose programs run in turns; a `Transport` carries the messages of one rank.
 
     A receive buffer is poisoned from its post to its wait, and a send buffer must not change in between, so a program
     with a race on a real network fails here.

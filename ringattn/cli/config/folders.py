@@ -19,7 +19,7 @@ from .overrides import JSON_KEYS, WRITTEN
 
 #: Command-line options. Every verb has all of them, except --json (verbs in `JSON_KEYS`) and --compare (report).
 OPTIONS = {
-    "-m": "run one job per combination of values, such as ranks=2,4,8; for simulate: one study",
+    "-m": "run one job per combination of comma-separated values; simulate runs them as one study",
     "--json": "print only the numbers, as JSON",
     "--compare OLD NEW": "print the ratios of two results' medians: --compare old.jsonl new.jsonl noise=0.1",
     "--cfg job --resolve": "print the configuration that would run",
@@ -37,7 +37,10 @@ def user_folders(config_dir: str | None, overrides: Sequence[str]) -> list[Path]
             named += [entry.removeprefix("file://") for entry in entries if entry and not entry.startswith("pkg://")]
     for name in named:
         if not Path(name).is_dir():
-            raise InvalidInput(f"{name}: no such folder; give a folder with config groups, such as pattern/mine.yaml")
+            raise InvalidInput(
+                f"{name}: no such folder; give a folder of config groups, in which pattern/mine.yaml would define "
+                "pattern=mine"
+            )
         for path in sorted(Path(name).rglob("*.yaml")):
             _check_file(path, Path(name))
     return [Path(name) for name in named]
@@ -113,7 +116,7 @@ def heading(text: str) -> list[str]:
 
 
 def fit(text: str) -> str:
-    """The help text wrapped to the width of the terminal; a wrapped description goes on below its own beginning."""
+    """The help text, wrapped to the width of the terminal with the indentation of its descriptions."""
     width = shutil.get_terminal_size((120, 24)).columns
     return "\n".join(part for line in text.splitlines() for part in _fit_line(line, width))
 

@@ -30,7 +30,7 @@ def default_of(settings: object, name: str) -> Any:
 
 
 def refuse(config: object, keys: str, reason: str) -> None:
-    """Raise InvalidInput if any of `keys` (separated by blanks) was changed from its default, as it has no effect here.
+    """Raise InvalidInput if any of `keys` (separated by spaces) was changed from its default, as it has no effect here.
 
     `reason` completes the message "key=value has no meaning ...".
     """
@@ -68,7 +68,9 @@ def check_file(group: str, spec: str | None, path: str | None, what: str) -> Non
     if spec == "file" and path is None:
         raise InvalidInput(f"{group}=file needs {group}.path=..., {what}; or give its path as {group}=./my.file")
     if spec != "file" and path is not None:
-        raise InvalidInput(f"{group}.path={path} has no meaning with {group}={spec}; leave it out, or {group} itself")
+        raise InvalidInput(
+            f"{group}.path={path} has no meaning with {group}={spec}; leave out {group}.path, or {group}"
+        )
 
 
 def refuse_stdout(name: str, path: str | None, instead: str) -> None:
@@ -79,7 +81,10 @@ def refuse_stdout(name: str, path: str | None, instead: str) -> None:
 
 @dataclass
 class ConfigGroup:
-    """The chosen option of a config group. `spec` is the text that the library parses; other fields fill it in."""
+    """The chosen option of a config group.
+
+    `spec` is the text that the library parses, filled in from the other fields.
+    """
 
     spec: str = "???"
 
@@ -114,7 +119,7 @@ class LayoutGroup(ConfigGroup):
 
 @dataclass
 class ScheduleGroup(ConfigGroup):
-    """A schedule: its name with parameters, such as ulysses(4, direct). The number "node" is the machine's."""
+    """A schedule: its name with parameters, such as ulysses(4, direct); "node" stands for the machine's ranks per node."""
 
     ranks_per_node: Size | None = None
     size: Size | None = None
@@ -125,7 +130,7 @@ Group = TypeVar("Group")
 
 
 def with_machine_numbers(group: type[Group]) -> type[Group]:
-    """Class decorator, applied before `dataclass`: add a field, None by default, for each number of a machine."""
+    """Class decorator, applied before `dataclass`: add a field (default None) for each numeric field of `Machine`."""
     for name, number in MACHINE_NUMBERS.items():
         group.__annotations__[name] = f"{number.python_type.__name__} | None"
         setattr(group, name, None)
@@ -214,12 +219,13 @@ class NumericsGroup:
     """The settings of `simulate mode=numerics`.
 
     mode="sample" executes `rows` query rows (a number of rows, or their positions) on at most `spread` ranks.
-    mode="all" executes whole ranks: `count` ranks (None: all) from rank `first` on, about `together` at a time.
+    mode="all" executes whole ranks: `count` ranks (None: all) from rank `first` on, about `together` of them at a time.
     `state`: a file from which an interrupted execution continues; None: every execution starts from the beginning.
 
     `fault` is injected into the visit of rank `fault_rank` to the block of rank `fault_owner`. Default `fault_rank`:
-    the rank of the last sampled row, or the middle rank with mode="all"; default `fault_owner`: the rank before it.
-    The faults "lost" and "scaled" affect the gradients that return to the rank of the first sampled row.
+    the rank of the last sampled row, or the middle rank with mode="all"; default `fault_owner`: the rank before it. The
+    faults "lost" and "scaled" change gradients that return; for them both defaults are the rank of the first sampled
+    row.
     """
 
     mode: str
@@ -255,7 +261,7 @@ class RunOutputGroup(OutputGroup):
 class ExecuteGroup:
     """Settings for executing the plans of a study with the numerics simulator, in fp64.
 
-    `budget` is in seconds at assumed rates, so every machine executes the same plans; None: execute nothing.
+    `budget` is in seconds, estimated from fixed rates, so that every machine executes the same plans; None: none.
     """
 
     budget: float | None
@@ -267,7 +273,7 @@ class ExecuteGroup:
 
 @settings_of("simulate", "study")
 class StudyGroup:
-    """The points of a study: every combination of the values in `axes`, with each entry of `together`.
+    """The points of a study: every combination of the values in `axes` with one of the sets of settings in `together`.
 
     Keys are keys of `simulate`; label.NAME adds a column to the tables. `extrapolate` is a Size or None.
     """

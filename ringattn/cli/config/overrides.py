@@ -117,7 +117,7 @@ def prepare(verb: str, overrides: Sequence[str]) -> list[str]:
 def _prepare_override(verb: str, override: str) -> list[str]:
     """One override in Hydra's syntax, as one or two overrides. Raises InvalidInput."""
     if override.startswith("~") and not override.startswith("~hydra"):
-        raise InvalidInput(f"{override}: keys of ringattn cannot be removed; omit it to use its default")
+        raise InvalidInput(f"{override}: a key cannot be deleted; leave it out to get its default")
     match = re.fullmatch(r"(\+{0,2})([\w./@-]+)=(.*)", override, re.DOTALL)
     if match is None or match[2].startswith("hydra"):
         return [override]
@@ -146,14 +146,14 @@ def _check_group(verb: str, key: str, value: str) -> None:
         raise InvalidInput(f"{key}={value}: {key} is a section; set {', '.join(names)} in it, such as {hint}")
     if key in WRITTEN and "(" not in value and re.search(r"[\[&|]", value):
         raise InvalidInput(
-            f"{key}={value}: names of options cannot be combined; write it in full, such as {WRITTEN[key]}"
+            f"{key}={value}: names cannot be combined; write the whole expression, such as {WRITTEN[key]}"
         )
     if re.search(r"\s[\w.]+=", value) and "(" not in value and "{" not in value:
         raise InvalidInput(f"{key}={value}: two settings in one word; give them as two, without quotes around both")
 
 
 def is_written(group: str, value: str) -> bool:
-    """True if a group's value is not an option name: it contains a call, or a name that an installed package adds."""
+    """Whether a group's value is an expression, or a name that an installed package adds, and no name of an option."""
     return group in WRITTEN and bool({*"(:"} & {*value} or _installed(group) & {*split_commas(value)})
 
 
@@ -251,7 +251,7 @@ def check_jobs(verb: str, arguments: Sequence[str]) -> None:
 
 
 def compose(verb: str, overrides: Sequence[str]) -> DictConfig:
-    """The configuration of a verb, composed by Hydra and unresolved; within a job, from that job's config folders."""
+    """The configuration of a verb, composed by Hydra, unresolved; within a Hydra job, with that job's search path."""
     hydra = import_module("hydra")
     store_schemas(verb)
     if import_module("hydra.core.global_hydra").GlobalHydra.instance().is_initialized():

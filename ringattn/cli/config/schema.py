@@ -82,7 +82,7 @@ class ProblemSizes:
     rotate: str
 
     def size(self) -> int:
-        """The tokens of the sequence. Raises InvalidInput."""
+        """The number of tokens of the sequence. Raises InvalidInput."""
         return parse_size(self.tokens, "tokens")
 
     def sizes(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class ProblemSizes:
         return {name: getattr(self, name) for name in names}
 
     def queries(self) -> dict[str, Any]:
-        """The arguments of `make_plan` about queries that are not the keys. Raises InvalidInput."""
+        """The arguments of `make_plan` about queries at other positions than the keys. Raises InvalidInput."""
         return {}
 
 
@@ -179,7 +179,9 @@ class TwoSides(ProblemSizes):
         first = tokens - count if first is None else first
         if count < 0 or first < 0:
             wrong = f"q_first={self.q_first}" if count < 0 else f"q_tokens={self.q_tokens}"
-            raise InvalidInput(f"{wrong}: there are only {tokens:,} keys; give both q_first= and q_tokens=, or less")
+            raise InvalidInput(
+                f"{wrong}: there are only {tokens:,} keys; give smaller values, or both q_first= and q_tokens="
+            )
         return {"q_layout": f"shifted({self.layout.spec}, {first})", "q_tokens": count}
 
 
@@ -191,7 +193,7 @@ class PlanConfig(TwoSides):
     state: str | None
 
     def state_sizes(self) -> tuple[int, int, int] | None:
-        """The heads, key columns and value columns of a recurrent state. Raises InvalidInput."""
+        """The heads, key dim and value dim of a recurrent state. Raises InvalidInput."""
         if self.state is None:
             return None
         sizes = [parse_size(part, "state") for part in self.state.split("x")]
@@ -309,11 +311,11 @@ class SimulateConfig(TwoSides):
             refuse(self, "machine.extrapolate", "without kernel times, which only machine=file has")
 
     def length(self) -> int:
-        """The tokens of the sequence; may be 0. Raises InvalidInput for a size that cannot be parsed."""
+        """The number of tokens of the sequence; may be 0. Raises InvalidInput for a size that cannot be parsed."""
         return super().size() if self.shard is None else parse_size(self.shard, "shard") * self.ranks
 
     def size(self) -> int:
-        """The tokens of the sequence. Raises InvalidInput if it is empty."""
+        """The number of tokens of the sequence. Raises InvalidInput if it is empty."""
         tokens = self.length()
         if not tokens and self.ranks:  # for ranks=0, other code raises an error about the ranks
             name = "tokens" if self.shard is None else "shard"

@@ -126,6 +126,6 @@ def _call(*command: str) -> None:
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         why = getattr(error, "stderr", None) or str(error)
         raise Unsupported(
-            f"hosts on one machine need root, network namespaces, and ip and tc of iproute2: {' '.join(command)}: "
-            f"{why.strip()}"
+            "several emulated hosts on one machine need root, network namespaces, and ip and tc of iproute2: "
+            f"{' '.join(command)}: {why.strip()}"
         ) from None

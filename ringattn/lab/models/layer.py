@@ -37,8 +37,8 @@ def memory_bandwidth(machine: Machine) -> float:
         return machine.kernel_rates.memory
     if machine.merge is None:
         raise InvalidInput(
-            "machine: the time of norms and optimiser needs the rate of the memory or of merge; give "
-            "machine.merge=1e12 (bytes/s read and written), or a preset such as h100_nvlink_ib"
+            "machine: the time of norms and optimiser is bound by memory; give its rate as machine.merge=1e12 "
+            "(bytes/s read and written), or a preset such as h100_nvlink_ib"
         )
     return 2 * machine.merge
 

@@ -98,7 +98,10 @@ class Journal:
         data = self._file.read()
         written, self.records = read_journal(self.path, data)
         if written is None and not write_line(head).startswith(data):
-            raise InvalidInput(f"{self.path}: not a journal; give another output.path, or remove the file")
+            raise InvalidInput(
+                f"{self.path}: not the journal of a study's or suite's finished points; give another output.path, or "
+                "remove the file"
+            )
         if written is not None and written != json.loads(json.dumps(head)):
             keys = {*written, *head}
             differing = ["name" if key == "study" else key for key in keys if written.get(key) != head.get(key)]

@@ -102,7 +102,7 @@ def list_points(config: SimulateConfig, overrides: Sequence[str] = ()) -> list[P
         _check_axis(key, given)
     count = math.prod([len(entries), *map(len, axes.values())])
     if count > MOST_POINTS:
-        raise InvalidInput(f"study: {count:,} points are more than {MOST_POINTS:,}; take fewer values or fewer axes")
+        raise InvalidInput(f"study: {count:,} points are more than {MOST_POINTS:,}; give fewer values or fewer axes")
     make = _PointMaker(config, overrides)
     combinations = (
         {**entry, **dict(zip(axes, values, strict=True))} for entry in entries for values in product(*axes.values())
@@ -120,7 +120,7 @@ def _check_axis(key: str, given: Mapping[str, str]) -> None:
         raise InvalidInput(f"study: {key} cannot be an axis; axes are keys that the simulated passes depend on")
     if key in given and key != "model":  # `as_study` also gives the first model
         raise InvalidInput(
-            f"{key}={given[key]} has no meaning: the study goes through {key}; its values are study.axes.{key}=[...]"
+            f"{key}={given[key]} has no meaning: the study varies {key}; give its values as study.axes.{key}=[...]"
         )
 
 

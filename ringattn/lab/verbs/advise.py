@@ -106,8 +106,8 @@ def _make_offer(name: str, price: object) -> Offer:
     found = next((preset for preset in MACHINES if preset == name or preset.startswith(f"{name}_")), None)
     if found is None and "/" not in name:
         raise InvalidInput(
-            f"prices: unknown machine {name!r}; {did_you_mean(name, MACHINES)}expected {', '.join(MACHINES)}, or "
-            "such a name up to a _"
+            f"prices: unknown machine {name!r}; {did_you_mean(name, MACHINES)}expected {', '.join(MACHINES)}, or the "
+            "part of a name before an underscore"
         )
     offer = Offer(found or name, get_machine(found or name), float(price))
     return offer if "/" in name else _of_software(offer)

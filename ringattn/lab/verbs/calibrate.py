@@ -51,7 +51,10 @@ def check(config: CalibrateConfig) -> tuple[Settings, Path]:
     check_least(config, repeat=1, heads=1, head_dim=1, seconds=0)
     check_choice("dtype", config.dtype, ITEM_BYTES)
     if config.device != "cpu" and config.transport.spec != "none":
-        raise InvalidInput(f"device={config.device}: expected cpu with {config.transport.spec} ranks")
+        raise InvalidInput(
+            f"device={config.device}: transport={config.transport.spec} is measured on CPUs; give device=cpu, or leave "
+            "transport out"
+        )
     check_choice("device", config.device, ("cpu", "cuda"))
     if config.output.path is None:
         raise InvalidInput("output.path is missing; give the machine file to write, such as output.path=machine.yaml")

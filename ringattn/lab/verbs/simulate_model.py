@@ -122,7 +122,10 @@ def describe_errors(config: SimulateConfig, parallel: Parallel, estimate: ModelE
 def _append(path: str, estimate: ModelEstimate) -> None:
     """Append the prediction, with the band of published steps, to a file of forecasts. Raises InvalidInput."""
     if not isinstance(estimate, StepEstimate) or estimate.seconds_band is None:
-        raise InvalidInput(f"forecast={path}: only a training step on a preset has a band; leave forecast out")
+        raise InvalidInput(
+            f"forecast={path}: only a training step on a preset machine has the error band that a forecast states; "
+            "leave forecast out"
+        )
     check_writable(Path(path))
     settings = [
         x for x in import_module("hydra.core.hydra_config").HydraConfig.get().overrides.task if x[:9] != "forecast="

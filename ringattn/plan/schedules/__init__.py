@@ -76,7 +76,9 @@ def resolve(
         raise InvalidInput(f"schedule {name!r}: one rank cannot form nodes of {number} ranks; try ring, or more ranks")
     if ranks is not None and (number < 1 or ranks % number):
         fits = " or ".join([str(n) for n in range(2, min(ranks, 1024) + 1) if ranks % n == 0][:6])
-        raise InvalidInput(f"schedule {name!r}: {ranks} ranks cannot be split into such nodes; try {kind} with {fits}")
+        raise InvalidInput(
+            f"schedule {name!r}: {ranks} ranks cannot be split into nodes of this size; try {kind} with {fits}"
+        )
     return f"{kind}({number})"
 
 

@@ -53,7 +53,9 @@ class Schedule(ABC):
 
     def forward_of_queries(self, rank: int) -> tuple[Step, ...]:
         """The steps of a rank's pass-Q forward: queries and their (out, lse) travel; `demand` is a `QueryDemand`."""
-        raise Unsupported(f"{type(self).__name__} supports only keys in the forward; try rotate='kv'")
+        raise Unsupported(
+            f"{type(self).__name__} cannot send queries around in the forward, only keys and values; try rotate='kv'"
+        )
 
     @abstractmethod
     def saved_parts(self, rank: int) -> tuple[Part, ...]:

@@ -48,7 +48,7 @@ class Fault:
     owner: int
 
     def check(self, plan: Plan, *, backward: bool) -> None:
-        """Raise InvalidInput if the plan has no such visit."""
+        """Raise InvalidInput if the plan lacks the visit or message that the fault changes."""
         if self.kind not in FAULT_KINDS:
             hint = did_you_mean(self.kind, FAULT_KINDS)
             raise InvalidInput(f"fault {self.kind!r}: {hint}expected {', '.join(FAULT_KINDS)}")
@@ -73,7 +73,7 @@ class Fault:
         return (self.rank, self.owner) if plan.forward_rotates == "kv" else (self.owner, self.rank)
 
     def harm(self, source: RowSource, plan: Plan, rank: int, part: Part, tensors: Sequence[torch.Tensor]) -> None:
-        """Change the `tensors` [heads, rows, width] of a part that has arrived at `rank`, in place."""
+        """Apply the fault, in place, to the `tensors` [heads, rows, width] of a part that has arrived, if it is hit."""
         if part.kind in SUMS and (rank, part.owner) == (self.rank, self.owner):
             for x in tensors:
                 x.mul_(GRADIENT_FAULTS.get(self.kind, 1.0))
@@ -84,7 +84,7 @@ class Fault:
                     tensors[i].copy_(source.block(plan, part._replace(owner=home))[i][0])
 
     def delivered(self, rank: int, owner: int, ranks: int) -> tuple[int, int]:
-        """(owner of the keys, owner of the values or queries) that arrive at `rank` instead of the block of `owner`."""
+        """(owner of the keys, owner of the values or queries) that `rank` really receives as the block of `owner`."""
         if rank != self.rank or self.kind not in _REPLACED:
             return owner, owner
         other = self._neighbour(+1 if self.kind == "stale" else -1, ranks)
@@ -140,7 +140,7 @@ class FaultyPlan(Plan):
 
 
 def with_fault(plan: Plan, fault: Fault) -> Plan:
-    """The plan with the fault built in, if it changes what is computed; else, for changed messages, the same plan."""
+    """The plan with the fault built in; a fault in messages leaves the plan as it is."""
     if fault.kind not in _PLANNED:
         return plan
     inputs = {entry.name: getattr(plan, entry.name) for entry in fields(Plan)}

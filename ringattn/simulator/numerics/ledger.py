@@ -52,20 +52,20 @@ def scramble(x: np.ndarray, salt: int) -> np.ndarray:
 
 
 def weights(positions: np.ndarray) -> np.ndarray:
-    """The weight of each row in the counts of a backward: 1 .. WEIGHTS, int64."""
+    """The weight with which a backward counts each row: 1 .. WEIGHTS, int64."""
     return (scramble(positions, 7) % np.uint64(WEIGHTS)).astype(np.int64) + 1
 
 
 def coefficients(owner: np.ndarray) -> np.ndarray:
-    """The coefficients (a, b, c) of each owner: uint64 [3, ...]."""
+    """The pseudo-random coefficients (a, b, c) in the hash of each block owner: uint64 [3, ...]."""
     salts = np.arange(3, dtype=np.int64).reshape(3, *[1] * owner.ndim)
     return scramble(owner[None] * 4 + salts, 0)
 
 
 def entry(coefficient: np.ndarray, count: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """The contribution of a visit to a hash, uint64, from the count, sum and sum of squares of its key positions.
+    """What a visit adds to a hash, uint64: `count` key positions with the sum `first` and the sum of squares `second`.
 
-    The three broadcast with `coefficient[0]`.
+    All arrays broadcast with `coefficient[0]`.
     """
     with np.errstate(over="ignore"):
         return coefficient[0] * count.astype(np.uint64) + coefficient[1] * first + coefficient[2] * second
@@ -111,14 +111,14 @@ class PairLedger:
         return hashlib.sha256(self.positions.tobytes() + self.hashes.tobytes() + self.pairs.tobytes()).hexdigest()[:16]
 
     def wrong(self, other: PairLedger) -> int:
-        """Rows, over all heads, that differ in hash or number of pairs, plus the strays of both ledgers."""
+        """How many rows, over all heads, differ in hash or number of pairs, plus the `strays` of both ledgers."""
         return int(((self.hashes != other.hashes) | (self.pairs != other.pairs)).sum()) + self.strays + other.strays
 
 
 class AuditingKernel(Kernel):
     """A kernel that records the pairs that it computes in a ledger, and writes counts into the gradients.
 
-    With `queries_travel` (pass-Q), the heads of a work count the heads of a message, not those of the plan.
+    With `queries_travel` (pass-Q), head h of a work is the h-th head of the message, not of the plan.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class AuditingKernel(Kernel):
         return [int((rows[p] == q[0, i, 0]).all(-1).byte().argmax()) for i, p in enumerate(places)]
 
     def keys(self, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
-        """Positions of keys, int64 [B, K, keys], from the tags of V; STRAY where the tags of K contradict them."""
+        """Positions of keys, int64 [B, K, keys], decoded from tags in V; STRAY where tags in K contradict them."""
         of_k, of_v = self._read(k[..., K_TAG]), self._read(v[..., RAMP])
         period = self.source.period
         # Instead of of_v % period, which numpy computes four times slower.
@@ -233,7 +233,7 @@ def _between(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The ranges of all shards: those of step 1 as arrays, ascending; the others as a tuple of (range, owner)."""
+    """The ranges of all shards: contiguous ones as arrays, ascending; the others as a tuple of (range, owner)."""
 
     start: np.ndarray
     stop: np.ndarray
@@ -318,8 +318,11 @@ def moments(first: np.ndarray, count: np.ndarray, step: int) -> tuple[np.ndarray
 
 
 def expected_counts(pattern: Pattern, others: Sequence[range], rows: range, heads: int, *, keys: bool) -> np.ndarray:
-    """The counts that gradients must carry, int64 [heads, rows]: for each head and position of `rows` the sum of the
-    weights of the positions in `others` that it meets. `keys`: `rows` are keys and `others` queries, else vice versa.
+    """The counts that gradients must carry, int64 [heads, rows].
+
+    For each head and position of `rows`: the sum of the weights of the positions in `others` that the mask pairs with
+    it.
+    `keys`: `rows` are keys and `others` queries, else vice versa.
     """
     found = np.zeros((heads, len(rows)), dtype=np.int64)
     sides = ((other, rows) if keys else (rows, other) for other in others)

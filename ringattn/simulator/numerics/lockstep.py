@@ -41,14 +41,14 @@ class BatchedRanks:
 
     @cached_property
     def plan(self) -> Plan:
-        """The whole plan with one batch element per member; its demand shares the whole plan's cached answers."""
+        """The whole plan with one batch element per batched rank; it shares the whole plan's cached key demand."""
         plan = replace(self.whole, batch=len(self.ranks), rotate=settled(self.whole))
         plan.demand.share_answers(self.whole.demand)
         return plan
 
 
 def settled(plan: Plan) -> str:
-    """The `rotate` argument that fixes what a plan rotates in each pass, so that a changed copy does not re-choose."""
+    """The value of `rotate` that makes a changed copy of a plan rotate what the plan itself rotates in each pass."""
     return f"{plan.forward_rotates}, {plan.rotates}"
 
 
@@ -152,8 +152,8 @@ Answer = Callable[[Part], tuple[torch.Tensor, ...]]
 class Lockstep:
     """The transport of batched ranks: runs one program per batch. Receive buffers hold NaN until they are filled.
 
-    `answer` provides the messages from ranks that are not executed, for blocks of K/V only. Messages to such ranks are
-    counted, then dropped.
+    `answer` makes up the messages from ranks that are not executed; it can do so for blocks of K/V only. Messages to
+    such ranks are counted, then dropped.
     """
 
     def __init__(

@@ -162,9 +162,9 @@ def _places(r: range) -> torch.Tensor:
 
 
 def count_mask_errors(pattern: Pattern, source: RowSource, position: int, seed: int = 0) -> tuple[int, int]:
-    """(compared keys, keys for which the tiles and `visible` differ) of one row, over all heads.
+    """(keys compared, keys on which the tiles and `visible` disagree) of one row, over all heads.
 
-    Compares all keys if heads * positions <= MASK_CELLS; else the keys near each end of a run of adjacent keys, and
+    Compares all keys if heads * positions <= MASK_CELLS; else those near each end of every run of visible keys, and
     random ones.
     """
     heads, end = source.heads, source.end
@@ -209,7 +209,7 @@ def sampled_rows(tokens: int, count: int, seed: int = 0) -> list[int]:
 
 
 def places(rows: list[int], positions: np.ndarray) -> dict[int, int]:
-    """{row: its index in `positions`}, for each of `rows` that is there."""
+    """{row: its index in `positions`}, for each of `rows` that occurs there."""
     return {int(positions[i]): int(i) for i in np.flatnonzero(np.isin(positions, rows))}
 
 

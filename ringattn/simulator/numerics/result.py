@@ -98,8 +98,7 @@ class NumericsReport:
 
     @property
     def complete(self) -> bool:
-        """True if the ledgers match, the sent messages are the planned ones, no expected block is unsent, and the tiles
-        match the mask."""
+        """Whether the ledgers match, messages are as planned, every expected block was sent, and tiles are right."""
         wrong = (self.wrong, self.wrong_gradients, self.unsent, self.wrong_mask_keys)
         found = self.visits, self.sent_bytes, self.sent_messages
         return not any(wrong) and found == (self.visits_expected, self.planned_bytes, self.planned_messages)

@@ -48,8 +48,10 @@ Calls = dict[tuple[Work, int], list[int]]
 
 
 def chosen_rows(plan: Plan, number: int, ranks: int | None = None, seed: int = 0) -> list[int]:
-    """`number` distinct query positions on at most `ranks` ranks (default: `number`), including the first and the last
-    position of the sequence if `ranks` allows it."""
+    """`number` distinct query positions on at most `ranks` ranks (default: `number`); `seed` chooses them.
+
+    The first and the last position of the sequence are among them, if `ranks` allows it.
+    """
     check_seed(seed)
     random = np.random.default_rng(seed)
     layout, firsts = plan.layout_of("q"), [*accumulate(map(len, plan.layout_of("q").domain), initial=0)]
@@ -140,8 +142,8 @@ def check_plan(plan: Plan) -> None:
         )
     if plan.ulysses_size > 1:
         raise Unsupported(
-            f"schedule {plan.schedule}: the numerics simulator does not execute the exchange of tokens for heads; "
-            f"try the schedule between the groups, {plan.ring_plan(0)[0].schedule}, or virtual_attention"
+            f"schedule {plan.schedule}: the numerics simulator does not execute the all-to-all of Ulysses; try the "
+            f"schedule between its groups, {plan.ring_plan(0)[0].schedule}, or virtual_attention"
         )
 
 
@@ -160,7 +162,7 @@ def _homes(plan: Plan, rows: list[int]) -> tuple[list[int], list[tuple[int, tupl
 
 @dataclass
 class SampledArc:
-    """An arc of a sampled rank: local indices of its rows, number of its first row, and its next visit."""
+    """How far a sampled rank is on an arc of the route: its rows' local indices, its first row's number, next visit."""
 
     rank: int
     local: tuple[int, ...]
@@ -197,10 +199,10 @@ class Walk:
                 first += len(local)
 
     def visits(self, finished: int = 0) -> Iterator[tuple[RowViews, Calls]]:
-        """Visit the owners one by one, always the nearest one that an arc waits for, until no arc waits.
+        """Visit block owners one by one, always the nearest one that an arc waits for, until none waits.
 
-        Yields (keys and values as they arrived, works) of each delivery, but for the first `finished`, which only
-        move the walk on.
+        Yields (keys and values as they arrived, works) of each delivery; the first `finished` deliveries are passed
+        over.
         """
         size, at, hops = self.plan.ranks, 0, 0
         for one in reversed(self.streams):

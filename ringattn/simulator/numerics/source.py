@@ -50,7 +50,7 @@ PERIOD = 4099
 class RowSource:
     """Generates q, k, v and the cotangent `grad` of out, for one batch element. Create it with `make_source`.
 
-    `queries` and `keys` are their positions, as ascending runs.
+    `queries` and `keys` are the positions of the rows, as ascending runs.
     """
 
     queries: tuple[range, ...]
@@ -68,7 +68,7 @@ class RowSource:
 
     @property
     def unit(self) -> float:
-        """The value of one position in a tag."""
+        """The step of a tag: the row at position p has the tag p * `unit`."""
         return 2.0 ** -max(self.end - 1, 0).bit_length()
 
     @property
@@ -187,7 +187,7 @@ def check_seed(seed: object) -> None:
 
 
 def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> RowSource:
-    """The inputs of a plan; K and V repeat with `period`, a prime, or not at all (None). Raises InvalidInput."""
+    """The inputs of a plan; K and V repeat every `period` positions, a prime; None: never. Raises InvalidInput."""
     domains = plan.layout_of("q").domain, plan.layout.domain
     sizes = plan.heads, plan.kv_heads, plan.head_dim, plan.value_dim
     longest = plan.layout.rows(0)

@@ -56,9 +56,10 @@ RankGroup = tuple[BatchedRanks, ...]
 
 
 def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: int = TOGETHER) -> Iterator[RankGroup]:
-    """Yield groups of about `together` ranks, each split into batches. Raises InvalidInput if sums would leave `ranks`.
+    """Yield groups of about `together` ranks, each split into batches.
 
-    A group is planned when it is asked for, so that no memory grows with the number of ranks.
+    A group is planned when it is asked for, so that no memory grows with the number of ranks. Raises InvalidInput if
+    sums would go to ranks outside `ranks`.
     """
     check_plan(plan)
     closed = backward or plan.forward_rotates == "q"
@@ -112,7 +113,7 @@ class _Compared:
         self.plan, self.q_layout = self.report.plan, self.report.plan.layout_of("q")
 
     def begin(self, ranks: Sequence[int], grads: bool) -> None:
-        """Add what the plan says of a group of ranks; their compared rows depend on the first of them alone."""
+        """Count what a group of ranks should compute and send; its first rank alone seeds the compared rows."""
         self.random = np.random.default_rng(ranks[0])
         report, plan = self.report, self.plan
         steps = (step for rank in ranks for step in plan.for_rank(rank).forward)
@@ -261,8 +262,9 @@ def whole(
     """Execute all rows of `ranks` (default: all ranks), with a ledger of all rows, and return the report.
 
     Compares `COMPARED` query rows of each rank with `exact_rows`. With `grads`, also compares dq of these rows, dk and
-    dv of as many key rows with `exact_keys`, and products of the gradients over all rows. `checkpoint` keeps, for each
-    finished group, its ranks, its number of pairs and a hash of its ledger. Raises InvalidInput or Unsupported.
+    dv of as many key rows with `exact_keys`, and, over all rows, products that must be equal, such as v^T dv and out^T
+    dO. `checkpoint` keeps, for each finished group, its ranks, its number of pairs and a hash of its ledger. Raises
+    InvalidInput or Unsupported.
     """
     if fault is not None:
         fault.check(plan, backward=grads)

@@ -51,7 +51,7 @@ def describe_plan(plan: Plan, rank_noun: str = "rank") -> str:
 
 
 def describe_sides(plan: Plan, rank_noun: str = "rank") -> str:
-    """The pattern, tokens, layout and number of ranks of a plan, as text."""
+    """The pattern, tokens, layout and number of ranks of a plan as text; queries and keys apart if they differ."""
     queries = "" if plan.q_layout is None else f"{plural(plan.q_tokens, 'query token')}, {plan.q_layout.name}, and "
     what = "token" if plan.q_layout is None else "key"
     return (
@@ -61,7 +61,7 @@ def describe_sides(plan: Plan, rank_noun: str = "rank") -> str:
 
 
 def format_quantity(name: str, value: float | bool) -> str:
-    """The machine number `name` with its unit, as text."""
+    """The value of the machine's parameter `name`, with its unit, as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     unit = MACHINE_NUMBERS[name].unit
@@ -91,7 +91,8 @@ def print_numbers(title: str, numbers: Iterable[Number]) -> None:
 def print_grid(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table with a header; the first column is left-aligned, the others right-aligned.
 
-    A table that is wider than the terminal is stacked: each row becomes its first cell, and a line for each other one.
+    A table that is wider than the terminal is stacked: each row becomes its first cell, followed by a line for each
+    other cell.
     """
     rows = [*rows]
     widths = [max(map(cell_len, column)) for column in zip(header, *rows, strict=True)]

@@ -22,7 +22,7 @@ Row = tuple[int, str, float, float, int | None]
 
 
 def write_trace(path: str, kind: str, spans: Iterable[Span | Row]) -> None:
-    """Write spans (in seconds), of kind "measured" or "modelled": one row per rank and one for its messages."""
+    """Write a Chrome trace of spans, "measured" or "modelled": two rows per rank, its work and its messages."""
     ranks, messages = PROCESSES[kind], PROCESSES[kind] + 1
     titles = ((ranks, "ranks"), (messages, "messages by sender"))
     events = [_name("process_name", process, 0, f"{title}, {kind}") for process, title in titles]
@@ -45,7 +45,7 @@ def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
 
 
 def modelled_spans(window: StepWindow, direction: str, since: float = 0.0) -> Iterator[Row]:
-    """The spans of a window of a modelled pass that starts `since` seconds into the trace."""
+    """The spans of some steps of a modelled pass; the pass starts `since` seconds into the trace."""
     for row, step in enumerate(window.steps):
         label = f"{direction} step {step}"
         for column, rank in enumerate(window.ranks):

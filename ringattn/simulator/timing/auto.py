@@ -52,7 +52,7 @@ WHOLE_RECTANGLE = 10
 
 
 def list_schedules(plan: Plan, machine: Machine) -> tuple[str, ...]:
-    """Schedules that `auto` compares for a plan's sizes, the ring first; of equally fast ones it takes the first."""
+    """Schedules that `auto` compares for a plan's sizes, in order of preference among equally fast ones."""
     rings = _list_between(plan.ranks, machine.ranks_per_node)
     sizes = list_ulysses_sizes(plan)
     groups = {size: _list_between(plan.ranks // size, machine.ranks_per_node // size) for size in sizes}
@@ -88,7 +88,7 @@ def choose(
     """The fastest plan over all `layouts` and the schedules `names` (None: those of `auto`), with its `choice`. Pure.
 
     `make` makes the plan for a layout and a schedule. Reads no clock, so that all ranks choose the same plan. Schedules
-    beyond `names` are compared only if the ring on the same layout has an estimate or was left out by its bound.
+    after the ring are compared only if the ring on the same layout has an estimate, or its lower bound already lost.
     """
     first = make(layouts[0], names[0] if names else "ring")
     reason = _explain_idle(first)
@@ -124,14 +124,14 @@ def simulate_seconds(plan: Plan, machine: Machine) -> float:
 
 
 def predict(plan: Plan, machine: Machine) -> Prediction:
-    """The estimated time of a forward, as `auto` compares it: the sum over a rank's steps of max(visits, messages).
+    """The estimated time of a forward, as `auto` compares it: summed over steps, the longer of visits and messages.
 
     The time is that of the slowest rank examined; bytes and messages are the maximum over these ranks. Except on few
     ranks, all ranks are assumed to begin each step together, so that they wait only for messages. Messages of a step
     are sequential, but those within a node overlap those between nodes. A shared card carries the bytes of its whole
     node. A message that may last several steps is divided equally among them. Ranks that share cores compute longer.
-    For rectangles and for pass-Q in the forward, every step of every rank is simulated. Raises Unsupported if the
-    schedule has no routes.
+    Rectangles (different queries and keys) and pass-Q in the forward are simulated, every step of every rank. Raises
+    Unsupported if the schedule has no routes.
     """
     if plan.is_plain:
         return estimate(plan, machine, plan.ring_plan(0)[0].demand)[0]
@@ -177,8 +177,8 @@ def choose_rectangle(
     """The fastest plan of a rectangle, by simulating every step of every rank, with its `choice`. Pure.
 
     `make` makes the plan for a layout of the keys, a schedule and a `rotate`; `names` as in `choose`. The layout and
-    `rotate` that are fastest in the ring are used for the other schedules. Above WHOLE ranks nothing is simulated: the
-    first layout and schedule are taken, and the `rotate` that sends fewer bytes.
+    `rotate` that are fastest in the ring are used for the other schedules. With more than `WHOLE` ranks nothing is
+    simulated: the first layout and schedule are taken, and the `rotate` that sends fewer bytes.
     """
     name, *others = names or ["ring"]
     first = make(layouts[0], name, rotates[0])

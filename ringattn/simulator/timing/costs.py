@@ -42,8 +42,8 @@ def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) 
     A forward holds the inputs, output and lse, receive buffers, and the output of one visit. A backward holds what the
     forward saved, the incoming gradient, accumulators of the gradients, the block that the forward saved, message
     buffers, and the gradients of one visit. Blocks count in full, so a plan that sends parts of blocks needs less. The
-    fp32 copies that CPUs make of 16-bit inputs are not counted. Measured peaks of dense rings differ from the sum by at
-    most a tenth (README).
+    fp32 copies that CPUs make of 16-bit inputs are not counted. Measured peaks of dense rings differ from the sum of
+    all categories by at most a tenth (docs/measured.md).
 
     `receiving` are the bytes of the receive buffers of a forward, if the caller knows them; None: they are computed.
     """

@@ -42,8 +42,8 @@ ENOUGH_TILES = 256
 def estimate(plan: Plan, machine: Machine, demand: KeyDemand, most: int = SAMPLED_STEPS) -> tuple[Prediction, str]:
     """(prediction of a forward, text on how many ranks and steps it is based on).
 
-    `demand` replaces the plan's demand; with Ulysses groups, the demand between their first members. At most about
-    `most` steps of a rank are examined.
+    `demand` replaces the plan's demand; with Ulysses groups, give the demand between the first ranks of the groups. At
+    most about `most` steps of a rank are examined.
     """
     size, ring_plan = plan.ulysses_size, plan.ring_plan(0)[0]
     rates, between = Rates(plan, machine, backward=False), machine
@@ -113,7 +113,10 @@ class _RingEstimate:
         self.gathers = isinstance(schedule, AllGatherSchedule)
         route = DirectSchedule(demand) if self.gathers else schedule  # the same visits
         if not isinstance(route, Route):
-            raise Unsupported(f"the schedule {plan.schedule} has no routes, so auto cannot estimate its time")
+            raise Unsupported(
+                f"the schedule {plan.schedule} does not tell the route of its messages, so auto cannot estimate its "
+                "time; name another schedule"
+            )
         self.route: Route = route
         self.row_bytes = plan.part_bytes(Part("kv", 0, ONE_ROW))
         self.rates = Rates(plan, machine, backward=False)
@@ -124,7 +127,7 @@ class _RingEstimate:
         self.slowest: defaultdict[int, float] = defaultdict(float)
 
     def make(self) -> tuple[Prediction, int, str]:
-        """(prediction for the slowest examined rank, calls that the host starts, text on what was examined)."""
+        """(prediction for the slowest examined rank, calls and messages that its host starts, what was examined)."""
         chosen = self._choose_ranks()
         arrivals = {rank: list(islice(self.route.arrivals(rank), self.most + 1)) for rank in chosen}
         few = max(map(len, arrivals.values())) <= self.most

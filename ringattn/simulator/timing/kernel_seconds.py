@@ -34,8 +34,8 @@ def pair_seconds(
     """Seconds of the attention kernel per (query, key, head, branch) pair, for the whole batch.
 
     From measured kernel times if the machine has them, else from modelled rates, else from its flops: 2 (D + Dv) FLOPs
-    per pair in a forward. Times and rates are averaged over the visits of at most `most` sampled ranks (rates: over the
-    first `enough` tiles of these visits).
+    per pair in a forward. Times and rates are averaged over the visits of at most `most` sampled ranks; rates use only
+    the first `enough` tiles of these visits.
     """
     flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0)
     ring_ranks = tuple(timed_ranks(plan.ring_plan(0)[0].ranks, most=most))
@@ -52,9 +52,9 @@ def pair_seconds(
 def seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bool, ranks: tuple[int, ...]) -> float:
     """Measured seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits.
 
-    `flops` are the FLOPs of one pair. `ranks` are the averaged ranks of `plan.ring_plan(0)`, which differs
-    from the plan if it has Ulysses groups. Raises Unsupported if more than a tenth of the pairs lie in tiles of more
-    than twice the measured sizes, or if dtype or head dim are far from the measured ones.
+    `flops` are the FLOPs of one pair. `ranks`: whose visits are averaged, as ranks of `plan.ring_plan(0)`, which
+    differs from the plan if it has Ulysses groups. Raises Unsupported if more than a tenth of the pairs lie in tiles of
+    more than twice the measured sizes, or if dtype or head dim are far from the measured ones.
     """
     times.check(plan.dtype, plan.head_dim)
     seconds = pairs = stray_pairs = 0.0
@@ -99,9 +99,9 @@ def modelled_seconds_per_pair(
 ) -> float:
     """Modelled seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits.
 
-    `ranks`: whose visits are averaged. `gathered`: all visits of a rank are one call, so only its own visit starts a
-    kernel and moves rows. The first `enough` tiles of a visit represent the others, and after as many tiles further
-    visits are skipped: tiles of one pattern are much alike.
+    `ranks`: whose visits are averaged. `gathered`: all visits of a rank are one kernel call, so only the visit to its
+    own block pays for the launch and for moving rows. The first `enough` tiles of a visit represent the others; once
+    that many tiles were seen in all, further visits are skipped: tiles of one pattern are much alike.
     """
 
     def compute() -> float:
@@ -158,7 +158,10 @@ def _pairs_per_head(work: Work) -> int:
 
 
 def lower_to_tiles(work: Work) -> Iterator[tuple[str, int, int, int]]:
-    """(shape, rows, keys, pairs) of the tiles into which kernels split a work; pairs of all heads and repetitions."""
+    """(shape, rows, keys, pairs) of the tiles into which kernels split a work.
+
+    `pairs` are summed over heads, and over repetitions of the tile.
+    """
     rows, keys, repeats = len(work.q), work.keys, len(work.heads) * work.repeat
     pairs = _pairs_per_head(work) * repeats
     if work.dense:

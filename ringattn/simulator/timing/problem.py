@@ -20,10 +20,10 @@ MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True)
 class RingProblem:
-    """A ring whose numbers are known for all ranks at once. Raises InvalidInput for stalls after the last step.
+    """A ring whose costs are known for all ranks at once. Raises InvalidInput for stalls after the last step.
 
-    `compared` says which facts of the plan prove the numbers. `counts` provides them if they differ between ranks and
-    steps; None if all visits are equal.
+    `compared` says in words which properties of the plan were checked to know them. `counts` provides them if they
+    differ between ranks and steps; None if all visits are equal.
     """
 
     ring: Ring

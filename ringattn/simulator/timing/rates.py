@@ -66,7 +66,7 @@ def parse_factors(name: str, factors: Factors | None, ranks: int) -> np.ndarray 
     if by_rank.shape != (ranks,):
         raise InvalidInput(f"{name}: expected a factor for each of {ranks:,} ranks, or by rank such as {{0: 1.5}}")
     if not (np.isfinite(by_rank) & (by_rank > 0)).all():
-        raise InvalidInput(f"{name}: factors must be finite and > 0; the factor 1.5 takes half as long again")
+        raise InvalidInput(f"{name}: factors must be finite and > 0; 1.5 means 50 % slower")
     return None if (by_rank == 1.0).all() else by_rank
 
 
@@ -91,7 +91,7 @@ class Rates:
 
     @property
     def one_by_one(self) -> bool:
-        """True if each visit has the measured seconds of its own tiles (on few ranks); else visits have the mean."""
+        """Whether each visit is timed by its own tiles (on few ranks); else all visits take the mean time per pair."""
         return self.machine.kernel is not None and self.plan.ranks <= FEW_RANKS
 
     def visits(self, ring_plan: Plan, visits: Sequence[tuple[int, int]]) -> float:
@@ -113,8 +113,8 @@ class Rates:
     def call(self) -> float:
         """Seconds of a call in addition to its visits and messages; a node's cores spend them for each of its ranks.
 
-        Unless the machine compares calls deferred, they include ceil(log2 P) rounds, round k with the rank 2^k further
-        on, in which all ranks compare their calls before the first message.
+        Unless the machine has deferred comparison, they include the comparison before the first message: ceil(log2 P)
+        rounds, the k-th with the rank 2^k ahead.
         """
         node = min(self.machine.ranks_per_node, self.plan.ranks)
         call, deferred = self._of_direction("call"), self.machine.deferred
@@ -139,7 +139,7 @@ class Rates:
 
     @property
     def gamma(self) -> float:
-        """Interference: the fraction of the longest message's time by which a visit takes longer; 0: not modelled.
+        """Interference: a visit takes `gamma` times the seconds of its longest message longer; 0: not modelled.
 
         1 if ranks share cores, as another rank computes on the core that copies a message.
         """
@@ -154,15 +154,18 @@ class Rates:
     def gather_factors(self, near: bool, messages: int, node: int) -> tuple[float, float]:
         """(factor on latency, factor on bytes) for each of `messages` that a rank posts at once over one link type.
 
-        A collective starts only once; every byte enters a node once, over the cards of its `node` ranks, and then
-        passes every rank of the node. (1, 1) for messages outside a collective.
+        A collective pays its latency once. Every byte enters a node once, over the cards of its `node` ranks, and is
+        then passed from rank to rank through the node. (1, 1) for messages outside a collective.
         """
         if not self.one_gather:
             return 1.0, 1.0
         return 1 / messages, (self.plan.ranks - 1) / (node - 1) if near else 1 / node
 
     def crowd(self, source: Any, target: Any, group: int = 1) -> Any:
-        """`Machine.crowd` among the plan's ranks, or within a Ulysses group; 1 for a collective: it shares no links."""
+        """How many messages share a link, see `Machine.crowd`: among the plan's ranks, or within a Ulysses group.
+
+        1 for a collective, which shares no links.
+        """
         machine, size = self.machine, self.plan.ulysses_size
         if self.one_gather:
             return 1
@@ -189,7 +192,7 @@ class Rates:
         """The number of (query row, head) that the visit of rank `queries` to rank `keys` merges, or adds gradients to.
 
         With `one_by_one`, each work of a forward counts: rows in several works, such as the branches of a dilated mask,
-        are merged once per work, and copied to their places even at their first visit.
+        are merged once per work, and even the first visit costs a copy of the result into place.
         """
         own = queries == keys
         if self.machine.merge is None:
@@ -204,9 +207,9 @@ class Rates:
     def merges(self, own: bool | np.ndarray) -> np.ndarray:
         """Whether a visit to a rank's own block (`own`), or to another's, is merged: bool in the shape of `own`.
 
-        The own block comes first in a forward, so there is no partial result to merge with. Two simplifications: rows
-        that see no key of the own block count as merged at their first visit, too (really a copy), and rows in several
-        kernel calls of one visit count as merged once.
+        A rank's own block comes first in a forward, so there is no partial result to merge with. Two simplifications:
+        rows that see no key of their rank's own block count as merged at their first visit, although they are copied;
+        and rows in several kernel calls of one visit count as merged once.
         """
         return np.logical_or(self.backward, np.logical_not(own))
 

@@ -72,7 +72,7 @@ class Timeline:
 
     @property
     def unmodelled(self) -> tuple[str, ...]:
-        """The effects that are not modelled, each with the number of the machine that would model it."""
+        """The effects that are not modelled, each with the machine parameter that would model it."""
         left_out = [
             f"{number.effect} (machine.{name})"
             for name, number in MACHINE_NUMBERS.items()
@@ -84,7 +84,7 @@ class Timeline:
 
 
 def note_assumptions(plan: Plan, machine: Machine) -> tuple[str, ...]:
-    """One sentence for each assumption about the kernel, the error band of a preset, and cores.
+    """One sentence for each assumption: about the kernel, a preset's error band, and ranks that share cores.
 
     Error bands come from published passes, all with 16-bit inputs.
     """

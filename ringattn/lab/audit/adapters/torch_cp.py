@@ -53,7 +53,7 @@ def attend(
     ring._cp_options.enable_load_balance = balanced
     if q.device.type == "cpu":
         if dropout:
-            raise NotImplementedError("the template has no dropout")
+            raise NotImplementedError("PyTorch's context-parallel attention has no dropout")
         # As scaled_dot_product_attention does before the template.
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))

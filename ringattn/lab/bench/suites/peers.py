@@ -104,7 +104,7 @@ def _make_ring_flash_attn(context: Context) -> Run:
 def _make_torchscale(context: Context) -> Run:
     pattern = _get_mask(context).pattern
     if not isinstance(pattern, Dilated):
-        raise Unsupported("torchscale has this for dilated attention only")
+        raise Unsupported("torchscale computes dilated attention only")
     try:
         library: Any = import_module("torchscale.component.dilated_attention")
     except ModuleNotFoundError as error:

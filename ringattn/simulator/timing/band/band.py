@@ -83,7 +83,7 @@ class Band:
         return total
 
     def rows_beyond(self, owners: np.ndarray, sign: int, first: np.ndarray | int, last: int) -> np.ndarray:
-        """Rows of each owner's block that ranks at distances first .. last in a direction see, int64 [owners]."""
+        """Rows of each owner's block that any rank first .. last hops away in direction `sign` sees, int64 [owners]."""
         total = np.zeros(owners.shape, dtype=np.int64)
         low, high = (owners + first, owners + last) if sign > 0 else (owners - last, owners - first)
         # Runs of query chunks first .. last, split where ranks wrap around; empty runs end before they begin.
@@ -174,7 +174,7 @@ def find_band(plan: Plan) -> Band | None:
 
 
 def explain_unequal(plan: Plan) -> str:
-    """Why the ranks of a plan differ for any mask; "" if they need not."""
+    """Why ranks of a plan do unequal work under every mask, such as unequal shards; "" if they need not."""
     tokens, ranks = plan.tokens, plan.ranks
     if ranks > tokens:
         return f"{ranks:,} ranks are more than {plural(tokens, 'token')}, so some ranks have none"
@@ -196,7 +196,7 @@ class MovingRows:
     """Rows of blocks that move by one rank at every step; a row of all heads has `row_bytes` bytes.
 
     Hop h of a block connects the ranks at distances h and h + 1 from its owner. The step with visits at distance t
-    makes hop t - `lag`; the first hop is hop `lag`.
+    makes hop t - `lag`, so with `lag` 1 the rows are a hop behind; the first hop is hop `lag`.
     """
 
     lag: int
@@ -208,9 +208,9 @@ class BandTraffic:
     """What ranks send in a pass; rows with the same sender, receiver and step share one message.
 
     `to_owner`: hops lead toward the owner, and steps go from the farthest distance down to 0. `direct_row_bytes`: bytes
-    of a row sent directly between its owner and its last receiver, at the step after the last receiver's distance; 0 if
-    there are no such rows. With `to_owner`, the owner sends the direct rows that last receivers have not saved; else,
-    last receivers send the gradient sums of all rows to the owner.
+    of a row sent directly between its owner and its last receiver, one step after the visits at the last receiver's
+    distance; 0 if there are no such rows. With `to_owner`, the owner sends the direct rows that last receivers did not
+    save in the forward; else, last receivers send the gradient sums of all rows to the owner.
     """
 
     moving: tuple[MovingRows, ...]
@@ -219,7 +219,7 @@ class BandTraffic:
 
     @classmethod
     def of(cls, plan: Plan, backward: bool) -> BandTraffic:
-        """The traffic of a ring plan, the same as planned by `Route.forward`, `Route.backward` and `Route.queries`."""
+        """The traffic of a ring plan; it equals what `Route.forward`, `Route.backward` and `Route.queries` plan."""
 
         def count_row_bytes(*kinds: Kind) -> int:
             one_row = RowSet((0,), ((range(1),),))
@@ -243,9 +243,10 @@ class BandTraffic:
 def find_rank_breakpoints(
     band: Band, directions: Sequence[Direction], traffic: BandTraffic, distance: np.ndarray
 ) -> np.ndarray:
-    """Ranks at which a run of equal ranks may begin, int64 [steps, points]; step i visits blocks from `distance[i]`.
+    """Where runs of ranks with equal counts may begin, int64 [steps, points].
 
-    The points of a step are unordered, may repeat, and include rank 0.
+    At step i, ranks visit the block `distance[i]` away. The points of a step are unordered, may repeat, and include
+    rank 0.
     """
     points = [np.zeros((len(distance), 1), dtype=np.int64)]
     for direction in directions:

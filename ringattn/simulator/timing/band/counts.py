@@ -27,7 +27,7 @@ CACHED = 1 << 21
 
 @dataclass(frozen=True)
 class BandCounts:
-    """Counts of a pass whose band is not dense: pairs and rows differ between ranks and steps.
+    """Pairs, rows and bytes of each rank and step in a pass whose band is not dense.
 
     `band` and `directions` describe the blocks that travel: with pass-Q, the band is transposed.
     """
@@ -66,7 +66,7 @@ class BandCounts:
 
     @property
     def calls(self) -> int:
-        """Visits plus steps without a visit, of the rank with the most."""
+        """The most calls of a rank: its visits, plus its steps without a visit."""
         return self.steps - self.reach + sum(self._reaches)
 
     @cached_property
@@ -79,7 +79,7 @@ class BandCounts:
 
     @cached_property
     def direct_bytes(self) -> DirectMessages:
-        """The owner messages between ranks that are not neighbors."""
+        """The messages, with their bytes, between block owners and ranks that are not their neighbors."""
         return select_neighbors(self.owner_messages, self.band.ranks, 0)
 
     @cached_property
@@ -112,7 +112,7 @@ class BandCounts:
     def direct_breakpoints(self, first: int, last: int) -> np.ndarray:
         """Where the bytes of owner messages to a neighbor change between ranks, at steps first .. last - 1.
 
-        Keys (step - first) * ranks + rank, int64.
+        Returns (step - first) * ranks + rank for each such point, int64.
         """
         keys = self._neighbor_breakpoints
         low, high = np.searchsorted(keys, (first * self.band.ranks, last * self.band.ranks))
@@ -139,7 +139,8 @@ class BandCounts:
     ) -> Phase:
         """The phase of one step, without stalls; `counted` is the result of `count` for all ranks or for `ranks`.
 
-        `ranks` are neighbors along the last axis. `direct_costs` at `steps` delay the messages to neighbors.
+        `ranks` must be consecutive along the last axis. `direct_costs` are those of `steps`; they delay the messages to
+        neighbors.
         """
         faults = self.faults if ranks is None else self.faults.at(ranks)
         merge = scale_by_slow_ranks(self.rates.merge(self.band.heads), faults)

@@ -22,12 +22,12 @@ AROUND = np.arange(-1, 2)
 
 
 class NeighborCosts:
-    """Seconds of the messages of a step to neighbors, for all ranks or for `ranks`, neighbors along the last axis.
+    """Seconds of the messages of a step to neighbors, for all ranks or for `ranks`, consecutive along the last axis.
 
-    `sizes` are (direction, bytes), at most one entry per direction. Messages of one rank, step and link type are
-    sequential, and all end with the last of them, at the sender or the receiver. `direct_seconds` are the seconds of
-    the direct messages that ranks send (0) and receive (1), between nodes (0) and within a node (1): float64
-    [2, 2, ranks].
+    `sizes` are (direction, bytes), at most one entry per direction. Messages of one rank, step and link type follow
+    each other, and all count as ending with the last of them, at the sender or the receiver, whichever is later.
+    `direct_seconds` are the seconds of the direct messages that ranks send (0) and receive (1), between nodes (0) and
+    within a node (1): float64 [2, 2, ranks].
     """
 
     def __init__(
@@ -166,11 +166,11 @@ FindNeighborCosts = Callable[[np.ndarray, np.ndarray], NeighborCosts]
 
 @dataclass(frozen=True)
 class DirectCosts:
-    """The direct messages of some steps of the pass, and the seconds that they cost at their ends.
+    """The direct messages of some steps of the pass, and the seconds that they take at their senders and receivers.
 
-    `end_keys` are step * ranks + rank of these ends, ascending. `end_seconds` are the seconds of the direct messages
-    that an end sends and receives, float64 [2, 2, keys] as in NeighborCosts. `longest` are the seconds of the longest
-    one that it sends (0) and receives (1), [2, keys].
+    `end_keys` holds step * ranks + rank of each sender or receiver, ascending. `end_seconds` are the seconds of the
+    direct messages that it sends and receives, float64 [2, 2, keys] as in NeighborCosts. `longest` are the seconds of
+    the longest one that it sends (0) and receives (1), [2, keys].
     """
 
     ranks: int

@@ -42,8 +42,10 @@ class Loads:
     def causes(self, seconds: float, peers: float | None) -> tuple[float, dict[str, float]]:
         """(mean seconds of visits, additional seconds of a pass by cause); together they sum to `seconds`.
 
-        Each cause counts the seconds by which adding it makes the busiest rank busy longer. The rest is waiting: for
-        slow peers as far as it remains in a pass of `peers` seconds, in which messages take no time; else for messages.
+        Causes are added one after another; each counts the seconds by which it makes the busiest rank busier. The rest
+        is
+        waiting: `peers` is the time of the pass if messages took none, so waiting up to `peers` is for slow peers, and
+        waiting beyond it is for messages.
         """
         busy = self.compute.copy()
         mean = float(busy.mean())
@@ -122,7 +124,7 @@ class Solved:
     """A solved timing problem: times, loads and traffic of one pass.
 
     `seconds` is when the last rank has finished, `finish` when each rank has, float64 [ranks]. `why` says why the
-    solver could be used, and `compared` which facts of the plan were compared to simplify the problem; "" if every
+    solver could be used, and `compared` which properties of the plan were checked to simplify the problem; "" if every
     step was simulated.
     """
 

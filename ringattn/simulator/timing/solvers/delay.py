@@ -25,7 +25,7 @@ NEIGHBORS = ((slice(1, None), slice(None, -1), 0, -1), (slice(None, -1), slice(1
 
 @dataclass(frozen=True)
 class CoefficientChanges:
-    """`steps` steps of a stencil whose coefficients (own, below, above) and busy seconds change at a few ranks.
+    """`steps` steps of a stencil whose coefficients (own, rank - 1, rank + 1) and busy seconds change at a few ranks.
 
     The steps begin with the numbers `initial`, float64 [4, ranks]; None keeps the previous ones. From step `step[i]`
     on, rank `rank[i]` has the numbers `values[:, i]`; `step` is ascending. `direct` are the direct messages.
@@ -39,7 +39,7 @@ class CoefficientChanges:
     direct: DirectMessages = NO_DIRECT
 
     def instant(self) -> CoefficientChanges:
-        """The changes if messages took no time; ranks are busy as long as before."""
+        """The same changes if messages took no time; busy seconds stay."""
 
         def change(values: np.ndarray) -> np.ndarray:
             return np.stack([values[3], instant(values[1]), instant(values[2]), values[3]])
@@ -54,7 +54,7 @@ NO_POINTS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((
 
 
 class DelayState:
-    """When each rank begins step `step`, relative to `step` x `reference`."""
+    """When each rank begins step `step`, minus `step` times `reference`, the seconds of a typical step."""
 
     def __init__(self, ring: Ring) -> None:
         self.ring, self.step, self.reference = ring, 0, 0.0
@@ -70,7 +70,7 @@ class DelayState:
         return self.now + (self.passed + self.step * self.reference)
 
     def skip(self, steps: int, gain: float) -> None:
-        """Skip steps that change the state only by a constant: `gain` seconds relative to the reference."""
+        """Skip `steps` steps that together delay every rank by `gain` seconds relative to the reference."""
         self.step += steps
         self.now = self.now + gain
 
@@ -85,7 +85,7 @@ class DelayState:
             self.advance_changes(CoefficientChanges(min(DEPTH, steps - done), None, *NO_POINTS, phase.direct))
 
     def advance_changes(self, changes: CoefficientChanges) -> None:
-        """Advance by the stencil (see recurrence.py), and to the ends of direct messages.
+        """Advance by all steps of `changes`: the stencil (see recurrence.py), and the waits for direct messages.
 
         The largest initial coefficient, if any, becomes the new reference.
         """

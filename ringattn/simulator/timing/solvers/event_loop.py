@@ -241,10 +241,11 @@ def _message_seconds(rates: Rates, posts: np.ndarray, count: int) -> np.ndarray:
 
 
 def share_evenly(first: np.ndarray, last: np.ndarray, gap: np.ndarray) -> np.ndarray:
-    """Seconds that each message needs on a shared card, which it uses from step `first` to the end of step `last`.
+    """Seconds that each message takes on a shared card, which it uses from step `first` to the end of step `last`.
 
-    A message of g = `gap` seconds among others of h seconds each takes the sum of min(g, h), including its own g: until
-    it ends, every other message is served equally long, or has ended. All arrays are [messages].
+    A message that takes g = `gap` seconds alone, among others that take h seconds each, takes the sum of min(g, h) over
+    all of them and itself: until it ends, every other message gets an equal share of the card, or has ended. All arrays
+    are [messages].
     """
     seconds = np.zeros(len(gap))
     for begin, end in np.unique(np.stack([first, last]), axis=1).T:

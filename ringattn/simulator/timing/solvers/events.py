@@ -52,7 +52,7 @@ def solve_by_events(problem: TimingProblem) -> Solved:
 
 @dataclass(frozen=True)
 class Fold:
-    """A smaller plan whose ranks `first` .. `first` + `period` - 1 stand for `times` periods of the whole plan."""
+    """A smaller plan whose ranks `first` .. `first` + `period` - 1 occur `times` times in a row in the whole plan."""
 
     plan: Plan
     first: int

@@ -25,7 +25,7 @@ SPREAD = 4e-16
 def solve_periodic(ring: Ring) -> RingTimes | None:
     """The times of a ring whose ranks repeat with a period of at most LONGEST_PERIOD; None for other rings.
 
-    Exact up to SPREAD.
+    Exact up to a relative error of `SPREAD` for each skipped period.
     """
     if callable(ring.phases) or ring.stalls:
         return None

@@ -53,7 +53,7 @@ class DirectMessages:
         return self.select(slice(*np.searchsorted(self.step, (begin, end))))
 
     def instant(self) -> DirectMessages:
-        """The same messages with zero seconds."""
+        """The same messages if they took no time."""
         return replace(self, seconds=np.zeros(len(self)))
 
 
@@ -64,7 +64,7 @@ NO_DIRECT = DirectMessages(*np.zeros((5, 0), dtype=np.int64))
 class NeighborMessages:
     """Messages of one step in one direction: rank r sends `bytes` to rank r + sign.
 
-    `seconds` is l >= 0 by sender, -inf if rank r sends nothing.
+    `seconds` is the time of each sender's message, at least 0; -inf if it sends none.
     """
 
     sign: int
@@ -96,7 +96,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Stall:
-    """A visit that takes `seconds` longer: that of `rank` at `step`, counted from 0 over the whole pass."""
+    """A delay: the visit of `rank` at `step` takes `seconds` longer; steps count from 0 over the whole pass."""
 
     rank: int
     step: int
@@ -140,7 +140,7 @@ class Ring:
         return compute + phase.merge
 
     def message_seconds(self, phase: Phase) -> Value:
-        """For each rank, the mean seconds of its longest sent and longest received message in a step of a phase.
+        """For each rank, the mean of the seconds of its longest sent and its longest received message in a step.
 
         A missing message counts as 0 seconds.
         """
@@ -166,8 +166,8 @@ class Ring:
     def coefficients(self, phase: Phase) -> tuple[Value, Value, Value]:
         """The stencil (a, b, d) of a phase.
 
-        A rank begins its next step at least a seconds after it began the last one, b seconds after the rank below did,
-        and d seconds after the rank above did.
+        A rank begins its next step at least `a` seconds after it began the last one, `b` seconds after rank - 1 did,
+        and `d` seconds after rank + 1 did.
         """
         own = self.busy(phase)
         below: Value = NEVER
@@ -180,7 +180,7 @@ class Ring:
 
 
 def instant(seconds: Value) -> Value:
-    """Replace message seconds or coefficients by 0; NEVER, for no message, stays."""
+    """Replace message seconds or coefficients by 0, but keep NEVER, which means no message."""
     if isinstance(seconds, np.ndarray):
         return np.where(np.isfinite(seconds), 0.0, NEVER)
     return NEVER if seconds == NEVER else 0.0

@@ -32,9 +32,10 @@ NEAR = np.arange(-2, 3)
 
 
 def solve_by_stencil(problem: TimingProblem) -> Solved | None:
-    """Solve the ring of a plan in O(ranks x steps); None without a ring. Bands are counted only where they change.
+    """Solve the ring of a plan in O(ranks x steps); None without a ring.
 
-    Raises Unsupported for rings that are too large.
+    Of a band, only ranks whose numbers change from step to step are counted again. Raises Unsupported for rings that
+    are too large.
     """
     ring = problem.ring
     if ring is None:
@@ -96,7 +97,7 @@ def find_changed_runs(counts: BandCounts, steps: np.ndarray) -> tuple[np.ndarray
 
 
 class IncrementalSteps:
-    """Yields the changed coefficients of a band's steps, in parts of DEPTH steps, and sums what ranks do and send.
+    """Yields the changed coefficients of a band's steps, DEPTH steps at a time, and sums each rank's work and traffic.
 
     Iterate only once; then `totals` and `interference_totals` are complete. `totals`, int64 [2 + 2 signs, ranks], holds
     pairs of one head, merged query rows, bytes sent by direction, and messages by direction.
