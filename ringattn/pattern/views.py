@@ -13,7 +13,7 @@ from .tile import Tile, clip, shift_range
 
 
 class PatternView(Pattern):
-    """A pattern that takes its branches, output scale and runs from `pattern`."""
+    """Base of patterns that wrap another, `pattern`, and have its branches, output scale and runs."""
 
     pattern: Pattern
 
@@ -94,7 +94,7 @@ class RowByRow(PatternView):
                 yield some, shift_range(rows, first)
 
     def run(self, side: Side, first: Position, last: Position) -> Run | None:
-        """From the start of the run in the row of `first` to the end of the run in the row of `last`."""
+        """The positions from the start of the run in `first`'s batch row to the end of the run in `last`'s."""
         if isinstance(first, np.ndarray) and isinstance(last, np.ndarray):
             runs = [self.run(side, *ends) for ends in zip(first.tolist(), last.tolist(), strict=True)]
             if None in runs:
@@ -126,10 +126,9 @@ UNSHIFTED: Shifts = ((0, 0),)
 
 @dataclass(frozen=True)
 class Slotted(PatternView):
-    """The pattern of padded or cropped batch rows, in which a token's slot differs from its position.
+    """The pattern of padded or cropped batch rows: a token's slot (its place in the row) differs from its position.
 
-    `shifts` has one entry per row, or one for all rows. `pattern` is bound and takes positions, so it may have more
-    tokens than there are slots.
+    `shifts` has one entry per row, or one for all rows. `pattern` is bound to positions, which may outnumber the slots.
     """
 
     pattern: Pattern
@@ -176,6 +175,6 @@ class Slotted(PatternView):
 
 
 def find_tokens(shifts: Shifts) -> list[range]:
-    """The slots of the tokens of a row; the last range is open."""
+    """The ranges of slots of a row that hold tokens; the last one has no end."""
     ends = [*(first for first, _ in shifts[1:]), FAR]
     return [range(first, end) for (first, by), end in zip(shifts, ends, strict=True) if by is not None]

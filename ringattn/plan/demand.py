@@ -43,8 +43,9 @@ MOST_RANGES = 4
 def sampled_ranks(ranks: int, most: int, fewest: int | None = None, work: int = 0, *, ends: bool = False) -> list[int]:
     """Evenly spaced ranks that stand for all: at most `most`, or all ranks if there are fewer.
 
-    If `fewest` is given, because the work for one rank grows with `ranks`, returns about `work` / `ranks` of them, at
-    least `fewest`. With `ends`, includes the first and the last rank; otherwise takes the middle of equal sections.
+    With `fewest`, for work that grows with the number of ranks for each of them, about `work` / `ranks` ranks, and at
+    least `fewest`. With `ends`, they include the first and the last rank; otherwise they are the middles of equal
+    sections.
     """
     count = min(ranks, most if fewest is None else max(fewest, min(most, work // ranks)))
     if ends:
@@ -99,17 +100,19 @@ class BlockDemand(ABC):
 
     @property
     def table(self) -> np.ndarray | None:
-        """Whether each rank needs a row of each block, bool [ranks, blocks]; None if only tiles can answer."""
+        """Whether each rank needs a row of each block, bool [ranks, blocks]; None if it takes the pattern's tiles to
+        know.
+        """
         return None if self.row_reach is None else self.row_reach.visits
 
     @cached_property
     def sampled_reach(self) -> RowReach | None:
-        """What ranks need of all blocks, or of `sampled_blocks`; None if only tiles can answer."""
+        """What ranks need of all blocks, or of `sampled_blocks`; None if it takes the pattern's tiles to know."""
         return self._find_reach()
 
     @cached_property
     def row_reach(self) -> RowReach | None:
-        """What ranks need of all blocks; None if only tiles can answer."""
+        """What ranks need of all blocks; None if it takes the pattern's tiles to know."""
         reach = self.sampled_reach
         return reach if reach is not None and len(reach.blocks) == self.layout.ranks else None
 
@@ -315,7 +318,7 @@ class KeyDemand(BlockDemand):
 
     @cached
     def first_works(self, rank: int, owner: int, most: int | None) -> tuple[tuple[Work, ...], bool]:
-        """(joined works of the first `most` tiles of a visit, or of all tiles; whether these are all tiles)."""
+        """(joined works of the first `most` tiles of a visit (None: of all), whether there are no more tiles)."""
         if most is None:
             return self.joined_works(rank, owner), True
         first = list(islice(self._find_tiles(rank, owner), most + 1))
@@ -348,7 +351,7 @@ class QueryDemand(BlockDemand):
 
     @cached
     def joined_works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
-        """The few works that `rank` computes with its own keys and query rows of `owner`.
+        """What `rank` computes with its own keys and query rows of `owner`, joined to few works.
 
         With a `RowSet`, the query heads and rows of the works index its tensor.
         """

@@ -58,8 +58,8 @@ class Rotation:
     def count_bytes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """(bytes between nodes, all bytes) of a pass-KV backward, and the same of a pass-Q backward.
 
-        With up to `schedules.base.EXACT_RANKS` ranks, counts all blocks; with more, the same few blocks for both, which
-        is enough to find out which one sends fewer bytes.
+        With up to `schedules.base.EXACT_RANKS` ranks, counts all blocks; with more, the same few blocks for both
+        passes, which is enough to tell which sends fewer bytes.
         """
         kv, grad, q, row, dq = (self.size(Part(kind, 0, ONE_ROW)) for kind in ("kv", "grad", "q", "row", "dq"))
         keys = self.keys.count_backward_bytes(kv, grad, queries=False)
@@ -143,12 +143,15 @@ class Plan(PlanSizes):
 
     @cached_property
     def demand(self) -> KeyDemand:
-        """Which rank needs which keys. With Ulysses groups, use the demand of a `ring_plan`."""
+        """Which rank needs which keys. Not for plans with Ulysses groups: take the demand of a `ring_plan`."""
         return KeyDemand(self.pattern, self.layout, self.heads, self.kv_heads, self.q_layout)
 
     @cached_property
     def query_demand(self) -> QueryDemand:
-        """Which rank needs which queries under pass-Q. With Ulysses groups, use the demand of a `ring_plan`."""
+        """Which rank needs which queries under pass-Q.
+
+        Not for plans with Ulysses groups: take the demand of a `ring_plan`.
+        """
         return QueryDemand(self.demand)
 
     def with_choice(self, choice: Choice) -> Plan:
@@ -303,7 +306,7 @@ class Plan(PlanSizes):
 
     @cached_property
     def documents(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """(tokens, the ranks that hold them) of each packed document that is not empty; () if batch rows differ."""
+        """(number of tokens, ranks that hold them) of each packed document with tokens; () if batch rows differ."""
         found = None if self.q_layout is not None else find_documents(self.pattern)
         if found is None:
             return ()
@@ -321,7 +324,7 @@ class Plan(PlanSizes):
 
     @cached_property
     def hash(self) -> str:
-        """Hexadecimal digest of the inputs and of the plan format; plans with equal hashes have equal steps."""
+        """Hexadecimal digest of the inputs and of the format's version; plans with equal hashes have equal steps."""
         return hashlib.sha256(json.dumps(self._inputs(), sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:

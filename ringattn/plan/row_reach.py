@@ -59,7 +59,7 @@ class RowReach(ABC):
 
     @abstractmethod
     def count_carried(self, sign: int, limit: int) -> np.ndarray:
-        """Rows of one head that travel on each hop of each block in a direction: int64 [blocks, hops], farthest first.
+        """The number of rows of a head on each hop of each block in a direction: int64 [blocks, hops], farthest first.
 
         A hop carries the rows that its target, or any rank beyond, needs.
         """
@@ -68,8 +68,8 @@ class RowReach(ABC):
     def needed(self, ranks: Ranks, owner: int, most: int = MOST, others: Sequence[Ranks] = ()) -> RowSets:
         """The rows of the block of `owner` that some rank of `ranks` needs and no rank of `others` does.
 
-        The rows are runs of adjacent rows, or as few ranges as possible if the block has more than `most` ranges of
-        positions. The tables must list all blocks.
+        They are contiguous ranges or, if the block has more than `most` ranges of positions, as few ranges (of any
+        step) as possible. The tables must list all blocks.
         """
 
     @abstractmethod
@@ -140,10 +140,10 @@ def _list_runs(layout: Layout, owners: Sequence[int]) -> _Runs | None:
 
 
 class RunReach(RowReach):
-    """The reach if each rank's rows are runs: ranks need the first rows of a run, its last rows, or both.
+    """What ranks need if each rank's rows are runs: of a run, the first rows, the last rows, or both.
 
-    A rank with rows to the left of a run needs rows from the start of the run on; a rank with rows to the right needs
-    rows up to its end.
+    A rank with positions before a run needs its rows from the first on; a rank with positions after it needs them up to
+    the last.
     """
 
     def __init__(self, layout: Layout, runs: _Runs, needed: Run, heads: int) -> None:

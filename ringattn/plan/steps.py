@@ -76,7 +76,7 @@ class Step:
 
     @property
     def posts(self) -> list[tuple[int, tuple[Hop, ...], tuple[Hop, ...]]]:
-        """(`Hop.until`, sends, receives) of the messages that are posted, and waited for, together."""
+        """The step's messages by when they are waited for: (`Hop.until`, sends, receives) of each group."""
 
         def due(hops: tuple[Hop, ...], end: int) -> tuple[Hop, ...]:
             return tuple([hop for hop in hops if hop.until == end])
@@ -154,7 +154,7 @@ class PlanSizes(Value):
         return {entry.name: getattr(self, entry.name) for entry in fields(PlanSizes)}
 
     def part_dtype(self, kind: Kind, *, as_sent: bool = True) -> str:
-        """The dtype of a block or of its sums in a message or, without `as_sent`, in a rank's computation."""
+        """The dtype of a block or of sums (gradients, or out and lse) in a message; without `as_sent`, in computation."""
         if as_sent and self.comm_dtype is not None and kind not in UNROUNDED:
             return self.comm_dtype
         return self.dtype if kind in ("kv", "q", "query") or self.dtype == "float64" else "float32"

@@ -25,14 +25,14 @@ GATHER_KEYS = 4
 class Work(Value):
     """One or several tiles, lowered to the local query rows of a rank and the local key rows of a block.
 
-    Query row q[i] attends key j iff lo <= i - j <= hi (None is unbounded), where j counts through the runs of `k`
-    one after another. Query heads `heads` share the key/value heads `kv`. Every row of `q` sees a key. The work is
-    repeated `repeat` times; each time, query rows move on by q_shift and key rows by k_shift. Query rows of different
+    Query row q[i] attends key j iff lo <= i - j <= hi (None is unbounded), where j counts through the runs of `k` one
+    after another. Query heads `heads` share the key/value heads `kv`. Every row of `q` sees a key. The work is repeated
+    `repeat` times; each time, query rows move on by q_shift and key rows by k_shift. Query rows of different
     repetitions are disjoint, keys may overlap.
 
     `sequences` is set by `kernels.packing`: the works that were packed into this one. A row then attends only keys of
-    its own sequence, and i and j count from the end of their sequence. If the sequences do not lie one after another,
-    `q` and `k` only bound their rows and keys.
+    its own sequence, and i and j count relative to the end of the sequence's rows and keys. If the sequences do not lie
+    one after another, `q` and `k` are only ranges that enclose them.
     """
 
     heads: range
@@ -230,8 +230,8 @@ def sees_some(pattern: Pattern, q: range, k_shard: Sequence[range], heads: int) 
 def find_tiles(pattern: Pattern, q_shard: Sequence[range], k_shard: Sequence[range], heads: int) -> Iterator[Tile]:
     """Tiles in local row indices. A tile with a band has equal q and k steps if queries and keys have one layout.
 
-    Queries the pattern for many ranges of keys at once, because the rows of a cache and its chunks have many ranges. If
-    that gives bands, or more tiles than ranges, queries it again for each half of them.
+    The rows of a cache and of its chunks have many ranges. Therefore the pattern is asked for many ranges of keys at
+    once; if the answer has bands, or more tiles than ranges, it is asked again for each half of the ranges.
     """
     starts = [0, *accumulate(map(len, k_shard))]
 

@@ -31,9 +31,9 @@ Received = dict[tuple[int, int], Tensor]
 
 
 class Ranks:
-    """The ranks of one call of a layer: processes, or virtual ranks, whose tensors hold the rows of all.
+    """The ranks of one call of a layer: processes, each with its rows, or virtual ranks in this one, with all rows.
 
-    group, mesh, transport: as in `ring_attention`; `ranks` instead: a number of virtual ranks.
+    group, mesh, transport: as in `ring_attention`; or else `ranks`, a number of virtual ranks.
     """
 
     layout: Layout
@@ -63,7 +63,7 @@ class Ranks:
         self, layer: str, layout: str | Layout, documents: Documents | None,
         tensors: Mapping[str, tuple[Tensor | None, str]], **facts: object,
     ) -> dict[str, int]:  # fmt: skip
-        """The sizes by name; ranks compare their arguments, and `layout` is read. Collective.
+        """The sizes by dim name, after ranks have compared their arguments; also sets `self.layout`. Collective.
 
         `tensors` are given with the names of their dims, such as "B n H K"; n is the dim that is sharded. Raises
         InvalidInput, Unsupported or Mismatch on every rank.
@@ -120,20 +120,23 @@ class Ranks:
         return torch.cat(shards, dim).index_select(dim, order.argsort().to(shards[0].device))
 
     def open(self, x: Tensor, *unused: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x, and the first token of the call. Tensors that this rank may not use get a gradient of 0."""
+        """x, and the first autograd token of the call.
+
+        `unused`: tensors that this rank perhaps does not use; they get zeros.
+        """
         return _Open.apply(x, *unused)
 
     def close(self, token: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
-        """The results to return, after the last exchange."""
+        """`results`, tied to the last exchange by its token, so that a backward runs every exchange on every rank."""
         return _Close.apply(self, token, *results)
 
     def move(
         self, plan: RunPlan, number: int, units: Mapping[int, Tensor], like: Tensor, token: Tensor
     ) -> tuple[Received, Tensor]:
-        """Round `number` of `plan`: what the ranks of this process receive, and the next token.
+        """Round `number` of `plan`: what the ranks of this process receive, and the next autograd token.
 
-        `units` are [rows, width] by run, `like` is an empty one. Tokens chain the exchanges of a call, so that all
-        ranks differentiate them in the same order.
+        `units` are [rows, width] by run; `like` has 0 rows of the same width. Tokens chain the exchanges of a call, so
+        that all ranks differentiate them in the same order.
         """
         token, *got = _Move.apply(self, plan, number, tuple(units), like, token, *units.values())
         parts = [part for part in plan.parts[number] if part.receiver in self.local]

@@ -34,7 +34,7 @@ Result = tuple[Tensor, Tensor | None]
 
 
 def find(name: str, x: Tensor) -> Callable[..., Result]:
-    """The function for tensors like x: an installed library's on a GPU, else plain torch."""
+    """The function `name` for tensors like x: that of an installed library if x is on a GPU, else plain torch."""
     module, function = LIBRARIES[name]
     if x.is_cuda and find_spec(module.partition(".")[0]) is not None:
         found = getattr(import_module(module), function)
@@ -104,7 +104,7 @@ class _Chunks:
     def scan(
         self, initial: Tensor | None, zero: Tensor, step: Callable[..., Tensor], *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(states before all chunks, after all pieces); step(states, *chunks of `tensors`) gives those after them."""
+        """(the state before each chunk, the state after each piece); `step(states, *chunks)` gives those after chunks."""
         state = zero.expand(len(self.order), *zero.shape) if initial is None else initial.to(zero.dtype)[self.order]
         before, ended = [], []
         # Split at once: the backward of a slice fills a tensor as large as the whole.
@@ -163,11 +163,11 @@ def gated_delta_rule(
     initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: CuSeqlens = None,
     outputs: bool = True,
 ) -> Result:  # fmt: skip
-    """(o [B, n, HV, V], final states [pieces, HV, K, V] or None) of the gated delta rule, or of KDA if g has channels.
+    """(o [B, n, HV, V], final states [pieces, HV, K, V] or None) of the gated delta rule, or of KDA if g has K columns.
 
     q, k [B, n, H, K], v [B, n, HV, V], g [B, n, HV] or [B, n, HV, K], beta [B, n, HV]: as in `layers.gated_delta_rule`.
-    Without `outputs`, o holds none, which saves time. Products of (I - beta k k^T) in a chunk are taken in the WY form
-    (arXiv:2406.06484).
+    Without `outputs`, o is not computed, which saves time. Products of (I - beta k k^T) in a chunk have the WY
+    representation (arXiv:2406.06484).
     """
     if not v.numel():
         return torch.zeros_like(v), initial_state if output_final_state else None
@@ -225,7 +225,7 @@ def affine_scan(
 ) -> Result:  # fmt: skip
     """(all states of S = a S + b [B, n, ...], final states [pieces, ...] or None), see `layers.affine_scan`.
 
-    Doubling within chunks (Hillis & Steele 1986) multiplies no more than it must: a may be 0 or negative.
+    Doubling within chunks (Hillis & Steele 1986) takes no inverse and no logarithm of a, which may be 0 or negative.
     """
     if not b.numel():
         return torch.zeros_like(b), initial_state if output_final_state else None

@@ -72,7 +72,7 @@ class _Rule:
     matrix: bool = False
 
     def apply(self, a: Tensor, b: Tensor) -> Tensor:
-        """A . b, for a state or another A."""
+        """The map `a` applied to `b`, a state or another map."""
         return a @ b if self.matrix else a * b
 
 
@@ -134,7 +134,10 @@ class _Scan:
         return out, ended[0] if ended else None
 
     def states(self, pieces: Sequence[Piece], before: Mapping[int, Tensor]) -> Tensor | None:
-        """The states before the pieces [pieces, *state]; None if all are 0. `before`: those before runs, if known."""
+        """The states before the pieces [pieces, *state]; None if all are 0.
+
+        `before`: the states that have arrived, by run.
+        """
         known = [
             (self.initial[p.row] if self.initial is not None and not p.start else self.zero)
             if not p.before
@@ -144,7 +147,7 @@ class _Scan:
         return None if all(x is self.zero for x in known) else torch.stack(known)
 
     def exchange(self, rows: Mapping[int, Rows], token: Tensor) -> tuple[dict[int, Tensor], Tensor]:
-        """The states [B, *state] before the local runs that need one, by run, and the next token."""
+        """The states [B, *state] before the local runs that need one, by run, and the next autograd token."""
         ranks, unit = self.ranks, sum(self.sizes) * self.zero.element_size()
         machine = get_machine("cuda" if self.zero.is_cuda else "cpu")
         plan = plan_states(ranks.layout, self.documents, unit, machine)
@@ -215,20 +218,20 @@ def gated_delta_rule(
     q, k [B, n, H, K], v [B, n, HV, V], beta [B, n, HV]: the rows of this rank; HV is a multiple of H.
 
     g: the logarithm of the decay, [B, n, HV], or for each key channel (KDA) [B, n, HV, K].
-    layout: the Layout that cut the sequence, or its name, of at most 16 runs of consecutive tokens for each rank.
+    layout: the Layout that cut the sequence, or its name; a rank may have at most 16 runs of consecutive tokens.
     documents: packed documents; the state is 0 at the start of each.
     padding: bool [B, n]; True marks tokens that leave the state as it is.
     initial_state: [B, HV, K, V] before the first token, equal on all ranks; only the rank of the first token gets its
         gradient. It belongs to the first document.
     scale: default 1 / sqrt(K).
-    function: what computes the pieces of a rank, with the arguments of flash-linear-attention's
-        chunk_gated_delta_rule (or chunk_kda), cu_seqlens included. None: those where flash-linear-attention is
-        installed and the tensors are on a GPU, else plain torch.
+    function: what computes the pieces of a rank, with the arguments of flash-linear-attention's chunk_gated_delta_rule
+        (or chunk_kda), cu_seqlens included. None: those functions if flash-linear-attention is installed and tensors
+        are on a GPU, else plain torch.
     where: at most one of group, mesh, transport, as in `ring_attention`, and ranks, a number of virtual ranks in this
         process: tensors then hold the rows of all ranks in natural order.
 
     Returns (o [B, n, HV, V] in the dtype of v, state after the last token [B, HV, K, V] on every rank, or None). States
-    are fp32, fp64 for fp64. Raises InvalidInput, Unsupported or Mismatch on every rank.
+    are fp32, or fp64 for fp64 inputs. Raises InvalidInput, Unsupported or Mismatch on every rank.
     """
     ranks, tensors = Ranks(**where), {"v": v, "q": q, "k": k, "g": g, "beta": beta}
     dims = {
@@ -412,7 +415,7 @@ def causal_conv1d(
     documents: Documents | None = None, padding: Tensor | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, **where: Unpack[Where],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """A short causal depthwise convolution over a sharded sequence, each run with the rows before it. Collective.
+    """A short causal depthwise convolution over a sharded sequence. Collective.
 
     x [B, C, n]: the rows of this rank; weight [C, K], bias [C], K >= 1. activation: None, "silu" or "swish".
     padding: bool [B, n]; True marks tokens whose x counts as 0.
@@ -445,7 +448,7 @@ def causal_conv1d(
     unit, zero, outs = batch * channels * x.element_size(), x.new_zeros(width, channels), []
 
     def history(piece: Piece, halos: Mapping[int, Tensor], target: int) -> Tensor:
-        """The rows [K - 1, C] before a piece: of its document, and before that the initial state or 0."""
+        """The K - 1 rows [K - 1, C] before a piece: of its own document or, before that, the initial state or 0."""
         known = min(piece.before, width)
         rest = initial[piece.row] if piece.start == piece.before else zero
         return torch.cat([rest, halos[target][-known:, piece.row]])[-width:] if known else rest

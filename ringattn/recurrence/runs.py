@@ -39,7 +39,7 @@ class LayoutRun(NamedTuple):
 
 
 class RunHop(NamedTuple):
-    """The last `rows` rows of run `source` go to run `target`; target R + r is the end of the sequence on rank r."""
+    """The last `rows` rows of run `source` go to run `target`; target R + r, with R runs, is rank r's final state."""
 
     source: int
     target: int
@@ -95,7 +95,7 @@ class RunPlan:
     unit: int
 
     def rank_of(self, run: int) -> int:
-        """The rank of a run, or of an end of the sequence."""
+        """The rank of a run, or of a target beyond the runs, see `RunHop`."""
         return self.runs[run].rank if run < len(self.runs) else run - len(self.runs)
 
     @cached_property
@@ -137,7 +137,7 @@ class RunPlan:
 
 
 def borders(documents: Documents | None) -> list[np.ndarray]:
-    """For each batch row that differs from others the starts of its documents, ascending, without repeats."""
+    """The starts of documents, ascending, each once: one array for all batch rows, or one for each if they differ."""
     if documents is None:
         return [np.array([0])]
     return [np.unique(documents.row(row).starts[:-1] or (0,)) for row in range(documents.rows or 1)]
@@ -153,9 +153,9 @@ def _oldest(documents: Documents | None, runs: Sequence[LayoutRun]) -> list[int]
 def plan_states(layout: Layout, documents: Documents | None, unit: int, machine: Machine) -> RunPlan:
     """The faster of an all-gather and a scan of the affine maps of all runs, each of `unit` bytes.
 
-    In the gather every run gets the maps of the runs before it in one round. In the scan (Hillis & Steele 1986) it
-    gets its predecessor's map, and then in ceil(log2) rounds the composition of ever more maps before that. Maps
-    from before the document of a run are not sent.
+    In the gather every run gets the maps of the runs before it in one round. In the scan (Hillis & Steele 1986) it gets
+    its predecessor's map, and then, in ceil(log2(runs)) rounds, the composition of the maps of 2, 4, 8 ... runs before
+    it. Maps from before the document of a run are not sent.
     """
     runs = list_runs(layout)
     oldest = _oldest(documents, runs)

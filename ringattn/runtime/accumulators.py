@@ -31,9 +31,9 @@ Pair = tuple[Tensor, Tensor]
 
 
 def align_rows(x: Tensor) -> Tensor:
-    """x if its rows are whole cache lines, or if it is contiguous and starts at a cache line; else such a copy.
+    """x if its rows are whole cache lines, or if it is contiguous and begins a cache line; else a contiguous copy.
 
-    The order in which matrix products add depends on the addresses. With aligned rows, a shard gives the same bits as a
+    The order of summation in a matrix product depends on addresses. With aligned rows, a shard gives the same bits as a
     separate tensor (on a real rank) and as a view of the whole sequence (on a virtual rank).
     """
     if x.shape[-1] * x.element_size() % LINE == 0 or (x.is_contiguous() and x.data_ptr() % LINE == 0):
@@ -58,7 +58,7 @@ class RowViews:
     ) -> tuple[Tensor, ...]:
         """The views at these heads and rows for some elements of the batch (None: all).
 
-        With `repeat` > 1, the batch dimension of a view counts repetitions, which are `shift` rows apart.
+        With `repeat` > 1, dimension 0 of a view stands for the repetitions, which are `shift` rows apart.
         """
         if batch is not None or repeat != 1:
             return tuple([_select(x if batch is None else x[batch], heads, rows, repeat, shift) for x in self.tensors])
@@ -112,7 +112,7 @@ def _select(x: Tensor, heads: range, rows: range, repeat: int, shift: int) -> Te
 def accumulate(
     sums: RowViews, work: Work, batch: slice | None, *parts: Tensor, by_key: bool = False, is_new: bool = False
 ) -> None:
-    """Add `parts` [B or repeat, heads, rows, D or more] to the rows of `sums` [B, H, n, D] that a call has read.
+    """Add `parts` [B or repeat, heads, rows, D or more] to `sums` [B, H, n, D], at the work's query (`by_key`: key) rows.
 
     `is_new`: the sums are uninitialized; the parts cover all of their rows and overwrite them.
     """
@@ -160,8 +160,8 @@ class KernelCall:
 class Section:
     """A run of local query rows. Every work lies entirely inside or outside, so the section can be finished on its own.
 
-    `single`: no row has two partials. `filled`: a merge may reach some rows before their first partial, so the section
-    must start with out 0 and lse -inf.
+    `single`: no row has two partials. `filled`: a merge may touch rows that have no partial yet, so the section must
+    start with out 0 and lse -inf.
     """
 
     rows: range

@@ -27,7 +27,7 @@ PAGE = 512
 
 
 class Buffer:
-    """One message in a store: the numbers of its bytes and of each part's tensors (see `place_parts`)."""
+    """One message in a store: the index of the tensor of its bytes, and of each part's tensors (see `place_parts`)."""
 
     def __init__(self, recorder: Recorder, store: int, first: int, size: int, parts: Sequence[Part], *, as_sent: bool):
         self.store, self.first, self.size, self.parts = store, first, size, tuple(parts)
@@ -79,7 +79,7 @@ class Recorder:
         return self._numbers[view]
 
     def take(self, parts: Sequence[Part], *, as_sent: bool = False, saved: bool = False) -> Buffer:
-        """An uninitialized buffer for these parts: a reused one, or a new one if it must outlive the pass."""
+        """An uninitialized buffer for these parts, reused unless it must outlive the pass (`saved`)."""
         size = sum(self.plan.part_bytes(part, as_sent=as_sent) for part in parts)
         if saved:
             self._stores.append(size)
@@ -173,7 +173,7 @@ class StepMessages(ABC):
 
     @abstractmethod
     def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
-        """The buffer that holds the message to send, and its parts that only the send needs."""
+        """The buffer that holds the message to send, and those of its parts that may go once it is sent."""
 
     def make_room(self, hop: Hop) -> Buffer:
         """The buffer to receive a message in."""
@@ -188,8 +188,8 @@ class RankState(StepMessages):
     """The parts of blocks and gradient sums that a rank holds, step by step, in one forward or backward of the ring.
 
     `rank` is the rank in `plan`, the plan of the ring. `own` are the kinds of the rank's own blocks that travel, and
-    `sums` the kinds of the sums for its own rows. `saved` are the parts that a forward saves; with `given`, those that
-    a backward gets from its forward.
+    `sums` the kinds of the sums for its own rows. `saved` are the parts that a forward has to save or, with `given`,
+    that a backward got from its forward.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class RankState(StepMessages):
         return self.recorder.take(hop.parts, as_sent=True, saved=outlives)
 
     def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
-        """(a buffer with exactly the message's parts, packed if there is none; the parts in it that are copies)."""
+        """(a buffer with exactly the message's parts, an existing or newly packed one; which parts of it are copies)."""
         buffer = self.home.get(hop.parts[0])
         if (
             buffer is not None
@@ -376,7 +376,7 @@ def _use(part: Part) -> tuple[bool, int]:
 def place_parts(
     plan: Plan, parts: Sequence[Part], *, as_sent: bool
 ) -> tuple[int, dict[Part, list[tuple[int, TensorSpec]]]]:
-    """(bytes of a message, first byte and spec of each tensor of each part), aligned without padding.
+    """(bytes of a message, first byte and spec of each tensor of each part), ordered to be aligned without padding.
 
     Parts whose sizes are multiples of ALIGNED bytes come first. Each of these parts then begins at a multiple of
     ALIGNED bytes, as GPU kernels require for blocks that they read in place. The other parts follow in descending order

@@ -19,11 +19,11 @@ LARGE = 16.0
 class Centre:
     """The key that a rank subtracts from all keys in a pass: its own first key if logits are large, else none.
 
-    A kernel rounds the lse of each call: near 374, fp32 has steps of 3e-5. Each call's weight in the output would have
-    another error, and would differ from the backward's, which multiplies this difference by what the keys share. After
-    the subtraction logits are small, and so are the steps. In fp64, lse gets back what the row's logits have lost, and
-    dq = dS k gets back the row sum of dS times the key, see `rows`. Only the first key and the first query decide
-    whether to subtract, so no later token changes the bits of an earlier row.
+    Kernels round the lse of each call: fp32 numbers near 374, say, are 3e-5 apart. Such errors would give the calls of
+    a row wrong weights in the output, and weights unlike the backward's, multiplied by what all keys have in common.
+    After the subtraction, logits and these errors are small. What each row's logits lost is added back to lse in fp64,
+    and the row sum of dS times the key to dq = dS k, see `rows`. Only the first key and the first query decide whether
+    to subtract, so no later token changes the bits of an earlier row.
     """
 
     def __init__(self, kernel: Kernel, q: Tensor, k: Tensor, scale: float) -> None:
@@ -50,7 +50,7 @@ class Centre:
         return with_column(k, 1.0) if wider else k
 
     def queries(self, q: Tensor, of: AllRows | RowSet = ALL_ROWS) -> Tensors:
-        """(q, what its logits lose by the subtraction [B, H, n])."""
+        """(q, the number by which the subtraction lowers each row's logits [B, H, n])."""
         return (q, self._logits(q, of)) if self.moves else (q,)
 
     def attend(self, kernel: Kernel, rows: Tensors, keys: Tensors, work: Work) -> Pair:
@@ -75,6 +75,6 @@ def _select(key: Tensor, of: AllRows | RowSet) -> Tensor:
 
 
 def restore(dq: Tensor, key: Tensor) -> Tensor:
-    """dq for the original keys, from dq for keys minus `key`, which has the row sum of dS as its next column."""
+    """dq for the original keys, from dq for keys minus `key`, whose next column holds the row sum of dS."""
     width = key.shape[-1]
     return crop_to(dq, width) + dq[..., width : width + 1] * key

@@ -20,7 +20,7 @@ from .accumulators import RowViews, select_inputs
 def dropping_kernels(
     plan: Plan, rank: int, part: Part, kernel: Kernel, batch: int, device: torch.device
 ) -> Callable[[Work, slice | None], Kernel]:
-    """Returns the kernel of each call of `rank` on `part`, for some of the `batch` elements (None: all)."""
+    """A function of (work, batch slice or None) that returns `kernel` with the dropout of that call on `part`."""
     ring_plan, owner = plan.ring_plan(rank)
     passes_q = part.kind in ("q", "query")
     local = Part("kv" if passes_q else "q", owner)

@@ -75,7 +75,7 @@ def count_saved(plan: Plan, rank: int) -> int:
 
 
 def overlapped(job: Job, program: RankProgram, run: PassTensors, name: str, compute: Compute) -> Program[None]:
-    """Run the ring of the pass `name`. Messages travel while visits are computed, some of them for several steps."""
+    """Run the ring of the pass `name`. Messages travel while visits are computed; some take several steps."""
     for index, step in enumerate(program.steps, program.first):
         label = f"{name} step {index}"
         yield from run.perform(step.posts, label)

@@ -36,8 +36,8 @@ class Host:
 
     `counters` add up the messages that all ranks sent and received. For a CPU, copies are made immediately. For a CUDA
     device, they are staged in pinned memory and run on two streams, one per direction, while the device computes
-    (emulated, not run on a GPU). The host waits for the device only in `finish`, and before more than UNDER_WAY copies
-    of one direction are in flight. PyTorch does not reuse a pinned tensor before its copies are done.
+    (tested on an emulated device only). The host waits for the device only in `finish`, and before more than UNDER_WAY
+    copies of one direction are in flight. PyTorch does not reuse a pinned tensor before its copies are done.
     """
 
     def __init__(self, plan: Plan, storage: Storage, device: torch.device, counters: Counters) -> None:
@@ -118,7 +118,7 @@ class _Direction:
         self.under_way: deque[tuple[torch.cuda.Event, list[Callable[[], object]]]] = deque()
 
     def carry(self, tensors: list[Tensor], uses: Sequence[Callable[[Tensor], object]]) -> list[torch.cuda.Event]:
-        """Copy each tensor: its function in `uses` fills it (`inward`), or reads it, in host memory.
+        """Copy each tensor between host and device; its function in `uses` fills or reads the copy on the host.
 
         Copies run after all work launched so far, in parallel with later work. Returns the event recorded after them.
         """

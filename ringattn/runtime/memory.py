@@ -33,7 +33,7 @@ class MergeSpace:
         self._tensors: tuple[Tensor, ...] = ()
 
     def fit(self, lse: Tensor, part_lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """(two tensors like part_lse in the dtype of lse, a third in `dtype`, and the third as a column)."""
+        """(two tensors like part_lse in the dtype of lse, a third in `dtype`, a view of it as a column [..., 1])."""
         shape = lse.shape, lse.stride(), part_lse.stride()
         if shape != self._fits:  # bits depend on strides: some ops give other last bits for contiguous memory
             widened = torch.empty_like(part_lse, dtype=lse.dtype)

@@ -23,10 +23,10 @@ def reset_peak() -> bool:
 
 
 def return_freed() -> bool:
-    """Return freed blocks of 128 KiB or more to the system, now and later; False if the C library cannot.
+    """From now on, let the allocator return freed blocks of 128 KiB or more to the system; False if it cannot.
 
     This is glibc's initial behaviour, but after large blocks are freed it keeps ever larger ones. A second run would
-    then reuse the blocks of the first, and its rise over `resident` would be nearly 0.
+    then reuse the blocks of the first, and would hardly raise the resident memory.
     """
     if sys.platform != "linux":
         return False

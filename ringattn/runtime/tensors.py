@@ -142,7 +142,7 @@ class PassTensors:
 
 
 def move_rows(targets: Tensors, sources: Tensors, rows: RowIndex, how: How) -> None:
-    """Copy or add rows of a part's `sources` to its `targets`, or merge both as (out, lse).
+    """Copy or add rows of a part's `sources` to its `targets`, or merge them into the targets as (out, lse).
 
     Without sources, set the targets to their initial values: 0, and -inf for the lse of a merge.
     """

@@ -119,7 +119,7 @@ class LayoutGroup(ConfigGroup):
 
 @dataclass
 class ScheduleGroup(ConfigGroup):
-    """A schedule: its name with parameters, such as ulysses(4, direct); "node" stands for the machine's ranks per node."""
+    """A schedule: its name with parameters, such as ulysses(4, direct); "node": the machine's ranks per node."""
 
     ranks_per_node: Size | None = None
     size: Size | None = None

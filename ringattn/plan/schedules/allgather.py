@@ -14,7 +14,7 @@ class AllGatherSchedule(Schedule):
         return ()
 
     def forward(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's forward: its own visit during the gather, then all other visits."""
+        """The steps of a rank's forward: during the gather the visit to its own block, then all others."""
         return self._gather(rank, ("kv",))
 
     def backward(self, rank: int) -> tuple[Step, ...]:
@@ -30,7 +30,7 @@ class AllGatherSchedule(Schedule):
         return self._send_home(rank, self._gather(rank, ("row", "q")), "dq")
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int]:
-        """Bytes of the gather, and of the gradients that each visiting rank sends to the owner of a block."""
+        """As in `Schedule`: bytes of the gather, and of the gradients that visiting ranks send to a block's owner."""
         demand, ranks = self.demand, self.demand.layout.ranks
         sampled = min(ranks - 1, EXACT_RANKS)
         sent = 0

@@ -108,7 +108,7 @@ class Edge(NamedTuple):
 
 
 class Route(Schedule):
-    """A schedule whose blocks go along trees of ranks, one per owner, without branches where no rank needs a row."""
+    """A schedule whose blocks travel along trees of ranks, one per owner, only to ranks that need or forward rows."""
 
     #: The number of different values of `Edge.ring`.
     rings = 1
@@ -122,9 +122,9 @@ class Route(Schedule):
         """The edges to `rank` for its step `step` > 0; edges that carry no rows may be among them."""
 
     def arcs(self, rank: int) -> tuple[Iterator[Edge], ...]:
-        """The edges of `arrivals` in parts that can be found separately, each latest first.
+        """The edges of `arrivals` in parts (arcs) that can be listed independently, each latest first.
 
-        If possible, the owners of a part ascend or descend, so that one walk around the ranks can follow the parts of
+        If possible, owners ascend or descend within an arc, so that one walk over the owners can follow the arcs of
         many ranks.
         """
         return (self.arrivals(rank),)
@@ -167,7 +167,7 @@ class Route(Schedule):
             yield edge
 
     def returned(self, edge: Edge, carried: RowSets) -> RowSets:
-        """Those of the rows `carried` on a relayed edge that the backward returns on it and not on an earlier sibling.
+        """Those of the rows `carried` on an edge whose sums the backward returns on it, and not on an earlier sibling.
 
         Siblings are all edges on which the same source passes on rows of the block.
         """
@@ -178,7 +178,7 @@ class Route(Schedule):
     def saved_rows(self, rank: int) -> dict[Edge, RowSets]:
         """By edge, the rows that `rank` saves for the backward: the latest rows that stop there, at most one block.
 
-        The owner sends the rows that are not saved again.
+        In the backward, the owner sends once more the rows that were not saved.
         """
         if not self.saves:
             return {}
@@ -312,7 +312,7 @@ class Route(Schedule):
         return [edge for edge in edges if edge.target == target]
 
     def first_edges_to(self, owner: int, target: int) -> tuple[Edge, ...]:
-        """Those of `first_edges` that may go to `target`; routes with many first edges search only for these."""
+        """At least those of `first_edges` that go to `target`; routes with many first edges search for no others."""
         return self.first_edges(owner)
 
     def arrival(self, rank: int, owner: int) -> Edge | None:
@@ -339,8 +339,8 @@ class Route(Schedule):
     def count_saved(self, ranks: Sequence[int]) -> int:
         """The number of rows that `ranks` save from the forward, summed over heads.
 
-        With more than EXACT_RANKS ranks, looks only at the LATEST last arrivals: a rank where nothing stops has an
-        arrival per rank.
+        With more than EXACT_RANKS ranks, looks only at the last `LATEST` arrivals: a rank where no rows stop has as
+        many arrivals as there are ranks.
         """
         arrivals = None if self.demand.layout.ranks <= EXACT_RANKS else LATEST
         return sum(size for rank in ranks for size in self._size_saved(rank, arrivals).values())

@@ -14,7 +14,7 @@ from .ring import runs, search
 
 
 class DirectSchedule(Route):
-    """A star around every owner: the edge to the rank at distance d up the ring has step d."""
+    """Every owner sends each rank what it needs, directly; the rank at distance d up the ring gets it for step d."""
 
     def arrivals(self, rank: int) -> Iterator[Edge]:
         return self._edges_to(rank, 1, self.demand.layout.ranks - 1)
@@ -90,8 +90,8 @@ def _edge(owner: int, distance: int, ranks: int) -> Edge:
 class PullSchedule(DirectSchedule):
     """A rank fetches the rows that it needs and stores their gradients; it serves no other rank and saves no parts.
 
-    The visits are those of `direct`, in the same order. This schedule is not in `SCHEDULES`: it makes only one end of
-    each message, but ranks that run together need both.
+    The visits are those of `direct`, in the same order. This schedule is not in `SCHEDULES`: it plans the receives but
+    not the sends, so it fits only ranks that run one by one, with storage as their peer.
     """
 
     def departures(self, rank: int, block: tuple[int, int] | None = None) -> list[Edge]:

@@ -14,7 +14,7 @@ from .ring import Direction, rows_along, runs
 
 
 class DoubleRingSchedule(Route):
-    """With n = ranks_per_node, at step t * n + j a rank computes with the block from j places and t nodes before it."""
+    """At step t * n + j, with n ranks per node, a rank computes with the block from j ranks and t nodes before it."""
 
     rings = 2
     numbered = True
@@ -67,8 +67,8 @@ class DoubleRingSchedule(Route):
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int] | None:
         """As in `Schedule`; with more than EXACT_RANKS ranks, an estimate from the rows that a ring of nodes carries.
 
-        The searches along the ring of nodes skip rows that no rank needs, while the steps of a single rank may involve
-        the rows of all ranks.
+        That search skips rows that no rank needs, while even the steps of a single rank may involve the rows of all
+        ranks.
         """
         if self.demand.layout.ranks <= EXACT_RANKS:
             return None

@@ -39,10 +39,7 @@ def ranks_beyond(demand: BlockDemand, owner: int, direction: Direction, distance
 
 
 def search(some: Callable[[int, int], bool], near: int, far: int) -> Iterator[int]:
-    """The distances far .. near at which `some` is true, descending, found by halving.
-
-    `some(near, far)` is whether that is so for any distance near .. far.
-    """
+    """The distances far .. near that match, descending, by bisection: `some(a, b)` tells if any of a .. b matches."""
     if near > far or not some(near, far):
         return
     if near == far:
@@ -93,7 +90,7 @@ def count_hops(demand: BlockDemand, owner: int, direction: Direction) -> int:
 
 
 def halve_direction(rank: int, ranks: int, direction: Direction) -> tuple[range, range]:
-    """The distances of a direction, descending, split where the owners (rank - sign * distance) pass rank 0."""
+    """The distances of a direction, descending, cut where owners, rank - sign * distance, wrap around past rank 0."""
     before = min(rank if direction.sign > 0 else ranks - 1 - rank, direction.limit)
     return range(direction.limit, before, -1), range(before, 0, -1)
 
@@ -132,7 +129,7 @@ def row_counts(demand: BlockDemand, owner: int, direction: Direction) -> tuple[t
         return demand.count_needed(ranks_beyond(demand, owner, direction, distance), owner)
 
     def changes(low: int, high: int, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """The last (distance, rows) of each count between `low` and `high`, whose counts are `first` and `last`."""
+        """(last distance, rows) for each number of rows from distance `low` (`first` rows) to `high` (`last` rows)."""
         if first == last:
             return
         if high - low == 1:
@@ -208,7 +205,7 @@ def saved_by_hop(demand: BlockDemand, direction: Direction) -> np.ndarray | None
 
 @cached
 def choose_directions(demand: BlockDemand) -> tuple[Direction, ...]:
-    """One direction or both, each for half the ring: whichever moves the fewest rows of `sampled_blocks`."""
+    """One direction around the ring, or both, for half of it each: what moves the fewest rows of `sampled_blocks`."""
     ranks = demand.layout.ranks
     blocks = sampled_blocks(ranks)
     half = (Direction(+1, ranks // 2), Direction(-1, (ranks - 1) // 2))

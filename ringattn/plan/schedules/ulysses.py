@@ -24,7 +24,7 @@ def wrap_in_exchanges(plan: RankPlan, size: int, ranks: int, rows: Callable[[Kin
     last = ranks + 2  # beyond every clock between the groups, up or down
 
     def exchange(kind: Kind, index: int, *, there: bool) -> Step:
-        """If `there`, rows of this rank go to all members; else rows of all members go back to their owners."""
+        """The step that sends this rank's rows to all members or, unless `there`, each member's rows back to it."""
         tag = int(not there)
         sends = tuple(Hop(peer, tag, (Part(kind, rank if there else peer),), index) for peer in peers)
         recvs = tuple(Hop(peer, tag, (Part(kind, peer if there else rank),), index) for peer in peers)
