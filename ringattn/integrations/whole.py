@@ -29,7 +29,7 @@ OWN = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_le
 
 
 def draw_alone(group: ProcessGroup, call: int) -> ExitStack:
-    """Until the returned stack is closed, this rank draws its own random numbers, such as for dropout, in call `call`.
+    """Make this rank draw random numbers of its own, as for dropout, in call `call`, until the returned stack closes.
 
     The generator then continues as if the call had drawn nothing. Otherwise ranks that draw for fewer rows would get
     out of step with the others, and draw a different next batch.
@@ -74,7 +74,7 @@ class WholeCall:
 
 
 def cut_call(model: nn.Module, ring: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's arguments, cut from those of a call with whole sequences, sets `ring.call.whole`."""
+    """This rank's arguments, cut from those of a call with whole sequences; also sets `ring.call.whole`."""
     ids, keep, group = kwargs.get("input_ids"), kwargs.get("logits_to_keep", 0), ring.place.group
     if ids is None:
         raise InvalidInput("a call with whole sequences needs input_ids [batch, tokens]")

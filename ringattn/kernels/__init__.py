@@ -123,7 +123,7 @@ def merging(choice: str) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def missing() -> str | None:
-    """Why Triton cannot run here; None if it can. Triton compiles a small C file for the running Python."""
+    """Why Triton cannot run here; None if it can. Triton needs a C compiler and Python's headers."""
     if find_spec("triton") is None:
         return "Triton is not installed; try pip install 'ringattn[triton]'"
     if _fused().INTERPRETED:

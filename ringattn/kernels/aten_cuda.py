@@ -38,8 +38,9 @@ class AtenCuda(Kernel):
       torch.backends.cuda.enable_flash_sdp(False).
     - cuDNN computes dense and causal calls in 16 bits if `CudaDevice` considers it correct and fast, unless
       `deterministic` or torch.use_deterministic_algorithms asks for determinism. It builds a plan for each shape and
-      stride, so flash computes works whose shapes will not recur: of documents, and of blocks selected for one call.
-      With the choice "cudnn", flash or the memory-efficient op (`band_op`) computes the calls that cuDNN cannot.
+      stride, so flash computes works whose shapes will not recur, such as those of documents and of blocks selected for
+      one call. With the choice "cudnn", flash or the memory-efficient op (`band_op`) computes the calls that cuDNN
+      cannot.
     - If torch.nn.attention.activate_flash_attention_impl has replaced FlashAttention 2 by "FA3" or "FA4", that computes
       the calls of flash, and those of cuDNN.
 

@@ -228,7 +228,7 @@ def halve(triangle: Work, least: int) -> Iterator[Work]:
     """The calls that compute a triangle: squares, and triangles of at most `least` rows.
 
     `least` is at least SQUARE_KEYS, so that no half of a triangle is empty. The purpose: in a triangle, ops also
-    compute hidden pairs, the flash op for CPUs up to 512 keys per row.
+    compute hidden pairs, of which the flash op for CPUs computes up to 512 per row.
     """
     rows = len(triangle.q)
     if rows <= least:
@@ -243,8 +243,8 @@ def halve(triangle: Work, least: int) -> Iterator[Work]:
 def cut_strips(work: Work, share: int, least: int) -> Iterator[Work]:
     """A band with an upper bound, cut into strips of rows, each with the keys that its rows see.
 
-    A strip has (width of the band) / `share` rows, rounded up to a multiple of `least`, at most STRIP_ROWS. Low strips
-    compute fewer hidden pairs, high strips make faster matrix products.
+    A strip has (1 / `share` of the width of the band) rows, rounded up to a multiple of `least`, at most STRIP_ROWS.
+    Strips of few rows compute fewer hidden pairs; strips of many rows make faster matrix products.
     """
     assert work.hi is not None
     rows, width = len(work.q), work.keys if work.lo is None else work.hi - work.lo + 1

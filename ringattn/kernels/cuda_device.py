@@ -64,7 +64,7 @@ class CudaDevice:
         return FLASH[self.flash][1] if self.flash in FLASH else 256
 
     def padded(self, width: int) -> int:
-        """The number of columns to which `width` columns are padded: a multiple of 8 for which ops have a backward."""
+        """The number of columns that `width` are padded to: the next multiple of 8 for which ops have a backward."""
         width = -(-width // 8) * 8
         # Flash has no backward for 193 to 224 columns on these devices, but has one for more.
         lacks_some = (8, 6) <= self.capability <= (8, 9) or self.capability[0] == 12

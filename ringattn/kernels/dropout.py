@@ -32,7 +32,7 @@ class Dropout:
     seed: 0 <= seed < 2^63, equal on all ranks. Equal seeds drop the same weights. None: each call takes a number from
         torch's default CPU generator on rank 0, which gradient checkpointing restores for its recomputation.
 
-    A batch whose rows have their own documents counts as one sequence of all its rows.
+    For numbering the weights, a batch whose elements have their own documents is one long sequence.
     """
 
     p: float
@@ -78,7 +78,8 @@ def shift(x: Tensor, bits: int) -> Tensor:
 def row_streams(seed: int, batch: int, heads: Tensor, positions: Tensor) -> Tensor:
     """Seeds of the streams of query rows, int64 [B, H, n, 1], for heads int64 [H] and positions int64 [1 or H, n].
 
-    Starting with the stream of `seed`, batch element, head and position each pick a number as the next stream's seed.
+    `seed` starts a stream; its element number b seeds a stream for batch element b, of which element h seeds one for
+    head h, and of that, the element of a position seeds the row's.
     """
     streams = torch.full((1, 1, 1), seed, dtype=torch.int64, device=heads.device)
     elements = torch.arange(batch, device=heads.device)

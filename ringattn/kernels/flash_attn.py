@@ -87,8 +87,8 @@ class FlashAttn(AtenCuda):
 class FlashAttn3(FlashAttn):
     """FlashAttention 3 behind torch's flash op, activated by torch.nn.attention.activate_flash_attention_impl("FA3").
 
-    The first call activates it for all attention in the process, so only naming this kernel does that, as torch wants
-    it. Once it is active, `auto` and "aten_cuda" use it, too, instead of flash and cuDNN.
+    torch wants it activated explicitly, for all attention in the process; the first call of this kernel, which a user
+    has to name, does so. Once it is active, `auto` and "aten_cuda" use it, too, instead of flash and cuDNN.
     """
 
     title, module, package, implementation = "flash_attn_3", "flash_attn_interface", "flash_attn_3", "FA3"

@@ -58,7 +58,7 @@ def merge_kernel(
     part_b, part_h, part_n, part_d, part_lse_b, part_lse_h, part_lse_n,
     heads, rows, width, TILE_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Merge one tile in place. lse is summed in its own dtype; the gate, rounded to the dtype of out, weighs part."""
+    """Merge one tile in place. lse is summed in its own dtype; the weight of `part` is rounded to the dtype of out."""
     b, h, row = _tile(heads, rows, TILE_ROWS)
     inside = row < rows
     lse += b * lse_b + h * lse_h + row * lse_n

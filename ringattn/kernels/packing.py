@@ -57,8 +57,8 @@ class _Window:
         """The window that hides the same pairs of all works; None if there is none, or if flash misreads it.
 
         A bound of at least (keys or rows of a work) - 1 hides nothing of the work. Flash compares the bounds with the
-        largest number of keys of a sequence (see `flash_reads`), which hides no other pairs if no sequence has more
-        rows.
+        largest number of keys of a sequence (see `flash_reads`), which hides no other pairs unless a sequence has more
+        rows than that number.
         """
         if None not in (self.left, other.left) and self.left != other.left:
             return None
@@ -281,7 +281,7 @@ def _indices(work: Work, device: torch.device, *, by_key: bool, first: int) -> A
 def gather(x: Tensor, work: Work, *, by_key: bool = False, first: int = 0) -> Tensor:
     """The rows, or keys, of a gathered work in x [B, H, n, ...], one sequence after another; x begins at row `first`.
 
-    [B, heads of a sequence, rows, ...], a copy.
+    Returns a copy [B, heads of a sequence, rows, ...].
     """
     rows, heads = _indices(work, x.device, by_key=by_key, first=first)
     return x.transpose(1, 2)[:, rows, heads].transpose(1, 2)
@@ -296,7 +296,7 @@ def scatter(x: Tensor, work: Work, part: Tensor, *, first: int = 0) -> None:
 def scatter_add(x: Tensor, work: Work, part: Tensor, *, by_key: bool) -> None:
     """Add `part`, in the order of `gather`, to the rows, or keys, of a gathered work in x [B, H, n, D].
 
-    x is indexed as rows of one dimension, in which index_add_ adds keys of several sequences, too.
+    x is indexed through one flattened dimension, in which index_add_ also sums keys that several sequences share.
     """
     batch, heads, rows, width = x.shape
     by_batch, by_head, by_row, by_column = x.stride()

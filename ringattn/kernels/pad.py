@@ -67,8 +67,8 @@ def with_delta(grad: Tensor, delta: Tensor, *, wider: bool) -> tuple[Tensor, Ten
 
     grad [..., n, D], delta [..., n, 1]. Set `wider` if delta includes the gradient of lse, which no out' can represent
     where dO is tiny or zero: dO' and out' then have EXTRA more columns, and the first extra column of dO' holds delta
-    in rows that need it. With v' = [v, 0] the extra columns change no other number. A NaN or infinite delta affects
-    only its own row of out'.
+    in such rows. With v' = [v, 0] the extra columns change no other number. A NaN or infinite delta affects only its
+    own row of out'.
     """
     if wider:
         size = delta.abs()
@@ -113,7 +113,9 @@ def check_padding(mask: Tensor | None, k: Tensor) -> None:
 
 
 def hidden_column(scale: float, dtype: torch.dtype) -> float:
-    """The column c > 0 for `hide_keys`: |scale| * EXTRA * c * c = HIDDEN, or as near to HIDDEN as the dtype allows.
+    """The number c > 0 for the columns of `hide_keys`.
+
+    |scale| * EXTRA * c * c is HIDDEN, the size of a hidden key's logit, or as near to it as the dtype allows.
 
     Raises Unsupported if no finite c hides a key at this scale and dtype.
     """

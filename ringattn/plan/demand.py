@@ -100,19 +100,17 @@ class BlockDemand(ABC):
 
     @property
     def table(self) -> np.ndarray | None:
-        """Whether each rank needs a row of each block, bool [ranks, blocks]; None if it takes the pattern's tiles to
-        know.
-        """
+        """Whether each rank needs a row of each block, bool [ranks, blocks]; None if only the tiles can tell."""
         return None if self.row_reach is None else self.row_reach.visits
 
     @cached_property
     def sampled_reach(self) -> RowReach | None:
-        """What ranks need of all blocks, or of `sampled_blocks`; None if it takes the pattern's tiles to know."""
+        """What ranks need of all blocks, or of `sampled_blocks`; None if only the tiles can tell."""
         return self._find_reach()
 
     @cached_property
     def row_reach(self) -> RowReach | None:
-        """What ranks need of all blocks; None if it takes the pattern's tiles to know."""
+        """What ranks need of all blocks; None if only the tiles can tell."""
         reach = self.sampled_reach
         return reach if reach is not None and len(reach.blocks) == self.layout.ranks else None
 

@@ -154,7 +154,7 @@ class PlanSizes(Value):
         return {entry.name: getattr(self, entry.name) for entry in fields(PlanSizes)}
 
     def part_dtype(self, kind: Kind, *, as_sent: bool = True) -> str:
-        """The dtype of a block or of sums (gradients, or out and lse) in a message; without `as_sent`, in computation."""
+        """The dtype of a block or of sums (gradients, or out and lse) in messages or, without `as_sent`, in kernels."""
         if as_sent and self.comm_dtype is not None and kind not in UNROUNDED:
             return self.comm_dtype
         return self.dtype if kind in ("kv", "q", "query") or self.dtype == "float64" else "float32"

@@ -112,7 +112,7 @@ def _select(x: Tensor, heads: range, rows: range, repeat: int, shift: int) -> Te
 def accumulate(
     sums: RowViews, work: Work, batch: slice | None, *parts: Tensor, by_key: bool = False, is_new: bool = False
 ) -> None:
-    """Add `parts` [B or repeat, heads, rows, D or more] to `sums` [B, H, n, D], at the work's query (`by_key`: key) rows.
+    """Add `parts` [B or repeat, heads, rows, D or more] to `sums` [B, H, n, D], at the query (`by_key`: key) rows.
 
     `is_new`: the sums are uninitialized; the parts cover all of their rows and overwrite them.
     """

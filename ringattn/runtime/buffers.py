@@ -266,7 +266,7 @@ class RankState(StepMessages):
         return self.recorder.take(hop.parts, as_sent=True, saved=outlives)
 
     def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
-        """(a buffer with exactly the message's parts, an existing or newly packed one; which parts of it are copies)."""
+        """(a buffer with exactly the message's parts, an existing or newly packed one; which parts are copies)."""
         buffer = self.home.get(hop.parts[0])
         if (
             buffer is not None

@@ -174,7 +174,7 @@ class Advice:
 
     @property
     def doubts(self) -> list[str]:
-        """How sure the order is, one sentence each."""
+        """Reasons why the order may be wrong, one sentence each."""
         best, lines = self.best[0], []
         low, high = span(best)
         if low < high:
@@ -197,7 +197,7 @@ class Advice:
 
     @property
     def launched_words(self) -> str:
-        """How the step that `launch` starts differs from the one advised, in one sentence."""
+        """How the training step of the command `launch` differs from the one advised, in one sentence."""
         has = self.best[0].offer.machine.memory
         room = "" if has is None else f" of {size(has)}"
         words = (
@@ -242,7 +242,7 @@ class Advice:
 
     @property
     def not_fitting(self) -> list[str]:
-        """What does not fit on each machine: the nearest miss with all GPUs, and too small numbers of GPUs."""
+        """What does not fit on each machine: the nearest miss with all GPUs, and which numbers of GPUs are too few."""
         misses = {one.name: nearest_miss(self.found[one.name, self.question.gpus], one) for one in self.question.offers}
         return [f"{name}: {words}" for name, words in misses.items() if words] + [
             f"{offer.name}: nothing fits on {' or '.join(map(str, none[::-1]))} GPU{'s' * (none != [1])}"
@@ -263,7 +263,7 @@ class Advice:
 
 
 def as_torchtitan(parallel: Parallel) -> Parallel:
-    """The same spread as torchtitan runs it: it saves neither attention's output alone, nor anything on the host."""
+    """The same parallelism within torchtitan's options: no saving of attention's output alone, no offloading to the host."""
     return replace(
         parallel,
         schedule="allgather" if parallel.cp > 1 else parallel.schedule,
@@ -287,7 +287,7 @@ def describe_place(candidate: TrainingCandidate) -> str:
 
 
 def span(candidate: TrainingCandidate) -> tuple[float, float]:
-    """Seconds of 1e9 tokens at both ends of the band of published steps; without a band, both as modelled."""
+    """Seconds of 1e9 tokens at both ends of the error band that published steps give; without one, both as modelled."""
     step, per_token = candidate.step, 1e9 / candidate.step.tokens
     low, high = step.seconds_band or (step.seconds, step.seconds)
     return per_token * low, per_token * high

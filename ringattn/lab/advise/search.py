@@ -70,7 +70,7 @@ class Question:
 
     @property
     def counts(self) -> list[int]:
-        """Numbers of GPUs to compare: all, and halves while they are whole."""
+        """Numbers of GPUs to compare: all, and halves of that as long as they are even."""
         counts = [self.gpus]
         while counts[-1] % 2 == 0:
             counts.append(counts[-1] // 2)
@@ -98,7 +98,7 @@ class TrainingCandidate:
 
     @property
     def seconds(self) -> float:
-        """Seconds in which all GPUs train on 1e9 tokens."""
+        """Seconds that all GPUs together need to train on 1e9 tokens."""
         return 1e9 / self.step.tokens * self.step.seconds
 
     @property
@@ -124,7 +124,7 @@ class TrainingCandidate:
 
     @property
     def pace(self) -> int:
-        """Time per token, in steps of EQUAL."""
+        """Time per token, rounded to relative steps of `EQUAL`, so that almost equal candidates tie."""
         return round(log(self.step.seconds / self.step.tokens) / EQUAL)
 
     @property
@@ -161,7 +161,7 @@ class Found:
 
 
 def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
-    """The best `shown` candidates of different shapes on exactly `gpus` GPUs, and perhaps more; nothing better exists.
+    """At least the `shown` best candidates of different shapes on exactly `gpus` GPUs; none that is left out is faster.
 
     Simulates candidates in the order of their least possible time, and stops when the next one's exceeds the time of
     the last one shown. Candidates in whose memory an allocator might not find room come last.
@@ -203,8 +203,8 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
 def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Parallel]:
     """Every cp x dp x tp x pp = `gpus`, with each ep, checkpointing and sharding.
 
-    tp stays within a node and divides the K/V heads; a rank has at least one thread block of rows. A stage has one
-    part, or the largest number, up to PARTS, that divides its layers.
+    tp stays within a node and divides the K/V heads; a rank has at least the rows of one thread block. A pipeline stage
+    is whole, or interleaved in the largest number of parts, up to PARTS, that divides its layers.
     """
     model, software = question.model, Software(dtype=question.dtype)
     for tp, cp, pp in product(divisors(gpus), repeat=3):
@@ -264,8 +264,8 @@ def least_attention_of_layers(
 ) -> list[tuple[int, LayerAttention]]:
     """(number of layers, attention of one of them): a lower bound on time and bytes for every schedule.
 
-    Attention computes the visible pairs at the rate of a full GPU, on equally busy ranks, and holds what every schedule
-    holds. Messages would only add to both.
+    Visible pairs at the rate of a fully occupied GPU, equally divided among ranks, and the memory that every schedule
+    needs; messages would only add to both.
     """
     rows, item, rates = (
         parallel.rows * ceil(tokens / parallel.cp),
@@ -281,7 +281,7 @@ def least_attention_of_layers(
     blocks = parallel.rows * heads * (ceil(tokens / parallel.cp) / BLOCK + 2)
 
     def seconds(pairs: float, backward: bool) -> float:
-        """Seconds for `pairs` pairs on a rank; 0 with measured kernel times, whose best rate has no known size."""
+        """Seconds for `pairs` pairs on a rank; 0 (no bound) with measured kernel times, whose best rate is unknown."""
         if machine.kernel is not None:
             return 0.0
         if rates is None:

@@ -21,7 +21,7 @@ EQUAL = 0.01
 
 @dataclass(frozen=True)
 class ServingQuestion:
-    """How to prefill, or decode after, `tokens` tokens of `users` sequences at once on up to `gpus` GPUs of an offer.
+    """How to prefill `users` sequences of `tokens` tokens at once, or to decode after them, on up to `gpus` GPUs.
 
     `within`: seconds until the first token of all prompts, or for a token of each sequence; None: as fast as possible.
     Raises InvalidInput.
@@ -77,7 +77,7 @@ class ServingCandidate:
 
 @dataclass(frozen=True)
 class Serving:
-    """The result of `serve`: for each number of GPUs the fastest candidate that fits, or the one that nearly does."""
+    """The result of `serve`: for each number of GPUs the fastest candidate that fits, or else the nearest to fitting."""
 
     question: ServingQuestion
     best: dict[int, ServingCandidate]
@@ -85,7 +85,7 @@ class Serving:
 
     @property
     def chosen(self) -> int | None:
-        """The fewest GPUs that are fast enough, or without `within` those of the fastest; None: no number is enough."""
+        """The smallest number of GPUs that meets `within` or, without it, the fastest one; None if none does."""
         within, best = self.question.within, self.best
         if within is None:
             return min(best, key=lambda gpus: (best[gpus].estimate.seconds, gpus), default=None)

@@ -16,10 +16,10 @@ KEYWORDS = ("causal", "window", "sinks", "documents", "padding_mask", "softcap",
 
 @dataclass(frozen=True)
 class Case:
-    """A problem over the whole sequence; `mask` are the keywords that the target gets, `ways` how it is called.
+    """A problem over the whole sequence; `mask` has the target's keywords, `ways` says how it is called.
 
-    Ways: lse (the target also returns it), no_dk, twice (a second backward), again (a second call with other values),
-    strided (inputs that are views), checkpoint, compile, differ (rank 1 has another dtype).
+    Ways: lse (the target also returns it), no_dk (keys without gradient), twice (a second backward), again (a second
+    call with other values), strided (inputs that are views), checkpoint, compile, differ (rank 1 has another dtype).
     """
 
     feature: str
@@ -83,7 +83,7 @@ def list_cases(ranks: int) -> Iterator[Case]:
 
 
 def shrink(case: Case, ranks: int) -> Iterator[Case]:
-    """Smaller cases that may fail in the same way, the smallest first in each size."""
+    """Smaller cases that may fail in the same way: each has one size (batch, heads, head dim, tokens) halved."""
     for name, least in (("batch", 1), ("heads", 1), ("kv_heads", 1), ("head_dim", 2)):
         value = getattr(case, name)
         if value > least and not case.mask.get("dropout"):

@@ -55,7 +55,7 @@ def place_rows(target: Callable[..., Any], tokens: int, rank: int, ranks: int) -
 
 
 def judge(compare: Callable[..., Verdict], target: Callable[..., Any], case: Case, device: torch.device) -> Verdict:
-    """The verdict of `compare`, or what an error means. Collective, as the target is."""
+    """The verdict of `compare`, or the one that its exception stands for. Collective, as the target is."""
     try:
         return compare(target, case, device)
     except REFUSALS as error:
@@ -172,7 +172,7 @@ def choose(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def find_tolerance(alone: Tensor, exact: Tensor, scale: float, dtype: torch.dtype) -> float:
-    """The largest error, as a part of `scale`, by that of one device."""
+    """The tolerance, relative to `scale`: a multiple of the error of one device's call, and at least some roundings."""
     least = (ROUNDING if dtype.itemsize > 2 else ROUNDING_16) * torch.finfo(dtype).eps
     return max(TIMES * float((alone - exact).abs().max()) / scale, least)
 
@@ -180,7 +180,7 @@ def find_tolerance(alone: Tensor, exact: Tensor, scale: float, dtype: torch.dtyp
 def check(
     name: str, ours: Tensor, exact: Tensor, tolerance: float, rows: Tensor | None, scale: float | None = None
 ) -> Verdict:
-    """Exact or wrong; `rows` are the positions of the third axis, if there is one to name."""
+    """The verdict, exact or wrong, on one tensor; `rows` are the positions along its third axis, to name wrong ones."""
     if ours.shape != exact.shape:
         return Verdict("wrong", f"{name} has shape {tuple(ours.shape)}, not {tuple(exact.shape)}", name, 1.0, tolerance)
     finite = exact.isfinite()

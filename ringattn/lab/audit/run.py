@@ -123,7 +123,7 @@ class _Rank:
         os._exit(STUCK)
 
     def agree(self, case: Case, number: str) -> list[Verdict]:
-        """The verdicts of all ranks on a case."""
+        """The verdicts of all ranks on a case, exchanged through the store under the key `number`."""
         timer = Timer(self.patience, self.give_up, (case, number))
         timer.start()
         mine = self.judge(case)
@@ -141,9 +141,9 @@ def work(
     rank: int, name: str, cases: Sequence[Case], folder: str, patience: float, model: str | None = None,
     report: Callable[[Sequence[Case]], None] | None = None,
 ) -> None:  # fmt: skip
-    """Try the cases on this rank of a group; what it finds is appended to a file of its own in `folder`. Collective.
+    """Try the cases on this rank of a group; what it finds is appended to this rank's file in `folder`. Collective.
 
-    A hang ends the process, after `report` of the cases that were tried.
+    After a hang, calls `report` with the cases that were tried, and ends the process.
     """
     target, ranks = load_target(name, model), dist.get_world_size()
     device = torch.device("cuda", rank % torch.cuda.device_count()) if dist.get_backend() == "nccl" else "cpu"

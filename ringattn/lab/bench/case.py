@@ -107,8 +107,9 @@ class BenchSuite:
 
     `conclude` returns a sentence and whether the target is met, None without a target. `check` receives the folder of
     the results before anything is measured, and raises InvalidInput or Unsupported if the suite cannot run. `title`,
-    `about` and `claim` (a figure of an earlier report, and what it really was) are for the reader. `bars` is the
-    plot's title and a function that returns a case's numbers by name; without it the plot compares ratios, or times.
+    `about` and `claim` (a figure of an earlier report, and what it had really measured) are for the reader. `bars` is
+    the plot's title and a function that returns a case's numbers by name; without it the plot compares ratios, or
+    times.
     """
 
     cases: Callable[[], list[BenchCase]]

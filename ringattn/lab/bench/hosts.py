@@ -57,7 +57,7 @@ class Hosts:
         return f"fd00:77::{host + 1}" if self.ipv6 else f"10.77.0.{host + 1}"
 
     def command(self, host: int) -> list[str]:
-        """The words before a command that runs it on a host."""
+        """The words to put before a command, so that it runs on `host`."""
         return ["ip", "netns", "exec", f"{self.tag}h{host}"]
 
     def enter(self, rank: int) -> None:

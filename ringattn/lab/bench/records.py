@@ -44,9 +44,10 @@ def _without_date(header: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_results(path: Path, setting: str = "results") -> dict[str, Any]:
-    """The record of a suite: its header, "cases", and "mixed" where the code changed during the run.
+    """The record of a suite: its header, "cases", and "mixed": whether the code changed during the run.
 
-    Raises InvalidInput, with `setting` in the message, if the file cannot be read or holds no results of a suite.
+    Raises InvalidInput, naming `setting`, the argument that gave the path, if the file cannot be read or holds no
+    results of a suite.
     """
     check_readable(path, setting)
     header, records = _read(path)

@@ -299,9 +299,9 @@ def make_command(record: dict[str, Any]) -> str:
 
 
 def write_index(folder: Path) -> list[Path]:
-    """Write the README.md of a folder: the newest run of each suite per machine, and of each study; returns its path.
+    """Write the README.md of a folder: the newest run of each suite per machine, and of each study; returns [its path].
 
-    A README.md that this function did not write is left alone; the list is then empty.
+    A README.md that this function did not write is left alone, and the result is [].
     """
     target = folder / "README.md"
     if target.exists() and not target.read_text(errors="replace").startswith(INDEX):

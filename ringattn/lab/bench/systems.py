@@ -46,7 +46,7 @@ Module = RingAttention | MultiheadAttention
 
 @dataclass(frozen=True)
 class System:
-    """How to make a system: `make(settings, place)`, where `place` has the options of real ranks.
+    """How to make a system: `make(settings, place)`, where `place` has further options on real ranks.
 
     `settings` are the defaults, which a suite may replace. `multihead`: the input is [B, N, H * D].
     """

@@ -37,9 +37,9 @@ def fit_kernel_times(
 ) -> KernelTimes:
     """Kernel times from samples that form a grid of rows x keys for each shape and direction.
 
-    A dense sample whose number of keys differs from every number of rows is ragged: the factor of ragged keys is its
-    rate over the rate of the grid, at most 1. A rate is FLOPs / (median seconds - overhead), where the overhead may
-    take at most nine tenths of the median. Raises InvalidInput where the grid has a gap.
+    A dense sample whose number of keys differs from every number of rows is ragged: ragged keys get the factor (its
+    rate / the rate of the grid), at most 1. A rate is FLOPs / (median seconds - overhead); at most nine tenths of the
+    median count as overhead. Raises InvalidInput where the grid has a gap.
     """
     grids = []
     for shape in SHAPES:
@@ -97,13 +97,12 @@ def _fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, floa
 def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], Sequence[float]]]) -> float:
     """The share of a message's time, 0 to 1, by which it lengthens the visit that hides it.
 
-    Messages that take more than twice as long as their visit vary by more than the visit may lengthen them: of these,
-    only the one that is shortest beside its visit counts, and only if there are no others.
-
     `samples` has, for each size, the seconds of (visits alone, messages alone, both at once until both have ended);
-    repetitions of the first and the last are paired. If a message lacks a core during the visit, it ends after the
-    visit and the rank waits. Each size gives the median lengthening of the longer over the time that visit and message
-    share; the result is the median over sizes.
+    repetitions of the first and the last are paired. For each size, take the median seconds by which both at once
+    exceed the longer of the two alone, over the shorter of the two; the result is the median over sizes. A message that
+    finds no free core ends after the visit, and the rank waits. Where messages take more than twice as long as visits,
+    noise exceeds the effect: such sizes do not count, unless there are only such, of which the one with the smallest
+    ratio counts.
     """
     ratios = [median(message) / median(visit) for visit, message, _ in samples]
     samples = [one for one, ratio in zip(samples, ratios, strict=True) if ratio <= max(2.0, min(ratios))]

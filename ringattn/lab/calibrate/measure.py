@@ -61,7 +61,7 @@ class Round:
     def measure(
         cls, ranks: MeasuringRanks, kernel: Kernel, settings: Settings, cases: Sequence[PassCase], *, first: bool
     ) -> Round:
-        """Measure everything once. Collective."""
+        """All measurements, made once; `first`: in the first of several rounds. Collective."""
         overheads = kernels.time_overheads(ranks, kernel, settings)
         works = list(kernels.list_works(settings.rows, settings.widths, settings.heads))
         samples = kernels.time_works(ranks, kernel, works, settings)
@@ -83,7 +83,7 @@ class Round:
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """A Round, or a measurement of it, with the seconds of all `parts`: tuples are joined, all else is equal."""
+    """A Round, or a measurement of it, with the seconds of all `parts`: tuples are joined, all else must be equal."""
     first = parts[0]
     if isinstance(first, tuple):
         return tuple(chain.from_iterable(parts))

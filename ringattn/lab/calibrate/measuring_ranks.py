@@ -94,9 +94,9 @@ class MeasuringRanks:
         self.pace: float | None = None
 
     def keep_pace(self, reference: Callable[[], Any]) -> None:
-        """Correct all later times to the pace at which `reference` runs now.
+        """Scale all later times to the machine's present speed, at which `reference` runs now.
 
-        A CPU that is shared or hot runs slower for minutes, which is not a property of a pass.
+        A CPU that is shared or hot runs slower for minutes, which says nothing about a pass.
         """
         self._reference = reference
         self._time_reference()

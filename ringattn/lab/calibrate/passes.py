@@ -80,7 +80,7 @@ def list_cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int)
 def sizes_between(rows: Sequence[int]) -> list[int]:
     """Rounded geometric means of neighbouring sizes, except of the two smallest, where a call is all overhead.
 
-    The ratios of passes of these sizes include the error of interpolating between kernel times.
+    Passes of these sizes also test the interpolation between measured kernel times.
     """
     means = [round((a * b) ** 0.5) for a, b in pairwise(rows)]
     return means[1:] or means
@@ -99,8 +99,8 @@ def model_passes(
 def time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, *, warm_up: bool) -> float:
     """Seconds of a pass on the slowest rank, by its own clock, after a barrier, corrected for the machine's pace.
 
-    With `warm_up` after a first run of the same tensors: where the allocator puts them strongly affects a short pass.
-    Collective.
+    With `warm_up`, the pass is timed after an untimed run on the same tensors, as where the allocator puts them
+    strongly affects a short pass. Collective.
     """
     plan = case.plan(ranks.size, settings)
     shape = (1, settings.heads, plan.layout.rows(ranks.rank), settings.head_dim)

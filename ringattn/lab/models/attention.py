@@ -85,7 +85,7 @@ def describe_layers(layers: list[tuple[int, LayerAttention]], recurrent: tuple[i
 def recurrence_of_layers(
     model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel
 ) -> tuple[int, LayerRecurrence]:
-    """(number of layers, one of them) of a model's recurrent layers; none for 0 layers."""
+    """(number of recurrent layers, the recurrence of one of them); an empty one without any."""
     if model.recurrence is None:
         return 0, LayerRecurrence(0.0, 0.0, 0.0, 0, 0, "")
     sizes: Any = {"cp": parallel.cp, "tp": parallel.tp, "layout": parallel.layout, "batch": parallel.rows}

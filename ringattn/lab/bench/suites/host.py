@@ -124,7 +124,7 @@ def count_passes(schedule: str, rotate: str = "auto") -> Iterator[tuple[str, dic
 
 
 def list_cases() -> list[BenchCase]:
-    """One case per schedule, and for the ring one per form of its backward."""
+    """One case per schedule, and for the ring one per `rotate` of its backward."""
     return [*(_case(schedule, "auto") for schedule in SCHEDULES), *(_case("ring", rotate) for rotate in ("kv", "q"))]
 
 

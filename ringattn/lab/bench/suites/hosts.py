@@ -156,7 +156,8 @@ def _read(text: str) -> Machine:
 def predict(records: list[CaseRecord]) -> list[dict[str, Any]]:
     """A row for each case with times: the schedule that `auto` takes, the fastest, and predicted over measured times.
 
-    The machine is the one of the other rates: their mean latency, and the mean share of the rate that they reach.
+    The model of the links comes from the other rates: their mean latency, and the mean share of the nominal rate
+    reached.
     """
     machines = {x["settings"]["rate"]: _read(x["details"]["machine"]) for x in records if "machine" in x["details"]}
     rows = []
