@@ -147,7 +147,7 @@ def test_modules_pass_on_all_options() -> None:
         "dropout": ra.Dropout(0.1, seed=3),
     }  # fmt: skip
     assert given.keys() | {"check"} == set(options.AttentionKeywords.__annotations__)
-    with pytest.raises(InvalidInput, match="check='now': ranks of one process compare nothing"):
+    with pytest.raises(InvalidInput, match="check='now': virtual ranks share one process"):
         ra.virtual_attention(q, k, v, Causal(), ranks=3, check="now")
     module = ra.nn.RingAttention(Causal(), ranks=3, layout="zigzag", **given)
     wanted = ra.virtual_attention(q, k, v, Causal(), ranks=3, layout="zigzag", return_lse=True, **given)

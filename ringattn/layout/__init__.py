@@ -71,11 +71,11 @@ class Layout(Numbered, ABC):
 
     @property
     def domain(self) -> tuple[range, ...]:
-        """All positions, as ascending runs: 0 .. tokens-1, except in `Stacked` and the layouts of `layout.composed`."""
+        """All positions, as ascending runs: one, 0 .. tokens-1, except in `Stacked` and in `layout.composed`."""
         return nonempty(range(self.tokens))
 
     def shard(self, rank: int) -> tuple[range, ...]:
-        """The positions that `rank` owns, as few disjoint, non-empty ranges in local order.
+        """The positions that `rank` owns, in local order, as the fewest disjoint, non-empty ranges.
 
         Raises InvalidInput for a rank that the layout does not have.
         """
@@ -135,7 +135,7 @@ class Layout(Numbered, ABC):
 
     @cached_property
     def views(self) -> tuple[slice, ...] | None:
-        """The rows of each rank in a tensor of all positions, or None if a shard is more than one range."""
+        """For each rank, the slice of its rows in a tensor of all positions; None if a shard is more than one range."""
         if max(map(len, self.all_places)) > 1:
             return None
         return tuple(slice(p[0].start, p[0].stop, p[0].step) if p else slice(0, 0) for p in self.all_places)

@@ -35,13 +35,14 @@ Shares = list[list[tuple[int, int]]]
 def pack(
     tokens: int, ranks: int, masks: Sequence[tuple[Pattern, int]], most_runs: int | None, dealt: Callable[[int], Layout]
 ) -> tuple[int, Shares] | None:
-    """(step, shares in steps of that many tokens): those within `BOUND` with the fewest received rows. Pure.
+    """(step, shares): the positions of each rank, counted in steps of `step` tokens. Pure.
 
-    Compares contiguous and zigzag shards with documents that fill one rank after another (`_Filling`). If none is
-    within the bound, compares those of these and of `dealt(step)` whose busiest ranks have about the fewest pairs.
+    Of contiguous and zigzag shards and of documents that fill one rank after another (`_Filling`), takes what receives
+    the fewest rows and keeps every rank's pairs within `BOUND` times the mean. If nothing does, `dealt(step)` competes,
+    too, and of those whose busiest ranks have about the fewest pairs, what receives the fewest rows wins.
 
-    masks: (pattern, weight). most_runs: of adjacent positions, for each rank. Returns None if some query attends more
-    than one run of keys, or without tokens.
+    masks: (pattern, weight). most_runs: the most runs of adjacent positions on a rank. Returns None without tokens, or
+    if some query attends more than one run of keys.
     """
     step, masks = max(-(-tokens // CUTS), 1), [(pattern, weight) for pattern, weight in masks if weight]
     rows = [(row, weight) for x, weight in masks for row in ([x] if x.rows is None else map(x.row, range(x.rows)))]
@@ -159,19 +160,19 @@ class _Filling:
         return self.pairs[end] - self.pairs[first]
 
     def put(self, first: int, end: int) -> None:
-        """Leave a part to other ranks."""
+        """Leave positions first .. end - 1 to other ranks."""
         if first < end:
             insort(self.pool, (self.count(first, end), first, end))
 
     def take(self, first: int, end: int) -> None:
-        """Give a part to the rank."""
+        """Give positions first .. end - 1 to the rank that is being filled."""
         if first < end:
             self.share.append((first, end))
             self.tokens -= end - first
             self.missing -= self.count(first, end)
 
     def deal(self) -> None:
-        """Give parts whole, or in zigzag pieces, to the emptiest ranks if they fit: those with the most pairs first."""
+        """Deal parts, the most pairs first, to the emptiest ranks, whole or in zigzag pieces, where they fit."""
         (tokens, pairs), pool, self.pool = self.whole, self.pool, []
         loads = [[0.0, 0.0] for _ in range(self.ranks)]  # relative to the mean
         limit = 1 + self.far / 100
@@ -190,7 +191,7 @@ class _Filling:
                 loads[rank] = [loads[rank][0] + length, loads[rank][1] + work]
 
     def fill(self, rank: int) -> list[tuple[int, int]]:
-        """The parts of the next rank."""
+        """Choose the parts of `rank`, the next one to fill."""
         rest, self.share = self.ranks - rank, list[tuple[int, int]]()
         if rest == 1:
             return self.dealt[rank] + [(first, end) for _, first, end in self.pool]
@@ -218,7 +219,7 @@ class _Filling:
         return self.tokens > 0 and (self.tokens > self.below[0] or self.missing > self.below[1])
 
     def least(self, tokens: int, skip: int) -> int:
-        """About the fewest pairs of this many tokens in whole parts other than number `skip`."""
+        """About the fewest pairs that `tokens` tokens, taken as whole parts, can have, without part number `skip`."""
         count = pairs = 0
         for i, (more, first, end) in enumerate(self.pool):
             if count >= tokens:
@@ -235,7 +236,7 @@ class _Filling:
         return enough and missing >= self.least(tokens, i) - self.excess
 
     def cut(self, dense: Part) -> None:
-        """Take short parts while the tail of `dense` has pairs enough for the other tokens, then that tail."""
+        """Take short parts as long as a tail of `dense` can supply the pairs still missing; then take that tail."""
         _, first, end = dense
         while self.pool:
             pairs, a, b = self.pool[0]
@@ -260,7 +261,7 @@ class _Filling:
             self.mix(dense, self.sparsest())
 
     def sparsest(self) -> Part:
-        """The part whose head, as long as the missing tokens, has the fewest pairs for each."""
+        """The part whose head, of as many tokens as are missing, has the fewest pairs."""
         pairs, tokens = self.pairs, self.tokens
 
         def density(part: Part) -> float:

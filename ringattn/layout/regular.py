@@ -226,7 +226,7 @@ def _read_counts(name: str) -> tuple[int, ...] | None:
 
 
 def name_rows(layout: Any, rows: Sequence[int]) -> Any:
-    """`layout` unchanged, except that "rows" becomes the name of the layout in which rank r has rows[r] rows."""
+    """`layout`, but "rows" completed to "rows(n0, n1, ...)", in which rank r has rows[r] rows."""
     return f"rows({', '.join(map(str, rows))})" if layout == ROWS else layout
 
 
@@ -282,8 +282,9 @@ def make_layout(
     of a chunk). Only "balanced" needs `pattern` and `heads` (query heads): it gives all ranks about equal tokens and
     query-key pairs, with few rows to receive, so its partition depends on the pattern. Packed documents lie whole on
     one rank where they fit. If several patterns share the shards, as in the layers of a model, give `patterns` and in
-    `weights` the number of layers of each (default: 1), and pass the Layout to all calls. `most_runs` limits the runs
-    of adjacent positions on each rank, as recurrent layers need, where each query attends one run of keys.
+    `weights` the number of layers of each (default: 1), and pass the Layout to all calls. `most_runs`, for patterns in
+    which each query attends one run of keys, limits the runs of adjacent positions on each rank; recurrent layers need
+    it.
 
     "rows(11, 9)" gives the first 11 positions to rank 0 and the next 9 to rank 1.
 
@@ -330,7 +331,7 @@ CHUNKS, ALIGNED = 8, 128
 class Balanced(Layout):
     """Chunks of `chunk` tokens, distributed so that all ranks compute about the same number of pairs.
 
-    Packed documents have chunks of one token, see `pack`. Of other masks, a rank owns at most ceil(chunks / ranks)
+    Packed documents have chunks of one token, see `pack`. With other masks, a rank owns at most ceil(chunks / ranks)
     chunks, and each rank keeps a run of adjacent chunks unless the busiest ranks would then have more than 1.05 times
     the mean number of pairs, see `deal`.
 
@@ -406,8 +407,8 @@ def balance(
 ) -> Balanced:
     """The layout that balances every pattern of `masks`, which holds (pattern, weight), over `heads` query heads.
 
-    If every query attends one run of keys and `chunk` is None, `pack` places documents: from these runs it knows which
-    rows travel. Chunks of other masks, such as blocks, are dealt by their pairs, with O(chunks) calls of `count` for
+    If every query attends one run of keys and `chunk` is None, `pack` places documents: the runs tell it which rows
+    have to travel. Chunks of other masks, such as blocks, are dealt by their pairs, with O(chunks) calls of `count` for
     each pattern. There are at least 8 chunks per rank, each a multiple of 128 tokens if it is longer than 128. If few
     rows hold most pairs, as with global blocks, only a smaller chunk can balance them. Raises InvalidInput for invalid
     sizes, for a pattern that does not fit, and for dealt chunks of more than `most_runs` runs.
@@ -452,8 +453,8 @@ def deal(masks: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
 
     `masks[m][i]` is the cost of chunk i in mask m. Ranks wait for each other in every layer, so a distribution costs
     the sum over the masks of the busiest rank's cost. Ranks get runs of equally many adjacent chunks if that costs at
-    most 1.05 times the mean. Otherwise the cheapest of these wins: the runs, all masks dealt together, one mask dealt
-    alone.
+    most 1.05 times the mean. Otherwise the cheapest of these wins: such runs; chunks dealt to ranks by their cost in
+    all masks, or in one of them.
     """
     chunks = len(masks[0])
     runs = [list(range(chunks * r // ranks, chunks * (r + 1) // ranks)) for r in range(ranks)]

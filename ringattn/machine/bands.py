@@ -15,7 +15,7 @@ SIZES = (0, 4096, 16384)
 
 @dataclass(frozen=True)
 class ErrorBand:
-    """`rows` published passes or steps took mostly `low` to `high` times as long as a model made without them says."""
+    """`rows` published passes or steps: 90 % took `low` to `high` times as long as a model fitted without them says."""
 
     rows: int
     low: float
@@ -53,7 +53,7 @@ def describe_steps(outside: Sequence[str]) -> str:
 
 
 def step_band(outside: Sequence[str]) -> tuple[float, float]:
-    """(low, high) factors on a modelled step: in logarithms twice as wide where a step is `outside` the published."""
+    """(low, high) factors on a modelled step; twice as wide in logarithms if `outside` lists what is unpublished."""
     power = 2 if outside else 1
     return STEPS.low**power, STEPS.high**power
 

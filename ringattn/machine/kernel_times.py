@@ -28,11 +28,11 @@ BEYOND = 2.0
 
 @dataclass(frozen=True)
 class TimeGrid:
-    """Useful flop/s of one tile shape in one direction, measured at all `rows` x `keys` (a triangle: at all `rows`).
+    """Useful flop/s of one tile shape in one direction, measured at all `rows` x `keys` (triangles: at all `rows`).
 
-    `rows` and `keys` ascend; `rates[i][j]` is the rate of a tile of rows[i] x keys[j]. `ragged[j]` is the factor on
-    these rates for about keys[j] keys that are not a multiple of WHOLE_KEYS; None: 1. Raises InvalidInput if sizes,
-    rates and factors do not fit together.
+    `rows` and `keys` ascend; `rates[i][j]` is the rate of a tile of rows[i] x keys[j]. `ragged[j]` multiplies the rate
+    for about keys[j] keys if their number is not a multiple of WHOLE_KEYS; None: 1. Raises InvalidInput if sizes, rates
+    and factors do not fit together.
     """
 
     shape: str
@@ -66,7 +66,7 @@ class TimeGrid:
         return math.exp((1 - x) * low + x * high + factor)
 
     def covers(self, rows: int, keys: int) -> bool:
-        """Whether a tile is at most `BEYOND` times as large as the measured ones.
+        """Whether a tile has at most `BEYOND` times the rows and keys of the largest measured one.
 
         There is no lower limit: the time of a tile smaller than the measured ones is mostly overhead.
         """
@@ -162,7 +162,7 @@ FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 2, 9
 
 @dataclass(frozen=True)
 class KernelRates:
-    """The rates of one library's attention kernel on one GPU, for 16-bit inputs; 32 bits take `wide` times as long."""
+    """The rates of one library's attention kernel on one GPU, for 16-bit inputs; fp32 takes `wide` times as long."""
 
     #: flash-attn 2, flash-attn 3, cudnn, ...
     library: str
@@ -187,8 +187,9 @@ class KernelRates:
     def pair_seconds(self, blocks: float, *, dense: bool, dims: int, backward: bool, item: int = 2) -> float:
         """Seconds per pair in a call of `blocks` thread blocks, with `dims` = D + Dv columns of `item` bytes.
 
-        Thread blocks of equal length end together, except for the last one in each slot, and a block runs faster once
-        others are done. In a triangle (not `dense`), the longest blocks are twice as long as the mean.
+        Thread blocks run one after another in the slots of the GPU. Those of equal length end together, except the last
+        one in each slot, and a block runs faster once others are done. In a triangle (not `dense`), the longest blocks
+        are twice as long as the mean.
         """
         tail = self.slots * (0.25 if dense else 1.0)
         rate = (self.backward if backward else self.forward) * blocks / (blocks + tail)

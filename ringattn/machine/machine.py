@@ -200,7 +200,7 @@ class Machine:
     def interval(self, seconds: float, level: float = 0.9) -> tuple[float, float] | None:
         """The interval that contains, with probability `level`, the measured time of a pass modelled at `seconds`.
 
-        None if too few passes were measured. Both ends are order statistics of the residuals of the NEAREST_RUNS runs
+        None if too few passes were measured. Both ends are order statistics of the residuals of the NEAREST_RUNS passes
         whose modelled seconds are nearest in logarithm, because errors of the model differ between short and long
         passes. No distribution of errors is assumed.
         """
@@ -221,9 +221,9 @@ class Machine:
     def crowd(self, source: Any, target: Any, ranks: int, group: int = 1) -> Any:
         """How many messages share the link of a message within a node if every rank sends over the same distance.
 
-        At most `switch` ranks share a link. No more of them send over it than the distance from `source` to `target`,
-        and none if they are the whole node. Each of the `ranks` ranks stands for `group` neighbours. Takes numbers or
-        arrays.
+        At most `switch` ranks share a link, and at most as many send over it as `source` and `target` are ranks apart;
+        if the node has no other ranks, links are not shared. Each of the `ranks` ranks stands for `group` neighbours.
+        Takes numbers or arrays.
         """
         if self.switch is None or self.switch >= min(self.ranks_per_node, ranks) * group:
             return 1
@@ -232,7 +232,7 @@ class Machine:
         return np.clip(np.minimum(apart, node - apart) * group, 1, self.switch)
 
     def parts_in_turn(self, ranks: int, stride: int = 1) -> int:
-        """The time of an all-to-all in a node, in times of one part, among `ranks` ranks that are `stride` apart."""
+        """The time of an all-to-all of `ranks` ranks, `stride` apart, in a node, as a multiple of one part's time."""
         return sum(int(self.crowd(0, stride * apart, stride * ranks)) for apart in range(1, ranks))
 
     def link(self, rank: int, peer: int) -> tuple[bool, float, float]:

@@ -46,7 +46,7 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
     def machine(self, name: str, library: str | None = None, *, unseen: str = "") -> Machine:
         """The machine with these numbers, called `name`, with the kernels of `library` (None: of the first).
 
-        `unseen` is a family of published rows: numbers fitted to these rows are replaced by those without them.
+        `unseen` is a family of published rows: numbers fitted to these rows are replaced by those fitted without them.
         """
 
         def value(fact: Fact) -> Any:

@@ -103,7 +103,7 @@ class AdaptiveAttention(RingAttention):
         sinks: Tensor | None = None,
         return_lse: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """(out [B, H, N, Dv], lse [B, H, N]) of [B, H, N, D], for either `order`; `return_lse` changes nothing."""
+        """(out [B, H, N, Dv], lse [B, H, N]) of q, k, v [B, H, N, D], whatever `order` is; always returns lse."""
         if q_layout is not None:
             raise Unsupported(f"q_layout={q_layout!r}: {type(self).__name__} selects blocks of one sequence only")
         # Drawn here, where torch.compile sees it and repeats it if it recomputes this call.
@@ -158,7 +158,7 @@ class AdaptiveAttention(RingAttention):
         return out, lse
 
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
-        """Fraction of key blocks that the last call selected, whatever the arguments; 0 before the first call."""
+        """Fraction of key blocks that the last call selected, which no argument changes; 0 before the first call."""
         return 0.0 if self.blocks is None else float(self.blocks.mean())
 
     def _check_and_place(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

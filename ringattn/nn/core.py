@@ -199,7 +199,7 @@ class RingAttention(nn.Module):
         return result if isinstance(result, tuple) else (result,)
 
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
-        """Fraction of (query, key) pairs that are computed, counted by a plan; twice if in two branches."""
+        """Fraction of (query, key) pairs that are computed, as a plan counts them: twice if in two branches."""
         return make_plan(self.pattern, tokens=tokens, ranks=1, heads=heads).density
 
     @compilable
@@ -218,7 +218,7 @@ class RingAttention(nn.Module):
         return torch.arange(q.shape[2], device=q.device)
 
     def report_errors(self, stage: str = "call") -> AbstractContextManager[object]:
-        """A context for local work before a collective call of this stage; reports exceptions to all ranks."""
+        """A context for local work before a collective call, named by `stage`; it reports exceptions to all ranks."""
         return ErrorReport(get_transport(**self._place.keywords), stage) if self.sharded else nullcontext()
 
     def _call_options(self) -> AttentionOptions:

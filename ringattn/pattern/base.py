@@ -56,7 +56,7 @@ class Pattern(Numbered, ABC):
 
     @property
     def varies(self) -> bool:
-        """Whether shapes of work change from step to step, as with documents, so that ops should not cache by shape."""
+        """Whether tiles change shape with each step of training, as with documents: then ops should not cache by it."""
         return self.transient
 
     @property
@@ -116,7 +116,7 @@ class Pattern(Numbered, ABC):
         return sum(len(tile.heads) * tile.pairs for tile in self.tiles(q, k, heads))
 
     def paired(self, side: Side, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        """(heads, rows): the keys, or the queries, that are in any pair of `q` x `k`; results may overlap."""
+        """Yields (heads, rows): the keys, or the queries, that are in some pair of `q` x `k`; they may overlap."""
         for tile in self.tiles(q, k, heads):
             for rows in tile.rows(side):
                 yield tile.heads, rows
@@ -131,7 +131,7 @@ class Pattern(Numbered, ABC):
         return None
 
     def run(self, side: Side, first: Position, last: Position) -> Run | None:
-        """The first and last key that positions first .. last attend or, for side "queries", query that attends them.
+        """The first and last key that positions first .. last attend; for side "queries", the queries that attend them.
 
         Both may lie outside the sequence. For arrays of ascending positions, returns arrays, or numbers that hold for
         all entries. Returns None unless, in every head, each query attends one run of adjacent keys that contains its

@@ -186,7 +186,7 @@ class Documents(Pattern):
 
 
 def find_documents(pattern: Pattern) -> Documents | None:
-    """The documents that keep the rows of one sequence apart; None if there are none, or some for each batch row."""
+    """The documents of the pattern if all batch rows share them; None if there are none, or each row has its own."""
     if isinstance(pattern, Documents):
         return pattern if pattern.rows is None and pattern.q_lengths is None else None
     both = pattern.operands if isinstance(pattern, And) else ()

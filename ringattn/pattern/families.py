@@ -108,7 +108,7 @@ def count_blocks(density: float, total: int) -> int:
 
 @dataclass(frozen=True, repr=False)
 class GlobalLocal(Family):
-    """The first `globals` blocks attend all blocks and all blocks attend them; each other block adds a local window.
+    """The first `globals` blocks attend all blocks and all blocks attend them; other blocks attend a local window, too.
 
     Query block i >= globals attends the key blocks 0 .. globals-1 and i - blocks .. i + blocks; `block` is the tokens
     of a block. With `density`, it attends n key blocks: the globals and one window of other blocks. The block form of

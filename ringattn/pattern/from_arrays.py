@@ -40,7 +40,7 @@ def top_k(
     block with fewer than k candidates keeps all of them. Later keys inside the query's own block stay visible: combine
     the result with `& Causal()` to hide them.
 
-    Raises InvalidInput for scores without an order or of another shape, and unless exactly one of k, density is given.
+    Raises InvalidInput for NaN or complex scores, for other shapes, and unless exactly one of k, density is given.
     """
     ranking = _read_scores(scores)
     total = ranking.shape[-1]

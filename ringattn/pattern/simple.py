@@ -24,7 +24,7 @@ class Full(BandPattern):
 
 @dataclass(frozen=True)
 class Causal(BandPattern):
-    """Query q attends key k iff k <= q, that is q + 1 keys. `Causal() & Sinks(4)` hides sinks later than the query."""
+    """Query q attends key k iff k <= q, that is q + 1 keys. `Causal() & Sinks(4)` still hides sinks after the query."""
 
     bounds = 0, None
 

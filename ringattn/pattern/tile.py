@@ -124,7 +124,7 @@ def locate(part: range, whole: range) -> range:
 def index_ranges(ranges: Sequence[range], first: int = 0) -> Callable[[range], Iterator[range]]:
     """A function that maps a range to the indices of its members in the concatenated `ranges`, counted from `first`.
 
-    It yields the indices as few ranges: `intersect` and `locate` for all `ranges` at once.
+    It yields the indices as ranges, as few as possible: `intersect` and `locate` for all `ranges` at once.
     """
     starts, steps, lasts, lengths = np.array([(r.start, r.step, r[-1], len(r)) for r in ranges]).T
     firsts = np.cumsum(lengths) - lengths + first

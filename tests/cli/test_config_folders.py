@@ -39,7 +39,7 @@ def test_options_of_a_users_folder(project: Path, folder: tuple[str, ...], insid
         (("--config-dir", "myconf", "pattern=mne"), "pattern=mne: no such option; did you mean 'mine'?"),
         (("--config-dir", "myconf", "pattern=mine", "pattern.n=3"), "pattern.n=3 has no meaning with pattern=Causal()"),
         (("pattern=mine",), "pattern=mine: no such option; "),
-        (("--config-dir", "nowhere", "pattern=mine"), "nowhere: no such folder; give a folder with config groups"),
+        (("--config-dir", "nowhere", "pattern=mine"), "nowhere: no such folder; give a folder of config groups"),
     ],
 )
 def test_a_users_options_are_checked_as_ours_are(

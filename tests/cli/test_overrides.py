@@ -52,7 +52,7 @@ def test_overrides_as_hydra_takes_them(verb: str, override: str, wanted: list[st
     ("override", "words"),
     [
         *((f"output.path={value}", "output.path=: the value is empty; give one, or") for value in ("", "''", '""')),
-        ("~ranks", "~ranks: keys of ringattn cannot be removed"),
+        ("~ranks", "~ranks: a key cannot be deleted"),
     ],
 )
 def test_overrides_that_are_refused(override: str, words: str) -> None:

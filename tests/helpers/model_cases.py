@@ -265,7 +265,7 @@ def labelled_padding(rank: int) -> dict[str, float]:
             batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
             found[f"{side}, {name}"] = difference(ours(**batch).loss, ours, eager(**batch).loss, eager)
     other = parallelize(make("Llama", attn_implementation="eager"), layout="zigzag", whole=True)
-    refused = "Unsupported: labels on rows of padding, where attn_implementation='eager'"
+    refused = "Unsupported: some labels belong to padding, whose outputs with attn_implementation='eager'"
     says(refused, lambda: other(**{**batch, "labels": ids}))
     says("fine", lambda: other(**batch))  # padded on the right, without labels there
     return found
@@ -404,7 +404,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("EsmForMaskedLM", ESM, "embeddings scaled by the share of masked tokens (token_dropout)"),
     ("ViTModel", VIT, "inputs other than tokens"),
     ("BertForNextSentencePrediction", BASE, "a head whose loss is not of tokens, classes or answers"),
-    ("AlbertModel", {**BASE, "embedding_size": 8}, "a pooler of rows, not first rows"),
+    ("AlbertModel", {**BASE, "embedding_size": 8}, "a pooler that reads rows, not the first row"),
 )
 #: Classes of models with a loss.
 LOSSES = {"causal": "LlamaForCausalLM", "masked": "BertForMaskedLM", "tokens": "LlamaForTokenClassification"}
@@ -578,8 +578,11 @@ def refused_batches(rank: int) -> None:
     cut = functools.partial(shard_batch, layout="zigzag")
     ids, ramp = torch.zeros(1, 8, dtype=torch.long), torch.arange(8).unsqueeze(0)
     for batch, words in (
-        ({"input_ids": ids[:, :1]}, "1 tokens leave one of 2 ranks without rows"),
-        ({"input_ids": ids[:, :0], "attention_mask": ids[:, :0]}, "0 tokens leave one of 2 ranks without rows"),
+        ({"input_ids": ids[:, :1]}, "under layout 'zigzag', 1 tokens leave at least one of 2 ranks without rows"),
+        (
+            {"input_ids": ids[:, :0], "attention_mask": ids[:, :0]},
+            "under layout 'zigzag', 0 tokens leave at least one of 2 ranks without rows",
+        ),
         ({"input_ids": [[1, 2, 3]]}, "input_ids must be a tensor [batch, tokens], got list"),
         ({"input_ids": ids, "labels": None}, "labels must be a tensor [batch, tokens], got NoneType"),
         ({"labels": ids}, "a batch needs input_ids"),
@@ -625,7 +628,7 @@ def refusals(rank: int) -> None:
     model = ring("Mistral, window")
     with pytest.MonkeyPatch.context() as patch:  # as if a window of W keys meant W keys before the row's own
         patch.setattr(generation, "Window", lambda left, right: ra.Window(left + 1, right))
-        says("Mismatch: the parallelized model does not match its eager self", lambda: check(model))
+        says("Mismatch: the parallelized model does not compute what it computed before", lambda: check(model))
     words = "InvalidInput: check: a window of 9 keys hides nothing"
     says(words, lambda: check(ring("Mistral, window"), 12))
     dropping = parallelize(make("Llama", attention_dropout=0.1), layout="zigzag", kernel="aten_cpu").train()
@@ -644,7 +647,10 @@ def refusals(rank: int) -> None:
     says(words, lambda: parallelize(linear, layout="zigzag"))
     chunked, mask = ring("Llama 4, chunks"), torch.ones_like(ids)
     mask[:, :3] = 0
-    words, padded = "padding before tokens that attend in chunks", {"input_ids": ids, "attention_mask": mask}
+    words, padded = (
+        "left padding is not supported if tokens attend in chunks",
+        {"input_ids": ids, "attention_mask": mask},
+    )
     padded = shard_batch(padded, layout="zigzag")
     says(f"{'Mismatch: rank 0 cannot take part' if rank else 'Unsupported'}: {words}", lambda: chunked(**padded))
     says("Unsupported: generate: attention in chunks", lambda: chunked.generate(ids[:, :9]))
@@ -663,7 +669,7 @@ def refusals(rank: int) -> None:
         says(f"InvalidInput: unknown {option} '{value}'", lambda: wrong(**batch))
     says("InvalidInput: Linear is not a", lambda: parallelize(torch.nn.Linear(2, 2), layout="zigzag"))  # type: ignore[arg-type]
     text = parallelize(hf.CLIPTextModel(hf.CLIPTextConfig(**BASE)), layout="zigzag")
-    says("Unsupported: CLIPTextModel makes pooler_output of rows of the whole sequence", lambda: text(**batch))
+    says("Unsupported: CLIPTextModel computes pooler_output from the whole sequence", lambda: text(**batch))
     says("Unsupported: LlamaForCausalLM returns a tuple", lambda: llama(**batch, return_dict=False))
     says("Unsupported: logits_to_keep=8 would keep rows of this rank", lambda: llama(**batch, logits_to_keep=8))
     both = {"input_ids": ids, "labels": ids}

@@ -154,14 +154,14 @@ def test_rows_that_were_let_go_do_not_come_back() -> None:
     fill(cache, 40)
     cache.crop(-4)
     assert cache.length == 36
-    with pytest.raises(ra.InvalidInput, match="were dropped; keep at least 36"):
+    with pytest.raises(ra.InvalidInput, match="has already dropped; keep at least 36"):
         cache.crop(35)
     with pytest.raises(ra.InvalidInput, match="the cache holds 36 tokens"):
         cache.crop(37)
     cache.crop(0)
     assert cache.length == 36
     cache.fork([0, 0])
-    with pytest.raises(ra.InvalidInput, match="were dropped; keep at least 36"):
+    with pytest.raises(ra.InvalidInput, match="has already dropped; keep at least 36"):
         cache.crop([36, 5])  # the shorter row would miss what its next token sees
     cache.fork([0])
     cache.crop(-36)
@@ -207,11 +207,11 @@ def test_wrong_arguments_are_refused_in_a_line() -> None:
         "dtype=torch.int32: expected a floating-point": lambda: ra.KVCache(
             "Causal()", layers=1, ranks=2, dtype=torch.int32
         ),
-        "does not cut the positions of a chunk": lambda: ra.KVCache(
+        "cannot cut a chunk that begins after position 0": lambda: ra.KVCache(
             "Causal()", layers=1, ranks=2, layout="shifted(zigzag, 3)"
         ),
         "unknown layout 'foo'": lambda: ra.KVCache("Causal()", layers=1, ranks=2, layout="foo"),
-        "cannot be part of a layout": lambda: ra.KVCache("Causal()", layers=1, ranks=2, layout="balanced"),
+        "cannot be a part of joined": lambda: ra.KVCache("Causal()", layers=1, ranks=2, layout="balanced"),
     }
     for words, call in calls.items():
         with pytest.raises(ra.InvalidInput, match=words):
@@ -315,7 +315,7 @@ def test_padding_and_prompts_that_do_not_fit_are_refused() -> None:
     for rows in ([], [2]):
         cache = ra.KVCache("Causal()", layers=1, ranks=2)
         cache.step(0, *new)
-        with pytest.raises(ra.InvalidInput, match="the batch has 2 rows"):
+        with pytest.raises(ra.InvalidInput, match="expected numbers of rows from 0 to 1"):
             cache.fork(rows)
     with pytest.raises(ra.InvalidInput, match=r"the rows hold \[6, 6\] tokens"):
         cache.crop([7, 3])

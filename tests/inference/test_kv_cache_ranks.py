@@ -52,7 +52,7 @@ def test_what_differs_is_an_error_on_every_rank(run_ranks: Ranks) -> None:
         ("Mismatch: .*scale", "Mismatch: .*scale"),
         ("Mismatch: .*sinks", "Mismatch: .*sinks"),
         ("InvalidInput: unknown option 'schedule'",) * 2,
-        ("Mismatch: rank 2 cannot take part: layer 1 of a cache of 1 layer", "InvalidInput: layer 1"),
+        ("Mismatch: rank 2 cannot take part: layer=1: the cache has 1 layer", "InvalidInput: layer=1"),
         ("Mismatch: .*length", "Mismatch: .*length"),
         ("Mismatch: .*crops and forks", "Mismatch: .*crops and forks"),
         ("Mismatch: rank . is at stage '(step|prefill)'", "Mismatch: rank . is at stage '(step|prefill)'"),

@@ -55,7 +55,7 @@ def test_mistakes_are_told(run_ranks) -> None:  # type: ignore[no-untyped-def]
         "compared before": "fine",
         "weights": "Mismatch: the ranks have different weights; load or seed them alike",
         "again": "InvalidInput: this FluxTransformer2DModel is parallelized already",
-        "degrees": "InvalidInput: ring_degree 3 x ulysses_degree 2 must be the number of ranks, 3",
+        "degrees": "InvalidInput: ring_degree 3 x ulysses_degree 2 must equal the number of ranks, which is 3",
     }
     for told in run_ranks(diffusion_cases.mistakes, 3, timeout=120):
         assert told.keys() == expected.keys()

@@ -34,8 +34,8 @@ def test_what_does_not_compose_is_refused_on_all_ranks_by_name(run_ranks: Run) -
         "24 runs of consecutive tokens",
         "a padded prompt of 3 tokens over 2 ranks",
         "Mamba's scan takes no earlier state",
-        "recurrent states cannot go back",
-        "is recomputed without the borders of its documents",
+        "recurrent states cannot be rolled back",
+        "is recomputed by activation checkpointing without its document borders",
         "fine",
     ]
     for told in run_ranks(hybrid_cases.refusals, 2, timeout=120):

@@ -56,7 +56,7 @@ def test_programs_that_would_be_wrong_are_refused(run_ranks, tmp_path: Path) -> 
         "InvalidInput: cp=3 does not divide the 2 ranks",
         "Unsupported: output_attentions=True",
         "Unsupported: logits_to_keep=tensor",
-        "Unsupported: logits_to_keep=1: give a number of last rows, without labels",
+        "Unsupported: logits_to_keep=1: give the number of last rows to keep",
         "InvalidInput: a call with whole sequences needs input_ids",
         "Mismatch: input_ids of the whole batch differ between rank 0 and rank 1",
     ]

@@ -149,7 +149,7 @@ def test_json_and_hash_hold_the_partition() -> None:
     for wrong in ([[1, 0]], [[0, 0], [999, 1]], [[0, 9]], [[0]], 3, [["a", "b"]], [[0, 0]]):
         with pytest.raises(InvalidInput):
             ra.Plan.from_json(json.dumps({**text, "partition": wrong}))
-    with pytest.raises(InvalidInput, match="has no stored partition"):
+    with pytest.raises(InvalidInput, match="is not stored with the ranks of its chunks"):
         ra.Plan.from_json(json.dumps({**text, "layout": "zigzag"}))
 
 

@@ -41,7 +41,7 @@ def test_errors(name: str, tokens: int, words: str) -> None:
 
 def test_a_partition_is_no_part() -> None:
     balanced = ra.make_layout("balanced", tokens=9, ranks=2, pattern="Causal()")
-    with pytest.raises(InvalidInput, match="cannot be part of a layout"):
+    with pytest.raises(InvalidInput, match="cannot be a part of joined"):
         shift_layout(balanced, 4)
     with pytest.raises(InvalidInput, match="different ranks"):
         join_layouts([ra.make_layout("zigzag", tokens=4, ranks=n) for n in (2, 3)])

@@ -325,7 +325,7 @@ def test_what_is_saved_is_one_block_at_most() -> None:
 
 def test_wrong_schedules() -> None:
     for schedule, words in (
-        ("double_ring(3)", "8 ranks cannot be split into such nodes; try double_ring with 2 or 4 or 8"),
+        ("double_ring(3)", "8 ranks cannot be split into nodes of this size; try double_ring with 2 or 4 or 8"),
         ("double_ring", r"each node of the machine has one rank; give a number, such as double_ring\(2\), or machine"),
         ("double_ring(inner=2)", r"such as double_ring\(2\)"),
         ("direct(2)", "expected auto, ring"),

@@ -284,7 +284,7 @@ def test_what_is_refused() -> None:
     q, k = torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 8, 8)
     with pytest.raises(InvalidInput, match="need q_layout= or first="):
         ra.virtual_attention(q, k, k, Causal(), ranks=2)
-    with pytest.raises(InvalidInput, match="layout='balanced' needs the queries at the keys' positions"):
+    with pytest.raises(InvalidInput, match="layout='balanced' needs queries and keys at the same positions"):
         ra.virtual_attention(q, k, k, Causal(), ranks=2, layout="balanced", q_layout="zigzag")
     with pytest.raises(InvalidInput, match="the q_lengths sum to 4, but there are 3 queries"):
         ra.virtual_attention(q, k, k, Documents([8], q_lengths=[4]), ranks=2, q_layout="zigzag")
@@ -296,7 +296,7 @@ def test_what_is_refused() -> None:
         ra.attention(q, k, k, Causal(), first=2, offload="host")
     with pytest.raises(InvalidInput, match="expected auto, kv, q, or two such as"):
         ra.make_plan(Causal(), tokens=8, ranks=2, rotate="kv, v")
-    with pytest.raises(InvalidInput, match="q_tokens=3: give the positions of queries that are not the keys' tokens"):
+    with pytest.raises(InvalidInput, match="q_tokens=3: the positions of the queries are unknown"):
         ra.make_plan(Causal(), tokens=8, q_tokens=3, ranks=2)
     with pytest.raises(Unsupported, match="selects blocks of one sequence only"):
         ra.nn.AdaptiveAttention(2, 8, k=1)(q, k, k, q_layout="zigzag")

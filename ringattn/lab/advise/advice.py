@@ -263,7 +263,7 @@ class Advice:
 
 
 def as_torchtitan(parallel: Parallel) -> Parallel:
-    """The same parallelism within torchtitan's options: no saving of attention's output alone, no offloading to the host."""
+    """The same parallelism with torchtitan's options: it neither saves attention's output alone, nor offloads."""
     return replace(
         parallel,
         schedule="allgather" if parallel.cp > 1 else parallel.schedule,

@@ -77,7 +77,7 @@ class ServingCandidate:
 
 @dataclass(frozen=True)
 class Serving:
-    """The result of `serve`: for each number of GPUs the fastest candidate that fits, or else the nearest to fitting."""
+    """The result of `serve`: for each number of GPUs the fastest candidate that fits, else the nearest to fitting."""
 
     question: ServingQuestion
     best: dict[int, ServingCandidate]

@@ -95,23 +95,23 @@ class ModelConfig:
 
     @property
     def expert(self) -> int:
-        """Parameters of one expert, or of the MLP where there are no experts."""
+        """The number of parameters of one expert, or of the MLP where there are no experts."""
         return self.hidden * self.mlp * (3 if self.gated else 2) + self.expert_vectors
 
     @property
     def table(self) -> int:
-        """Parameters of the embedding; the output matrix has as many."""
+        """The number of parameters of the embedding; the output matrix has as many."""
         return self.vocab * self.hidden
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer with all its experts; of layers that differ, the mean."""
+        """The number of parameters of one layer with all its experts; of layers that differ, the mean."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return self.mixers // self.layers + router + self.vectors + self.experts * self.expert
 
     @property
     def parameters(self) -> int:
-        """All parameters: layers, final norm, embedding, and the output matrix unless it is the embedding."""
+        """The number of all parameters: layers, final norm, embedding, and the output matrix unless tied to it."""
         left_over = self.mixers % self.layers
         return self.layers * self.layer + left_over + self.hidden + self.table * (1 if self.tied else 2)
 
@@ -124,7 +124,7 @@ class ModelConfig:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that compute for each token: excludes the embedding's rows, and experts not chosen."""
+        """The number of parameters that compute for each token: without the embedding's rows and unchosen experts."""
         unused = (self.experts - self.experts_per_token) * self.expert
         return self.layers * (self.layer - unused) + self.hidden + self.table
 

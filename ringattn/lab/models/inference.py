@@ -28,9 +28,10 @@ def prefill(
     """Modelled prefill of `parallel.rows` prompts of `tokens` tokens per dp group; `seconds` is the time to first
     token.
 
-    The forwards of a training step, without loss, gathers or gradients: tp shards the weights, and only the last token
-    has logits. With `chunk`, prompts come in chunks of that many tokens, one after another; each chunk attends all
-    tokens so far, as in `ra.KVCache`, reads the weights, and holds its own activations. Raises as `training_step`.
+    Like the forward passes of a training step without loss and gradients: only tp shards the weights, so nothing is
+    gathered, and only the last token has logits. With `chunk`, prompts come in chunks of that many tokens, one after
+    another; each chunk attends all tokens so far, as in `ra.KVCache`, reads the weights, and holds its own activations.
+    Raises as `training_step`.
     """
     model = _check(model, machine, tokens, parallel)
     if chunk is not None and (chunk < parallel.cp or tokens > MOST_CHUNKS * chunk):
@@ -96,9 +97,9 @@ def decode(
 ) -> ModelEstimate:
     """The modelled time to generate one token of each sequence (`rows` in a dp group), after `context` tokens.
 
-    Every matrix is read once; computing with all rows counts where it takes longer. Keys and values are read once,
-    sharded by tokens over the cp ranks, as in `ra.KVCache`, and by heads over the tp ranks. Each cp rank attends its
-    shard, and ranks merge outputs and lse in fp32 with the messages of `merge` (see `merge_seconds`). With
+    Every matrix is read once, or computed with if that takes longer. Keys and values are read once, sharded by tokens
+    over the cp ranks, as in `ra.KVCache`, and by heads over the tp ranks. Each cp rank attends its shard, and ranks
+    merge outputs and lse in fp32 by gather, scatter or the faster one, as `merge` says (see `merge_seconds`). With
     windows="copy" each rank holds whole windows, and layers with a window send nothing. Raises as `training_step`.
     """
     model = _check(model, machine, context, parallel)

@@ -29,7 +29,7 @@ RESERVED = 0.05
 
 
 def memory_bandwidth(machine: Machine) -> float:
-    """Bytes/s that kernels read and write: from the kernel rates, else twice the rate of merging, which reaches half.
+    """Bytes/s that kernels read and write: from kernel rates, else twice the rate of merging, which reaches half of it.
 
     Raises InvalidInput where the machine has neither.
     """
@@ -67,7 +67,7 @@ def collective_seconds(machine: Machine, size: float, ranks: int, stride: int) -
 
 
 def count_inside(machine: Machine, ranks: int, stride: int) -> int:
-    """How many of `ranks` ranks, `stride` apart, lie on one node."""
+    """How many of `ranks` ranks, each `stride` after the one before, share a node."""
     return max(min(ranks, machine.ranks_per_node // stride), 1)
 
 
@@ -84,7 +84,7 @@ def all_to_all_seconds(machine: Machine, size: float, ranks: int, stride: int) -
 
 
 def slowdown_seconds(machine: Machine, seconds: float, size: float) -> float:
-    """Seconds by which a collective of `size` bytes that takes `seconds` slows down concurrent computing."""
+    """Seconds added to concurrent computing by a collective of `size` bytes that takes `seconds`."""
     return CHANNELS * seconds + COPIES * size / memory_bandwidth(machine)
 
 
@@ -202,8 +202,8 @@ class LayerCosts:
 
         Bytes per token, with 2-byte activations: 2 norms (4 h each; unfused in fp32 36 h), 2 residuals (6 h each),
         rotary positions 4 (H + K) D (unfused 20), the activation of m columns (6 m with a gate, unfused 10 m; without a
-        gate 4 m); with e experts per token also 8 e h to send tokens there and back; with 8 bits CAST for each input of
-        a product. Models without a gate use a library's norm, which is one kernel.
+        gate 4 m); with e experts per token also 8 e h to send tokens there and back; with 8-bit products also `CAST`
+        for each input. Models without a gate use a library's norm, which is one kernel.
         """
         model, tp = self.model, self.parallel.tp
         eager = model.gated and not self.software.compiled
@@ -219,9 +219,9 @@ class LayerCosts:
 
     @cached_property
     def exchanges(self) -> float:
-        """Seconds of tensor parallelism: gathers and reductions of the activations, and a copy of each.
+        """Seconds of tensor parallelism: gathers and reductions of the activations, and a copy of each result.
 
-        Where products hide them, they slow down the products.
+        Where matrix products overlap them, only the slowdown of these counts.
         """
         tp = self.parallel.tp
         if tp == 1:
@@ -253,7 +253,7 @@ class LayerCosts:
         return products - last + self.norms + self.exchanges
 
     def products(self, layers: int) -> dict[str, float]:
-        """Seconds of each part of `layers` forwards that computes, without attention."""
+        """Seconds of computing in the forwards of `layers` layers, by part, without attention."""
         return {"projections": layers * self.projections, "mlp": layers * self.mlp, "norms": layers * self.norms}
 
     @property
@@ -263,7 +263,7 @@ class LayerCosts:
 
     @property
     def classes(self) -> float:
-        """Columns of the logits whose loss one rank computes."""
+        """For how many entries of the vocabulary one rank computes logits and loss."""
         return self.model.vocab / (self.parallel.tp if self.software.splits_loss else 1)
 
     def logits(self, rows: float | None = None) -> float:
@@ -296,13 +296,13 @@ class LayerCosts:
         return kept
 
     def held(self, shard: str) -> float:
-        """Parameters whose `shard` state a rank holds: its shard if sharded, else its whole part by tp and ep."""
+        """Parameters whose `shard` (weights, gradients, optimizer) a rank holds: its shard, or all of its tp x ep part."""
         if SHARDS.index(self.parallel.shard) >= SHARDS.index(shard):
             return self.model.parameters / self.parallel.tp / self.parallel.group
         return self.cut(self.model.parameters, self.model.layers)
 
     def cut(self, parameters: float, layers: int = 1) -> float:
-        """A rank's part by tp and ep of `parameters`, which include `layers` layers."""
+        """How many of `parameters`, which include those of `layers` layers, a rank holds after tp and ep."""
         elsewhere = layers * self.model.experts * self.model.expert * (1 - 1 / self.parallel.ep)
         return (parameters - elsewhere) / self.parallel.tp
 
@@ -323,7 +323,8 @@ class LayerCosts:
         The inputs of two norms (2 h); q, k, v, output and lse of attention; the MLP's columns, both halves with a gate.
         If not compiled, also the results of the norms (2 h) and of the activation (m), which a compiler recomputes.
         With experts, the e rows per token at their input and output (2 e h). After Korthikanti et al. (2022), without
-        dropout masks and scores. With checkpointing="host" the MLP computes h rows at a time.
+        dropout masks and scores. With checkpointing="host" the MLP computes one tile of rows at a time, as many as the
+        hidden size.
         """
         model, tp, more = self.model, self.parallel.tp, 0 if self.software.compiled else 1
         chosen = model.experts_per_token
@@ -354,12 +355,12 @@ class ModelEstimate:
 
     @property
     def needed(self) -> int:
-        """Bytes that one GPU must have: all but what the driver, NCCL and an allocator hold."""
+        """Bytes that one GPU needs, without the overhead of the driver, NCCL and an allocator."""
         return sum(count for name, count in self.memory.items() if name != "reserved")
 
     @property
     def reserved(self) -> int:
-        """Bytes that an allocator reserves while memory is plentiful, with copies of logits and fragments."""
+        """Bytes that an allocator reserves if there is room: with copies of the logits, and with fragmentation."""
         return int((1 + FRAGMENTS) * self.needed) + self.copies
 
     @property

@@ -93,7 +93,7 @@ class Parallel:
 
     @property
     def group(self) -> int:
-        """Ranks that share weights, gradients and optimizer states, depending on `shard`."""
+        """The number of ranks that divide weights, gradients or optimizer states among themselves, as `shard` says."""
         return self.cp * self.dp
 
     @property
@@ -113,11 +113,11 @@ class Parallel:
 
     @property
     def count(self) -> int:
-        """Micro-batches of a dp group in a step."""
+        """The number of micro-batches of a dp group in a step."""
         return self.micro_batches or (self.rows if self.pp > 1 else 1)
 
     def busiest_stage(self, model: ModelConfig, tokens: int) -> ModelConfig:
-        """The model of the busiest stage: it has the most layers and keys, and one table, the embedding or the output.
+        """The model of the busiest stage: the most layers, which attend the most keys, and one of embedding and output.
 
         Its weights are stored as in training, without a dtype of their own.
         """

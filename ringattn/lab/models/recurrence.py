@@ -20,11 +20,11 @@ BACKWARD = 2
 
 @dataclass(frozen=True)
 class Recurrence:
-    """The recurrent layers of a model: gated delta rules, or with `mamba` Mamba-2, whose keys are its states.
+    """The recurrent layers of a model: gated delta rules, or with `mamba` Mamba-2, where `keys` is the state size.
 
     keys, values: the columns of a head's state. key_heads: heads of keys (groups), shared by heads of values.
-    convolved: columns before the short convolution. projected: columns of the projections of the input. own: parameters
-    of a layer besides its matrices, less those of a layer that attends.
+    convolved: columns that pass the short convolution. projected: columns of the projections of the input. own:
+    parameters of a layer besides its matrices, minus as many as an attention layer has.
     """
 
     layers: Count
@@ -57,8 +57,8 @@ class Recurrence:
         """FLOPs of one token in a forward, or in the `summary` that computes only the map of a run.
 
         In chunks of C rows, per head: products of keys with each other and of queries with keys 2 C K each, the
-        triangular solve C (K + V), its product with the queries' 2 C V, and three products with the state 2 K V each
-        (arXiv:2412.06464). Mamba-2 has no solve. A summary has K more columns, and no output.
+        triangular solve C (K + V), the product of its result with the query-key products 2 C V, and three products with
+        the state 2 K V each (arXiv:2412.06464). Mamba-2 has no solve. A summary has K more columns, and no output.
         """
         c, k, v = CHUNK, self.keys, self.values
         if self.mamba:
@@ -88,8 +88,8 @@ def recur(
 ) -> LayerRecurrence:
     """A recurrent layer with its convolution, for `batch` sequences. Raises Unsupported for layouts of many runs.
 
-    Seconds of computing: FLOPs over the rate of matrix products, and its inputs and outputs moved through memory; in
-    the forward of several ranks also the summary, whose backward is computed, too.
+    Seconds of computing: FLOPs over the rate of matrix products, and its inputs and outputs moved through memory; with
+    several ranks also the summary of each run (its affine map), forward and backward.
     """
     near = machine.changed(ranks_per_node=max(machine.ranks_per_node // tp, 1)) if tp > 1 else machine
     cut = make_layout("zigzag" if layout == "auto" else layout, tokens=tokens, ranks=cp)

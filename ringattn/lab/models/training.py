@@ -63,7 +63,7 @@ class StepEstimate(ModelEstimate):
 
     @property
     def seconds_band(self) -> tuple[float, float] | None:
-        """The (low, high) seconds of the band of published steps, see `step_band`; None if this is no preset."""
+        """The (low, high) seconds of the band of published steps, see `step_band`; None if the machine is no preset."""
         low, high = step_band(self.outside)
         return (low * self.seconds, high * self.seconds) if self.machine.preset else None
 
@@ -87,7 +87,8 @@ class StepEstimate(ModelEstimate):
         """Expected seconds of a step in a long job with the machine's failures and checkpoints; None if it has none.
 
         Checkpoints are spaced as Young and Daly advise, and Daly (2006), equation 13, gives the time of an interval
-        (`timing.costs`). Raises InvalidInput where failures come long before a checkpoint or a restart ends.
+        (`timing.costs`). Raises InvalidInput if failures are so frequent that a checkpoint or a restart hardly ever
+        ends.
         """
         mtbf, rate, restart = self.machine.mtbf, self.machine.checkpoint, self.machine.restart
         if mtbf is None or rate is None or restart is None:
@@ -108,10 +109,10 @@ def training_step(
 ) -> StepEstimate:
     """The modelled step of training `model` on sequences of `tokens` tokens, where `parallel` spreads each stage.
 
-    Attention comes from simulating its plan, one layer for each distinct window, or from `attend`; more seconds or
-    bytes of attention never lower those of the step. docs/models_cost.md has the other formulas. Weights have the dtype
-    of the activations, whatever their published dtype. Raises InvalidInput where the sizes do not fit each other, and
-    the errors of planning and simulating.
+    Attention comes from simulating its plan, one layer for each distinct window, or from `attend`; the step never gets
+    shorter or smaller if attention gets longer or larger. docs/models_cost.md has the other formulas. Weights have the
+    dtype of the activations, whatever their published dtype. Raises InvalidInput where the sizes do not fit each other,
+    and the errors of planning and simulating.
     """
     parallel.check(model, machine, tokens)
     count, sequences = parallel.count, parallel.rows * parallel.dp
@@ -255,7 +256,7 @@ def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: 
     experts = model.experts * model.expert if ep > 1 else 0
 
     def collectives(parameters: float, experts: float = 0.0) -> tuple[Collectives, Collectives]:
-        """(seconds, bytes) of a forward's and of a backward's collectives, for `parameters` and for `experts`."""
+        """((seconds, bytes) in a forward, the same in a backward) of collectives for these parameters and experts."""
         shares = ((parameters / tp, group, tp), (experts / tp / ep, group // ep, tp * ep))
         gather, reduce = (
             sum(collective_seconds(machine, item * count, *ranks) for count, *ranks in shares)

@@ -39,7 +39,7 @@ def check_matplotlib(instead: str) -> None:
 
 @contextmanager
 def drawing(height: float = 3.2, width: float = 4.8) -> Iterator[Any]:
-    """A matplotlib figure, by default as wide as a phone. Draw it and call `to_svg` inside the block."""
+    """A context with a matplotlib figure, by default as wide as a phone; draw and call `to_svg` inside the block."""
     with import_module("matplotlib").rc_context(_SETTINGS):
         yield import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
 

@@ -36,8 +36,8 @@ def write_line(record: Record) -> bytes:
 def read_journal(path: Path, data: bytes | None = None) -> tuple[Record | None, dict[str, Record]]:
     """(head, records by key) of a journal, ignoring a last line that was cut off; (None, {}) if it has no lines.
 
-    `data` is the journal's content, if read already. Another process may have the journal open. Raises InvalidInput for
-    a damaged line.
+    `data` is the journal's content, if read already. Works while another process has the journal open. Raises
+    InvalidInput for a damaged line.
     """
     records: list[Record] = []
     if data is None:

@@ -27,7 +27,7 @@ class Cell(str):
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table of text cells, `Cell` for numbers. `total`: the number of rows before the table was cut."""
+    """A table of text cells, `Cell` for numbers. `total`: the number of rows before the table was shortened."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]

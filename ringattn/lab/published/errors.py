@@ -43,8 +43,11 @@ Errors = dict[str, ErrorStatistics]
 
 
 def errors_by_family(predictions: Sequence[PredictedRow]) -> dict[str, Errors]:
-    """Errors of all predictions and of each family: of presets made without each row's family ("unseen"), of the null
-    model, of presets as they are, and the least that any model with these inputs must make ("floor")."""
+    """Errors over all rows and by family, of four models.
+
+    "unseen": presets fitted without the row's family; the null model: half the peak rate; presets as they are; and
+    "floor", the least error that any model with these inputs must make.
+    """
     groups: defaultdict[str, list[PredictedRow]] = defaultdict(list, all=[*predictions])
     for one in predictions:
         groups[one.row.family].append(one)
@@ -58,10 +61,10 @@ def errors_by_family(predictions: Sequence[PredictedRow]) -> dict[str, Errors]:
 
 
 def judge_choices(predictions: Iterable[PredictedRow]) -> dict[str, float]:
-    """Time lost by choosing, of a family's ways to compute the same on equal machines, the one predicted to be fastest.
+    """The time lost by taking the predicted best of a family's ways to compute the same on equal machines.
 
-    Relative to the fastest published way: "mean" and "median" over "count" choices; "null" by any way, as the null
-    model cannot distinguish ways.
+    Relative to the fastest published way: "mean" and "median" over "count" choices; "null" is the mean over all ways,
+    as the null model cannot tell them apart.
     """
     alike: defaultdict[object, defaultdict[object, list[PredictedRow]]] = defaultdict(lambda: defaultdict(list))
     for one in predictions:
@@ -81,7 +84,7 @@ def judge_choices(predictions: Iterable[PredictedRow]) -> dict[str, float]:
 
 
 def preset_bands(predictions: Iterable[PredictedRow]) -> dict[str, tuple[ErrorBand | None, ...]]:
-    """By preset and size class: measured over predicted seconds for 90 % of published passes, without their family."""
+    """By preset and size class, the band of measured / predicted seconds of 90 % of passes, without their family."""
     ratios: defaultdict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in SIZES])
     for one in predictions:
         ratios[one.row.machine][size_class(one.row.shard)].append(one.row.seconds / one.unseen)
@@ -97,7 +100,7 @@ def band_of(ratios: Sequence[float]) -> ErrorBand | None:
 
 
 def band_of_sources(ratios: Mapping[str, Sequence[float]]) -> ErrorBand:
-    """The band of the rows of a source that is not in sight: 1 / high to high holds 90 % of all, sources alike."""
+    """The error band to expect of an unseen source: 1 / high .. high holds 90 % of rows, sources weighed equally."""
     logs = sorted((abs(log(ratio)), 1 / len(of_source)) for of_source in ratios.values() for ratio in of_source)
     held = np.cumsum([weight for _, weight in logs])
     high = exp(logs[int(np.searchsorted(held, 0.9 * held[-1]))][0])
@@ -105,7 +108,7 @@ def band_of_sources(ratios: Mapping[str, Sequence[float]]) -> ErrorBand:
 
 
 def count_left_out(ratios: Mapping[str, Sequence[float]]) -> dict[str, tuple[int, int]]:
-    """(rows of each source within the band of all other sources, rows of the source)."""
+    """By source: (how many of its rows lie within the band that the other sources make, its number of rows)."""
     found = {}
     for source, rows in ratios.items():
         band = band_of_sources({other: ratios[other] for other in ratios if other != source})

@@ -28,7 +28,7 @@ OUTCOMES = "outcomes.csv"
 
 @dataclass(frozen=True)
 class Forecast:
-    """One prediction: tokens per second and GPU of `settings`, keys of `ringattn simulate`; low and high: its band."""
+    """One prediction: tokens/s per GPU, with its band low .. high, for `settings`, keys of `ringattn simulate`."""
 
     number: int
     settings: str
@@ -75,7 +75,7 @@ def append_forecast(path: Path, settings: Sequence[str], predicted: float, low: 
 
 
 def score(path: Path) -> tuple[list[Forecast], list[tuple[Forecast, Publication]]]:
-    """(all forecasts of a file, those whose outcome is known with it). Raises InvalidInput."""
+    """(all forecasts of a file, pairs of a forecast and its published outcome). Raises InvalidInput."""
     forecasts, outcomes = read_forecasts(path), path.with_name(OUTCOMES)
     known = {one.number: one for one in _read(outcomes, Publication)} if outcomes.exists() else {}
     if unknown := known.keys() - {one.number for one in forecasts}:

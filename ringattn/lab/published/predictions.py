@@ -79,7 +79,7 @@ class Measurement:
 
     @property
     def family(self) -> str:
-        """The family of the row."""
+        """The family of the row: the rows of one publication, which a fit leaves out together."""
         return self.id.rpartition("-")[0]
 
     @property

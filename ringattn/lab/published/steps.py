@@ -34,7 +34,7 @@ SOURCES: dict[str, tuple[str, Software]] = {
 def step_errors() -> tuple[dict[str, Errors], dict[str, dict[str, list[float]]]]:
     """Errors by source and precision and over all steps; and measured / modelled by kind and source.
 
-    Of tokens/s, and of bytes needed and reserved where the source gives a peak.
+    Each covers tokens/s and, where the source gives a peak, the bytes needed and reserved.
     """
     found: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     ratios: dict[str, dict[str, list[float]]] = {"seconds": {}, "reserved": {}}

@@ -104,7 +104,7 @@ def _pass_values(timeline: Timeline, plan: Plan) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ExecutionTask:
-    """Which part of a plan to execute, and its seconds at the assumed rates.
+    """Which part of a plan to execute, and how many seconds that should take on one core.
 
     `how` is "whole" (all ranks), "some" (`count` ranks from `first` on), or "rows" (`count` sampled query rows).
     """
@@ -131,7 +131,7 @@ def make_executed_plan(point: Point) -> Plan:
 
 
 def plan_execution(plan: Plan, options: ExecuteGroup) -> ExecutionTask:
-    """The task for a plan if it had the whole budget to itself."""
+    """The task that a plan gets if no other plan uses the budget."""
     assert options.budget is not None
     rank_tokens, row_elements = plan.tokens / plan.ranks, 2 * options.heads * options.head_dim
     products = plan.pairs() / plan.ranks * 2 * options.head_dim
@@ -150,7 +150,7 @@ def plan_execution(plan: Plan, options: ExecuteGroup) -> ExecutionTask:
 
 
 def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup, left: float, state: Path) -> dict[str, Any]:
-    """Run a task unless it takes more than the `left` seconds of the budget; returns its record, without times.
+    """Run a task if it should take at most `left` seconds; returns its record, without times, so that runs are equal.
 
     The file `state` exists only while the task runs: an interrupted task continues from it.
     """

@@ -41,8 +41,8 @@ def extrapolate(table: Table, machines: dict[int, Machine], tokens: int) -> list
     """Extrapolate every series of the table to `tokens`, more than any point has; `machines` are by point number.
 
     A record has the `seconds` of all passes, the mean seconds between failures of any rank (`failure`), `watts` and
-    `memory` (bytes) as sums over all ranks, and the numbers of the two last `points` of the series, which it is
-    computed from. Series whose last two points have different shards or equal ranks are left out.
+    `memory` (bytes) as sums over all ranks, and the numbers of the two last `points` of the series, from which it is
+    extrapolated. They must have equal tokens per rank and different numbers of ranks; other series are left out.
     """
     lines = []
     for name, rows in table.series("tokens", without=("ranks", "shard", "tokens")).items():
@@ -158,7 +158,7 @@ class StudyReport:
 
     @property
     def executed(self) -> list[ReportTable]:
-        """Tables with a row for each executed plan, in order of the turns; empty if the study executes nothing."""
+        """Tables with a row for each executed plan, in order of execution; empty if the study executes nothing."""
         if not any("executed how" in row or "executed why not" in row for row in self.table.rows):
             return []
         by_turn: dict[Any, Row] = {}
@@ -220,7 +220,7 @@ def name_points(numbers: Sequence[int]) -> str:
 
 
 def show_value(table: Table, name: str, row: Row) -> str:
-    """A row's value as readable text, with its word if the rows of the column have different words."""
+    """A row's value as text; with "measured", "counted" or "modelled" if the rows of the column differ in that."""
     value = row.get(name)
     if isinstance(value, bool) or value is None:
         return {None: "", True: "yes", False: "no"}[value]

@@ -52,7 +52,7 @@ _UNITS_OF_EXECUTION = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the tables: name, unit and word; the word "kind" means that the row's column `kind` has the word."""
+    """A column of the tables: name, unit, and word (measured, counted, modelled; "kind": as the row's `kind` says)."""
 
     name: str
     unit: str = ""
@@ -75,8 +75,8 @@ def _make_column(name: str) -> Column:
 class Table:
     """A study's rows, each a dict by column name. A row lacks numbers that were refused or not executed.
 
-    `axes` are the names, in order, of the columns that are axes or vary together; `together` names those that vary
-    together, and `labels` the columns that are labels.
+    `axes` are the names, in order, of the columns that vary; `together` names those of them that vary jointly with
+    another, and `labels` those that are labels.
     """
 
     columns: tuple[Column, ...]

@@ -85,7 +85,7 @@ def _serve(config: AdviseConfig) -> None:
 
 
 def make_offers(config: AdviseConfig) -> list[Offer]:
-    """The machines listed in `prices`, or the one `machine` with its own price. Raises InvalidInput."""
+    """Machines with a price per GPU-hour: those listed in `prices`, or `machine` with its own. Raises InvalidInput."""
     if config.prices is None:
         machine = config.machine.made(ranks=config.gpus)
         offer = Offer(config.machine.path or config.machine.spec, machine, machine.price)

@@ -44,7 +44,7 @@ class AdviseConfig:
     fp8: bool
 
     def check(self) -> None:
-        """Raise InvalidInput for a setting that has no effect in the phase."""
+        """Raise InvalidInput for a setting that has no effect in this `phase`."""
         check_choice("phase", self.phase, PHASES)
         if self.phase == "training":
             refuse(self, "within fp8", "with phase=training, only with phase=prefill or phase=decode")
@@ -79,7 +79,7 @@ class ReportConfig:
     noise: float
 
     def check(self) -> None:
-        """Raise InvalidInput for settings of a measurement together with stored results."""
+        """Raise InvalidInput if settings for measuring are given with `results`, which are already measured."""
         if self.compare is not None:
             refuse(self, "results", "beside compare=, which reads two results")
         if self.compare is not None or self.results is not None:

@@ -111,7 +111,7 @@ def _print(
 
 
 def describe_errors(config: SimulateConfig, parallel: Parallel, estimate: ModelEstimate) -> list[str]:
-    """How far published measurements are from the model, one sentence each."""
+    """How far the model was from published measurements, one sentence for each of its parts."""
     if isinstance(estimate, StepEstimate):
         return [describe_steps(estimate.outside)]
     tokens = parallel.rows // parallel.count * -(-config.size() // parallel.cp)

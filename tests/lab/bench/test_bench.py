@@ -129,7 +129,7 @@ def test_a_bad_output_is_refused_before_anything_is_measured(tmp_path: Path) -> 
     file = tmp_path / "file"
     file.touch()
     for path in (file, file / "below"):
-        with pytest.raises(InvalidInput, match=r"cannot be a folder|is not a folder"):
+        with pytest.raises(InvalidInput, match=r"cannot be made as a folder|is not a folder"):
             report_command.main(ReportConfig(output=OutputGroup(str(path))))
     with pytest.raises(InvalidInput, match="suite=rong"):
         report_command.main(ReportConfig(suite="rong", output=OutputGroup(str(tmp_path / "new"))))

@@ -81,7 +81,7 @@ def test_one_process_alone_measures_kernels(inside: Inside, tmp_path: Path) -> N
         ({"transport": TransportGroup("virtual")}, "expected one of gloo, nccl, mpi, none"),
         ({"transport": TransportGroup("nccl")}, "torchrun --nproc-per-node N -m ringattn calibrate"),
         ({"transport": TransportGroup("mpi")}, "mpirun -n 2 ringattn calibrate"),
-        ({"device": "cuda"}, "device=cuda: expected cpu with gloo ranks"),
+        ({"device": "cuda"}, "device=cuda: transport=gloo is measured on CPUs"),
     ],
 )
 def test_wrong_calls_are_told_at_once(tmp_path: Path, change: dict[str, Any], words: str) -> None:

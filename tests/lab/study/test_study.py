@@ -125,7 +125,7 @@ def test_axes_are_checked() -> None:
     ):
         with pytest.raises(InvalidInput, match=words):
             made(axes)
-    with pytest.raises(InvalidInput, match="the study goes through ranks"):
+    with pytest.raises(InvalidInput, match="the study varies ranks"):
         made({"ranks": [1, 2]}, ("ranks=4",))
     with pytest.raises(InvalidInput, match="is an axis and in"):
         made({"ranks": [1, 2]}, together=[{"ranks": 4}])

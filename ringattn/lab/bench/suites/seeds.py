@@ -187,7 +187,7 @@ def make_checkpoint_case(recompute: str) -> BenchCase:
 
 
 def conclude_memory(records: list[CaseRecord]) -> tuple[str, bool]:
-    """Peak bytes of the process per token, of system `SPARSE` at the longest length, and whether they are within `MOST`."""
+    """Peak bytes of the process per token, of system `SPARSE` at the longest length; whether they are within `MOST`."""
     done = [x for x in find_cases(records, SPARSE) if x["settings"]["tokens"] == MEMORY_LENGTHS[-1]]
     peaks = [x["columns"]["forward"]["peaks"]["process"] / MEMORY_LENGTHS[-1] for x in done]
     share = MOST / peaks[0] if peaks else 0.0
