@@ -67,7 +67,7 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
         parts = [path for path, part in model.named_modules() if part is model.get_decoder() and path]
         hint = f"parallelize(model.{parts[0]}, ...)" if parts else "a language model"
         raise Unsupported(
-            f"{name} has inputs besides text; parallelize {hint} alone, and give inputs_embeds to shard_batch"
+            f"{name} has inputs besides text; use {hint} alone, and give inputs_embeds to shard_batch"
         )
     loss = LOSS_MAPPING.get(model.loss_type)
     causal = loss is ForCausalLMLoss or any(
@@ -106,11 +106,11 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
         ("a bias of relative positions", hasattr(config, "relative_attention_num_buckets"), ""),
         ("ALiBi", given("alibi") or alibi, ""),
         ("attention outside of transformers' attention functions", attends and not through, ""),
-        ("only one half of an encoder and a decoder", both and not whole, "take the whole model"),
+        ("only one half of an encoder and a decoder", both and not whole, "use the whole model"),
         ("no argument position_ids, by which a rank says which rows it has", attends and not places, ""),
-        ("a head over an encoder and a decoder", both and field is not None, "take its base model"),
+        ("a head over an encoder and a decoder", both and field is not None, "use its base model"),
         ("rope that depends on the lengths of two sequences", stretched, ""),
-        ("a head whose loss is not of tokens, classes or answers", other, "take its base model and your own loss"),
+        ("a head whose loss is not of tokens, classes or answers", other, "use its base model and your own loss"),
     ):
         if present:
             raise Unsupported(f"{name} has {feature}; {hint or 'not supported over ranks: shard the batch instead'}")

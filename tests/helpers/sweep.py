@@ -600,7 +600,7 @@ def main(names: list[str]) -> int:
         if any(word in text for word in ("crash", "CommFailure", "Mismatch")):
             pool.close()
             pool = None
-        if "take parallelize(" in text:
+        if "use parallelize(" in text:
             todo.insert(0, (name + TEXT, {}))
         if not fields and not plain and answer(text) == "exact":
             todo[:0] = [(name, more) for more in find_fields(name, known)]

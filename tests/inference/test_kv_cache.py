@@ -195,7 +195,7 @@ def test_wrong_arguments_are_refused_in_a_line() -> None:
     calls = {
         "no new token": lambda: cache.step(0, *empty),
         "max_tokens=2.5 must be an integer": lambda: ra.KVCache("Causal()", layers=1, ranks=2, max_tokens=2.5),  # type: ignore[arg-type]
-        "ranks=2 are virtual": lambda: ra.KVCache("Causal()", layers=1, ranks=2, group=group),
+        "ranks=2 asks for virtual ranks": lambda: ra.KVCache("Causal()", layers=1, ranks=2, group=group),
         r"fork\(\[True, False\]\)": lambda: cache.fork(torch.tensor([True, False])),
         r"torch.bfloat16.* the cache holds .*torch.float32": lambda: cache.step(
             0, *torch.ones(3, 1, 2, 1, 8).bfloat16()
@@ -231,7 +231,7 @@ def test_calls_out_of_order_are_refused() -> None:
         lambda: cache.fork([0]),
         lambda: cache.shard(3),
     ):
-        with pytest.raises(ra.InvalidInput, match=r"layers \[0\] are left"):
+        with pytest.raises(ra.InvalidInput, match=r"layers \[0\] have not been called"):
             call()
     cache.step(0, *new)
     with pytest.raises(ra.InvalidInput, match="the cache holds"):
@@ -330,7 +330,7 @@ def test_a_layer_that_failed_is_not_computed_twice(call: str, monkeypatch: pytes
             patch.setattr(ringattn.inference.cache, name, lambda *args, **kwargs: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             getattr(cache, call)(0, *new)
-    with pytest.raises(ra.InvalidInput, match=r"layers \[1\] are left; .* make a new cache"):
+    with pytest.raises(ra.InvalidInput, match=r"layers \[1\] have not been called yet; .* make a new cache"):
         getattr(cache, call)(0, *new)
 
 

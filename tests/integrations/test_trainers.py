@@ -52,7 +52,7 @@ def test_programs_that_would_be_wrong_are_refused(run_ranks, tmp_path: Path) -> 
     words = [
         "InvalidInput: cp=3 does not divide the 2 ranks",
         "Unsupported: train_sampling_strategy='batch_rebalance' splits data by rank",
-        "Unsupported: torch_compile=True on ranks that share sequences",
+        "Unsupported: torch_compile=True is not supported on ranks that share",
         "InvalidInput: cp=3 does not divide the 2 ranks",
         "Unsupported: output_attentions=True",
         "Unsupported: logits_to_keep=tensor",

@@ -156,7 +156,7 @@ def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
 def test_what_computes_is_never_chosen_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with (
-        pytest.raises(ra.InvalidInput, match="merging\('cuda'\): unknown; expected auto, torch, triton"),
+        pytest.raises(ra.InvalidInput, match=r"merging\('cuda'\): unknown; expected auto, torch, triton"),
         merging("cuda"),
     ):
         pass

@@ -43,5 +43,5 @@ def test_a_partition_is_no_part() -> None:
     balanced = ra.make_layout("balanced", tokens=9, ranks=2, pattern="Causal()")
     with pytest.raises(InvalidInput, match="cannot be a part of joined"):
         shift_layout(balanced, 4)
-    with pytest.raises(InvalidInput, match="different ranks"):
+    with pytest.raises(InvalidInput, match="different numbers of ranks"):
         join_layouts([ra.make_layout("zigzag", tokens=4, ranks=n) for n in (2, 3)])

@@ -313,7 +313,7 @@ TEXT = repr(ra.BlockSparse(2, np.eye(3)[None].astype(bool))).split("'")[1]
         (lambda: global_local(4, globals=-1, blocks=1), "globals=-1"),
         (lambda: make_plan(global_local(4, globals=3, density=0.5), tokens=24, ranks=2), "try globals=2"),
         (lambda: ra.hierarchical(4), "give levels= or density="),
-        (lambda: ra.hierarchical(4, ((1, 2, 3),)), "must be a list of (stride, w)"),
+        (lambda: ra.hierarchical(4, ((1, 2, 3),)), "must be a list of (stride, window in blocks"),
         (lambda: ra.hierarchical(4, ((0, 1),)), "a stride=0"),
         (lambda: ra.hierarchical(4, ((1, -2),)), "a w=-2"),
         (lambda: ra.top_k(4, None, np.ones((2, 2))), "give either k or density"),

@@ -55,7 +55,7 @@ def test_wrong_calls_raise_on_every_rank(run_ranks: Run) -> None:
     words = (
         "rank 0 holds 24 runs of consecutive tokens", "disagree about layout", "disagree about tensors",
         "the shards do not fit", "x must be a floating-point tensor [B C n]", "disagree about documents",
-        "lengths sum to 12", "documents=[24, 24]: give Documents", "but K is 0", "of K=4 needs K - 1",
+        "lengths sum to 12", "documents=[24, 24]: give Documents", "but K is 0", "with K=4 needs K - 1",
         "disagree about activation", "disagree about requires_grad", "disagree about tensors",
         "at stage", "disagree about scale", "initial_state (1, 24, 2, 4) is [B HV K V]", "fine",
     )  # fmt: skip
@@ -130,7 +130,7 @@ def test_layouts_of_other_positions_are_refused() -> None:
         ra.affine_scan(x, x, layout=ra.make_layout("shifted(zigzag, 8)", tokens=8, ranks=2), ranks=2)
     with pytest.raises(ra.InvalidInput, match="does not broadcast"):
         ra.affine_scan(torch.randn(1, 8, 3), x, layout="zigzag", ranks=2)
-    with pytest.raises(ra.InvalidInput, match="ranks=2 are virtual"):
+    with pytest.raises(ra.InvalidInput, match="ranks=2 asks for virtual ranks"):
         ra.affine_scan(x, x, layout="zigzag", ranks=2, group=object())
     with pytest.raises(TypeError, match="size"):
         ra.affine_scan(x, x, layout="zigzag", size=2)

@@ -296,7 +296,7 @@ class LayerCosts:
         return kept
 
     def held(self, shard: str) -> float:
-        """Parameters whose `shard` (weights, gradients, optimizer) a rank holds: its shard, or all of its tp x ep part."""
+        """Parameters whose `shard` (weights, gradients, optimizer) a rank holds: its shard, or its whole part."""
         if SHARDS.index(self.parallel.shard) >= SHARDS.index(shard):
             return self.model.parameters / self.parallel.tp / self.parallel.group
         return self.cut(self.model.parameters, self.model.layers)

@@ -301,7 +301,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"tp": 3}, "tp=3 does not divide the 4 heads"),
         ({"cp": 4096}, "at least cp=4096"),
         ({"tp": 2, "dp": 3, "machine": replace(MACHINE, ranks_per_node=3)}, "tp=2 splits nodes of 3"),
-        ({"machine": replace(MACHINE, merge=None)}, "give machine.merge"),
+        ({"machine": replace(MACHINE, merge=None)}, "its rate as machine.merge"),
         ({"machine": "cpu"}, "dtype=bfloat16: this machine's rates are for float32"),
     ]
     for arguments, message in cases:

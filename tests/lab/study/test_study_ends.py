@@ -63,7 +63,7 @@ def test_no_file_of_the_user_becomes_a_journal(tmp_path: Path) -> None:
     target.write_text("text without an end of line")
     for make, words in (
         (lambda: path.symlink_to(target), "points.jsonl: cannot be written"),
-        (lambda: path.write_text("mine"), "points.jsonl: not a journal"),
+        (lambda: path.write_text("mine"), "points.jsonl: not the journal"),
         (lambda: path.write_text("mine\nand more"), "line 1 is not from a study"),
         (lambda: os.mkfifo(path), "not an ordinary file"),
     ):
