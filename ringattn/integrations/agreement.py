@@ -142,10 +142,15 @@ def _in_fp32(model: nn.Module) -> Iterator[None]:
     """A context where each module runs with its 16-bit weights in fp32, one module at a time."""
     narrow: list[list[tuple[nn.Parameter, Tensor]]] = []
 
-    def widen(module: nn.Module, *_: Any) -> None:
-        narrow.append([(p, p.data) for p in module.parameters(recurse=False) if p.dtype in HALF])
+    def widen(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        own = [*module.parameters(recurse=False)]
+        # Mamba's mixer multiplies with weights of modules that it does not call, its block asks a norm for its dtype.
+        others = [p for child in module.children() for p in child.parameters(recurse=False) if own or p.ndim == 1]
+        narrow.append([(p, p.data) for p in (*own, *others) if p.dtype in HALF])
         for p, x in narrow[-1]:
             p.data = x.float()
+        # The head of Mamba gets the dtype that its weight has before it is called.
+        return tuple(x.float() if isinstance(x, Tensor) and x.dtype in HALF else x for x in given)
 
     def restore(*_: Any) -> None:
         for p, x in narrow.pop():

@@ -66,9 +66,7 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
     if not _is_of_text(config):
         parts = [path for path, part in model.named_modules() if part is model.get_decoder() and path]
         hint = f"parallelize(model.{parts[0]}, ...)" if parts else "a language model"
-        raise Unsupported(
-            f"{name} has inputs besides text; use {hint} alone, and give inputs_embeds to shard_batch"
-        )
+        raise Unsupported(f"{name} has inputs besides text; use {hint} alone, and give inputs_embeds to shard_batch")
     loss = LOSS_MAPPING.get(model.loss_type)
     causal = loss is ForCausalLMLoss or any(
         kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for kind in type(model).__mro__

@@ -119,7 +119,7 @@ FAULTS = {
     "stale buffer": "a second call",
     "half a gradient": "causal",
     "hop skipped": "causal",
-    "padding attended": "padding",
+    "padding attended": "padding on the left",
     "dropout differs": "dropout",
     "wrong head group": "grouped heads",
     "sum of softmaxes": "causal",
@@ -174,3 +174,46 @@ def with_padding(model: Any, batch: dict[str, Tensor], *, group: Any) -> Tensor:
 def with_half_a_gradient(model: Any, batch: dict[str, Tensor], *, group: Any) -> Tensor:
     """All ranks but the first halve their gradients."""
     return run_model(model, batch, group=group, share=0.5)
+
+
+def nothing(q: Tensor, k: Tensor, v: Tensor, *, group: Any) -> None:
+    """Returns no result."""
+
+
+def three(q: Tensor, k: Tensor, v: Tensor, *, group: Any) -> tuple[Tensor, None, None]:
+    """Returns more than out and lse."""
+    return attend(q, k, v, group=group), None, None
+
+
+def in_fp64(q: Tensor, k: Tensor, v: Tensor, *, group: Any) -> Tensor:
+    """Returns another dtype."""
+    return attend(q, k, v, group=group).double()
+
+
+def of_one_row(q: Tensor, k: Tensor, v: Tensor, *, group: Any) -> Tensor:
+    """Returns too few rows."""
+    return attend(q, k, v, group=group)[:, :, :1]
+
+
+def with_a_mistake(q: Tensor, k: Tensor, v: Tensor, *, group: Any) -> Tensor:
+    """Raises what nobody would raise to refuse a call."""
+    return q[: len(3)]  # type: ignore[arg-type]
+
+
+def badly_named(q: Tensor, k: Tensor, v: Tensor, *, group: Any) -> Tensor:
+    """Has a layout that does not exist."""
+    return q
+
+
+def badly_cut(q: Tensor, k: Tensor, v: Tensor, *, group: Any) -> Tensor:
+    """Gives position 0 to both ranks."""
+    return q
+
+
+badly_named.layout = "zigzga"  # type: ignore[attr-defined]
+badly_cut.layout = lambda tokens, rank, ranks: [0]  # type: ignore[attr-defined]
+
+
+def len_of_nothing() -> int:
+    """Makes no model."""
+    return 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -35,8 +37,13 @@ class Case:
     @property
     def needs(self) -> set[str]:
         """The keywords that the target must take."""
-        needed = {"padding_mask" if name == "padding" else name for name in self.mask}
+        needed = {"padding_mask" if name in ("left", "padding") else name for name in self.mask}
         return needed | ({"return_lse"} if "lse" in self.ways else set())
+
+    @property
+    def real(self) -> tuple[int, int]:
+        """(first token, end) of what is no padding."""
+        return self.mask.get("left", 0), self.tokens - self.mask.get("padding", 0)
 
 
 def list_cases(ranks: int) -> Iterator[Case]:
@@ -51,8 +58,9 @@ def list_cases(ranks: int) -> Iterator[Case]:
         "window over ranks": {**causal, "window": 17},
         "window and sinks": {**causal, "window": 7, "sinks": 2},
         "documents": {**causal, "documents": cuts},
-        "documents, not causal": {"documents": cuts},
-        "padding": {**causal, "padding": 5},
+        "two-way documents": {"documents": cuts},
+        "padding on the right": {"padding": 5},
+        "padding on the left": {**causal, "left": 5},
         "softcap": {**causal, "softcap": 1.5},
         "learned sinks": {**causal, "sink_logits": True},
         "scale": {**causal, "scale": 0.5},
@@ -84,11 +92,14 @@ def list_cases(ranks: int) -> Iterator[Case]:
 
 def shrink(case: Case, ranks: int) -> Iterator[Case]:
     """Smaller cases that may fail in the same way: each has one size (batch, heads, head dim, tokens) halved."""
-    for name, least in (("batch", 1), ("heads", 1), ("kv_heads", 1), ("head_dim", 2)):
-        value = getattr(case, name)
-        if value > least and not case.mask.get("dropout"):
-            smaller = replace(case, **{name: max(value // 2, least)})
-            if smaller.heads % smaller.kv_heads == 0:
+    if not case.mask.get("dropout"):
+        heads, kv_heads = case.heads // 2, case.kv_heads // 2
+        sizes: list[dict[str, Any]] = [{"batch": case.batch // 2}, {"heads": heads, "kv_heads": kv_heads}]
+        sizes += [{"heads": heads}, {"kv_heads": kv_heads}, {"head_dim": case.head_dim // 2}]
+        for size in sizes:
+            smaller = replace(case, **size)
+            grouped = smaller.heads > smaller.kv_heads, case.heads > case.kv_heads
+            if min(size.values()) > 0 and smaller.heads % smaller.kv_heads == 0 and grouped[0] == grouped[1]:
                 yield smaller
     tokens = case.tokens // 2
     if tokens >= 2 * ranks and not {"documents", "dropout"} & {*case.mask}:
@@ -101,16 +112,24 @@ def shrink(case: Case, ranks: int) -> Iterator[Case]:
 
 
 def find_named(key: str, module: str, name: str) -> Any:
-    """The attribute `name` of a module, or None. Raises InvalidInput, beginning with `key`, without the module."""
+    """The attribute `name` of a module, also one in this folder; None if it has none.
+
+    Raises InvalidInput, beginning with `key`, without the module.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         return getattr(import_module(module), name, None)
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         raise InvalidInput(f"{key}: {error}; install it, or run where it can be imported") from None
 
 
 def accepts(target: Callable[..., Any]) -> set[str]:
-    """The keywords that a target takes, by its signature."""
-    parameters = inspect.signature(target).parameters.values()
+    """The keywords that a target takes, by its signature; none if it has no signature."""
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except ValueError:
+        return set()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return {*KEYWORDS, "return_lse"}
+        return {*KEYWORDS, "return_lse", "group"}
     return {one.name for one in parameters}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from threading import RLock
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from ...errors import InvalidInput
+from ...text import did_you_mean, shorten
 from .cases import Case, accepts
 from .oracle import NAMES, make_inputs, make_sink_logits, see, solve
 from .oracle import attend as attend_dense
@@ -19,9 +22,13 @@ Tensor = torch.Tensor
 #: A result may be this many times as wrong as a call on one device, and at least this many rounding errors; in 16
 #: bits, where a call on one device errs by several of them, fewer.
 TIMES, ROUNDING, ROUNDING_16 = 8.0, 32.0, 4.0
+#: The largest tolerance, as a part of the largest entry.
+MOST = 0.2
 #: Errors by which a library refuses a call, and those that count as crashes; any other ends the rank.
-REFUSALS = (NotImplementedError, ValueError, TypeError)
-CRASHES = (RuntimeError, AssertionError, AttributeError, LookupError, ArithmeticError, ImportError, OSError)
+REFUSALS = (NotImplementedError, ValueError)
+CRASHES = (RuntimeError, AssertionError, AttributeError, LookupError, ArithmeticError, ImportError, OSError, TypeError)
+#: What the attributes `layout` and `dtype` of a target may be; a layout may also be a function.
+LAYOUTS, DTYPES = ("contiguous", "zigzag", "striped"), ("float32", "float64", "bfloat16", "float16")
 #: Verdicts, the worst last.
 VERDICTS = ("exact", "not offered", "not run", "refused", "crash", "hang", "wrong")
 
@@ -54,27 +61,55 @@ def place_rows(target: Callable[..., Any], tokens: int, rank: int, ranks: int) -
     return place.tensor_split(ranks)[rank]
 
 
-def judge(compare: Callable[..., Verdict], target: Callable[..., Any], case: Case, device: torch.device) -> Verdict:
+def check_target(name: str, target: Callable[..., Any], cases: Sequence[Case], ranks: int) -> None:
+    """Raise InvalidInput for a target whose `layout` or `dtype` says nothing, or does not cut these cases."""
+    for key, default, known in (("layout", LAYOUTS[0], LAYOUTS), ("dtype", DTYPES[0], DTYPES)):
+        value = getattr(target, key, default)
+        if value not in known and not (key == "layout" and callable(value)):
+            hint = did_you_mean(str(value), known)
+            raise InvalidInput(f"target={name}: {key}={value!r}: {hint}expected one of {', '.join(known)}")
+    for tokens in {case.tokens for case in cases}:
+        try:
+            rows = torch.cat([place_rows(target, tokens, rank, ranks) for rank in range(ranks)]).tolist()
+        except (*REFUSALS, *CRASHES) as error:
+            raise InvalidInput(f"target={name}: layout({tokens}, rank, {ranks}): {error}") from None
+        if sorted(rows) != [*range(tokens)]:
+            raise InvalidInput(f"target={name}: layout({tokens}, rank, {ranks}) must give each position to one rank")
+
+
+def judge(
+    compare: Callable[..., Verdict], target: Callable[..., Any], case: Case, solved: Any, device: torch.device
+) -> Verdict:
     """The verdict of `compare`, or the one that its exception stands for. Collective, as the target is."""
     try:
-        return compare(target, case, device)
+        return compare(target, case, device, solved)
     except REFUSALS as error:
         return Verdict("refused", f"{type(error).__name__}: {_first_line(error)}")
-    except _WrongError as error:
-        return Verdict("wrong", str(error), "out", 1.0)
+    except WrongError as error:
+        return Verdict("wrong", str(error), "out")
     except CRASHES as error:
         return Verdict("crash", f"{type(error).__name__}: {_first_line(error)}")
 
 
-class _WrongError(Exception):
-    """What is wrong with the results of all ranks together."""
+class WrongError(Exception):
+    """What is wrong with a result, apart from its numbers."""
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:200]
+    return shorten((str(error).strip().splitlines() or ["no message"])[0], 200)
 
 
-def compare(target: Callable[..., Any], case: Case, device: torch.device) -> Verdict:
+def check_tensor(name: str, x: object, shape: Sequence[int], dtype: torch.dtype | None = None) -> None:
+    """Raise WrongError unless x is a tensor of this shape and dtype; None: of any."""
+    if not isinstance(x, Tensor):
+        raise WrongError(f"{name} is of type {type(x).__name__}, not a tensor")
+    if tuple(x.shape) != tuple(shape):
+        raise WrongError(f"{name} has shape {tuple(x.shape)}, not {tuple(shape)}")
+    if dtype is not None and x.dtype != dtype:
+        raise WrongError(f"{name} has dtype {x.dtype}, not {dtype}")
+
+
+def compare(target: Callable[..., Any], case: Case, device: torch.device, solved: None = None) -> Verdict:
     """Call the target on this rank's shards, with a random cotangent. Collective."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rows, dtype = place_rows(target, case.tokens, rank, ranks), getattr(torch, case.dtype)
@@ -90,7 +125,8 @@ def compare(target: Callable[..., Any], case: Case, device: torch.device) -> Ver
     leaves = [x.detach().requires_grad_(not ("no_dk" in case.ways and i == 1)) for i, x in enumerate(inputs)]
     out, lse = call(*leaves)
     if "differ" in case.ways:
-        return Verdict("wrong", "nobody noticed that rank 1 has another dtype", "out", 1.0)
+        return Verdict("wrong", "no rank raised an error, although rank 1 has another dtype", "out")
+    check_tensor("out", out, (*inputs[0].shape[:3], inputs[2].shape[3]), dtype)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     grads = iter(torch.autograd.grad(out, wanted, grad, retain_graph="twice" in case.ways))
     if "twice" in case.ways:
@@ -98,7 +134,8 @@ def compare(target: Callable[..., Any], case: Case, device: torch.device) -> Ver
     found = [out.detach(), *(next(grads) if leaf.requires_grad else None for leaf in leaves)]
     keep = _find_dropped(case, out, ranks, target) if case.mask.get("dropout") else None
     verdict = _worst(case, rows, found, keep)
-    if verdict.verdict == "exact" and "lse" in case.ways and lse is not None:
+    if verdict.verdict == "exact" and "lse" in case.ways:
+        check_tensor("lse", lse, out.shape[:3])
         exact = attend_dense(case, *make_inputs(case)[:3])[1]
         verdict = check("lse", lse.detach(), exact[:, :, rows], ROUNDING * torch.finfo(torch.float32).eps, rows)
     return verdict
@@ -108,9 +145,9 @@ def _prepare(
     target: Callable[..., Any], case: Case, rows: Tensor, device: torch.device
 ) -> Callable[..., tuple[Tensor, Any]]:
     """The call of the target with the case's keywords; returns (out, lse or None)."""
-    keywords = {name: value for name, value in case.mask.items() if name not in ("sink_logits", "padding")}
-    if "padding" in case.mask:
-        keywords["padding_mask"] = (rows >= case.tokens - case.mask["padding"]).expand(case.batch, -1).to(device)
+    keywords = {name: value for name, value in case.mask.items() if name not in ("sink_logits", "padding", "left")}
+    if "padding_mask" in case.needs:
+        keywords["padding_mask"] = ((rows < case.real[0]) | (rows >= case.real[1])).expand(case.batch, -1).to(device)
     if case.mask.get("sink_logits"):
         keywords["sink_logits"] = make_sink_logits(case).to(device)
     if "lse" in case.ways and "return_lse" in accepts(target):
@@ -118,6 +155,8 @@ def _prepare(
 
     def attend(*qkv: Tensor) -> tuple[Tensor, Any]:
         result = target(*qkv, group=dist.group.WORLD, **keywords)
+        if isinstance(result, tuple) and len(result) != 2:
+            raise WrongError(f"the target returned {len(result)} values, not out or (out, lse)")
         return result if isinstance(result, tuple) else (result, None)
 
     if "compile" in case.ways:
@@ -144,11 +183,11 @@ def _find_dropped(case: Case, out: Tensor, ranks: int, target: Callable[..., Any
     first_rows, others = (place_rows(target, case.tokens, i, ranks)[: case.tokens // ranks] for i in (0, 1))
     same = (kept[:, :, first_rows] == kept[:, :, others])[..., seen[first_rows] & seen[others]]
     if abs(found - share) > 0.08:
-        raise _WrongError(f"dropout={1 - share:g} kept {found:.0%} of the weights")
+        raise WrongError(f"dropout={1 - share:g} kept {found:.0%} of the weights")
     if (first == first[:, :1]).all():
-        raise _WrongError("dropout is the same in all heads")
+        raise WrongError("dropout is the same in all heads")
     if float(same.double().mean()) > 0.9:
-        raise _WrongError("ranks drop the same weights of their rows")
+        raise WrongError("ranks drop the same weights of their rows")
     return kept.double() / share
 
 
@@ -161,7 +200,11 @@ def _worst(case: Case, rows: Tensor, found: Sequence[Tensor | None], keep: Tenso
         if ours is not None:
             scale = float(right.abs().max()) or 1.0
             tolerance = find_tolerance(alone, right, scale, dtype)
-            verdicts.append(check(name, ours, right[:, :, rows], tolerance, rows, scale))
+            # What rows of padding return does not matter, as their cotangent is 0.
+            first, end = case.real if name == "out" else (0, case.tokens)
+            real = (rows >= first) & (rows < end)
+            shown = rows[real]
+            verdicts.append(check(name, ours[:, :, real.to(ours.device)], right[:, :, shown], tolerance, shown, scale))
     return choose(verdicts)
 
 
@@ -172,20 +215,18 @@ def choose(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def find_tolerance(alone: Tensor, exact: Tensor, scale: float, dtype: torch.dtype) -> float:
-    """The tolerance, relative to `scale`: a multiple of the error of one device's call, and at least some roundings."""
+    """The tolerance, relative to `scale`: a multiple of the error of one device's call, between two bounds."""
     least = (ROUNDING if dtype.itemsize > 2 else ROUNDING_16) * torch.finfo(dtype).eps
-    return max(TIMES * float((alone - exact).abs().max()) / scale, least)
+    return min(max(TIMES * float((alone - exact).abs().max()) / scale, least), MOST)
 
 
 def check(
     name: str, ours: Tensor, exact: Tensor, tolerance: float, rows: Tensor | None, scale: float | None = None
 ) -> Verdict:
     """The verdict, exact or wrong, on one tensor; `rows` are the positions along its third axis, to name wrong ones."""
-    if ours.shape != exact.shape:
-        return Verdict("wrong", f"{name} has shape {tuple(ours.shape)}, not {tuple(exact.shape)}", name, 1.0, tolerance)
     finite = exact.isfinite()
     away = (ours.double().cpu() - exact).abs().masked_fill(~finite, 0.0)
-    away = away.nan_to_num(nan=float("inf"))
+    away = away.nan_to_num(nan=inf, posinf=inf)
     if not away.numel():
         return Verdict("exact", tensor=name, tolerance=tolerance)
     error = float(away.max()) / (scale or float(exact[finite].abs().max()) or 1.0)

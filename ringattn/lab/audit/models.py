@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from ...errors import InvalidInput
+from ...text import did_you_mean
 from .cases import Case, find_named
-from .judge import Verdict, check, choose, find_tolerance, place_rows
+from .judge import CRASHES, REFUSALS, Verdict, check, check_tensor, choose, find_tolerance, place_rows
 
 Tensor = torch.Tensor
 #: Sizes of a class that is given by its name.
@@ -23,29 +26,26 @@ SIZES: dict[str, Any] = {
 }
 
 
-def load_model(name: str) -> Callable[[], Any]:
-    """A function that makes the model: module:function, a class of transformers, tiny, or a folder with config.json."""
+def load_model(name: str) -> tuple[Callable[[], Any], str, str]:
+    """(a function that makes the model, an import and an expression that do so in a script). Raises InvalidInput.
+
+    `name` is module:function, a class of transformers, made with tiny sizes, or a folder with config.json.
+    """
     module, named, function = name.partition(":")
     find: Any = partial(find_named, f"model={name}", module if named else "transformers")
+    imported = f"from {module} import {function} as make" if named else "import transformers as hf"
     if not named and Path(name).exists():
         model, config = find("AutoModelForCausalLM"), find("AutoConfig")
-        return lambda: model.from_config(config.from_pretrained(name))
+        spelled = f"hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained({name!r}))"
+        return lambda: model.from_config(config.from_pretrained(name)), imported, spelled
     kind = find(function if named else name)
-    if not callable(kind):
-        words = "expected module:function, a class of transformers, or a folder with config.json"
-        raise InvalidInput(f"model={name}: {words}")
-    return kind if named else lambda: kind(kind.config_class(**SIZES))
-
-
-def spell(name: str) -> tuple[str, str]:
-    """(an import, an expression) for a script that makes the model."""
-    module, named, function = name.partition(":")
+    if not callable(kind) or not (named or hasattr(kind, "config_class")):
+        hint = did_you_mean(function or name, dir(import_module(module if named else "transformers")))
+        words = "expected module:function, a class of models in transformers, or a folder with config.json"
+        raise InvalidInput(f"model={name}: {hint}{words}")
     if named:
-        return f"from {module} import {function} as make", "make()"
-    made = f"hf.{name}(hf.{name}.config_class(**{SIZES}))"
-    if Path(name).exists():
-        made = f"hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained({name!r}))"
-    return "import transformers as hf", made
+        return kind, imported, "make()"
+    return lambda: kind(kind.config_class(**SIZES)), imported, f"hf.{name}(hf.{name}.config_class(**{SIZES}))"
 
 
 def list_cases(ranks: int) -> Iterator[Case]:
@@ -62,9 +62,10 @@ def list_cases(ranks: int) -> Iterator[Case]:
         yield replace(base, feature=name, ways=(way,))
 
 
-def make_batch(case: Case, seed: int = 2) -> dict[str, Tensor]:
+def make_batch(case: Case, words: int = 61, seed: int = 2) -> dict[str, Tensor]:
     """Whole sequences: input_ids [B, N], position_ids that restart, or an attention_mask with zeros for padding."""
-    ids = torch.randint(1, 61, (case.batch, case.tokens), generator=torch.Generator().manual_seed(seed), device="cpu")
+    source = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, words, (case.batch, case.tokens), generator=source, device="cpu")
     spans = find_spans(case)
     if "documents" in case.mask:
         return {
@@ -80,19 +81,7 @@ def find_spans(case: Case) -> list[tuple[int, int]]:
     mask, start = case.mask, 0
     if "documents" in mask:
         return [(start, start := start + length) for length in mask["documents"]]
-    return [(mask.get("left", 0), case.tokens - mask.get("padding", 0))]
-
-
-def _make(make: Callable[[], Any], *dtypes: torch.dtype) -> Any:
-    """The model without dropout, the same on every rank, its weights rounded to one dtype after the other."""
-    torch.manual_seed(1)
-    model = make().eval()
-    for dtype in dtypes:
-        model = model.to(dtype)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model
+    return [case.real]
 
 
 def _cotangent(case: Case, like: Tensor) -> Tensor:
@@ -107,50 +96,93 @@ def _is_token(case: Case) -> Tensor:
     return (place >= spans[0][0]) & (place < spans[-1][1])
 
 
-def _solve(make: Callable[[], Any], case: Case, dtype: torch.dtype) -> list[Tensor]:
-    """Logits and gradients of one process by eager attention, each sequence by itself, as fp64."""
-    model, ids = _make(make, getattr(torch, case.dtype), dtype), make_batch(case)["input_ids"]
-    model.set_attn_implementation("eager")
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the default takes no fp64
-    logits = torch.cat([model(ids[:, a:b], use_cache=False).logits for a, b in find_spans(case)], 1)
-    logits = torch.nn.functional.pad(logits, (0, 0, case.mask.get("left", 0), case.mask.get("padding", 0)))
-    loss = (logits * _cotangent(case, logits)).sum()
-    grads = torch.autograd.grad(loss, [*model.parameters()], materialize_grads=True)
-    return [x.detach().double() for x in (logits, *grads)]
+def check_model(name: str, case: Case) -> None:
+    """Raise InvalidInput for a model that one process cannot make, or run on such a case."""
+    try:
+        Tested(name).compute(case, torch.float32)
+    except InvalidInput:
+        raise
+    except (*REFUSALS, *CRASHES) as error:
+        words = (str(error).strip().splitlines() or [""])[0]
+        raise InvalidInput(f"model={name}: one process cannot run it: {type(error).__name__}: {words}") from None
 
 
-def compare(make: Callable[[], Any], target: Callable[..., Any], case: Case, device: torch.device) -> Verdict:
-    """The verdict on this rank's logits, and on the sums over the ranks of the gradients. Collective."""
-    rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), getattr(torch, case.dtype)
-    rows, model = place_rows(target, case.tokens, rank, ranks), _make(make, dtype).to(device)
-    if "checkpoint" in case.ways:
-        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+class Tested:
+    """A model with equal weights on all ranks, by itself and as parallelized by a target."""
 
-    def run(seed: int) -> Tensor:
-        batch = {name: x.to(device) for name, x in make_batch(case, seed).items()}
-        result = target(model, batch, group=dist.group.WORLD)
-        return getattr(result, "logits", result)
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(1)
+        self.base = load_model(name)[0]().eval()
+        for module in self.base.modules():  # nothing may drop in training mode
+            for key, value in vars(module).items():
+                if isinstance(value, float) and ("drop" in key or isinstance(module, torch.nn.Dropout)):
+                    setattr(module, key, 0.0)
+        table = getattr(self.base, "get_input_embeddings", lambda: None)()
+        self.words = min(61, getattr(table, "num_embeddings", 61))
+        for x in (*self.base.parameters(), *self.base.buffers()) if dist.is_initialized() else ():
+            held = x.detach().cuda() if dist.get_backend() == "nccl" else x.detach()
+            dist.broadcast(held, 0)
+            x.data.copy_(held)
 
-    if "again" in case.ways:  # buffers and caches of this call must not reach the next
-        run(4).sum().backward()
-        model.zero_grad()
-    local = run(5 if "differ" in case.ways and rank == 1 else 2)
-    if "differ" in case.ways:
-        return Verdict("wrong", "nobody noticed that rank 1 has other tokens", "logits", 1.0)
-    exact, alone = _solve(make, case, torch.float64), _solve(make, case, dtype)
-    (local * _cotangent(case, exact[0])[:, rows].to(local)).sum().backward()
-    found = [local.detach()]
-    for parameter in model.parameters():
-        found.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        dist.all_reduce(found[-1])
-    scale = max(float(x.abs().max()) for x in exact[1:])
-    allowed = max(find_tolerance(x, right, scale, dtype) for x, right in zip(alone[1:], exact[1:], strict=True))
-    real = _is_token(case)[rows]
-    rows, shown, largest = rows[real], found[0][:, None, real.to(device)], float(exact[0].abs().max())
-    right = exact[0][:, None, rows]
-    verdicts = [check("logits", shown, right, find_tolerance(alone[0], exact[0], largest, dtype), rows, largest)]
-    # All gradients share a tolerance, as small ones inherit the rounding of large ones.
-    for (name, _), mine, right in zip(model.named_parameters(), found[1:], exact[1:], strict=True):
-        verdicts.append(check(f"the gradient of {name}", mine, right, allowed, None, scale))
-    return choose(verdicts)
+    def compute(self, case: Case, dtype: torch.dtype) -> list[Tensor]:
+        """Logits and gradients of one process by eager attention, each sequence by itself, as fp64."""
+        model = deepcopy(self.base).to(getattr(torch, case.dtype)).to(dtype)
+        ids, options = make_batch(case, self.words)["input_ids"], {}
+        if hasattr(model, "set_attn_implementation"):
+            options = {"use_cache": False}
+            model.set_attn_implementation("eager")
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # the default takes no fp64
+        parts = [model(ids[:, a:b], **options) for a, b in find_spans(case)]
+        logits = torch.cat([getattr(part, "logits", part) for part in parts], 1)
+        logits = torch.nn.functional.pad(logits, (0, 0, case.mask.get("left", 0), case.mask.get("padding", 0)))
+        loss = (logits * _cotangent(case, logits)).sum()
+        grads = torch.autograd.grad(loss, [*_trained(model).values()], materialize_grads=True)
+        return [x.detach().double() for x in (logits, *grads)]
+
+    def solve(self, case: Case) -> tuple[list[Tensor], list[Tensor]]:
+        """What `compute` finds in fp64, and in the dtype of the case."""
+        return self.compute(case, torch.float64), self.compute(case, getattr(torch, case.dtype))
+
+    def compare(
+        self, target: Callable[..., Any], case: Case, device: torch.device, solved: tuple[list[Tensor], list[Tensor]]
+    ) -> Verdict:
+        """The verdict on this rank's logits, and on the sums over the ranks of the gradients. Collective."""
+        rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), getattr(torch, case.dtype)
+        rows, model = place_rows(target, case.tokens, rank, ranks), deepcopy(self.base).to(dtype).to(device)
+        exact, alone = solved
+        if "checkpoint" in case.ways:
+            model.train().gradient_checkpointing_enable({"use_reentrant": False})
+
+        def run(seed: int) -> Tensor:
+            batch = {name: x.to(device) for name, x in make_batch(case, self.words, seed).items()}
+            result = target(model, batch, group=dist.group.WORLD)
+            logits = getattr(result, "logits", result)
+            check_tensor("logits", logits, (case.batch, len(rows), exact[0].shape[2]))
+            return cast("Tensor", logits)
+
+        if "again" in case.ways:  # buffers and caches of this call must not reach the next
+            run(4).sum().backward()
+            model.zero_grad()
+        local = run(5 if "differ" in case.ways and rank == 1 else 2)
+        if "differ" in case.ways:
+            return Verdict("wrong", "no rank raised an error, although rank 1 has other tokens", "logits")
+        (local * _cotangent(case, exact[0])[:, rows].to(local)).sum().backward()
+        found = [local.detach()]
+        for parameter in _trained(model).values():
+            found.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            dist.all_reduce(found[-1])
+        scale = max(float(x.abs().max()) for x in exact[1:])
+        allowed = max(find_tolerance(x, right, scale, dtype) for x, right in zip(alone[1:], exact[1:], strict=True))
+        real = _is_token(case)[rows]
+        rows, shown, largest = rows[real], found[0][:, None, real.to(device)], float(exact[0].abs().max())
+        right = exact[0][:, None, rows]
+        verdicts = [check("logits", shown, right, find_tolerance(alone[0], exact[0], largest, dtype), rows, largest)]
+        # All gradients share a tolerance, as small ones inherit the rounding of large ones.
+        for name, mine, right in zip(_trained(model), found[1:], exact[1:], strict=True):
+            verdicts.append(check(f"the gradient of {name}", mine, right, allowed, None, scale))
+        return choose(verdicts)
+
+
+def _trained(model: Any) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -28,7 +28,8 @@ def see(case: Case) -> Tensor:
         lengths = torch.tensor(mask["documents"], device="cpu")
         number = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)
         seen &= number[:, None] == number
-    return seen & (place < case.tokens - mask.get("padding", 0))
+    first, end = case.real
+    return seen & (place >= first) & (place < end)
 
 
 def attend(case: Case, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -68,7 +69,8 @@ def make_inputs(case: Case) -> list[Tensor]:
     q, k, v, grad = (torch.randn(shape, generator=source, **made) for shape in shapes)
     if case.mask.get("dropout"):
         v = torch.eye(case.tokens, **made).expand(narrow).clone()
-    grad[:, :, case.tokens - case.mask.get("padding", 0) :] = 0.0
+    first, end = case.real
+    grad[:, :, :first] = grad[:, :, end:] = 0.0
     dtype = getattr(torch, case.dtype)
     return [x.to(dtype).double() for x in (q, k, v, grad)]
 

@@ -14,7 +14,7 @@ from .oracle import see
 #: How every script begins and ends. Its work is a function, so that no graph keeps the process group after its
 #: destruction: Gloo's threads would hold tensors while Python ends, which aborts.
 BEGIN = """# {feature}: torchrun --nproc-per-node {ranks} this.py
-import torch, torch.distributed as dist
+import copy, torch, torch.distributed as dist
 {target}
 def main(group):
     rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), torch.{dtype}
@@ -26,6 +26,7 @@ dist.destroy_process_group()
 """
 SCRIPT = """    torch.manual_seed(0)
     q, grad = torch.randn(2, {batch}, {heads}, {tokens}, {head_dim}).to(dtype).double()
+    grad[:, :, :{first}] = grad[:, :, {end}:] = 0
     k, v = torch.randn(2, {batch}, {kv_heads}, {tokens}, {head_dim}).to(dtype).double()
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     seen = torch.tensor({seen}).bool()  # queries x keys
@@ -38,24 +39,36 @@ SCRIPT = """    torch.manual_seed(0)
     out = out[0] if isinstance(out, tuple) else out
     found = [out, *torch.autograd.grad(out, mine, grad[:, :, rows].to(dtype))]
     for name, x, y in zip(("out", "dq", "dk", "dv"), found, exact):
-        print(f"rank {{rank}} {{name}}: largest error {{(x.double() - y[:, :, rows]).abs().max():.1e}}")
+        error = (x.double() - y[:, :, rows])[:, :, (rows >= {first}) & (rows < {end})].abs()
+        print(f"rank {{rank}} {{name}}: largest error {{error.max() if error.numel() else 0:.1e}}")
 """
 MODEL = """    torch.manual_seed(1)
     model = {model}.eval().to(dtype)
-    state = {{name: x.clone() for name, x in model.state_dict().items()}}
-    batch = {inputs}
-    ids = torch.tensor(batch["input_ids"])
-    rows = torch.tensor({rows}[rank])
-    out = {function}(model, {{name: torch.tensor(x) for name, x in batch.items()}}, group=group)
+    for x in model.state_dict().values():
+        dist.broadcast(x, 0)
+    alone = copy.deepcopy(model).double()
+    alone.set_attn_implementation("eager")
+    batch = {{name: torch.tensor(x) for name, x in {inputs}.items()}}
+    ids, rows = batch["input_ids"], torch.tensor({rows}[rank])
+    exact = torch.cat([alone(ids[:, a:b], use_cache=False).logits for a, b in {spans}], 1)
+    exact = torch.nn.functional.pad(exact, (0, 0, {first}, {padding}))
+    torch.manual_seed(0)
+    grad = torch.randn(exact.shape).double()
+    grad[:, :{first}] = grad[:, {end}:] = 0
+    out = {function}(model, batch, group=group)
     out = getattr(out, "logits", out).double()
-    torch.manual_seed(1)
-    alone = {model}.eval()
-    alone.load_state_dict(state)
-    alone.double().set_attn_implementation("eager")
-    for a, b in {spans}:
-        exact, seen = alone(ids[:, a:b], use_cache=False).logits, (rows >= a) & (rows < b)
-        error = (out[:, seen] - exact[:, rows[seen] - a]).abs()
-        print(f"rank {{rank}} tokens {{a}} .. {{b - 1}}: largest error {{error.max() if error.numel() else 0:.1e}}")
+    (exact * grad).sum().backward()
+    (out * grad[:, rows]).sum().backward()
+    real = (rows >= {first}) & (rows < {end})
+    error = (out - exact[:, rows])[:, real].abs()
+    print(f"rank {{rank}} logits: largest error {{error.max() if error.numel() else 0:.1e}}")
+    worst = 0.0
+    for x, y in zip(model.parameters(), alone.parameters()):
+        if x.requires_grad:
+            x.grad = torch.zeros_like(x) if x.grad is None else x.grad
+            dist.all_reduce(x.grad)
+            worst = max(worst, float((x.grad - y.grad).abs().max()))
+    print(f"rank {{rank}} gradients: largest error {{worst:.1e}}")
 """
 SIZES = ("feature", "batch", "heads", "kv_heads", "tokens", "head_dim", "dtype")
 
@@ -74,14 +87,18 @@ def write_script(target: Callable[..., Any], name: str, case: Case, ranks: int, 
         **{name: getattr(case, name) for name in SIZES},
         "ranks": ranks,
         "function": function,
+        **dict(zip(("first", "end"), case.real, strict=True)),
         "rows": [place_rows(target, case.tokens, rank, ranks).tolist() for rank in range(ranks)],
     }
     if model is not None:
-        more, made = models.spell(model)
-        batch = {name: x.tolist() for name, x in models.make_batch(case).items()}
-        spans = models.find_spans(case)
-        return (BEGIN + MODEL + END).format(**known, target=f"{source}\n{more}", model=made, inputs=batch, spans=spans)
-    cap = case.mask.get("softcap")
+        _, imported, made = models.load_model(model)
+        batch = {name: x.tolist() for name, x in models.make_batch(case, models.Tested(model).words).items()}
+        known |= {"inputs": batch, "spans": models.find_spans(case), "padding": case.mask.get("padding", 0)}
+        known |= {"model": made, "target": f"{source}\n{imported}"}
+        return (BEGIN + MODEL + END).format(**known)
+    cap, keywords = case.mask.get("softcap"), {**case.mask}
+    if keywords.pop("left", 0) + keywords.pop("padding", 0):
+        keywords["padding_mask"] = "((rows < {first}) | (rows >= {end})).expand({batch}, -1)".format(**known)
     return (BEGIN + SCRIPT + END).format(
         **known,
         target=source,
@@ -89,5 +106,5 @@ def write_script(target: Callable[..., Any], name: str, case: Case, ranks: int, 
         scale=case.mask.get("scale") or f"{case.head_dim} ** -0.5",
         softcap=f".div({cap}).tanh().mul({cap})" if cap else "",
         seen=see(case).int().tolist(),
-        keywords="".join(f", {key}={value!r}" for key, value in case.mask.items()),
+        keywords="".join(f", {key}={value}" for key, value in keywords.items()),
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
 
 import torch
@@ -18,10 +18,9 @@ from ...errors import InvalidInput
 from ...files import STDOUT, check_json, check_writable, write_json, write_text
 from ...simulator.reporting.console import get_console, print_paragraph
 from ...text import plural
-from ...transport.launcher import Launch, detect, init_process_group, show_note
+from ...transport.launcher import Launch, detect, init_process_group
 from ...transport.mpi import load
-from ..audit.cases import Case
-from ..audit.run import FAILURES, Finding, audit, choose_cases, finish, work
+from ..audit.run import FAILURES, Finding, audit, choose_cases, list_findings, work
 from .settings import AuditConfig
 
 
@@ -30,36 +29,41 @@ def main(config: AuditConfig) -> None:
     check_json(config.output.path)
     if config.output.page is not None:
         check_writable(Path(config.output.page))
-    if config.ranks < 2:
-        raise InvalidInput(f"ranks={config.ranks}: one rank sends nothing; try ranks=2")
     launch = detect()
     ranks = config.ranks if launch.kind == "none" else launch.world
+    if ranks < 2:
+        raise InvalidInput(f"ranks={ranks}: one rank sends nothing; try 2 ranks")
+    if not 0 < config.patience < inf:
+        raise InvalidInput(f"patience={config.patience}: must be a number of seconds > 0")
+    if config.model.spec is not None and config.model.path is not None:
+        raise InvalidInput(
+            f"model.path={config.model.path} has no meaning with model={config.model.spec}; leave out one"
+        )
     model = config.model.spec or config.model.path
     cases = choose_cases(ranks, config.features, model)
+    findings: list[Finding] = []
     if launch.kind == "none":
-        findings = []
-        for finding in audit(config.target, ranks, cases, config.patience, model):
-            show_note(f"{finding.case.feature}: {finding.verdict.verdict}")
-            findings.append(finding)
+        try:
+            findings.extend(audit(config.target, ranks, cases, config.patience, model))
+        finally:  # perhaps interrupted
+            if findings:
+                _report(config, model, ranks, findings)
     else:
         _join(launch, 60 * config.patience)
-        folder = Path(config.folder).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{launch.rank}.jsonl").unlink(missing_ok=True)  # of an earlier audit
 
-        def report(tried: Sequence[Case]) -> None:
-            _report(config, model, ranks, [*finish(folder, ranks, tried, config.target, model)])
-            if len(tried) < len(cases):
-                left = ", ".join(case.feature for case in cases[len(tried) :])
-                sys.stderr.write(f"ringattn: the ranks hang; not tried: {left}\n")
+        def report(told: list[str]) -> None:
+            found = [*list_findings(told, cases, config.target, ranks, model)]
+            _report(config, model, ranks, found)
+            if left := [case.feature for case in cases[len(found) :]]:
+                sys.stderr.write(f"ringattn: ranks hung or ended early; not tried: {', '.join(left)}\n")
             sys.stdout.flush()
 
-        work(launch.rank, config.target, cases, str(folder), config.patience, model, report)
+        told = work(launch.rank, config.target, cases, config.patience, model, report)
         dist.barrier()
         if launch.rank:
             return
-        findings = [*finish(folder, ranks, cases, config.target, model)]
-    _report(config, model, ranks, findings)
+        findings.extend(list_findings(told, cases, config.target, ranks, model))
+        _report(config, model, ranks, findings)
     if any(one.verdict.verdict in FAILURES for one in findings):
         sys.exit(1)
 
@@ -107,8 +111,9 @@ def _explain(one: Finding) -> str:
     verdict = one.verdict
     if verdict.verdict == "exact":
         return f"within {verdict.error:.0e} (allowed {verdict.tolerance:.0e})"
-    if verdict.verdict == "wrong" and verdict.error:
-        return f"rank {one.rank}: {verdict.why}, by {verdict.error:.0e} of the largest entry"
+    if verdict.verdict == "wrong":
+        by = "" if not verdict.error else f", by {verdict.error:.0e} of the largest entry"
+        return f"rank {one.rank}: {verdict.why}{', not finite' if verdict.error == inf else by}"
     return verdict.why
 
 

@@ -61,7 +61,6 @@ class AuditConfig:
     ranks: int
     features: list[str] | None
     patience: float
-    folder: str
     output: AdviseOutputGroup
 
 
