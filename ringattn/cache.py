@@ -178,7 +178,7 @@ class Value:
 
 
 class Numbered(Value):
-    """Base of values that a compiled function may make again in each call: equal values share a number in its graph."""
+    """Base of values that compiled code may make again in each call; equal ones have one number in its graph."""
 
     #: The key in `NUMBERED`. Every value has its own number, even if values are equal.
     number = 0

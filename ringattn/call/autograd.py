@@ -131,7 +131,7 @@ class Runner:
 
 
 class Attention(torch.autograd.Function):
-    """The whole ring as one node of the graph.
+    """The whole ring as one node of the autograd graph.
 
     Saves the inputs, out, lse and the K/V block of the forward's last step, with which the backward begins.
     """

@@ -45,7 +45,7 @@ ANSWERS = 1 << 22
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CompiledCall:
-    """The arguments of a call without its tensors, checked and normalized: all else that the computation depends on.
+    """The arguments of a call, checked and normalized: all that it depends on but the values of tensors.
 
     `sizes` are those of the tensors that kernels get, as keyword arguments of `PlanSizes`: a `key_padding_mask` is
     encoded in EXTRA more columns of q and k. `q_layout` is None if queries and keys are the same tokens. `rows` is the
@@ -146,7 +146,7 @@ def compile_call(
     """The `CompiledCall` of these arguments. Raises InvalidInput or Unsupported if they cannot be used.
 
     Equal arguments, tensors of equal shape, dtype and device, and equal switches of torch give the cached value, unless
-    the pattern is one that is selected by tensors in every call. `named` are keyword arguments of `_compile`.
+    the pattern depends on the values of tensors. `named` are keyword arguments of `_compile`.
     """
     make = partial(_compile, q, k, v, pattern, layout, options, **named)
     if getattr(pattern, "transient", True) and not isinstance(pattern, str):

@@ -237,7 +237,7 @@ def attention(
     q, k and v are CPU tensors, ordinary, pinned or mapped from a file; out, lse and the gradients are CPU tensors, too.
     Chunks of at most `chunk` rows are virtual ranks that run one after another; by default `call.offload.chunk_rows`
     chooses `chunk` from the free memory of the device. At any time the device holds the queries and the K/V rows of one
-    chunk, and of two other chunks the K/V rows that these queries see: one chunk in use, one being copied. Device
+    chunk, and two buffers for the K/V rows of others that these queries see: one in use, one being filled. Device
     memory does not grow with N. dK and dV are summed in host memory in fp32 (fp64 for fp64). A `key_padding_mask` costs
     copies of q, k and v in host memory.
     """

@@ -123,7 +123,7 @@ def _plan_together(transport: Transport, call: CompiledCall, stage: str, records
 
 
 def announces(transport: Transport, call: CompiledCall) -> bool:
-    """Whether ranks can compare the call while its messages travel, because each can plan it without the others.
+    """Whether ranks can compare the call while its messages travel, because each can make the plan without the others.
 
     A layout given by name needs the rows of all ranks, and dropout without a seed needs the seed of rank 0.
     """

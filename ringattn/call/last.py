@@ -12,7 +12,7 @@ from ..errors import Unsupported
 
 
 class Last(torch.autograd.Function):
-    """Returns the first `count` of its tensors unchanged; a backward through it raises Unsupported."""
+    """Returns the first `count` of its tensors unchanged; differentiating them again raises Unsupported."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -27,5 +27,5 @@ class Last(torch.autograd.Function):
 
 
 def make_last(found: Sequence[Any], *inputs: Tensor | None) -> Sequence[Any]:
-    """Returns the gradients `found` as a result of `inputs` whose backward is an error; torch would take 0 for it."""
+    """Returns gradients `found` as depending on `inputs`, so that differentiating them raises; torch would take 0."""
     return Last.apply(len(found), *found, *inputs) if torch.is_grad_enabled() else found

@@ -52,7 +52,7 @@ class StreamedPlan(Plan):
         return PullSchedule(self.demand).steps(rank)
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
-        """Bytes, counted, of the copies to and from a rank (None: all ranks)."""
+        """Bytes of the copies between host storage and a rank (None: all ranks), as counted during the run."""
         hops = (hop for step in self._steps(rank, backward) for hop in _hops(step))
         return sum(self.part_bytes(part) for hop in hops for part in hop.parts)
 
@@ -228,8 +228,8 @@ def row_bytes(
     Let e be the bytes of a number and w = max(e, 4). In the forward the device holds, in e bytes: q, out, the chunk's
     own K/V block and two K/V buffers; in w bytes: the sums of out, one visit's output and, for kernels that compute in
     fp32, q and one K/V block again; and lse with its partials. In the backward: in e bytes q, out, dO and the own K/V
-    block; in w bytes the same again for kernels that compute in fp32, dq, dk, dv, the gradients of two visits and four
-    buffers of K/V or dK/dV size; and lse.
+    block; in w bytes dq, dk, dv, the gradients of two visits, four buffers of K/V or dK/dV size and, for kernels that
+    compute in fp32, copies of q, out, dO and the own K/V block; and lse.
     """
     item = ITEM_BYTES[dtype]
     w, pair = max(item, 4), kv_heads * (head_dim + value_dim)
@@ -246,9 +246,9 @@ def row_bytes(
 def chunk_rows(tokens: int, *, device: torch.device, backward: bool, **sizes: Any) -> int:
     """The rows of a chunk that fits: half of the device's free memory divided by `row_bytes`, in multiples of 128.
 
-    `sizes` are those of `CompiledCall.sizes`. On the CPU, the results share this memory, and are counted. Patterns
-    whose heads see different numbers of keys need more buffers in the backward; give a smaller chunk= for these. Raises
-    OutOfMemory if one row does not fit.
+    `sizes` are those of `CompiledCall.sizes`. On the CPU, the results lie in the same memory, so their bytes per row
+    are added. Patterns whose heads see different numbers of keys need more buffers in the backward; give a smaller
+    chunk= for these. Raises OutOfMemory if one row does not fit.
     """
     per_row, result_bytes = row_bytes(backward=backward, **sizes)
     if device.type == "cuda":

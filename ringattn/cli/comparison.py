@@ -40,7 +40,7 @@ def headlines(record: dict[str, Any]) -> Cells:
 
 
 def read_overrides(overrides: Sequence[str]) -> Cells:
-    """The override values of a job by key; an option written as an expression appears under its group's name."""
+    """The override values of a job by key; an expression given for a group's option has the group's name as its key."""
     pairs = (override.lstrip("+").partition("=") for override in overrides)
     return {key.removesuffix(".spec"): value.strip("'") for key, _, value in pairs}
 

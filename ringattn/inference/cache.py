@@ -72,13 +72,13 @@ class KVCache:
         process: tensors then hold the rows of all ranks, in natural order.
     layout: the name of the layout that shards each prompt chunk. Rows stay on the ranks that computed them.
     page: tokens per page. New tokens of a step fill one page after another, page p is on rank p % P, and memory grows
-        and is freed by pages. Rows that no later query sees are dropped, except as many as `crop` needs to go back by
-        one page.
+        and is freed by pages. Rows that no later query sees are dropped, except those that are needed if `crop` goes
+        back by up to one page.
     max_tokens: the maximum number of tokens of a row.
     merge: how a step merges the ranks' partials: "gather" in one round of P - 1 messages per rank, "scatter" in two
         with 2 / P of the bytes, or "auto", the faster one on the links of `machine`.
-    windows: "shard", or "copy": in layers whose queries see a bounded number of keys, every rank holds all of these
-        keys, and a step sends no message.
+    windows: how layers whose queries see a bounded number of keys hold these: "shard", over the ranks as other layers
+        do; or "copy", all of them on every rank, so that a step of these layers sends no message.
     dtype: the dtype that keys and values are rounded to and stored in; None: their own.
 
     Only `prefill` and `step` are collective. Call every layer once for each chunk and each step; in the first of these
@@ -200,8 +200,8 @@ class KVCache:
     def crop(self, tokens: int | Sequence[int]) -> None:
         """Keep the first `tokens` slots, or drop the last -`tokens` if <= 0; a sequence has a number for each row.
 
-        One number for all rows counts padding, too; numbers for each row count only tokens. An empty cache is like new,
-        and takes any batch. Raises InvalidInput if this needs rows that were dropped.
+        One number counts slots, padding included; the numbers of a sequence count only tokens. An empty cache is like
+        new, and takes any batch. Raises InvalidInput if this needs rows that were dropped.
         """
         self._check_event("crop")
         if isinstance(tokens, int | np.integer):

@@ -66,9 +66,9 @@ class Holdings:
     """The slots that ranks hold in the layers of one pattern: by rank and block (`store.Block`), in local order.
 
     A slot is the place of a token in the cache, padding included. Ranks add rows to their last block only. With
-    `copies` every rank holds all slots. A query before slot `floor` may miss keys that were dropped. While layers take
-    new tokens, `keys` is the layout of the held slots and the chunk, `needed` the slots that later queries see, and
-    `kept` the rows to keep afterwards.
+    `copies` every rank holds all slots. No new query may be before slot `floor`, as keys that it sees may have been
+    dropped. While layers take new tokens, `keys` is the layout of the held slots and the chunk, `needed` the slots that
+    later queries see, and `kept` the rows to keep afterwards.
     """
 
     def __init__(self, ranks: int, *, copies: bool) -> None:

@@ -20,7 +20,7 @@ HORIZON = 1 << 60
 
 @dataclass(frozen=True)
 class SlottedPattern:
-    """The pattern of some layers of a cache, over slots instead of positions; `shifts[row]` relates the two."""
+    """The pattern of some layers of a cache, over slots (places in the cache) instead of positions; see `Shifts`."""
 
     bound: Pattern
     heads: int

@@ -151,9 +151,10 @@ def cut_rows(
     batch: Batch, group: ProcessGroup | DeviceMesh | None, layout: str | Layout | LayerMasks,
     cu_seqlens: Borders | None, shift: int, alone: str | None = None, first: int = 0,
 ) -> Tensors:  # fmt: skip
-    """`shard_batch` without a decoder; `alone` names the attention of one process whose loss unpacked rows must have.
+    """`shard_batch` without a decoder; `alone` names an attention implementation, such as "sdpa".
 
-    Such a process counts labels on padding, and counts padding as positions if the model's first position is 0.
+    With `alone`, rows without packed documents have the loss that one process has with it. It counts labels on padding,
+    and counts padding as positions if the model's first position is 0.
     """
     place = place_group(group)
     with ErrorReport(get_transport(place.group), POSITIONS):

@@ -60,7 +60,7 @@ def context_parallel(
     mesh: one axis of a DeviceMesh, such as mesh["cp"], or a ProcessGroup.
     buffers: tensors of whole sequences, equal on all ranks, such as tokens, labels and position tables. Each becomes
         this rank's rows, in place, and is whole again after the context. The first one sets the length; from a longer
-        table only the first rows are used. A BlockMask stays whole; only those that compiled code uses must be listed.
+        table only the first rows are used. A BlockMask stays whole, and must be listed only if compiled code uses it.
     buffer_seq_dims: the dim of the sequence in each buffer; None for a BlockMask.
     no_restore_buffers: buffers that keep this rank's rows afterwards. For a backward after the context, list all
         buffers that autograd saves, such as tokens; otherwise torch reports tensors that were changed in place.

@@ -123,7 +123,7 @@ class RingCache(Cache):  # type: ignore[misc]
 
     @property
     def place(self) -> int:
-        """The index, in `cache`, of the layer that `update` was called for."""
+        """The index in `cache` of the layer for which `update` was last called."""
         return self.places[self._layer]
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
@@ -171,7 +171,7 @@ class RingCache(Cache):  # type: ignore[misc]
 
     @property
     def is_sliding(self) -> list[bool]:
-        """False for each layer: every layer counts all tokens."""
+        """False for each layer, even with a window: each reports the length of all tokens."""
         return [False] * len(self)
 
     @property
@@ -262,10 +262,7 @@ class Generation:
         return cast(Tensor, cache.step(place, q, k, v, sinks=sinks, note=self.note, **options))
 
     def finish(self, result: Any, group: ProcessGroup) -> Any:
-        """`result` with the logits that the caller asked for, gathered from the whole prompt, on every rank.
-
-        Collective.
-        """
+        """`result`, with the logits of the positions that the caller asked for, gathered on every rank. Collective."""
         self.past.running = self.past.sharded = False
         if not self.past.windows:
             self.past.count(self.rows, result["logits"], self.note)

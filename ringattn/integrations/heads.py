@@ -142,9 +142,9 @@ def pool(
 def find_pooling(model: PreTrainedModel, field: str) -> str:
     """Which rows a model's head reads to compute `field` of its result: "first", "last", "mean", "late" or "rows".
 
-    late: the head runs on each row, and the results are averaged; rows: it runs on each row, and no more. Found by
-    running a copy of the head with random weights on random rows. Raises Unsupported for a head that reads anything
-    else.
+    late: the head runs on each row, and its results are averaged; rows: the same, but the results are not combined.
+    Found by running a copy of the head with random weights on random rows. Raises Unsupported for a head that reads
+    anything else.
     """
     pooler, below = _copy(getattr(model.base_model, "pooler", None)), nn.Identity()
     head = _copy(model, {id(model.base_model): below})
@@ -223,7 +223,7 @@ class HeadCall:
         self.others = given
 
     def hide(self) -> dict[str, Any]:
-        """The call's arguments; a head that does not read every row is shown one token of each sequence."""
+        """The call's arguments for the head; unless it reads every row, they have one token per sequence."""
         ids = torch.ones_like(self.sequences.index)
         if self.pooling == "late":
             ids = ids.reshape(-1, 1)

@@ -39,7 +39,7 @@ class _Frame(NamedTuple):
     mask: Tensor | None = None
 
     def where(self, name: str, rows: int) -> dict[str, Any]:
-        """The arguments that tell the layer function `name` how the sequence is cut; this rank has `rows` rows."""
+        """The keyword arguments that tell our function `name` how the sequence is cut; this rank has `rows` rows."""
         if self.ring is None:
             return {"layout": "contiguous", "ranks": 1, "documents": Documents([1] * rows)}
         group, generation = self.ring.place.group, self.ring.call.generation

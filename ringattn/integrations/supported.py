@@ -152,7 +152,7 @@ def _tell(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def scale_by_position(module: Any, query: torch.Tensor) -> torch.Tensor:
-    """The queries [B, H, n, D]; if the layer scaled them as positions 0 .. n-1, rescaled by the true position_ids."""
+    """The queries [B, H, n, D]; if the layer scaled them as positions 0 .. n-1, corrected to the true position_ids."""
     if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
         return query
     positions: Any = getattr(module, PLACES)

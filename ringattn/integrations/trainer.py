@@ -122,7 +122,7 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
         return super().reduce(tensor, reduction, scale) if self.mesh is None else recursively_apply(join, tensor)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """`Accelerator.prepare_data_loader`, with one share of the data per group."""
+        """`Accelerator.prepare_data_loader`, where each cp group gets its own share of the data."""
         config = self.dataloader_config
         dispatch, config.dispatch_batches = config.dispatch_batches, False  # its dispatcher splits by rank
         if dispatch and isinstance(data_loader.dataset, IterableDataset) and self.mesh is not None:

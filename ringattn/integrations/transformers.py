@@ -133,7 +133,7 @@ class _Call:
     numbers: ExitStack | None = None
 
     def end(self) -> None:
-        """Drop the state that only this forward needs; what a recomputing backward needs stays."""
+        """Drop the state that only this forward needs; what a backward that recomputes the forward needs stays."""
         if self.numbers is not None:
             self.numbers.close()
         self.runs = False
@@ -189,7 +189,8 @@ def parallelize(
     layout: how `shard_batch` or `Collator` cuts sequences: a name such as "zigzag", a Layout for batches of one length,
         or `LayerMasks.of(model)`, which balances the masks of all layers over the documents of each batch; with
         whole=True "balanced" does this, and "auto" does it if the first packed batch is predicted to be faster than on
-        zigzag and contiguous shards. `generate()` cuts prompts by `layout` if it is any other name, else by zigzag.
+        zigzag and contiguous shards. `generate()` cuts prompts by `layout` if that is a name other than these two, else
+        by zigzag.
     whole: if True, calls take whole sequences, equal on all ranks, cut them, and return the loss and all rows on every
         rank, so that a program for one process runs unchanged. With labels they return no logits, which are large. All
         ranks must compute the same loss; the mean of their gradients, as DDP and FSDP take it, is its gradient.

@@ -29,7 +29,7 @@ OWN = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_le
 
 
 def draw_alone(group: ProcessGroup, call: int) -> ExitStack:
-    """Make this rank draw random numbers of its own, as for dropout, in call `call`, until the returned stack closes.
+    """Let this rank draw its own random numbers, as for dropout, in call `call`, until the returned stack closes.
 
     The generator then continues as if the call had drawn nothing. Otherwise ranks that draw for fewer rows would get
     out of step with the others, and draw a different next batch.

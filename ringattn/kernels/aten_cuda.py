@@ -33,9 +33,9 @@ _aten = torch.ops.aten
 class AtenCuda(Kernel):
     """One of the three ops or, without a choice, the fastest op that can compute each call.
 
-    - Flash computes any band, after cuts.
-    - The memory-efficient op does so if flash cannot run: for fp32, on devices before compute capability 8.0, and after
-      torch.backends.cuda.enable_flash_sdp(False).
+    - Flash computes any band, cut into calls that flash can express.
+    - The memory-efficient op replaces flash where that cannot run: for fp32, on devices of a compute capability below
+      8.0, and after torch.backends.cuda.enable_flash_sdp(False).
     - cuDNN computes dense and causal calls in 16 bits if `CudaDevice` considers it correct and fast, unless
       `deterministic` or torch.use_deterministic_algorithms asks for determinism. It builds a plan for each shape and
       stride, so flash computes works whose shapes will not recur, such as those of documents and of blocks selected for

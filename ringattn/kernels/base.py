@@ -35,7 +35,7 @@ SQUARE_KEYS = 32
 
 @dataclass(frozen=True)
 class OpChoice:
-    """Which ops of a kernel compute a work, with the number of calls of each, and why its other ops do not."""
+    """Which ops of a kernel compute a work, with the number of calls of each, and why the kernel's other ops do not."""
 
     kernel: str
     calls: tuple[tuple[str, int], ...]
@@ -205,7 +205,7 @@ def positive(scale: float) -> tuple[float, float]:
 
 
 def cut(work: Work, reads: Callable[[Work], bool]) -> Iterator[Work]:
-    """The calls that compute a work, each with a band that `reads` accepts: the work, or two or three runs of its rows.
+    """The calls that compute a work, with bands that `reads` accepts: the work, or two or three runs of its rows.
 
     Each run is bounded by `lo` alone, by `hi` alone, by both or by neither, and has only the keys that its rows see: if
     `lo` binds, the last key is the last one that the last row sees; if `hi` binds, the first key is the first one that
@@ -227,8 +227,8 @@ def cut(work: Work, reads: Callable[[Work], bool]) -> Iterator[Work]:
 def halve(triangle: Work, least: int) -> Iterator[Work]:
     """The calls that compute a triangle: squares, and triangles of at most `least` rows.
 
-    `least` is at least SQUARE_KEYS, so that no half of a triangle is empty. The purpose: in a triangle, ops also
-    compute hidden pairs, of which the flash op for CPUs computes up to 512 per row.
+    `least` is at least SQUARE_KEYS, so that no half of a triangle is empty. The purpose: within a triangle, ops also
+    compute some hidden pairs (the flash op for CPUs up to 512 per row), fewer in smaller ones.
     """
     rows = len(triangle.q)
     if rows <= least:

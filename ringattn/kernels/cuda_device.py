@@ -38,9 +38,9 @@ class CudaDevice:
     """The facts about a CUDA device that decide which op computes a call.
 
     `cudnn` is torch.backends.cudnn.version(), such as 91501, or None without cuDNN and on ROCm, where MIOpen reports
-    its own version. `disabled` has the ops that torch.backends.cuda.enable_..._sdp(False) has switched off. `flash` is
-    the implementation behind the flash op: "FA2", or the one that torch.nn.attention.activate_flash_attention_impl has
-    activated.
+    its own version. `disabled` are the ops that the user has switched off with
+    torch.backends.cuda.enable_..._sdp(False). `flash` is the implementation behind the flash op: "FA2", or the one that
+    torch.nn.attention.activate_flash_attention_impl has activated.
     """
 
     capability: tuple[int, int]

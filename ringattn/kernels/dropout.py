@@ -32,7 +32,8 @@ class Dropout:
     seed: 0 <= seed < 2^63, equal on all ranks. Equal seeds drop the same weights. None: each call takes a number from
         torch's default CPU generator on rank 0, which gradient checkpointing restores for its recomputation.
 
-    For numbering the weights, a batch whose elements have their own documents is one long sequence.
+    Weights are told apart by their positions; if each element of a batch has its own documents, positions count through
+    the batch.
     """
 
     p: float
@@ -78,8 +79,8 @@ def shift(x: Tensor, bits: int) -> Tensor:
 def row_streams(seed: int, batch: int, heads: Tensor, positions: Tensor) -> Tensor:
     """Seeds of the streams of query rows, int64 [B, H, n, 1], for heads int64 [H] and positions int64 [1 or H, n].
 
-    `seed` starts a stream; its element number b seeds a stream for batch element b, of which element h seeds one for
-    head h, and of that, the element of a position seeds the row's.
+    `seed` starts a stream. Its number b seeds the stream of batch element b, whose number h seeds that of head h, whose
+    number at a row's position seeds the stream of the row.
     """
     streams = torch.full((1, 1, 1), seed, dtype=torch.int64, device=heads.device)
     elements = torch.arange(batch, device=heads.device)

@@ -57,8 +57,8 @@ class _Window:
         """The window that hides the same pairs of all works; None if there is none, or if flash misreads it.
 
         A bound of at least (keys or rows of a work) - 1 hides nothing of the work. Flash compares the bounds with the
-        largest number of keys of a sequence (see `flash_reads`), which hides no other pairs unless a sequence has more
-        rows than that number.
+        largest number of keys of a sequence (see `flash_reads`), which changes the hidden pairs only if a sequence has
+        more rows than that number.
         """
         if None not in (self.left, other.left) and self.left != other.left:
             return None
@@ -82,7 +82,7 @@ def pack(calls: list[Work], *, repeats_keys: bool = True) -> list[Work]:
     """The calls of a visit, or fewer calls with the same pairs.
 
     Works whose rows and keys are neighbours become one call on views. Other works become one call on copies of their
-    rows and keys if that makes fewer launches; with `repeats_keys`, a key may be in several of its sequences.
+    rows and keys if that makes fewer launches; with `repeats_keys`, several of its sequences may have the same key.
     """
     views = _chain(calls)
     if len(views) <= GATHER_CALLS:

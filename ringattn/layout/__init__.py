@@ -56,7 +56,7 @@ class Layout(Numbered, ABC):
 
     @property
     def digest(self) -> str:
-        """Text that differs for partitions of equal `name`, `tokens` and `ranks`; "" if those fix the layout."""
+        """Text that tells apart layouts with equal `name`, `tokens` and `ranks`; "" if these determine the layout."""
         return ""
 
     @property

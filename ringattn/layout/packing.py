@@ -37,9 +37,10 @@ def pack(
 ) -> tuple[int, Shares] | None:
     """(step, shares): the positions of each rank, counted in steps of `step` tokens. Pure.
 
-    Of contiguous and zigzag shards and of documents that fill one rank after another (`_Filling`), takes what receives
-    the fewest rows and keeps every rank's pairs within `BOUND` times the mean. If nothing does, `dealt(step)` competes,
-    too, and of those whose busiest ranks have about the fewest pairs, what receives the fewest rows wins.
+    The candidates are contiguous shards, zigzag shards, and documents that fill one rank after another (`_Filling`). Of
+    those that give no rank more than `BOUND` times the mean number of pairs, the one with the fewest received rows
+    wins. If there is none, `dealt(step)` is a candidate, too, and of those whose busiest rank has about the fewest
+    pairs, the one with the fewest received rows wins.
 
     masks: (pattern, weight). most_runs: the most runs of adjacent positions on a rank. Returns None without tokens, or
     if some query attends more than one run of keys.
@@ -219,7 +220,7 @@ class _Filling:
         return self.tokens > 0 and (self.tokens > self.below[0] or self.missing > self.below[1])
 
     def least(self, tokens: int, skip: int) -> int:
-        """About the fewest pairs that `tokens` tokens, taken as whole parts, can have, without part number `skip`."""
+        """An estimate of the fewest pairs of whole parts with `tokens` tokens in all, without part number `skip`."""
         count = pairs = 0
         for i, (more, first, end) in enumerate(self.pool):
             if count >= tokens:

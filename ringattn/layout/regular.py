@@ -407,11 +407,12 @@ def balance(
 ) -> Balanced:
     """The layout that balances every pattern of `masks`, which holds (pattern, weight), over `heads` query heads.
 
-    If every query attends one run of keys and `chunk` is None, `pack` places documents: the runs tell it which rows
-    have to travel. Chunks of other masks, such as blocks, are dealt by their pairs, with O(chunks) calls of `count` for
-    each pattern. There are at least 8 chunks per rank, each a multiple of 128 tokens if it is longer than 128. If few
-    rows hold most pairs, as with global blocks, only a smaller chunk can balance them. Raises InvalidInput for invalid
-    sizes, for a pattern that does not fit, and for dealt chunks of more than `most_runs` runs.
+    If every query attends one run of keys and `chunk` is None, `pack` places documents: from the keys that each query
+    attends it knows which rows have to travel. Chunks of other masks, such as blocks, are dealt by their pairs, with
+    O(chunks) calls of `count` for each pattern. There are at least 8 chunks per rank, each a multiple of 128 tokens if
+    it is longer than 128. If few rows hold most pairs, as with global blocks, only a smaller chunk can balance them.
+    Raises InvalidInput for invalid sizes, for a pattern that does not fit, and for dealt chunks of more than
+    `most_runs` runs.
     """
     # Report wrong numbers before the patterns are counted.
     sized, _ = Contiguous(tokens, ranks), Balanced(0, 1, 1 if chunk is None else chunk, ())

@@ -15,7 +15,7 @@ SIZES = (0, 4096, 16384)
 
 @dataclass(frozen=True)
 class ErrorBand:
-    """`rows` published passes or steps: 90 % took `low` to `high` times as long as a model fitted without them says."""
+    """Of `rows` published passes or steps, 90 % took `low` to `high` times what a model fitted without them says."""
 
     rows: int
     low: float
@@ -53,7 +53,7 @@ def describe_steps(outside: Sequence[str]) -> str:
 
 
 def step_band(outside: Sequence[str]) -> tuple[float, float]:
-    """(low, high) factors on a modelled step; twice as wide in logarithms if `outside` lists what is unpublished."""
+    """(low, high) factors on a modelled step; both squared if `outside` names what published steps do not cover."""
     power = 2 if outside else 1
     return STEPS.low**power, STEPS.high**power
 

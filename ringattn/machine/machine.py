@@ -221,9 +221,9 @@ class Machine:
     def crowd(self, source: Any, target: Any, ranks: int, group: int = 1) -> Any:
         """How many messages share the link of a message within a node if every rank sends over the same distance.
 
-        At most `switch` ranks share a link, and at most as many send over it as `source` and `target` are ranks apart;
-        if the node has no other ranks, links are not shared. Each of the `ranks` ranks stands for `group` neighbours.
-        Takes numbers or arrays.
+        At most `switch` ranks share a link, and no more messages than `source` and `target` are ranks apart; if the
+        node has no other ranks, links are not shared. Each of the `ranks` ranks stands for `group` neighbours. Takes
+        numbers or arrays.
         """
         if self.switch is None or self.switch >= min(self.ranks_per_node, ranks) * group:
             return 1

@@ -158,7 +158,7 @@ class AdaptiveAttention(RingAttention):
         return out, lse
 
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
-        """Fraction of key blocks that the last call selected, which no argument changes; 0 before the first call."""
+        """Fraction of key blocks that the last call selected, 0 before the first call; the arguments are ignored."""
         return 0.0 if self.blocks is None else float(self.blocks.mean())
 
     def _check_and_place(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

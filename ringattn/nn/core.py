@@ -199,7 +199,7 @@ class RingAttention(nn.Module):
         return result if isinstance(result, tuple) else (result,)
 
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
-        """Fraction of (query, key) pairs that are computed, as a plan counts them: twice if in two branches."""
+        """Fraction of (query, key) pairs that are computed, as in a plan: a pair in two branches counts twice."""
         return make_plan(self.pattern, tokens=tokens, ranks=1, heads=heads).density
 
     @compilable

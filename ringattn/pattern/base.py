@@ -56,7 +56,7 @@ class Pattern(Numbered, ABC):
 
     @property
     def varies(self) -> bool:
-        """Whether tiles change shape with each step of training, as with documents: then ops should not cache by it."""
+        """Whether tiles change shape in each step of training, as with documents; ops should not cache by it then."""
         return self.transient
 
     @property

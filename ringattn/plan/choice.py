@@ -61,6 +61,6 @@ class Choice:
         return 2048 + 1024 * len(self.candidates)
 
     def fastest_without_ulysses(self) -> Candidate:
-        """The fastest compared candidate without Ulysses groups; if none was compared, the first: the ring."""
+        """The fastest compared candidate without Ulysses groups; if none was compared, the first one, the ring."""
         without = [candidate for candidate in self.candidates if split_ulysses(candidate.schedule)[0] == 1]
         return min((c for c in without if c.prediction is not None), key=lambda c: c.seconds, default=without[0])

@@ -43,7 +43,7 @@ MOST_RANGES = 4
 def sampled_ranks(ranks: int, most: int, fewest: int | None = None, work: int = 0, *, ends: bool = False) -> list[int]:
     """Evenly spaced ranks that stand for all: at most `most`, or all ranks if there are fewer.
 
-    With `fewest`, for work that grows with the number of ranks for each of them, about `work` / `ranks` ranks, and at
+    With `fewest`, for callers whose work per sampled rank grows with `ranks`: about `work` / `ranks` ranks, but at
     least `fewest`. With `ends`, they include the first and the last rank; otherwise they are the middles of equal
     sections.
     """
@@ -316,7 +316,7 @@ class KeyDemand(BlockDemand):
 
     @cached
     def first_works(self, rank: int, owner: int, most: int | None) -> tuple[tuple[Work, ...], bool]:
-        """(joined works of the first `most` tiles of a visit (None: of all), whether there are no more tiles)."""
+        """(joined works of a visit's first `most` tiles (None: of all), whether these are all of its tiles)."""
         if most is None:
             return self.joined_works(rank, owner), True
         first = list(islice(self._find_tiles(rank, owner), most + 1))

@@ -76,7 +76,7 @@ class Step:
 
     @property
     def posts(self) -> list[tuple[int, tuple[Hop, ...], tuple[Hop, ...]]]:
-        """The step's messages by when they are waited for: (`Hop.until`, sends, receives) of each group."""
+        """The messages of the step, grouped by when they are waited for: (`Hop.until`, sends, receives) each."""
 
         def due(hops: tuple[Hop, ...], end: int) -> tuple[Hop, ...]:
             return tuple([hop for hop in hops if hop.until == end])

@@ -31,8 +31,8 @@ class Work(Value):
     repetitions are disjoint, keys may overlap.
 
     `sequences` is set by `kernels.packing`: the works that were packed into this one. A row then attends only keys of
-    its own sequence, and i and j count relative to the end of the sequence's rows and keys. If the sequences do not lie
-    one after another, `q` and `k` are only ranges that enclose them.
+    its own sequence, and i and j count back from the last row and the last key of the sequence. If the sequences do not
+    lie one after another, `q` and `k` are only ranges that enclose them.
     """
 
     heads: range
@@ -130,7 +130,7 @@ def _is_short(work: Work) -> bool:
 
 
 def join_keys(works: Iterable[Work], joins: Callable[[Work], bool] = _is_short) -> list[Work]:
-    """The works, with those on the same few query rows joined into one work that has the key runs of all of them.
+    """The works, in which works on the same few query rows are joined into one that has the key runs of all.
 
     One kernel call on keys copied together is faster than a call and a merge for each short run. At most one of the
     joined works has a band; its keys come last. Works for which `joins` is False stay as they are.
@@ -230,7 +230,7 @@ def sees_some(pattern: Pattern, q: range, k_shard: Sequence[range], heads: int) 
 def find_tiles(pattern: Pattern, q_shard: Sequence[range], k_shard: Sequence[range], heads: int) -> Iterator[Tile]:
     """Tiles in local row indices. A tile with a band has equal q and k steps if queries and keys have one layout.
 
-    The rows of a cache and of its chunks have many ranges. Therefore the pattern is asked for many ranges of keys at
+    The shards of a cache that was filled in chunks have many ranges, so the pattern is asked for many ranges of keys at
     once; if the answer has bands, or more tiles than ranges, it is asked again for each half of the ranges.
     """
     starts = [0, *accumulate(map(len, k_shard))]

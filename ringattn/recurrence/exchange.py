@@ -122,7 +122,7 @@ class Ranks:
     def open(self, x: Tensor, *unused: Tensor | None) -> tuple[Tensor, Tensor]:
         """x, and the first autograd token of the call.
 
-        `unused`: tensors that this rank perhaps does not use; they get zeros.
+        `unused`: tensors that may not affect this rank's output; their gradients are then zeros, not None.
         """
         return _Open.apply(x, *unused)
 

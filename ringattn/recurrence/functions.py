@@ -104,7 +104,7 @@ class _Chunks:
     def scan(
         self, initial: Tensor | None, zero: Tensor, step: Callable[..., Tensor], *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(the state before each chunk, that after each piece); `step(states, *chunks)` gives those after chunks."""
+        """(the state before each chunk, that after each piece); `step` maps states before chunks to those after."""
         state = zero.expand(len(self.order), *zero.shape) if initial is None else initial.to(zero.dtype)[self.order]
         before, ended = [], []
         # Split at once: the backward of a slice fills a tensor as large as the whole.

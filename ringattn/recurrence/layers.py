@@ -173,7 +173,7 @@ class _Scan:
         return states, token
 
     def summarize(self, plan: RunPlan, rows: Mapping[int, Rows]) -> dict[int, Tensor]:
-        """The maps of all local runs that others need, packed; 0 where a document ends with the run."""
+        """The maps of all local runs that others need, packed; 0 for batch rows where a document ends with the run."""
         sources, units = {hop.source for hops in plan.rounds[:1] for hop in hops}, dict[int, Tensor]()
         for rank, pieces in self.pieces.items():
             tails = [piece for piece in pieces if piece.goes_on and piece.run in sources]

@@ -39,7 +39,10 @@ class LayoutRun(NamedTuple):
 
 
 class RunHop(NamedTuple):
-    """The last `rows` rows of run `source` go to run `target`; target R + r, with R runs, is rank r's final state."""
+    """The last `rows` rows of run `source` go to run `target`.
+
+    With R runs in all, target R + r stands for the final state on rank r.
+    """
 
     source: int
     target: int
@@ -122,7 +125,7 @@ class RunPlan:
         return found
 
     def seconds(self, machine: Machine) -> float:
-        """The modelled seconds of a forward: of each round the latency, and the bytes of the busiest rank."""
+        """The modelled seconds of a forward: summed over rounds, latency and the busiest rank's bytes."""
         total = 0.0
         for number in range(len(self.rounds)):
             busy: dict[tuple[int, int], float] = {}
@@ -177,7 +180,7 @@ def plan_states(layout: Layout, documents: Documents | None, unit: int, machine:
 
 @lru_cache(maxsize=256)
 def plan_rows(layout: Layout, documents: Documents | None, count: int, unit: int, *, ends: bool = False) -> RunPlan:
-    """The exchange of the last `count` rows before each run, or with `ends` before the end of the sequence."""
+    """Gives each run the last `count` rows before it or, with `ends`, each rank those at the end of the sequence."""
     runs = list_runs(layout)
     targets = [*enumerate(zip((run.start for run in runs), _oldest(documents, runs), strict=True))]
     if ends:

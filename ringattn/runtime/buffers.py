@@ -173,7 +173,7 @@ class StepMessages(ABC):
 
     @abstractmethod
     def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
-        """The buffer that holds the message to send, and those of its parts that may go once it is sent."""
+        """The buffer that holds the message to send, and those of its parts that may be dropped once it is sent."""
 
     def make_room(self, hop: Hop) -> Buffer:
         """The buffer to receive a message in."""

@@ -20,10 +20,10 @@ class Centre:
     """The key that a rank subtracts from all keys in a pass: its own first key if logits are large, else none.
 
     Kernels round the lse of each call: fp32 numbers near 374, say, are 3e-5 apart. Such errors would give the calls of
-    a row wrong weights in the output, and weights unlike the backward's, multiplied by what all keys have in common.
-    After the subtraction, logits and these errors are small. What each row's logits lost is added back to lse in fp64,
-    and the row sum of dS times the key to dq = dS k, see `rows`. Only the first key and the first query decide whether
-    to subtract, so no later token changes the bits of an earlier row.
+    a row wrong weights in the output, and in the backward weights unlike the forward's, an error that is multiplied by
+    what all keys have in common. After the subtraction, logits and these errors are small. The number by which each
+    row's logits fell is added back to lse in fp64; (row sum of dS) x key is added back to dq, see `restore`. Only the
+    first key and the first query decide whether to subtract, so no later token changes the bits of an earlier row.
     """
 
     def __init__(self, kernel: Kernel, q: Tensor, k: Tensor, scale: float) -> None:
@@ -75,6 +75,6 @@ def _select(key: Tensor, of: AllRows | RowSet) -> Tensor:
 
 
 def restore(dq: Tensor, key: Tensor) -> Tensor:
-    """dq for the original keys, from dq for keys minus `key`, whose next column holds the row sum of dS."""
+    """Convert dq for keys minus `key`, whose next column holds the row sums of dS, to dq for the original keys."""
     width = key.shape[-1]
     return crop_to(dq, width) + dq[..., width : width + 1] * key

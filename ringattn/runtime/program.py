@@ -100,8 +100,8 @@ def exchanges_heads(plan: Plan) -> bool:
 def batches(work: Work, count: int) -> Sequence[slice | None]:
     """The slices of a batch of `count`, one per kernel call; None is the whole batch.
 
-    A work with repetitions takes one element of the batch per call. A packed work counts as at least 5 rows per
-    sequence: so BATCH_ROWS, 262,144, allows 52,428 sequences in a call, and a CUDA grid 65,535.
+    A work with repetitions takes one element of the batch per call. In a packed work each sequence counts as at least 5
+    rows, so that a call (BATCH_ROWS = 262,144) has at most 52,428 sequences; a CUDA grid has at most 65,535.
     """
     if count <= 1:
         return (None,)

@@ -116,7 +116,7 @@ TAGS = SPAN << TAG_BITS
 
 
 class Tags(NamedTuple):
-    """Maps the tags of a plan, unique only between two ranks within one pass, to the tags of one pass's messages."""
+    """Maps the tags of a plan, unique only for two ranks within one pass, to tags that tell passes apart, too."""
 
     first: int
     step: int

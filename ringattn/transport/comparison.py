@@ -123,7 +123,7 @@ class Comparison:
             )
 
     def part(self, number: int, why: str) -> None:
-        """Report to all ranks that event `number` fails: `why` says what is late; empty if fingerprints differ."""
+        """Tell all ranks that they part at event `number`: `why` says what is late, "" that fingerprints differ."""
         if self.error is None and self._parted is None:
             self._report(PARTED, self.rank, json.dumps([number, why]).encode())
             self._stand(number, why)
@@ -158,7 +158,7 @@ class Comparison:
             self._tell_loss(peer, f"rank {peer} is gone: its process has ended, or its host; look for its first error")
 
     def tick(self) -> None:
-        """Once the time for the other ranks' reports is over, build the error from those that came."""
+        """Called repeatedly: once the time for the ranks' reports is over, build the error from those that came."""
         if self.deadline is not None and time.monotonic() >= self.deadline:
             self._conclude()
 

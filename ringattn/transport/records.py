@@ -50,10 +50,10 @@ class ErrorReport:
     """`with ErrorReport(transport, stage): ...` reports an exception of the block to the other ranks.
 
     The other ranks receive the report in their exchange of that stage; with `deferred`, at once, wherever they are.
-    Errors of the `common` types are not reported, as every rank raises them itself. The exception propagates on this
-    rank, even if the report fails. If the block raises nothing, nothing is sent. With `once`, an error that an exchange
-    within the block has already reported is not sent again: the other ranks have raised it, and would take the report
-    for their next call.
+    Exceptions of the types in `common` are not reported, because they occur on every rank alike. The exception
+    propagates on this rank, even if the report fails. If the block raises nothing, nothing is sent. With `once`, an
+    error that an exchange within the block has already reported is not sent again: the other ranks have raised it, and
+    would take the report for their next call.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ def default_of(settings: object, name: str) -> Any:
 
 
 def refuse(config: object, keys: str, reason: str) -> None:
-    """Raise InvalidInput if any of `keys` (separated by spaces) was changed from its default, as it has no effect here.
+    """Raise InvalidInput if any of `keys` (separated by spaces) was changed: for keys that have no effect here.
 
     `reason` completes the message "key=value has no meaning ...".
     """
@@ -64,7 +64,7 @@ def check_least(config: object, prefix: str = "", **least: int) -> None:
 
 
 def check_file(group: str, spec: str | None, path: str | None, what: str) -> None:
-    """Raise InvalidInput unless a group has both the option `file` and a path, or neither; `what`: the kind of file."""
+    """Raise InvalidInput unless a group has both the option `file` and a path, or neither; `what` names the file."""
     if spec == "file" and path is None:
         raise InvalidInput(f"{group}=file needs {group}.path=..., {what}; or give its path as {group}=./my.file")
     if spec != "file" and path is not None:
@@ -91,7 +91,7 @@ class ConfigGroup:
 
 @dataclass
 class PatternGroup(ConfigGroup):
-    """A pattern: `spec` is its Python repr, into which conf/pattern/*.yaml insert the other fields.
+    """A pattern: `spec` is its text as a Python expression, which conf/pattern/*.yaml fill in from the other fields.
 
     For a list of patterns, `weights` are the numbers of layers with each.
     """
@@ -140,7 +140,7 @@ def with_machine_numbers(group: type[Group]) -> type[Group]:
 @dataclass
 @with_machine_numbers
 class MachineGroup(ConfigGroup):
-    """A machine preset or machine file, and numbers that override it; None keeps its number.
+    """A machine preset or machine file, and numbers that override its own; a field that is None overrides nothing.
 
     `library` names the kernels of a preset, such as fa2; None: its first.
     """
@@ -224,8 +224,8 @@ class NumericsGroup:
 
     `fault` is injected into the visit of rank `fault_rank` to the block of rank `fault_owner`. Default `fault_rank`:
     the rank of the last sampled row, or the middle rank with mode="all"; default `fault_owner`: the rank before it. The
-    faults "lost" and "scaled" change gradients that return; for them both defaults are the rank of the first sampled
-    row.
+    faults "lost" and "scaled" change gradients on their way back; for these both ranks default to that of the first
+    sampled row.
     """
 
     mode: str
@@ -273,7 +273,7 @@ class ExecuteGroup:
 
 @settings_of("simulate", "study")
 class StudyGroup:
-    """The points of a study: every combination of the values in `axes` with one of the sets of settings in `together`.
+    """The points of a study: each combination of one value per key in `axes` with each set of settings in `together`.
 
     Keys are keys of `simulate`; label.NAME adds a column to the tables. `extrapolate` is a Size or None.
     """

@@ -153,7 +153,7 @@ def _check_group(verb: str, key: str, value: str) -> None:
 
 
 def is_written(group: str, value: str) -> bool:
-    """Whether a group's value is an expression, or a name that an installed package adds, and no name of an option."""
+    """Whether a group's value is an expression or a name that an installed package adds, not one of its options."""
     return group in WRITTEN and bool({*"(:"} & {*value} or _installed(group) & {*split_commas(value)})
 
 
@@ -272,7 +272,7 @@ def store_schemas(*verbs: str) -> None:
 
 
 def check_parameters(composed: DictConfig) -> None:
-    """Raise InvalidInput if the option of a group lacks a parameter, or was given one that its `spec` does not use."""
+    """Raise InvalidInput if the option of a config group lacks a parameter of its `spec`, or has one too many."""
     to_container = import_module("omegaconf").OmegaConf.to_container
     for group in PARAMETER_GROUPS:
         values = to_container(composed[group]) if group in composed else {"spec": ""}

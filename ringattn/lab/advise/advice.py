@@ -197,7 +197,7 @@ class Advice:
 
     @property
     def launched_words(self) -> str:
-        """How the training step of the command `launch` differs from the one advised, in one sentence."""
+        """One sentence on how the training step that the `launch` command runs differs from the advised one."""
         has = self.best[0].offer.machine.memory
         room = "" if has is None else f" of {size(has)}"
         words = (
@@ -263,7 +263,7 @@ class Advice:
 
 
 def as_torchtitan(parallel: Parallel) -> Parallel:
-    """The same parallelism with torchtitan's options: it neither saves attention's output alone, nor offloads."""
+    """The same parallelism with torchtitan's checkpointing: no saving of attention's output alone, no offloading."""
     return replace(
         parallel,
         schedule="allgather" if parallel.cp > 1 else parallel.schedule,
@@ -287,7 +287,7 @@ def describe_place(candidate: TrainingCandidate) -> str:
 
 
 def span(candidate: TrainingCandidate) -> tuple[float, float]:
-    """Seconds of 1e9 tokens at both ends of the error band that published steps give; without one, both as modelled."""
+    """(least, most) seconds of 1e9 tokens by the error band of published steps; without a band, both as modelled."""
     step, per_token = candidate.step, 1e9 / candidate.step.tokens
     low, high = step.seconds_band or (step.seconds, step.seconds)
     return per_token * low, per_token * high
@@ -356,7 +356,7 @@ def describe_numbers(advice: Advice) -> list[str]:
 
 
 def describe_counts(counts: Counter[str]) -> str:
-    """How many candidates ended in each way, as text."""
+    """The number of candidates, and of those with each outcome, as text."""
     parts = ", ".join(f"{count:,} {name}" for name, count in counts.items())
     return f"{plural(sum(counts.values()), 'candidate')}: {parts}"
 

@@ -50,7 +50,8 @@ class Offer:
 class Question:
     """The question: how to train `model` on sequences of `tokens` tokens, on up to `gpus` GPUs of one of the offers.
 
-    `batch` is the number of sequences in a step; None: one per stage and data-parallel group. Raises InvalidInput.
+    `batch` is the number of sequences in a step; None: one per pipeline stage in each data-parallel group. Raises
+    InvalidInput.
     """
 
     model: ModelConfig
@@ -70,7 +71,7 @@ class Question:
 
     @property
     def counts(self) -> list[int]:
-        """Numbers of GPUs to compare: all, and halves of that as long as they are even."""
+        """Numbers of GPUs to compare: `gpus`, halved again and again until the number is odd."""
         counts = [self.gpus]
         while counts[-1] % 2 == 0:
             counts.append(counts[-1] // 2)
@@ -124,7 +125,7 @@ class TrainingCandidate:
 
     @property
     def pace(self) -> int:
-        """Time per token, rounded to relative steps of `EQUAL`, so that almost equal candidates tie."""
+        """Time per token, rounded on a logarithmic scale with steps of `EQUAL`, so that almost equal candidates tie."""
         return round(log(self.step.seconds / self.step.tokens) / EQUAL)
 
     @property
@@ -163,8 +164,8 @@ class Found:
 def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
     """At least the `shown` best candidates of different shapes on exactly `gpus` GPUs; none that is left out is faster.
 
-    Simulates candidates in the order of their least possible time, and stops when the next one's exceeds the time of
-    the last one shown. Candidates in whose memory an allocator might not find room come last.
+    Simulates candidates in the order of their least possible time, and stops when that of the next candidate exceeds
+    the simulated time of the last one shown. Candidates in whose memory an allocator might not find room come last.
     """
     found, best = Found(), dict[Shape, TrainingCandidate]()
     waiting: list[TrainingCandidate] = []
@@ -203,8 +204,8 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
 def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Parallel]:
     """Every cp x dp x tp x pp = `gpus`, with each ep, checkpointing and sharding.
 
-    tp stays within a node and divides the K/V heads; a rank has at least the rows of one thread block. A pipeline stage
-    is whole, or interleaved in the largest number of parts, up to PARTS, that divides its layers.
+    tp stays within a node and divides the K/V heads; a rank has at least the rows of one thread block. Each pipeline
+    stage is tried as one part, and interleaved: in the largest number of parts, at most PARTS, that divides its layers.
     """
     model, software = question.model, Software(dtype=question.dtype)
     for tp, cp, pp in product(divisors(gpus), repeat=3):

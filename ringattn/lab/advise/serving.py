@@ -23,7 +23,8 @@ EQUAL = 0.01
 class ServingQuestion:
     """How to prefill `users` sequences of `tokens` tokens at once, or to decode after them, on up to `gpus` GPUs.
 
-    `within`: seconds until the first token of all prompts, or for a token of each sequence; None: as fast as possible.
+    `within`: seconds allowed until all prompts have their first token, or for one token of every sequence; None: as
+    fast as possible.
     Raises InvalidInput.
     """
 
@@ -71,7 +72,7 @@ class ServingCandidate:
 
     @property
     def bytes(self) -> int:
-        """Bytes per GPU."""
+        """Bytes of memory that each GPU needs for weights, cache and activations."""
         return sum(self.estimate.memory.values())
 
 

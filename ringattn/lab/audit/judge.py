@@ -62,7 +62,7 @@ def place_rows(target: Callable[..., Any], tokens: int, rank: int, ranks: int) -
 
 
 def check_target(name: str, target: Callable[..., Any], cases: Sequence[Case], ranks: int) -> None:
-    """Raise InvalidInput for a target whose `layout` or `dtype` says nothing, or does not cut these cases."""
+    """Raise InvalidInput if the target's `layout` or `dtype` is unknown, or the layout cannot cut these cases."""
     for key, default, known in (("layout", LAYOUTS[0], LAYOUTS), ("dtype", DTYPES[0], DTYPES)):
         value = getattr(target, key, default)
         if value not in known and not (key == "layout" and callable(value)):
@@ -80,7 +80,10 @@ def check_target(name: str, target: Callable[..., Any], cases: Sequence[Case], r
 def judge(
     compare: Callable[..., Verdict], target: Callable[..., Any], case: Case, solved: Any, device: torch.device
 ) -> Verdict:
-    """The verdict of `compare`, or the one that its exception stands for. Collective, as the target is."""
+    """The verdict of `compare`, or, if it raises, the verdict that its exception means.
+
+    Collective, as the target is.
+    """
     try:
         return compare(target, case, device, solved)
     except REFUSALS as error:

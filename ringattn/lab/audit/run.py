@@ -63,7 +63,7 @@ def load_target(name: str, model: str | None = None) -> Callable[..., Any]:
 
 
 def choose_cases(ranks: int, features: Sequence[str] | None, model: str | None = None) -> list[Case]:
-    """The cases of an audit: those of these features, or all but those with a minus. Raises InvalidInput."""
+    """The cases of an audit: of these features or, if they have a minus, of all but these. Raises InvalidInput."""
     cases = {case.feature: case for case in (list_cases if model is None else models.list_cases)(ranks)}
     names = {name.removeprefix("-") for name in features or ()}
     for name in names - {*cases}:
@@ -168,7 +168,7 @@ class _Rank:
         return verdicts
 
     def give_up(self, case: Case, number: str, mine: Verdict | None = None) -> None:
-        """End this process, as some rank hangs: this one, without a verdict `mine`."""
+        """End this process because a rank hangs: this one if it has no verdict (`mine` is None), else another."""
         if mine is None:
             stuck = Verdict("hang", f"no result after {self.patience:g} s")
             self.store.set(f"{number}/verdict/{self.rank}", json.dumps(asdict(stuck)))

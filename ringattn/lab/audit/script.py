@@ -74,7 +74,7 @@ SIZES = ("feature", "batch", "heads", "kv_heads", "tokens", "head_dim", "dtype")
 
 
 def write_script(target: Callable[..., Any], name: str, case: Case, ranks: int, model: str | None = None) -> str:
-    """A script that shows the failure of a case; "" if that lies in how the target is called, or in dropout."""
+    """A script that shows the failure of a case; "" if it depends on `Case.ways` or on dropout."""
     if case.ways or case.mask.get("dropout") or case.mask.get("sink_logits"):
         return ""
     module, named, function = name.partition(":")

@@ -98,11 +98,11 @@ def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], S
     """The share of a message's time, 0 to 1, by which it lengthens the visit that hides it.
 
     `samples` has, for each size, the seconds of (visits alone, messages alone, both at once until both have ended);
-    repetitions of the first and the last are paired. For each size, take the median seconds by which both at once
-    exceed the longer of the two alone, over the shorter of the two; the result is the median over sizes. A message that
-    finds no free core ends after the visit, and the rank waits. Where messages take more than twice as long as visits,
-    noise exceeds the effect: such sizes do not count, unless there are only such, of which the one with the smallest
-    ratio counts.
+    repetitions of the first and the last are paired. For each size, take the median of (seconds of both at once -
+    seconds of the longer one alone) / (seconds of the shorter one alone); the result is the median over sizes. A
+    message that finds no free core ends after the visit, and the rank waits. Where messages take more than twice as
+    long as visits, noise exceeds the effect: such sizes do not count, unless there are only such, of which the one with
+    the smallest ratio counts.
     """
     ratios = [median(message) / median(visit) for visit, message, _ in samples]
     samples = [one for one, ratio in zip(samples, ratios, strict=True) if ratio <= max(2.0, min(ratios))]

@@ -94,7 +94,7 @@ class MeasuringRanks:
         self.pace: float | None = None
 
     def keep_pace(self, reference: Callable[[], Any]) -> None:
-        """Scale all later times to the machine's present speed, at which `reference` runs now.
+        """Time `reference` now; all later times are scaled to this pace, by timing `reference` again.
 
         A CPU that is shared or hot runs slower for minutes, which says nothing about a pass.
         """

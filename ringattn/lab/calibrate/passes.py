@@ -97,10 +97,10 @@ def model_passes(
 
 
 def time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, *, warm_up: bool) -> float:
-    """Seconds of a pass on the slowest rank, by its own clock, after a barrier, corrected for the machine's pace.
+    """Seconds of a pass on the slowest rank, by its own clock, after a barrier, scaled to the machine's usual speed.
 
-    With `warm_up`, the pass is timed after an untimed run on the same tensors, as where the allocator puts them
-    strongly affects a short pass. Collective.
+    With `warm_up`, after an untimed run on the same tensors, because their place in memory strongly affects a short
+    pass. Collective.
     """
     plan = case.plan(ranks.size, settings)
     shape = (1, settings.heads, plan.layout.rows(ranks.rank), settings.head_dim)

@@ -89,7 +89,7 @@ class ModelConfig:
 
     @property
     def mixers(self) -> int:
-        """Parameters of the attention of all layers, or of what stands in its place."""
+        """The number of parameters of what mixes tokens in all layers: attention, or a recurrent layer in its place."""
         recurrent = 0 if self.recurrence is None else self.recurrence.layers * self.recurrence.matrices(self.hidden)
         return self.attending * self.attention_matrices + recurrent
 

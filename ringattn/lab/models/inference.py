@@ -97,10 +97,11 @@ def decode(
 ) -> ModelEstimate:
     """The modelled time to generate one token of each sequence (`rows` in a dp group), after `context` tokens.
 
-    Every matrix is read once, or computed with if that takes longer. Keys and values are read once, sharded by tokens
-    over the cp ranks, as in `ra.KVCache`, and by heads over the tp ranks. Each cp rank attends its shard, and ranks
-    merge outputs and lse in fp32 by gather, scatter or the faster one, as `merge` says (see `merge_seconds`). With
-    windows="copy" each rank holds whole windows, and layers with a window send nothing. Raises as `training_step`.
+    Each matrix costs the longer of two times: reading it once, or computing with it. Keys and values are read once,
+    sharded by tokens over the cp ranks, as in `ra.KVCache`, and by heads over the tp ranks. Each cp rank attends its
+    shard, and ranks merge outputs and lse in fp32 by gather, scatter or the faster one, as `merge` says (see
+    `merge_seconds`). With windows="copy" each rank holds whole windows, and layers with a window send nothing. Raises
+    as `training_step`.
     """
     model = _check(model, machine, context, parallel)
     batch = parallel.rows

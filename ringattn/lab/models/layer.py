@@ -29,9 +29,9 @@ RESERVED = 0.05
 
 
 def memory_bandwidth(machine: Machine) -> float:
-    """Bytes/s that kernels read and write: from kernel rates, else twice the rate of merging, which reaches half of it.
+    """The memory bandwidth of kernels, bytes/s: that of the kernel rates, else twice the merge rate.
 
-    Raises InvalidInput where the machine has neither.
+    Merging reaches half of the bandwidth. Raises InvalidInput where the machine has neither.
     """
     if machine.kernel_rates is not None:
         return machine.kernel_rates.memory
@@ -44,7 +44,7 @@ def memory_bandwidth(machine: Machine) -> float:
 
 
 def collective_seconds(machine: Machine, size: float, ranks: int, stride: int) -> float:
-    """Seconds for each of `ranks` ranks, `stride` apart, to gather `size` bytes, of which it holds its share.
+    """Seconds for each of `ranks` ranks, `stride` apart, to gather `size` bytes in all, of which it holds its share.
 
     A ring moves size x (ranks - 1) / ranks bytes over its slowest link (Thakur, Rabenseifner and Gropp, "Optimization
     of Collective Communication Operations in MPICH", 2005), in ranks - 1 hops. A reduce-scatter takes as long, an
@@ -200,10 +200,10 @@ class LayerCosts:
     def norms(self) -> float:
         """Seconds of norms, residuals, rotary positions, activation, casts and routing, each read and written once.
 
-        Bytes per token, with 2-byte activations: 2 norms (4 h each; unfused in fp32 36 h), 2 residuals (6 h each),
-        rotary positions 4 (H + K) D (unfused 20), the activation of m columns (6 m with a gate, unfused 10 m; without a
-        gate 4 m); with e experts per token also 8 e h to send tokens there and back; with 8-bit products also `CAST`
-        for each input. Models without a gate use a library's norm, which is one kernel.
+        Bytes per token, with 2-byte activations: 2 norms (4 h each; 36 h if unfused, which computes in fp32), 2
+        residuals (6 h each), rotary positions 4 (H + K) D (unfused 20), the activation of m columns (6 m with a gate,
+        unfused 10 m; without a gate 4 m); with e experts per token also 8 e h to send tokens there and back; with 8-bit
+        products also `CAST` for each input. Models without a gate use a library's norm, which is one kernel.
         """
         model, tp = self.model, self.parallel.tp
         eager = model.gated and not self.software.compiled
@@ -221,7 +221,7 @@ class LayerCosts:
     def exchanges(self) -> float:
         """Seconds of tensor parallelism: gathers and reductions of the activations, and a copy of each result.
 
-        Where matrix products overlap them, only the slowdown of these counts.
+        Where matrix products overlap them, only the time by which these get slower counts.
         """
         tp = self.parallel.tp
         if tp == 1:
@@ -263,7 +263,7 @@ class LayerCosts:
 
     @property
     def classes(self) -> float:
-        """For how many entries of the vocabulary one rank computes logits and loss."""
+        """The number of vocabulary entries for which one rank computes logits and loss."""
         return self.model.vocab / (self.parallel.tp if self.software.splits_loss else 1)
 
     def logits(self, rows: float | None = None) -> float:
@@ -282,8 +282,11 @@ class LayerCosts:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that checkpointing saves per layer. torchtitan's "selective op" saves the outputs of attention, of q,
-        v, gate and the last product, and of messages between experts."""
+        """Bytes that checkpointing saves per layer.
+
+        torchtitan's "selective op" saves the outputs of attention, of the products of q, v, gate and the last one, and
+        what ep ranks exchange.
+        """
         model, kind = self.model, self.parallel.checkpointing
         if kind == "none":
             return self.activation_bytes
@@ -296,13 +299,16 @@ class LayerCosts:
         return kept
 
     def held(self, shard: str) -> float:
-        """Parameters whose `shard` (weights, gradients, optimizer) a rank holds: its shard, or its whole part."""
+        """The number of parameters whose `shard` (weights, gradients, optimizer) a rank holds.
+
+        If these are sharded, its shard; otherwise all that tp and ep leave it.
+        """
         if SHARDS.index(self.parallel.shard) >= SHARDS.index(shard):
             return self.model.parameters / self.parallel.tp / self.parallel.group
         return self.cut(self.model.parameters, self.model.layers)
 
     def cut(self, parameters: float, layers: int = 1) -> float:
-        """How many of `parameters`, which include those of `layers` layers, a rank holds after tp and ep."""
+        """How many of `parameters`, with those of `layers` whole layers, a rank holds after tp and ep split them."""
         elsewhere = layers * self.model.experts * self.model.expert * (1 - 1 / self.parallel.ep)
         return (parameters - elsewhere) / self.parallel.tp
 
@@ -323,7 +329,7 @@ class LayerCosts:
         The inputs of two norms (2 h); q, k, v, output and lse of attention; the MLP's columns, both halves with a gate.
         If not compiled, also the results of the norms (2 h) and of the activation (m), which a compiler recomputes.
         With experts, the e rows per token at their input and output (2 e h). After Korthikanti et al. (2022), without
-        dropout masks and scores. With checkpointing="host" the MLP computes one tile of rows at a time, as many as the
+        dropout masks and scores. With checkpointing="host" the MLP computes one tile at a time, of as many rows as the
         hidden size.
         """
         model, tp, more = self.model, self.parallel.tp, 0 if self.software.compiled else 1

@@ -93,7 +93,7 @@ class Parallel:
 
     @property
     def group(self) -> int:
-        """The number of ranks that divide weights, gradients or optimizer states among themselves, as `shard` says."""
+        """The number of ranks over which states are sharded: weights, gradients or optimizer states, by `shard`."""
         return self.cp * self.dp
 
     @property
@@ -117,7 +117,7 @@ class Parallel:
         return self.micro_batches or (self.rows if self.pp > 1 else 1)
 
     def busiest_stage(self, model: ModelConfig, tokens: int) -> ModelConfig:
-        """The model of the busiest stage: the most layers, which attend the most keys, and one of embedding and output.
+        """A model of the busiest pipeline stage: the most layers, with the most keys, and one of embedding and output.
 
         Its weights are stored as in training, without a dtype of their own.
         """

@@ -24,7 +24,7 @@ class Recurrence:
 
     keys, values: the columns of a head's state. key_heads: heads of keys (groups), shared by heads of values.
     convolved: columns that pass the short convolution. projected: columns of the projections of the input. own:
-    parameters of a layer besides its matrices, minus as many as an attention layer has.
+    parameters of a layer outside its matrices, minus those that an attention layer has outside its own.
     """
 
     layers: Count

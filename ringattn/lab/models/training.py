@@ -109,10 +109,10 @@ def training_step(
 ) -> StepEstimate:
     """The modelled step of training `model` on sequences of `tokens` tokens, where `parallel` spreads each stage.
 
-    Attention comes from simulating its plan, one layer for each distinct window, or from `attend`; the step never gets
-    shorter or smaller if attention gets longer or larger. docs/models_cost.md has the other formulas. Weights have the
-    dtype of the activations, whatever their published dtype. Raises InvalidInput where the sizes do not fit each other,
-    and the errors of planning and simulating.
+    Attention comes from simulating its plan, one layer for each distinct window, or from `attend`; if attention takes
+    more time or memory, the step never takes less. docs/models_cost.md has the other formulas. Weights have the dtype
+    of the activations, whatever their published dtype. Raises InvalidInput where the sizes do not fit each other, and
+    the errors of planning and simulating.
     """
     parallel.check(model, machine, tokens)
     count, sequences = parallel.count, parallel.rows * parallel.dp

@@ -45,8 +45,8 @@ Errors = dict[str, ErrorStatistics]
 def errors_by_family(predictions: Sequence[PredictedRow]) -> dict[str, Errors]:
     """Errors over all rows and by family, of four models.
 
-    "unseen": presets fitted without the row's family; the null model: half the peak rate; presets as they are; and
-    "floor", the least error that any model with these inputs must make.
+    "unseen": presets fitted without the row's family; "null": every GPU at half its peak rate; "preset": presets as
+    they are; "floor": the least error that any model with these inputs must make.
     """
     groups: defaultdict[str, list[PredictedRow]] = defaultdict(list, all=[*predictions])
     for one in predictions:
@@ -61,7 +61,7 @@ def errors_by_family(predictions: Sequence[PredictedRow]) -> dict[str, Errors]:
 
 
 def judge_choices(predictions: Iterable[PredictedRow]) -> dict[str, float]:
-    """The time lost by taking the predicted best of a family's ways to compute the same on equal machines.
+    """The time lost by choosing, among a family's ways to compute the same on equal machines, the predicted fastest.
 
     Relative to the fastest published way: "mean" and "median" over "count" choices; "null" is the mean over all ways,
     as the null model cannot tell them apart.
@@ -84,7 +84,7 @@ def judge_choices(predictions: Iterable[PredictedRow]) -> dict[str, float]:
 
 
 def preset_bands(predictions: Iterable[PredictedRow]) -> dict[str, tuple[ErrorBand | None, ...]]:
-    """By preset and size class, the band of measured / predicted seconds of 90 % of passes, without their family."""
+    """By preset and size class, the band of measured / predicted seconds of 90 % of passes, none seen by the fit."""
     ratios: defaultdict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in SIZES])
     for one in predictions:
         ratios[one.row.machine][size_class(one.row.shard)].append(one.row.seconds / one.unseen)
@@ -108,7 +108,7 @@ def band_of_sources(ratios: Mapping[str, Sequence[float]]) -> ErrorBand:
 
 
 def count_left_out(ratios: Mapping[str, Sequence[float]]) -> dict[str, tuple[int, int]]:
-    """By source: (how many of its rows lie within the band that the other sources make, its number of rows)."""
+    """By source: (number of its rows within the band computed from all other sources, number of all its rows)."""
     found = {}
     for source, rows in ratios.items():
         band = band_of_sources({other: ratios[other] for other in ratios if other != source})

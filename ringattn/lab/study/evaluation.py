@@ -131,7 +131,7 @@ def make_executed_plan(point: Point) -> Plan:
 
 
 def plan_execution(plan: Plan, options: ExecuteGroup) -> ExecutionTask:
-    """The task that a plan gets if no other plan uses the budget."""
+    """The execution task of a plan that may use the whole budget of time."""
     assert options.budget is not None
     rank_tokens, row_elements = plan.tokens / plan.ranks, 2 * options.heads * options.head_dim
     products = plan.pairs() / plan.ranks * 2 * options.head_dim

@@ -66,7 +66,7 @@ class Point:
 
     @property
     def has_auto(self) -> bool:
-        """Whether the machine chooses the layout or the schedule."""
+        """Whether layout or schedule is "auto", so that the choice depends on the machine."""
         return "auto" in (self.config.layout.spec, self.config.schedule.spec)
 
     @property

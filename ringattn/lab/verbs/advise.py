@@ -85,7 +85,10 @@ def _serve(config: AdviseConfig) -> None:
 
 
 def make_offers(config: AdviseConfig) -> list[Offer]:
-    """Machines with a price per GPU-hour: those listed in `prices`, or `machine` with its own. Raises InvalidInput."""
+    """Machines with a price per GPU-hour: those listed in `prices`, or else `machine` with its own price.
+
+    Raises InvalidInput.
+    """
     if config.prices is None:
         machine = config.machine.made(ranks=config.gpus)
         offer = Offer(config.machine.path or config.machine.spec, machine, machine.price)

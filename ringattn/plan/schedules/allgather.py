@@ -14,7 +14,7 @@ class AllGatherSchedule(Schedule):
         return ()
 
     def forward(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's forward: during the gather the visit to its own block, then all others."""
+        """The steps of a rank's forward: it visits its own block during the gather, and then all others."""
         return self._gather(rank, ("kv",))
 
     def backward(self, rank: int) -> tuple[Step, ...]:

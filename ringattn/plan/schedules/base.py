@@ -73,7 +73,8 @@ class Schedule(ABC):
 def sampled_owners(demand: BlockDemand) -> list[int]:
     """Ranks whose blocks stand for the blocks of all ranks; all ranks if there are at most EXACT_RANKS.
 
-    With more ranks, returns one period in the middle if the ranks repeat, otherwise SAMPLED evenly spaced ranks.
+    With more ranks, returns one period from the middle if the demand is periodic over ranks, else SAMPLED evenly spaced
+    ranks.
     """
     layout, ranks = demand.layout, demand.layout.ranks
     if ranks <= EXACT_RANKS:
@@ -167,7 +168,7 @@ class Route(Schedule):
             yield edge
 
     def returned(self, edge: Edge, carried: RowSets) -> RowSets:
-        """Those of the rows `carried` on an edge whose sums the backward returns on it, and not on an earlier sibling.
+        """Those of the rows `carried` on an edge whose gradient sums return on it, and not on an earlier sibling.
 
         Siblings are all edges on which the same source passes on rows of the block.
         """
@@ -176,7 +177,9 @@ class Route(Schedule):
         return self._subtract(edge.owner, carried, [*map(self.carried, earlier)])
 
     def saved_rows(self, rank: int) -> dict[Edge, RowSets]:
-        """By edge, the rows that `rank` saves for the backward: the latest rows that stop there, at most one block.
+        """By edge, the rows that `rank` saves for the backward.
+
+        Of the rows that go no further, those that arrive last, at most as many as one block has.
 
         In the backward, the owner sends once more the rows that were not saved.
         """
@@ -312,7 +315,7 @@ class Route(Schedule):
         return [edge for edge in edges if edge.target == target]
 
     def first_edges_to(self, owner: int, target: int) -> tuple[Edge, ...]:
-        """At least those of `first_edges` that go to `target`; routes with many first edges search for no others."""
+        """Those of `first_edges` that go to `target`, perhaps with others, which routes with many edges leave out."""
         return self.first_edges(owner)
 
     def arrival(self, rank: int, owner: int) -> Edge | None:
@@ -320,7 +323,7 @@ class Route(Schedule):
         return self.edges_by_owner(rank).get(owner)
 
     def edges_by_owner(self, rank: int) -> dict[int, Edge]:
-        """By owner, the edge to `rank`; earliest first."""
+        """By owner, the edge on which its block reaches `rank`; earliest first."""
         key = (Route.edges_by_owner, type(self), self.ranks_per_node, rank)
         return self._cache.answer(key, lambda: {e.owner: e for e in [*self.arrivals(rank)][::-1]})
 
@@ -339,8 +342,8 @@ class Route(Schedule):
     def count_saved(self, ranks: Sequence[int]) -> int:
         """The number of rows that `ranks` save from the forward, summed over heads.
 
-        With more than EXACT_RANKS ranks, looks only at the last `LATEST` arrivals: a rank where no rows stop has as
-        many arrivals as there are ranks.
+        With more than EXACT_RANKS ranks, looks only at the last `LATEST` arrivals: where no rows stop, the search would
+        go through as many arrivals as there are ranks.
         """
         arrivals = None if self.demand.layout.ranks <= EXACT_RANKS else LATEST
         return sum(size for rank in ranks for size in self._size_saved(rank, arrivals).values())

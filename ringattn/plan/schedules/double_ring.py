@@ -67,7 +67,7 @@ class DoubleRingSchedule(Route):
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int] | None:
         """As in `Schedule`; with more than EXACT_RANKS ranks, an estimate from the rows that a ring of nodes carries.
 
-        That search skips rows that no rank needs, while even the steps of a single rank may involve the rows of all
+        The search for these skips what no rank needs; the steps of even a single rank may involve the rows of all
         ranks.
         """
         if self.demand.layout.ranks <= EXACT_RANKS:

@@ -39,7 +39,7 @@ def ranks_beyond(demand: BlockDemand, owner: int, direction: Direction, distance
 
 
 def search(some: Callable[[int, int], bool], near: int, far: int) -> Iterator[int]:
-    """The distances far .. near that match, descending, by bisection: `some(a, b)` tells if any of a .. b matches."""
+    """The distances near .. far that match, descending, by bisection; `some(a, b)` tells if any of a .. b matches."""
     if near > far or not some(near, far):
         return
     if near == far:
@@ -64,7 +64,7 @@ def _needed(demand: BlockDemand, direction: Direction, first: int, ranks: int, o
 def count_hops(demand: BlockDemand, owner: int, direction: Direction) -> int:
     """The number of hops of the block of `owner` in a direction: the distance of the farthest rank that needs it.
 
-    Found by halving if there is no table.
+    Found by bisection unless `demand` has tables.
     """
     by_hop = _count_all_carried(demand, direction)
     if by_hop is not None:
@@ -129,7 +129,7 @@ def row_counts(demand: BlockDemand, owner: int, direction: Direction) -> tuple[t
         return demand.count_needed(ranks_beyond(demand, owner, direction, distance), owner)
 
     def changes(low: int, high: int, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """(last distance, rows) for each number of rows from distance `low` (`first` rows) to `high` (`last` rows)."""
+        """(last distance with it, count) for each number of rows from distance `low` (`first`) to `high` (`last`)."""
         if first == last:
             return
         if high - low == 1:
@@ -205,7 +205,7 @@ def saved_by_hop(demand: BlockDemand, direction: Direction) -> np.ndarray | None
 
 @cached
 def choose_directions(demand: BlockDemand) -> tuple[Direction, ...]:
-    """One direction around the ring, or both, for half of it each: what moves the fewest rows of `sampled_blocks`."""
+    """One direction around the ring, or both for half of it each: whichever moves fewer rows of `sampled_blocks`."""
     ranks = demand.layout.ranks
     blocks = sampled_blocks(ranks)
     half = (Direction(+1, ranks // 2), Direction(-1, (ranks - 1) // 2))

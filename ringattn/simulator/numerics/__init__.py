@@ -35,11 +35,11 @@ def numerics(
 ) -> NumericsReport:
     """Execute a plan on virtual ranks with generated inputs, check it with oracles and a ledger, and return the report.
 
-    mode="sample" executes, in fp64, every message of the ranks that hold `rows`: query positions, or the number of
-    those to choose, on at most `spread` ranks. Memory grows neither with tokens nor with ranks. mode="all" executes all
-    rows of `ranks` (default: all ranks), about `together` ranks at a time, in fp64 or fp32. `backward` also runs and
-    checks the backward. With `backward`, or with pass-Q in the forward, `ranks` may exchange messages only among
-    themselves. Query and key positions come from the plan's two layouts.
+    mode="sample" executes, in fp64, every message of the ranks that hold `rows`: query positions, or how many positions
+    to choose on at most `spread` ranks. Memory grows neither with tokens nor with ranks. mode="all" executes all rows
+    of `ranks` (default: all ranks), about `together` ranks at a time, in fp64 or fp32. `backward` also runs and checks
+    the backward. With `backward`, or with pass-Q in the forward, `ranks` must be closed: no message of theirs may go
+    to, or come from, another rank. Query and key positions come from the plan's two layouts.
 
     K and V repeat with `period`, a prime; with None they do not repeat, and the oracle reads every key of a compared
     row. For one row, the pattern's tiles are also compared with its `visible`, which is written independently. `seed`

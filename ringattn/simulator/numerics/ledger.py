@@ -43,7 +43,7 @@ STRAY = -(1 << 40)
 
 
 def scramble(x: np.ndarray, salt: int) -> np.ndarray:
-    """Hashes of integers, uint64: the finaliser of splitmix64 (Steele, Lea, Flood 2014) with a salt."""
+    """Hashes of integers, uint64: the last mixing function of splitmix64 (Steele, Lea, Flood 2014), with a salt."""
     with np.errstate(over="ignore"):
         z = x.astype(np.uint64) + np.uint64(salt + 1) * _GOLDEN
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -63,7 +63,7 @@ def coefficients(owner: np.ndarray) -> np.ndarray:
 
 
 def entry(coefficient: np.ndarray, count: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """What a visit adds to a hash, uint64: `count` key positions with the sum `first` and the sum of squares `second`.
+    """What a visit of `count` keys adds to a row's hash, uint64; `first` sums their positions, `second` the squares.
 
     All arrays broadcast with `coefficient[0]`.
     """
@@ -192,7 +192,7 @@ class AuditingKernel(Kernel):
         return [int((rows[p] == q[0, i, 0]).all(-1).byte().argmax()) for i, p in enumerate(places)]
 
     def keys(self, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
-        """Positions of keys, int64 [B, K, keys], decoded from tags in V; STRAY where tags in K contradict them."""
+        """Positions of keys, int64 [B, K, keys], decoded from tags in V; STRAY where the tag in K says otherwise."""
         of_k, of_v = self._read(k[..., K_TAG]), self._read(v[..., RAMP])
         period = self.source.period
         # Instead of of_v % period, which numpy computes four times slower.
@@ -320,8 +320,8 @@ def moments(first: np.ndarray, count: np.ndarray, step: int) -> tuple[np.ndarray
 def expected_counts(pattern: Pattern, others: Sequence[range], rows: range, heads: int, *, keys: bool) -> np.ndarray:
     """The counts that gradients must carry, int64 [heads, rows].
 
-    For each head and position of `rows`: the sum of the weights of the positions in `others` that the mask pairs with
-    it.
+    For each head and position of `rows`: the sum of the `weights` of all positions in `others` that form a visible pair
+    with it.
     `keys`: `rows` are keys and `others` queries, else vice versa.
     """
     found = np.zeros((heads, len(rows)), dtype=np.int64)

@@ -41,14 +41,14 @@ class BatchedRanks:
 
     @cached_property
     def plan(self) -> Plan:
-        """The whole plan with one batch element per batched rank; it shares the whole plan's cached key demand."""
+        """The whole plan with one batch element per batched rank; it uses the key demand that the plan has cached."""
         plan = replace(self.whole, batch=len(self.ranks), rotate=settled(self.whole))
         plan.demand.share_answers(self.whole.demand)
         return plan
 
 
 def settled(plan: Plan) -> str:
-    """The value of `rotate` that makes a changed copy of a plan rotate what the plan itself rotates in each pass."""
+    """The explicit `rotate` with which changed copies of a plan rotate, in each pass, what the plan itself rotates."""
     return f"{plan.forward_rotates}, {plan.rotates}"
 
 
@@ -152,7 +152,7 @@ Answer = Callable[[Part], tuple[torch.Tensor, ...]]
 class Lockstep:
     """The transport of batched ranks: runs one program per batch. Receive buffers hold NaN until they are filled.
 
-    `answer` makes up the messages from ranks that are not executed; it can do so for blocks of K/V only. Messages to
+    `answer` generates the messages of ranks that are not executed; it can do so for blocks of K/V only. Messages to
     such ranks are counted, then dropped.
     """
 

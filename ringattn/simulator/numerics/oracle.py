@@ -162,11 +162,7 @@ def _places(r: range) -> torch.Tensor:
 
 
 def count_mask_errors(pattern: Pattern, source: RowSource, position: int, seed: int = 0) -> tuple[int, int]:
-    """(keys compared, keys on which the tiles and `visible` disagree) of one row, over all heads.
-
-    Compares all keys if heads * positions <= MASK_CELLS; else those near each end of every run of visible keys, and
-    random ones.
-    """
+    """For a query row, over all heads: (keys compared, keys on which the pattern's tiles and `visible` disagree)."""
     heads, end = source.heads, source.end
     per_head = max(MASK_CELLS // heads, 1)
     random = np.random.default_rng(seed)

@@ -98,7 +98,7 @@ class NumericsReport:
 
     @property
     def complete(self) -> bool:
-        """Whether the ledgers match, messages are as planned, every expected block was sent, and tiles are right."""
+        """Whether the ledgers match, exactly the planned messages were sent, and the tiles are those of the mask."""
         wrong = (self.wrong, self.wrong_gradients, self.unsent, self.wrong_mask_keys)
         found = self.visits, self.sent_bytes, self.sent_messages
         return not any(wrong) and found == (self.visits_expected, self.planned_bytes, self.planned_messages)

@@ -162,7 +162,7 @@ def _homes(plan: Plan, rows: list[int]) -> tuple[list[int], list[tuple[int, tupl
 
 @dataclass
 class SampledArc:
-    """How far a sampled rank is on an arc of the route: its rows' local indices, its first row's number, next visit."""
+    """A sampled rank's progress along an arc of the route: its rows' local indices, first row's number, next visit."""
 
     rank: int
     local: tuple[int, ...]
@@ -199,7 +199,7 @@ class Walk:
                 first += len(local)
 
     def visits(self, finished: int = 0) -> Iterator[tuple[RowViews, Calls]]:
-        """Visit block owners one by one, always the nearest one that an arc waits for, until none waits.
+        """Deliver the blocks of one owner after another, always of the nearest that an arc needs next, until none does.
 
         Yields (keys and values as they arrived, works) of each delivery; the first `finished` deliveries are passed
         over.

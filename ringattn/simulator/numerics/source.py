@@ -154,7 +154,7 @@ class TensorSource(RowSource):
 
     @classmethod
     def of(cls, source: RowSource) -> TensorSource:
-        """A source that holds all rows of another source."""
+        """A source with all rows of another source, generated once and held."""
         s = source
         made = cls(s.queries, s.keys, s.heads, s.kv_heads, s.head_dim, s.value_dim, s.dtype, s.seed, s.period)
         made.tensors = {name: s.rows(name, range(s.end)) for name in NAMES}
@@ -187,7 +187,7 @@ def check_seed(seed: object) -> None:
 
 
 def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> RowSource:
-    """The inputs of a plan; K and V repeat every `period` positions, a prime; None: never. Raises InvalidInput."""
+    """The inputs of a plan; K and V repeat every `period` positions (a prime), or never (None). Raises InvalidInput."""
     domains = plan.layout_of("q").domain, plan.layout.domain
     sizes = plan.heads, plan.kv_heads, plan.head_dim, plan.value_dim
     longest = plan.layout.rows(0)

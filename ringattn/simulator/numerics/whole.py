@@ -59,7 +59,7 @@ def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: i
     """Yield groups of about `together` ranks, each split into batches.
 
     A group is planned when it is asked for, so that no memory grows with the number of ranks. Raises InvalidInput if
-    sums would go to ranks outside `ranks`.
+    gradients, or outputs of pass-Q, would have to go to ranks outside `ranks`.
     """
     check_plan(plan)
     closed = backward or plan.forward_rotates == "q"
@@ -113,7 +113,7 @@ class _Compared:
         self.plan, self.q_layout = self.report.plan, self.report.plan.layout_of("q")
 
     def begin(self, ranks: Sequence[int], grads: bool) -> None:
-        """Count what a group of ranks should compute and send; its first rank alone seeds the compared rows."""
+        """Count what a group of ranks should compute and send; its first rank alone decides which rows are compared."""
         self.random = np.random.default_rng(ranks[0])
         report, plan = self.report, self.plan
         steps = (step for rank in ranks for step in plan.for_rank(rank).forward)

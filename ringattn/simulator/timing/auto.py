@@ -88,7 +88,8 @@ def choose(
     """The fastest plan over all `layouts` and the schedules `names` (None: those of `auto`), with its `choice`. Pure.
 
     `make` makes the plan for a layout and a schedule. Reads no clock, so that all ranks choose the same plan. Schedules
-    after the ring are compared only if the ring on the same layout has an estimate, or its lower bound already lost.
+    after the ring are compared only if the ring on the same layout has an estimate, or was skipped because its lower
+    bound was already slower than the best.
     """
     first = make(layouts[0], names[0] if names else "ring")
     reason = _explain_idle(first)
@@ -128,10 +129,10 @@ def predict(plan: Plan, machine: Machine) -> Prediction:
 
     The time is that of the slowest rank examined; bytes and messages are the maximum over these ranks. Except on few
     ranks, all ranks are assumed to begin each step together, so that they wait only for messages. Messages of a step
-    are sequential, but those within a node overlap those between nodes. A shared card carries the bytes of its whole
-    node. A message that may last several steps is divided equally among them. Ranks that share cores compute longer.
-    Rectangles (different queries and keys) and pass-Q in the forward are simulated, every step of every rank. Raises
-    Unsupported if the schedule has no routes.
+    are sequential, but those within a node overlap those between nodes. A network card that a node's ranks share
+    carries the bytes of all of them. A message that may last several steps is divided equally among them. Ranks that
+    share cores compute longer. Rectangles (different queries and keys) and pass-Q in the forward are simulated, every
+    step of every rank. Raises Unsupported if the schedule has no routes.
     """
     if plan.is_plain:
         return estimate(plan, machine, plan.ring_plan(0)[0].demand)[0]
@@ -423,7 +424,7 @@ class Metered(PatternView):
 def count_lookups(plan: Plan, rank: int) -> int | None:
     """The number of tile lookups that the steps of a rank need; None if it exceeds BUDGET.
 
-    The plan caches the answers, so that making these steps needs no second search.
+    The plan caches what was looked up, so that making these steps does not search again.
     """
     ring_plan, place = plan.ring_plan(rank)  # with Ulysses groups, the plan between the groups
     if not plan.batch:

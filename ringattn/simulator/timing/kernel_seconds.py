@@ -99,8 +99,8 @@ def modelled_seconds_per_pair(
 ) -> float:
     """Modelled seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits.
 
-    `ranks`: whose visits are averaged. `gathered`: all visits of a rank are one kernel call, so only the visit to its
-    own block pays for the launch and for moving rows. The first `enough` tiles of a visit represent the others; once
+    `ranks`: whose visits are averaged. `gathered`: all visits of a rank are one kernel call, so the launch and moving
+    rows count only once, in the visit to its own block. The first `enough` tiles of a visit represent the others; once
     that many tiles were seen in all, further visits are skipped: tiles of one pattern are much alike.
     """
 

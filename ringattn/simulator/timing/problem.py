@@ -59,7 +59,7 @@ def make_timing_problem(rates: Rates, faults: Faults) -> TimingProblem:
 
 
 def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:
-    """The ring problem of a plan, or the reason why the numbers of all ranks are not known at once."""
+    """The ring problem of a plan, or the reason why the costs of all ranks cannot be computed at once."""
     plan = rates.plan
     if not plan.is_plain:
         return "queries have other positions than the keys, or the forward is pass-Q"

@@ -111,7 +111,7 @@ class Rates:
 
     @property
     def call(self) -> float:
-        """Seconds of a call in addition to its visits and messages; a node's cores spend them for each of its ranks.
+        """Seconds of a call in addition to its visits and messages; shared cores spend them once for each rank.
 
         Unless the machine has deferred comparison, they include the comparison before the first message: ceil(log2 P)
         rounds, the k-th with the rank 2^k ahead.

@@ -21,7 +21,7 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """The function ring_flash_attn_func; it takes a window, and applies it to each block as to the diagonal one."""
+    """The function ring_flash_attn_func, which applies a window to every block as if that were the diagonal one."""
     window_size = (-1, -1) if window is None else (window, 0)
     options: dict[str, Any] = {"causal": causal, "window_size": window_size, "softmax_scale": scale, "group": group}
     rows = (x.transpose(1, 2).contiguous() for x in (q, k, v))

@@ -83,7 +83,7 @@ class Band:
         return total
 
     def rows_beyond(self, owners: np.ndarray, sign: int, first: np.ndarray | int, last: int) -> np.ndarray:
-        """Rows of each owner's block that any rank first .. last hops away in direction `sign` sees, int64 [owners]."""
+        """The number of each owner's rows that ranks `first` .. `last` hops toward `sign` see, int64 [owners]."""
         total = np.zeros(owners.shape, dtype=np.int64)
         low, high = (owners + first, owners + last) if sign > 0 else (owners - last, owners - first)
         # Runs of query chunks first .. last, split where ranks wrap around; empty runs end before they begin.
@@ -174,7 +174,7 @@ def find_band(plan: Plan) -> Band | None:
 
 
 def explain_unequal(plan: Plan) -> str:
-    """Why ranks of a plan do unequal work under every mask, such as unequal shards; "" if they need not."""
+    """Why ranks of a plan do unequal work under every mask, such as unequal shards; "" if there is no reason."""
     tokens, ranks = plan.tokens, plan.ranks
     if ranks > tokens:
         return f"{ranks:,} ranks are more than {plural(tokens, 'token')}, so some ranks have none"
@@ -196,7 +196,7 @@ class MovingRows:
     """Rows of blocks that move by one rank at every step; a row of all heads has `row_bytes` bytes.
 
     Hop h of a block connects the ranks at distances h and h + 1 from its owner. The step with visits at distance t
-    makes hop t - `lag`, so with `lag` 1 the rows are a hop behind; the first hop is hop `lag`.
+    makes hop t - `lag`, with `lag` 1 one hop later than with 0; the first hop is hop `lag`.
     """
 
     lag: int
@@ -209,8 +209,9 @@ class BandTraffic:
 
     `to_owner`: hops lead toward the owner, and steps go from the farthest distance down to 0. `direct_row_bytes`: bytes
     of a row sent directly between its owner and its last receiver, one step after the visits at the last receiver's
-    distance; 0 if there are no such rows. With `to_owner`, the owner sends the direct rows that last receivers did not
-    save in the forward; else, last receivers send the gradient sums of all rows to the owner.
+    distance; 0 if there are no such rows. The direct rows are, with `to_owner`, the keys and values that last receivers
+    did not save in the forward, sent by the owner; otherwise the gradient sums of all rows, sent by last receivers to
+    the owner.
     """
 
     moving: tuple[MovingRows, ...]

@@ -66,7 +66,7 @@ class BandCounts:
 
     @property
     def calls(self) -> int:
-        """The most calls of a rank: its visits, plus its steps without a visit."""
+        """The largest number of calls that any rank's host starts: one per visit, and one per step without a visit."""
         return self.steps - self.reach + sum(self._reaches)
 
     @cached_property

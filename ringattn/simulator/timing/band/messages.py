@@ -80,7 +80,7 @@ def _simplify(value: np.ndarray) -> Value:
 def find_last_receivers(band: Band, direction: Direction) -> np.ndarray:
     """(owner, distance, rows): number of rows whose last receiver in a direction is at that distance: int64 [3, n].
 
-    The needed rows decrease with the distance, so the search skips distances between two with equal rows.
+    The needed rows decrease with the distance, so the search skips all distances between two with equally many rows.
     """
     entries = [np.zeros((3, 0), dtype=np.int64)]
     for first in range(0, band.ranks, RANKS_AT_A_TIME):

@@ -42,10 +42,9 @@ class Loads:
     def causes(self, seconds: float, peers: float | None) -> tuple[float, dict[str, float]]:
         """(mean seconds of visits, additional seconds of a pass by cause); together they sum to `seconds`.
 
-        Causes are added one after another; each counts the seconds by which it makes the busiest rank busier. The rest
-        is
-        waiting: `peers` is the time of the pass if messages took none, so waiting up to `peers` is for slow peers, and
-        waiting beyond it is for messages.
+        Causes are added one after another; each counts the seconds by which it lengthens the busy time of the busiest
+        rank. The rest is waiting: `peers` is the time of the pass if messages took none, so waiting up to `peers` is
+        for slow peers, and waiting beyond it is for messages.
         """
         busy = self.compute.copy()
         mean = float(busy.mean())

@@ -54,7 +54,7 @@ NO_POINTS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((
 
 
 class DelayState:
-    """When each rank begins step `step`, minus `step` times `reference`, the seconds of a typical step."""
+    """The time at which each rank begins step `step`, less `step` * `reference`, the seconds of a typical step."""
 
     def __init__(self, ring: Ring) -> None:
         self.ring, self.step, self.reference = ring, 0, 0.0

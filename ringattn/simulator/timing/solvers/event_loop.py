@@ -244,8 +244,8 @@ def share_evenly(first: np.ndarray, last: np.ndarray, gap: np.ndarray) -> np.nda
     """Seconds that each message takes on a shared card, which it uses from step `first` to the end of step `last`.
 
     A message that takes g = `gap` seconds alone, among others that take h seconds each, takes the sum of min(g, h) over
-    all of them and itself: until it ends, every other message gets an equal share of the card, or has ended. All arrays
-    are [messages].
+    all messages on the card, with h = g for itself: until it ends, every other message gets an equal share of the card,
+    or has ended. All arrays are [messages].
     """
     seconds = np.zeros(len(gap))
     for begin, end in np.unique(np.stack([first, last]), axis=1).T:

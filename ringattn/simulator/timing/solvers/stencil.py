@@ -34,7 +34,7 @@ NEAR = np.arange(-2, 3)
 def solve_by_stencil(problem: TimingProblem) -> Solved | None:
     """Solve the ring of a plan in O(ranks x steps); None without a ring.
 
-    Of a band, only ranks whose numbers change from step to step are counted again. Raises Unsupported for rings that
+    For a band, each step counts only ranks whose numbers differ from the step before. Raises Unsupported for rings that
     are too large.
     """
     ring = problem.ring
@@ -97,10 +97,10 @@ def find_changed_runs(counts: BandCounts, steps: np.ndarray) -> tuple[np.ndarray
 
 
 class IncrementalSteps:
-    """Yields the changed coefficients of a band's steps, DEPTH steps at a time, and sums each rank's work and traffic.
+    """Yields, DEPTH steps at a time, how a band's coefficients change from step to step; sums work and traffic by rank.
 
-    Iterate only once; then `totals` and `interference_totals` are complete. `totals`, int64 [2 + 2 signs, ranks], holds
-    pairs of one head, merged query rows, bytes sent by direction, and messages by direction.
+    Iterate only once; then `totals` and `interference_totals` are complete. `totals`, int64 [2 + 2 * directions,
+    ranks], holds pairs of one head, merged query rows, bytes sent by direction, and messages by direction.
     """
 
     def __init__(self, counts: BandCounts) -> None:
