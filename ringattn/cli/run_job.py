@@ -49,7 +49,7 @@ SAMPLED_RANKS = 16
 
 
 def plan_run(config: RunConfig, source: InputSource, ranks: int) -> Plan:
-    """The plan of a configuration, with the sizes of the input and the device of the transport. Raises InvalidInput."""
+    """The plan of `config` for the sizes of `source`, on the device that its transport uses. Raises InvalidInput."""
     device = "cuda" if config.transport.spec == "nccl" or config.transport.gpu_aware else "cpu"
     plan = plan_from_config(config, config.machine.made(device, ranks), ranks=ranks, **vars(source.shape))
     if plan.layout.stacked > 1:

@@ -307,7 +307,8 @@ def begin(
         tokens = ids.shape[1]
         if mask is not None and tuple(mask.shape) != (len(ids), first + tokens):
             raise Unsupported(
-                f"attention_mask {tuple(mask.shape)} must be the padding of all tokens, {(len(ids), first + tokens)}"
+                f"attention_mask has shape {tuple(mask.shape)}; give a padding mask of all cached and new tokens, "
+                f"{(len(ids), first + tokens)}"
             )
         padding = None if mask is None else ~mask[:, first:].bool()
         padding = None if padding is None or not padding.any() else padding

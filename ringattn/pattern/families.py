@@ -111,8 +111,9 @@ class GlobalLocal(Family):
     """The first `globals` blocks attend all blocks and all blocks attend them; other blocks attend a local window, too.
 
     Query block i >= globals attends the key blocks 0 .. globals-1 and i - blocks .. i + blocks; `block` is the tokens
-    of a block. With `density`, it attends n key blocks: the globals and one window of other blocks. The block form of
-    Longformer's global and local attention (Beltagy et al. 2020, arXiv:2004.05150).
+    of a block. With `density` in place of `blocks`, it attends density * (number of key blocks) blocks, rounded: the
+    globals and one window of other blocks. The block form of Longformer's global and local attention (Beltagy et al.
+    2020, arXiv:2004.05150).
     """
 
     spelling: ClassVar[str] = "global_local"

@@ -122,7 +122,8 @@ class Ranks:
     def open(self, x: Tensor, *unused: Tensor | None) -> tuple[Tensor, Tensor]:
         """x, and the first autograd token of the call.
 
-        `unused`: tensors that may not affect this rank's output; their gradients are then zeros, not None.
+        The token, an empty tensor, ties the exchanges together, so that every backward runs all of them in order.
+        `unused`: tensors that perhaps do not affect this rank's output; their gradients are then zeros, not None.
         """
         return _Open.apply(x, *unused)
 

@@ -60,9 +60,10 @@ class RunPart(NamedTuple):
 
 @lru_cache(maxsize=256)
 def list_runs(layout: Layout) -> tuple[LayoutRun, ...]:
-    """The runs of all ranks in order of the sequence.
+    """The runs (adjacent tokens on a rank) of all ranks, in order of the sequence.
 
-    Raises Unsupported if a rank has more than MOST_RUNS of them, or if the layout does not cut one whole sequence.
+    Raises Unsupported if a rank has more than MOST_RUNS runs, or if the ranks do not hold exactly the positions from 0
+    on.
     """
     if layout.stacked > 1 or layout.domain not in ((range(layout.tokens),), ()):
         raise Unsupported(f"layout {layout.name}: recurrent layers need all positions from 0 on; try layout='zigzag'")

@@ -101,7 +101,7 @@ class Recorder:
             self._free.append((buffer.first, buffer.size))
 
     def add(self, kind: Kind, targets: Numbers, sources: Numbers, rows: RowCopy | None = None) -> None:
-        """Record an addition of a part's sums to those of another part; (out, lse) are merged instead."""
+        """Record that sums `sources` are added to `targets`; partial results (out, lse) are merged instead."""
         self.copy(targets, sources, rows, how="merge" if kind == "part" else "add")
 
     def copy(self, targets: Numbers, sources: Numbers, rows: RowCopy | None = None, *, how: How = "copy") -> None:

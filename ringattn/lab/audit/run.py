@@ -168,7 +168,7 @@ class _Rank:
         return verdicts
 
     def give_up(self, case: Case, number: str, mine: Verdict | None = None) -> None:
-        """End this process because a rank hangs: this one if it has no verdict (`mine` is None), else another."""
+        """End this process, as a rank hangs in this case: this one without a verdict `mine`, otherwise another one."""
         if mine is None:
             stuck = Verdict("hang", f"no result after {self.patience:g} s")
             self.store.set(f"{number}/verdict/{self.rank}", json.dumps(asdict(stuck)))

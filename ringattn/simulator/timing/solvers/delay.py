@@ -70,7 +70,7 @@ class DelayState:
         return self.now + (self.passed + self.step * self.reference)
 
     def skip(self, steps: int, gain: float) -> None:
-        """Skip `steps` steps that together delay every rank by `gain` seconds relative to the reference."""
+        """Go `steps` steps ahead, in which the delay of every rank grows by `gain` seconds."""
         self.step += steps
         self.now = self.now + gain
 
