@@ -48,8 +48,7 @@ def read_overrides(overrides: Sequence[str]) -> Cells:
 def print_jobs(jobs: Sequence[tuple[Cells, Cells]], title: str = TITLE, all_in: str = "") -> None:
     """Print a table of `jobs`, pairs (settings, numbers): the settings that differ, and all numbers.
 
-    Prints nothing for a single job. If the table has too many rows, its last line says by `all_in` where all of them
-    are.
+    Prints nothing for a single job. If the table is cut, its last line ends in `all_in`: where all rows are.
     """
     if len(jobs) < 2:
         return

@@ -25,8 +25,8 @@ SIGNALS: dict[int, tuple[str, int, Any]] = {
 def ending_at_once() -> Iterator[None]:
     """Within the block, a signal ends the process at once, without cleanup.
 
-    It raises no exception, which might surface inside an import, Hydra or OmegaConf, where it would be taken for an
-    error of theirs. Signals that are ignored, or have handlers of the caller's own, stay as they are.
+    The signal raises no exception, as imports, Hydra and OmegaConf would take that for an error of their own. Signals
+    that are ignored, or have handlers of the caller's own, stay as they are.
     """
     ours = {number: handler for number, (_, _, handler) in SIGNALS.items() if _handler(number) == handler}
     try:

@@ -34,7 +34,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Agreement:
-    """The largest differences of logits and gradients of a parallelized model from itself on one rank, eager.
+    """How far logits and gradients of a parallelized model are from those on one rank with eager attention.
 
     `logits` and `gradients` are relative to the largest value of the eager model; `bound` is the most that rounding can
     explain. `unseen` names what was not compared.
@@ -145,7 +145,7 @@ def _in_fp32(model: nn.Module) -> Iterator[None]:
 
     def widen(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         own = [*module.parameters(recurse=False)]
-        # Mamba's mixer multiplies with weights of modules that it does not call, its block asks a norm for its dtype.
+        # Mamba's mixer uses weights of modules that it does not call; its block reads the dtype of a norm's weight.
         others = [p for child in module.children() for p in child.parameters(recurse=False) if own or p.ndim == 1]
         narrow.append([(p, p.data) for p in (*own, *others) if p.dtype in HALF])
         for p, x in narrow[-1]:

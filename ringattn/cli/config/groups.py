@@ -261,7 +261,8 @@ class RunOutputGroup(OutputGroup):
 class ExecuteGroup:
     """Settings for executing the plans of a study with the numerics simulator, in fp64.
 
-    `budget` is in seconds, estimated from fixed rates, so that every machine executes the same plans; None: none.
+    `budget` is in seconds, estimated from fixed rates, so that every machine executes the same plans; None:
+    nothing is executed.
     """
 
     budget: float | None

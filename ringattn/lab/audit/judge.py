@@ -30,7 +30,7 @@ CRASHES = (RuntimeError, AssertionError, AttributeError, LookupError, Arithmetic
 #: What the attributes `layout` and `dtype` of a target may be; a layout may also be a function.
 LAYOUTS, DTYPES = ("contiguous", "zigzag", "striped"), ("float32", "float64", "bfloat16", "float16")
 #: Verdicts, the worst last.
-VERDICTS = ("exact", "not offered", "not run", "refused", "crash", "hang", "wrong")
+VERDICTS = ("exact", "not offered", "refused", "crash", "hang", "wrong")
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,19 @@ def judge(
     try:
         return compare(target, case, device, solved)
     except REFUSALS as error:
-        return Verdict("refused", f"{type(error).__name__}: {_first_line(error)}")
+        return Verdict("refused", f"{type(error).__name__}: {first_line(error)}")
     except WrongError as error:
         return Verdict("wrong", str(error), "out")
     except CRASHES as error:
-        return Verdict("crash", f"{type(error).__name__}: {_first_line(error)}")
+        return Verdict("crash", f"{type(error).__name__}: {first_line(error)}")
 
 
 class WrongError(Exception):
     """What is wrong with a result, apart from its numbers."""
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, at most 200 characters of it."""
     return shorten((str(error).strip().splitlines() or ["no message"])[0], 200)
 
 

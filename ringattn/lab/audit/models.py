@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ...errors import InvalidInput
 from ...text import did_you_mean
 from .cases import Case, find_named
-from .judge import CRASHES, REFUSALS, Verdict, check, check_tensor, choose, find_tolerance, place_rows
+from .judge import CRASHES, REFUSALS, Verdict, check, check_tensor, choose, find_tolerance, first_line, place_rows
 
 Tensor = torch.Tensor
 #: Sizes of a class that is given by its name.
@@ -103,8 +103,8 @@ def check_model(name: str, case: Case) -> None:
     except InvalidInput:
         raise
     except (*REFUSALS, *CRASHES) as error:
-        words = (str(error).strip().splitlines() or [""])[0]
-        raise InvalidInput(f"model={name}: one process cannot run it: {type(error).__name__}: {words}") from None
+        words = f"{type(error).__name__}: {first_line(error)}"
+        raise InvalidInput(f"model={name}: one process cannot run it: {words}") from None
 
 
 class Tested:

@@ -72,6 +72,13 @@ def choose_cases(ranks: int, features: Sequence[str] | None, model: str | None =
     return [case for name, case in cases.items() if name in wanted]
 
 
+def check(target: str, ranks: int, cases: Sequence[Case], model: str | None = None) -> None:
+    """Raise InvalidInput for a target or a model that no rank can try on these cases."""
+    check_target(target, load_target(target, model), cases, ranks)
+    if model is not None:
+        models.check_model(model, cases[0])
+
+
 def audit(
     target: str, ranks: int, cases: Sequence[Case], patience: float, model: str | None = None
 ) -> Iterator[Finding]:
@@ -80,9 +87,7 @@ def audit(
     A rank that is not done after `patience` seconds hangs; the remaining cases then run on new ranks. If interrupted,
     yields what was found, and then raises.
     """
-    check_target(target, load_target(target, model), cases, ranks)
-    if model is not None:
-        models.check_model(model, cases[0])
+    check(target, ranks, cases, model)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "findings")
         while cases:
@@ -131,7 +136,7 @@ def _following(path: Path) -> Iterator[None]:
 class _Rank:
     """What a rank needs to try a case, and to tell the others its verdict. Rank 0 keeps all verdicts, as JSON lines."""
 
-    solve: Callable[[Case], Any]
+    solve: Callable[[Case], Any] | None
     judge: Callable[[Case, Any], Verdict]
     rank: int
     ranks: int
@@ -153,7 +158,7 @@ class _Rank:
 
     def agree(self, case: Case, number: str) -> list[Verdict]:
         """The verdicts of all ranks on a case, exchanged through the store under the key `number`."""
-        solved = self.solve(case)
+        solved = self.solve and self.solve(case)
         self.store.set(f"{number}/ready/{self.rank}", "")
         self._wait(f"{number}/ready", inf)
         timer = threading.Timer(self.patience, self.give_up, (case, number))
@@ -204,21 +209,16 @@ def work(
     with the lines so far.
     """
     target, ranks = load_target(name, model), dist.get_world_size()
-    check_target(name, target, cases, ranks)
     device = torch.device("cuda", rank % torch.cuda.device_count()) if dist.get_backend() == "nccl" else "cpu"
     make_store: Any = vars(dist)["TCPStore"]  # has no type stubs
     store = make_store("127.0.0.1", 0, None, True, wait_for_workers=False) if rank == 0 else None
     port: list[Any] = [store and store.port]
     dist.broadcast_object_list(port, 0)
     store = store or make_store(os.environ.get("MASTER_ADDR", "127.0.0.1"), *port, None, False)
-    solve: Callable[[Case], Any] = lambda case: None  # noqa: E731
-    comparison: Any = compare
-    if model is not None:
-        tested = models.Tested(model)
-        solve, comparison = tested.solve, tested.compare
+    tested = None if model is None else models.Tested(model)
     one = _Rank(
-        solve,
-        partial(judge, comparison, target, device=torch.device(device)),
+        tested.solve if tested else None,
+        partial(judge, tested.compare if tested else compare, target, device=torch.device(device)),
         rank,
         ranks,
         store,

@@ -20,7 +20,7 @@ from ...simulator.reporting.console import get_console, print_paragraph
 from ...text import plural
 from ...transport.launcher import Launch, detect, init_process_group
 from ...transport.mpi import load
-from ..audit.run import FAILURES, Finding, audit, choose_cases, list_findings, work
+from ..audit.run import FAILURES, Finding, audit, check, choose_cases, list_findings, work
 from .settings import AuditConfig
 
 
@@ -49,6 +49,7 @@ def main(config: AuditConfig) -> None:
             if findings:
                 _report(config, model, ranks, findings)
     else:
+        check(config.target, ranks, cases, model)
         _join(launch, 60 * config.patience)
 
         def report(told: list[str]) -> None:
