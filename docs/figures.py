@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
@@ -13,7 +14,7 @@ import ringattn as ra
 from ringattn.recurrence.runs import list_runs, plan_states
 
 FOLDER = Path(__file__).parent
-README_FIGURE = FOLDER / "ring.svg"
+RESULTS = FOLDER.parent / "benchmarks"
 RANK_COLORS = (
     "#4c78a8",
     "#f58518",
@@ -148,7 +149,7 @@ def draw_ring(pattern: ra.Pattern, travels: ra.Pattern, ranks: int, rows: int, t
     return svg(width, height, title, body)
 
 
-def draw_readme_figure() -> str:
+def draw_ring_figure() -> str:
     pattern = ra.Causal() & ra.Window(23)
     return draw_ring(
         pattern,
@@ -156,6 +157,58 @@ def draw_readme_figure() -> str:
         6,
         16,
         "Six ranks, a causal window: what each rank computes, and what travels when",
+    )
+
+
+def draw_traffic() -> str:
+    """How many times as fast as an all-gather the ring is between two hosts, from the newest stored run."""
+    runs = [path.read_text().splitlines() for path in RESULTS.glob("hosts_*.jsonl")]
+    lines = max(runs, key=lambda lines: json.loads(lines[0])["machine"]["date"])
+    cases = {case["case"]: case for case in map(json.loads, lines[1:])}
+    left, bar, full = 214, 22, 470
+    ratios = {
+        (mask, rate): next(
+            row["median"]
+            for row in cases[f"{mask}_{rate}"]["ratios"]
+            if row["ratio"] == "allgather / ring"
+        )
+        for mask in ("causal", "window", "documents")
+        for rate in (100, 400, 1600)
+    }
+    names = {"causal": "causal", "window": "causal, window of 256", "documents": "packed documents"}
+    scale = full / max(ratios.values())
+    body = [
+        text(
+            24,
+            32,
+            "Speed-up of a ring over an all-gather between two hosts of two ranks",
+            17,
+            "ink",
+            "start",
+        ),
+        text(
+            24,
+            54,
+            "forward on CPUs, 4,096 tokens, by the rate of the link between the hosts [measured]",
+            14,
+            "pale",
+            "start",
+        ),
+    ]
+    y = 76
+    for mask, name in names.items():
+        body.append(text(24, y + 2.5 * bar - 6, name, anchor="start"))
+        for rate in (100, 400, 1600):
+            ratio = ratios[mask, rate]
+            body += [
+                text(left + 66, y + 15, f"{rate:,} Mbit/s", 12, "pale", "end"),
+                box(left + 76, y, ratio * scale, bar - 4, RANK_COLORS[0]),
+                text(left + 84 + ratio * scale, y + 15, f"{ratio:#.3g}", 13, "ink", "start"),
+            ]
+            y += bar
+        y += 14
+    return svg(
+        left + full + 136, y + 6, "Speed-up of a ring over an all-gather between two hosts", body
     )
 
 
@@ -563,5 +616,9 @@ def draw_all(folder: Path) -> None:
         (folder / f"{name}.svg").write_text(drawing)
 
 
+#: The figures of README, which are stored.
+STORED = {FOLDER / "ring.svg": draw_ring_figure, FOLDER / "traffic.svg": draw_traffic}
+
 if __name__ == "__main__":
-    README_FIGURE.write_text(draw_readme_figure())
+    for path, draw_stored in STORED.items():
+        path.write_text(draw_stored())

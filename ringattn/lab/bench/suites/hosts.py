@@ -218,6 +218,6 @@ SUITE = BenchSuite(
     title="Schedules between two hosts",
     about=(
         "Two hosts of two ranks, joined by links of 100, 400 and 1,600 Mbit/s: network namespaces of one machine, with "
-        "addresses and TCP of their own. 4,034 tokens, 8 heads of 64, fp32; template: torch's own ring.",
+        "addresses and TCP of their own. 4,096 tokens, 8 heads of 64, fp32; template: torch's own ring.",
     ),
 )
