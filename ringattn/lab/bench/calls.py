@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...call.functional import ring_attention
+from ...call.functional import attention, ring_attention
+from ...call.planner import make_plan
 from ...dtypes import dtype_name
 from ...layout.regular import Layout, make_layout
+from ...machine.machine import Machine
 from ...pattern import parse_pattern
+from ...plan.plan import Plan
 from ...transport.base import Transport
 from .case import TOLERANCES, Context, Run
 
@@ -72,6 +75,13 @@ def make_pass(attend: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor
     return run
 
 
+def make_backward(attend: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], grad: torch.Tensor) -> Run:
+    """A function that runs only the backward of attend(q, k, v), on a retained graph; it returns the gradients."""
+    inputs = [x.requires_grad_() for x in inputs]
+    out = attend(*inputs)
+    return lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+
 def make_call(
     context: Context, attend: Callable[..., torch.Tensor], *, whole: bool = False, layout: str | None = None
 ) -> Run:
@@ -91,11 +101,27 @@ def make_single(context: Context) -> Run | None:
     return make_alone(context, partial(scaled_dot_product_attention, is_causal=context.settings["causal"]))
 
 
+def make_ours(context: Context) -> Run | None:
+    """Our attention of the whole sequence on rank 0; None on the other ranks."""
+    return make_alone(context, partial(attention, pattern=parse_pattern(context.settings["pattern"])))
+
+
 def make_ring(context: Context, schedule: str = "ring", transport: Transport | None = None) -> Run:
     """Our attention on the ranks of a case with this schedule, over `transport` or else Gloo."""
     pattern, layout = parse_pattern(context.settings["pattern"]), context.settings["layout"]
     options: Any = {"schedule": schedule, "transport": transport}
     return make_call(context, partial(ring_attention, pattern=pattern, layout=layout, **options))
+
+
+def plan_ring(settings: dict[str, Any], ranks: int, schedule: str, machine: Machine | None = None) -> Plan:
+    """The plan of `make_ring` for the settings of a case."""
+    names = ("pattern", "tokens", "layout", "heads", "kv_heads", "head_dim", "dtype", "batch")
+    return make_plan(**{name: settings[name] for name in names}, ranks=ranks, schedule=schedule, machine=machine)
+
+
+def compute_whole(context: Context) -> Any:
+    """The tensors that a case computes, by our attention on one device."""
+    return make_call(context, partial(attention, pattern=context.settings["pattern"]), whole=True)()
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
@@ -108,3 +134,9 @@ def check_error(name: str, results: Sequence[torch.Tensor], exact: Sequence[torc
     error = max(relative_error(x, y) for x, y in zip(results, exact, strict=True))
     assert error < TOLERANCES[dtype_name(results[0].dtype)], f"{name} is wrong by {error:.1e}"
     return error
+
+
+def check_shards(context: Context, results: dict[str, Any]) -> dict[str, float]:
+    """The largest relative error of each column's shards on this rank against the results of one device."""
+    exact = make_shards(context, compute_whole(context))
+    return {name: check_error(name, result, exact) for name, result in results.items()}

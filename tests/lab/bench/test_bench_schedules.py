@@ -12,6 +12,7 @@ import ringattn as ra
 from ringattn.cli.config.schema import RunConfig
 from ringattn.cli.run_job import Run
 from ringattn.lab.bench import get_cases, runner
+from ringattn.lab.bench.calls import plan_ring
 from ringattn.lab.bench.case import HEAD_DIM, HEADS, TOLERANCES, BenchCase, BenchColumn
 from ringattn.lab.bench.hosts import Cluster, make_hosts
 from ringattn.lab.bench.suites import schedules
@@ -105,7 +106,7 @@ def test_outer_bytes_are_those_of_the_formula(nodes: int, ranks_per_node: int) -
 
     def count(schedule: str, way: str = "forward") -> int:
         case = schedules._double_ring_case("x", cluster, 16 * cluster.ranks, None)
-        plan = schedules._plan(case.settings, cluster.ranks, schedule)
+        plan = plan_ring(case.settings, cluster.ranks, schedule)
         steps = [step for rank in range(ranks_per_node) for step in getattr(plan.for_rank(rank), way)]
         hops = [hop for step in steps for hop in step.sends if hop.peer >= ranks_per_node]
         return sum(plan.part_bytes(part) for hop in hops for part in hop.parts)

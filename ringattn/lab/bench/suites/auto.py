@@ -16,7 +16,7 @@ from ....machine.presets import MACHINES, get_machine
 from ....plan.plan import Plan
 from ....simulator.timing.auto import list_schedules
 from ....simulator.timing.simulation import simulate
-from ..calls import check_error, make_ring
+from ..calls import check_shards, make_ring
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, make_settings
 from ..hosts import Cluster
 
@@ -119,13 +119,9 @@ def _case(
     names = list_schedules(plan, machine)
     columns = tuple(BenchColumn(schedule, 1, partial(make_ring, schedule=schedule)) for schedule in names)
     ratios = tuple(Ratio(other, plan.schedule) for other in names if other != plan.schedule)
-    return BenchCase(name, ranks, settings, columns, ratios, _check, cluster=cluster, summarise=_judge, notes=(NOTE,))
-
-
-def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
-    """For each other schedule, the largest relative difference between its result and that of the first schedule."""
-    first, *others = results
-    return {name: check_error(name, results[name], results[first]) for name in others}
+    return BenchCase(
+        name, ranks, settings, columns, ratios, check_shards, cluster=cluster, summarise=_judge, notes=(NOTE,)
+    )
 
 
 def _judge(record: CaseRecord) -> list[dict[str, Any]]:

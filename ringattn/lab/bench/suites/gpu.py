@@ -24,9 +24,9 @@ from ....pattern import Causal, Dilated, Pattern, Window
 from ....runtime.peak_memory import available
 from ....simulator.numerics.oracle import oracle_rows_alone, sampled_rows
 from ....text import size
-from ..calls import relative_error
+from ..calls import make_backward, make_pass, relative_error
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio
-from ..libraries import CANNOT_RUN, LIBRARIES, Attend, list_masks, make_call, say_what_lacks
+from ..libraries import CANNOT_RUN, LIBRARIES, list_masks, make_call, say_what_lacks
 from ..runner import take_turns
 
 #: The type of the device. Tests set "cpu" and replace torch.cuda by stand-ins; such results are labelled emulated.
@@ -131,7 +131,7 @@ def measure_columns(
     results, missing, rows = {}, {}, sampled_rows(sizes.tokens, 8)
     for column, make in makers.items():
         try:
-            run = _make_run(make(), (q, k, v), grad if backward else None)
+            run = make_backward(make(), (q, k, v), grad) if backward else make_pass(make(), (q, k, v), None)
             results[column] = [x[:, :, slice(None) if backward else rows].cpu() for x in run()]
             runs[column] = run
         except CANNOT_RUN as error:
@@ -147,15 +147,6 @@ def measure_columns(
     peaks = {column: _peak(run) for column, run in runs.items()}
     details = {"hardware": describe_device(), "missing": missing, "peaks": peaks, "calls": calls}
     return {"times": times, "errors": errors, "details": details}
-
-
-def _make_run(attend: Attend, inputs: tuple[Tensor, ...], grad: Tensor | None) -> Callable[[], tuple[Tensor, ...]]:
-    """A function that runs the forward, or, with `grad`, only the backward of a retained graph."""
-    if grad is None:
-        return lambda: (attend(*inputs),)
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = attend(*leaves)
-    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
 def _time(run: Callable[[], Any], calls: int) -> float:

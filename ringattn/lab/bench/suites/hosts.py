@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,18 +13,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ....call.functional import attention
-from ....call.planner import make_plan
 from ....machine.file import read_machine, write_machine
 from ....machine.machine import Machine
 from ....machine.presets import MACHINES
-from ....pattern import parse_pattern
-from ....plan.plan import Plan
 from ....simulator.timing.simulation import simulate
 from ....transport.torchdist import TorchDist
 from ...calibrate.measure import calibrate
 from ...calibrate.measuring_ranks import MeasuringRanks, Settings
-from ..calls import check_error, make_call, make_ring, make_shards
+from ..calls import check_shards, make_ring, plan_ring
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, make_settings
 from ..hosts import Cluster
 from .ring import TEMPLATES, make_template
@@ -83,17 +78,11 @@ def _case(name: str, pattern: str, layout: str, rate: int, cluster: Cluster, bac
         settings,
         tuple(columns),
         tuple(Ratio(over, under) for over, under in (("allgather", "ring"), ("ring", "double_ring(2)"))),
-        _check,
+        check_shards,
         cluster=cluster,
         notes=(NOTE,),
     )
     return replace(case, measure=partial(_measure, case))
-
-
-def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
-    attend = partial(attention, pattern=parse_pattern(context.settings["pattern"]))
-    exact = make_shards(context, make_call(context, attend, whole=True)())
-    return {name: check_error(name, result, exact) for name, result in results.items()}
 
 
 def _measure(case: BenchCase, context: Context, repeat: int) -> dict[str, Any]:
@@ -114,24 +103,14 @@ def count_bytes(context: Context, schedule: str) -> tuple[int, int]:
     for _ in range(CALLS):
         run()
     dist.barrier()
-    plan = _plan(context.settings, context.ranks, schedule)
-    passes = [way for rank in inside for way in _passes(plan, rank, context.settings["backward"])]
-    hops = [hop for steps in passes for step in steps for hop in step.sends if hop.peer not in inside]
+    plan = plan_ring(context.settings, context.ranks, schedule)
+    passes = ("forward", "backward") if context.settings["backward"] else ("forward",)
+    steps = [step for rank in inside for name in passes for step in getattr(plan.for_rank(rank), name)]
+    hops = [hop for step in steps for hop in step.sends if hop.peer not in inside]
     planned = CALLS * sum(plan.part_bytes(part) for hop in hops for part in hop.parts)
     sent = context.hosts.sent_bytes(0) - before
     dist.barrier()
     return sent, planned
-
-
-def _passes(plan: Plan, rank: int, backward: bool) -> Iterator[Any]:
-    yield plan.for_rank(rank).forward
-    if backward:
-        yield plan.for_rank(rank).backward
-
-
-def _plan(settings: dict[str, Any], ranks: int, schedule: str, machine: Machine | None = None) -> Plan:
-    names = ("pattern", "tokens", "layout", "heads", "kv_heads", "head_dim", "dtype", "batch")
-    return make_plan(**{name: settings[name] for name in names}, ranks=ranks, schedule=schedule, machine=machine)
 
 
 def _calibrate(context: Context, repeat: int) -> dict[str, Any]:
@@ -153,14 +132,14 @@ def _read(text: str) -> Machine:
         return read_machine(path)
 
 
-def predict(records: list[CaseRecord]) -> list[dict[str, Any]]:
-    """A row for each case with times: the schedule that `auto` takes, the fastest, and predicted over measured times.
+def predict(records: list[CaseRecord]) -> tuple[list[float], list[float]]:
+    """(predicted over measured times of all schedules, times of what `auto` takes over the fastest), for all cases.
 
     The model of the links comes from the other rates: their mean latency, and the mean share of the nominal rate
     reached.
     """
     machines = {x["settings"]["rate"]: _read(x["details"]["machine"]) for x in records if "machine" in x["details"]}
-    rows = []
+    ratios, picks = [], []
     for record in (x for x in records if x["columns"]):
         settings, rate = record["settings"], record["settings"]["rate"]
         others = {other: machine for other, machine in machines.items() if other != rate}
@@ -168,26 +147,14 @@ def predict(records: list[CaseRecord]) -> list[dict[str, Any]]:
         machine = [*others.values()][-1].changed(
             bandwidth=share * rate * 1e6 / 8, latency=mean(machine.latency for machine in others.values())
         )
-        seconds = {}
-        for name in SCHEDULES:
-            plan = _plan(settings, record["ranks"], name)
-            ways = (False, True) if settings["backward"] else (False,)
-            seconds[name] = sum(simulate(plan, machine, backward=way).seconds for way in ways)
         medians = {name: column["median"] for name, column in record["columns"].items()}
-        best = min(medians, key=lambda name: medians[name])
-        picked = _plan(settings, record["ranks"], "auto", machine).schedule
-        rows.append(
-            {
-                "case": record["case"],
-                "auto": picked,
-                "best": best,
-                "auto / best": medians[picked] / medians[best] if picked in medians else None,
-                "order": " < ".join(sorted(seconds, key=lambda name: medians[name])),
-                "predicted order": " < ".join(sorted(seconds, key=lambda name: seconds[name])),
-                "predicted / measured": {name: t / medians[name] for name, t in seconds.items()},
-            }
-        )
-    return rows
+        for name in SCHEDULES:
+            plan = plan_ring(settings, record["ranks"], name)
+            ways = (False, True) if settings["backward"] else (False,)
+            ratios.append(sum(simulate(plan, machine, backward=way).seconds for way in ways) / medians[name])
+        picked = plan_ring(settings, record["ranks"], "auto", machine).schedule
+        picks += [medians[picked] / min(medians.values())] if picked in medians else []
+    return ratios, picks
 
 
 def _conclude(records: list[CaseRecord]) -> tuple[str, bool | None]:
@@ -198,9 +165,8 @@ def _conclude(records: list[CaseRecord]) -> tuple[str, bool | None]:
         return "nothing was measured", None
     text, met = f"links carried at most {max(shares):.3f} times the bytes planned", max(shares) <= MOST_BYTES
     if sum("machine" in x["details"] for x in done) == len(RATES):
-        rows = predict(done)
-        errors = [abs(ratio - 1) for row in rows for ratio in row["predicted / measured"].values()]
-        picks = [row["auto / best"] for row in rows if row["auto / best"]]
+        ratios, picks = predict(done)
+        errors = [abs(ratio - 1) for ratio in ratios]
         middle, most = median(errors), float(np.quantile(errors, 0.9))
         right = sum(pick <= 1 / NEAR for pick in picks)
         text += (

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from ....call.functional import attention
 from ....call.planner import make_plan
 from ....dtypes import ITEM_BYTES
 from ....pattern import parse_pattern
 from ....simulator.numerics.oracle import oracle_rows_alone, sampled_rows
-from ..calls import check_error, make_inputs
+from ..calls import check_error, make_backward, make_inputs, make_ours, make_single
 from ..case import HEAD_DIM, HEADS, BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make_settings
 
 TOKENS = 8192
@@ -61,29 +59,20 @@ def list_cases() -> list[BenchCase]:
     ]
 
 
-def _make_dense(context: Context) -> Run:
-    q, k, v = make_inputs(context.settings, 3)
-    return lambda: scaled_dot_product_attention(q, k, v)
-
-
-def _make_forward(context: Context, tokens: int | None = None) -> Run:
-    q, k, v = make_inputs(context.settings, 3, tokens)
-    pattern = parse_pattern(context.settings["pattern"])
-    return lambda: attention(q, k, v, pattern)
+def _make_short(context: Context) -> Run | None:
+    return make_ours(replace(context, settings={**context.settings, "tokens": TOKENS}))
 
 
 def _make_backward(context: Context) -> Run:
-    q, k, v, grad = make_inputs(context.settings, 4)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = attention(q, k, v, parse_pattern(context.settings["pattern"]))
-    return lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
+    *inputs, grad = make_inputs(context.settings, 4)
+    return make_backward(partial(attention, pattern=parse_pattern(context.settings["pattern"])), inputs, grad)
 
 
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     """Largest relative error of 16 rows against fp64 softmaxes over the rows of the pattern's dense mask."""
     rows, pattern = sampled_rows(context.settings["tokens"], 16), context.settings["pattern"]
     exact = oracle_rows_alone(parse_pattern(pattern), rows, *make_inputs(context.settings, 3))
-    return {"forward": check_error(pattern, [results["forward"][:, :, rows]], [exact])}
+    return {"forward": check_error(pattern, [results["forward"][0][:, :, rows]], [exact])}
 
 
 def _rate_case(name: str, pattern: str, target: float | None) -> BenchCase:
@@ -91,10 +80,10 @@ def _rate_case(name: str, pattern: str, target: float | None) -> BenchCase:
     return BenchCase(
         name,
         1,
-        make_settings(TOKENS, pattern=pattern, density=plan.density),
+        make_settings(TOKENS, pattern=pattern, causal=False, density=plan.density),
         (
-            BenchColumn("dense", 1, _make_dense),
-            BenchColumn("forward", 1, _make_forward),
+            BenchColumn("dense", 1, make_single),
+            BenchColumn("forward", 1, make_ours),
             BenchColumn("backward", 1, _make_backward),
         ),
         (
@@ -111,7 +100,7 @@ def _scaling_case(name: str, pattern: str) -> BenchCase:
         f"scaling_{name}",
         1,
         make_settings(MOST_TOKENS, "bfloat16", pattern=pattern),
-        (BenchColumn("short", 1, partial(_make_forward, tokens=TOKENS)), BenchColumn("long", 1, _make_forward)),
+        (BenchColumn("short", 1, _make_short), BenchColumn("long", 1, make_ours)),
         (Ratio("short", "long", 0.9, work=MOST_TOKENS / TOKENS),),
         rounds=3,
         notes=(SCALING_NOTE,),
@@ -127,7 +116,7 @@ def _memory_case(name: str, pattern: str) -> BenchCase:
         f"memory_{name}",
         1,
         make_settings(MOST_TOKENS, "bfloat16", pattern=pattern),
-        (BenchColumn("forward", 1, _make_forward),),
+        (BenchColumn("forward", 1, make_ours),),
         formula_bytes=formula,
         limit=1.25,
         rounds=2,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....call.functional import attention, ring_attention, virtual_attention
+from ....call.functional import ring_attention, virtual_attention
 from ....call.planner import make_plan
 from ....errors import Unsupported
 from ....kernels.aten_cpu import bf16_is_fast
@@ -117,16 +117,12 @@ def _ring_case(name: str, tokens: int, causal: bool, backward: bool) -> BenchCas
     return BenchCase(name, CORES, _settings(tokens, causal, backward), columns, ratios, _check, notes=(NOTE,))
 
 
-def _make_alone(context: Context) -> Run | None:
-    return calls.make_alone(context, partial(attention, pattern=context.settings["pattern"]))
-
-
 def _half_case(dtype: str, causal: bool, backward: bool, tokens: int = 4096) -> BenchCase:
     """A case in a 16-bit dtype: torch's own call, one rank with as many threads, and two ranks."""
     name = f"{'causal' if causal else 'dense'}_{tokens}_{dtype}" + "_backward" * backward
     columns = (
         BenchColumn("single", CORES, calls.make_single),
-        BenchColumn("one rank", CORES, _make_alone),
+        BenchColumn("one rank", CORES, calls.make_ours),
         BenchColumn("ring", 1, calls.make_ring),
     )
     ratios = (Ratio("single", "one rank", 0.95), Ratio("single", "ring", 0.95))

@@ -5,12 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ....call.functional import attention, ring_attention
-from ....call.planner import make_plan
+from ....call.functional import ring_attention
 from ....pattern import parse_pattern
-from ....plan.plan import Plan
 from ....transport.torchdist import TorchDist
-from ..calls import check_error, get_layout, make_call, make_ring, make_shards
+from ..calls import check_error, check_shards, compute_whole, get_layout, make_call, make_ring, make_shards, plan_ring
 from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make_settings
 from ..hosts import Cluster
 from .host import InstantMessages, NoKernel, make_passes
@@ -76,17 +74,18 @@ def _local_case(
 ) -> BenchCase:
     """A case: communication time of an all-gather over that of schedules that send only what a local pattern needs."""
     schedules = ("allgather", "ring", "direct")
-    columns = [
+    columns = (
         *(BenchColumn(f"{schedule}_messages", 1, partial(_make_messages, schedule=schedule)) for schedule in schedules),
         *(BenchColumn(schedule, 1, partial(make_ring, schedule=schedule)) for schedule in schedules),
-    ]
+    )
     ratios = (
         Ratio("allgather_messages", "ring_messages", ring_target),
         Ratio("allgather_messages", "direct_messages", 5.0),
         Ratio("allgather", "ring"),
         Ratio("allgather", "direct"),
     )
-    return _case(name, cluster, _settings(tokens, pattern, layout, backward), columns, ratios, MESSAGES_NOTE)
+    settings = make_settings(tokens, pattern=pattern, layout=layout, backward=backward)
+    return BenchCase(name, cluster.ranks, settings, columns, ratios, _check, cluster=cluster, notes=(MESSAGES_NOTE,))
 
 
 def _double_ring_case(
@@ -94,21 +93,23 @@ def _double_ring_case(
 ) -> BenchCase:
     """A case: time of dense calls with the ring over that with the double ring."""
     double_ring = f"double_ring({cluster.ranks_per_node})"
-    columns = [BenchColumn(schedule, 1, partial(make_ring, schedule=schedule)) for schedule in ("ring", double_ring)]
-    settings = _settings(tokens, "Full()", "contiguous", backward)
-    return _case(name, cluster, settings, columns, (Ratio("ring", double_ring, target),), DOUBLE_NOTE)
+    columns = tuple(BenchColumn(name, 1, partial(make_ring, schedule=name)) for name in ("ring", double_ring))
+    ratios = (Ratio("ring", double_ring, target),)
+    settings = make_settings(tokens, pattern="Full()", layout="contiguous", backward=backward)
+    return BenchCase(name, cluster.ranks, settings, columns, ratios, _check, cluster=cluster, notes=(DOUBLE_NOTE,))
 
 
 def _overlap_case(name: str, cluster: Cluster, tokens: int) -> BenchCase:
     """A case: time of a dense ring without communication over that with communication."""
-    columns = [
+    columns = (
         BenchColumn("compute", 1, lambda context: make_ring(context, transport=InstantTransport())),
         BenchColumn("ring", 1, make_ring),
         BenchColumn("ring_messages", 1, partial(_make_messages, schedule="ring")),
-    ]
+    )
     hops_per_visit = (cluster.ranks - 1) / cluster.ranks
     ratios = (Ratio("compute", "ring", 0.9), Ratio("compute", "ring_messages", 2.0, work=hops_per_visit))
-    return _case(name, cluster, _settings(tokens, "Full()", "contiguous", False), columns, ratios, COMPUTE_NOTE)
+    settings = make_settings(tokens, pattern="Full()", layout="contiguous", backward=False)
+    return BenchCase(name, cluster.ranks, settings, columns, ratios, _check, cluster=cluster, notes=(COMPUTE_NOTE,))
 
 
 def _packed_case(name: str, ranks: int, backward: bool) -> BenchCase:
@@ -127,34 +128,13 @@ def _make_packed(context: Context, layout: str) -> Run:
 
 def _check_packed(context: Context, results: dict[str, Any]) -> dict[str, float]:
     """Errors of each layout's calls against one device."""
-    attend = partial(attention, pattern=parse_pattern(context.settings["pattern"]))
-    exact = make_call(context, attend, whole=True)()
+    exact = compute_whole(context)
     return {name: check_error(name, result, make_shards(context, exact, name)) for name, result in results.items()}
-
-
-def _case(
-    name: str,
-    cluster: Cluster,
-    settings: dict[str, Any],
-    columns: list[BenchColumn],
-    ratios: tuple[Ratio, ...],
-    note: str,
-) -> BenchCase:
-    return BenchCase(name, cluster.ranks, settings, tuple(columns), ratios, _check, cluster=cluster, notes=(note,))
-
-
-def _settings(tokens: int, pattern: str, layout: str, backward: bool) -> dict[str, Any]:
-    return make_settings(tokens, pattern=pattern, layout=layout, backward=backward)
-
-
-def _plan(settings: dict[str, Any], ranks: int, schedule: str) -> Plan:
-    names = ("pattern", "tokens", "layout", "heads", "kv_heads", "head_dim", "dtype", "batch")
-    return make_plan(**{name: settings[name] for name in names}, ranks=ranks, schedule=schedule)
 
 
 def _make_messages(context: Context, schedule: str) -> Run:
     """A run of the plan's messages without kernels, posted and awaited at each step; it returns the bytes sent."""
-    transport, plan = TorchDist(), _plan(context.settings, context.ranks, schedule)
+    transport, plan = TorchDist(), plan_ring(context.settings, context.ranks, schedule)
     passes = make_passes(plan, context.rank, NoKernel(), transport)
     runs = [passes[name] for name in ("forward", "backward") if name == "forward" or context.settings["backward"]]
 
@@ -169,20 +149,14 @@ def _make_messages(context: Context, schedule: str) -> Run:
 
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     """Errors of whole calls against one device; asserts that columns of messages send the bytes of their plan."""
-    settings, errors = context.settings, {}
-    attend = partial(attention, pattern=parse_pattern(settings["pattern"]))
-    exact = make_shards(context, make_call(context, attend, whole=True)())
-    for name, result in results.items():
-        if name == "compute":  # its messages bring zeros
-            continue
-        if name.endswith("_messages"):
-            plan = _plan(settings, context.ranks, name.removesuffix("_messages"))
-            directions = [False, True] if settings["backward"] else [False]
-            planned = [plan.bytes_sent(context.rank, backward=backward) for backward in directions]
-            assert result == sum(planned), f"{name}: {result} bytes sent, {planned} planned"
-            continue
-        errors[name] = check_error(name, result, exact)
-    return errors
+    settings, messages = context.settings, [name for name in results if name.endswith("_messages")]
+    for name in messages:
+        plan = plan_ring(settings, context.ranks, name.removesuffix("_messages"))
+        directions = [False, True] if settings["backward"] else [False]
+        planned = [plan.bytes_sent(context.rank, backward=backward) for backward in directions]
+        assert results[name] == sum(planned), f"{name}: {results[name]} bytes sent, {planned} planned"
+    # The messages of compute bring zeros.
+    return check_shards(context, {name: x for name, x in results.items() if name not in (*messages, "compute")})
 
 
 SUITE = BenchSuite(
