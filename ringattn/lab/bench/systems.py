@@ -5,7 +5,7 @@ Suites choose systems, lengths and settings; this module makes, runs and checks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -108,13 +108,11 @@ def list_system_cases(
     until_failure: bool = False,
     settings: dict[str, Any] | None = None,
     label: str | None = None,
-    most: Mapping[str, int] | None = None,
 ) -> list[BenchCase]:
     """A case for each system, number of ranks and length, in this order.
 
-    A name may end in "_r4": 4 virtual ranks. `settings` apply to the systems that have
-    them. With `until_failure` a failure is a result, and longer lengths of that system are then not tried. `label`: as
-    for `make_system_case`. `most`: the maximum tokens of some systems, by name.
+    A name may end in "_r4": 4 virtual ranks. `settings` apply to the systems that have them. With `until_failure` a
+    failure is a result, and longer lengths of that system are then not tried. `label`: as for `make_system_case`.
     """
     cases = []
     for name in names:
@@ -122,7 +120,7 @@ def list_system_cases(
         own = {key: value for key, value in (settings or {}).items() if key in taken}
         for count in ranks:
             after = None
-            for tokens in (x for x in lengths if x <= (most or {}).get(name, x)):
+            for tokens in lengths:
                 limits = {"may_fail": until_failure, "after": after}
                 cases.append(make_system_case(name, tokens, count, dtype, label=label, settings=own, **limits))
                 after = cases[-1].name if until_failure else None
