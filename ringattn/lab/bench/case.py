@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from .hosts import Cluster, Hosts
 
 #: One run of a column on this rank; returns the rank's result.
@@ -127,8 +125,3 @@ def make_settings(
     """The settings of an attention case with a batch of 1."""
     sizes = {"batch": 1, "heads": heads, "kv_heads": heads, "head_dim": head_dim, "dtype": dtype, "tokens": tokens}
     return sizes | more
-
-
-def iqr(values: list[float]) -> float:
-    """The interquartile range; 0 for a single value."""
-    return float(np.subtract(*np.percentile(values, (75, 25))))

@@ -6,22 +6,19 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from markupsafe import Markup
-
 from ...text import duration, size
 from ..pages.figures import COLOURS, draw_lines, drawing, to_svg
+from ..pages.pages import Plot
 from .case import BenchSuite, CaseRecord
 
-#: Endings of case names that the plot's title states, so that bar labels omit them.
-PASSES = ("_forward", "_backward", "_step")
 #: The middle of a bar, and the ends of its whisker.
 Bar = tuple[float, float, float]
 Show = Callable[[float], str]
 Rows = Mapping[str, Mapping[str, Bar]]
 
 
-def draw(cases: list[CaseRecord], suite: BenchSuite | None) -> list[tuple[str, Markup]]:
-    """(title, <svg> element) of each plot; empty without matplotlib or if there is nothing to compare."""
+def draw(cases: list[CaseRecord], suite: BenchSuite | None) -> list[Plot]:
+    """The plots; none without matplotlib or if there is nothing to compare."""
     if find_spec("matplotlib") is None:
         return []
     drawn = []
@@ -34,11 +31,8 @@ def draw(cases: list[CaseRecord], suite: BenchSuite | None) -> list[tuple[str, M
             drawn.append(_draw_lines(title, series, unit))
     if drawn:
         return drawn
-    for words, some in _by_pass(cases).items():
-        title, rows, show, reference = _choose(some, suite)
-        if sum(map(len, rows.values())) > 1:
-            drawn.append(_draw_bars(title + words, rows, show, reference))
-    return drawn
+    title, rows, show, reference = _choose([case for case in cases if "failed" not in case], suite)
+    return [_draw_bars(title, rows, show, reference)] if sum(map(len, rows.values())) > 1 else []
 
 
 def median(case: CaseRecord) -> float | None:
@@ -56,24 +50,14 @@ def line_name(case: CaseRecord) -> str:
     return str(case["settings"]["system"]) + (f", {case['ranks']} ranks" if case["ranks"] > 1 else "")
 
 
-def _draw_lines(title: str, series: dict[str, list[tuple[int, float]]], show: Show) -> tuple[str, Markup]:
+def _draw_lines(title: str, series: dict[str, list[tuple[int, float]]], show: Show) -> Plot:
     with drawing(3.2 + 0.16 * len(series)) as figure:
         axes = draw_lines(figure, series, "tokens", f"{title}, measured", log=True)
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter(lambda count, place: size(count).rstrip("iB").replace(".0 ", ""))
         axes.yaxis.set_major_formatter(lambda value, place: show(value))
         axes.grid(alpha=0.25)
-        return title, to_svg(figure, title)
-
-
-def _by_pass(cases: list[CaseRecord]) -> dict[str, list[CaseRecord]]:
-    """The cases that did not fail, grouped by the suffix of their plot's title; one group unless passes differ."""
-    done = [case for case in cases if "failed" not in case]
-    kinds = {case["settings"].get("backward") for case in done}
-    if kinds != {True, False}:
-        return {"": done}
-    names = {False: ", forward", True: ", forward and backward"}
-    return {name: [case for case in done if case["settings"]["backward"] is kind] for kind, name in names.items()}
+        return Plot(title, to_svg(figure, title))
 
 
 def _choose(cases: list[CaseRecord], suite: BenchSuite | None) -> tuple[str, Rows, Show, float | None]:
@@ -102,13 +86,10 @@ def _choose(cases: list[CaseRecord], suite: BenchSuite | None) -> tuple[str, Row
 
 
 def _label(case: CaseRecord) -> str:
-    name = case["case"]
-    for ending in PASSES if "backward" in case["settings"] else ():
-        name = name.removesuffix(ending)
-    return name.replace("_", " ")
+    return str(case["case"]).replace("_", " ")
 
 
-def _draw_bars(title: str, rows: Rows, show: Show, reference: float | None) -> tuple[str, Markup]:
+def _draw_bars(title: str, rows: Rows, show: Show, reference: float | None) -> Plot:
     """Groups of horizontal bars with whiskers from minimum to maximum."""
     series: dict[str, list[tuple[float, Bar]]] = {name: [] for bars in rows.values() for name in bars}
     places, at = [], 0.0
@@ -144,4 +125,4 @@ def _draw_bars(title: str, rows: Rows, show: Show, reference: float | None) -> t
         axes.xaxis.set_minor_formatter(lambda value, place: "")
         axes.set_xlabel(f"{title}, {'log scale' if log else 'from 0'}")
         axes.grid(alpha=0.25, axis="x")
-        return title, to_svg(figure, title)
+        return Plot(title, to_svg(figure, title))

@@ -21,7 +21,7 @@ from ...files import make_folder, write_text
 from ...text import duration, plural, shorten, size
 from ..pages.pages import Cell, Plot, ReportTable, render_page
 from . import SUITES, figures
-from .case import BenchSuite, CaseRecord, iqr
+from .case import BenchSuite, CaseRecord
 from .records import read_results
 
 #: Settings shown in a column if they differ between cases, otherwise in the sentence below the table.
@@ -43,10 +43,9 @@ MOST_SETTING, MOST_REMARK = 40, 160
 
 @dataclass(frozen=True)
 class BenchReport:
-    """What the page needs from a suite's results. `command` repeats the run."""
+    """What the page needs from a suite's results."""
 
     record: dict[str, Any]
-    command: str
 
     @property
     def suite(self) -> BenchSuite | None:
@@ -56,9 +55,9 @@ class BenchReport:
     @property
     def warnings(self) -> list[str]:
         """The warnings: `MIXED` if it applies, and how many cases are missing."""
-        done, warnings = len(self.record["cases"]), [MIXED] if self.record["mixed"] else []
-        if done < (planned := self.record.get("planned", done)):  # absent in results of earlier versions
-            warnings.append(f"Incomplete: {done} of {planned} cases; to measure the others: {self.command}")
+        warnings = [MIXED] if self.record["mixed"] else []
+        if (done := len(self.record["cases"])) < self.record["planned"]:
+            warnings.append(f"Incomplete: {done} of {self.record['planned']} cases; measure the others: {self.command}")
         return warnings
 
     @property
@@ -105,7 +104,19 @@ class BenchReport:
     @cached_property
     def plots(self) -> list[Plot]:
         """The plots; none without matplotlib."""
-        return [Plot(*each) for each in figures.draw(self.record["cases"], self.suite)]
+        return figures.draw(self.record["cases"], self.suite)
+
+    @property
+    def command(self) -> str:
+        """The command that produces results like these again."""
+        record = self.record
+        parts = [str(record["suite"]), f"repeat={record['repeat']}"]
+        if record["memory"]:
+            parts.append(f"memory={record['memory']}")
+        if isinstance(asked := record["asked"], list):
+            names = (name if re.fullmatch(r"[\w.-]+", name) else quote(name) for name in asked)
+            parts.append(f"cases=[{','.join(names)}]")
+        return f"ringattn report {shlex.join(parts)}"
 
 
 def _judge(cases: list[CaseRecord]) -> tuple[str, None]:
@@ -153,11 +164,10 @@ def _column_cells(case: CaseRecord, name: str, column: dict[str, Any]) -> list[s
     """The cells of a column, from its name to its error."""
     tokens, peaks = case["settings"].get("tokens"), column.get("peaks", {})
     rate = tokens / column["median"] if tokens and "system" in case["settings"] else None
-    numbers = (column["median"], iqr(column["seconds"]), column["min"], column["max"])
     return [
         name,
         _count(column["threads"]),
-        *(Cell(duration(value), value) for value in numbers),
+        *(Cell(duration(column[x]), column[x]) for x in ("median", "iqr", "min", "max")),
         "" if rate is None else Cell(f"{rate:,.0f}", rate),
         *(Cell(size(peaks[x]), peaks[x]) if x in peaks else "" for x in ("tensors", "process")),
         Cell(f"{case['errors'][name]:.1e}", case["errors"][name]) if name in case["errors"] else "",
@@ -281,21 +291,9 @@ def _without_empty(title: str, header: Sequence[str], rows: list[list[str]]) -> 
 
 def write_page(results: Path, target: Path) -> BenchReport:
     """Write the page of stored results; returns their report. Raises InvalidInput."""
-    record = read_results(results)
-    report = BenchReport(record, make_command(record))
+    report = BenchReport(read_results(results))
     write_text(target, render_page(__package__ or "", "bench.j2", {"report": report}))
     return report
-
-
-def make_command(record: dict[str, Any]) -> str:
-    """The command that produces results like these again."""
-    parts = [str(record["suite"]), f"repeat={record['repeat']}"]
-    if record["memory"]:
-        parts.append(f"memory={record['memory']}")
-    if isinstance(asked := record["asked"], list):
-        names = (name if re.fullmatch(r"[\w.-]+", name) else quote(name) for name in asked)
-        parts.append(f"cases=[{','.join(names)}]")
-    return f"ringattn report {shlex.join(parts)}"
 
 
 def write_index(folder: Path) -> list[Path]:
@@ -331,7 +329,7 @@ def _newest(folder: Path) -> Iterator[tuple[str, str, str, str, Path]]:
     newest: dict[tuple[str, str], tuple[str, str, Path]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         try:
-            report = BenchReport(read_results(path), "")
+            report = BenchReport(read_results(path))
         except InvalidInput as error:  # perhaps written by another version
             newest[path.name, ""] = "", str(error), path
             continue

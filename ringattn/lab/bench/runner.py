@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +33,7 @@ from ...text import duration
 from ...transport.launcher import run_local
 from ..pages.journal import git, source
 from . import get_cases
-from .case import TOLERANCES, BenchCase, BenchColumn, CaseRecord, Context, Run, iqr
+from .case import TOLERANCES, BenchCase, BenchColumn, CaseRecord, Context, Run
 from .hosts import NETWORK, Hosts, make_hosts
 from .libraries import say_what_lacks
 from .records import FORMAT, open_results
@@ -258,11 +259,7 @@ class TensorBytes(TorchDispatchMode):
 
 
 def weigh(column: BenchColumn, context: Context) -> dict[str, int]:
-    """Bytes of one more, untimed run: {"tensors": peak with inputs, "process": peak, "after": tensors that remain}.
-
-    "after" is read while the result is alive. "process" is the rise over the memory that was resident before the inputs
-    existed.
-    """
+    """Peak bytes of one more, untimed run: {"tensors": with inputs, "process": above what was resident before them}."""
     with TensorBytes():
         torch.zeros(1, device="cpu").add(1)  # loads what the counter needs; must not count as memory of the run
     peak_memory.return_freed()
@@ -273,11 +270,10 @@ def weigh(column: BenchColumn, context: Context) -> dict[str, int]:
         tensors.restart()
         peak_memory.reset_peak()
         _barrier()
-        result = run() if run is not None else None
+        if run is not None:
+            run()
         _barrier()
-        peaks = {"tensors": tensors.peak, "after": tensors.live, "process": max(peak_memory.peak() - base, 0)}
-        del result
-    return peaks
+        return {"tensors": tensors.peak, "process": max(peak_memory.peak() - base, 0)}
 
 
 def take_turns(timers: dict[str, Callable[[], float]], repeat: int) -> dict[str, list[float]]:
@@ -375,8 +371,8 @@ def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
 
 
 def _spread(values: list[float]) -> dict[str, float]:
-    middle, least, most = median(values), min(values), max(values)
-    return {"median": middle, "min": least, "max": most, "spread": (most - least) / middle, "iqr": iqr(values)}
+    iqr = float(np.subtract(*np.percentile(values, (75, 25))))  # 0 for a single value
+    return {"median": median(values), "min": min(values), "max": max(values), "iqr": iqr}
 
 
 def describe_host() -> dict[str, Any]:

@@ -60,7 +60,7 @@ def test_every_system_is_right_on_ranks_and_the_cap_holds(on_ranks: list[dict[st
         assert len(systems) == len(ON_RANKS)
         for name, found in systems.items():
             assert 0 < found["errors"]["forward"] < 1e-5, name
-            assert found["peaks"]["forward"]["tensors"] >= found["peaks"]["forward"]["after"] >= 2 * TOKENS * 512, name
+            assert found["peaks"]["forward"]["tensors"] >= 2 * TOKENS * 512, name
 
 
 def test_every_system_is_right_on_one_device() -> None:
@@ -70,7 +70,7 @@ def test_every_system_is_right_on_one_device() -> None:
     assert len(find_cases(rows, "")) == len(SYSTEMS) + 1
     for row in rows:
         bytes_of_inputs = TOKENS * 512 * 4 * (1 if "Multihead" in row["case"] else 3)
-        assert row["errors"]["forward"] < 1e-5 and row["columns"]["forward"]["peaks"]["after"] >= bytes_of_inputs
+        assert row["errors"]["forward"] < 1e-5 and row["columns"]["forward"]["peaks"]["tensors"] >= bytes_of_inputs
     assert conclude_systems(rows)[0].startswith(
         f"{len(rows)} of {len(rows)} rows agree with fp64 softmaxes, the largest"
     )
