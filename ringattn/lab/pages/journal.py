@@ -16,6 +16,7 @@ import re
 import stat
 import subprocess
 import zlib
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -75,22 +76,20 @@ class Journal:
             raise InvalidInput(
                 f"output {path}: cannot be written ({error.strerror}); give another output.path"
             ) from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with ExitStack() as opened:
+            opened.callback(self._file.close)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InvalidInput(
+                    f"{path.parent}: another process is running this study; wait for it, or give another output.path"
+                ) from None
+            except OSError as error:
+                raise InvalidInput(
+                    f"{path}: cannot be locked on this file system ({error}); give an output.path on another one"
+                ) from error
             self._read(head)
-        except BlockingIOError:
-            self._file.close()
-            raise InvalidInput(
-                f"{path.parent}: another process is running this study; wait for it, or give another output.path"
-            ) from None
-        except OSError as error:
-            self._file.close()
-            raise InvalidInput(
-                f"{path}: cannot be locked on this file system ({error}); give an output.path on another file system"
-            ) from error
-        except InvalidInput:
-            self._file.close()
-            raise
+            opened.pop_all()
 
     def _read(self, head: Record) -> None:
         """Read the records, or write `head` to an empty journal. Raises InvalidInput if the head differs."""
