@@ -44,5 +44,5 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def text_of(page: Path) -> str:
-    """The words of a page, without its tags."""
-    return html.unescape(re.sub(r"<[^>]+>", " ", page.read_text()))
+    """The words of a page, without its tags, a blank between them."""
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page.read_text())).split())

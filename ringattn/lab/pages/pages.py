@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ...text import plural
-
-AnyText = TypeVar("AnyText", str, Markup)
 
 
 class Cell(str):
@@ -51,10 +49,5 @@ def render_page(package: str, template: str, values: Mapping[str, object]) -> st
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"plural": plural, "one_line": _one_line}
+    environment.filters["plural"] = plural
     return environment.get_template(template).render(**values).strip() + "\n"
-
-
-def _one_line(text: AnyText) -> AnyText:
-    """The text of a paragraph joined into one line; markup stays markup."""
-    return type(text)(" ").join(text.split())

@@ -57,31 +57,19 @@ def draw(name: str, table: Table, x: str, y: str | None) -> list[Plot]:
         return [Plot(title, to_svg(figure, name))] if PLOTS[name][0](figure, table, x, y) else []
 
 
-def _draw_efficiency(figure: Any, table: Table, x: str, y: str | None) -> bool:
-    """Draw computing time over time as lines. All _draw functions return False if no row has numbers."""
-    series = {name: [(row[x], efficiency(row)) for row in rows] for name, rows in table.series(x).items()}
+def _draw_curves(
+    figure: Any, table: Table, x: str, y: str | None, *, value: Callable[[Row], float], ylabel: str, **options: Any
+) -> bool:
+    """Draw a value of the rows as lines. All _draw functions return False if no row has numbers."""
+    series = {name: [(row[x], value(row)) for row in rows] for name, rows in table.series(x).items()}
     figure.set_size_inches(7.2, 4.0 + 0.16 * -(-len(series) // 2))
     values = table.numbers(x)
     log = len(values) > 2 and min(values) > 0 and max(values) / min(values) > 8
-    axes = draw_lines(figure, series, x, "mean computing time / time, modelled", log=log)
-    axes.set(ylim=(0, 1.05), title="efficiency")
-    _set_ticks(axes, x, values)
-    return bool(series)
-
-
-def _draw_time(figure: Any, table: Table, x: str, y: str | None) -> bool:
-    """Draw the time of all passes as lines."""
-    series = {name: [(row[x], total(row, "time")) for row in rows] for name, rows in table.series(x).items()}
-    axes = draw_lines(figure, series, x, "seconds, modelled", log=True)
-    axes.set(yscale="log", title="time")
-    _set_ticks(axes, x, table.numbers(x))
-    return bool(series)
-
-
-def _set_ticks(axes: Any, x: str, values: list[Any]) -> None:
-    """Set ticks at no more than MOST_TICKS values of x, labelled with units."""
+    axes = draw_lines(figure, series, x, ylabel, log=log)
+    axes.set(**options)
     ticks = values[:: -(-len(values) // MOST_TICKS)]
     axes.set_xticks(ticks, [show_number(x, value) for value in ticks], rotation=60, ha="right", fontsize=7)
+    return bool(series)
 
 
 def _draw_stack(figure: Any, table: Table, x: str, y: str | None) -> bool:
@@ -176,8 +164,22 @@ def find_fastest(table: Table, x: str, y: str) -> dict[tuple[Any, Any], tuple[st
 
 #: By name, the function that draws a plot, and what the plot shows.
 PLOTS: dict[str, tuple[Callable[[Any, Table, str, str | None], bool], str]] = {
-    "efficiency": (_draw_efficiency, "the part of the time in which ranks compute"),
-    "time": (_draw_time, "the time"),
+    "efficiency": (
+        partial(
+            _draw_curves,
+            value=efficiency,
+            ylabel="mean computing time / time, modelled",
+            ylim=(0, 1.05),
+            title="efficiency",
+        ),
+        "the part of the time in which ranks compute",
+    ),
+    "time": (
+        partial(
+            _draw_curves, value=partial(total, name="time"), ylabel="seconds, modelled", yscale="log", title="time"
+        ),
+        "the time",
+    ),
     "stack": (_draw_stack, "the time by cause"),
     "memory": (_draw_memory, "the memory of a rank by category"),
     "crossover": (_draw_crossover, "what takes the least time"),

@@ -5,9 +5,10 @@ The sentences around them are in templates/report.j2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...cli.config.groups import StudyGroup
@@ -19,8 +20,8 @@ from ..pages.pages import Cell, Plot, ReportTable
 from .space import Point
 from .tables import DIRECTIONS, WAITS, Row, Table, is_number, list_passes, show_number, total
 
-#: Maximum rows and columns of a table in a report; sweep.csv has all rows, and wider tables are split.
-MOST_ROWS, MOST_COLUMNS = 200, 6
+#: Maximum rows of a table in a report; sweep.csv has all rows.
+MOST_ROWS = 200
 #: Columns that describe a point. A value that all points share is written once, below the table.
 DESCRIPTION = (
     *("model", "cp", "dp", "tp", "ep", "pp"),
@@ -147,69 +148,56 @@ class StudyReport:
         return f"{row['point']}: {', '.join(values)}" if values else str(row["point"])
 
     @property
-    def points(self) -> list[ReportTable]:
-        """The tables of all points."""
+    def points(self) -> ReportTable:
+        """The table of all points."""
         table = self.table
         varied = [name for name in self._described if name not in self.shared and name not in table.axes]
-        passes = ([f"{direction} {name}" for name in PASS_COLUMNS] for direction in DIRECTIONS)
-        groups = (*passes, ["pairs", *varied, *table.labels])
-        found = [[name for name in names if any(name in row for row in table.rows)] for names in groups]
-        return [part for names in found if names for part in self._tabulate(table.rows, names)]
+        passes = (f"{direction} {name}" for direction in DIRECTIONS for name in PASS_COLUMNS)
+        return self._tabulate(table.rows, (*passes, "pairs", *varied, *table.labels))
 
     @property
-    def executed(self) -> list[ReportTable]:
-        """Tables with a row for each executed plan, in order of execution; empty if the study executes nothing."""
-        if not any("executed how" in row or "executed why not" in row for row in self.table.rows):
-            return []
+    def executed(self) -> ReportTable:
+        """A table with a row for each executed plan, in order of execution; empty if the study executes nothing."""
         by_turn: dict[Any, Row] = {}
         for row in self.table.rows:  # points that differ only in the machine share one execution, and its turn
             if any(name.startswith("executed ") for name in row):
                 plan_key = str([row.get(name) for name in PLAN_COLUMNS])
                 by_turn.setdefault(row.get("executed turn", plan_key), row)
         rows = sorted(by_turn.values(), key=lambda row: row.get("executed turn", 0))
-        names = [f"executed {name}" for name in EXECUTED_COLUMNS]
-        return self._tabulate(rows, [name for name in names if name in self._names])
+        return self._tabulate(rows, [f"executed {name}" for name in EXECUTED_COLUMNS])
 
-    def _tabulate(self, rows: Sequence[Row], names: Sequence[str]) -> list[ReportTable]:
-        """Tables with the point as first column, then the columns `names`."""
+    def _tabulate(self, rows: Sequence[Row], columns: Sequence[str]) -> ReportTable:
+        """A table with the point as first column, then those of `columns` that the study has."""
+        names = [name for name in columns if name in self._names]
         words = [self.table.column(name).word for name in names]
         titles = [name if word in ("", "kind") else f"{name}, {word}" for name, word in zip(names, words, strict=True)]
         cells = [
             [Cell(self._label(row), row["point"]), *(show_value(self.table, name, row) for name in names)]
             for row in rows[:MOST_ROWS]
         ]
-        return _split(["point", *titles], cells, len(rows))
+        return ReportTable(["point", *titles], cells, total=len(rows))
 
     @property
-    def extrapolated(self) -> list[ReportTable]:
-        """Tables with a row for each series extrapolated to more tokens; empty if there is none."""
-        header = (
-            *("series", "tokens", "ranks", "time of a pass", "ranks fail every, all together", "power"),
-            *("memory of all ranks", "from points"),
-        )
+    def extrapolated(self) -> ReportTable:
+        """A table with a row for each series extrapolated to more tokens; empty if there is none."""
+        shown: dict[str, tuple[str, Callable[[Any], str]]] = {
+            "time of a pass": ("seconds", duration),
+            "ranks fail every, all together": ("failure", duration),
+            "power": ("watts", partial(rate, unit="W")),
+            "memory of all ranks": ("memory", size),
+        }
         rows = [
-            (
-                line["series"],
-                f"{line['tokens']:,}",
-                f"{line['ranks']:,}",
-                f"{duration(line['seconds'])} [extrapolated]",
-                "not modelled" if line["failure"] is None else f"{duration(line['failure'])} [extrapolated]",
-                "not modelled" if line["watts"] is None else f"{rate(line['watts'], 'W')} [extrapolated]",
-                f"{size(line['memory'])} [extrapolated]",
+            [
+                *(line["series"], f"{line['tokens']:,}", f"{line['ranks']:,}"),
+                *(
+                    "not modelled" if line[name] is None else f"{show(line[name])} [extrapolated]"
+                    for name, show in shown.values()
+                ),
                 "{} and {}".format(*line["points"]),
-            )
+            ]
             for line in self.extrapolations
         ]
-        return _split(header, rows, len(rows)) if rows else []
-
-
-def _split(header: Sequence[str], rows: Sequence[Sequence[str]], total: int) -> list[ReportTable]:
-    """Tables of at most MOST_COLUMNS columns; each repeats the first column."""
-    width = MOST_COLUMNS - 1
-    return [
-        ReportTable([header[0], *header[i : i + width]], [[row[0], *row[i : i + width]] for row in rows], total=total)
-        for i in range(1, len(header), width)
-    ]
+        return ReportTable(["series", "tokens", "ranks", *shown, "from points"], rows, total=len(rows))
 
 
 def name_points(numbers: Sequence[int]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import sys
@@ -55,13 +54,13 @@ def main(config: SimulateConfig) -> None:
         given = hydra_config.get().overrides
         overrides = list(given.task)
         search_path = [each for each in given.hydra if each.startswith("hydra.searchpath=")]
-    study = Study(config, list_points(config, [*overrides, *search_path]), Path("."), overrides)
+    points = list_points(config, [*overrides, *search_path])
     if config.output.path is None:  # a folder of this study alone, where the same command continues
         name = re.sub(r"[^A-Za-z0-9]+", "-", config.study.name)
-        folder = STUDIES / f"{name}-{digest(study.head)[:8]}"
+        folder = STUDIES / f"{name}-{digest(make_head(config, points))[:8]}"
     else:
         folder = Path(config.output.path)
-    study = dataclasses.replace(study, folder=folder)
+    study = Study(config, points, folder, overrides)
     try:
         with show_progress(Console(stderr=True), tenths=True) as tell:
             table = run(study, tell)
@@ -103,6 +102,18 @@ def _summarize(table: Table) -> str:
     return f"{text}; {sum(plans.values()):,} of {plural(len(plans), 'plan')} executed [counted]" if plans else text
 
 
+def make_head(config: SimulateConfig, points: Sequence[Point]) -> dict[str, Any]:
+    """The first record of a study's journal. A study continues only from a journal with an equal head."""
+    return {
+        "format": FORMAT,
+        "study": config.study.name,
+        "version": __version__,
+        "source": source(),
+        "points": digest([[point.key, point.labels] for point in points]),
+        "execute": asdict(config.study.execute),
+    }
+
+
 @dataclass(frozen=True)
 class Study:
     """A study, its folder, and the command-line overrides that define it."""
@@ -112,27 +123,6 @@ class Study:
     folder: Path
     overrides: Sequence[str] = ()
 
-    @property
-    def head(self) -> dict[str, Any]:
-        """The first record of the journal. A study continues only from a journal with an equal head."""
-        return {
-            "format": FORMAT,
-            "study": self.config.study.name,
-            "version": __version__,
-            "source": source(),
-            "points": digest([[point.key, point.labels] for point in self.points]),
-            "execute": asdict(self.config.study.execute),
-        }
-
-    def prepare(self) -> None:
-        """Check the study and create its folder. Raises InvalidInput and Unsupported."""
-        check_study(self.config.study, self.points)
-        folder = self.folder
-        for each in (*((STUDIES.parent, STUDIES) if folder.parent == STUDIES else ()), folder):
-            make_folder(each)
-        if any(folder.iterdir()) and not (folder / JOURNAL).is_file():
-            raise InvalidInput(f"{folder}: holds files, but no study; give an output.path that is new or empty")
-
 
 def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
     """Compute the points that the folder's journal lacks, and write all files; returns the table.
@@ -140,8 +130,12 @@ def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
     `tell` receives the progress. Raises InvalidInput and Unsupported; also NumericsFailure, after all files are
     written, if an execution found wrong numbers.
     """
-    study.prepare()
-    folder, head = study.folder, study.head
+    check_study(study.config.study, study.points)
+    folder, head = study.folder, make_head(study.config, study.points)
+    for each in (*((STUDIES.parent, STUDIES) if folder.parent == STUDIES else ()), folder):
+        make_folder(each)
+    if any(folder.iterdir()) and not (folder / JOURNAL).is_file():
+        raise InvalidInput(f"{folder}: holds files, but no study; give an output.path that is new or empty")
     with Journal(folder / JOURNAL, head) as journal:
         for path in folder.iterdir():  # files of an earlier run are replaced at the end
             if TEMPORARY in path.name:  # left by a run that was killed while writing

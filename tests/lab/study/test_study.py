@@ -194,8 +194,6 @@ def test_numbers_of_machines_are_axes_of_plots_however_they_are_written(tmp_path
     assert "h100_nvlink_ib: flops=6.5e+14 flop/s [assumed]" in report
     assert "bandwidth=1e+09 .. 5e+10 bytes/s, by point" in report
     assert "3: machine.bandwidth=50 GB/s, passes=1,024" in report
-    page = (tmp_path / "s" / "report.html").read_text()
-    assert all(line.count("<td") <= 6 for line in page.splitlines() if line.startswith("<tr>"))
 
 
 def test_nodes_that_do_not_fit_are_refused_as_in_one_simulation(tmp_path: Path, refused: Refused) -> None:
