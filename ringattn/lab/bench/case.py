@@ -106,8 +106,7 @@ class BenchSuite:
     `conclude` returns a sentence and whether the target is met, None without a target. `check` receives the folder of
     the results before anything is measured, and raises InvalidInput or Unsupported if the suite cannot run. `title`,
     `about` and `claim` (a figure of an earlier report, and what it had really measured) are for the reader. `bars` is
-    the plot's title and a function that returns a case's numbers by name; without it the plot compares ratios, or
-    times.
+    the plot's title and the columns of the summaries that it shows; without it the plot compares ratios, or times.
     """
 
     cases: Callable[[], list[BenchCase]]
@@ -116,7 +115,13 @@ class BenchSuite:
     title: str = ""
     about: tuple[str, ...] = ()
     claim: tuple[str, str] | None = None
-    bars: tuple[str, Callable[[CaseRecord], dict[str, float]]] | None = None
+    bars: tuple[str, tuple[str, ...]] | None = None
+
+
+def get_summary(record: CaseRecord) -> list[dict[str, Any]]:
+    """The table rows that summarise a case; empty without a summary."""
+    summary = record.get("summary", [])
+    return summary if isinstance(summary, list) else [summary]
 
 
 def make_settings(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from ...text import duration, size
 from ..pages.figures import COLOURS, draw_lines, drawing, to_svg
 from ..pages.pages import Plot
-from .case import BenchSuite, CaseRecord
+from .case import BenchSuite, CaseRecord, get_summary
 
 #: The middle of a bar, and the ends of its whisker.
 Bar = tuple[float, float, float]
@@ -63,8 +64,11 @@ def _draw_lines(title: str, series: dict[str, list[tuple[int, float]]], show: Sh
 def _choose(cases: list[CaseRecord], suite: BenchSuite | None) -> tuple[str, Rows, Show, float | None]:
     """(title, bars, formatter of values, value marked by a line): the suite's own bars, ratios, or times."""
     if suite is not None and suite.bars is not None:
-        title, values = suite.bars
-        rows = {_label(case): {name: (x, x, x) for name, x in values(case).items()} for case in cases}
+        title, names = suite.bars
+        rows: dict[str, dict[str, Bar]] = {}
+        for case in cases:
+            values = {name: [row[name] for row in get_summary(case)] for name in names}
+            rows[_label(case)] = {name: (statistics.median(x), min(x), max(x)) for name, x in values.items()}
         return title, rows, lambda value: f"{value:g}", None
     ratios: dict[str, dict[str, Bar]] = {}
     for case in cases:

@@ -21,7 +21,7 @@ from ...files import make_folder, write_text
 from ...text import duration, plural, shorten, size
 from ..pages.pages import Cell, Plot, ReportTable, render_page
 from . import SUITES, figures
-from .case import BenchSuite, CaseRecord
+from .case import BenchSuite, CaseRecord, get_summary
 from .records import read_results
 
 #: Settings shown in a column if they differ between cases, otherwise in the sentence below the table.
@@ -202,10 +202,10 @@ def _formulas(title: str, cases: list[CaseRecord]) -> ReportTable:
 
 
 def _summaries(title: str, cases: list[CaseRecord]) -> ReportTable:
-    """The conclusions of cases: a dict, or a list of dicts, with equal keys in all cases."""
-    lists = [(case["case"], x if isinstance(x, list) else [x]) for case in cases if (x := case.get("summary"))]
-    header = list(lists[0][1][0]) if lists else []
-    rows = [[name, *(_value(row.get(key, "")) for key in header)] for name, rows in lists for row in rows]
+    """The conclusions of cases, with equal keys in all cases."""
+    summaries = [(case["case"], row) for case in cases for row in get_summary(case)]
+    header = list(summaries[0][1]) if summaries else []
+    rows = [[name, *(_value(row.get(key, "")) for key in header)] for name, row in summaries]
     return _without_empty(title, ["case", *header], rows)
 
 
