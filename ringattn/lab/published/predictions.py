@@ -104,17 +104,11 @@ class Measurement:
         if self.pattern == "documents":
             scale = self.tokens // sum(DOCUMENTS[0])
             patterns = tuple(Causal() & Documents([scale * length for length in lengths]) for lengths in DOCUMENTS)
+        names = ("tokens", "layout", "batch", "heads", "kv_heads", "head_dim")
+        sizes: dict[str, Any] = {name: getattr(self, name) for name in names}
         # A double ring over nodes with one rank each is a plain ring.
-        place = self.tokens, self.gpus, self.schedule.replace("double_ring", "ring"), self.layout
-        sizes = self.batch, self.heads, self.kv_heads, self.head_dim
-        return tuple(_plan(pattern, *place, *sizes) for pattern in patterns)
-
-
-@cache
-def _plan(pattern: Pattern, tokens: int, ranks: int, schedule: str, layout: str, *sizes: int) -> Plan:
-    """A plan in bfloat16; `sizes` are batch, heads, key/value heads and head dim."""
-    named: dict[str, Any] = dict(zip(("batch", "heads", "kv_heads", "head_dim"), sizes, strict=True))
-    return make_plan(pattern, tokens=tokens, ranks=ranks, schedule=schedule, layout=layout, dtype="bfloat16", **named)
+        sizes |= {"ranks": self.gpus, "schedule": self.schedule.replace("double_ring", "ring"), "dtype": "bfloat16"}
+        return tuple(make_plan(pattern, **sizes) for pattern in patterns)
 
 
 def read_measurements() -> list[Measurement]:
