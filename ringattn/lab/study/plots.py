@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -74,13 +74,12 @@ def _draw_curves(
 
 def _draw_stack(figure: Any, table: Table, x: str, y: str | None) -> bool:
     """Draw the time by cause as bars."""
+    parts = [column.name.partition(" ")[2] for column in table.columns if " time: " in column.name] or CAUSES
 
-    def share(row: Row, cause: str) -> float:
-        return total(row, cause) / total(row, "time") if total(row, "time") else 0.0
+    def shares(row: Row) -> dict[str, float]:
+        return {cause.removeprefix("time: "): total(row, cause) / (total(row, "time") or 1.0) for cause in parts}
 
-    parts = [column.name.partition(" ")[2] for column in table.columns if " time: " in column.name]
-    heights = {cause.removeprefix("time: "): partial(share, cause=cause) for cause in parts or CAUSES}
-    return _draw_bars(figure, table, x, "share of the time, modelled", "time by cause", heights)
+    return _draw_bars(figure, table, x, "share of the time, modelled", "time by cause", shares)
 
 
 def _draw_memory(figure: Any, table: Table, x: str, y: str | None) -> bool:
@@ -88,17 +87,16 @@ def _draw_memory(figure: Any, table: Table, x: str, y: str | None) -> bool:
     names = [column.name for column in table.columns if ": " in column.name and column.name.split(" ")[1] == "memory:"]
     direction = next((one for one in DIRECTIONS[::-1] if any(name.startswith(one) for name in names)), "forward")
 
-    def gibibytes(row: Row, name: str) -> float:
-        return row.get(name, 0) / 2**30
+    def gibibytes(row: Row) -> dict[str, float]:
+        return {name.partition(": ")[2]: row.get(name, 0) / 2**30 for name in names if name.startswith(direction)}
 
-    heights = {name.partition(": ")[2]: partial(gibibytes, name=name) for name in names if name.startswith(direction)}
-    return _draw_bars(figure, table, x, "GiB per rank, modelled", f"memory in the {direction}", heights)
+    return _draw_bars(figure, table, x, "GiB per rank, modelled", f"memory in the {direction}", gibibytes)
 
 
 def _draw_bars(
-    figure: Any, table: Table, x: str, ylabel: str, title: str, heights: Mapping[str, Callable[[Row], float]]
+    figure: Any, table: Table, x: str, ylabel: str, title: str, heights: Callable[[Row], dict[str, float]]
 ) -> bool:
-    """Draw stacked bars, one panel per series; `heights` computes the height of each part of a row's bar."""
+    """Draw stacked bars, one panel per series; `heights` computes the parts of a row's bar, the same for all rows."""
     series = list(table.series(x).items())
     if not series:
         return False
@@ -109,9 +107,8 @@ def _draw_bars(
         axes.remove()
     drawn: dict[str, Any] = {}
     for axes, (label, rows) in zip(panels, series, strict=False):
-        drawn |= draw_stacks(
-            axes, [{name: height(row) for name, height in heights.items()} for row in rows], [*heights]
-        )
+        bars = [heights(row) for row in rows]
+        drawn |= draw_stacks(axes, bars, [*bars[0]])
         ticks = range(0, len(rows), -(-len(rows) // MOST_TICKS))
         axes.set_xticks(ticks, [show_number(x, rows[i][x]) for i in ticks], rotation=60, ha="right", fontsize=6)
         axes.set_xlabel(x)

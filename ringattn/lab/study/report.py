@@ -113,7 +113,6 @@ class StudyReport:
     provenance: Mapping[str, Any]
     machines: Sequence[str]
     extrapolations: Sequence[Mapping[str, Any]]
-    remark: str
 
     @property
     def refusals(self) -> list[str]:

@@ -209,19 +209,13 @@ def _write_files(study: Study, head: dict[str, Any], table: Table, records: Reco
     x, y = plots.choose_axes(table, options.x, options.y) if options.plots else ("", None)
     drawn = [plot for name in options.plots for plot in plots.draw(name, table, x, y)]
     machines = machines_of(study.points)
-    extrapolations, remark = [], ""
+    extrapolations = []
     if options.extrapolate is not None:
-        tokens = extrapolated_tokens(options, study.points)
-        extrapolations = extrapolate(table, machines, tokens)
-        if not extrapolations:
-            remark = (
-                f"Nothing is extrapolated to {tokens:,} tokens: this needs a series whose last two points have "
-                "numbers, as many tokens on each rank, and different numbers of ranks."
-            )
+        extrapolations = extrapolate(table, machines, extrapolated_tokens(options, study.points))
     lines = describe_machines(study.points, machines)
     provenance = {**head, "commit": git("log", "-1", "--format=%h"), "date": git("log", "-1", "--format=%cs")}
     command = " ".join(["ringattn simulate", *map(quote, study.overrides)])
-    report = StudyReport(options, table, drawn, not_modelled, command, provenance, lines, extrapolations, remark)
+    report = StudyReport(options, table, drawn, not_modelled, command, provenance, lines, extrapolations)
     more = {"extrapolated": extrapolations, "machines": lines}
     for name, text in {
         "config.yaml": import_module("omegaconf").OmegaConf.to_yaml(asdict(study.config)),
