@@ -178,14 +178,14 @@ def test_the_jobs_of_a_run_end_in_a_table(transport: str, tmp_path: Path) -> Non
 def test_the_points_of_a_study_end_in_a_table(inside: Inside, tmp_path: Path) -> None:
     options = ("tokens=4k", "machine=h100_nvlink_ib", "study.plots=[]", "output.path=made")
     done = inside("simulate", "-m", "ranks=1,8", "backward=false,true", *options)
-    header, *rows = last_table(done, "points")
-    assert header == ["ranks", "backward", "time", "exposed", "memory of a rank", "kind"]
+    header, *rows = last_table(done, "points [modelled]")
+    assert header == ["ranks", "backward", "time", "exposed", "memory of a rank"]
     points = json.loads((tmp_path / "made" / "summary.json").read_text())["rows"]
     for point, row in zip(points, rows, strict=False):
         passes = [name for name in ("forward", "backward") if f"{name} time" in point]
         time, compute = (sum(point[f"{name} {what}"] for name in passes) for what in ("time", "compute"))
         memory = size(max(point[f"{name} memory"] for name in passes))
-        assert row[2:] == [duration(time), duration(max(time - compute, 0.0)), memory, "[modelled]"]
+        assert row[2:] == [duration(time), duration(max(time - compute, 0.0)), memory]
     assert len(rows) == 5, "four points, and where the files are"
 
 

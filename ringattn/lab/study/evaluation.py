@@ -66,7 +66,6 @@ def _evaluate_model(config: SimulateConfig) -> dict[str, Any]:
     values = {
         "time": estimate.seconds,
         "rate": estimate.tokens / estimate.seconds,
-        "kind": "modelled",
         "memory": sum(estimate.memory.values()),
         "fits": estimate.fits,
         **{f"memory: {name}": value for name, value in estimate.memory.items()},
@@ -84,7 +83,6 @@ def _pass_values(timeline: Timeline, plan: Plan) -> dict[str, Any]:
     return {
         "time": timeline.seconds,
         "rate": plan.batch * plan.tokens / timeline.seconds if timeline.seconds else None,
-        "kind": "modelled",
         "solver": timeline.solver,
         "compute": timeline.compute,
         **{cause: None if cause in unmodelled else value for cause, value in timeline.exposed.items()},

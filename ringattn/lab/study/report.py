@@ -143,7 +143,7 @@ class StudyReport:
 
     def _label(self, row: Row) -> str:
         """The number of a point and its values on the axes."""
-        values = [f"{name}={show_value(self.table, name, row)}" for name in self.table.axes]
+        values = [f"{name}={show_value(name, row)}" for name in self.table.axes]
         return f"{row['point']}: {', '.join(values)}" if values else str(row["point"])
 
     @property
@@ -169,9 +169,9 @@ class StudyReport:
         """A table with the point as first column, then those of `columns` that the study has."""
         names = [name for name in columns if name in self._names]
         words = [self.table.column(name).word for name in names]
-        titles = [name if word in ("", "kind") else f"{name}, {word}" for name, word in zip(names, words, strict=True)]
+        titles = [f"{name}, {word}" if word else name for name, word in zip(names, words, strict=True)]
         cells = [
-            [Cell(self._label(row), row["point"]), *(show_value(self.table, name, row) for name in names)]
+            [Cell(self._label(row), row["point"]), *(show_value(name, row) for name in names)]
             for row in rows[:MOST_ROWS]
         ]
         return ReportTable(["point", *titles], cells, total=len(rows))
@@ -206,10 +206,9 @@ def name_points(numbers: Sequence[int]) -> str:
     return f"point{'' if len(numbers) == 1 else 's'} {first}{more}"
 
 
-def show_value(table: Table, name: str, row: Row) -> str:
-    """A row's value as text; with "measured", "counted" or "modelled" if the rows of the column differ in that."""
+def show_value(name: str, row: Row) -> str:
+    """A row's value as text."""
     value = row.get(name)
     if isinstance(value, bool) or value is None:
         return {None: "", True: "yes", False: "no"}[value]
-    text = show_number(name, value) if is_number(value) else str(value)
-    return f"{text} [{row[f'{name.split()[0]} kind']}]" if table.column(name).word == "kind" else text
+    return show_number(name, value) if is_number(value) else str(value)

@@ -31,7 +31,7 @@ from ..pages.pages import render_page
 from . import evaluation, plots
 from .report import StudyReport, describe_machines, extrapolate, machines_of, name_points
 from .space import Point, digest, list_points
-from .tables import DIRECTIONS, Row, Table, list_passes, make_table, to_csv, to_json, total
+from .tables import Row, Table, list_passes, make_table, to_csv, to_json, total
 
 FORMAT = "ringattn study 2"
 JOURNAL = "points.jsonl"
@@ -68,7 +68,7 @@ def main(config: SimulateConfig) -> None:
         if folder.exists():
             sys.stderr.write(f"ringattn: {folder} holds the finished points; the same command continues from there\n")
         raise
-    print_jobs(_jobs(table), "points", f" in {folder / 'sweep.csv'}")
+    print_jobs(_jobs(table), "points [modelled]", f" in {folder / 'sweep.csv'}")
     print_plain(f"{_summarize(table)}; {folder / 'report.html'}, sweep.csv, summary.json")
 
 
@@ -80,24 +80,20 @@ def _jobs(table: Table) -> list[tuple[dict[str, str], dict[str, str]]]:
         if row["status"] != "ok":
             jobs.append((settings, {"time": str(row["status"])}))
             continue
-        passes, seconds = list_passes(row), total(row, "time")
-        kinds = {row[f"{name} kind"] for name in passes}
+        seconds = total(row, "time")
         numbers = {
             "time": duration(seconds),
             **({"exposed": duration(max(seconds - total(row, "compute"), 0.0))} if "model" not in row else {}),
-            "memory of a rank": size(max(row[f"{name} memory"] for name in passes)),
-            "kind": " ".join(f"[{kind}]" for kind in sorted(kinds)),
+            "memory of a rank": size(max(row[f"{name} memory"] for name in list_passes(row))),
         }
         jobs.append((settings, numbers))
     return jobs
 
 
 def _summarize(table: Table) -> str:
-    """A sentence: how many points have which kinds of numbers, how many were refused, how many plans were executed."""
+    """A sentence: how many points have numbers, how many were refused, how many plans were executed."""
     rows, refused = table.rows, table.refused
-    kinds = {row[f"{name} kind"] for row in rows for name in DIRECTIONS if f"{name} kind" in row}
-    words = ", ".join(sorted(kinds, reverse=True))
-    text = f"{plural(len(rows) - refused, 'point')} [{words}], {refused:,} refused"
+    text = f"{plural(len(rows) - refused, 'point')} [modelled], {refused:,} refused"
     plans = {row["executed turn"]: "executed how" in row for row in rows if "executed turn" in row}
     return f"{text}; {sum(plans.values()):,} of {plural(len(plans), 'plan')} executed [counted]" if plans else text
 

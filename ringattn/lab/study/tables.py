@@ -19,8 +19,7 @@ Row = dict[str, Any]
 DIRECTIONS = ("forward", "backward", "training", "prefill", "decode")
 #: Columns of a pass: seconds of waiting, by cause.
 WAITS = ("wait for peers", "wait for messages")
-#: (unit, word) of columns by name. With the word "kind" a number is modelled, or extrapolated if its pass was; numbers
-#: with the word "modelled" stay modelled in either case.
+#: (unit, word) of columns by name.
 _UNITS = {
     "tokens": ("tokens", ""),
     "shard": ("tokens per rank", ""),
@@ -29,16 +28,16 @@ _UNITS = {
 }
 _UNITS_OF_PASS = {
     **dict.fromkeys(("compute", "imbalance", "merge", "interference", "stalls", *WAITS), ("s", "modelled")),
-    **dict.fromkeys(("host", "call", "failure every"), ("s", "modelled")),
-    **dict.fromkeys(("time", "total"), ("s", "kind")),
-    "rate": ("tokens/s", "kind"),
-    "efficiency": ("compute / time", "kind"),
+    **dict.fromkeys(("host", "call", "failure every", "time", "total"), ("s", "modelled")),
+    "rate": ("tokens/s", "modelled"),
+    "efficiency": ("compute / time", "modelled"),
     **dict.fromkeys(("bytes", "busiest link"), ("bytes", "counted")),
     "messages": ("messages", "counted"),
     "memory": ("bytes per rank", "modelled"),
-    "energy": ("J", "kind"),
-    "cost": ("currency of machine.price", "kind"),
+    "energy": ("J", "modelled"),
+    "cost": ("currency of machine.price", "modelled"),
     "fits": ("", "modelled"),
+    "solver": ("", ""),
 }
 _UNITS_OF_EXECUTION = {
     "ranks": ("ranks", "counted"),
@@ -52,7 +51,7 @@ _UNITS_OF_EXECUTION = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the tables: name, unit, and word (measured, counted, modelled; "kind": as the row's `kind` says)."""
+    """A column of the tables: name, unit, and word (measured, counted or modelled)."""
 
     name: str
     unit: str = ""
@@ -63,8 +62,7 @@ def _make_column(name: str) -> Column:
     """The column of a recorded value, or of an axis."""
     first, _, rest = name.partition(" ")
     if first in DIRECTIONS and rest:  # `backward` alone is an axis
-        units: dict[str, tuple[str, ...]] = {**_UNITS_OF_PASS, "kind": (), "solver": ()}
-        return Column(name, *units[rest.partition(": ")[0]])
+        return Column(name, *_UNITS_OF_PASS[rest.partition(": ")[0]])
     if first == "executed":
         return Column(name, *_UNITS_OF_EXECUTION.get(rest, ()))
     number = MACHINE_NUMBERS.get(name.removeprefix("machine.")) if name.startswith("machine.") else None
@@ -214,7 +212,7 @@ def to_csv(table: Table) -> str:
 
 
 def to_json(table: Table, head: Mapping[str, Any], not_modelled: Sequence[str], more: Mapping[str, Any]) -> str:
-    """All numbers as JSON, each column with its unit and word; the word "kind" refers to the row's column `kind`."""
+    """All numbers as JSON, each column with its unit and word."""
     summary = {
         **head,
         "counts": {"ok": len(table.rows) - table.refused, "refused": table.refused},
