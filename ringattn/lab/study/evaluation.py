@@ -102,14 +102,9 @@ def _pass_values(timeline: Timeline, plan: Plan) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ExecutionTask:
-    """Which part of a plan to execute, and how many seconds that should take on one core.
+    """The ranks of a plan to execute whole, or None for sampled rows, and the seconds that take on one core."""
 
-    `how` is "whole" (all ranks), "some" (`count` ranks from `first` on), or "rows" (`count` sampled query rows).
-    """
-
-    how: str
-    first: int
-    count: int
+    ranks: range | None
     seconds: float
 
 
@@ -136,15 +131,14 @@ def plan_execution(plan: Plan, options: ExecuteGroup) -> ExecutionTask:
     rank_seconds = products / PRODUCT_RATE + rank_tokens * row_elements / WHOLE_RATE
     whole_seconds = max(WHOLE_SHARE * options.budget, min(WHOLE_SECONDS, options.budget))
     ranks = min(plan.ranks, int(whole_seconds / rank_seconds))
-    if ranks == plan.ranks:
-        return ExecutionTask("whole", 0, ranks, rank_seconds * ranks)
-    if ranks >= FEWEST_RANKS:
-        ranks = 1 << ranks.bit_length() - 1
-        return ExecutionTask("some", (plan.ranks - ranks) // 2, ranks, rank_seconds * ranks)
+    if ranks == plan.ranks or ranks >= FEWEST_RANKS:
+        ranks = ranks if ranks == plan.ranks else 1 << ranks.bit_length() - 1
+        first = (plan.ranks - ranks) // 2
+        return ExecutionTask(range(first, first + ranks), rank_seconds * ranks)
     # A block is generated as a whole, once for all rows that see it.
     keys = min(plan.tokens, options.rows * (plan.pairs() / (plan.tokens * plan.heads) + 2 * rank_tokens))
     seconds = keys * row_elements * (1 / VISITED_RATE + options.rows / PRODUCT_RATE)
-    return ExecutionTask("rows", 0, options.rows, seconds)
+    return ExecutionTask(None, seconds)
 
 
 def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup, left: float, state: Path) -> dict[str, Any]:
@@ -152,18 +146,19 @@ def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup, left: float,
 
     The file `state` exists only while the task runs: an interrupted task continues from it.
     """
+    ranks = task.ranks
     if task.seconds > left:
         assert options.budget is not None
-        work = plural(task.count, "row" if task.how == "rows" else "whole rank")
+        work = plural(options.rows, "row") if ranks is None else plural(len(ranks), "whole rank")
         return {
             "why not": f"not executed: {work} would take {duration(task.seconds)} at the assumed rates, and "
             f"{duration(left)} of the budget of {duration(options.budget)} were left at its turn"
         }
     numerics = import_module("...simulator.numerics", __package__).numerics  # needs torch
-    ranks = range(task.first, task.first + task.count)
+    is_whole = ranks == range(plan.ranks)
     settings: dict[str, Any] = {"mode": "sample", "rows": options.rows}
-    if task.how != "rows":
-        settings = {"mode": "all", "ranks": None if task.how == "whole" else ranks}
+    if ranks is not None:
+        settings = {"mode": "all", "ranks": None if is_whole else ranks}
     torch = import_module("torch")
     threads = torch.get_num_threads()
     # One thread, as in mode=numerics: the numbers do not depend on the cores, and short calls gain nothing from more.
@@ -175,15 +170,13 @@ def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup, left: float,
     finally:
         torch.set_num_threads(threads)
     state.unlink(missing_ok=True)
-    descriptions = {
-        "whole": "all ranks, whole",
-        "some": f"ranks {task.first:,} .. {task.first + task.count - 1:,}, whole",
-        "rows": f"{plural(report.rows, 'row')}, with all keys that they see",
-    }
+    how = f"{plural(report.rows, 'row')}, with all keys that they see"
+    if ranks is not None:
+        how = "all ranks, whole" if is_whole else f"ranks {ranks[0]:,} .. {ranks[-1]:,}, whole"
     return {
-        "how": descriptions[task.how],
+        "how": how,
         "ranks": report.ranks,
-        "rows": report.rows if task.how == "rows" else sum(map(plan.layout_of("q").rows, ranks)),
+        "rows": report.rows if ranks is None else sum(map(plan.layout_of("q").rows, ranks)),
         "rows compared": report.rows,
         "visits": report.visits,
         "visits expected": report.visits_expected,

@@ -182,7 +182,7 @@ def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
             values[key] = {"why not": str(error)}
             continue
         tasks.append((key, plan, evaluation.plan_execution(plan, options)))
-    tasks.sort(key=lambda entry: (True, -entry[1].tokens) if entry[2].how == "rows" else (False, entry[1].tokens))
+    tasks.sort(key=lambda entry: (True, -entry[1].tokens) if entry[2].ranks is None else (False, entry[1].tokens))
     left = options.budget
     for turn, (key, plan, task) in enumerate(tasks, 1):
         tell(turn - 1, len(tasks), f"executing, {plan.tokens:,} tokens")
