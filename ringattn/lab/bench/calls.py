@@ -20,19 +20,21 @@ from ...plan.plan import Plan
 from ...transport.base import Transport
 from .case import TOLERANCES, Context, Run
 
+#: Work of a backward divided by that of its forward: five matrix products against two.
+BACKWARD_WORK = 2.5
 #: At most this many rows of an input are drawn; a longer input repeats them in blocks, with random signs.
 DRAWN = 32768
 
 
-def make_inputs(settings: dict[str, Any], count: int, tokens: int | None = None) -> list[torch.Tensor]:
-    """`count` tensors [B, H, N, D] of the whole sequence, equal on all ranks; N is `tokens` or the settings' tokens.
+def make_inputs(settings: dict[str, Any], count: int) -> list[torch.Tensor]:
+    """`count` tensors [B, H, N, D] of the whole sequence, equal on all ranks.
 
     Drawing a million rows would take longer than attention over them. Later blocks therefore reuse the drawn rows, with
     the signs of the columns changed at random per block and head.
     """
     source, dtype = torch.Generator().manual_seed(1), getattr(torch, settings["dtype"])
     batch, heads, width = settings["batch"], settings["heads"], settings["head_dim"]
-    shape = (batch, heads, tokens or settings["tokens"], width)
+    shape = (batch, heads, settings["tokens"], width)
     inputs = [torch.empty(shape, dtype=dtype, device="cpu") for _ in range(count)]  # allocate all before filling any
     for x in inputs:
         if x.shape[2] <= DRAWN:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidInput
-from ...files import check_readable, make_folder
+from ...files import check_readable
 from ..pages.journal import Journal, read_journal
 from .case import CaseRecord
 
@@ -19,7 +19,6 @@ def open_results(folder: Path, header: dict[str, Any], names: list[str]) -> Jour
 
     A new file has a dated, numbered name. Headers are compared without their dates.
     """
-    make_folder(folder)
     host = header["machine"]
     hardware = slug(header["device"] or "") or f"{slug(str(host['cpu']))}_{host['cores']}cores"
     stem = f"{header['suite']}_{hardware}"

@@ -38,7 +38,7 @@ def _case(name: str, new: int, target: float | None) -> BenchCase:
 def _inputs(context: Context) -> list[torch.Tensor]:
     """q, k and v for the context plus the new tokens."""
     settings = context.settings
-    return make_inputs(settings, 3, settings["tokens"] + settings["new_tokens"])
+    return make_inputs({**settings, "tokens": settings["tokens"] + settings["new_tokens"]}, 3)
 
 
 def _make_alone(context: Context) -> Run | None:

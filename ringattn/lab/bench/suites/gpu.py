@@ -24,7 +24,7 @@ from ....pattern import Causal, Dilated, Pattern, Window
 from ....runtime.peak_memory import available
 from ....simulator.numerics.oracle import oracle_rows_alone, sampled_rows
 from ....text import size
-from ..calls import make_backward, make_pass, relative_error
+from ..calls import BACKWARD_WORK, make_backward, make_pass, relative_error
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio
 from ..libraries import CANNOT_RUN, LIBRARIES, list_masks, make_call, say_what_lacks
 from ..runner import take_turns
@@ -34,8 +34,6 @@ DEVICE = "cuda"
 DTYPE = torch.bfloat16
 #: Largest allowed error of outputs, relative to fp64 rows, and of gradients, relative to ours.
 TOLERANCE, GRAD_TOLERANCE = 2e-2, 5e-2
-#: Work of a backward divided by that of its forward: five matrix products against two.
-BACKWARD_WORK = 2.5
 #: Maximum number of calls between two events.
 MOST_CALLS = 20
 NOTE = (

@@ -11,14 +11,12 @@ from ....call.planner import make_plan
 from ....dtypes import ITEM_BYTES
 from ....pattern import parse_pattern
 from ....simulator.numerics.oracle import oracle_rows_alone, sampled_rows
-from ..calls import check_error, make_backward, make_inputs, make_ours, make_single
+from ..calls import BACKWARD_WORK, check_error, make_backward, make_inputs, make_ours, make_single
 from ..case import HEAD_DIM, HEADS, BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make_settings
 
 TOKENS = 8192
 #: Tokens in the cases that measure how time and memory scale.
 MOST_TOKENS = 1 << 18
-#: Work of a backward divided by that of its forward: five matrix products against two.
-BACKWARD_WORK = 2.5
 DILATED = "(2048, 4096, 8192), (1, 2, 4)"
 #: Name, pattern, and the promised ratio of its rate of useful work to the rate of dense attention. Below 0.8, PyTorch's
 #: flash op for CPUs sets the limit: it computes up to 512 keys for a row that sees fewer (docs/measured.md).
