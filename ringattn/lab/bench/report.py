@@ -73,14 +73,14 @@ class BenchReport:
     @property
     def tables(self) -> list[ReportTable]:
         """The non-empty tables: by length, ratios, memory against a formula, summaries of cases, every column."""
-        cases, kind = self.record["cases"], self.record["kind"]
+        cases = self.record["cases"]
         tables = [
-            _by_tokens(f"median time by tokens [{kind}]", cases, figures.median, duration),
-            _by_tokens(f"peak of tensors per token [{kind}]", cases, figures.peak_of_tensors, size, per_token=True),
-            _ratios(f"ratios of times, round by round [{kind}]", cases),
+            _by_tokens("median time by tokens [measured]", cases, figures.median, duration),
+            _by_tokens("peak of tensors per token [measured]", cases, figures.peak_of_tensors, size, per_token=True),
+            _ratios("ratios of times, round by round [measured]", cases),
             _formulas("peak memory per rank [measured] and its formula [counted]", cases),
             _summaries("what the cases conclude", cases),
-            _columns(f"every column [{kind}]", cases),
+            _columns("every column [measured]", cases),
         ]
         return [table for table in tables if table.rows]
 

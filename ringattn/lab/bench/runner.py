@@ -89,7 +89,6 @@ def make_header(
         "asked": asked,
         "planned": len(cases),
         "device": cases[0].settings.get("device"),
-        "kind": cases[0].settings.get("kind", "measured"),
         "machine": describe_host(),
     }
 

@@ -106,7 +106,7 @@ def test_a_failure_has_a_class_and_ends_what_is_longer(monkeypatch: pytest.Monke
     assert failed["failed"] == {"class": "OutOfMemory", "message": "why"}
     longer = bench_runner.run_case(BenchCase("y", 1, {}, (), after="x"), make_header(), {"x": failed})
     assert longer["failed"] == {"class": "NotTried", "message": "x failed: OutOfMemory"}
-    (table,) = BenchReport({"kind": "measured", "cases": [failed]}).tables
+    (table,) = BenchReport({"cases": [failed]}).tables
     assert table.rows[0][-1] == "OutOfMemory: why"
     for status, kind in ((None, "Timeout"), (-9, "Killed"), (1, "Crashed")):
 
@@ -189,7 +189,7 @@ def test_every_round_sees_the_whole_peak(measured: list[dict[str, dict[str, Any]
 @pytest.mark.multi
 def test_tables_show_every_case(measured: list[dict[str, dict[str, Any]]]) -> None:
     cases = [bench_runner.summarise_case(case, [rank[case.name] for rank in measured]) for case in small()]
-    tables = {table.title: table for table in BenchReport({"kind": "measured", "cases": cases}).tables}
+    tables = {table.title: table for table in BenchReport({"cases": cases}).tables}
     titles = ("every column [measured]", "ratios of times, round by round [measured]")
     columns, ratios = (tables[title] for title in titles)
     formulas = tables["peak memory per rank [measured] and its formula [counted]"]

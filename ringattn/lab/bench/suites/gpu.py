@@ -1,6 +1,6 @@
 """Suites "gpu" and "gpu_quick": our attention on CUDA against a matrix product, cuDNN, flash and FlexAttention.
 
-Run on emulated operators, and without the longest sequences on one H200.
+Run on one H200, but for the longest sequences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from ....call.functional import attention, virtual_attention
 from ....call.planner import make_plan
-from ....errors import InvalidInput, OutOfMemory, Unsupported
+from ....errors import OutOfMemory, Unsupported
 from ....pattern import Causal, Dilated, Pattern, Window
 from ....runtime.peak_memory import available
 from ....simulator.numerics.oracle import oracle_rows_alone, sampled_rows
@@ -29,7 +29,7 @@ from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Rati
 from ..libraries import CANNOT_RUN, LIBRARIES, list_masks, make_call, say_what_lacks
 from ..runner import take_turns
 
-#: The type of the device. Tests set "cpu" and replace torch.cuda by stand-ins; such results are labelled emulated.
+#: The type of the device. Tests set "cpu" and replace torch.cuda by stand-ins.
 DEVICE = "cuda"
 DTYPE = torch.bfloat16
 #: Largest allowed error of outputs, relative to fp64 rows, and of gradients, relative to ours.
@@ -71,10 +71,8 @@ class Sizes:
 
 def list_cases(sizes: Sizes) -> list[BenchCase]:
     """The cases: rates of masks, virtual rings, the longest sequences, and the long dilated sequence."""
-    settings = {"device": "emulated", "kind": "emulated", **vars(sizes)}
-    if DEVICE == "cuda":
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
-        settings |= {"device": device, "kind": "measured"}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    settings = {"device": device, **vars(sizes)}
     cases, masks = [], list_masks(sizes.tokens, sizes.window, sizes.block, *sizes.dilated)
     for backward, direction in ((False, "forward"), (True, "backward")):
         for name, mask in masks.items():
@@ -261,8 +259,6 @@ def describe_device() -> dict[str, Any]:
     driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split() if tool else []
     versions = {"driver": driver[0] if driver else None, "cuda": torch.version.cuda, "torch": str(torch.__version__)}
     versions["cudnn"] = torch.backends.cudnn.version()
-    if DEVICE != "cuda":
-        return {"device": "emulated on a CPU", **versions}
     device = torch.cuda.get_device_properties()
     return {"device": f"{device.name} (sm_{device.major}{device.minor}, {size(device.total_memory)})", **versions}
 
@@ -298,17 +294,13 @@ def conclude(records: list[CaseRecord]) -> tuple[str, bool]:
     shares = [record["ratios"][0]["median"] for record in done if record["ratios"]]
     text = f"{len(done)} of {len(records)} cases measured; {', '.join(f'{x} {y}' for x, y in hardware.items())}"
     text += f"; median share of matmul's rate {median(shares):.1%}" if shares else ""
-    if DEVICE != "cuda":
-        text = f"EMULATED on a CPU, the times mean nothing: {text}"
     return text, len(done) == len(records)
 
 
 def check(folder: Path) -> None:
-    """Raise Unsupported without a CUDA device, and InvalidInput if emulated results would join measured ones."""
+    """Raise Unsupported without a CUDA device."""
     if DEVICE == "cuda" and not torch.cuda.is_available():
         raise Unsupported("suite=gpu: this process sees no CUDA device (ringattn doctor says why); try suite=ring")
-    if DEVICE != "cuda" and "benchmarks" in folder.resolve().parts:
-        raise InvalidInput(f"output.path={folder}: emulated results are no measurements; give another folder")
 
 
 SUITE = BenchSuite(partial(list_cases, Sizes()), conclude, check)
