@@ -113,9 +113,7 @@ def _case(
     written = pattern.format(documents=[tokens // 16] * 16)
     sizes: dict[str, Any] = {"tokens": tokens, "layout": layout, "heads": HEADS, "head_dim": HEAD_DIM}
     plan = make_plan(written, ranks=ranks, machine=machine, **sizes)
-    assert plan.choice is not None
-    predicted = {c.schedule: c.prediction.seconds for c in plan.choice.candidates if c.prediction is not None}
-    settings = make_settings(**sizes, pattern=written, picked=plan.schedule, predicted_seconds=predicted)
+    settings = make_settings(**sizes, pattern=written, picked=plan.schedule)
     names = list_schedules(plan, machine)
     columns = tuple(BenchColumn(schedule, 1, partial(make_ring, schedule=schedule)) for schedule in names)
     ratios = tuple(Ratio(other, plan.schedule) for other in names if other != plan.schedule)
