@@ -143,8 +143,8 @@ def small() -> list[BenchCase]:
     """The kinds of cases of suite "ring", at sizes for tests. The memory case needs a process with a fresh heap."""
     return [
         ring._memory_case(2, rows=1024),
-        ring._ring_case("dense", 256, False, False),
-        ring._ring_case("causal_backward", 256, True, True),
+        ring._ring_case(False, False, 256),
+        ring._ring_case(True, True, 256),
         *(ring._half_case(dtype, True, True, 256) for dtype in HALF),
     ]
 
@@ -160,7 +160,7 @@ def measured() -> list[dict[str, dict[str, Any]]]:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("name", ["dense", "causal_backward"])
+@pytest.mark.parametrize("name", ["dense_256", "causal_256_backward"])
 def test_what_is_timed_is_right(name: str, measured: list[dict[str, dict[str, Any]]]) -> None:
     found = measured[0][name]
     columns = ["single", "compute", "ring", "template", "template_a2a"]
@@ -194,7 +194,7 @@ def test_tables_show_every_case(measured: list[dict[str, dict[str, Any]]]) -> No
     columns, ratios = (tables[title] for title in titles)
     formulas = tables["peak memory per rank [measured] and its formula [counted]"]
     shown = {(row[0], row[columns.header.index("column")]): row for row in columns.rows}
-    row = dict(zip(columns.header, shown["causal_backward", "template_a2a"], strict=True))
+    row = dict(zip(columns.header, shown["causal_256_backward", "template_a2a"], strict=True))
     assert row["median"] and row["IQR"] and row["peak of tensors"] and row["error"] and row["threads"] == "1"
     assert [row[1] for row in ratios.rows if row[1].startswith("template_a2a")] == ["template_a2a / ring"] * 2
     assert ">= 0.9" in ratios.rows[3] and "<= 1.1" in formulas.rows[0]

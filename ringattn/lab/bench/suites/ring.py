@@ -43,14 +43,8 @@ def list_cases() -> list[BenchCase]:
 
     Targets are the project's promises.
     """
-    table = (
-        ("dense_4096", 4096, False, False),
-        ("causal_4096", 4096, True, False),
-        ("dense_4096_backward", 4096, False, True),
-        ("causal_4096_backward", 4096, True, True),
-    )
     return [
-        *(_ring_case(*row) for row in table),
+        *(_ring_case(causal, backward) for backward in (False, True) for causal in (False, True)),
         *(_half_case(*each) for each in product(("bfloat16", "float16"), (False, True), (False, True))),
         _virtual_case("virtual_dense_8192", False, 0.93),
         _virtual_case("virtual_causal_8192", True, 0.85),
@@ -105,7 +99,7 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     return errors
 
 
-def _ring_case(name: str, tokens: int, causal: bool, backward: bool) -> BenchCase:
+def _ring_case(causal: bool, backward: bool, tokens: int = 4096) -> BenchCase:
     columns = (
         BenchColumn("single", CORES, calls.make_single),
         BenchColumn("compute", 1, lambda context: calls.make_ring(context, transport=InstantTransport())),
@@ -114,6 +108,7 @@ def _ring_case(name: str, tokens: int, causal: bool, backward: bool) -> BenchCas
     )
     alike = (Ratio(column, "ring", 0.9) for column in ("compute", "single", *TEMPLATES))
     ratios = (Ratio("single", "compute"), *alike)
+    name = f"{'causal' if causal else 'dense'}_{tokens}" + "_backward" * backward
     return BenchCase(name, CORES, _settings(tokens, causal, backward), columns, ratios, _check, notes=(NOTE,))
 
 
