@@ -113,17 +113,6 @@ def test_what_fails_is_said_and_the_rest_goes_on(
     assert len(rows_of(record)) == 2 and not gpu.conclude(record["cases"])[1]
 
 
-def test_the_cap_of_memory_ends_with_its_case(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the case fails: later cases, and what runs in the process after them, have the whole device."""
-    fractions: list[float] = []
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
-    monkeypatch.setattr(gpu, "_measure_longest", lambda *args: 1 / 0)
-    context: Any = None
-    with pytest.raises(ZeroDivisionError):
-        gpu.measure_longest(gpu.SMALL, False, context, 1)
-    assert fractions == [0.1, 1.0]  # 8 of 80 GB
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="suite=gpu: this process sees no CUDA device"):

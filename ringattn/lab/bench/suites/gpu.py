@@ -170,13 +170,6 @@ def _peak(run: Callable[[], Any]) -> int:
 def measure_longest(sizes: Sizes, backward: bool, context: Context, repeat: int) -> Raw:
     """Raw numbers for the longest causal-window sequence under the cap, with tensors on the device and on the host."""
     torch.cuda.set_per_process_memory_fraction(min(1.0, sizes.cap / torch.cuda.mem_get_info()[1]))
-    try:
-        return _measure_longest(sizes, backward)
-    finally:  # give later cases the whole device
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def _measure_longest(sizes: Sizes, backward: bool) -> Raw:
     token_bytes = sizes.heads * sizes.head_dim * 2 * (13 if backward else 5)  # dk and dv exist in fp32 as well
     most = min(sizes.lengths[1], available() // 2 // token_bytes)
     lengths = [sizes.lengths[0] * 2**i * j // 4 for i in range(10) for j in (4, 5, 6, 7)]
