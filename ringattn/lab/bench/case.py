@@ -86,6 +86,8 @@ class BenchCase:
     #: Replaces the runner's timing, for cases that the host's clock cannot time. Receives the context and the number of
     #: rounds; returns raw numbers like `runner.measure_case`, with "details" for `summarise`. Columns may be missing.
     measure: Callable[[Context, int], dict[str, Any]] | None = None
+    #: Counts something after the timing, on all ranks; the numbers are stored under "details".
+    count: Callable[[Context], dict[str, Any]] | None = None
     #: Seconds after which the processes of the case are killed.
     timeout: float = 3600.0
     #: Rough duration relative to the other cases of the suite.

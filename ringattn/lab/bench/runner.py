@@ -203,8 +203,9 @@ def measure_case(case: BenchCase, rank: int, hosts: Hosts | None, repeat: int) -
     weighed = [column for column in case.columns if column.weighed and column.name in runs]
     runs.clear()  # free the inputs, so that they are not counted in the peaks
     peaks = {column.name: weigh(column, context) for column in weighed}
-    details = {"details": {"missing": missing}} if case.lacking else {}
-    return {"times": times, "errors": errors, "peaks": peaks, **details}
+    details = {"missing": missing} if case.lacking else {}
+    details |= case.count(context) if case.count else {}
+    return {"times": times, "errors": errors, "peaks": peaks, **({"details": details} if details else {})}
 
 
 def _of_all_ranks(value: Any) -> list[Any]:

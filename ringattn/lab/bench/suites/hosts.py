@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean, median
@@ -72,7 +71,7 @@ def _case(name: str, pattern: str, layout: str, rate: int, cluster: Cluster, bac
         columns += [
             BenchColumn(x, 1, partial(make_template, rotate=way), weighed=False) for x, way in TEMPLATES.items()
         ]
-    case = BenchCase(
+    return BenchCase(
         f"{name}{'_step' if backward else ''}_{rate}",
         cluster.ranks,
         settings,
@@ -81,16 +80,13 @@ def _case(name: str, pattern: str, layout: str, rate: int, cluster: Cluster, bac
         check_shards,
         cluster=cluster,
         notes=(NOTE,),
+        count=_count,
     )
-    return replace(case, measure=partial(_measure, case))
 
 
-def _measure(case: BenchCase, context: Context, repeat: int) -> dict[str, Any]:
-    """The times of a case, and the bytes on a link by schedule: [counted, planned]."""
-    from ..runner import measure_case  # which imports the suites
-
-    raw = measure_case(replace(case, measure=None), context.rank, context.hosts, repeat)
-    return {**raw, "details": {"bytes": {name: count_bytes(context, name) for name in SCHEDULES}}}
+def _count(context: Context) -> dict[str, Any]:
+    """The bytes on a link by schedule: [counted, planned]."""
+    return {"bytes": {name: count_bytes(context, name) for name in SCHEDULES}}
 
 
 def count_bytes(context: Context, schedule: str) -> tuple[int, int]:
