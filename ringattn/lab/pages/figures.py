@@ -58,11 +58,6 @@ def to_svg(figure: Any, name: str) -> Markup:
     return Markup(re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{prefix}-", text[text.index("<svg") :]))
 
 
-def on_paper(svg: Markup) -> str:
-    """The text of a standalone SVG file, with dark text on a white background."""
-    return svg.replace("currentColor", "#222").replace("<svg ", '<svg style="background: #fff" ', 1)
-
-
 def draw_lines(
     figure: Any,
     series: Mapping[str, Sequence[tuple[float, float]]],

@@ -11,9 +11,9 @@ from statistics import fmean
 
 import numpy as np
 
-from ...files import write_text
+from ...files import writing
 from ...machine.bands import SIZES, ErrorBand, size_class
-from ..pages.figures import COLOURS, drawing, on_paper, to_svg
+from ..pages.figures import COLOURS, drawing
 from .predictions import PredictedRow
 
 
@@ -139,4 +139,6 @@ def draw_scatter(predictions: Sequence[PredictedRow], folder: Path) -> None:
             ends = min(one.row.seconds for one in predictions), max(one.row.seconds for one in predictions)
             panel.plot(ends, ends, color="black", linewidth=0.8)
             panel.set(xscale="log", yscale="log", xlabel="measured [s]", ylabel="modelled [s]", title=title)
-        write_text(folder / "scatter.svg", on_paper(to_svg(figure, "scatter")))
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=7, ncols=2)
+        with writing(folder / "scatter.svg") as path:
+            figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
