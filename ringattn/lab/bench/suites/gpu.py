@@ -1,13 +1,12 @@
 """Suites "gpu" and "gpu_quick": our attention on CUDA against a matrix product, cuDNN, flash and FlexAttention.
 
-Run on one H200, but for the longest sequences.
+Run on one H200.
 """
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +18,8 @@ import torch
 
 from ....call.functional import attention, virtual_attention
 from ....call.planner import make_plan
-from ....errors import OutOfMemory, Unsupported
-from ....pattern import Causal, Dilated, Pattern, Window
-from ....runtime.peak_memory import available
+from ....errors import Unsupported
+from ....pattern import Pattern
 from ....simulator.numerics.oracle import oracle_rows_alone, sampled_rows
 from ....text import size
 from ..calls import BACKWARD_WORK, make_backward, make_pass, relative_error
@@ -59,18 +57,10 @@ class Sizes:
     matmul: int = 8192
     #: Minimum seconds between two events.
     enough: float = 0.05
-    #: For the longest sequences: device bytes, first and last length to try, and rows of an offloaded chunk.
-    cap: int = 8 << 30
-    lengths: tuple[int, int] = (1 << 16, 1 << 24)
-    chunk: int = 1 << 14
-    #: The long dilated sequence: tokens, tokens at a time, heads and head dim, segments and rates.
-    long: tuple[int, int] = (1 << 30, 1 << 19)
-    long_heads: tuple[int, int] = (8, 64)
-    long_dilated: tuple[tuple[int, ...], tuple[int, ...]] = ((8192, 65536), (1, 8))
 
 
 def list_cases(sizes: Sizes) -> list[BenchCase]:
-    """The cases: rates of masks, virtual rings, the longest sequences, and the long dilated sequence."""
+    """The cases: rates of masks, and virtual rings."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     settings = {"device": device, **vars(sizes)}
     cases, masks = [], list_masks(sizes.tokens, sizes.window, sizes.block, *sizes.dilated)
@@ -84,12 +74,6 @@ def list_cases(sizes: Sizes) -> list[BenchCase]:
             ring = partial(virtual_attention, pattern=pattern, ranks=8, layout=layout, schedule="ring")
             others = {"virtual ring of 8": partial(lambda attend: attend, ring)}
             cases.append(_make_rate_case(f"ring_{name}_{direction}", settings, sizes, pattern, others, backward))
-    measures = {
-        "longest_forward": partial(measure_longest, sizes, False),
-        "longest_backward": partial(measure_longest, sizes, True),
-        "dilated_tokens": partial(measure_long_dilated, sizes),
-    }
-    cases += [BenchCase(x, 1, settings, (), measure=y, summarise=list_rows) for x, y in measures.items()]
     return cases
 
 
@@ -167,84 +151,6 @@ def _peak(run: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def measure_longest(sizes: Sizes, backward: bool, context: Context, repeat: int) -> Raw:
-    """Raw numbers for the longest causal-window sequence under the cap, with tensors on the device and on the host."""
-    torch.cuda.set_per_process_memory_fraction(min(1.0, sizes.cap / torch.cuda.mem_get_info()[1]))
-    token_bytes = sizes.heads * sizes.head_dim * 2 * (13 if backward else 5)  # dk and dv exist in fp32 as well
-    most = min(sizes.lengths[1], available() // 2 // token_bytes)
-    lengths = [sizes.lengths[0] * 2**i * j // 4 for i in range(10) for j in (4, 5, 6, 7)]
-    rows = []
-    for offload in (False, True):
-        longest, seconds, peak, end = 0, None, None, f"nothing longer than {most:,} was tried, for the host's memory"
-        for tokens in (length for length in lengths if length <= most):
-            found = _try_length(sizes, tokens, offload, backward)
-            if found is None:
-                end = f"{tokens:,} do not fit"
-                break
-            longest, (seconds, peak) = tokens, found
-        what = f"offload='host', chunks of {sizes.chunk:,}" if offload else "tensors on the device"
-        remark = (
-            f"longest, {sizes.heads} heads of {sizes.head_dim}: {longest:,} tokens; {end}; time by the host's clock"
-        )
-        rows.append({"what": f"{what}, {size(sizes.cap)} cap", "seconds": seconds, "peak": peak, "remark": remark})
-    return _raw(rows)
-
-
-def _try_length(sizes: Sizes, tokens: int, offload: bool, backward: bool) -> tuple[float, int] | None:
-    """(seconds, peak bytes on the device) of one call; None if memory does not suffice."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    options: Any = {"offload": "host", "chunk": sizes.chunk, "device": DEVICE} if offload else {}
-    few = min(tokens, 4096)
-    try:
-        block = torch.randn(1, sizes.heads, few, sizes.head_dim, device="cpu" if offload else DEVICE).to(DTYPE)
-        # Repeats a few random rows: drawing all of them on the host would take longer than the call.
-        q, k, v = (block.roll(i, 2).repeat(1, 1, -(-tokens // few), 1)[:, :, :tokens] for i in range(3))
-        for x in (q, k, v):
-            x.requires_grad_(backward)
-        start = time.perf_counter()
-        out = attention(q, k, v, Causal() & Window(sizes.window), **options)
-        if backward:
-            torch.autograd.grad(out, (q, k, v), q.detach())
-        torch.cuda.synchronize()
-    except (OutOfMemory, torch.OutOfMemoryError):
-        return None
-    return time.perf_counter() - start, torch.cuda.max_memory_allocated()
-
-
-def measure_long_dilated(sizes: Sizes, context: Context, repeat: int) -> Raw:
-    """Raw numbers for dilated attention over a very long sequence, computed in chunks that no segment crosses."""
-    (tokens, chunk), (heads, head_dim), pattern = sizes.long, sizes.long_heads, Dilated(*sizes.long_dilated)
-    assert not any(chunk % segment for segment in pattern.segments) and tokens % chunk == 0
-    source = torch.Generator(DEVICE).manual_seed(2)
-    q, k, v = (torch.empty(1, heads, chunk, head_dim, device=DEVICE, dtype=DTYPE) for _ in range(3))
-    finite, rows = torch.ones((), dtype=torch.bool, device=DEVICE), sampled_rows(chunk, 4)
-    seconds, errors, outs, start = 0.0, {}, [q], time.perf_counter()
-    for i in range(tokens // chunk):
-        for x in (q, k, v):
-            x.normal_(generator=source)
-        seconds += _time(lambda: outs.append(attention(q, k, v, pattern)), 1)
-        del outs[0]
-        finite &= outs[0].isfinite().all()
-        if (i + 1) * chunk in (chunk, tokens):
-            exact = oracle_rows_alone(pattern, rows, q.cpu(), k.cpu(), v.cpu())
-            errors[f"chunk {i + 1}"] = relative_error(outs[0][:, :, rows].cpu(), exact)
-    assert finite.item() and max(errors.values()) < TOLERANCE, f"not finite, or wrong: {errors}"
-    pairs = make_plan(pattern, tokens=chunk, ranks=1, heads=heads).pairs() * (tokens // chunk)
-    remark = (
-        f"executed, forward: all queries of {tokens:,} tokens, {heads} heads of {head_dim}, in {tokens // chunk:,} "
-        f"chunks of {chunk:,}, which no segment crosses. Inputs are drawn on the device; outputs are checked there for "
-        f"NaN, and {len(rows)} rows of the first and last chunk in fp64; neither is kept. "
-        f"{time.perf_counter() - start:.1f} s in all"
-    )
-    rate = 4.0 * head_dim * pairs / seconds
-    return _raw([{"what": repr(pattern), "seconds": seconds, "rate": rate, "remark": remark}], errors)
-
-
-def _raw(rows: list[dict[str, Any]], errors: dict[str, float] | None = None) -> Raw:
-    return {"times": {}, "errors": errors or {}, "details": {"hardware": describe_device(), "rows": rows}}
-
-
 def describe_device() -> dict[str, Any]:
     """The name of the device, and the versions of its driver and libraries."""
     tool = shutil.which("nvidia-smi")
@@ -257,27 +163,22 @@ def describe_device() -> dict[str, Any]:
 
 
 def list_rows(record: CaseRecord) -> list[dict[str, str]]:
-    """A row for each column, including those that cannot run here; or the rows of a case without columns."""
-    details, rows = record["details"], list(record["details"].get("rows", ()))
-    for column, timed in record["columns"].items():
-        rate = record["settings"]["flops"][column] / timed["median"]
-        row = {"what": column, "seconds": timed["median"], "rate": rate, "peak": details["peaks"][column]}
-        row["remark"] = (
-            f"{timed['min'] * 1e3:.4g} .. {timed['max'] * 1e3:.4g} ms, {details['calls'][column]} calls a run"
-        )
-        rows.append({**row, "share": rate / rows[0]["rate"] if rows else 1.0})
-    rows += [{"what": column, "remark": reason} for column, reason in details.get("missing", {}).items()]
-    formats: dict[str, tuple[str, Callable[[Any], str]]] = {
-        "ms": ("seconds", lambda x: f"{x * 1e3:.4g}"),
-        "TFLOP/s": ("rate", lambda x: f"{x / 1e12:.4g}"),
-        "of matmul": ("share", lambda x: f"{x:.1%}"),
-        "peak": ("peak", size),
-        "remark": ("remark", str),
-    }
-    return [
-        {"what": row["what"], **{k: "" if row.get(x) is None else to(row[x]) for k, (x, to) in formats.items()}}
-        for row in rows
+    """A row for each column, including those that cannot run here."""
+    details, flops = record["details"], record["settings"]["flops"]
+    rates = {name: flops[name] / timed["median"] for name, timed in record["columns"].items()}
+    rows = [
+        {
+            "what": name,
+            "ms": f"{timed['median'] * 1e3:.4g}",
+            "TFLOP/s": f"{rates[name] / 1e12:.4g}",
+            "of matmul": f"{rates[name] / rates['matmul']:.1%}",
+            "peak": size(details["peaks"][name]),
+            "remark": f"{timed['min'] * 1e3:.4g} .. {timed['max'] * 1e3:.4g} ms, {details['calls'][name]} calls a run",
+        }
+        for name, timed in record["columns"].items()
     ]
+    empty = dict.fromkeys(rows[0], "")
+    return rows + [{**empty, "what": name, "remark": reason} for name, reason in details["missing"].items()]
 
 
 def conclude(records: list[CaseRecord]) -> tuple[str, bool]:
@@ -299,7 +200,6 @@ def check(folder: Path) -> None:
 SUITE = BenchSuite(partial(list_cases, Sizes()), conclude, check)
 #: Small sizes, to show within a minute that all cases run; the rates mean nothing.
 SMALL = Sizes(
-    heads=2, head_dim=16, tokens=128, window=40, block=16, dilated=(64, 4), matmul=64, enough=0.0,
-    lengths=(64, 128), chunk=96, long=(1 << 10, 256), long_heads=(2, 16), long_dilated=((32, 128), (1, 4)),
+    heads=2, head_dim=16, tokens=128, window=40, block=16, dilated=(64, 4), matmul=64, enough=0.0
 )  # fmt: skip
 QUICK = BenchSuite(partial(list_cases, SMALL), conclude, check)
