@@ -59,8 +59,6 @@ MODELLED_NOTE = (
 RANKS = (4, 8, 16, 32, 64)
 SETTINGS, SEED = 20, 17
 PRESETS = ("h100_nvlink_ib", "a100_nvlink_ib", "a100_pcie")
-#: The backward is simulated, too, up to this many ranks.
-BOTH = 16
 
 
 def list_cases() -> list[BenchCase]:
@@ -185,18 +183,12 @@ class Setting:
             return False
 
     def judge(self) -> dict[str, object]:
-        """auto's pick, the fastest schedule, and the ratio of their times in the forward and in both passes."""
-        picked, seconds = self.plan("auto").schedule, dict[str, tuple[float, float]]()
-        for name in dict.fromkeys((*self.schedules, picked)):  # auto may pick more groups than are listed
-            plan = self.plan(name)
-            forward = simulate(plan, self.machine).seconds
-            is_timed = self.ranks <= BOTH and name in self.schedules
-            backward = simulate(plan, self.machine, backward=True).seconds if is_timed else 0.0
-            seconds[name] = forward, forward + backward
-        best = [min(seconds, key=lambda name: seconds[name][passes]) for passes in (0, 1)]
-        ratios = [seconds[picked][passes] / seconds[best[passes]][passes] for passes in (0, 1)]
-        both = ratios[1] if self.ranks <= BOTH else None
-        return {"auto": picked, "best": best[0], "auto / best": ratios[0], "forward + backward": both}
+        """auto's pick, the fastest schedule, and the ratio of their times in the forward."""
+        picked = self.plan("auto").schedule
+        names = dict.fromkeys((*self.schedules, picked))  # auto may pick more groups than are listed
+        seconds = {name: simulate(self.plan(name), self.machine).seconds for name in names}
+        best = min(seconds, key=lambda name: seconds[name])
+        return {"auto": picked, "best": best, "auto / best": seconds[picked] / seconds[best]}
 
 
 def _draw(source: random.Random, ranks: int, number: int) -> Setting:
