@@ -1,7 +1,7 @@
 """What computes the pieces of one rank: chunked functions in plain torch, and those of installed libraries.
 
-All take flat rows [1, T, ...] of pieces that `cu_seqlens` [pieces + 1] delimits, or without it a batch [B, n, ...] of
-one piece each, and an initial state for each piece. States are fp32, fp64 for fp64. A piece has at least one row.
+All take flat rows [1, T, ...] of pieces that `cu_seqlens` [pieces + 1] delimits, and an initial state for each piece.
+States are fp32, fp64 for fp64. A piece has at least one row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LIBRARIES = {
     "kda": ("fla.ops.kda", "chunk_kda"),
     "ssd": ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
 }
-CuSeqlens = Sequence[int] | Tensor | None
+CuSeqlens = Sequence[int] | Tensor
 Result = tuple[Tensor, Tensor | None]
 
 
@@ -46,28 +46,19 @@ def _ssd_by_pieces(function: Callable[..., Any]) -> Callable[..., Result]:
     """`ssd` by mamba_ssm's function, which takes initial states for batch rows but not for pieces."""
 
     def call(
-        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, initial_state: Tensor | None = None,
-        output_final_state: bool = False, cu_seqlens: CuSeqlens = None,
+        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, cu_seqlens: Sequence[int],
+        initial_state: Tensor | None = None, output_final_state: bool = False,
     ) -> Result:  # fmt: skip
-        cut, outs, finals = _read_cu_seqlens(x, cu_seqlens), [], []
-        for piece, (a, b) in enumerate(pairwise(cut)):
-            rows = [y.reshape(1, -1, *y.shape[2:])[:, a:b] for y in (x, dt, B, C)]
+        outs, finals = [], []
+        for piece, (a, b) in enumerate(pairwise(cu_seqlens)):
+            x_, dt_, B_, C_ = (y[:, a:b] for y in (x, dt, B, C))
             state = None if initial_state is None else initial_state[piece : piece + 1]
-            out, final = function(
-                rows[0], rows[1], A, rows[2], rows[3], CHUNK, initial_states=state, return_final_states=True
-            )
+            out, final = function(x_, dt_, A, B_, C_, CHUNK, initial_states=state, return_final_states=True)
             outs.append(out)
             finals.append(final)
-        return torch.cat(outs, 1).view(x.shape), (torch.cat(finals) if output_final_state else None)
+        return torch.cat(outs, 1), (torch.cat(finals) if output_final_state else None)
 
     return call
-
-
-def _read_cu_seqlens(x: Tensor, cu_seqlens: CuSeqlens) -> list[int]:
-    """Where the pieces of x [B, n, ...] begin and end."""
-    if cu_seqlens is None:
-        return [row * x.shape[1] for row in range(x.shape[0] + 1)] if x.shape[1] else [0]
-    return cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
 
 
 class _Chunks:
@@ -77,11 +68,11 @@ class _Chunks:
     """
 
     def __init__(self, x: Tensor, cu_seqlens: CuSeqlens, size: int) -> None:
-        cut = torch.tensor(_read_cu_seqlens(x, cu_seqlens), device="cpu")
+        cut = torch.as_tensor(cu_seqlens, device="cpu")
         lengths = cut.diff()
         order = lengths.argsort(descending=True)
         counts = -(-lengths[order] // size)
-        steps = torch.arange(int(counts.max()) if len(counts) else 0, device="cpu")
+        steps = torch.arange(int(counts.max()), device="cpu")
         step, piece = (counts[None] > steps[:, None]).nonzero(as_tuple=True)
         rows = step[:, None] * size + torch.arange(size, device="cpu")
         rows = torch.where(rows < lengths[order][piece, None], cut[:-1][order][piece, None] + rows, int(cut[-1]))
@@ -91,15 +82,15 @@ class _Chunks:
         places[rows.flatten()] = torch.arange(rows.numel(), device="cpu")
         self.places = places[:-1].to(x.device)
 
-    def cut(self, x: Tensor, dtype: torch.dtype | None = None, fill: Tensor | None = None) -> Tensor:
-        """Rows x [B, n, ...] as chunks [chunks, ..., size, *last dim]; beyond the end of a piece `fill`, or 0."""
-        flat = x.to(dtype or wide(x.dtype)).flatten(0, 1)
+    def cut(self, x: Tensor, dtype: torch.dtype, fill: Tensor | None = None) -> Tensor:
+        """Rows x [1, T, ...] as chunks [chunks, size, ...]; beyond the end of a piece `fill`, or 0."""
+        flat = x[0].to(dtype)
         fill = flat.new_zeros(flat.shape[1:]) if fill is None else fill
         return torch.cat([flat, fill.to(flat.dtype)[None]])[self.rows]
 
-    def join(self, chunks: Tensor, shape: Sequence[int]) -> Tensor:
-        """The inverse of `cut` for chunks [chunks, size, ...]."""
-        return chunks.flatten(0, 1)[self.places].view(*shape)
+    def join(self, chunks: Tensor) -> Tensor:
+        """The inverse of `cut`."""
+        return chunks.flatten(0, 1)[self.places][None]
 
     def scan(
         self, initial: Tensor | None, zero: Tensor, step: Callable[..., Tensor], *tensors: Tensor
@@ -159,26 +150,21 @@ def _attend(
 
 
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: CuSeqlens = None,
-    outputs: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float, cu_seqlens: CuSeqlens,
+    initial_state: Tensor | None = None, output_final_state: bool = False, outputs: bool = True,
 ) -> Result:  # fmt: skip
-    """(o [B, n, HV, V], final states [pieces, HV, K, V] or None) of the gated delta rule, or of KDA if g has K columns.
+    """(o [1, T, HV, V], final states [pieces, HV, K, V] or None) of the gated delta rule, or of KDA if g has K columns.
 
-    q, k [B, n, H, K], v [B, n, HV, V], g [B, n, HV] or [B, n, HV, K], beta [B, n, HV]: as in `layers.gated_delta_rule`.
+    q, k [1, T, H, K], v [1, T, HV, V], g [1, T, HV] or [1, T, HV, K], beta [1, T, HV]: as in `layers.gated_delta_rule`.
     Without `outputs`, o is not computed, which saves time. Products of (I - beta k k^T) in a chunk have the WY
     representation (arXiv:2406.06484).
     """
-    if not v.numel():
-        return torch.zeros_like(v), initial_state if output_final_state else None
     chunks = _Chunks(v, cu_seqlens, CHUNK if g.ndim == 3 else CHANNEL_CHUNK)
     dtype, heads = wide(v.dtype), v.shape[2]
     q, k, v_, g, beta = (
         chunks.cut(x, dtype).movedim(2, 1) for x in (q, k, v, g if g.ndim == 4 else g[..., None], beta[..., None])
     )
-    q, k = (
-        x.repeat_interleave(heads // x.shape[1], 1) for x in (q * (k.shape[3] ** -0.5 if scale is None else scale), k)
-    )
+    q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q * scale, k))
     g = g.cumsum(2)
     corrections = (beta * _weigh(k, k, g)).tril(-1)
     right = torch.cat([beta * v_, beta * k * g.exp()], 3)
@@ -186,49 +172,42 @@ def gated_delta_rule(
         [v.shape[3], k.shape[3]], 3
     )
     out, finals = _attend(chunks, q, k, u, w, g, initial_state, outputs)
-    return chunks.join(out.transpose(1, 2), v.shape).to(v.dtype), finals if output_final_state else None
+    return chunks.join(out.transpose(1, 2)).to(v.dtype), finals if output_final_state else None
 
 
 def ssd(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, initial_state: Tensor | None = None,
-    output_final_state: bool = False, cu_seqlens: CuSeqlens = None, outputs: bool = True,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, cu_seqlens: CuSeqlens,
+    initial_state: Tensor | None = None, output_final_state: bool = False, outputs: bool = True,
 ) -> Result:  # fmt: skip
-    """(y [B, n, H, P], final states [pieces, H, P, N] or None) of Mamba-2, see `layers.ssd` for the arguments."""
-    if not x.numel():
-        return torch.zeros_like(x), initial_state if output_final_state else None
+    """(y [1, T, H, P], final states [pieces, H, P, N] or None) of Mamba-2, see `layers.ssd` for the arguments."""
     chunks, dtype, heads = _Chunks(x, cu_seqlens, CHUNK), wide(x.dtype), x.shape[2]
     u, step, b, c = (chunks.cut(y, dtype).movedim(2, 1) for y in (x, dt[..., None], B, C))
     b, c = (y.repeat_interleave(heads // y.shape[1], 1) for y in (b, c))
     g = (step * A.to(dtype)[:, None, None]).cumsum(2)
     initial = None if initial_state is None else initial_state.transpose(-1, -2)
     out, finals = _attend(chunks, c, b, u * step, None, g, initial, outputs)
-    return chunks.join(out.transpose(1, 2), x.shape).to(x.dtype), finals.mT if output_final_state else None
+    return chunks.join(out.transpose(1, 2)).to(x.dtype), finals.mT if output_final_state else None
 
 
-def selective_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, initial_state: Tensor | None = None,
-    output_final_state: bool = False, cu_seqlens: CuSeqlens = None,
-) -> Result:  # fmt: skip
-    """(y [B, n, D], final states [pieces, D, N] or None) of Mamba, see `layers.selective_scan` for the arguments."""
+def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any) -> Result:
+    """(y [1, T, D], final states [pieces, D, N] or None) of Mamba, see `layers.selective_scan`.
+
+    `options` are those of `affine_scan`.
+    """
     dtype = wide(x.dtype)
     step = dt.to(dtype)[..., None]
-    states, finals = affine_scan(
-        (step * A).exp(), step * x[..., None] * B[:, :, None], initial_state=initial_state,
-        output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+    states, finals = affine_scan((step * A).exp(), step * x[..., None] * B[:, :, None], **options)
     return (states @ C.to(dtype)[..., None])[..., 0].to(x.dtype), finals
 
 
 def affine_scan(
-    a: Tensor, b: Tensor, *, matrix: bool = False, initial_state: Tensor | None = None,
-    output_final_state: bool = False, cu_seqlens: CuSeqlens = None,
+    a: Tensor, b: Tensor, *, cu_seqlens: CuSeqlens, matrix: bool = False, initial_state: Tensor | None = None,
+    output_final_state: bool = False,
 ) -> Result:  # fmt: skip
-    """(all states of S = a S + b [B, n, ...], final states [pieces, ...] or None), see `layers.affine_scan`.
+    """(all states of S = a S + b [1, T, ...], final states [pieces, ...] or None), see `layers.affine_scan`.
 
     Doubling within chunks (Hillis & Steele 1986) takes no inverse and no logarithm of a, which may be 0 or negative.
     """
-    if not b.numel():
-        return torch.zeros_like(b), initial_state if output_final_state else None
     chunks, dtype = _Chunks(b, cu_seqlens, CHUNK), wide(b.dtype)
     one = torch.eye(a.shape[-1], device=a.device).expand(a.shape[2:]) if matrix else a.new_ones(a.shape[2:])
     decays, states = chunks.cut(a, dtype, one), chunks.cut(b, dtype)
@@ -242,25 +221,20 @@ def affine_scan(
         initial_state, zero, lambda state, a, b: apply(a, state) + b, decays[:, -1], states[:, -1]
     )
     states = apply(decays, before[:, None]) + states
-    return chunks.join(states, b.shape).to(b.dtype), finals if output_final_state else None
+    return chunks.join(states).to(b.dtype), finals if output_final_state else None
 
 
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None,
-    initial_state: Tensor | None = None, cu_seqlens: CuSeqlens = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str | None, initial_state: Tensor,
+    cu_seqlens: Sequence[int],
 ) -> Tensor:  # fmt: skip
     """The causal depthwise convolution [1, T, C] of rows x [1, T, C] with weight [C, K].
 
-    initial_state: the rows before each piece [pieces, K - 1, C]; None: zeros. Raises what torch's conv1d raises.
+    initial_state: the rows before each piece [pieces, K - 1, C]. Raises what torch's conv1d raises.
     """
-    cut, width, channels = _read_cu_seqlens(x, cu_seqlens), weight.shape[1] - 1, x.shape[2]
-    if not x.numel():
-        return torch.zeros_like(x)
-    flat = x.reshape(-1, channels)
-    before = x.new_zeros(len(cut) - 1, width, channels) if initial_state is None else initial_state.to(x.dtype)
-    parts = [part for piece, (a, b) in enumerate(pairwise(cut)) for part in (before[piece], flat[a:b])]
-    out = F.conv1d(torch.cat(parts).t()[None], weight[:, None].to(x.dtype), bias, groups=channels)[0].t()
-    if len(cut) > 2:
-        out = torch.cat([out[a + piece * width : b + piece * width] for piece, (a, b) in enumerate(pairwise(cut))])
-    out = out.view(x.shape)
-    return out if activation is None else F.silu(out)
+    pieces, width = [*pairwise(cu_seqlens)], weight.shape[1] - 1
+    parts = [rows for before, (a, b) in zip(initial_state, pieces, strict=True) for rows in (before, x[0, a:b])]
+    out = F.conv1d(torch.cat(parts).t()[None], weight[:, None].to(x.dtype), bias, groups=x.shape[2])[0].t()
+    if len(pieces) > 1:
+        out = torch.cat([out[a + i * width : b + i * width] for i, (a, b) in enumerate(pieces)])
+    return out[None] if activation is None else F.silu(out)[None]
