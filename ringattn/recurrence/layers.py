@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, cast
 
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 
 #: A rank's flat inputs, each [1, rows, ...].
 Rows = tuple[Tensor, ...]
+Shape = tuple[int, ...]
 #: What computes pieces: (flat inputs, cu_seqlens, initial states or None, whether to return final states).
 Compute = Callable[..., tuple[Tensor, Tensor | None]]
 P = ParamSpec("P")
@@ -54,9 +54,12 @@ def _eager(layer: Callable[P, T]) -> Callable[P, T]:
     return cast("Callable[P, T]", torch.compiler.disable(layer))
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """One kind of recurrence.
+def _cu_seqlens(pieces: Sequence[Piece]) -> list[int]:
+    return [0, *accumulate(piece.end - piece.begin for piece in pieces)]
+
+
+class _Scan:
+    """One call of a recurrence: tensors [B, n, ...] by name, and the states between runs.
 
     state, decay, out: the shapes of a state, of A, and of a row of the output.
     compute(*rows, cu_seqlens, initial_state, output_final_state) -> (out [1, rows, *out], states [pieces, *state]).
@@ -64,46 +67,24 @@ class _Rule:
     matrix: A multiplies as a matrix; else elementwise, with broadcasting.
     """
 
-    state: tuple[int, ...]
-    decay: tuple[int, ...]
-    out: tuple[int, ...]
-    compute: Compute
-    maps: Callable[..., tuple[Tensor, Tensor]]
-    matrix: bool = False
-
-    def apply(self, a: Tensor, b: Tensor) -> Tensor:
-        """The map `a` applied to `b`, a state or another map."""
-        return a @ b if self.matrix else a * b
-
-
-def _take(rows: Rows, pieces: Sequence[Piece]) -> Rows:
-    """The rows of the pieces, one after another."""
-    return tuple(torch.cat([x[:, p.begin : p.end] for p in pieces], 1) for x in rows)
-
-
-def _cu_seqlens(pieces: Sequence[Piece]) -> list[int]:
-    return [0, *accumulate(piece.end - piece.begin for piece in pieces)]
-
-
-class _Scan:
-    """One call of a recurrence: tensors [B, n, ...] by name, and the states between runs."""
-
     def __init__(
-        self, ranks: Ranks, rule: _Rule, tensors: Mapping[str, Tensor], documents: Documents | None,
-        initial_state: Tensor | None,
+        self, ranks: Ranks, tensors: Mapping[str, Tensor], documents: Documents | None, initial_state: Tensor | None,
+        state: Shape, decay: Shape, out: Shape, compute: Compute, maps: Callable[..., tuple[Tensor, Tensor]],
+        *, matrix: bool = False,
     ) -> None:  # fmt: skip
         first = next(iter(tensors.values()))
-        self.ranks, self.rule, self.batch, self.documents = ranks, rule, first.shape[0], documents
-        self.zero = torch.zeros(rule.state, dtype=wide(first.dtype), device=first.device)
+        self.ranks, self.tensors, self.batch, self.documents = ranks, tensors, first.shape[0], documents
+        self.state, self.decay, self.out, self.compute, self.maps = state, decay, out, compute, maps
+        #: Applies a map to a state or to another map.
+        self.apply = torch.matmul if matrix else torch.mul
+        self.zero = torch.zeros(state, dtype=wide(first.dtype), device=first.device)
         self.initial = None if initial_state is None else initial_state.to(self.zero.dtype)
-        self.sizes = [self.batch * math.prod(shape) for shape in (rule.decay, rule.state)]
+        self.sizes = [self.batch * math.prod(shape) for shape in (decay, state)]
         self.pieces = {rank: cut_pieces(ranks.layout, documents, rank, self.batch) for rank in ranks.local}
 
-    def run(
-        self, tensors: Mapping[str, Tensor], parameters: Sequence[Tensor], final: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def run(self, final: bool, *parameters: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output [B, n, *out], and the state after the sequence [B, *state], whole on every rank."""
-        ranks, (first, *others) = self.ranks, tensors.values()
+        ranks, (first, *others) = self.ranks, self.tensors.values()
         opened, token = ranks.open(first, self.initial, *parameters, *([] if first.numel() else others))
         shards = zip(*(ranks.shard(x, 1) for x in (opened, *others)), strict=True)
         rows = {r: tuple(x.reshape(1, -1, *x.shape[2:]) for x in xs) for r, xs in zip(ranks.local, shards, strict=True)}
@@ -111,21 +92,21 @@ class _Scan:
         outs, units, last = [], dict[int, Tensor](), len(list_runs(ranks.layout)) - 1
         for rank, pieces in self.pieces.items():
             if not pieces:
-                outs.append(first.new_zeros(self.batch, 0, *self.rule.out))
+                outs.append(first.new_zeros(self.batch, 0, *self.out))
                 continue
             ends = {piece.row: place for place, piece in enumerate(pieces) if final and piece.run == last}
-            out, states = self.rule.compute(
+            out, states = self.compute(
                 *rows[rank], cu_seqlens=_cu_seqlens(pieces), initial_state=self.states(pieces, before),
                 output_final_state=bool(ends),
             )  # fmt: skip
-            outs.append(out.view(self.batch, -1, *self.rule.out))
+            outs.append(out.view(self.batch, -1, *self.out))
             if ends:
                 assert states is not None
                 units[last] = states[[*ends.values()]].to(self.zero.dtype).reshape(1, -1)
         results = [ranks.unshard(outs, 1)]
         if final:
             plan = plan_end(ranks.layout, self.sizes[1] * self.zero.element_size())
-            state = self.zero.expand(self.batch, *self.rule.state).clone() if self.initial is None else self.initial
+            state = self.zero.expand(self.batch, *self.state).clone() if self.initial is None else self.initial
             if plan.rounds:
                 got, token = ranks.move(plan, 0, units, self.zero.new_empty(0, self.sizes[1]), token)
                 state = got[ranks.local[0], last].view(state.shape)
@@ -162,11 +143,11 @@ class _Scan:
                     continue
                 a, b = self.unpack(got[rank, source])
                 if plan.way == "gather":
-                    states[run] = self.rule.apply(a, states[run]) + b if run in states else b
+                    states[run] = self.apply(a, states[run]) + b if run in states else b
                 elif run in maps:  # the map of more runs before those of `maps`
                     a2, b2 = self.unpack(maps[run])
-                    states[run] = self.rule.apply(a2, b) + b2
-                    later[run] = self.pack(self.rule.apply(a2, a), states[run])
+                    states[run] = self.apply(a2, b) + b2
+                    later[run] = self.pack(self.apply(a2, a), states[run])
                 else:
                     later[run], states[run] = got[rank, source], b
             units = maps = later
@@ -181,9 +162,9 @@ class _Scan:
                 continue
             # A map spans its run if its document does; else the state before the run does not matter.
             spans = [piece.before > 0 and piece.start == plan.runs[piece.run].start for piece in tails]
-            a, b = self.rule.maps(
-                *_take(rows[rank], tails), cu_seqlens=_cu_seqlens(tails), initial_state=self.states(tails, {}),
-                spans=spans,
+            a, b = self.maps(
+                *(torch.cat([x[:, piece.begin : piece.end] for piece in tails], 1) for x in rows[rank]),
+                cu_seqlens=_cu_seqlens(tails), initial_state=self.states(tails, {}), spans=spans,
             )  # fmt: skip
             a, b = (torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in (a, b))
             places = {(piece.run, piece.row): place for place, piece in enumerate(tails)}
@@ -201,7 +182,7 @@ class _Scan:
     def unpack(self, unit: Tensor) -> tuple[Tensor, Tensor]:
         """The inverse of `pack`."""
         a, b = unit.split(self.sizes, 1)
-        return a.view(self.batch, *self.rule.decay), b.view(self.batch, *self.rule.state)
+        return a.view(self.batch, *self.decay), b.view(self.batch, *self.state)
 
 
 @_eager
@@ -234,13 +215,8 @@ def gated_delta_rule(
     are fp32, or fp64 for fp64 inputs. Raises InvalidInput, Unsupported or Mismatch on every rank.
     """
     ranks, tensors = Ranks(**where), {"v": v, "q": q, "k": k, "g": g, "beta": beta}
-    dims = {
-        "v": "B n HV V",
-        "q": "B n H K",
-        "k": "B n H K",
-        "g": "B n HV K" if g.ndim == 4 else "B n HV",
-        "beta": "B n HV",
-    }
+    decays = "B n HV K" if g.ndim == 4 else "B n HV"
+    dims = {"v": "B n HV V", "q": "B n H K", "k": "B n H K", "g": decays, "beta": "B n HV"}
     size = ranks.agree(
         "gated_delta_rule", layout, documents,
         {**{name: (x, dims[name]) for name, x in tensors.items()}, **_rest(initial_state, "HV K V", padding)},
@@ -271,8 +247,9 @@ def gated_delta_rule(
         a = state[..., values:] if any(spans) else state.new_zeros(len(spans), heads, keys, keys)
         return a, state[..., :values]
 
-    rule = _Rule((heads, keys, values), (heads, keys, keys), (heads, values), run, maps, matrix=True)
-    return _Scan(ranks, rule, tensors, documents, initial_state).run(tensors, (), output_final_state)
+    state, decay, out = (heads, keys, values), (heads, keys, keys), (heads, values)
+    scan = _Scan(ranks, tensors, documents, initial_state, state, decay, out, run, maps, matrix=True)
+    return scan.run(output_final_state)
 
 
 @_eager
@@ -362,8 +339,7 @@ def _mamba(
     state, decay, out = (
         tuple(size[name] for name in names) for names in (shapes[1].split(), shapes[2], shapes[3].split())
     )
-    rule = _Rule(state, decay, out, run, maps)
-    return _Scan(ranks, rule, tensors, documents, initial_state).run(tensors, (A,), final)
+    return _Scan(ranks, tensors, documents, initial_state, state, decay, out, run, maps).run(final, A)
 
 
 @_eager
@@ -405,8 +381,9 @@ def affine_scan(
         product = run(torch.zeros_like(a), a, initial_state=start, output_final_state=True, **options)[1]
         return product, run(b, a, initial_state=initial_state, output_final_state=True, **options)[1]
 
-    tensors, rule = {"b": b, "a": a}, _Rule(state, decay, state, run, maps, matrix=matrix)
-    return _Scan(ranks, rule, tensors, documents, initial_state).run(tensors, (), output_final_state)
+    tensors = {"b": b, "a": a}
+    scan = _Scan(ranks, tensors, documents, initial_state, state, decay, state, run, maps, matrix=matrix)
+    return scan.run(output_final_state)
 
 
 @_eager
