@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from threading import RLock, current_thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -14,7 +15,9 @@ from ..errors import InvalidInput, RingAttentionError
 from ..layout.regular import DEFAULT_LAYOUT, Layout
 from ..pattern import Pattern
 from ..pattern.base import check_integer
+from ..transport.base import Program, drive
 from ..transport.records import ErrorReport
+from ..transport.virtual import VirtualRanks
 from .arguments import cast_inputs
 from .autograd import Runner, compilable
 from .compile import compile_call
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from ..transport.base import Transport
     from ..transport.torchdist import TorchDist
     from .arguments import AttentionKeywords
+
+T = TypeVar("T")
 
 
 @compilable
@@ -323,6 +328,25 @@ def get_transport(
 
     found = find_group(group, mesh).group
     return _transports.get(found) or _transports.setdefault(found, TorchDist(found))
+
+
+def find_ranks(
+    group: ProcessGroup | DeviceMesh | None, mesh: DeviceMesh | None, transport: Transport | None, ranks: int | None
+) -> tuple[Transport | VirtualRanks, range]:
+    """Where the ranks are, and which of them are in this process: real ones, or `ranks` virtual ones."""
+    if ranks is None:
+        ring = get_transport(group, mesh, transport)
+        return ring, range(ring.rank, ring.rank + 1)
+    if any(who is not None for who in (group, mesh, transport)):
+        raise InvalidInput(
+            f"ranks={ranks} asks for virtual ranks, group=, mesh= or transport= for real ones; leave out one of them"
+        )
+    return VirtualRanks(check_integer(ranks, "ranks", 1, "ranks=4")), range(ranks)
+
+
+def run_programs(programs: Sequence[Program[T]], where: Transport | VirtualRanks) -> list[T]:
+    """The results of the programs of this process's ranks."""
+    return where.run(programs) if isinstance(where, VirtualRanks) else [drive(programs[0], where, where.rank)]
 
 
 __all__ = ["attention", "positions", "ring_attention", "synchronize", "virtual_attention"]

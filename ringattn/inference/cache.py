@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..call.arguments import cast_inputs, check_option_names, computing
 from ..call.compile import CompiledCall, compile_call
-from ..call.functional import get_transport, ring_attention, virtual_attention
+from ..call.functional import find_ranks, ring_attention, run_programs, virtual_attention
 from ..call.handshake import LIMIT
 from ..errors import InvalidInput, Unsupported
 from ..kernels.base import as_dtype, wide
@@ -29,7 +29,7 @@ from ..pattern.views import Shifts
 from ..plan.row_sets import Ranges
 from ..runtime.softmax import merge_sinks_
 from ..text import plural
-from ..transport.base import TAG_BITS, Program, Tags, drive
+from ..transport.base import TAG_BITS, Program, Tags
 from ..transport.records import FINGERPRINT_BYTES, ErrorReport, Exchange, compare_records, digest
 from ..transport.virtual import VirtualRanks
 from . import MERGES, WINDOWS, merge_seconds
@@ -116,20 +116,9 @@ class KVCache:
         self.layout, self.merge, self.windows, self.dtype = layout, merge, windows, dtype
         self.max_tokens = None if max_tokens is None else check_integer(max_tokens, "max_tokens", 1, "max_tokens=4096")
         #: The transport of the ranks; its counters count the messages and bytes of steps.
-        self.transport: Transport | VirtualRanks
+        self.transport, self._ranks = find_ranks(group, mesh, transport, ranks)
         #: The same if the ranks are processes; None: virtual ranks, and tensors hold the rows of all ranks.
-        self._ring: Transport | None = None
-        if ranks is not None:
-            if any(who is not None for who in (group, mesh, transport)):
-                raise InvalidInput(
-                    f"ranks={ranks} asks for virtual ranks, group=, mesh= or transport= for real ones; leave out one "
-                    "of them"
-                )
-            self.transport = VirtualRanks(check_integer(ranks, "ranks", 1, "ranks=4"))
-            self._ranks = range(ranks)
-        else:
-            self.transport = self._ring = get_transport(group, mesh, transport)
-            self._ranks = range(self._ring.rank, self._ring.rank + 1)
+        self._ring = None if isinstance(self.transport, VirtualRanks) else self.transport
         size = self.transport.size
         shift_layout(made := make_layout(layout, tokens=size, ranks=size, pattern=self.patterns[0]), size)
         if made.domain != (range(size),):
@@ -296,7 +285,7 @@ class KVCache:
             keys = [self._keys_of(event, rank, layer, *x) for rank, x in shards]
         out = self._attend(event, pattern, q, keys, sinks, options)
         with self._report("prefill", deferred=True), computing(call.device):
-            self._run([self._share(event, rank, layer, *x) for rank, x in shards])
+            run_programs([self._share(event, rank, layer, *x) for rank, x in shards], self.transport)
         return self._end(out)
 
     def _keys_of(self, event: NewTokens, rank: int, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -356,8 +345,8 @@ class KVCache:
             q, k, v = call.prepare(q, k, v, None)
             merge, groups = self._choose_merge(call), self._slotted[self.patterns[layer]].groups(self._shifts)
             new = self._rounded(k), self._rounded(v)
-            results = self._run([self._step(event, rank, layer, q, new, groups, merge, call) for rank in self._ranks])
-            out, lse = results[0]
+            programs = [self._step(event, rank, layer, q, new, groups, merge, call) for rank in self._ranks]
+            out, lse = run_programs(programs, self.transport)[0]
             if sinks is not None:
                 merge_sinks_(out, lse, sinks)
             scale = self.patterns[layer].output_scale
@@ -537,12 +526,6 @@ class KVCache:
         if self._ring is None:
             return nullcontext()
         return ErrorReport(self._ring, stage, deferred=deferred or self._ring.defers(check))
-
-    def _run(self, programs: list[Program[Any]]) -> list[Any]:
-        """The results of the ranks of this process."""
-        if isinstance(self.transport, VirtualRanks):
-            return self.transport.run(programs)
-        return [drive(programs[0], self.transport, self.transport.rank)]
 
     def _layers(self, pattern: Pattern) -> list[int]:
         return [layer for layer, of_layer in enumerate(self.patterns) if of_layer == pattern]

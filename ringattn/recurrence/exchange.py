@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..call.functional import get_transport
+from ..call.functional import find_ranks, run_programs
 from ..call.handshake import agree_backward, spell_layout
 from ..dtypes import dtype_name
 from ..errors import InvalidInput, Mismatch
 from ..layout.regular import Layout, make_layout, name_rows
-from ..pattern.base import check_integer
 from ..pattern.documents import Documents
-from ..transport.base import TAG_BITS, Message, Post, Program, Tags, Transport, Wait, drive
+from ..transport.base import TAG_BITS, Message, Post, Program, Tags, Transport, Wait
 from ..transport.records import ErrorReport, Exchange, compare_records, digest
 from ..transport.virtual import VirtualRanks
 from .runs import RunPart, RunPlan, list_runs
@@ -46,18 +45,9 @@ class Ranks:
         transport: Transport | None = None,
         ranks: int | None = None,
     ) -> None:
-        self.transport, self.number = None, 0
-        if ranks is None:
-            ring = self.transport = get_transport(group, mesh, transport)
-            self.local, self.size = range(ring.rank, ring.rank + 1), ring.size
-            return
-        if any(who is not None for who in (group, mesh, transport)):
-            raise InvalidInput(
-                f"ranks={ranks} asks for virtual ranks, group=, mesh= or transport= for real ones; leave out one of "
-                "them"
-            )
-        self.virtual = VirtualRanks(check_integer(ranks, "ranks", 1, "ranks=4"))
-        self.local, self.size = range(ranks), ranks
+        self.place, self.local = find_ranks(group, mesh, transport, ranks)
+        self.transport = None if isinstance(self.place, VirtualRanks) else self.place
+        self.number = 0
 
     def agree(
         self, layer: str, layout: str | Layout, documents: Documents | None,
@@ -92,9 +82,9 @@ class Ranks:
             held = [fields["rows"] for fields in compare_records(exchange.records)]
         tokens = sum(held)
         if not isinstance(layout, Layout):
-            layout = make_layout(name_rows(layout, held), tokens=tokens, ranks=self.size)
+            layout = make_layout(name_rows(layout, held), tokens=tokens, ranks=self.place.size)
         self.layout, planned = layout, [*map(layout.rows, range(layout.ranks))]
-        if planned != held and (exchange is not None or (layout.tokens, layout.ranks) != (tokens, self.size)):
+        if planned != held and (exchange is not None or (layout.tokens, layout.ranks) != (tokens, self.place.size)):
             raise Mismatch(
                 f"the shards do not fit the layout {layout.name} of {layout.tokens:,} tokens over {layout.ranks} "
                 f"ranks: they hold {held} rows, the layout gives {planned}; shard with its method shard_tensor(x, rank)"
@@ -119,18 +109,6 @@ class Ranks:
         order = torch.cat([torch.from_numpy(self.layout.positions(rank)) for rank in self.local])
         return torch.cat(shards, dim).index_select(dim, order.argsort().to(shards[0].device))
 
-    def open(self, x: Tensor, *unused: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x, and the first autograd token of the call.
-
-        The token, an empty tensor, ties the exchanges together, so that every backward runs all of them in order.
-        `unused`: tensors that perhaps do not affect this rank's output; their gradients are then zeros, not None.
-        """
-        return _Open.apply(x, *unused)
-
-    def close(self, token: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
-        """`results`, tied to the last exchange by its token, so that a backward runs every exchange on every rank."""
-        return _Close.apply(self, token, *results)
-
     def move(
         self, plan: RunPlan, number: int, units: Mapping[int, Tensor], like: Tensor, token: Tensor
     ) -> tuple[Received, Tensor]:
@@ -152,11 +130,8 @@ class Ranks:
             theirs = [(part, x) for part, x in sends.items() if part.sender == rank != part.receiver]
             mine = [part for part in receives if part.receiver == rank != part.sender]
             programs.append(_exchange(theirs, mine, like, tag, what))
-        if self.transport is None:
-            results = self.virtual.run(programs)
-        else:
-            with ErrorReport(self.transport, "call", deferred=True):
-                results = [drive(programs[0], self.transport, self.local[0])]
+        with nullcontext() if self.transport is None else ErrorReport(self.transport, "call", deferred=True):
+            results = run_programs(programs, self.place)
         got = {part: x for result in results for part, x in result.items()}
         return [sends[part].clone() if part.sender == part.receiver else got[part] for part in receives]
 
@@ -240,8 +215,13 @@ class _Move(torch.autograd.Function):
         return *(None,) * 5, token, *sums.values()
 
 
-class _Open(torch.autograd.Function):
-    """(x, first token of a call): the gradient of x waits for those of all exchanges of the call."""
+class Open(torch.autograd.Function):
+    """x, and the first autograd token of a call.
+
+    The token, an empty tensor, ties the exchanges together, so that every backward runs all of them in order: the
+    gradient of x waits for theirs. `unused` are tensors that perhaps do not affect this rank's output; their gradients
+    are then zeros, not None.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *unused: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -253,7 +233,7 @@ class _Open(torch.autograd.Function):
         return grad, *(None if x is None or not x.requires_grad else torch.zeros_like(x) for x in ctx.unused)
 
 
-class _Close(torch.autograd.Function):
+class Close(torch.autograd.Function):
     """The results of a call, tied to its last token: a rank that differentiates any result joins every exchange."""
 
     @staticmethod

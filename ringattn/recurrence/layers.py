@@ -21,7 +21,7 @@ from ..layout.regular import Layout
 from ..machine.presets import get_machine
 from ..pattern.documents import Documents
 from . import functions
-from .exchange import Ranks
+from .exchange import Close, Open, Ranks
 from .runs import Piece, RunPlan, cut_ends, cut_pieces, list_runs, plan_end, plan_rows, plan_states
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class _Scan:
     def run(self, final: bool, *parameters: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output [B, n, *out], and the state after the sequence [B, *state], whole on every rank."""
         ranks, (first, *others) = self.ranks, self.tensors.values()
-        opened, token = ranks.open(first, self.initial, *parameters, *([] if first.numel() else others))
+        opened, token = Open.apply(first, self.initial, *parameters, *([] if first.numel() else others))
         shards = zip(*(ranks.shard(x, 1) for x in (opened, *others)), strict=True)
         rows = {r: tuple(x.reshape(1, -1, *x.shape[2:]) for x in xs) for r, xs in zip(ranks.local, shards, strict=True)}
         before, token = self.exchange(rows, token)
@@ -111,7 +111,7 @@ class _Scan:
                 got, token = ranks.move(plan, 0, units, self.zero.new_empty(0, self.sizes[1]), token)
                 state = got[ranks.local[0], last].view(state.shape)
             results.append(state)
-        out, *ended = ranks.close(token, *results)
+        out, *ended = Close.apply(ranks, token, *results)
         return out, ended[0] if ended else None
 
     def states(self, pieces: Sequence[Piece], before: Mapping[int, Tensor]) -> Tensor | None:
@@ -417,7 +417,7 @@ def causal_conv1d(
         raise InvalidInput(f"activation={activation!r}: expected None, 'silu' or 'swish'")
     x = x if padding is None else x.masked_fill(padding[:, None], 0)
     layout, width, batch, channels = ranks.layout, size["K"] - 1, size["B"], size["C"]
-    opened, token = ranks.open(x, weight, bias, initial_state)
+    opened, token = Open.apply(x, weight, bias, initial_state)
     rows = {r: y.transpose(1, 2).contiguous() for r, y in zip(ranks.local, ranks.shard(opened, 2), strict=True)}
     initial = (
         x.new_zeros(batch, width, channels) if initial_state is None else initial_state.transpose(1, 2).to(x.dtype)
@@ -448,7 +448,7 @@ def causal_conv1d(
         end = len(plan.runs) + ranks.local[0]
         last = [history(piece, halos, end) for piece in cut_ends(layout, documents, batch)]
         results.append(torch.stack(last).transpose(1, 2))
-    out, *state = ranks.close(token, *results)
+    out, *state = Close.apply(ranks, token, *results)
     return out, state[0] if state else None
 
 
