@@ -22,7 +22,7 @@ from ..machine.presets import get_machine
 from ..pattern.documents import Documents
 from . import functions
 from .exchange import Close, Open, Ranks
-from .runs import Piece, RunPlan, cut_ends, cut_pieces, list_runs, plan_end, plan_rows, plan_states
+from .runs import Piece, RunPlan, cut_ends, cut_pieces, list_runs, plan_rows, plan_states
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,7 +105,7 @@ class _Scan:
                 units[last] = states[[*ends.values()]].to(self.zero.dtype).reshape(1, -1)
         results = [ranks.unshard(outs, 1)]
         if final:
-            plan = plan_end(ranks.layout, self.sizes[1] * self.zero.element_size())
+            plan = plan_rows(ranks.layout, None, 1, self.sizes[1] * self.zero.element_size(), ends=True)
             state = self.zero.expand(self.batch, *self.state).clone() if self.initial is None else self.initial
             if plan.rounds:
                 got, token = ranks.move(plan, 0, units, self.zero.new_empty(0, self.sizes[1]), token)

@@ -197,14 +197,6 @@ def plan_rows(layout: Layout, documents: Documents | None, count: int, unit: int
     return RunPlan(runs, layout.ranks, "rows", (tuple(hops),) if hops else (), unit)
 
 
-@lru_cache(maxsize=256)
-def plan_end(layout: Layout, unit: int) -> RunPlan:
-    """The message by which the rank of the last run gives all ranks the state after the sequence."""
-    runs = list_runs(layout)
-    hops = tuple(RunHop(len(runs) - 1, len(runs) + rank) for rank in range(layout.ranks)) if runs else ()
-    return RunPlan(runs, layout.ranks, "rows", (hops,) if hops else (), unit)
-
-
 class Piece(NamedTuple):
     """Rows begin .. end-1 of a rank's [B * n] rows: part of one run, one document, and one batch row."""
 

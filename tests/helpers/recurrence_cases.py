@@ -17,7 +17,7 @@ import ringattn as ra
 from ringattn import Documents
 from ringattn.call.functional import get_transport
 from ringattn.layout.regular import Layout, make_layout
-from ringattn.recurrence.runs import list_runs, plan_end, plan_rows, plan_states
+from ringattn.recurrence.runs import list_runs, plan_rows, plan_states
 
 #: Kinds of calls; "kda" and "matrix" are options of a function.
 KINDS = ("gated_delta_rule", "kda", "ssd", "selective_scan", "affine_scan", "matrix", "causal_conv1d")
@@ -293,7 +293,7 @@ def planned(case: RecurrentCase, rank: int) -> tuple[int, int]:
         unit = batch * (math.prod(state) + math.prod(decay)) * 8
         plans = [
             plan_states(layout, documents, unit, ra.get_machine("cpu")),
-            plan_end(layout, batch * math.prod(state) * 8),
+            plan_rows(layout, None, 1, batch * math.prod(state) * 8, ends=True),
         ]
     sent = [count for plan in plans for (_, *ends), count in plan.messages.items() for end in ends if end == rank]
     return len(sent), sum(sent)
