@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..call.arguments import cast_inputs
 from ..call.autograd import compilable
@@ -178,33 +179,19 @@ class AdaptiveAttention(RingAttention):
         self, q: Tensor, k: Tensor, query_block: Tensor, key_block: Tensor, mask: Tensor | None, seed: int
     ) -> tuple[Tensor, Tensor, int]:
         """Mean queries [B, H, blocks, D], mean keys [B, K, blocks, D] and the seed, all equal on all ranks."""
+        rows = q, k, query_block, key_block, mask
         if self.sharded:
             with Exchange(get_transport(**self._place.keywords), "block sums") as records:
-                sums, total = self._local_sums(q, k, query_block, key_block, mask)
-                records.mine = _pack_sums(sums, self.block, total, seed)
+                sums = _block_sums(*rows)
+                records.mine = _pack_sums(sums, self.block, seed)
         else:
-            sums, total = self._local_sums(q, k, query_block, key_block, mask)
+            sums = _block_sums(*rows)
         with self.report_errors():
             if self.sharded:
                 sums, seed = _add_all_sums(sums, self.block, records.records)
-                total = sums[1].shape[2] - 1
-            queries, keys = (x[:, :, :total, :-1] / x[:, :, :total, -1:].clamp(min=1) for x in sums)
+            means = sums[:, :, :-1, :-1] / sums[:, :, :-1, -1:].clamp(min=1)
+            queries, keys = means.split((q.shape[1], k.shape[1]), 1)
             return queries, keys, seed
-
-    def _local_sums(
-        self, q: Tensor, k: Tensor, query_block: Tensor, key_block: Tensor, mask: Tensor | None
-    ) -> tuple[list[Tensor], int]:
-        """(block sums of this rank's queries and keys, number of blocks up to its last row)."""
-        dtype = wide(q.dtype)
-        weight = torch.ones(len(q), q.shape[2], device=q.device, dtype=dtype)
-        q, k = q.detach(), k.detach()
-        if mask is not None:
-            weight = (~mask).to(dtype)
-            # 0 * NaN is NaN, so padding is overwritten before it is weighted.
-            q, k = (x.masked_fill(mask[:, None, :, None], 0) for x in (q, k))
-        total = int(key_block.max()) + 1 if len(key_block) else 0
-        sums = [_block_sums(x.to(dtype), weight, block, total + 1) for x, block in ((q, query_block), (k, key_block))]
-        return sums, total
 
     def _select(self, scores: Tensor, causal: bool, seed: int) -> np.ndarray:
         """The selection, bool [H, blocks, blocks], for scores [H, blocks, blocks]; also stored in `blocks`."""
@@ -224,26 +211,28 @@ class AdaptiveAttention(RingAttention):
         return f"block={self.block}, {size}, rank={self.rank}, causal={self.causal}"
 
 
-def _block_sums(x: Tensor, weight: Tensor, block: Tensor, total: int) -> Tensor:
-    """Weighted sums of each block's rows, with the sum of their weights as a last column: [B, H, total, D + 1].
+def _block_sums(q: Tensor, k: Tensor, query_block: Tensor, key_block: Tensor, mask: Tensor | None) -> Tensor:
+    """Sums of each block's rows without padding, with their number as a last column: [B, H + K, blocks + 1, D + 1].
 
-    x [B, H, n, D], weight [B, n], block [n]: the block of each row.
+    The heads of q come first. The blocks are those up to the last one of a key, and one more, for queries after it.
     """
-    column = weight[:, None, :, None].expand(*x.shape[:3], 1)
-    sums = x.new_zeros((*x.shape[:2], total, x.shape[3] + 1))
-    return sums.index_add_(2, block, torch.cat((x * column, column), -1))
+    blocks = int(key_block.max()) + 2 if len(key_block) else 1
+    sums = []
+    for x, block in ((q, query_block), (k, key_block)):
+        rows = F.pad(x.detach().to(wide(x.dtype)), (0, 1), value=1.0)
+        rows = rows if mask is None else rows.masked_fill(mask[:, None, :, None], 0)
+        sums.append(rows.new_zeros((*rows.shape[:2], blocks, rows.shape[3])).index_add_(2, block, rows))
+    return torch.cat(sums, 1)
 
 
-def _pack_sums(sums: list[Tensor], block: int, total: int, seed: int) -> bytes:
-    """This rank's record: [block, total, seed], and the sums of the blocks in which this rank has rows."""
-    record = {"head": torch.tensor([block, total, seed], device="cpu")}
-    for name, x in zip("qk", sums, strict=True):
-        blocks = x[..., -1].any(0).any(0).nonzero().flatten()
-        record |= {f"{name}_blocks": blocks.cpu(), f"{name}_sums": x[:, :, blocks].cpu().contiguous()}
-    return save(record)
+def _pack_sums(sums: Tensor, block: int, seed: int) -> bytes:
+    """This rank's record: [block, blocks + 1, seed], and the sums of the blocks in which this rank has rows."""
+    head = torch.tensor([block, sums.shape[2], seed], device="cpu")
+    blocks = sums[..., -1].any(0).any(0).nonzero().flatten()
+    return save({"head": head, "blocks": blocks.cpu(), "sums": sums[:, :, blocks].cpu().contiguous()})
 
 
-def _add_all_sums(sums: list[Tensor], block: int, records: list[bytes]) -> tuple[list[Tensor], int]:
+def _add_all_sums(sums: Tensor, block: int, records: list[bytes]) -> tuple[Tensor, int]:
     """(sums over all ranks, seed of rank 0). Adds in rank order, so that all ranks get the same bits.
 
     `sums` are this rank's own; heads and dims are equal on all ranks. Raises Mismatch, naming the rank, if block sizes
@@ -257,9 +246,8 @@ def _add_all_sums(sums: list[Tensor], block: int, records: list[bytes]) -> tuple
                 f"rank {rank} has blocks of {other} tokens, this rank of {block}; make the modules of all ranks with "
                 "the same block="
             )
-    total = max(head[1] for head in heads)
-    all_sums = [x.new_zeros((*x.shape[:2], total + 1, x.shape[3]), device="cpu") for x in sums]
+    blocks = max(head[1] for head in heads)
+    added = sums.new_zeros((*sums.shape[:2], blocks, sums.shape[3]), device="cpu")
     for record in found:
-        for name, x in zip("qk", all_sums, strict=True):
-            x.index_add_(2, record[f"{name}_blocks"], record[f"{name}_sums"])
-    return [x.to(sums[0].device) for x in all_sums], heads[0][2]
+        added.index_add_(2, record["blocks"], record["sums"])
+    return added.to(sums.device), heads[0][2]
