@@ -68,11 +68,10 @@ def layer_windows(model: PreTrainedModel) -> dict[int, int | None]:
     if kinds is None:
         slides = window is not None and getattr(config, "use_sliding_window", True)
         return dict.fromkeys(range(config.num_hidden_layers), window if slides else None)
-    attending = {layer: kind for layer, kind in enumerate(kinds) if "hybrid" in kind or "attention" in kind}
     return {
         layer: window if kind in ("sliding_attention", "hybrid_sliding") else None
-        for layer, kind in attending.items()
-        if kind != "linear_attention"
+        for layer, kind in enumerate(kinds)
+        if kind != "linear_attention" and ("hybrid" in kind or "attention" in kind)
     }
 
 
