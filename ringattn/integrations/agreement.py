@@ -17,11 +17,12 @@ from transformers import AttentionInterface
 from ..call.functional import get_transport
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..transport.records import ErrorReport
-from .batches import POSITIONS, cut_batch, gather_logits, shard_batch
+from .batches import POSITIONS, cut_batch, shard_batch
 from .encoder_decoder import CROSS, find_tables
 from .generation import STATE, layer_windows
 from .heads import FOREIGN
 from .hybrids import each_row_alone
+from .ranks import gather_logits
 from .supported import rotates_by_length, scale_by_position, unwrap_adapters
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from ..transport.records import ErrorReport
 from ..transport.torchdist import place_group
 from .encoder_decoder import DECODER
 from .generation import layer_windows, make_pattern
-from .ranks import digest_tensor, gather_rows
+from .ranks import digest_tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -234,15 +234,6 @@ class Collator:
     def __call__(self, examples: Any) -> dict[str, Tensor]:
         """`shard_batch` of the batch that `inner` makes from these examples."""
         return shard_batch(self.inner(examples), self.group, layout=self.layout, shift=self.shift)
-
-
-def gather_logits(logits: Tensor, group: ProcessGroup | DeviceMesh | None = None, *, layout: str | Layout) -> Tensor:
-    """The logits [B, N, classes] of whole sequences from the ranks' [B, n, classes], on every rank. Collective.
-
-    `layout` is that of the batch; for `LayerMasks` give layout.cut(batch["cu_seq_lens_q"], ranks). Not differentiable:
-    each rank computes the loss of its own rows.
-    """
-    return gather_rows(logits, place_group(group).group, layout)
 
 
 def read_batch(batch: Batch) -> tuple[Tensors, Tensors, Borders | None]:

@@ -24,7 +24,7 @@ from ..errors import InvalidInput, Unsupported
 from ..layout.regular import Layout, make_layout
 from ..pattern import Causal, Full, Pattern, from_block_mask
 from ..transport.torchdist import WeakGroup
-from .ranks import compare_inputs, gather_rows
+from .ranks import compare_inputs, gather_logits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -184,7 +184,7 @@ def context_parallel_unshard(
     for x, dim in zip(buffers, seq_dims, strict=True):
         by_rows = x.movedim(dim, 0)
         rows = by_rows.reshape(1, len(by_rows), by_rows.shape[1:].numel())
-        found = gather_rows(rows, WeakGroup(mesh).group, layout)
+        found = gather_logits(rows, mesh, layout=layout)
         whole.append(found.reshape(-1, *by_rows.shape[1:]).movedim(0, dim))
     return whole
 

@@ -16,9 +16,11 @@ from ..errors import InvalidInput, Mismatch
 from ..kernels.dropout import finalize, key_steps
 from ..layout.regular import make_layout
 from ..transport.records import Exchange, compare, compare_records
+from ..transport.torchdist import place_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from ..layout.regular import Layout
 
@@ -55,12 +57,15 @@ class GatherRows(torch.autograd.Function):
         return grad[:, ctx.mine] * ctx.ranks, None, None
 
 
-def gather_rows(logits: Tensor, group: Any, layout: str | Layout) -> Tensor:
-    """The logits [B, N, classes] of whole sequences, from the ranks' [B, n, classes]. Collective, not differentiable.
+def gather_logits(logits: Tensor, group: ProcessGroup | DeviceMesh | None = None, *, layout: str | Layout) -> Tensor:
+    """The logits [B, N, classes] of whole sequences from the ranks' [B, n, classes], on every rank. Collective.
 
-    Raises InvalidInput for logits of another shape, and Mismatch on all ranks if batch sizes or classes differ.
+    `layout` is that of the batch; for `LayerMasks` give layout.cut(batch["cu_seq_lens_q"], ranks). Not differentiable:
+    each rank computes the loss of its own rows. Raises InvalidInput for logits of another shape, and Mismatch on all
+    ranks if batch sizes or classes differ.
     """
-    with Exchange(get_transport(group), "logits") as ranks:
+    place = place_group(group).group
+    with Exchange(get_transport(place), "logits") as ranks:
         if not isinstance(logits, Tensor) or logits.ndim != 3:
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise InvalidInput(f"logits must be [batch, tokens, classes], got {got}; pass model(**batch).logits")
@@ -69,7 +74,7 @@ def gather_rows(logits: Tensor, group: Any, layout: str | Layout) -> Tensor:
     lengths = [fields["rows"] for fields in compare_records(ranks.records)]
     cut = make_layout(layout, tokens=sum(lengths), ranks=len(lengths))
     places = list(map(cut.positions, range(len(lengths))))
-    return cast(Tensor, GatherRows.apply(logits.detach(), places, group))
+    return cast(Tensor, GatherRows.apply(logits.detach(), places, place))
 
 
 def digest_tensor(x: Tensor) -> Tensor:

@@ -50,7 +50,6 @@ from .batches import (
     compare_batches,
     count_from_borders,
     cut_batch,
-    gather_logits,
     read_borders,
     shard_batch,
 )
@@ -58,6 +57,7 @@ from .encoder_decoder import CROSS, attend_across
 from .generation import STATE, Generation, RingCache, begin, find_cache, generate, has_chunks, make_pattern
 from .heads import HeadCall, Sequences, check_pooler, enter_base, enter_pooler, find_sequences, leave_base, pool
 from .hybrids import enter_call, leave_call, take_layers
+from .ranks import gather_logits
 from .routers import balance_routers, has_routers, take_routers
 from .supported import (
     check_model,
