@@ -331,7 +331,10 @@ def get_transport(
 
 
 def find_ranks(
-    group: ProcessGroup | DeviceMesh | None, mesh: DeviceMesh | None, transport: Transport | None, ranks: int | None
+    group: ProcessGroup | DeviceMesh | None = None,
+    mesh: DeviceMesh | None = None,
+    transport: Transport | None = None,
+    ranks: int | None = None,
 ) -> tuple[Transport | VirtualRanks, range]:
     """Where the ranks are, and which of them are in this process: real ones, or `ranks` virtual ones."""
     if ranks is None:

@@ -262,8 +262,7 @@ def read_mask(mask: BlockMask) -> Pattern:
         if torch.compiler.is_compiling():
             raise Unsupported("torch.compile cannot read this BlockMask; name it in buffers= of the context")
         setattr(mask, PATTERN, from_block_mask(mask))
-    pattern: Pattern = getattr(mask, PATTERN)
-    return pattern
+    return getattr(mask, PATTERN)
 
 
 __all__ = ["context_parallel", "context_parallel_unshard"]

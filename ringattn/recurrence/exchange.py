@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -24,28 +24,28 @@ from .runs import RunPart, RunPlan, list_runs
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
+
+    class Where(TypedDict, total=False):
+        """The ranks: at most one of a group, a mesh, a transport, and a number of virtual ranks in this process."""
+
+        group: ProcessGroup | DeviceMesh | None
+        mesh: DeviceMesh | None
+        transport: Transport | None
+        ranks: int | None
+
 
 #: What the ranks of this process have received, by (rank, source).
 Received = dict[tuple[int, int], Tensor]
 
 
 class Ranks:
-    """The ranks of one call of a layer: processes, each with its rows, or virtual ranks in this one, with all rows.
-
-    group, mesh, transport: as in `ring_attention`; or else `ranks`, a number of virtual ranks.
-    """
+    """The ranks of one call of a layer: processes, each with its rows, or virtual ranks in this one, with all rows."""
 
     layout: Layout
 
-    def __init__(
-        self,
-        *,
-        group: ProcessGroup | DeviceMesh | None = None,
-        mesh: DeviceMesh | None = None,
-        transport: Transport | None = None,
-        ranks: int | None = None,
-    ) -> None:
-        self.place, self.local = find_ranks(group, mesh, transport, ranks)
+    def __init__(self, **where: Unpack[Where]) -> None:
+        self.place, self.local = find_ranks(**where)
         self.transport = None if isinstance(self.place, VirtualRanks) else self.place
         self.number = 0
 

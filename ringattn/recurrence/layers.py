@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,20 +25,9 @@ from .exchange import Close, Open, Ranks
 from .runs import Piece, RunPlan, cut_ends, cut_pieces, list_runs, plan_rows, plan_states
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
-    from ..transport.base import Transport
-
-    class Where(TypedDict, total=False):
-        """The ranks: at most one of a group, a mesh, a transport, and a number of virtual ranks in this process."""
-
-        group: ProcessGroup | DeviceMesh | None
-        mesh: DeviceMesh | None
-        transport: Transport | None
-        ranks: int | None
-
+    from .exchange import Where
 
 #: A rank's flat inputs, each [1, rows, ...].
 Rows = tuple[Tensor, ...]

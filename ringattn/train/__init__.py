@@ -139,8 +139,7 @@ def _get_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
     if isinstance(group, dist.device_mesh.DeviceMesh):
         if group.ndim > 1 and group.size() == dist.get_world_size():
             return None
-        found: ProcessGroup = WeakGroup(group).group
-        return found
+        return WeakGroup(group).group
     return group
 
 
