@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
-from ..errors import InvalidInput, RingAttentionError
+from ..errors import InvalidInput
 from ..layout.regular import DEFAULT_LAYOUT, Layout
 from ..pattern import Pattern
 from ..pattern.base import check_integer
@@ -137,18 +137,14 @@ def positions(
     mesh: DeviceMesh | None = None,
     transport: Transport | None = None,
     key_padding_mask: Tensor | None = None,
-    error: RingAttentionError | None = None,
     **options: Unpack[AttentionKeywords],
 ) -> np.ndarray:
     """Global positions of this rank's rows in local order, int64 [n], for example for rotary embeddings. Collective.
 
-    Takes the arguments of `ring_attention`, does its handshake, and raises its errors. `error` is an error that the
-    caller has already found: this rank raises `error`, and all other ranks raise a Mismatch.
+    Takes the arguments of `ring_attention`, does its handshake, and raises its errors.
     """
     ring = get_transport(group, mesh, transport)
     with ErrorReport(ring, "positions"):
-        if error is not None:
-            raise error
         q, k, v = cast_inputs(q, k, v)
         call = compile_call(q, k, v, pattern, layout, options, key_padding_mask=key_padding_mask)
         ring.check(call.device)
