@@ -224,12 +224,9 @@ class HeadCall:
 
     def hide(self) -> dict[str, Any]:
         """The call's arguments for the head; unless it reads every row, they have one token per sequence."""
-        ids = torch.ones_like(self.sequences.index)
-        if self.pooling == "late":
-            ids = ids.reshape(-1, 1)
-        elif self.pooling != "rows":
-            ids = ids.new_ones(self.sequences.number, 1)
-        return {**self.others, "input_ids": ids}
+        index = self.sequences.index
+        shape = {"rows": index.shape, "late": (index.numel(), 1)}.get(self.pooling, (self.sequences.number, 1))
+        return {**self.others, "input_ids": index.new_ones(shape)}
 
     def pooled(self, hidden: Tensor) -> Tensor:
         """What the head gets instead of the hidden states [B, n, d] of this rank's rows."""
