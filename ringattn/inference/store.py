@@ -107,10 +107,7 @@ class LayerStore:
     @property
     def like(self) -> tuple[Tensor, ...]:
         """Keys and values of any block that has rows, as a template of their shape; () if there is none."""
-        for block in self.blocks:
-            if block.count:
-                return block.tensors
-        return ()
+        return next((block.tensors for block in self.blocks if block.count), ())
 
     @property
     def nbytes(self) -> int:
