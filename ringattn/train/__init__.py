@@ -81,7 +81,7 @@ def linear_cross_entropy(
     sums = [checkpoint(part, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
     losses = torch.stack(sums).sum() if sums else hidden.sum() * 0.0
     total = torch.as_tensor(total, device=losses.device)
-    return losses * (_count_ranks(group) / total.clamp(min=1).to(losses.dtype))
+    return losses * (_find_ranks(group)[1] / total.clamp(min=1).to(losses.dtype))
 
 
 def count_labels(
@@ -100,9 +100,10 @@ def _sum_labels(stage: str, describe: Callable[[], dict[str, int]], group: Proce
 
     Raises Mismatch if `describe` raised on another rank, or if its other fields differ between ranks.
     """
-    if _count_ranks(group) == 1:
+    place, size = _find_ranks(group)
+    if size == 1:
         return describe()["labels"]
-    with Exchange(get_transport(_get_group(group)), stage) as ranks:
+    with Exchange(get_transport(place), stage) as ranks:
         ranks.mine = json.dumps(describe()).encode()
     return sum(fields["labels"] for fields in compare_records(ranks.records))
 
@@ -110,9 +111,10 @@ def _sum_labels(stage: str, describe: Callable[[], dict[str, int]], group: Proce
 def mean_over_ranks(x: Tensor, *, group: ProcessGroup | DeviceMesh | None = None) -> Tensor:
     """The mean of a scalar over the ranks, detached; for results of `linear_cross_entropy` the loss. Collective."""
     mean = x.detach().clone()
-    if _count_ranks(group) > 1:
-        dist.all_reduce(mean, group=_get_group(group))
-    return mean / _count_ranks(group)
+    place, size = _find_ranks(group)
+    if size > 1:
+        dist.all_reduce(mean, group=place)
+    return mean / size
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -132,22 +134,18 @@ class SumOverRanks(torch.autograd.Function):
         return SumOverRanks.apply(gradients[0], ctx.group.group), None
 
 
-def _get_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
-    """The ProcessGroup of a group, of one mesh axis, or of a mesh with all ranks; None: the default group."""
+def _find_ranks(group: ProcessGroup | DeviceMesh | None) -> tuple[ProcessGroup | None, int]:
+    """The ProcessGroup (None: the default one) and its number of ranks; 1 without torch.distributed.
+
+    A group may also be a mesh axis, or a mesh of all ranks.
+    """
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return None, 1
     if group is not None:
         check_group(group)
     if isinstance(group, dist.device_mesh.DeviceMesh):
-        if group.ndim > 1 and group.size() == dist.get_world_size():
-            return None
-        return WeakGroup(group).group
-    return group
-
-
-def _count_ranks(group: ProcessGroup | DeviceMesh | None) -> int:
-    """The number of ranks of the group; 1 without torch.distributed."""
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return 1
-    return dist.get_world_size(_get_group(group))
+        group = None if group.ndim > 1 and group.size() == dist.get_world_size() else WeakGroup(group).group
+    return group, dist.get_world_size(group)
 
 
 def _check(
