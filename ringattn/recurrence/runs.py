@@ -92,7 +92,6 @@ class RunPlan:
     """The messages of one exchange between runs, in rounds. `unit`: the bytes of one state, or of one row of a halo."""
 
     runs: tuple[LayoutRun, ...]
-    ranks: int
     #: "gather", "scan" or "rows".
     way: str
     rounds: tuple[tuple[RunHop, ...], ...]
@@ -171,11 +170,11 @@ def plan_states(layout: Layout, documents: Documents | None, unit: int, machine:
     while hops := tuple(RunHop(i - apart, i) for i in range(apart, len(runs)) if least[i] < i - apart):
         rounds.append(hops)
         apart *= 2
-    scan = RunPlan(runs, layout.ranks, "scan", tuple(hops for hops in rounds if hops), unit)
+    scan = RunPlan(runs, "scan", tuple(hops for hops in rounds if hops), unit)
     if layout.ranks > MOST_GATHERED:
         return scan
     hops = tuple(RunHop(j, i) for i in range(len(runs)) for j in range(least[i], i))
-    gather = RunPlan(runs, layout.ranks, "gather", (hops,) if hops else (), unit)
+    gather = RunPlan(runs, "gather", (hops,) if hops else (), unit)
     return min(gather, scan, key=lambda plan: plan.seconds(machine))
 
 
@@ -194,7 +193,7 @@ def plan_rows(layout: Layout, documents: Documents | None, count: int, unit: int
                 hops.append(RunHop(source, target, runs[source].stop - max(oldest, runs[source].start)))
             else:
                 break
-    return RunPlan(runs, layout.ranks, "rows", (tuple(hops),) if hops else (), unit)
+    return RunPlan(runs, "rows", (tuple(hops),) if hops else (), unit)
 
 
 class Piece(NamedTuple):
