@@ -84,7 +84,7 @@ def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:
         return f"visits that differ are counted for at most {MOST_RANKS:,} ranks"
     counts = BandCounts(rates, faults, band.transposed if rates.passes_q else band, directions)
     words = f"{_describe_band(band)}; {counts.steps:,} steps x {plan.ranks:,} ranks were counted"
-    return RingProblem(counts.make_ring(), counts.steps, words, counts)
+    return RingProblem(counts.ring, counts.steps, words, counts)
 
 
 def _make_dense_problem(rates: Rates, faults: Faults, band: Band, directions: tuple[Direction, ...]) -> RingProblem:

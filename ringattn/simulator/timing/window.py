@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import InvalidInput, Unsupported
 from ...machine.machine import Machine
-from .problem import make_ring_problem
+from .problem import RingProblem, make_ring_problem
 from .rates import Factors, Faults, Rates, parse_factors
 from .solvers.delay import DelayState
 from .solvers.event_loop import list_events
@@ -76,7 +76,7 @@ def window(
     )
     problem = make_ring_problem(rates, faults)
     if not isinstance(problem, str):
-        return _solve_window(problem.ring, ranks, _clip(steps, problem.steps))
+        return _solve_window(problem, ranks, _clip(steps, problem.steps))
     events = list_events(rates, faults, problem)
     steps = _clip(steps, len(events.busy))
     rows, columns = slice(steps.start, steps.stop), slice(ranks.start, ranks.stop)
@@ -91,8 +91,9 @@ def _clip(steps: range, count: int) -> range:
     return range(steps.start, min(steps.stop, count))
 
 
-def _solve_window(ring: Ring, ranks: range, steps: range) -> StepWindow:
+def _solve_window(problem: RingProblem, ranks: range, steps: range) -> StepWindow:
     """The window of a ring, computed by the stencil."""
+    ring = problem.ring
     if ring.ranks * steps.stop > REACHED:
         raise Unsupported(
             f"the window ends after {ring.ranks:,} ranks x {steps.stop:,} steps, and at most {REACHED:,} are computed; "
@@ -101,7 +102,7 @@ def _solve_window(ring: Ring, ranks: range, steps: range) -> StepWindow:
     state, done, shown = DelayState(ring), 0, slice(ranks.start, ranks.stop)
     begun, busy = [], []
     messages: list[TimedMessage] = []
-    for phase in ring.each_phase():
+    for phase in ring.split(ring.phases if problem.counts is None else problem.counts.each_phase()):
         skipped = max(0, min(phase.steps, steps.start - done))
         if skipped:
             state.advance(phase, skipped)

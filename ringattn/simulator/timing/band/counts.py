@@ -21,9 +21,6 @@ from .messages import (
     select_neighbors,
 )
 
-#: Counts of up to this many ranks x steps are cached with their plan.
-CACHED = 1 << 21
-
 
 @dataclass(frozen=True)
 class BandCounts:
@@ -154,21 +151,18 @@ class BandCounts:
         compute = scale_by_slow_ranks(counted[0] * self.pair_seconds, faults)
         return Phase(1, compute, merge * counted[1], messages, longest_direct=(sent, received))
 
-    def make_ring(self) -> Ring:
-        """The ring of all ranks, one phase per step. Up to CACHED ranks x steps, counts are cached."""
-        cached: list[np.ndarray] | None = None
-        if self.band.ranks * self.steps <= CACHED:
-            cached = self.rates.plan.cache.answer(
-                ("steps", self.band, self.directions, self.traffic), lambda: list(self._count_all_steps())
-            )
+    @property
+    def ring(self) -> Ring:
+        """The ring of all ranks, without its phases."""
+        return Ring(self.band.ranks, gamma=self.rates.gamma, stalls=self.faults.stalls)
 
-        def make_phases() -> Iterator[Phase]:
-            for step, counted in enumerate(self._count_all_steps() if cached is None else cached):
-                costs = self.direct_costs(step, step + 1)
-                phase = self.make_phase(counted, direct_costs=costs, steps=np.asarray(step))
-                yield phase if costs is None else replace(phase, direct=costs.messages.between(step, step + 1))
-
-        return Ring(self.band.ranks, make_phases, self.rates.gamma, stalls=self.faults.stalls)
+    def each_phase(self) -> Iterator[Phase]:
+        """Yield the phase of each step."""
+        for step in range(self.steps):
+            costs = self.direct_costs(step, step + 1)
+            counted = self.count(self.ranks, np.asarray(step))
+            phase = self.make_phase(counted, direct_costs=costs, steps=np.asarray(step))
+            yield phase if costs is None else replace(phase, direct=costs.messages.between(step, step + 1))
 
     def _message_sign(self, direction: Direction) -> int:
         """The sign of the hops of messages, to the owner or from it; with two ranks, each is the other's next: 1."""
@@ -189,9 +183,6 @@ class BandCounts:
             begins = np.append(True, (np.diff(keys) != 1) | (np.diff(size) != 0))
             points += [keys[begins], keys[np.append(begins[1:], True)] + 1]
         return distinct(np.concatenate(points))
-
-    def _count_all_steps(self) -> Iterator[np.ndarray]:
-        return (self.count(self.ranks, np.asarray(step)) for step in range(self.steps))
 
     def _count_visits(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """Pairs of one head, and merged query rows: int64 [2, ...]."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,12 +85,11 @@ class Traffic:
 
 def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
     """(loads of the ranks of a ring, or of one rank if all are alike; traffic of `copies` such rings)."""
-    alike = isinstance(ring.phases, tuple) and not ring.stalls and not any(phase.arrays for phase in ring.phases)
+    alike = not ring.stalls and not any(phase.arrays for phase in ring.phases)
     loads = Loads.none(1 if alike else ring.ranks)
     carried: dict[int, np.ndarray] = {}
-    direct: list[np.ndarray] = []
     messages = 0
-    for phase in ring.phases() if callable(ring.phases) else ring.phases:
+    for phase in ring.phases:
         loads.compute[:] += phase.steps * phase.compute
         loads.merge[:] += phase.steps * phase.merge
         loads.interference[:] += phase.steps * (ring.busy(phase) - phase.merge - phase.compute)
@@ -97,38 +97,33 @@ def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
             sent = np.broadcast_to(np.asarray(lane.bytes, dtype=np.int64) * np.isfinite(lane.seconds), (ring.ranks,))
             messages += copies * phase.steps * int(np.count_nonzero(sent))
             carried[lane.sign] = carried.get(lane.sign, 0) + phase.steps * sent
-        direct.append(phase.direct.bytes)
     for stall in ring.stalls:
         loads.stalls[stall.rank] += stall.seconds
-    neighbours = np.concatenate([*carried.values(), np.zeros(0, dtype=np.int64)])
-    traffic = Traffic.of(neighbours, messages, np.concatenate([*direct, np.zeros(0, dtype=np.int64)]))
+    none = np.zeros(0, dtype=np.int64)
+    traffic = Traffic.of(np.concatenate([*carried.values(), none]), messages, none)
     return loads, replace(traffic, total=copies * traffic.total, links=copies * traffic.links)
 
 
-@dataclass(frozen=True)
-class RingTimes:
-    """Times of a ring: seconds until the last rank has finished, and the finish of each rank, float64 [ranks].
+class RingTimes(NamedTuple):
+    """When each rank of a ring has finished, float64 [ranks].
 
-    `why` says for the report why the times are exact. If ranks repeat, `period` is a ring of the ranks of one period.
+    `why` says for the report why the times are exact. `ring` is the ring, or one of the ranks of one period.
     """
 
-    seconds: float
     finish: np.ndarray
     why: str
-    period: Ring | None = None
+    ring: Ring
 
 
 @dataclass(frozen=True)
 class Solved:
     """A solved timing problem: times, loads and traffic of one pass.
 
-    `seconds` is when the last rank has finished, `finish` when each rank has, float64 [ranks]. `why` says why the
-    solver could be used, and `compared` which properties of the plan were checked to simplify the problem; "" if every
-    step was simulated.
+    `finish` is when each rank has finished, float64 [ranks]. `why` says why the solver could be used, and `compared`
+    which properties of the plan were checked to simplify the problem; "" if every step was simulated.
     """
 
     solver: str
-    seconds: float
     finish: np.ndarray
     why: str
     loads: Loads
@@ -138,23 +133,28 @@ class Solved:
     #: waiting counts as waiting for messages.
     peers: float | None = None
 
+    @property
+    def seconds(self) -> float:
+        """When the last rank has finished."""
+        return float(self.finish.max())
 
-def solve_ring(name: str, problem: TimingProblem, solve: Callable[[Ring], RingTimes | None]) -> Solved | None:
-    """Solve the ring of a problem with `solve`, which returns the times of a ring; `name` is the solver's name.
 
-    None if the plan has no ring, or if `solve` returns None because the ring lacks what it needs.
+def solve_ring(name: str, problem: TimingProblem, solve: Callable[[Ring, bool], RingTimes | None]) -> Solved | None:
+    """Solve the ring of a problem with `solve`, from a ring and whether messages take no time; `name` is the solver's.
+
+    None if the plan has no ring, if its steps are too many to store, or if `solve` returns None because the ring lacks
+    what it needs.
     """
-    if problem.ring is None:
+    if problem.ring is None or problem.ring.counts is not None:
         return None
-    whole = problem.ring.ring
-    times = solve(whole)
+    ring = problem.ring.ring
+    times = solve(ring, False)
     if times is None:
         return None
-    ring = whole if times.period is None else times.period
-    loads, traffic = survey(ring, whole.ranks // ring.ranks)
-    peers = loads.busiest
-    if loads.waits(times.seconds):
-        instant = solve(whole.without_message_times())
-        assert instant is not None, "without message times, ranks repeat at least as well"
-        peers = instant.seconds
-    return Solved(name, times.seconds, times.finish, times.why, loads, traffic, problem.ring.compared, peers)
+    loads, traffic = survey(times.ring, ring.ranks // times.ring.ranks)
+    solved = Solved(name, times.finish, times.why, loads, traffic, problem.ring.compared, loads.busiest)
+    if loads.waits(solved.seconds):
+        instant = solve(ring, True)
+        assert instant is not None, "the same ranks repeat"
+        solved = replace(solved, peers=float(instant.finish.max()))
+    return solved

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...progress import track
 from ..band.band import distinct
-from .recurrence import NO_DIRECT, DirectMessages, Phase, Ring, instant, largest
+from .recurrence import NO_DIRECT, DirectMessages, Phase, Ring, Value, instant
 
 #: Steps between two progress reports.
 DEPTH = 256
@@ -38,26 +38,19 @@ class CoefficientChanges:
     values: np.ndarray
     direct: DirectMessages = NO_DIRECT
 
-    def instant(self) -> CoefficientChanges:
-        """The same changes if messages took no time; busy seconds stay."""
-
-        def change(values: np.ndarray) -> np.ndarray:
-            return np.stack([values[3], instant(values[1]), instant(values[2]), values[3]])
-
-        initial = None if self.initial is None else change(self.initial)
-        values = change(self.values)
-        return CoefficientChanges(self.steps, initial, self.step, self.rank, values, self.direct.instant())
-
 
 #: No changes: empty `step`, `rank` and `values`.
 NO_POINTS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((4, 0))
 
 
 class DelayState:
-    """The time at which each rank begins step `step`, less `step` * `reference`, the seconds of a typical step."""
+    """The time at which each rank begins step `step`, less `step` * `reference`, the seconds of a typical step.
 
-    def __init__(self, ring: Ring) -> None:
-        self.ring, self.step, self.reference = ring, 0, 0.0
+    `instant`: as if messages took no time; ranks still wait until both ends have begun a step, and are busy as long.
+    """
+
+    def __init__(self, ring: Ring, *, instant: bool = False) -> None:
+        self.ring, self.instant, self.step, self.reference = ring, instant, 0, 0.0
         #: Seconds that are in no delay, so that these stay small.
         self.passed = 0.0
         #: Coefficients of the last step, minus `reference`, float64 [3, ranks].
@@ -76,13 +69,17 @@ class DelayState:
 
     def advance(self, phase: Phase, steps: int) -> None:
         """Advance by `steps` steps of a phase; only one step if it has direct messages."""
+        coefficients = self._choose(*self.ring.coefficients(phase))
         if not self.step:
-            longest = largest(self.ring.busy(phase), *(sent.seconds for sent in phase.messages))
-            self.reference = float(np.max(longest))
-        for value, row in zip(self.ring.coefficients(phase), self.coefficients, strict=True):
+            self.reference = float(np.max(coefficients[0]))
+        for value, row in zip(coefficients, self.coefficients, strict=True):
             row[:] = value - self.reference
         for done in track(range(0, steps, DEPTH), -(-steps // DEPTH), f"steps by {DEPTH}"):
             self.advance_changes(CoefficientChanges(min(DEPTH, steps - done), None, *NO_POINTS, phase.direct))
+
+    def _choose(self, own: Value, below: Value, above: Value, busy: Value) -> tuple[Value, Value, Value]:
+        """The stencil of a step, from the numbers of a phase or of `CoefficientChanges`."""
+        return (busy, instant(below), instant(above)) if self.instant else (own, below, above)
 
     def advance_changes(self, changes: CoefficientChanges) -> None:
         """Advance by all steps of `changes`: the stencil (see recurrence.py), and the waits for direct messages.
@@ -90,11 +87,12 @@ class DelayState:
         The largest initial coefficient, if any, becomes the new reference.
         """
         if changes.initial is not None:
-            longest = float(changes.initial[:3].max())
+            initial = np.stack(self._choose(*changes.initial))
+            longest = float(initial.max())
             # The same times, relative to another reference.
             self.now = self.now + self.step * (self.reference - longest)
             self.reference = longest
-            self.coefficients = changes.initial[:3] - longest
+            self.coefficients = initial - longest
         every = np.arange(self.ring.ranks)
         if changes.steps < FEWEST or 4 * changes.steps >= len(every):  # windows would not be much smaller
             self._run(changes, every, range(changes.steps), np.zeros(1))
@@ -120,7 +118,9 @@ class DelayState:
         The first and last rank of each run of consecutive `ranks` gain `gains`, too, as a neighbor of theirs is not
         computed; if `ranks` are the whole ring, it has no such ends.
         """
-        size, values, direct = self.ring.ranks, changes.values[:3] - self.reference, changes.direct
+        size, direct = self.ring.ranks, changes.direct
+        values = np.stack(self._choose(*changes.values)) - self.reference
+        direct_seconds = np.zeros(len(direct)) if self.instant else direct.seconds
         changed, ends, edges = changes.rank, np.stack([direct.source, direct.target]), ranks[:0]
         now, held, coefficients = self.now, self.now.copy(), self.coefficients
         if len(ranks) < size:
@@ -149,7 +149,7 @@ class DelayState:
                 np.maximum(then, scratch, out=then)
             if first_message[k] < first_message[k + 1]:
                 part = slice(first_message[k], first_message[k + 1])
-                ended = held[ends[:, part]].max(axis=0) + (direct.seconds[part] - self.reference)
+                ended = held[ends[:, part]].max(axis=0) + (direct_seconds[part] - self.reference)
                 # Do not broadcast: np.maximum.at of numpy 2.4 reads beyond the end of broadcast values.
                 np.maximum.at(then, ends[:, part].ravel(), np.concatenate([ended, ended]))
             if len(edges):

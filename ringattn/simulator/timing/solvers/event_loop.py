@@ -88,7 +88,7 @@ class EventPass:
         finish = self.begun()[-1]
         peers = float(self.begun(instant=True)[-1].max())
         traffic = self.traffic(range(len(finish)))
-        return Solved("events", float(finish.max()), finish, why, self.loads, traffic, peers=peers)
+        return Solved("events", finish, why, self.loads, traffic, peers=peers)
 
 
 def simulate_events(rates: Rates, faults: Faults, why: str = "every step of every rank") -> Solved:

@@ -22,28 +22,25 @@ LONGEST_PERIOD = 1024
 SPREAD = 4e-16
 
 
-def solve_periodic(ring: Ring) -> RingTimes | None:
+def solve_periodic(ring: Ring, instant: bool = False) -> RingTimes | None:
     """The times of a ring whose ranks repeat with a period of at most LONGEST_PERIOD; None for other rings.
 
-    Exact up to a relative error of `SPREAD` for each skipped period.
+    `instant`: as if messages took no time. Exact up to a relative error of `SPREAD` for each skipped period.
     """
-    if callable(ring.phases) or ring.stalls:
-        return None
-    size = _find_period(ring)
+    size = None if ring.stalls else _find_period(ring)
     if size is None:
         return None
     one_period = replace(ring, ranks=size, phases=tuple(_take_ranks(phase, size) for phase in ring.phases))
-    state, skipped = DelayState(one_period), 0
-    for phase in one_period.each_phase():
+    state, skipped = DelayState(one_period, instant=instant), 0
+    for phase in one_period.phases:
         skipped += _advance_phase(state, phase)
     finish = np.tile(state.finish(), ring.ranks // size)
     why = f"ranks repeat every {size}; {skipped:,} of {state.step:,} steps are skipped"
-    return RingTimes(float(finish.max()), finish, why, one_period)
+    return RingTimes(finish, why, one_period)
 
 
 def _find_period(ring: Ring) -> int | None:
     """The smallest number of ranks after which all numbers repeat; None if there is none up to LONGEST_PERIOD."""
-    assert not callable(ring.phases)
     arrays = [array for phase in ring.phases for array in phase.arrays]
     for size in range(1, min(max(ring.ranks // 2, 1), LONGEST_PERIOD) + 1):
         if ring.ranks % size == 0 and all(bool((a.reshape(-1, size) == a[:size]).all()) for a in arrays):

@@ -15,7 +15,7 @@ between ranks r and q that are not neighbors begins at max(S_r(k), S_q(k)), and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import pairwise
@@ -51,10 +51,6 @@ class DirectMessages:
     def between(self, begin: int, end: int) -> DirectMessages:
         """The messages of steps begin .. end - 1."""
         return self.select(slice(*np.searchsorted(self.step, (begin, end))))
-
-    def instant(self) -> DirectMessages:
-        """The same messages if they took no time."""
-        return replace(self, seconds=np.zeros(len(self)))
 
 
 NO_DIRECT = DirectMessages(*np.zeros((5, 0), dtype=np.int64))
@@ -105,23 +101,20 @@ class Stall:
 
 @dataclass(frozen=True)
 class Ring:
-    """A ring with its phases: the input of the recurrence.
-
-    `phases` may be a function that generates the phases at each call, for rings with too many phases to store.
-    """
+    """A ring with its phases: the input of the recurrence; () if there are too many phases to store."""
 
     ranks: int
-    phases: tuple[Phase, ...] | Callable[[], Iterable[Phase]]
+    phases: tuple[Phase, ...] = ()
     gamma: float = 0.0
     stalls: tuple[Stall, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.ranks >= 1 and self.gamma >= 0
 
-    def each_phase(self) -> Iterator[Phase]:
-        """Yield the phases in order, split at the steps of stalls."""
+    def split(self, phases: Iterable[Phase]) -> Iterator[Phase]:
+        """Yield phases in order, split at the steps of stalls."""
         first = 0
-        for phase in self.phases() if callable(self.phases) else self.phases:
+        for phase in phases:
             stalls = [stall for stall in self.stalls if first <= stall.step < first + phase.steps]
             ends = {stall.step - first + after for stall in stalls for after in (0, 1)}
             for begin, end in pairwise(sorted({0, phase.steps, *ends})):
@@ -149,34 +142,20 @@ class Ring:
             sent, received = largest(sent, lane.seconds), largest(received, shift_ranks(lane.seconds, lane.sign))
         return (sent + received) / 2
 
-    def without_message_times(self) -> Ring:
-        """The same ring with messages that take no time; ranks still wait until both ends have begun a step.
-
-        Ranks are busy as long as before, including interference.
-        """
-
-        def change(phase: Phase) -> Phase:
-            messages = tuple(replace(sent, seconds=instant(sent.seconds)) for sent in phase.messages)
-            return Phase(phase.steps, self.busy(phase), 0.0, messages, phase.direct.instant())
-
-        phases = self.phases
-        changed = (lambda: map(change, phases())) if callable(phases) else tuple(map(change, phases))
-        return replace(self, phases=changed, gamma=0.0)
-
-    def coefficients(self, phase: Phase) -> tuple[Value, Value, Value]:
-        """The stencil (a, b, d) of a phase.
+    def coefficients(self, phase: Phase) -> tuple[Value, Value, Value, Value]:
+        """The stencil (a, b, d) of a phase, and the seconds that ranks are busy.
 
         A rank begins its next step at least `a` seconds after it began the last one, `b` seconds after rank - 1 did,
         and `d` seconds after rank + 1 did.
         """
-        own = self.busy(phase)
+        own = busy = self.busy(phase)
         below: Value = NEVER
         above: Value = NEVER
         for sent in phase.messages:
             arrives, leaves = shift_ranks(sent.seconds, sent.sign), sent.seconds
             from_below, from_above = (arrives, leaves) if sent.sign > 0 else (leaves, arrives)
             own, below, above = largest(own, arrives, leaves), largest(below, from_below), largest(above, from_above)
-        return own, below, above
+        return own, below, above, busy
 
 
 def instant(seconds: Value) -> Value:

@@ -24,6 +24,8 @@ from .recurrence import NO_DIRECT, Ring
 
 #: The most ranks x steps.
 MOST = 1 << 38
+#: Why the times are exact, for the report.
+WHY = "every rank at every step"
 #: If more ranks than this change at a step, all ranks are recounted.
 MANY = 4096
 #: Offsets of the ranks whose numbers affect a rank's coefficients: a neighbor's message ends together with its other
@@ -48,24 +50,22 @@ def solve_by_stencil(problem: TimingProblem) -> Solved | None:
     if ring.counts is None:
         return solve_ring("stencil", problem, solve_stencil)
     steps = IncrementalSteps(ring.counts)
-    state, instant = DelayState(steps.ring), DelayState(steps.ring)
+    state, instant = DelayState(ring.ring), DelayState(ring.ring, instant=True)
     for changes in steps:
         state.advance_changes(changes)
-        instant.advance_changes(changes.instant())
+        instant.advance_changes(changes)
     finish = state.finish()
-    seconds = float(finish.max())
     loads, traffic = _sum_resources(ring.counts, steps)
-    peers = float(instant.finish().max()) if loads.waits(seconds) else loads.busiest
-    return Solved("stencil", seconds, finish, "every rank at every step", loads, traffic, ring.compared, peers)
+    peers = float(instant.finish().max()) if loads.waits(float(finish.max())) else loads.busiest
+    return Solved("stencil", finish, WHY, loads, traffic, ring.compared, peers)
 
 
-def solve_stencil(ring: Ring) -> RingTimes:
-    """The times of any ring, in O(ranks x steps) time and O(ranks) memory."""
-    state = DelayState(ring)
-    for phase in ring.each_phase():
+def solve_stencil(ring: Ring, instant: bool = False) -> RingTimes:
+    """The times of any ring, in O(ranks x steps) time and O(ranks) memory; `instant`: as if messages took no time."""
+    state = DelayState(ring, instant=instant)
+    for phase in ring.split(ring.phases):
         state.advance(phase, phase.steps)
-    finish = state.finish()
-    return RingTimes(float(finish.max()), finish, "every rank at every step")
+    return RingTimes(state.finish(), WHY, ring)
 
 
 def find_changed_runs(counts: BandCounts, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -105,8 +105,6 @@ class IncrementalSteps:
 
     def __init__(self, counts: BandCounts) -> None:
         self.counts, self.steps, self.ranks = counts, counts.steps, counts.band.ranks
-        #: Used only to compute the coefficients of phases, which are made step by step.
-        self.ring = Ring(self.ranks, (), counts.rates.gamma)
         width = 2 + 2 * len(counts.signs)
         #: The numbers of the last step counted, and their sums over all steps.
         self.now, self.totals = np.zeros((2, width, self.ranks), dtype=np.int64)
@@ -184,13 +182,14 @@ class IncrementalSteps:
         step, rank = np.divmod(keys := distinct(every), self.ranks)
         counted = self.counts.count(rank, step)[:, np.searchsorted(keys, every)]
         phase = self.counts.make_phase(counted, ranks, self.direct_costs, steps)
-        interference = self.ring.busy(phase) - phase.compute - phase.merge
+        ring = self.counts.ring
+        interference = ring.busy(phase) - phase.compute - phase.merge
         seconds_late = np.zeros(counted.shape[1:])
         for stall in self.counts.faults.stalls:
             seconds_late += stall.seconds * ((ranks == stall.rank) & (steps == stall.step))
         stalled = replace(phase, merge=phase.merge + seconds_late)
         values = np.empty((4, *counted.shape[1:]))
-        for row, value in zip(values, (*self.ring.coefficients(stalled), self.ring.busy(stalled)), strict=True):
+        for row, value in zip(values, ring.coefficients(stalled), strict=True):
             row[...] = value
         return np.concatenate([counted, counted[2:] > 0]), values, interference + 0 * seconds_late
 
