@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from ...errors import InvalidInput
 from ...plan.schedules.ring import Direction, RingSchedule
 from ...text import plural
@@ -107,7 +109,7 @@ def _make_dense_problem(rates: Rates, faults: Faults, band: Band, directions: tu
         size = float(band.rows * (moving_bytes + (last_row_bytes if first == ranks else 0)))
         messages: tuple[NeighborMessages, ...] = ()
         if size:
-            messages = (NeighborCosts(rates, faults, [(sign, size)]).messages(sign),)
+            messages = (NeighborCosts(rates, faults, [(sign, size)], np.arange(ranks)).messages(sign),)
         visit = (compute, merge if rates.merges(first == 0) else 0.0) if first < ranks else (0.0, 0.0)
         phases.append(Phase(stop - first, *visit, messages))
     phases = phases[::-1] if traffic.to_owner else phases

@@ -213,22 +213,12 @@ class Rates:
         """
         return np.logical_or(self.backward, np.logical_not(own))
 
-    def near(self, sign: int, ranks: np.ndarray | None = None) -> np.ndarray:
-        """Whether ranks r and r + sign are on one node: bool in the shape of `ranks`, or [all ranks] for None.
-
-        A scalar array if the answer is the same for all ranks.
-        """
+    def near(self, sign: int, ranks: np.ndarray) -> np.ndarray:
+        """Whether `ranks` r and r + sign are on one node: bool [ranks]; a scalar array if all ranks are alike."""
         per_node, world = self.machine.ranks_per_node, self.plan.ranks
         if per_node == 1 or per_node >= world:
             return np.asarray(per_node >= world)
-        if ranks is not None:
-            return np.asarray(ranks // per_node == (ranks + sign) % world // per_node)
-
-        def compare_all() -> np.ndarray:
-            every = np.arange(world)
-            return np.asarray(every // per_node == (every + sign) % world // per_node)
-
-        return self.plan.cache.answer((Rates.near, per_node, sign), compare_all)
+        return np.asarray(ranks // per_node == (ranks + sign) % world // per_node)
 
     def message(self, size: np.ndarray | float, near: np.ndarray, crowd: Any = 1) -> np.ndarray:
         """Seconds of messages of `size` bytes, within a node where `near` is True.

@@ -120,33 +120,29 @@ class BandCounts:
         sent = self.direct_bytes.between(first, last)
         if not len(sent):
             return None
-        no_direct_seconds = np.zeros((2, 2, 1, 1))
 
         def find_neighbor_costs(ranks: np.ndarray, steps: np.ndarray) -> NeighborCosts:
-            return self._find_neighbor_costs(self._count_sent(ranks, steps), ranks, no_direct_seconds)
+            sizes = [*zip(self.signs, self._count_sent(ranks, steps), strict=True)]
+            return NeighborCosts(self.rates, self.faults.at(ranks), sizes, ranks)
 
         return DirectCosts.of(self.rates, self.faults, sent, find_neighbor_costs)
 
     def make_phase(
-        self,
-        counted: np.ndarray,
-        ranks: np.ndarray | None = None,
-        direct_costs: DirectCosts | None = None,
-        steps: np.ndarray | None = None,
+        self, counted: np.ndarray, ranks: np.ndarray, steps: np.ndarray, direct_costs: DirectCosts | None
     ) -> Phase:
-        """The phase of one step, without stalls; `counted` is the result of `count` for all ranks or for `ranks`.
+        """The phase of one step, without stalls; `counted` is the result of `count` for `ranks` at `steps`.
 
         `ranks` must be consecutive along the last axis. `direct_costs` are those of `steps`; they delay the messages to
         neighbors.
         """
-        faults = self.faults if ranks is None else self.faults.at(ranks)
+        faults = self.faults.at(ranks)
         merge = scale_by_slow_ranks(self.rates.merge(self.band.heads), faults)
         direct_seconds: np.ndarray | None = None
         sent: Value = 0.0
         received: Value = 0.0
-        if direct_costs is not None and steps is not None:
-            direct_seconds, (sent, received) = direct_costs.at(self.ranks if ranks is None else ranks, steps)
-        costs = self._find_neighbor_costs(counted[2:], ranks, direct_seconds)
+        if direct_costs is not None:
+            direct_seconds, (sent, received) = direct_costs.at(ranks, steps)
+        costs = NeighborCosts(self.rates, faults, [*zip(self.signs, counted[2:], strict=True)], ranks, direct_seconds)
         messages = tuple(costs.messages(sign) for sign, size in costs.sizes.items() if np.any(size))
         compute = scale_by_slow_ranks(counted[0] * self.pair_seconds, faults)
         return Phase(1, compute, merge * counted[1], messages, longest_direct=(sent, received))
@@ -160,8 +156,8 @@ class BandCounts:
         """Yield the phase of each step."""
         for step in range(self.steps):
             costs = self.direct_costs(step, step + 1)
-            counted = self.count(self.ranks, np.asarray(step))
-            phase = self.make_phase(counted, direct_costs=costs, steps=np.asarray(step))
+            where = self.ranks, np.asarray(step)
+            phase = self.make_phase(self.count(*where), *where, costs)
             yield phase if costs is None else replace(phase, direct=costs.messages.between(step, step + 1))
 
     def _message_sign(self, direction: Direction) -> int:
@@ -217,14 +213,6 @@ class BandCounts:
             place = np.minimum(np.searchsorted(keys, sender_keys), len(keys) - 1)
             sent_bytes[self.signs.index(sign)] += size[place] * (keys[place] == sender_keys)
         return sent_bytes
-
-    def _find_neighbor_costs(
-        self, sent_bytes: np.ndarray, ranks: np.ndarray | None, direct_seconds: np.ndarray | None
-    ) -> NeighborCosts:
-        """The messages of one step to neighbors, with their seconds, from their bytes by `signs`."""
-        faults = self.faults if ranks is None else self.faults.at(ranks)
-        sizes = [*zip(self.signs, sent_bytes, strict=True)]
-        return NeighborCosts(self.rates, faults, sizes, ranks, direct_seconds)
 
     def _find_reach(self, direction: Direction) -> int:
         """The most hops of any block, by bisection: the needed rows decrease with the distance."""

@@ -22,7 +22,7 @@ AROUND = np.arange(-1, 2)
 
 
 class NeighborCosts:
-    """Seconds of the messages of a step to neighbors, for all ranks or for `ranks`, consecutive along the last axis.
+    """Seconds of the messages of a step to neighbors, for `ranks`, consecutive along the last axis.
 
     `sizes` are (direction, bytes), at most one entry per direction. Messages of one rank, step and link type follow
     each other, and all count as ending with the last of them, at the sender or the receiver, whichever is later.
@@ -35,7 +35,7 @@ class NeighborCosts:
         rates: Rates,
         faults: Faults,
         sizes: Sequence[tuple[int, Bytes]],
-        ranks: np.ndarray | None = None,
+        ranks: np.ndarray,
         direct_seconds: np.ndarray | None = None,
     ) -> None:
         self.sizes = dict(sizes)

@@ -181,7 +181,7 @@ class IncrementalSteps:
         every = steps * self.ranks + ranks
         step, rank = np.divmod(keys := distinct(every), self.ranks)
         counted = self.counts.count(rank, step)[:, np.searchsorted(keys, every)]
-        phase = self.counts.make_phase(counted, ranks, self.direct_costs, steps)
+        phase = self.counts.make_phase(counted, ranks, steps, self.direct_costs)
         ring = self.counts.ring
         interference = ring.busy(phase) - phase.compute - phase.merge
         seconds_late = np.zeros(counted.shape[1:])
