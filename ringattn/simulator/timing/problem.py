@@ -46,18 +46,11 @@ class RingProblem:
 
 @dataclass(frozen=True)
 class TimingProblem:
-    """The input of solvers: a plan on a machine, with its ring, or in `not_a_ring` the reason why it has none."""
+    """The input of solvers: a plan on a machine, and its ring, or the reason why it has none."""
 
     rates: Rates
     faults: Faults
-    ring: RingProblem | None
-    not_a_ring: str = ""
-
-
-def make_timing_problem(rates: Rates, faults: Faults) -> TimingProblem:
-    """The timing problem of a plan."""
-    ring = make_ring_problem(rates, faults)
-    return TimingProblem(rates, faults, *((None, ring) if isinstance(ring, str) else (ring,)))
+    ring: RingProblem | str
 
 
 def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:

@@ -15,7 +15,7 @@ from ...text import did_you_mean
 from .costs import SECONDS_PER_HOUR, failures, memory
 from .forecast import host_seconds
 from .kernel_seconds import timed_ranks
-from .problem import TimingProblem, make_timing_problem
+from .problem import TimingProblem, make_ring_problem
 from .rates import FEW_RANKS, Factors, Faults, Rates, own_bytes, parse_factors
 from .solvers.base import Solved, solve_ring
 from .solvers.event_loop import rank_steps
@@ -65,9 +65,9 @@ def simulate(
     machine = get_machine(machine)
     slow_factors = parse_factors("slow", slow, plan.ranks)
     link_factors = parse_factors("slow_links", slow_links, plan.ranks)
-    problem = make_timing_problem(Rates(plan, machine, backward), Faults(slow_factors, link_factors, tuple(stalls)))
-    solved = _solve(problem, solver)
-    return _make_timeline(problem.rates, solved, passes, _host_seconds(problem))
+    rates, faults = Rates(plan, machine, backward), Faults(slow_factors, link_factors, tuple(stalls))
+    problem = TimingProblem(rates, faults, make_ring_problem(rates, faults))
+    return _make_timeline(rates, _solve(problem, solver), passes, _host_seconds(problem))
 
 
 def simulate_passes(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> list[Timeline]:
@@ -108,7 +108,7 @@ def _solve(problem: TimingProblem, solver: str) -> Solved:
         solved = solve(problem)
         if solved is not None:
             return solved
-    obstacle = "which this plan on this machine lacks" if problem.ring is not None else f"but {problem.not_a_ring}"
+    obstacle = f"but {problem.ring}" if isinstance(problem.ring, str) else "which this plan on this machine lacks"
     raise Unsupported(f"solver={solver} needs {SOLVERS[solver][1]}, {obstacle}; try solver=auto")
 
 
@@ -117,7 +117,7 @@ def _host_seconds(problem: TimingProblem) -> float:
     plan, machine = problem.rates.plan, problem.rates.machine
     if not machine.host and not machine.host_call:
         return 0.0
-    if problem.ring is not None:
+    if not isinstance(problem.ring, str):
         calls = problem.ring.calls
     else:
         ranks = range(plan.ranks) if plan.ranks <= FEW_RANKS else timed_ranks(plan.ranks)

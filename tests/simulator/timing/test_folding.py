@@ -15,7 +15,7 @@ from ringattn import Causal, Dilated, Full, Machine, Pattern, Plan, Strided, Uns
 from ringattn.simulator.timing.rates import Faults, Rates
 from ringattn.simulator.timing.solvers import events
 from ringattn.simulator.timing.solvers.base import Solved
-from ringattn.simulator.timing.solvers.event_loop import simulate_events
+from ringattn.simulator.timing.solvers.event_loop import list_events
 
 CLOSE = 1e-12
 EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7, merge=1e8, gamma=0.1)
@@ -86,7 +86,7 @@ def test_few_ranks_have_the_times_of_many(plan: Plan, machine: Machine, backward
     found = events.simulate_folded(rates, "")
     assume(isinstance(found, Solved))
     assert isinstance(found, Solved)
-    whole = simulate_events(rates, Faults())
+    whole = list_events(rates, Faults()).solve()
     assert found.finish == pytest.approx(whole.finish, rel=CLOSE)
     assert found.seconds == pytest.approx(whole.seconds, rel=CLOSE)
     assert found.traffic == whole.traffic and found.peers == pytest.approx(whole.peers, rel=CLOSE)

@@ -13,7 +13,7 @@ from ringattn.runtime import accumulators as rows
 from ringattn.simulator.timing.problem import RingProblem, make_ring_problem
 from ringattn.simulator.timing.rates import Faults, Rates
 from ringattn.simulator.timing.simulation import simulate
-from ringattn.simulator.timing.solvers.event_loop import simulate_events
+from ringattn.simulator.timing.solvers.event_loop import list_events
 
 EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7, merge=1e8)
 PATTERNS = (Full(), Causal(), Causal() & Window(63), Window(300, 200), Dilated((256,), (2,), causal=True))
@@ -40,7 +40,7 @@ def test_rows_that_are_merged(pattern: Pattern, layout: str, ranks: int, monkeyp
     q, k, v = torch.randn(3, 1, heads, tokens, 8)
     ra.virtual_attention(q, k, v, pattern, ranks=ranks, layout=layout, schedule="ring")
     rates = Rates(plan, EVEN, backward=False)
-    solved = simulate_events(rates, Faults())
+    solved = list_events(rates, Faults()).solve()
     counted = solved.loads.merge.sum() / rates.merge(1)
     if layout == "zigzag" and pattern == PATTERNS[3] and ranks > 1:  # visits of several calls that share rows
         assert counted < merged < 1.2 * counted

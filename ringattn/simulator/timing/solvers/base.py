@@ -145,7 +145,7 @@ def solve_ring(name: str, problem: TimingProblem, solve: Callable[[Ring, bool], 
     None if the plan has no ring, if its steps are too many to store, or if `solve` returns None because the ring lacks
     what it needs.
     """
-    if problem.ring is None or problem.ring.counts is not None:
+    if isinstance(problem.ring, str) or problem.ring.counts is not None:
         return None
     ring = problem.ring.ring
     times = solve(ring, False)

@@ -13,7 +13,6 @@ belong to one step.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -83,7 +82,7 @@ class EventPass:
         np.add.at(carried, link, self.bytes[mine])
         return Traffic.of(carried, len(link), np.zeros(0, dtype=np.int64))
 
-    def solve(self, why: str) -> Solved:
+    def solve(self, why: str = "every step of every rank") -> Solved:
         """Solve the pass; `why` is the reason, for reports, why every step was simulated."""
         finish = self.begun()[-1]
         peers = float(self.begun(instant=True)[-1].max())
@@ -91,20 +90,19 @@ class EventPass:
         return Solved("events", finish, why, self.loads, traffic, peers=peers)
 
 
-def simulate_events(rates: Rates, faults: Faults, why: str = "every step of every rank") -> Solved:
-    """Simulate every step and message of a plan; `why` is the reason for reports. Raises as `list_events`."""
-    return list_events(rates, faults, why).solve(why)
-
-
-def list_events(rates: Rates, faults: Faults, why: str) -> EventPass:
-    """All steps and messages of all ranks; arguments as in `simulate_events`.
+def list_events(rates: Rates, faults: Faults, why: str = "every step of every rank") -> EventPass:
+    """All steps and messages of all ranks; `why` is the reason, for errors, why every step is simulated.
 
     Raises Unsupported for plans with too many ranks or steps, InvalidInput for stalls after the last step of the pass.
     """
     _check_size(rates, why)
     plan, machine = rates.plan, rates.machine
-    steps_of_ranks, clocks = _list_steps(rates)
-    stalls = _stalls_by_step(faults, len(clocks))
+    steps_of_ranks = [rank_steps(rates, rank) for rank in track(range(plan.ranks), plan.ranks, "ranks")]
+    every_clock = sorted({step.clock for steps in steps_of_ranks for step in steps})
+    clocks = {clock: number for number, clock in enumerate(every_clock)}
+    for stall in faults.stalls:
+        if stall.step >= len(clocks):
+            raise InvalidInput(f"{stall}: the pass has steps 0 .. {len(clocks) - 1}; try one of these")
     loads = Loads.none(plan.ranks)
     visits, busy = np.zeros((2, len(clocks), plan.ranks))
     messages: dict[tuple[int, int, int], int] = {}
@@ -132,9 +130,9 @@ def list_events(rates: Rates, faults: Faults, why: str) -> EventPass:
                 shared = share_cores(step[node].tolist(), rates.cores)
                 loads.compute[node] += shared - step[node]  # waiting for a core counts as visits
                 step[node] = shared
-    for (rank, number), late in stalls.items():
-        loads.stalls[rank] += late
-        busy[number, rank] += late
+    for stall in faults.stalls:
+        loads.stalls[stall.rank] += stall.seconds
+        busy[stall.step, stall.rank] += stall.seconds
     posts = posts[np.lexsort((posts["message"], posts["step"]))]
     sent, received = (posts[posts["sends"] == sends] for sends in (True, False))
     assert np.array_equal(sent["message"], received["message"]), "both ends post a message at one step"
@@ -159,24 +157,6 @@ def _check_size(rates: Rates, why: str) -> None:
             f"about {events:,} steps and messages are more than the {MOST_EVENTS:,} that can be simulated; try fewer "
             "ranks, or a narrower mask"
         )
-
-
-def _list_steps(rates: Rates) -> tuple[list[tuple[Step, ...]], dict[int, int]]:
-    """(steps of each rank, {clock: step of the pass}) for the clocks at which any rank has a step."""
-    plan = rates.plan
-    steps_of_ranks = [rank_steps(rates, rank) for rank in track(range(plan.ranks), plan.ranks, "ranks")]
-    clocks = sorted({step.clock for steps in steps_of_ranks for step in steps})
-    return steps_of_ranks, {clock: number for number, clock in enumerate(clocks)}
-
-
-def _stalls_by_step(faults: Faults, steps: int) -> dict[tuple[int, int], float]:
-    """Seconds of stalls by (rank, step of the pass)."""
-    seconds: defaultdict[tuple[int, int], float] = defaultdict(float)
-    for stall in faults.stalls:
-        if stall.step >= steps:
-            raise InvalidInput(f"{stall}: the pass has steps 0 .. {steps - 1}; try one of these")
-        seconds[stall.rank, stall.step] += stall.seconds
-    return seconds
 
 
 def _busy_seconds(rates: Rates, faults: Faults, rank: int, step: Step) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from ....layout.regular import Contiguous
 from ..problem import TimingProblem
 from ..rates import Faults, Rates
 from .base import Loads, Solved
-from .event_loop import MOST_RANKS, list_events, rank_steps, simulate_events
+from .event_loop import MOST_RANKS, list_events, rank_steps
 
 if TYPE_CHECKING:
     from ....plan.plan import Plan
@@ -36,18 +36,18 @@ SIMULATED_WHOLE = 64
 def solve_by_events(problem: TimingProblem) -> Solved:
     """Solve any plan of up to a few thousand ranks, or of more ranks if the plan repeats."""
     rates, faults = problem.rates, problem.faults
-    if problem.ring is not None:
-        return simulate_events(rates, faults, "asked for")
-    if rates.plan.ranks <= SIMULATED_WHOLE:
-        why = "few ranks"
+    if not isinstance(problem.ring, str):
+        why = "asked for"
+    elif rates.plan.ranks <= SIMULATED_WHOLE:
+        why = f"{problem.ring}; few ranks"
     elif faults:
-        why = "slow ranks and stalls rule out a smaller plan"
+        why = f"{problem.ring}; slow ranks and stalls rule out a smaller plan"
     else:
-        folded = simulate_folded(rates, problem.not_a_ring)
+        folded = simulate_folded(rates, problem.ring)
         if isinstance(folded, Solved):
             return folded
-        why = folded
-    return simulate_events(rates, faults, f"{problem.not_a_ring}; {why}")
+        why = f"{problem.ring}; {folded}"
+    return list_events(rates, faults, why).solve(why)
 
 
 @dataclass(frozen=True)

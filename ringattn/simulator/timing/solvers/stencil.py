@@ -40,7 +40,7 @@ def solve_by_stencil(problem: TimingProblem) -> Solved | None:
     are too large.
     """
     ring = problem.ring
-    if ring is None:
+    if isinstance(ring, str):
         return None
     if ring.ring.ranks * ring.steps > MOST:
         raise Unsupported(
